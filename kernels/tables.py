@@ -86,7 +86,7 @@ class RowTable(NamedTuple):
     whole_length: int = 0
     # Where one row of the gradient is that of many occurrences: int32 [B], its number for each
     # (0: every occurrence has its own), bytes from one to the next, and the factors of the
-    # occurrences, in the type of the arithmetic (0: all are 1). On the host only.
+    # occurrences, in the type of the arithmetic (0: all are 1).
     gradient_rows: int = 0
     stride: int = 0
     weights: int = 0

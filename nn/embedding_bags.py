@@ -11,7 +11,7 @@ import numpy as np
 from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling
 from ..ops.runtime.bags.tensor import BagTensor
-from ..ops.runtime.device import DeviceArray
+from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.errors import reject
 from .base.parameter import Parameter
 from .fused import FusedOptimizer
@@ -22,7 +22,7 @@ _NAME = "EmbeddingBags"
 class _Forward(NamedTuple):
     """The last forward."""
 
-    pooled: Pooled
+    pooled: Pooled | DevicePooled
     pooling: Pooling
     thread: int
 
@@ -110,12 +110,7 @@ class EmbeddingBags:
 
     def _read(self) -> Pooling:
         """The tables as they are now, and what follows from them."""
-        arrays = []
-        for p in self.parameters:
-            if isinstance(p.array, DeviceArray):
-                name, expected = f"parameter {p.name!r}", "a parameter on the host"
-                reject(TypeError, _NAME, name, "lives on a CUDA device", expected, "one there")
-            arrays.append(p.array)
+        arrays = [p.array for p in self.parameters]
         known = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
         return known
 
@@ -177,7 +172,7 @@ class EmbeddingBags:
         """
         return self._pooled().weight_gradients(grad_out)
 
-    def _pooled(self) -> Pooled:
+    def _pooled(self) -> Pooled | DevicePooled:
         """The last forward, if a gradient can follow it."""
         last = self._last
         wrong = ""

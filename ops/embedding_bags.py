@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .runtime.arrays import adopt
+from .runtime.arrays import adopt_anywhere
 from .runtime.bags.pooled import pool
 from .runtime.bags.pooling import Pooling
 from .runtime.bags.tensor import BagTensor
@@ -147,6 +147,7 @@ class EmbeddingBags:
         if not isinstance(tables, list | tuple):
             got = type(tables).__name__
             reject(TypeError, self.name, "tables", "have a wrong type", "a list of arrays", got)
-        arrays = [adopt(self.name, f"tables[{t}]", table) for t, table in enumerate(tables)]
+        each = enumerate(tables)
+        arrays = [adopt_anywhere(self.name, f"tables[{t}]", table) for t, table in each]
         chosen = self.pooling, self.padding_idx, self.out_of_range
         return Pooling(self.name, arrays, self.features, *chosen)

@@ -14,6 +14,7 @@ from .. import check
 from ..arrays import address_of, adopt
 from ..errors import reject
 from ..row_step import RowGradient
+from . import device
 from .ids import Given, find_error, kind_of, read
 from .pooling import Pooling
 from .tensor import BagTensor
@@ -23,12 +24,14 @@ _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 
 def pool(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
-) -> Pooled:
+) -> Pooled | device.DevicePooled:
     """Bags as they are given to `ops.EmbeddingBags`, pooled; ``options`` are those of `Pooled`.
 
     Raises:
         TypeError, ValueError, IndexError: something does not fit.
     """
+    if pooling.is_on_device:
+        return device.pool(pooling, ids, offsets, weights, out, **options)
     pooled = Pooled(pooling, read(pooling, ids, offsets, weights), out, **options)
     if pooled.is_bad:
         find_error(pooling, ids, offsets)

@@ -8,6 +8,8 @@ import numpy as np
 
 from ....kernels.quiet import quiet
 from ..arrays import real_type
+from ..device import is_on_device
+from ..errors import reject
 from ..row_step import RowGradient
 from ..row_tensor import RowTensor
 
@@ -20,7 +22,7 @@ class BagTensor:
 
         dense[indices[b]] += weights[b] * values.reshape(-1, unit)[rows[b]:][:D // unit].reshape(D)
 
-    On the host only. What is no optimizer of this package's `nn` takes `to_rows`.
+    What is no optimizer of this package's `nn` takes `to_rows`, which is for those on the host.
 
     Attributes:
         indices: int32 ``[B]``, in range.
@@ -94,7 +96,13 @@ class BagTensor:
         """The same with one row of values for each occurrence: ``B * D`` numbers.
 
         Products with weights are rounded to the dtype of the values.
+
+        Raises:
+            RuntimeError: it is on a device.
         """
+        if is_on_device(self.values):
+            wrong, expected = "lives on a CUDA device", "an optimizer's step, or one on the host"
+            reject(RuntimeError, "BagTensor", "the gradient", wrong, expected, "its rows")
         n, width = len(self.indices), self.dense_shape[1]
         units = self.rows[:, None] + np.arange(width // self.unit)
         values = self.values.reshape(-1, self.unit)[units].reshape(n, width)

@@ -1,0 +1,408 @@
+"""Bags of ids on a CUDA device: read, pooled there, and turned into gradients.
+
+The host waits for nothing, but for the gradients of ids that are one array: how many of them each
+table has stands on the device. Ids and offsets are checked there; what does not fit is heard of
+later (`pending`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....kernels.cpu.bags import MOST
+from ....kernels.storage import STORAGES
+from .. import check, cuda, device_gradient
+from ..arrays import adopt_anywhere, native
+from ..device import DeviceArray, device_of, may_share_memory
+from ..errors import message, reject
+from ..launch import checked_launch
+from ..row_step import RowGradient
+from .pooling import Pooling
+from .tensor import BagTensor
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+class _Ids(NamedTuple):
+    """The ids of one feature."""
+
+    name: str  # how errors name them
+    array: DeviceArray  # contiguous
+    n: int  # ids; of one array of all features 0: the device knows
+    bags: int
+    offsets: DeviceArray | None  # contiguous; None: all bags have ``length`` ids
+    offsets_name: str
+    first_offset: int  # which of them is the first
+    length: int = 0
+
+
+class Given(NamedTuple):
+    """The ids of all features, in the order of their tables."""
+
+    lists: list[_Ids]
+    weights: list[DeviceArray] | None  # of each, or one for all
+    is_joined: bool  # all features have one array of ids
+    n: int  # ids in all
+
+    @property
+    def arrays(self) -> list[DeviceArray]:
+        """All that is read."""
+        found = [own.array for own in self.lists]
+        found += [own.offsets for own in self.lists if own.offsets is not None]
+        return found + (self.weights or [])
+
+
+def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
+    """The ids of all features; what stands in the arrays is looked at on the device.
+
+    Raises:
+        TypeError, ValueError: a kind, place, dtype or shape does not fit.
+    """
+    where, n = pooling.where, len(pooling.of)
+    if not pooling.pools:
+        wrong, expected = "is not done on CUDA devices", "'sum', 'mean' or 'max'"
+        reject(ValueError, where, "pooling 'none'", wrong, expected, "tables there")
+    is_joined = not isinstance(ids, list | tuple)
+    if is_joined and n == 1:
+        is_listed = isinstance(offsets, list | tuple)
+        names, ids = ("ids", "offsets[0]" if is_listed else "offsets"), [ids]
+        offsets = offsets if is_listed or offsets is None else [offsets]
+        lists, is_joined = [_read_list(pooling, *names, ids[0], offsets and offsets[0])], False
+    elif is_joined:
+        lists = _read_joined(pooling, ids, offsets)
+    else:
+        lists = _read_lists(pooling, ids, offsets)
+    total = lists[0].array.size if is_joined else sum(own.n for own in lists)
+    if total > MOST:
+        reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
+    if lists[0].bags == 0 and total:
+        wrong = "do not end at the number of ids"
+        reject(ValueError, where, lists[0].offsets_name, wrong, total, "no bags")
+    factors = _read_weights(pooling, lists, weights, total, is_joined=is_joined)
+    ordered = pooling.ordered(lists)
+    return Given(ordered, factors, is_joined, total)
+
+
+def _read_lists(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
+    where, n = pooling.where, len(pooling.of)
+    if len(ids) != n:
+        reject(ValueError, where, "ids", "have a wrong length", f"{n} arrays", len(ids))
+    if offsets is not None and (not isinstance(offsets, list | tuple) or len(offsets) != n):
+        expected, got = f"a list of {n} arrays, as the ids are", type(offsets).__name__
+        reject(ValueError, where, "offsets", "do not fit the ids", expected, got)
+    lists = []
+    for f, given in enumerate(ids):
+        own = None if offsets is None else offsets[f]
+        lists.append(_read_list(pooling, f"ids[{f}]", f"offsets[{f}]", given, own))
+    for own_ids in lists:
+        if own_ids.bags != lists[0].bags:
+            wrong = "have another number of bags than ids[0]"
+            reject(ValueError, where, own_ids.name, wrong, lists[0].bags, own_ids.bags)
+    return lists
+
+
+def _read_list(pooling: Pooling, name: str, offsets_name: str, ids: Any, offsets: Any) -> _Ids:
+    where, array = pooling.where, _integers(pooling, name, ids)
+    if offsets is None:
+        if array.ndim != 2:
+            wrong, expected = "has a wrong shape", "(bags, length), as there are no offsets"
+            reject(ValueError, where, name, wrong, expected, array.shape)
+        bags, length = array.shape
+        return _Ids(name, array, array.size, bags, None, offsets_name, 0, length)
+    if array.ndim != 1:
+        reject(ValueError, where, name, "has a wrong shape", "1 dimension", array.shape)
+    bounds = _integers(pooling, offsets_name, offsets)
+    if bounds.ndim != 1 or len(bounds) == 0:
+        reject(ValueError, where, offsets_name, "has a wrong shape", "(bags + 1,)", bounds.shape)
+    return _Ids(name, array, array.size, len(bounds) - 1, bounds, offsets_name, 0)
+
+
+def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
+    """One array of the ids of all features, with offsets of all their bags."""
+    where, n, array = pooling.where, len(pooling.of), _integers(pooling, "ids", ids)
+    if array.ndim != 1:
+        expected = f"a list of {n} arrays, or all ids in 1 dimension"
+        reject(ValueError, where, "ids", "have a wrong shape", expected, array.shape)
+    if not pooling.is_ordered:
+        wrong, expected = "are not in the order of their tables", "a list of ids on a device"
+        reject(ValueError, where, "features", wrong, expected, "one array of ids")
+    if isinstance(offsets, list | tuple) or offsets is None:
+        expected, got = "one array, as the ids are", type(offsets).__name__
+        reject(TypeError, where, "offsets", "do not fit the ids", expected, got)
+    bounds = _integers(pooling, "offsets", offsets)
+    if bounds.ndim != 1 or len(bounds) % n != 1 or len(bounds) == 0:
+        wrong, expected = "have a wrong shape", f"({n} * bags + 1,)"
+        reject(ValueError, where, "offsets", wrong, expected, bounds.shape)
+    bags = len(bounds) // n
+    return [_Ids("ids", array, 0, bags, bounds, "offsets", f * bags) for f in range(n)]
+
+
+def _integers(pooling: Pooling, name: str, given: Any) -> DeviceArray:
+    array = _there(pooling, name, given)
+    if array.dtype not in check.INDEX_DTYPES:
+        wrong, expected = "has a wrong dtype", "int32 or int64"
+        reject(TypeError, pooling.where, name, wrong, expected, array.dtype)
+    return array.contiguous(pooling.where, name)
+
+
+def _there(pooling: Pooling, name: str, given: Any) -> Any:
+    """An array that has to be where the tables are."""
+    array = adopt_anywhere(pooling.where, name, given)
+    device_of(pooling.where, {"tables[0]": pooling.arrays[0], name: array})
+    return array
+
+
+def _read_weights(
+    pooling: Pooling, lists: Sequence[_Ids], weights: Any, total: int, *, is_joined: bool
+) -> list[DeviceArray] | None:
+    where, name = pooling.where, "per_sample_weights"
+    if weights is None:
+        return None
+    if pooling.name != "sum":
+        wrong, expected = "need sums", "None, or pooling 'sum'"
+        reject(ValueError, where, name, wrong, expected, f"pooling {pooling.name!r}")
+    if is_joined or (len(lists) == 1 and not isinstance(weights, list | tuple)):
+        return [_factors(pooling, name, weights, total)]
+    if not isinstance(weights, list | tuple) or len(weights) != len(lists):
+        expected, got = f"a list of {len(lists)} arrays, as the ids are", type(weights).__name__
+        reject(ValueError, where, name, "do not fit the ids", expected, got)
+    each = enumerate(zip(weights, lists, strict=True))
+    found = [_factors(pooling, f"{name}[{f}]", given, own.n) for f, (given, own) in each]
+    return pooling.ordered(found)
+
+
+def _factors(pooling: Pooling, name: str, given: Any, n: int) -> DeviceArray:
+    """Weights in the type of the arithmetic."""
+    where, array = pooling.where, _there(pooling, name, given)
+    check.float_dtype(where, name, array)
+    if array.dtype.itemsize > pooling.real.itemsize:
+        wrong = "has a higher dtype than the arithmetic"
+        reject(TypeError, where, name, wrong, pooling.real, array.dtype)
+    if array.size != n:
+        reject(ValueError, where, name, "has a wrong shape", f"{n} numbers", array.shape)
+    array = array.contiguous(where, name)
+    same: bool = array.dtype == pooling.real
+    return array if same else device_gradient.converted(array, pooling.real)
+
+
+class DevicePooled:
+    """Bags that are pooled on a device: enqueued when this is made; as `Pooled`.
+
+    Args:
+        pooling: the tables, and how they are pooled.
+        given: the ids.
+        out: None, or what is given for the output.
+        sums: whether there is an output, or only gradients of it are asked for.
+    """
+
+    def __init__(
+        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True
+    ) -> None:
+        where, self._pooling = pooling.where, pooling
+        like, self.batch = pooling.arrays[0], given.lists[0].bags
+        if self.batch * pooling.width // pooling.unit > MOST:
+            wrong, expected = "is too large", f"at most {MOST} parts of rows"
+            reject(ValueError, where, "the output", wrong, expected, (self.batch, pooling.width))
+        self._n, n_bags = given.n, self.batch * len(given.lists)
+        self._bounds = like.empty_like(_INT64, (n_bags + 1,))
+        self._ids, self._rows = (like.empty_like(_INT32, (self._n,)) for _ in range(2))
+        has_weights = given.weights is not None or pooling.name == "mean"
+        self._weights = like.empty_like(pooling.real, (self._n,)) if has_weights else None
+        # Maxima are found by pooling only, and what they were decides whose gradient is whose.
+        is_largest = pooling.name == "max"
+        shape, sums = (self.batch, pooling.width), sums or is_largest
+        self._winners = like.empty_like(_INT32, shape) if is_largest else None
+        self._ends = self._ends_of(given, like)
+        made: DeviceArray | None = None
+        if sums:
+            made = like.empty_like(pooling.real, shape) if out is None else self._checked(out, given)
+        features = self._features(given, made)
+        launches = self._launches(features) if sums else []
+        arrays = [*pooling.arrays, *given.arrays, *([] if made is None else [made])]
+        weighted = given.weights is not None
+        with checked_launch(arrays, self._error(given, features)) as launch:
+            lists = self._lists(weighted=weighted)
+            cuda.rows.bags.pool(
+                features, lists, launches,
+                self._ends.address if isinstance(self._ends, DeviceArray) else 0,
+                real=STORAGES[pooling.real], pooling=pooling.kind, weighted=weighted,
+                drops=pooling.drops, fills=out is None, guard=launch.guard, stream=launch.stream,
+            )  # fmt: skip
+            if pooling.name == "mean":
+                real = STORAGES[pooling.real]
+                cuda.rows.bags.mean_weights(self._lists(weighted=True), real, launch.stream)
+        self.out: Any = None if made is None else native(made)
+        if out is not None:
+            self.out = out
+
+    def _lists(self, *, weighted: bool) -> Any:
+        weights = self._weights.address if weighted and self._weights is not None else 0
+        addresses = self._bounds.address, self._ids.address, self._rows.address, weights
+        return cuda.rows.bags.Lists(*addresses, len(self._bounds) - 1, self._n)
+
+    def _ends_of(self, given: Given, like: DeviceArray) -> Any:
+        """Where the ids of features begin: known, or to be written on the device."""
+        if given.is_joined:
+            return like.empty_like(_INT64, (len(given.lists),))
+        return np.cumsum([0, *(own.n for own in given.lists)])
+
+    def _checked(self, out: Any, given: Given) -> DeviceArray:
+        pooling, where = self._pooling, self._pooling.where
+        if isinstance(out, list | tuple):
+            wrong, expected = "is a list", "one array on a device"
+            reject(ValueError, where, "out", wrong, expected, f"{len(out)} of them")
+        array = check.variable(where, "out", out)
+        device_of(where, {"tables[0]": pooling.arrays[0], "out": array})
+        if array.dtype != pooling.real:
+            reject(TypeError, where, "out", "has a wrong dtype", pooling.real, array.dtype)
+        shape = self.batch, pooling.width
+        if array.shape != shape:
+            reject(ValueError, where, "out", "has a wrong shape", shape, array.shape)
+        if any(may_share_memory(array, read) for read in (*pooling.arrays, *given.arrays)):
+            wrong, expected = "shares memory with what is read", "its own memory"
+            reject(ValueError, where, "out", wrong, expected, "an overlap")
+        found: DeviceArray = array
+        return found
+
+    def _features(self, given: Given, out: DeviceArray | None) -> list[Any]:
+        pooling, found, first = self._pooling, [], 0
+        for k, (f, own) in enumerate(zip(pooling.order, given.lists, strict=True)):
+            found.append(self._feature(given, k, f, own, first, out))
+            first += own.n
+        return found
+
+    def _feature(
+        self, given: Given, k: int, f: int, own: _Ids, first: int, out: DeviceArray | None
+    ) -> Any:
+        pooling, item = self._pooling, self._pooling.real.itemsize
+        table, padding = pooling.arrays[pooling.of[f]], pooling.padding[f]
+        column, width = pooling.columns[f], pooling.widths[f]
+        weights, offsets, ends = 0, (0, 4), (-1, -1, 0)
+        if given.weights is not None:
+            of_all = len(given.weights) == 1
+            weights = given.weights[0 if of_all else k].address - (0 if of_all else first * item)
+        if own.offsets is not None:
+            offset_bytes = own.offsets.itemsize
+            offsets = own.offsets.address + own.first_offset * offset_bytes, offset_bytes
+            is_first, is_last = (k == 0, k + 1 == len(given.lists)) if given.is_joined else (1, 1)
+            n = given.n if given.is_joined else own.n
+            ends = 0 if is_first else -1, n if is_last else -1, n
+        else:
+            ends = -1, -1, own.n
+        at = 0 if out is None else out.address + column * item
+        at_winners = 0 if self._winners is None else self._winners.address + column * 4
+        strides = width * table.itemsize, pooling.width * item
+        is_aligned = not any(x % 16 for x in (table.address, at, *strides))
+        return cuda.rows.bags.Feature(
+            table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
+            own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
+            *offsets, own.length, first, *ends, k * self.batch, self.batch, at, at_winners,
+            pooling.width, column // pooling.unit, pooling.width // pooling.unit,
+        )  # fmt: skip
+
+    def _launches(self, features: Sequence[Any]) -> list[Any]:
+        """Consecutive features whose tables are of one storage type."""
+        pooling = self._pooling
+        storages = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
+        found: list[Any] = []
+        for own, w in zip(features, storages, strict=True):
+            end = own.first_bag + own.bags
+            if found and found[-1].w is w:
+                widest = max(own.width, found[-1].widest)
+                found[-1] = found[-1]._replace(end_bag=end, widest=widest)
+            else:
+                found.append(cuda.rows.bags.Pooled(w, own.first_bag, end, own.width))
+        return [launch for launch in found if launch.end_bag > launch.first_bag]
+
+    def _error(self, given: Given, features: Sequence[Any]) -> Any:
+        """The maker of the error for what does not fit, by its number (`kernels.cuda.rows.bags`)."""
+        where, batch, is_joined = self._pooling.where, self.batch, given.is_joined
+        named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
+        sizes = [(feature.origin, feature.rows, feature.most) for feature in features]
+
+        def error(position: int, value: int) -> Exception:
+            n_offsets = 2 * batch * len(sizes)
+            if position < n_offsets:
+                (bag, is_end), wrong = divmod(position, 2), "does not fit"
+                f, own = divmod(bag, batch)
+                _, name, first = named[f]
+                expected = "0" if not is_end else (
+                    f"at least the one before, and at most, at the end exactly, {sizes[f][2]}"
+                )  # fmt: skip
+                text = message(where, f"{name}[{first + own + is_end}]", wrong, expected, value)
+                return ValueError(text)
+            place = position - n_offsets
+            if is_joined:
+                expected = "0 <= id < rows of its table"
+                text = message(where, f"ids[{place}]", "is out of range", expected, value)
+                return IndexError(text)
+            f = max(f for f, (origin, *_) in enumerate(sizes) if origin <= place)
+            name, origin, rows = named[f][0], *sizes[f][:2]
+            expected = f"0 <= id < {rows}"
+            text = message(where, f"{name}[{place - origin}]", "is out of range", expected, value)
+            return IndexError(text)
+
+        return error
+
+    def gradients(self, grad: Any) -> list[BagTensor]:
+        """The gradient of each table for that of the output; of joined ids the host waits.
+
+        Raises:
+            TypeError, ValueError: it does not fit the output.
+        """
+        pooling, shape = self._pooling, (self.batch, self._pooling.width)
+        if isinstance(grad, list | tuple):
+            wrong, expected = "is a list", "one array on a device"
+            reject(ValueError, pooling.where, "grad", wrong, expected, f"{len(grad)} of them")
+        values = _there(pooling, "grad", grad)
+        check.float_dtype(pooling.where, "grad", values)
+        if values.shape != shape:
+            reject(ValueError, pooling.where, "grad", "has a wrong shape", shape, values.shape)
+        values = values.contiguous(pooling.where, "grad")
+        ends, found = self._ends_of_tables(), []
+        for t, table in enumerate(pooling.arrays):
+            part = slice(ends[t], ends[t + 1])
+            ids, rows = self._ids.part(part), self._rows.part(part)
+            weights = None if self._weights is None else self._weights.part(part)
+            source = RowGradient(
+                ids, values, ids.address, values.address, None, 0,
+                rows, rows.address, pooling.unit * values.itemsize,
+                weights, 0 if weights is None else weights.address,
+                self._winners, part.start,
+            )  # fmt: skip
+            found.append(BagTensor(source, pooling.unit, table.shape))
+        return found
+
+    def _ends_of_tables(self) -> list[int]:
+        """The places at which the ids of each table begin, and the end of all."""
+        ends = self._ends
+        if isinstance(ends, DeviceArray):
+            # Where offsets did not fit, these may be any numbers; no step takes the ids then.
+            there = ends.numpy() if self.batch else np.zeros(len(ends), np.int64)
+            ends = self._ends = np.clip(np.maximum.accumulate([*there, self._n]), 0, self._n)
+        found: list[int] = np.asarray(ends)[self._pooling.features_before].tolist()
+        return found
+
+    def weight_gradients(self, grad: Any) -> Any:  # noqa: ARG002
+        """Those of weights: not on devices.
+
+        Raises:
+            RuntimeError: always.
+        """
+        wrong, expected = "have no gradient on a CUDA device", "tables on the host"
+        reject(RuntimeError, self._pooling.where, "per_sample_weights", wrong, expected, "there")
+
+
+def pool(
+    pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
+) -> DevicePooled:
+    """As `pooled.pool`, of tables on a device; a bad id or offset is heard of later.
+
+    Raises:
+        TypeError, ValueError: something does not fit.
+    """
+    options.pop("multiplies", None)  # weights that are asked for raise there
+    return DevicePooled(pooling, read(pooling, ids, offsets, weights), out, **options)
