@@ -27,7 +27,7 @@ from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
 from .keys import Keys, TableRow, is_first, key_at, lower_bound, may_not_write, position_at, row_at
-from .sources import OWN, Form
+from .sources import CHOSEN, OWN, Form
 
 THREADS = GEOMETRY.rows
 _of_row = row_finder(TableRow, "first_row")
@@ -213,8 +213,11 @@ def _updater(kernel: Kernel, form: Form) -> tuple[Any, Any]:
     """The function that updates a tile, and the decorator of the loop."""
     if kernel.rule.is_row_wise:
         # With two sums of rows it would take so many registers that there is room for two.
-        return _row_wise_update(kernel, form), for_blocks(THREADS, 3)
-    return _row_update(kernel, form), cuda.jit
+        return _row_wise_update(kernel, form), for_blocks(THREADS, 2 if form is CHOSEN else 3)
+    if form is OWN:
+        return _row_update(kernel, form), cuda.jit
+    # The way to a shared row takes registers too; that of maxima would not do with as few.
+    return _row_update(kernel, form), for_blocks(THREADS, 2 if form is CHOSEN else 4)
 
 
 @cache

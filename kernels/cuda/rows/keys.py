@@ -38,10 +38,10 @@ class TableRow(NamedTuple):
     bounds: Word  # where the first position of each range and the end of the last one lie
     n_ranges: Word
     is_aligned: Word  # whether tiles are moved by vectors
-    # Where one row of the gradient is that of many positions (`sources`): addresses that what
+    # Where one row of the gradient may be that of many positions (`sources`): addresses that what
     # belongs to position 0 would have, or 0.
     gradient_rows: Word  # int32
-    unit: Word  # elements from one such row to the next
+    unit: Word  # elements from one row of the gradient to the next
     weights: Word
     winners: Word  # of what belongs to row 0
     first: Word  # the number among the winners that position 0 would have
@@ -186,7 +186,7 @@ class KeySort:
         place += len(self._tables) * size_of(TableRow)
         for table, scalars in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
-            own, source = -first_position * strides[0], (0,) * 5
+            own, source = -first_position * strides[0], (0, table.width, 0, 0, 0)
             if table.gradient_rows:
                 own, strides[0], source = 0, table.stride, self._source(table, first_position)
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))

@@ -39,13 +39,20 @@ def _own_place(g: Storage, _: Storage) -> Any:
     return run
 
 
+@cuda.jit(device=True)
+def _first_element(table, position):
+    """Of the gradient of a position; beside pooled tables there may be some that are not."""
+    if table.gradient_rows == 0:
+        return position * table.unit
+    return load_int32(table.gradient_rows + 4 * position) * table.unit
+
+
 def _shared_place(g: Storage, _: Storage) -> Any:
     g_bytes = g.itemsize
 
     @cuda.jit(device=True)
     def run(table, position):
-        row = load_int32(table.gradient_rows + 4 * position)
-        return table.values + row * (table.unit * g_bytes)
+        return table.values + _first_element(table, position) * g_bytes
 
     return run
 
@@ -65,7 +72,7 @@ def _chosen_place(g: Storage, real: Storage) -> Any:
 
     @cuda.jit(device=True)
     def run(table, position):
-        first = load_int32(table.gradient_rows + 4 * position) * table.unit
+        first = _first_element(table, position)
         winners = table.winners + 4 * first if table.winners != 0 else 0
         address = table.values + first * g_bytes
         return address, weight(table, position), winners, position + table.first
@@ -123,7 +130,7 @@ def _chosen_start(g: Storage, real: Storage, length: int) -> Any:
 OWN = Form(_own_place, _plain_start)
 """Each position has a row of its own."""
 SHARED = Form(_shared_place, _plain_start)
-"""There is a list of the rows of positions: one may be that of many."""
+"""Of some tables there is a list of the rows of positions: one may be that of many."""
 WEIGHTED = Form(_weighted_place, weighted_start)
 """Likewise, and in some tables one of the factors of positions."""
 CHOSEN = Form(_chosen_place, _chosen_start)
@@ -131,8 +138,8 @@ CHOSEN = Form(_chosen_place, _chosen_start)
 
 
 def form_of(tables: Sequence[RowTable]) -> Form:
-    """The form for all tables of a step: their gradients have rows of their own, or none has."""
-    if not tables[0].gradient_rows:
+    """The form that does for all tables of a step."""
+    if not any(table.gradient_rows for table in tables):
         return OWN
     if any(table.winners for table in tables):
         return CHOSEN

@@ -66,15 +66,14 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
         wrong, expected = "is not done on CUDA devices", "'sum', 'mean' or 'max'"
         reject(ValueError, where, "pooling 'none'", wrong, expected, "tables there")
     is_joined = not isinstance(ids, list | tuple)
-    if is_joined and n == 1:
-        is_listed = isinstance(offsets, list | tuple)
-        names, ids = ("ids", "offsets[0]" if is_listed else "offsets"), [ids]
-        offsets = offsets if is_listed or offsets is None else [offsets]
-        lists, is_joined = [_read_list(pooling, *names, ids[0], offsets and offsets[0])], False
-    elif is_joined:
-        lists = _read_joined(pooling, ids, offsets)
-    else:
+    if not is_joined:
         lists = _read_lists(pooling, ids, offsets)
+    elif n == 1 and offsets is None:
+        lists = [_read_list(pooling, "ids", "offsets", ids, None)]
+    else:
+        lists = _read_joined(pooling, ids, offsets)
+    if n == 1:
+        lists, is_joined = [lists[0]._replace(n=lists[0].array.size)], False
     total = lists[0].array.size if is_joined else sum(own.n for own in lists)
     if total > MOST:
         reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
@@ -133,10 +132,10 @@ def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
         expected, got = "one array, as the ids are", type(offsets).__name__
         reject(TypeError, where, "offsets", "do not fit the ids", expected, got)
     bounds = _integers(pooling, "offsets", offsets)
-    if bounds.ndim != 1 or len(bounds) % n != 1 or len(bounds) == 0:
+    if bounds.ndim != 1 or len(bounds) % n != 1 % n or len(bounds) == 0:
         wrong, expected = "have a wrong shape", f"({n} * bags + 1,)"
         reject(ValueError, where, "offsets", wrong, expected, bounds.shape)
-    bags = len(bounds) // n
+    bags = (len(bounds) - 1) // n
     return [_Ids("ids", array, 0, bags, bounds, "offsets", f * bags) for f in range(n)]
 
 
