@@ -203,6 +203,7 @@ class _Loops(NamedTuple):
 
     lay_out: NativeFunction
     pool: NativeFunction
+    lay_out_and_pool: NativeFunction
     number_rows: NativeFunction
     multiply: NativeFunction
 
@@ -212,50 +213,46 @@ def _loops(real: Any) -> _Loops:
     def numbers(address, n):
         return carray(as_pointer(address), n, real)
 
-    def lay_out(index, slot, c):
-        """The ids of some bags, and their weights, to the list."""
-        if c.is_bad:
-            return
+    @njit
+    def lay_bags_out(c, index):
+        """Whether offsets and ids of some bags fit; then they are in the list, with weights."""
         feature, given, place, _, first, last = _own(c, index)
-        if first == 0:
-            place.table, place.row_bytes = feature.table, feature.row_bytes
-            place.list, place.weights = c.ids, c.weights
-        bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
+        # What several parts write they write alike: none has to wait for another.
+        place.table, place.row_bytes = feature.table, feature.row_bytes
+        place.list, place.weights = c.ids, c.weights
+        bounds, shift = int64s(c.bounds, c.n_bags + 1), place.first - given.begin
         for bag in range(first, last):
             begin, end = _offset(given, bag), _offset(given, bag + 1)
             if c.leaves_out == 0:
                 if not _fits(given, bag, begin, end):
-                    bad[index] = 1
-                    return
-                bounds[place.first_bag + bag] = place.first + begin - given.begin
+                    return False
+                bounds[place.first_bag + bag] = begin + shift
+                bounds[place.first_bag + bag + 1] = end + shift
             at = bounds[place.first_bag + bag]
             ids = carray(as_pointer(c.ids + 4 * at), end - begin, np.int32)
-            kept = 0
+            origins = carray(as_pointer(c.origins + 4 * at), end - begin, np.int32)
+            weights = numbers(c.weights + c.real_bytes * at, end - begin)
+            given_weights, kept = numbers(given.weights, given.n), 0
             for k in range(begin, end):
                 row = index_at(given.ids, given.id_bytes, k)
                 if not _is_in_range(feature, row):
                     if c.drops:
                         continue
-                    bad[index] = 1
-                    return
+                    return False
                 if row == feature.padding:
                     continue
                 ids[kept] = row
                 if given.weights != 0:
-                    weights = numbers(given.weights, given.n)
-                    numbers(c.weights, at + kept + 1)[at + kept] = weights[k - given.begin]
+                    weights[kept] = given_weights[k - given.begin]
                 if c.origins != 0:
-                    carray(as_pointer(c.origins), at + kept + 1, np.int32)[at + kept] = (
-                        k - given.begin
-                    )
+                    origins[kept] = k - given.begin
                 kept += 1
+        return True
 
-    def pool(index, slot, c):
-        """The sums of some bags, or their means or maxima, to where they go."""
-        if c.is_bad:
-            return
+    @njit
+    def pool_bags(c, index):
         feature, _, place, f, first, last = _own(c, index)
-        source, function = c.places + f * _PLACE_BYTES, feature.pool
+        source = c.places + f * _PLACE_BYTES
         bounds = int64s(c.bounds, c.n_bags + 1)
         for bag in range(first, last):
             begin, end = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
@@ -266,13 +263,31 @@ def _loops(real: Any) -> _Loops:
             elif c.pooling == LARGEST:
                 winners = c.winners + (bag * feature.row + feature.column) * c.unit * 4
                 rows = source, c.ids, begin, end, feature.width
-                call_address(function, address, winners, *rows)
+                call_address(feature.pool, address, winners, *rows)
             else:
                 rows = source, c.ids, begin, end, feature.width, -1, 1
-                call_address(function, address, *rows)
+                call_address(feature.pool, address, *rows)
             if c.pooling == MEAN and end - begin > 1:
                 for k in range(feature.width):
                     out[k] /= real(end - begin)
+
+    def lay_out(index, slot, c):
+        """The ids of some bags, and their weights, to the list."""
+        if c.is_bad == 0 and not lay_bags_out(c, index):
+            int64s(c.bad, c.n_parts)[index] = 1
+
+    def pool(index, slot, c):
+        """The sums of some bags, or their means or maxima, to where they go."""
+        if c.is_bad == 0:
+            pool_bags(c, index)
+
+    def lay_out_and_pool(index, slot, c):
+        """Both, where the output is nobody's yet: ids are in the caches then."""
+        if c.is_bad == 0:
+            if lay_bags_out(c, index):
+                pool_bags(c, index)
+            else:
+                int64s(c.bad, c.n_parts)[index] = 1
 
     def number_rows(index, slot, c):
         """The row of the gradient of each id of some bags, and of means the weight."""
@@ -304,7 +319,7 @@ def _loops(real: Any) -> _Loops:
                 call_address(function, product, table_row, row, feature.width)
 
     made = []
-    for function in (lay_out, pool, number_rows, multiply):
+    for function in (lay_out, pool, lay_out_and_pool, number_rows, multiply):
         function.__qualname__ = f"bags {function.__name__} {real.__name__}"
         made.append(part(BagsCall)(function))
     return _Loops(*made)
@@ -328,6 +343,7 @@ class Bags:
         pooling: `SUM`, `MEAN` or `LARGEST`.
         out: the address of the output; 0: features have addresses.
         sums: whether there is an output.
+        at_once: whether that may be written before all ids have been checked.
         winners: int32, where the places of maxima go.
         multiplies: whether `multiply` is going to be called.
     """
@@ -335,7 +351,7 @@ class Bags:
     def __init__(
         self, features: np.ndarray, given: np.ndarray, real: np.dtype[Any], unit: int, *,
         drops: bool, leaves_out: bool, weighted: bool, pooling: int, out: int, sums: bool,
-        winners: np.ndarray | None, multiplies: bool,
+        at_once: bool, winners: np.ndarray | None, multiplies: bool,
     ) -> None:  # fmt: skip
         n, self._given = len(features), given
         places, totals = np.empty((n, len(_Place._fields)), np.int64), np.empty(3, np.int64)
@@ -358,11 +374,13 @@ class Bags:
             real.itemsize, unit, self.bounds, ids, self._weights,
             self._origins, out, winners, None, None, 0, 0, bad, 0,
         ))  # fmt: skip
-        loops = [self._loop(self._loops.lay_out), self._once(find_bad)]
+        own = self._loops
+        lay_out = own.lay_out_and_pool if sums and at_once else own.lay_out
+        loops = [self._loop(lay_out), self._once(find_bad)]
         if leaves_out:
             loops = [self._loop(count_kept), self._once(find_bad), self._once(add_counts), *loops]
-        if sums:
-            loops.append(self._loop(self._loops.pool))
+        if sums and not at_once:
+            loops.append(self._loop(own.pool))
         run_all(loops)
         self.is_bad = bool(self._call.words[_FIELDS["is_bad"]])
 

@@ -78,7 +78,7 @@ class Pooled:
         self._bags = kernels.Bags(
             features, given.lists, pooling.real, pooling.unit, drops=pooling.drops,
             leaves_out=pooling.leaves_out, weighted=given.is_weighted, pooling=pooling.kind,
-            out=base, sums=sums, winners=winners, multiplies=self._multiplies,
+            out=base, sums=sums, at_once=out is None, winners=winners, multiplies=self._multiplies,
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
         # What was given has been copied: whoever gave it may change it, resize it, or let it go.
