@@ -143,6 +143,47 @@ def other_loops() -> dict[str, Any]:
     }
 
 
+def bag_loops(*, every: bool) -> dict[str, Any]:
+    """The loops that pool bags, and those of steps on the gradients of pooled rows.
+
+    Args:
+        every: or those alone that have the most registers.
+    """
+    from fusestep.kernels.cuda.rows import bags, kernels, sources
+    from fusestep.kernels.element import kernel
+    from fusestep.kernels.rules.adam import ADAM
+    from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD
+    from fusestep.kernels.storage import BF16, F16, F32, F64
+
+    f32, bf16, f64 = (kernel(ADAM, (), s, s, (F64 if s is F64 else F32,) * 2) for s in (F32, BF16, F64))
+    row_wise = kernel(ROW_WISE_ADAGRAD, (), F32, F32, (F32,))
+    forms = {"weighted": sources.WEIGHTED, "chosen": sources.CHOSEN}
+    forms |= {"shared": sources.SHARED} if every else {}
+    found: dict[str, Any] = {}
+    for name, form in forms.items():
+        steps = {"f32": f32, "bf16": bf16} | ({"f64": f64} if every else {})
+        found |= {f"rows lazy {name} {s}": kernels.touched_kernel(k, form) for s, k in steps.items()}
+        found[f"row-wise adagrad lazy {name} f32"] = kernels.touched_kernel(row_wise, form)
+        if every:
+            found[f"rows sweep {name} f32"] = kernels.sweep_kernel(f32, form)
+            found[f"rows hot {name} f32"] = kernels.hot_kernel(F32, F32, 4, form)
+    types = ((F32, F32), (BF16, F32), (F16, F32), (F64, F64)) if every else ((BF16, F32),)
+    for w, real in types:
+        for name, k, weighted in (
+            ("sum", bags.SUM, False), ("sum weighted", bags.SUM, True),
+            ("mean", bags.MEAN, False), ("max", bags.LARGEST, False),
+        ):  # fmt: skip
+            found[f"bags {name} {w.name}"] = bags.pool_kernel(w, real, k, weighted)
+    return found | {
+        "bags bounds": bags.bounds_kernel,
+        "bags ends": bags.ends_kernel,
+        "bags lay out": bags.lay_out_kernel,
+        "bags keep": bags.keep_kernel,
+        "bags weights of means": bags.mean_weights_kernel(F32),
+        "bags products": bags.products_kernel(F32, F32, F32),
+    }
+
+
 def scalars_loops() -> dict[str, Any]:
     """The loops that compute the scalars of each optimizer, with every prologue."""
     from fusestep.kernels.cuda.dense.scalars import scalars_kernel
@@ -319,6 +360,7 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "mixtures": mixtures,
     "gradients": always(gradient_loops),
     "others": always(other_loops),
+    "bags": bag_loops,
     "scalars": always(scalars_loops),
     "matrices": matrix_loops,
     "row-wise": row_wise_loops,

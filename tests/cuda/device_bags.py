@@ -131,6 +131,41 @@ def pooling() -> None:
         compare({"pooling": name}, [table], ids, offsets)
 
 
+def compare_products(options: dict[str, Any], tables: Any, grad: Any, *given: Any) -> None:
+    """The gradients of weights, whose sums over columns are in another order than on the host."""
+    bags = ops.EmbeddingBags(**options)
+    expected = bags.weight_gradients(tables, *given, grad)
+    found = bags.weight_gradients(on_device(tables), *on_device([*given, grad]))
+    for own, host in zip(found, expected, strict=True):
+        assert_close(on_host(own), host)
+
+
+def products() -> None:
+    """Of every storage type; ids that count for nothing; joined ids; of the last forward."""
+    for dtype, grad_dtype in ((F32, F32), (F64, F64), (F16, F32), (BF16, F16)):
+        tables = tables_of(dtype=dtype)
+        ids, offsets = bags_of(tables)
+        grad = gradient((5, sum(t.shape[1] for t in tables)), grad_dtype)
+        compare_products({}, tables, grad, ids, offsets)
+    compare_products({}, tables, grad, *joined(ids, offsets))
+    features = [2, 0, 2, 1]
+    ids, offsets = bags_of([tables[t] for t in features])
+    left = {"features": features, "padding_idx": 1, "out_of_range": "drop"}
+    ids[0][:2] = -5
+    mixed = [tables[0].astype(F32), *tables[1:3]]
+    compare_products(left, mixed, gradient((5, 45)), ids, offsets)
+    own = on_device([gradient((5, 4))])
+    bags = nn.EmbeddingBags(own, nn.SGD(own, 0.1))
+    given = on_device([[np.array([1, 2])], [np.array([0, 0, 2])]])
+    grad = on_device(gradient((2, 4)))
+    bags(*given, on_device([gradient((2,))]))
+    (found,) = bags.weight_gradients(grad)
+    assert_close(on_host(found), on_host(own[0])[[1, 2]] @ on_host(grad)[1])
+    bags(*given)
+    with refused(ValueError, "have no gradient", *own):
+        bags.weight_gradients(grad)
+
+
 def forms() -> None:
     """Joined ids, bags of one length, one table, shared tables, ids that count for nothing."""
     tables = tables_of()
@@ -380,8 +415,8 @@ def refusals() -> None:
          lambda: bags.gradients(tables, ids, offsets, tables[0])),
         (ValueError, "grad lives elsewhere",
          lambda: bags.gradients(tables, ids, offsets, gradient((2, 6)))),
-        (RuntimeError, "per_sample_weights have no gradient on a CUDA device",
-         lambda: bags.weight_gradients(tables, ids, offsets, grad)),
+        (ValueError, "per_sample_weights have no gradient",
+         lambda: ops.EmbeddingBags("max").weight_gradients(tables, ids, offsets, grad)),
     )  # fmt: skip
     for error, text, call in cases:
         with refused(error, text, *tables, grad, real):
@@ -410,6 +445,6 @@ def refusals() -> None:
 
 if __name__ == "__main__":
     run_check(
-        pooling=(pooling,), forms=(forms,), steps=(steps, mixtures), hot=(hot,),
+        pooling=(pooling,), forms=(forms, products), steps=(steps, mixtures), hot=(hot,),
         errors=(errors, refusals),
     )  # fmt: skip

@@ -10,7 +10,8 @@ two, of its beginning and its end, and those of ids come behind those of all bag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from ..device.backend import (
 )
 from ..device.guard import FOUND, INDEX, NOTHING, is_closed
 from ..device.launch import on_elements, on_grid, tile_grid
-from ..device.memory import Places, room_of
+from ..device.memory import room_of
 from ..device.records import Word, row_finder, row_reader
 from .keys import LEFT_OUT, Keys, index_at, lower_bound
 from .kernels import thread_place
@@ -342,6 +343,58 @@ def mean_weights_kernel(real: Storage) -> Any:
     return loop
 
 
+def _product_of_tile(w: Storage, g: Storage, real: Storage, length: int) -> Any:
+    """``run(column, row, gradient, total)``: added to a number."""
+    of_w, of_g = sums(w, real, length).start, sums(g, real, length).start
+    kind = numba_type(real)
+
+    @cuda.jit(device=True)
+    def run(column, row, gradient, total):
+        a, b = cuda.local.array(length, kind), cuda.local.array(length, kind)
+        of_w(a, row, column)
+        of_g(b, gradient, column)
+        for c in range(length):
+            total[0] += a[c] * b[c]
+
+    return run
+
+
+@cache
+def products_kernel(w: Storage, g: Storage, real: Storage) -> Any:
+    """The products of rows with the gradients of their bags: a thread has an id.
+
+    It is for the bags from ``begin`` to ``end``. What is not written, of ids that do not count, is
+    0 already; the outputs of features are addresses that those of place 0 would have.
+    """
+    length = tile_length(w, g)
+    add_up = by_tiles(lambda n: _product_of_tile(w, g, real, n), length)
+    store, kind = store_float64 if real is F64 else store_float32, numba_type(real)
+    w_bytes, g_bytes, real_bytes = w.itemsize, g.itemsize, real.itemsize
+
+    @cuda.jit
+    def loop(features, n_features, bounds, n_bags, ids, rows, n, begin, end, gradient, unit):
+        place = cuda.grid(1)
+        if place >= n:
+            return
+        index = load_int32(ids + 4 * place)
+        if index < 0:
+            return
+        bag = _bag_of(Lists(bounds, ids, rows, 0, n_bags, n), place)
+        if bag < begin or bag >= end:
+            return
+        feature = _of_bag(features, n_features, bag)
+        row = feature.table + index * (feature.width * w_bytes)
+        of_bag = gradient + load_int32(rows + 4 * place) * (unit * g_bytes)
+        total, column = cuda.local.array(1, kind), np.int64(0)
+        total[0] = kind(0)
+        while column < feature.width:
+            add_up(column, feature.width, feature.is_aligned, row, of_bag, total)
+            column += length
+        store(feature.out + real_bytes * place, total[0])
+
+    return loop
+
+
 class Pooled(NamedTuple):
     """How the tables of consecutive features of one storage type are pooled."""
 
@@ -360,15 +413,10 @@ def pool(
     Without ``launches`` there is no output. To ``ends``, unless it is 0, go the places at which the
     ids of features begin.
     """
-    words = np.array(features, np.int64).ravel()
     bounds, ids, gradient_rows, weights, n_bags, n = lists
     if n_bags == 0:
         return
-    places = Places()
-    places.add(words.nbytes)
-    with room_of(stream) as room:
-        table = room.take(places.size)
-        copy_in(table, words, stream)
+    with _placed(features, stream) as table:
         at = table, len(features), bounds
         on_elements(bounds_kernel, n_bags, stream)(*at, n_bags, n, guard)
         if ends:
@@ -391,3 +439,27 @@ def mean_weights(lists: Lists, real: Storage, stream: Any) -> None:
     if lists.n_bags:
         loop = on_elements(mean_weights_kernel(real), lists.n_bags, stream)
         loop(lists.bounds, lists.n_bags, lists.ids, lists.n, lists.weights)
+
+
+def multiply(
+    features: Sequence[Feature], lists: Lists, launches: Sequence[Pooled], gradient: int,
+    unit: int, *, g: Storage, real: Storage, stream: Any,
+) -> None:  # fmt: skip
+    """Enqueue the products of rows with a gradient, numbered in units, to the outputs."""
+    if lists.n == 0:
+        return
+    with _placed(features, stream) as table:
+        at = table, len(features), lists.bounds, lists.n_bags, lists.ids, lists.gradient_rows
+        for w, begin, end, _ in launches:
+            loop = on_elements(products_kernel(w, g, real), lists.n, stream)
+            loop(*at, lists.n, begin, end, gradient, unit)
+
+
+@contextmanager
+def _placed(features: Sequence[Feature], stream: Any) -> Iterator[int]:
+    """The address of features on the device."""
+    words = np.array(features, np.int64).ravel()
+    with room_of(stream) as room:
+        table = room.take(words.nbytes)
+        copy_in(table, words, stream)
+        yield table

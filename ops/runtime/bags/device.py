@@ -18,9 +18,9 @@ from .. import check, cuda, device_gradient
 from ..arrays import adopt_anywhere, native
 from ..device import DeviceArray, device_of, may_share_memory
 from ..errors import message, reject
-from ..launch import checked_launch
+from ..launch import checked_launch, launch_on
 from ..row_step import RowGradient
-from .pooling import Pooling
+from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -195,11 +195,13 @@ class DevicePooled:
         given: the ids.
         out: None, or what is given for the output.
         sums: whether there is an output, or only gradients of it are asked for.
+        multiplies: whether gradients of weights may be asked for; None: if there are any.
     """
 
     def __init__(
-        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True
-    ) -> None:
+        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True,
+        multiplies: bool | None = None,
+    ) -> None:  # fmt: skip
         where, self._pooling = pooling.where, pooling
         like, self.batch = pooling.arrays[0], given.lists[0].bags
         if self.batch * pooling.width // pooling.unit > MOST:
@@ -222,6 +224,8 @@ class DevicePooled:
         launches = self._launches(features) if sums else []
         arrays = [*pooling.arrays, *given.arrays, *([] if made is None else [made])]
         weighted = given.weights is not None
+        self._multiplies = weighted if multiplies is None else multiplies
+        self._kept = features
         with checked_launch(arrays, self._error(given, features)) as launch:
             lists = self._lists(weighted=weighted)
             cuda.rows.bags.pool(
@@ -352,16 +356,9 @@ class DevicePooled:
         Raises:
             TypeError, ValueError: it does not fit the output.
         """
-        pooling, shape = self._pooling, (self.batch, self._pooling.width)
-        if isinstance(grad, list | tuple):
-            wrong, expected = "is a list", "one array on a device"
-            reject(ValueError, pooling.where, "grad", wrong, expected, f"{len(grad)} of them")
-        values = _there(pooling, "grad", grad)
-        check.float_dtype(pooling.where, "grad", values)
-        if values.shape != shape:
-            reject(ValueError, pooling.where, "grad", "has a wrong shape", shape, values.shape)
-        values = values.contiguous(pooling.where, "grad")
-        ends, found = self._ends_of_tables(), []
+        pooling, values = self._pooling, self._gradient(grad)
+        ends, found = self._ends_of_features(), []
+        ends = [ends[f] for f in pooling.features_before]
         for t, table in enumerate(pooling.arrays):
             part = slice(ends[t], ends[t + 1])
             ids, rows = self._ids.part(part), self._rows.part(part)
@@ -375,24 +372,54 @@ class DevicePooled:
             found.append(BagTensor(source, pooling.unit, table.shape))
         return found
 
-    def _ends_of_tables(self) -> list[int]:
-        """The places at which the ids of each table begin, and the end of all."""
+    def _gradient(self, grad: Any) -> DeviceArray:
+        """The checked, contiguous gradient of the output."""
+        where, shape = self._pooling.where, (self.batch, self._pooling.width)
+        if isinstance(grad, list | tuple):
+            wrong, expected = "is a list", "one array on a device"
+            reject(ValueError, where, "grad", wrong, expected, f"{len(grad)} of them")
+        values: DeviceArray = _there(self._pooling, "grad", grad)
+        check.float_dtype(where, "grad", values)
+        if values.shape != shape:
+            reject(ValueError, where, "grad", "has a wrong shape", shape, values.shape)
+        return values.contiguous(where, "grad")
+
+    def _ends_of_features(self) -> list[int]:
+        """The places at which the ids of each feature begin, and the end of all."""
         ends = self._ends
         if isinstance(ends, DeviceArray):
             # Where offsets did not fit, these may be any numbers; no step takes the ids then.
             there = ends.numpy() if self.batch else np.zeros(len(ends), np.int64)
             ends = self._ends = np.clip(np.maximum.accumulate([*there, self._n]), 0, self._n)
-        found: list[int] = np.asarray(ends)[self._pooling.features_before].tolist()
+        found: list[int] = np.asarray(ends).tolist()
         return found
 
-    def weight_gradients(self, grad: Any) -> Any:  # noqa: ARG002
-        """Those of weights: not on devices.
+    def weight_gradients(self, grad: Any) -> list[Any]:
+        """Those of the weights of ids, of each feature; of joined ids the host waits.
 
         Raises:
-            RuntimeError: always.
+            TypeError, ValueError: as `Pooled.weight_gradients`.
         """
-        wrong, expected = "have no gradient on a CUDA device", "tables on the host"
-        reject(RuntimeError, self._pooling.where, "per_sample_weights", wrong, expected, "there")
+        pooling = self._pooling
+        check_multiplies(pooling, is_kept=self._multiplies)
+        values, ends, like = self._gradient(grad), self._ends_of_features(), pooling.arrays[0]
+        real, features, found = pooling.real, [], []
+        for k, own in enumerate(self._kept):
+            made = like.filled_like(0.0, real, (ends[k + 1] - ends[k],))
+            w_bytes = pooling.arrays[pooling.of[pooling.order[k]]].itemsize
+            strides = own.width * w_bytes, pooling.unit * values.itemsize
+            is_aligned = not any(x % 16 for x in (own.table, values.address, *strides))
+            out = made.address - ends[k] * real.itemsize
+            features.append(own._replace(out=out, is_aligned=int(is_aligned)))
+            found.append(native(made))
+        launches = self._launches(features)
+        with launch_on([*pooling.arrays, values], None) as launch:
+            cuda.rows.bags.multiply(
+                features, self._lists(weighted=False), launches, values.address, pooling.unit,
+                g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,
+            )  # fmt: skip
+        of_feature = dict(zip(pooling.order, found, strict=True))
+        return [of_feature[f] for f in range(len(found))]
 
 
 def pool(
@@ -403,5 +430,4 @@ def pool(
     Raises:
         TypeError, ValueError: something does not fit.
     """
-    options.pop("multiplies", None)  # weights that are asked for raise there
     return DevicePooled(pooling, read(pooling, ids, offsets, weights), out, **options)

@@ -16,7 +16,7 @@ from ..errors import reject
 from ..row_step import RowGradient
 from . import device
 from .ids import Given, find_error, kind_of, read
-from .pooling import Pooling
+from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
 
 _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
@@ -186,10 +186,7 @@ class Pooled:
             TypeError, ValueError: it does not fit the output, or there are no sums.
         """
         pooling = self._pooling
-        if pooling.name != "sum" or not self._multiplies:
-            wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"
-            got = f"pooling {pooling.name!r}" if self._multiplies else "none"
-            reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
+        check_multiplies(pooling, is_kept=self._multiplies)
         array = self._gradient_arrays(grad)[0][0]
         w = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
         products = self._bags.multiply(array, STORAGES[array.dtype], w)

@@ -153,3 +153,16 @@ def _check_tables(where: str, tables: Sequence[Any], of: Sequence[int]) -> None:
         reject(TypeError, where, "tables", wrong, expected, [str(t.dtype) for t in tables])
     device_of(where, {f"tables[{t}]": table for t, table in enumerate(tables)})
     check.no_overlap(where, [f"tables[{t}]" for t in range(len(tables))], tables)
+
+
+def check_multiplies(pooling: Pooling, *, is_kept: bool) -> None:
+    """Refuse the gradients of weights where there are none.
+
+    Args:
+        pooling: how the rows were pooled.
+        is_kept: whether the forward has kept what they need.
+    """
+    if pooling.name != "sum" or not is_kept:
+        wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"
+        got = f"pooling {pooling.name!r}" if is_kept else "none"
+        reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
