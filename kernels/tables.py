@@ -29,6 +29,9 @@ HOT = 512
 _RANGE_POSITIONS = 4_096
 MOST_RANGES = 64
 
+SUM, MEAN, LARGEST = range(3)
+"""How the rows of a bag are pooled."""
+
 
 def range_length(n_positions: int) -> int:
     """Positions of a range of a table with ``n_positions``."""

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling
 from ..ops.runtime.bags.tensor import BagTensor
-from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.errors import reject
 from .base.parameter import Parameter
 from .fused import FusedOptimizer

@@ -154,15 +154,20 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD
     from fusestep.kernels.storage import BF16, F16, F32, F64
+    from fusestep.kernels.tables import LARGEST, MEAN, SUM
 
-    f32, bf16, f64 = (kernel(ADAM, (), s, s, (F64 if s is F64 else F32,) * 2) for s in (F32, BF16, F64))
+    f32, bf16, f64 = (
+        kernel(ADAM, (), s, s, (F64 if s is F64 else F32,) * 2) for s in (F32, BF16, F64)
+    )
     row_wise = kernel(ROW_WISE_ADAGRAD, (), F32, F32, (F32,))
     forms = {"weighted": sources.WEIGHTED, "chosen": sources.CHOSEN}
     forms |= {"shared": sources.SHARED} if every else {}
     found: dict[str, Any] = {}
     for name, form in forms.items():
         steps = {"f32": f32, "bf16": bf16} | ({"f64": f64} if every else {})
-        found |= {f"rows lazy {name} {s}": kernels.touched_kernel(k, form) for s, k in steps.items()}
+        found |= {
+            f"rows lazy {name} {s}": kernels.touched_kernel(k, form) for s, k in steps.items()
+        }
         found[f"row-wise adagrad lazy {name} f32"] = kernels.touched_kernel(row_wise, form)
         if every:
             found[f"rows sweep {name} f32"] = kernels.sweep_kernel(f32, form)
@@ -170,8 +175,8 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
     types = ((F32, F32), (BF16, F32), (F16, F32), (F64, F64)) if every else ((BF16, F32),)
     for w, real in types:
         for name, k, weighted in (
-            ("sum", bags.SUM, False), ("sum weighted", bags.SUM, True),
-            ("mean", bags.MEAN, False), ("max", bags.LARGEST, False),
+            ("sum", SUM, False), ("sum weighted", SUM, True),
+            ("mean", MEAN, False), ("max", LARGEST, False),
         ):  # fmt: skip
             found[f"bags {name} {w.name}"] = bags.pool_kernel(w, real, k, weighted)
     return found | {

@@ -19,6 +19,7 @@ import numpy as np
 from numba import cuda, int32
 
 from ...storage import F64, Storage, numba_type
+from ...tables import LARGEST, MEAN
 from ..dense.tiles import by_tiles, sums, sums_from, tile_length
 from ..device.backend import (
     GEOMETRY,
@@ -38,11 +39,9 @@ from ..device.guard import FOUND, INDEX, NOTHING, is_closed
 from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.memory import room_of
 from ..device.records import Word, row_finder, row_reader
-from .keys import LEFT_OUT, Keys, index_at, lower_bound
 from .kernels import thread_place
+from .keys import LEFT_OUT, Keys, index_at, lower_bound
 from .sources import weighted_start
-
-SUM, MEAN, LARGEST = range(3)
 
 
 class Feature(NamedTuple):

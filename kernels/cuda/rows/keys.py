@@ -186,7 +186,8 @@ class KeySort:
         place += len(self._tables) * size_of(TableRow)
         for table, scalars in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
-            own, source = -first_position * strides[0], (0, table.width, 0, 0, 0)
+            source: tuple[int, ...] = (0, table.width, 0, 0, 0)
+            own = -first_position * strides[0]
             if table.gradient_rows:
                 own, strides[0], source = 0, table.stride, self._source(table, first_position)
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))

@@ -144,7 +144,8 @@ def _integers(pooling: Pooling, name: str, given: Any) -> DeviceArray:
     if array.dtype not in check.INDEX_DTYPES:
         wrong, expected = "has a wrong dtype", "int32 or int64"
         reject(TypeError, pooling.where, name, wrong, expected, array.dtype)
-    return array.contiguous(pooling.where, name)
+    contiguous: DeviceArray = array.contiguous(pooling.where, name)
+    return contiguous
 
 
 def _there(pooling: Pooling, name: str, given: Any) -> Any:
@@ -219,7 +220,9 @@ class DevicePooled:
         self._ends = self._ends_of(given, like)
         made: DeviceArray | None = None
         if sums:
-            made = like.empty_like(pooling.real, shape) if out is None else self._checked(out, given)
+            made = (
+                like.empty_like(pooling.real, shape) if out is None else self._checked(out, given)
+            )
         features = self._features(given, made)
         launches = self._launches(features) if sums else []
         arrays = [*pooling.arrays, *given.arrays, *([] if made is None else [made])]
@@ -321,7 +324,7 @@ class DevicePooled:
         return [launch for launch in found if launch.end_bag > launch.first_bag]
 
     def _error(self, given: Given, features: Sequence[Any]) -> Any:
-        """The maker of the error for what does not fit, by its number (`kernels.cuda.rows.bags`)."""
+        """The maker of the error for what does not fit, by its number (see the kernels)."""
         where, batch, is_joined = self._pooling.where, self.batch, given.is_joined
         named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
         sizes = [(feature.origin, feature.rows, feature.most) for feature in features]

@@ -10,12 +10,13 @@ import numpy as np
 
 from ....kernels.cpu import bags as kernels
 from ....kernels.storage import STORAGES
+from ....kernels.tables import LARGEST, MEAN, SUM
 from .. import check
 from ..arrays import real_type
 from ..device import device_of, is_on_device
 from ..errors import reject
 
-POOLINGS = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.LARGEST, "none": kernels.SUM}
+POOLINGS = {"sum": SUM, "mean": MEAN, "max": LARGEST, "none": SUM}
 
 
 class Pooling:
