@@ -131,6 +131,42 @@ def pooling() -> None:
         compare({"pooling": name}, [table], ids, offsets)
 
 
+def lists() -> None:
+    """Rows as they are, an array for each feature; and pooled outputs in arrays of their own."""
+    for dtype, features in ((F32, None), (BF16, [4, 0, 2, 0, 1, 0])):
+        tables = tables_of(dtype=dtype)[:5]
+        chosen = tables if features is None else [tables[t] for t in features]
+        ids = [RNG.integers(0, max(len(t), 1), 4 if len(t) else 0) for t in chosen]
+        options = {"pooling": "none", "features": features}
+        padded = {"padding_idx": [None] + [0] * (len(chosen) - 1), "out_of_range": "drop"}
+        for bags in (
+            ops.EmbeddingBags(**options),
+            ops.EmbeddingBags(**options, **({} if features is None else padded)),
+        ):
+            expected, there = bags(tables, ids), on_device([tables, ids])
+            out = on_device([np.full_like(own, 9) for own in expected])
+            assert bags(*there, out=out) is out
+            for found, given, host in zip(bags(*there), out, expected, strict=True):
+                assert_same(found, host)
+                assert_same(given, host)
+            grad = [gradient(own.shape, own.dtype) for own in expected]
+            hosts = bags.gradients(tables, ids, None, grad)
+            found = bags.gradients(*there, None, on_device(grad))
+            for own, host in zip(found, hosts, strict=True):
+                kept = on_host(own.indices) >= 0
+                np.testing.assert_array_equal(on_host(own.indices)[kept], host.indices)
+                np.testing.assert_array_equal(on_host(own.rows)[kept], host.rows)
+                assert_same(own.values, host.values)
+    tables = tables_of()
+    ids, offsets = bags_of(tables)
+    for name in ("sum", "max"):
+        host = ops.EmbeddingBags(name)
+        expected = host(tables, ids, offsets)
+        out = on_device([gradient((5, t.shape[1])) for t in tables])
+        assert host(*on_device([tables, ids, offsets]), out=out) is out
+        assert_same(on_device(np.concatenate([on_host(own) for own in out], 1)), expected)
+
+
 def compare_products(options: dict[str, Any], tables: Any, grad: Any, *given: Any) -> None:
     """The gradients of weights, whose sums over columns are in another order than on the host."""
     bags = ops.EmbeddingBags(**options)
@@ -259,6 +295,15 @@ def steps() -> None:
         bad = [np.where(RNG.random(len(x)) < 0.3, -1, x) for x in ids]
         for make in OPTIMIZERS[:3]:
             compare_steps(make, tables[:4], left, [(bad[:4], offsets[:4])])
+    on_cpu, on_gpu = nn.LazyAdam(tables[:3], 0.1), nn.LazyAdam(on_device(tables[:3]), 0.1)
+    options = {"pooling": "none", "features": [0, 2, 0, 1], "padding_idx": 1}
+    host, device = (nn.EmbeddingBags(opt.parameters, opt, **options) for opt in (on_cpu, on_gpu))
+    lists = [RNG.integers(0, len(tables[t]), 4) for t in (0, 2, 0, 1)]
+    grad = [gradient(own.shape) for own in host(lists)]
+    device(on_device(lists))
+    host.backward(grad)
+    device.backward(on_device(grad))
+    assert_same_steps(on_gpu, on_cpu)
     for dtype, grad_dtype in ((F64, F64), (F16, F32), (BF16, BF16)):
         own = tables_of(dtype=dtype)
         for name in ("mean", "max"):
@@ -399,8 +444,14 @@ def refusals() -> None:
          lambda: bags(tables, ids, [offsets[0], ids[1]])),
         (ValueError, "do not end at the number of ids",
          lambda: bags(tables, ids, [on_device(np.array([0]))] * 2)),
-        (ValueError, "pooling 'none' is not done on CUDA devices",
-         lambda: ops.EmbeddingBags("none")(tables, ids)),
+        (ValueError, "offsets are given without pooling",
+         lambda: ops.EmbeddingBags("none")(tables, ids, offsets)),
+        (ValueError, "ids have a wrong shape", lambda: ops.EmbeddingBags("none")(tables, ids[0])),
+        (ValueError, "grad does not fit the outputs",
+         lambda: ops.EmbeddingBags("none").gradients(tables, ids, None, grad)),
+        (TypeError, "grad[1] has another dtype than grad[0]",
+         lambda: ops.EmbeddingBags("none").gradients(
+             tables, ids, None, on_device([gradient((2, 4)), gradient((2, 2), F64)]))),
         (ValueError, "features are not in the order of their tables",
          lambda: ops.EmbeddingBags(features=[1, 0])(tables, ids[0], offsets[0])),
         (ValueError, "per_sample_weights need sums",
@@ -410,7 +461,10 @@ def refusals() -> None:
         (TypeError, "per_sample_weights[0] has a higher dtype",
          lambda: bags(tables, ids, offsets, [on_device(gradient((2,), F64))] * 2)),
         (ValueError, "out has a wrong shape", lambda: bags(tables, ids, offsets, out=tables[0])),
-        (ValueError, "out is a list", lambda: bags(tables, ids, offsets, out=[grad, grad])),
+        (ValueError, "out does not fit the features",
+         lambda: bags(tables, ids, offsets, out=[grad])),
+        (ValueError, "out[0] has a wrong shape",
+         lambda: bags(tables, ids, offsets, out=[grad, grad])),
         (ValueError, "out lives elsewhere",
          lambda: bags(tables, ids, offsets, out=gradient((2, 6)))),
         (TypeError, "out has a wrong dtype",
@@ -429,6 +483,11 @@ def refusals() -> None:
     shared = on_device(gradient((4, 6)))
     with refused(ValueError, "out shares memory with what is read", shared):
         bags([shared], ids[:1], offsets[:1], out=shared[1:3])
+    twice = on_device(gradient((2, 4)))
+    with refused(ValueError, "out[1] shares memory", twice):
+        ops.EmbeddingBags(features=[0, 0])(
+            tables[:1], [ids[0]] * 2, [offsets[0]] * 2, out=[twice, twice]
+        )
     found = bags.gradients(tables, ids, offsets, grad)
     with refused(RuntimeError, "lives on a CUDA device", *tables):
         found[0].to_rows()
@@ -450,6 +509,6 @@ def refusals() -> None:
 
 if __name__ == "__main__":
     run_check(
-        pooling=(pooling,), forms=(forms, products), steps=(steps, mixtures), hot=(hot,),
+        pooling=(pooling,), forms=(forms, lists, products), steps=(steps, mixtures), hot=(hot,),
         errors=(errors, refusals),
     )  # fmt: skip

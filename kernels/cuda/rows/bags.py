@@ -67,6 +67,7 @@ class Feature(NamedTuple):
     out: Word  # address of its first output
     winners: Word  # likewise, of maxima
     stride: Word  # elements from the output of a bag to the next
+    winners_stride: Word
     column: Word  # of the gradient, and its rows, in units
     row: Word
 
@@ -289,10 +290,10 @@ def _tile_of_bag(w: Storage, real: Storage, pooling: int, length: int, *, weight
         end = load_int64(lists.bounds + 8 * (bag + 1))
         # Behind a closed guard bounds may be any numbers; then all bags are empty.
         pool(total, winners, column, feature, lists, k, k if closed else end)
-        at = (bag - feature.first_bag) * feature.stride + column
-        store(total, feature.out, at)
+        own = bag - feature.first_bag
+        store(total, feature.out, own * feature.stride + column)
         if is_largest:
-            store_winners(winners, feature.winners, at)
+            store_winners(winners, feature.winners, own * feature.winners_stride + column)
 
     return run
 

@@ -7,6 +7,7 @@ later (`pending`).
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ..device import DeviceArray, device_of, may_share_memory
 from ..errors import message, reject
 from ..launch import checked_launch, launch_on
 from ..row_step import RowGradient
-from .pooling import Pooling, check_multiplies
+from .pooling import Pooling, check_multiplies, kind_of
 from .tensor import BagTensor
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -62,12 +63,14 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
         TypeError, ValueError: a kind, place, dtype or shape does not fit.
     """
     where, n = pooling.where, len(pooling.of)
-    if not pooling.pools:
-        wrong, expected = "is not done on CUDA devices", "'sum', 'mean' or 'max'"
-        reject(ValueError, where, "pooling 'none'", wrong, expected, "tables there")
+    if not pooling.pools and offsets is not None:
+        wrong, expected = "are given without pooling", "None: each id has a row of the output"
+        reject(ValueError, where, "offsets", wrong, expected, type(offsets).__name__)
     is_joined = not isinstance(ids, list | tuple)
     if not is_joined:
         lists = _read_lists(pooling, ids, offsets)
+    elif not pooling.pools and n > 1:
+        reject(ValueError, where, "ids", "have a wrong shape", f"a list of {n} arrays", "an array")
     elif n == 1 and offsets is None:
         lists = [_read_list(pooling, "ids", "offsets", ids, None)]
     else:
@@ -77,7 +80,7 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
     total = lists[0].array.size if is_joined else sum(own.n for own in lists)
     if total > MOST:
         reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
-    if lists[0].bags == 0 and total:
+    if lists[0].bags == 0 and total and pooling.pools:
         wrong = "do not end at the number of ids"
         reject(ValueError, where, lists[0].offsets_name, wrong, total, "no bags")
     factors = _read_weights(pooling, lists, weights, total, is_joined=is_joined)
@@ -90,13 +93,13 @@ def _read_lists(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
     if len(ids) != n:
         reject(ValueError, where, "ids", "have a wrong length", f"{n} arrays", len(ids))
     if offsets is not None and (not isinstance(offsets, list | tuple) or len(offsets) != n):
-        expected, got = f"a list of {n} arrays, as the ids are", type(offsets).__name__
-        reject(ValueError, where, "offsets", "do not fit the ids", expected, got)
+        expected = f"a list of {n} arrays, as the ids are"
+        reject(ValueError, where, "offsets", "do not fit the ids", expected, kind_of(offsets))
     lists = []
     for f, given in enumerate(ids):
         own = None if offsets is None else offsets[f]
         lists.append(_read_list(pooling, f"ids[{f}]", f"offsets[{f}]", given, own))
-    for own_ids in lists:
+    for own_ids in lists if pooling.pools else ():
         if own_ids.bags != lists[0].bags:
             wrong = "have another number of bags than ids[0]"
             reject(ValueError, where, own_ids.name, wrong, lists[0].bags, own_ids.bags)
@@ -105,6 +108,10 @@ def _read_lists(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
 
 def _read_list(pooling: Pooling, name: str, offsets_name: str, ids: Any, offsets: Any) -> _Ids:
     where, array = pooling.where, _integers(pooling, name, ids)
+    if not pooling.pools:
+        if array.ndim != 1:
+            reject(ValueError, where, name, "has a wrong shape", "1 dimension", array.shape)
+        return _Ids(name, array, array.size, array.size, None, offsets_name, 0, 1)
     if offsets is None:
         if array.ndim != 2:
             wrong, expected = "has a wrong shape", "(bags, length), as there are no offsets"
@@ -205,11 +212,14 @@ class DevicePooled:
     ) -> None:  # fmt: skip
         where, self._pooling = pooling.where, pooling
         like, self.batch = pooling.arrays[0], given.lists[0].bags
-        if self.batch * pooling.width // pooling.unit > MOST:
+        bags = [own.bags for own in given.lists]
+        of_feature = dict(zip(pooling.order, bags, strict=True))
+        self._shapes = [(of_feature[f], width) for f, width in enumerate(pooling.widths)]
+        if pooling.pools and self.batch * pooling.width // pooling.unit > MOST:
             wrong, expected = "is too large", f"at most {MOST} parts of rows"
             reject(ValueError, where, "the output", wrong, expected, (self.batch, pooling.width))
-        self._n, n_bags = given.n, self.batch * len(given.lists)
-        self._bounds = like.empty_like(_INT64, (n_bags + 1,))
+        self._n, self._n_bags = given.n, sum(bags)
+        self._bounds = like.empty_like(_INT64, (self._n_bags + 1,))
         self._ids, self._rows = (like.empty_like(_INT32, (self._n,)) for _ in range(2))
         has_weights = given.weights is not None or pooling.name == "mean"
         self._weights = like.empty_like(pooling.real, (self._n,)) if has_weights else None
@@ -218,14 +228,16 @@ class DevicePooled:
         shape, sums = (self.batch, pooling.width), sums or is_largest
         self._winners = like.empty_like(_INT32, shape) if is_largest else None
         self._ends = self._ends_of(given, like)
-        made: DeviceArray | None = None
+        is_one = pooling.pools and not isinstance(out, list | tuple)
+        outputs: list[DeviceArray] = []
         if sums:
-            made = (
-                like.empty_like(pooling.real, shape) if out is None else self._checked(out, given)
-            )
-        features = self._features(given, made)
+            shapes = [shape] if is_one else self._shapes
+            outputs = [like.empty_like(pooling.real, own) for own in shapes] if out is None else (
+                self._checked([out] if is_one else out, shapes, given)
+            )  # fmt: skip
+        features = self._features(given, outputs, is_one=is_one)
         launches = self._launches(features) if sums else []
-        arrays = [*pooling.arrays, *given.arrays, *([] if made is None else [made])]
+        arrays = [*pooling.arrays, *given.arrays, *outputs]
         weighted = given.weights is not None
         self._multiplies = weighted if multiplies is None else multiplies
         self._kept = features
@@ -240,14 +252,13 @@ class DevicePooled:
             if pooling.name == "mean":
                 real = STORAGES[pooling.real]
                 cuda.rows.bags.mean_weights(self._lists(weighted=True), real, launch.stream)
-        self.out: Any = None if made is None else native(made)
-        if out is not None:
-            self.out = out
+        made = [native(array) for array in outputs]
+        self.out: Any = out if out is not None or not made else made[0] if is_one else made
 
     def _lists(self, *, weighted: bool) -> Any:
         weights = self._weights.address if weighted and self._weights is not None else 0
         addresses = self._bounds.address, self._ids.address, self._rows.address, weights
-        return cuda.rows.bags.Lists(*addresses, len(self._bounds) - 1, self._n)
+        return cuda.rows.bags.Lists(*addresses, self._n_bags, self._n)
 
     def _ends_of(self, given: Given, like: DeviceArray) -> Any:
         """Where the ids of features begin: known, or to be written on the device."""
@@ -255,38 +266,54 @@ class DevicePooled:
             return like.empty_like(_INT64, (len(given.lists),))
         return np.cumsum([0, *(own.n for own in given.lists)])
 
-    def _checked(self, out: Any, given: Given) -> DeviceArray:
+    def _checked(
+        self, out: Any, shapes: Sequence[tuple[int, int]], given: Given
+    ) -> list[DeviceArray]:
         pooling, where = self._pooling, self._pooling.where
-        if isinstance(out, list | tuple):
-            wrong, expected = "is a list", "one array on a device"
-            reject(ValueError, where, "out", wrong, expected, f"{len(out)} of them")
-        array = check.variable(where, "out", out)
-        device_of(where, {"tables[0]": pooling.arrays[0], "out": array})
-        if array.dtype != pooling.real:
-            reject(TypeError, where, "out", "has a wrong dtype", pooling.real, array.dtype)
-        shape = self.batch, pooling.width
-        if array.shape != shape:
-            reject(ValueError, where, "out", "has a wrong shape", shape, array.shape)
-        if any(may_share_memory(array, read) for read in (*pooling.arrays, *given.arrays)):
-            wrong, expected = "shares memory with what is read", "its own memory"
-            reject(ValueError, where, "out", wrong, expected, "an overlap")
-        found: DeviceArray = array
-        return found
+        if not isinstance(out, list | tuple) or len(out) != len(shapes):
+            expected = f"a list of {len(shapes)} arrays"
+            reject(ValueError, where, "out", "does not fit the features", expected, kind_of(out))
+        read, arrays = [*pooling.arrays, *given.arrays], list[DeviceArray]()
+        for f, (own, shape) in enumerate(zip(out, shapes, strict=True)):
+            name = "out" if len(out) == 1 else f"out[{f}]"
+            array = check.variable(where, name, own)
+            device_of(where, {"tables[0]": pooling.arrays[0], name: array})
+            if array.dtype != pooling.real:
+                reject(TypeError, where, name, "has a wrong dtype", pooling.real, array.dtype)
+            if array.shape != shape:
+                reject(ValueError, where, name, "has a wrong shape", shape, array.shape)
+            if any(may_share_memory(array, other) for other in (*read, *arrays)):
+                wrong, expected = "shares memory with what is read", "its own memory"
+                reject(ValueError, where, name, wrong, expected, "an overlap")
+            arrays.append(array)
+        return arrays
 
-    def _features(self, given: Given, out: DeviceArray | None) -> list[Any]:
-        pooling, found, first = self._pooling, [], 0
+    def _features(self, given: Given, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
+        pooling, found, first, first_bag = self._pooling, [], 0, 0
+        before = [0] * len(pooling.arrays)  # bags of the features of each table, if none is pooled
         for k, (f, own) in enumerate(zip(pooling.order, given.lists, strict=True)):
-            found.append(self._feature(given, k, f, own, first, out))
-            first += own.n
+            item, width = pooling.real.itemsize, pooling.widths[f]
+            column, out = pooling.columns[f], (0, width)
+            if outputs and is_one:
+                out = outputs[0].address + column * item, pooling.width
+            elif outputs:
+                out = outputs[f].address, width
+            of_gradient = before[pooling.of[f]], 1
+            if pooling.pools:
+                of_gradient = column // pooling.unit, pooling.width // pooling.unit
+            before[pooling.of[f]] += own.bags
+            bags = first_bag, own.bags
+            found.append(self._feature(given, k, f, first, bags, out, of_gradient))
+            first, first_bag = first + own.n, first_bag + own.bags
         return found
 
     def _feature(
-        self, given: Given, k: int, f: int, own: _Ids, first: int, out: DeviceArray | None
-    ) -> Any:
-        pooling, item = self._pooling, self._pooling.real.itemsize
+        self, given: Given, k: int, f: int, first: int, bags: tuple[int, int],
+        out: tuple[int, int], of_gradient: tuple[int, int],
+    ) -> Any:  # fmt: skip
+        pooling, item, own = self._pooling, self._pooling.real.itemsize, given.lists[k]
         table, padding = pooling.arrays[pooling.of[f]], pooling.padding[f]
-        column, width = pooling.columns[f], pooling.widths[f]
-        weights, offsets, ends = 0, (0, 4), (-1, -1, 0)
+        weights, offsets, ends = 0, (0, 4), (-1, -1, own.n)
         if given.weights is not None:
             of_all = len(given.weights) == 1
             weights = given.weights[0 if of_all else k].address - (0 if of_all else first * item)
@@ -296,17 +323,19 @@ class DevicePooled:
             is_first, is_last = (k == 0, k + 1 == len(given.lists)) if given.is_joined else (1, 1)
             n = given.n if given.is_joined else own.n
             ends = 0 if is_first else -1, n if is_last else -1, n
-        else:
-            ends = -1, -1, own.n
-        at = 0 if out is None else out.address + column * item
-        at_winners = 0 if self._winners is None else self._winners.address + column * 4
-        strides = width * table.itemsize, pooling.width * item
-        is_aligned = not any(x % 16 for x in (table.address, at, *strides))
+        winners = 0, pooling.width
+        if self._winners is not None:
+            winners = self._winners.address + pooling.columns[f] * 4, pooling.width
+        width = pooling.widths[f]
+        strides = width * table.itemsize, out[1] * item
+        # Winners begin where columns of a whole output do.
+        places = table.address, out[0], *strides, pooling.columns[f] * item, pooling.width * item
+        is_aligned = not any(x % 16 for x in (places if winners[0] else places[:4]))
         return cuda.rows.bags.Feature(
             table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
             own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
-            *offsets, own.length, first, *ends, k * self.batch, self.batch, at, at_winners,
-            pooling.width, column // pooling.unit, pooling.width // pooling.unit,
+            *offsets, own.length, first, *ends, *bags, out[0], winners[0], out[1], winners[1],
+            *of_gradient,
         )  # fmt: skip
 
     def _launches(self, features: Sequence[Any]) -> list[Any]:
@@ -325,27 +354,27 @@ class DevicePooled:
 
     def _error(self, given: Given, features: Sequence[Any]) -> Any:
         """The maker of the error for what does not fit, by its number (see the kernels)."""
-        where, batch, is_joined = self._pooling.where, self.batch, given.is_joined
+        where, is_joined, n_offsets = self._pooling.where, given.is_joined, 2 * self._n_bags
         named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
         sizes = [(feature.origin, feature.rows, feature.most) for feature in features]
+        first_bags = [feature.first_bag for feature in features]
 
         def error(position: int, value: int) -> Exception:
-            n_offsets = 2 * batch * len(sizes)
             if position < n_offsets:
                 (bag, is_end), wrong = divmod(position, 2), "does not fit"
-                f, own = divmod(bag, batch)
+                f = bisect(first_bags, bag) - 1
                 _, name, first = named[f]
                 expected = "0" if not is_end else (
                     f"at least the one before, and at most, at the end exactly, {sizes[f][2]}"
                 )  # fmt: skip
-                text = message(where, f"{name}[{first + own + is_end}]", wrong, expected, value)
-                return ValueError(text)
+                k = first + bag - first_bags[f] + is_end
+                return ValueError(message(where, f"{name}[{k}]", wrong, expected, value))
             place = position - n_offsets
             if is_joined:
                 expected = "0 <= id < rows of its table"
                 text = message(where, f"ids[{place}]", "is out of range", expected, value)
                 return IndexError(text)
-            f = max(f for f, (origin, *_) in enumerate(sizes) if origin <= place)
+            f = bisect([origin for origin, *_ in sizes], place) - 1
             name, origin, rows = named[f][0], *sizes[f][:2]
             expected = f"0 <= id < {rows}"
             text = message(where, f"{name}[{place - origin}]", "is out of range", expected, value)
@@ -359,33 +388,52 @@ class DevicePooled:
         Raises:
             TypeError, ValueError: it does not fit the output.
         """
-        pooling, values = self._pooling, self._gradient(grad)
-        ends, found = self._ends_of_features(), []
-        ends = [ends[f] for f in pooling.features_before]
+        pooling, found = self._pooling, []
+        values = [self._gradient(grad)] * len(pooling.arrays) if pooling.pools else (
+            self._joined(grad)
+        )  # fmt: skip
+        every = self._ends_of_features()
+        ends = [every[f] for f in pooling.features_before]
         for t, table in enumerate(pooling.arrays):
-            part = slice(ends[t], ends[t + 1])
+            part, own = slice(ends[t], ends[t + 1]), values[t]
             ids, rows = self._ids.part(part), self._rows.part(part)
             weights = None if self._weights is None else self._weights.part(part)
+            unit = pooling.unit if pooling.pools else table.shape[1]
             source = RowGradient(
-                ids, values, ids.address, values.address, None, 0,
-                rows, rows.address, pooling.unit * values.itemsize,
+                ids, own, ids.address, own.address, None, 0,
+                rows, rows.address, unit * own.itemsize,
                 weights, 0 if weights is None else weights.address,
                 self._winners, part.start,
             )  # fmt: skip
-            found.append(BagTensor(source, pooling.unit, table.shape))
+            found.append(BagTensor(source, unit, table.shape))
         return found
 
     def _gradient(self, grad: Any) -> DeviceArray:
-        """The checked, contiguous gradient of the output."""
-        where, shape = self._pooling.where, (self.batch, self._pooling.width)
+        """The checked, contiguous gradient of the pooled output."""
         if isinstance(grad, list | tuple):
             wrong, expected = "is a list", "one array on a device"
-            reject(ValueError, where, "grad", wrong, expected, f"{len(grad)} of them")
-        values: DeviceArray = _there(self._pooling, "grad", grad)
-        check.float_dtype(where, "grad", values)
-        if values.shape != shape:
-            reject(ValueError, where, "grad", "has a wrong shape", shape, values.shape)
-        return values.contiguous(where, "grad")
+            reject(ValueError, self._pooling.where, "grad", wrong, expected, kind_of(grad))
+        return _gradient(self._pooling, "grad", grad, (self.batch, self._pooling.width))
+
+    def _joined(self, grad: Any) -> list[DeviceArray]:
+        """The gradients of the features of each table, one below the other."""
+        pooling, where = self._pooling, self._pooling.where
+        if not isinstance(grad, list | tuple) or len(grad) != len(self._shapes):
+            expected = f"a list of {len(self._shapes)} arrays"
+            reject(ValueError, where, "grad", "does not fit the outputs", expected, kind_of(grad))
+        each = enumerate(zip(grad, self._shapes, strict=True))
+        parts = [_gradient(pooling, f"grad[{f}]", own, shape) for f, (own, shape) in each]
+        for f, part in enumerate(parts):
+            if part.dtype != parts[0].dtype:
+                wrong = "has another dtype than grad[0]"
+                reject(TypeError, where, f"grad[{f}]", wrong, parts[0].dtype, part.dtype)
+        found = []
+        for t, table in enumerate(pooling.arrays):
+            own = [part for part, of in zip(parts, pooling.of, strict=True) if of == t]
+            found.append(own[0] if len(own) == 1 else device_gradient.joined(
+                own, parts[0].empty_like(shape=(sum(map(len, own)), table.shape[1]))
+            ))  # fmt: skip
+        return found
 
     def _ends_of_features(self) -> list[int]:
         """The places at which the ids of each feature begin, and the end of all."""
@@ -423,6 +471,15 @@ class DevicePooled:
             )  # fmt: skip
         of_feature = dict(zip(pooling.order, found, strict=True))
         return [of_feature[f] for f in range(len(found))]
+
+
+def _gradient(pooling: Pooling, name: str, grad: Any, shape: tuple[int, int]) -> DeviceArray:
+    array = _there(pooling, name, grad)
+    check.float_dtype(pooling.where, name, array)
+    if array.shape != shape:
+        reject(ValueError, pooling.where, name, "has a wrong shape", shape, array.shape)
+    contiguous: DeviceArray = array.contiguous(pooling.where, name)
+    return contiguous
 
 
 def pool(

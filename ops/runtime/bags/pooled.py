@@ -15,8 +15,8 @@ from ..arrays import address_of, adopt
 from ..errors import reject
 from ..row_step import RowGradient
 from . import device
-from .ids import Given, find_error, kind_of, read
-from .pooling import Pooling, check_multiplies
+from .ids import Given, find_error, read
+from .pooling import Pooling, check_multiplies, kind_of
 from .tensor import BagTensor
 
 _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))

@@ -167,3 +167,9 @@ def check_multiplies(pooling: Pooling, *, is_kept: bool) -> None:
         wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"
         got = f"pooling {pooling.name!r}" if is_kept else "none"
         reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
+
+
+def kind_of(given: Any) -> str:
+    """What was given where arrays are expected."""
+    is_list = isinstance(given, list | tuple)
+    return f"{len(given)} of them" if is_list else type(given).__name__
