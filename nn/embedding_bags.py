@@ -40,7 +40,7 @@ class EmbeddingBags:
 
     Args:
         parameters: the tables, ``[N, D]`` parameters of the optimizer, or the arrays that it was
-            made with; on the host.
+            made with; all on the host or on one CUDA device.
         optimizer: an optimizer of `nn` that takes row-sparse gradients for them. It may have other
             parameters too, which `backward` leaves as they are (as a gradient None does).
         pooling: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``.
@@ -55,9 +55,13 @@ class EmbeddingBags:
     Returns:
         ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``.
 
+    On a CUDA device calls are enqueued, as `ops.EmbeddingBags` says. After a bad id or offset
+    `backward` changes nothing either, and later steps of the optimizer do not until
+    `fusestep.synchronize` has raised the error. A step with ``optimizer.target == "CPU"``, and one
+    that becomes part of a CUDA graph, take no gradients of bags there.
+
     Raises:
-        TypeError: a kind or dtype does not fit, or a parameter is on a CUDA device, where there
-            are no bags.
+        TypeError: a kind or dtype does not fit.
         ValueError: a value, shape or offset does not fit, or a table is none of the optimizer's.
         IndexError: an id is out of range.
         Nothing has been written when an error is raised.
@@ -138,11 +142,13 @@ class EmbeddingBags:
 
         Those of several forwards are accumulated as lists: ``[first, second]`` for each table.
         `ops.clip_by_global_norm` and whatever else takes a `RowTensor` expands them to a row for
-        each id; an optimizer's own ``clipnorm`` does not.
+        each id; an optimizer's own ``clipnorm`` does not. Gradients on a device cannot be expanded
+        (lists of them neither): a `RuntimeError` says so.
 
         Args:
             grad_out: the floating gradient of the output of the last call, or a list with that of
-                each feature (which is joined to one array first). It is read by the step.
+                each feature (which is joined to one array first; on a device only with ``"none"``).
+                It is read by the step.
 
         Returns:
             A `BagTensor` for each table, None for other parameters.

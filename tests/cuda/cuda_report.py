@@ -160,25 +160,30 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
         kernel(ADAM, (), s, s, (F64 if s is F64 else F32,) * 2) for s in (F32, BF16, F64)
     )
     row_wise = kernel(ROW_WISE_ADAGRAD, (), F32, F32, (F32,))
-    forms = {"weighted": sources.WEIGHTED, "chosen": sources.CHOSEN}
-    forms |= {"shared": sources.SHARED} if every else {}
-    found: dict[str, Any] = {}
-    for name, form in forms.items():
-        steps = {"f32": f32, "bf16": bf16} | ({"f64": f64} if every else {})
+    weighted, chosen = sources.WEIGHTED, sources.CHOSEN
+    found: dict[str, Any] = {
+        "rows lazy weighted f32": kernels.touched_kernel(f32, weighted),
+        "rows lazy chosen bf16": kernels.touched_kernel(bf16, chosen),
+        "row-wise adagrad lazy chosen f32": kernels.touched_kernel(row_wise, chosen),
+        "bags sum weighted bf16": bags.pool_kernel(BF16, F32, SUM, True),
+        "bags max f16": bags.pool_kernel(F16, F32, LARGEST, False),
+    }
+    if every:
         found |= {
-            f"rows lazy {name} {s}": kernels.touched_kernel(k, form) for s, k in steps.items()
+            "rows lazy shared f32": kernels.touched_kernel(f32, sources.SHARED),
+            "rows lazy weighted bf16": kernels.touched_kernel(bf16, weighted),
+            "rows lazy weighted f64": kernels.touched_kernel(f64, weighted),
+            "rows lazy chosen f32": kernels.touched_kernel(f32, chosen),
+            "rows sweep weighted f32": kernels.sweep_kernel(f32, weighted),
+            "rows hot weighted f32": kernels.hot_kernel(F32, F32, 4, weighted),
+            "rows hot chosen bf16": kernels.hot_kernel(BF16, F32, 8, chosen),
+            "row-wise adagrad lazy weighted f32": kernels.touched_kernel(row_wise, weighted),
+            "bags sum f32": bags.pool_kernel(F32, F32, SUM, False),
+            "bags mean bf16": bags.pool_kernel(BF16, F32, MEAN, False),
+            "bags sum weighted f64": bags.pool_kernel(F64, F64, SUM, True),
+            "bags max f32": bags.pool_kernel(F32, F32, LARGEST, False),
+            "bags max f64": bags.pool_kernel(F64, F64, LARGEST, False),
         }
-        found[f"row-wise adagrad lazy {name} f32"] = kernels.touched_kernel(row_wise, form)
-        if every:
-            found[f"rows sweep {name} f32"] = kernels.sweep_kernel(f32, form)
-            found[f"rows hot {name} f32"] = kernels.hot_kernel(F32, F32, 4, form)
-    types = ((F32, F32), (BF16, F32), (F16, F32), (F64, F64)) if every else ((BF16, F32),)
-    for w, real in types:
-        for name, k, weighted in (
-            ("sum", SUM, False), ("sum weighted", SUM, True),
-            ("mean", MEAN, False), ("max", LARGEST, False),
-        ):  # fmt: skip
-            found[f"bags {name} {w.name}"] = bags.pool_kernel(w, real, k, weighted)
     return found | {
         "bags bounds": bags.bounds_kernel,
         "bags ends": bags.ends_kernel,
