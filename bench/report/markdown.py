@@ -20,7 +20,7 @@ from .. import machine
 from ..cases import indices
 from ..cases.steps import LOOP
 from ..cases.torch import SAME_PROCESS
-from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
+from ..cases.workloads import DEFAULTS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import runs
 from ..special import far_rows, in_mindspore, training
@@ -206,7 +206,7 @@ def _usual(data: dict[str, Any]) -> list[Point]:
     return [
         point
         for point in _plain(data)
-        if point["size"] in (PUBLISHED_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
+        if point["size"] in (PUBLISHED_DENSE, DEFAULTS["rows"], point["case"].partition("/")[0])
         and point["indices"] in (None, indices.DEFAULT)
     ]
 

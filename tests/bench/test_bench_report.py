@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from fusestep.bench import machine
-from fusestep.bench.cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE
+from fusestep.bench.cases.workloads import DEFAULTS, PUBLISHED_DENSE
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import PEERS
 from fusestep.bench.report import document, markdown, plot, table
@@ -61,7 +61,7 @@ FRESH = SpecialResult(
 @pytest.fixture(scope="module")
 def full() -> dict[str, Any]:
     """A document with one of everything."""
-    lost = point("rows/nn.LazyAdam", DEFAULT_ROWS, threads=2)
+    lost = point("rows/nn.LazyAdam", DEFAULTS["rows"], threads=2)
     return made_up(
         result(point(size=PUBLISHED_DENSE, threads=2), **USUAL),
         result(lost, bound_fast=0.0080, torch_fused=0.0025),
@@ -257,7 +257,7 @@ def test_beside_other_work_a_step_is_compared_with_peers_only() -> None:
 def test_no_column_vanishes(width: int) -> None:
     """With every peer, and dtype and threads as columns, whatever the width."""
     peers = {f"{peer}_form": 0.02 for peer in PEERS}
-    long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULT_ROWS, threads=2)
+    long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULTS["rows"], threads=2)
     data = made_up(
         result(point(size=PUBLISHED_DENSE), **USUAL, **peers),
         result(long, bound_x=0.009, **peers),
