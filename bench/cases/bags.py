@@ -14,6 +14,8 @@ from .subject import Prepared, Subject, Use
 from .traffic import Traffic
 
 _FLOAT32 = ("float32",)  # of other types a pooled row is float32 all the same
+# As in the libraries that we are compared with.
+_OPTIONS: dict[str, dict[str, Any]] = {"Adagrad": {"accum": 0.0}}
 FORWARD, BACKWARD, BOTH = PARTS = "forward", "backward", "both"
 
 
@@ -40,7 +42,7 @@ def _subject(name: str, part: str) -> Subject:
 
 
 def _prepare(name: str, part: str, tables: list[np.ndarray]) -> Prepared:
-    optimizer = OPTIMIZERS[name].make(tables)
+    optimizer = OPTIMIZERS[name].make(tables, **_OPTIONS.get(name, {}))
     bags = nn.EmbeddingBags(tables, optimizer)
 
     def forward(given: Sequence[Any]) -> object:
@@ -51,9 +53,10 @@ def _prepare(name: str, part: str, tables: list[np.ndarray]) -> Prepared:
         (own,) = given
         bags.backward(own.grad)
 
-    def both(given: Sequence[Any]) -> None:
-        forward(given)
+    def both(given: Sequence[Any]) -> object:
+        out = forward(given)
         backward(given)
+        return out
 
     if part == FORWARD:
         return Prepared(forward, [()] * len(tables), tables)

@@ -23,9 +23,10 @@ class Optimizer:
     row: Row
     measured: Measured
 
-    def make(self, parameters: list[np.ndarray]) -> Any:
-        """The optimizer of these parameters."""
-        return self.row.new(parameters, **{"learning_rate": _LR, **self.measured.options})
+    def make(self, parameters: list[np.ndarray], **options: Any) -> Any:
+        """The optimizer of these parameters; with further options."""
+        chosen = {"learning_rate": _LR, **self.measured.options, **options}
+        return self.row.new(parameters, **chosen)
 
     @property
     def subject(self) -> Subject:

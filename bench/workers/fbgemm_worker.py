@@ -72,7 +72,9 @@ class FBGEMM:
     def _replica(self, inside: str, beside: str, pooling: str, case: Case) -> Replica:
         """Tables that know their optimizer, and parameters with one."""
         is_table = [given.indices is not None for given in case.parameters]
-        tables = self._tables([g for g in case.parameters if g.indices is not None], inside, pooling)
+        tables = self._tables(
+            [g for g in case.parameters if g.indices is not None], inside, pooling
+        )
         others = [given for given in case.parameters if given.indices is None]
         optimizer = partial(getattr(self.torch.optim, beside), lr=LR, fused=True)
         dense = stepped(

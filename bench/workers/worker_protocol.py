@@ -24,8 +24,10 @@ An answer ``{"error": text}`` says that the request failed; the end of input end
 Kinds are "dense", "rows" (one table with a row-sparse gradient), "mixed" (tables and dense
 parameters) and "pooled" (tables whose rows are pooled: parameters say ``"bag": 20``, so many of
 their indices in turn having one row of the gradient). Algorithms of these are "forward", "backward"
-and "both", with the step that backward takes after a space. A set-up may say ``"warm_up": n``, the steps before the first sample, instead of the
-library's own number, and a parameter ``"start": "/w.npy"``, its values instead of zeros.
+and "both", with the step that backward takes after a space.
+
+A set-up may say ``"warm_up": n``, the steps before the first sample, instead of the library's own
+number, and a parameter ``"start": "/w.npy"``, its values instead of zeros.
 
 Needs nothing but Python 3.8 and NumPy, since the library at the other end chooses the versions.
 """
@@ -338,14 +340,17 @@ def lookup(
 
 
 def parts_of(
-    part: str, forward: Callable[[], None], backward: Callable[[], None],
+    part: str,
+    forward: Callable[[], None],
+    backward: Callable[[], None],
     values: Callable[[], Sequence[Any]],
 ) -> Replica:
     """A replica of pooled tables: a step is the one part, or both.
 
     Args:
         part: "forward", "backward" or "both".
-        forward, backward: these.
+        forward: pools rows.
+        backward: takes a step with the gradient of what was pooled.
         values: what the forward has found; after a backward the tables.
     """
 
@@ -458,7 +463,10 @@ def _case(request: dict[str, Any]) -> Case:
 
 
 def _parameter(
-    shape: list[int], gradient: str, indices: str | None, start: str | None = None,
+    shape: list[int],
+    gradient: str,
+    indices: str | None,
+    start: str | None = None,
     bag: int | None = None,
 ) -> Parameter:
     return Parameter(
