@@ -118,6 +118,11 @@ SPECIAL = (
         "process",
     ),
     SpecialCase(
+        "dlrm-training",
+        "iterations of a DLRM in PyTorch, bags of 20 ids: EmbeddingBags of nn.torch beside "
+        "PyTorch's, in one process",
+    ),
+    SpecialCase(
         "in-mindspore",
         "iterations of MindSpore programs: optimizers of nn.mindspore beside MindSpore's, in one "
         "process",
