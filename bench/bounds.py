@@ -120,7 +120,7 @@ class Gather:
 
     def run(self, shape: Shape) -> Callable[[], None]:
         """The pass in a shape."""
-        chunk = shape.rows(*self.indices.shape, self.out.shape[1])
+        chunk = shape.rows(self.indices.size, self.out.shape[1])
         (table, out), loop = _bits((self.table, self.out)), _compiled(_gathered, shape.parallel)
         bag = self.indices.size // max(1, len(out))
         return lambda: loop(table, self.indices, out, max(1, chunk // max(1, bag)), bag)

@@ -16,7 +16,7 @@ from .traffic import Traffic
 _FLOAT32 = ("float32",)  # of other types a pooled row is float32 all the same
 # As in the libraries that we are compared with.
 _OPTIONS: dict[str, dict[str, Any]] = {"Adagrad": {"accum": 0.0}}
-FORWARD, BACKWARD, BOTH = PARTS = "forward", "backward", "both"
+FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 
 
 def _forward(prepare: Callable[[list[np.ndarray]], Prepared]) -> Subject:
@@ -69,10 +69,10 @@ BAGS: dict[str, Subject] = {}
 if hasattr(nn, "EmbeddingBags"):  # versions to compare with may not have it
     BAGS = {
         "ops.EmbeddingBags": _forward(_operator),
-        "nn.EmbeddingBags(forward)": _forward(partial(_prepare, "SGD", FORWARD)),
+        "nn.EmbeddingBags": _forward(partial(_prepare, "SGD", FORWARD)),
         **{
-            f"nn.EmbeddingBags({name}, {part})": _subject(name, part)
+            f"nn.EmbeddingBags{method}({name})": _subject(name, part)
             for name in ("SGD", "Adagrad", "RowWiseAdagrad", "LazyAdam")
-            for part in (BACKWARD, BOTH)
+            for method, part in ((".backward", BACKWARD), ("", BOTH))
         },
     }

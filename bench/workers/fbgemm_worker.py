@@ -65,7 +65,10 @@ class FBGEMM:
         tables = self._tables(case.parameters, inside, "SUM")
 
         def values() -> list[np.ndarray]:
-            return arrays_of([tables.looked_up] if part == "forward" else tables.weights())
+            found: list[np.ndarray] = arrays_of(
+                [tables.looked_up] if part == "forward" else tables.weights()
+            )
+            return found
 
         return parts_of(part, tables.look_up, tables.backward, values)
 
