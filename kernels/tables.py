@@ -90,6 +90,10 @@ class RowTable(NamedTuple):
     gradient_rows: int = 0
     stride: int = 0
     weights: int = 0
+    # Of maxima: int32 in the form of the values, which occurrence each element is of (0: every
+    # one has all), and the number that occurrence 0 has among them.
+    winners: int = 0
+    first: int = 0
 
     @property
     def ranges(self) -> tuple[int, int]:

@@ -6,8 +6,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..ops.runtime.bags.pooled import Pooled, pool
+from ..ops.runtime.bags.pooling import Pooling
 from ..ops.runtime.bags.tensor import BagTensor
-from ..ops.runtime.bags.pooled import Options, Pooled, Tables
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.parameter import Parameter
@@ -20,7 +23,7 @@ class _Forward(NamedTuple):
     """The last forward."""
 
     pooled: Pooled
-    tables: Tables
+    pooling: Pooling
     thread: int
 
 
@@ -40,7 +43,7 @@ class EmbeddingBags:
             made with; on the host.
         optimizer: an optimizer of `nn` that takes row-sparse gradients for them. It may have other
             parameters too, which `backward` leaves as they are (as a gradient None does).
-        pooling: ``"sum"``, ``"mean"`` or ``"none"``.
+        pooling: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``.
         features: the table of each feature; several may share one. Default: one for each table.
         padding_idx: an id that counts for nothing; int, or a list with one or None a feature.
         out_of_range: ids out of range ``"raise"`` an error, or count for nothing (``"drop"``).
@@ -92,7 +95,7 @@ class EmbeddingBags:
         self._places = [_place(p, k, optimizer) for k, p in enumerate(parameters)]
         self._chosen = pooling, padding_idx, out_of_range
         self._features = features
-        self._known: tuple[Options, Tables] | None = None
+        self._known: Pooling | None = None
         self._read()
         self._last: _Forward | None = None
 
@@ -105,7 +108,7 @@ class EmbeddingBags:
         """The tables."""
         return [self.optimizer.parameters[i] for i in self._places]
 
-    def _read(self) -> tuple[Options, Tables]:
+    def _read(self) -> Pooling:
         """The tables as they are now, and what follows from them."""
         arrays = []
         for p in self.parameters:
@@ -113,8 +116,7 @@ class EmbeddingBags:
                 name, expected = f"parameter {p.name!r}", "a parameter on the host"
                 reject(TypeError, _NAME, name, "lives on a CUDA device", expected, "one there")
             arrays.append(p.array)
-        tables = Tables(_NAME, arrays, self._features)
-        known = self._known = Options.of(_NAME, *self._chosen, tables), tables
+        known = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
         return known
 
     def __call__(
@@ -122,16 +124,15 @@ class EmbeddingBags:
     ) -> Any:
         """Pool rows of all tables; see the class."""
         known = self._known
-        if known is None or not self._are_bound(known[1]):
+        if known is None or not self._are_bound(known):
             known = self._read()
-        options, tables = known
-        pooled = Pooled(options, tables, ids, offsets, per_sample_weights, out)
-        self._last = _Forward(pooled, tables, threading.get_ident())
+        pooled = pool(known, ids, offsets, per_sample_weights, out)
+        self._last = _Forward(pooled, known, threading.get_ident())
         return pooled.out
 
-    def _are_bound(self, tables: Tables) -> bool:
+    def _are_bound(self, known: Pooling) -> bool:
         """Whether the parameters still have these arrays, which nobody has resized in place."""
-        parameters, each = self.optimizer.parameters, zip(tables.arrays, tables.shapes, strict=True)
+        parameters, each = self.optimizer.parameters, zip(known.arrays, known.shapes, strict=True)
         return all(
             parameters[i].array is array and array.shape == shape
             for i, (array, shape) in zip(self._places, each, strict=True)
@@ -156,20 +157,39 @@ class EmbeddingBags:
                 rebound since.
             TypeError, ValueError: ``grad_out`` does not fit the output.
         """
+        found: list[BagTensor | None] = [None] * len(self.optimizer.parameters)
+        gradients = self._pooled().gradients(grad_out)
+        for i, gradient in zip(self._places, gradients, strict=True):
+            found[i] = gradient
+        return tuple(found)
+
+    def weight_gradients(self, grad_out: Any) -> list[np.ndarray]:
+        """The gradients of the weights of the ids in the last forward; before `backward`.
+
+        Args:
+            grad_out: as `gradients`.
+
+        Returns:
+            As `ops.EmbeddingBags.weight_gradients`.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `gradients`; there were no sums.
+        """
+        return self._pooled().weight_gradients(grad_out)
+
+    def _pooled(self) -> Pooled:
+        """The last forward, if a gradient can follow it."""
         last = self._last
         wrong = ""
         if last is None:
             wrong = "needs a forward before each"
         elif last.thread != threading.get_ident():
             wrong = "has another thread's forward before it"
-        elif not self._are_bound(last.tables):
+        elif not self._are_bound(last.pooling):
             wrong = "has tables that were rebound since the forward"
         if last is None or wrong:
             raise RuntimeError(f"{_NAME}: backward {wrong}: call the bags first")
-        found: list[BagTensor | None] = [None] * len(self.optimizer.parameters)
-        for i, gradient in zip(self._places, last.pooled.gradients(grad_out), strict=True):
-            found[i] = gradient
-        return tuple(found)
+        return last.pooled
 
     def backward(self, grad_out: Any) -> None:
         """A step of the optimizer, with the gradients of the last forward.

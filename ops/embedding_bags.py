@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from .runtime.arrays import adopt
+from .runtime.bags.pooled import pool
+from .runtime.bags.pooling import Pooling
 from .runtime.bags.tensor import BagTensor
-from .runtime.bags.pooled import Options, Pooled, Tables
 from .runtime.errors import reject, reject_unknown
 
 
@@ -20,8 +23,10 @@ class EmbeddingBags:
     one table. All tables are read in one parallel call, each sum in the order of the ids.
 
     Args:
-        pooling: ``"sum"``; ``"mean"``: divided by the number of ids; ``"none"``: every id has a row
-            of its own, and the output is a list with an array for each feature. An empty bag is 0.
+        pooling: ``"sum"``; ``"mean"``: divided by the number of ids; ``"max"``: of each column the
+            largest number, whose gradient is that of the first id that has it; ``"none"``: every id
+            has a row of its own, and the output is a list with an array for each feature. An empty
+            bag is 0.
         features: the table of each feature, list of int; default: a feature for each table.
         padding_idx: an id that counts for nothing, neither in sums nor in numbers of ids, and gets
             no gradient (with ``"none"`` its row is 0); int, or a list with one or None for each
@@ -38,16 +43,18 @@ class EmbeddingBags:
             one of ``features * batch + 1``. None: ids are ``[batch, length]``, all bags of a
             feature of the same length; or, with ``"none"``, ``[n]``.
         per_sample_weights: factors of the rows, in the form of the ids; only of sums.
-        out: an array for the output; default a new one.
+        out: an array for the output, or a list with one ``[batch, D]`` for each feature; default a
+            new array.
 
     Returns:
-        ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``: float32, or float64 where
-        the tables are; of 16-bit tables the sums are not rounded. ``numpy.split`` cuts it into
-        features without a copy.
+        ``[batch, sum of D]``, or a list as ``out`` is one, or with ``"none"`` a list of ``[n, D]``:
+        float32, or float64 where the tables are; of 16-bit tables the sums are not rounded.
+        ``numpy.split`` cuts the array into features without a copy.
 
     `gradients` has the gradient of each table, a `BagTensor`, for that of the output: with
     duplicates within and over bags, which the step that takes it sums in their order. An
-    optimizer's step on it reads the gradient of the output in place. CUDA devices are not
+    optimizer's step on it reads the gradient of the output in place. `weight_gradients` has those
+    of weights. CUDA devices are not
     supported: tables there raise.
 
     Raises:
@@ -91,8 +98,7 @@ class EmbeddingBags:
         per_sample_weights: Any = None, *, out: Any = None,
     ) -> Any:  # fmt: skip
         """Pool rows; see the class."""
-        options, read = self._read(tables)
-        return Pooled(options, read, ids, offsets, per_sample_weights, out).out
+        return pool(self._read(tables), ids, offsets, per_sample_weights, out).out
 
     def gradients(
         self, tables: Sequence[Any], ids: Any, offsets: Any, grad: Any,
@@ -111,15 +117,36 @@ class EmbeddingBags:
         Raises:
             TypeError, ValueError, IndexError: as the call; ``grad`` does not fit the output.
         """
-        options, read = self._read(tables)
-        pooled = Pooled(options, read, ids, offsets, per_sample_weights, sums=False)
+        pooled = pool(self._read(tables), ids, offsets, per_sample_weights, sums=False)
         return pooled.gradients(grad)
 
-    def _read(self, tables: Sequence[Any]) -> tuple[Options, Tables]:
+    def weight_gradients(
+        self, tables: Sequence[Any], ids: Any, offsets: Any, grad: Any
+    ) -> list[np.ndarray]:
+        """The gradients of the weights of ids, whatever these are::
+
+            d out / d weight[k] = sum(table[ids[k]] * grad[bag of k, columns of the feature])
+
+        Args:
+            tables: as `gradients`; with ``pooling="sum"``.
+            ids: likewise.
+            offsets: likewise.
+            grad: likewise.
+
+        Returns:
+            For each feature an array ``[n]``, of the type of the arithmetic, in the order of its
+            ids; 0 for an id that counts for nothing.
+
+        Raises:
+            TypeError, ValueError, IndexError: as `gradients`.
+        """
+        pooled = pool(self._read(tables), ids, offsets, sums=False, multiplies=True)
+        return pooled.weight_gradients(grad)
+
+    def _read(self, tables: Sequence[Any]) -> Pooling:
         if not isinstance(tables, list | tuple):
             got = type(tables).__name__
             reject(TypeError, self.name, "tables", "have a wrong type", "a list of arrays", got)
         arrays = [adopt(self.name, f"tables[{t}]", table) for t, table in enumerate(tables)]
-        read = Tables(self.name, arrays, self.features)
         chosen = self.pooling, self.padding_idx, self.out_of_range
-        return Options.of(self.name, *chosen, read), read
+        return Pooling(self.name, arrays, self.features, *chosen)

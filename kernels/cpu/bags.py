@@ -1,4 +1,4 @@
-"""Bags of rows: the sums of many tables' rows in one call, and whose gradient each of them gets.
+"""Bags of rows: many tables' rows pooled in one call, and whose gradient each of them gets.
 
 Ids come as users have them: in CSR form, as int32 or int64. They are checked and copied once, one
 table after the other, as the int32 that sums and row steps read; ids that count for nothing are
@@ -15,72 +15,62 @@ from numba import carray
 
 from ..inner import njit
 from ..storage import Storage, real_of
-from .compiler.compile import part
-from .compiler.intrinsics import as_pointer, call_address
-from .compiler.records import int64s, last_at_most, records
+from .compiler.compile import NativeFunction, part
+from .compiler.intrinsics import as_pointer, call_address, load_int32
+from .compiler.machine import PythonEntry
+from .compiler.records import index_at, int64s, last_at_most, records
 from .headers.arrays import address_of
+from .headers.id_lists import IdList
 from .rows import sums
 from .rows.layout import PADDING
-from .rows.sort import index_at
 from .threads import allocation
 from .threads.parallel import Arguments, Loop, get_num_threads, run_all
 
 MOST = 2**31 - 1
 """Ids of a call, rows of a table and rows of a gradient are numbered in int32."""
+SUM, MEAN, LARGEST = range(3)
 _MOST_PARTS = 64  # of a feature
 _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids
 
 
 class Feature(NamedTuple):
-    """One list of bags, and the table whose rows are in them; addresses."""
+    """What is known of a feature before any ids are, all ``int64``."""
 
     table: int
-    w: Storage  # of the table
+    row_bytes: int
     rows: int
     width: int
-    bags: int
-    ids: int
-    id_bytes: int
-    n: int  # ids
-    offsets: int  # [bags + 1]; 0: all bags have ``length`` ids
-    offset_bytes: int
-    begin: int  # the first offset, and the last one
-    end: int
-    length: int
+    pool: int  # the function that pools rows of the table, or 0
     padding: int  # the id that counts for nothing, or -1
-    weights: int  # [n], in the type of the arithmetic, or 0
-    out: int  # of the first bag; 0: nothing is summed
-    stride: int  # bytes from the sum of a bag to the next
+    out: int  # where its first output is; bytes behind the start of the output
+    stride: int  # bytes from the output of a bag to the next
     column: int  # of the gradient, and its rows, in units
     row: int
 
+    @classmethod
+    def of(cls, table: np.ndarray, w: Storage, pool: int, *rest: int) -> Feature:
+        """A feature that looks up rows of a table; ``rest`` is from ``padding`` on."""
+        rows, width = table.shape
+        return cls(address_of(table), width * w.itemsize, rows, width, pool, *rest)
 
-class _Feature(NamedTuple):
-    """The same as the loops have it, all ``int64``."""
+
+def pool_of(w: Storage, pooling: int, *, weighted: bool) -> int:
+    """The address of the function that pools rows of a table."""
+    if pooling == LARGEST:
+        return sums.largest(w, real_of(w)).address
+    form = sums.LISTED_WEIGHTED if weighted else sums.LISTED
+    return sums.accumulate(w, real_of(w), form).address
+
+
+class _Place(NamedTuple):
+    """Where the ids of a feature go, and who sees to that, all ``int64``."""
 
     # The `Source` of the rows that are summed.
     table: int
     row_bytes: int
     list: int
-    factors: int
-    accumulate: int
-    rows: int
-    width: int
-    bags: int
-    ids: int
-    id_bytes: int
-    offsets: int
-    offset_bytes: int
-    begin: int
-    end: int
-    length: int
-    padding: int
     weights: int
-    out: int
-    stride: int
-    column: int
-    row: int
     first: int  # id in the list of all
     first_bag: int
     first_part: int
@@ -90,47 +80,77 @@ class _Feature(NamedTuple):
 class BagsCall(NamedTuple):
     """Arguments of every loop over bags, all ``int64``."""
 
-    features: np.ndarray  # [n_features] of `_Feature`
+    features: np.ndarray  # [n_features] of `Feature`
+    given: np.ndarray  # [n_features] of `IdList`
+    places: np.ndarray  # [n_features] of `_Place`
     n_features: int
     n_parts: int
     n_bags: int
     leaves_out: int  # whether some ids may count for nothing
     drops: int  # whether those out of range do
-    means: int
+    pooling: int
     real_bytes: int
+    unit: int  # elements
     bounds: np.ndarray  # [n_bags + 1]: where the ids of each bag begin in the list
     ids: np.ndarray  # the list, int32
     weights: np.ndarray | None  # of the ids in it, in the type of the arithmetic
+    origins: np.ndarray | None  # int32: which id of its feature each of them was
+    out: int  # 0: outputs have addresses of their own
+    winners: np.ndarray | None  # int32, in the form of the output: places in the list
     gradient_rows: np.ndarray | None  # int32, of the ids in it
+    dots: np.ndarray | None  # [n_features, 2]: functions, and where the products go
+    gradient: int
+    g_bytes: int
     bad: np.ndarray  # [n_parts]: whether a part has found an offset or an id that does not fit
     is_bad: int
 
 
-_features_at, _FEATURE_BYTES = records(_Feature), 8 * len(_Feature._fields)
+_features_at, _lists_at, _places_at = map(records, (Feature, IdList, _Place))
+_PLACE_BYTES = 8 * len(_Place._fields)
+
+
+def _arrange(given, n, bag_parts, fewest, places, totals):
+    """Where the features' ids go, one after the other; how many ids, bags and parts there are."""
+    lists, found, sums_of = _lists_at(given, n), _places_at(places, n), int64s(totals, 3)
+    sums_of[:] = 0
+    for f in range(n):
+        own, bags = found[f], lists[f].bags
+        own.first, own.first_bag, own.first_part = sums_of[0], sums_of[1], sums_of[2]
+        own.height = max(fewest, (bags + bag_parts - 1) // bag_parts)
+        sums_of[0] += lists[f].n
+        sums_of[1] += bags
+        sums_of[2] += (bags + own.height - 1) // own.height
+
+
+_arranged = NativeFunction(_arrange, "arranged bags", PythonEntry(holds_gil=True))
 
 
 @njit(inline="always")
 def _own(c, index):
-    """The feature of a part, with its number, and the first and last of its bags."""
-    features = _features_at(c.features, c.n_features)
-    f = last_at_most(features.first_part, c.n_features, index)
-    begin = (index - features[f].first_part) * features[f].height
-    return f, features[f], begin, min(begin + features[f].height, features[f].bags)
+    """Of a part the feature, its ids and place, and the first and last of its bags."""
+    places = _places_at(c.places, c.n_features)
+    f = last_at_most(places.first_part, c.n_features, index)
+    given = _lists_at(c.given, c.n_features)[f]
+    begin = (index - places[f].first_part) * places[f].height
+    end = min(begin + places[f].height, given.bags)
+    return _features_at(c.features, c.n_features)[f], given, places[f], f, begin, end
 
 
 @njit(inline="always")
-def _offset(feature, bag):
-    if feature.offsets == 0:
-        return bag * feature.length
-    return index_at(feature.offsets, feature.offset_bytes, bag)
+def _offset(given, bag):
+    if given.offsets == 0:
+        return bag * given.length
+    if bag == given.n_offsets:
+        return given.end
+    return index_at(given.offsets, given.offset_bytes, bag)
 
 
 @njit(inline="always")
-def _fits(feature, bag, begin, end):
+def _fits(given, bag, begin, end):
     """Whether the offsets of a bag do: nothing outside of the ids is read then."""
-    if (bag == 0 and begin != feature.begin) or (bag == feature.bags - 1 and end != feature.end):
+    if (bag == 0 and begin != given.begin) or (bag == given.bags - 1 and end != given.end):
         return False
-    return feature.begin <= begin <= end <= feature.end
+    return given.begin <= begin <= end <= given.end
 
 
 @njit(inline="always")
@@ -141,22 +161,22 @@ def _is_in_range(feature, row):
 @part(BagsCall)
 def count_kept(index, slot, c):
     """Counts of the ids of each bag that count for something."""
-    _, feature, first, last = _own(c, index)
+    feature, given, place, _, first, last = _own(c, index)
     bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
     for bag in range(first, last):
-        begin, end = _offset(feature, bag), _offset(feature, bag + 1)
-        if not _fits(feature, bag, begin, end):
+        begin, end = _offset(given, bag), _offset(given, bag + 1)
+        if not _fits(given, bag, begin, end):
             bad[index] = 1
             return
         kept = 0
         for k in range(begin, end):
-            row = index_at(feature.ids, feature.id_bytes, k)
+            row = index_at(given.ids, given.id_bytes, k)
             if _is_in_range(feature, row):
                 kept += row != feature.padding
             elif c.drops == 0:
                 bad[index] = 1
                 return
-        bounds[feature.first_bag + bag] = kept
+        bounds[place.first_bag + bag] = kept
 
 
 @part(BagsCall)
@@ -178,133 +198,202 @@ def find_bad(index, slot, c):
         c.is_bad |= bad[k]
 
 
-@part(BagsCall)
-def lay_out(index, slot, c):
-    """The ids of some bags, and their weights, to the list."""
-    if c.is_bad:
-        return
-    _, feature, first, last = _own(c, index)
-    bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
-    for bag in range(first, last):
-        begin, end = _offset(feature, bag), _offset(feature, bag + 1)
-        if c.leaves_out == 0:
-            if not _fits(feature, bag, begin, end):
-                bad[index] = 1
-                return
-            bounds[feature.first_bag + bag] = feature.first + begin - feature.begin
-        place = bounds[feature.first_bag + bag]
-        ids = carray(as_pointer(c.ids + 4 * place), end - begin, np.int32)
-        kept = 0
-        for k in range(begin, end):
-            row = index_at(feature.ids, feature.id_bytes, k)
-            if not _is_in_range(feature, row):
-                if c.drops:
-                    continue
-                bad[index] = 1
-                return
-            if row == feature.padding:
-                continue
-            ids[kept] = row
-            if feature.weights != 0:
-                target, source = place + kept, k - feature.begin
-                if c.real_bytes == 4:
-                    _copy(c.weights, target, feature.weights, source, np.float32)
-                else:
-                    _copy(c.weights, target, feature.weights, source, np.float64)
-            kept += 1
+class _Loops(NamedTuple):
+    """Loops over bags for one type of the arithmetic."""
+
+    lay_out: NativeFunction
+    pool: NativeFunction
+    lay_out_and_pool: NativeFunction
+    number_rows: NativeFunction
+    multiply: NativeFunction
 
 
-@njit(inline="always")
-def _copy(target, k, source, n, real):
-    carray(as_pointer(target), k + 1, real)[k] = carray(as_pointer(source), n + 1, real)[n]
+def _loops(real: Any) -> _Loops:
+    @njit(inline="always")
+    def numbers(address, n):
+        return carray(as_pointer(address), n, real)
 
-
-@njit(inline="always")
-def _scale(address, n, factor, real):
-    numbers = carray(as_pointer(address), n, real)
-    for k in range(n):
-        numbers[k] /= real(factor)
-
-
-@part(BagsCall)
-def sum_bags(index, slot, c):
-    """The sums of some bags, or their means, to where they go."""
-    if c.is_bad:
-        return
-    f, feature, first, last = _own(c, index)
-    source = c.features + f * _FEATURE_BYTES
-    bounds = int64s(c.bounds, c.n_bags + 1)
-    for bag in range(first, last):
-        begin, end = bounds[feature.first_bag + bag], bounds[feature.first_bag + bag + 1]
-        out = feature.out + bag * feature.stride
-        if begin == end:
-            words = carray(as_pointer(out), feature.width * c.real_bytes // 4, np.int32)
-            words[:] = 0
-            continue
-        ids = c.ids, begin, end, feature.width, -1, 1
-        call_address(feature.accumulate, out, source, *ids)
-        if c.means and end - begin > 1:
-            if c.real_bytes == 4:
-                _scale(out, feature.width, end - begin, np.float32)
-            else:
-                _scale(out, feature.width, end - begin, np.float64)
-
-
-@part(BagsCall)
-def number_rows(index, slot, c):
-    """The row of the gradient of each id of some bags, and of means the weight."""
-    _, feature, first, last = _own(c, index)
-    bounds = int64s(c.bounds, c.n_bags + 1)
-    for bag in range(first, last):
-        begin, end = bounds[feature.first_bag + bag], bounds[feature.first_bag + bag + 1]
-        rows = carray(as_pointer(c.gradient_rows + 4 * begin), end - begin, np.int32)
-        rows[:] = bag * feature.row + feature.column
-        if c.means:
+    @njit
+    def lay_bags_out(c, index):
+        """Whether offsets and ids of some bags fit; then they are in the list, with weights."""
+        feature, given, place, _, first, last = _own(c, index)
+        # What several parts write they write alike: none has to wait for another.
+        place.table, place.row_bytes = feature.table, feature.row_bytes
+        place.list, place.weights = c.ids, c.weights
+        bounds, shift = int64s(c.bounds, c.n_bags + 1), place.first - given.begin
+        for bag in range(first, last):
+            begin, end = _offset(given, bag), _offset(given, bag + 1)
+            if c.leaves_out == 0:
+                if not _fits(given, bag, begin, end):
+                    return False
+                bounds[place.first_bag + bag] = begin + shift
+                bounds[place.first_bag + bag + 1] = end + shift
+            at = bounds[place.first_bag + bag]
+            ids = carray(as_pointer(c.ids + 4 * at), end - begin, np.int32)
+            origins = carray(as_pointer(c.origins + 4 * at), end - begin, np.int32)
+            weights = numbers(c.weights + c.real_bytes * at, end - begin)
+            given_weights, kept = numbers(given.weights, given.n), 0
             for k in range(begin, end):
-                if c.real_bytes == 4:
-                    numbers = carray(as_pointer(c.weights), end, np.float32)
-                    numbers[k] = np.float32(1) / np.float32(end - begin)
-                else:
-                    wide = carray(as_pointer(c.weights), end, np.float64)
-                    wide[k] = 1.0 / (end - begin)
+                row = index_at(given.ids, given.id_bytes, k)
+                if not _is_in_range(feature, row):
+                    if c.drops:
+                        continue
+                    return False
+                if row == feature.padding:
+                    continue
+                ids[kept] = row
+                if given.weights != 0:
+                    weights[kept] = given_weights[k - given.begin]
+                if c.origins != 0:
+                    origins[kept] = k - given.begin
+                kept += 1
+        return True
+
+    @njit
+    def pool_bags(c, index):
+        feature, _, place, f, first, last = _own(c, index)
+        source = c.places + f * _PLACE_BYTES
+        bounds = int64s(c.bounds, c.n_bags + 1)
+        for bag in range(first, last):
+            begin, end = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
+            address = c.out + feature.out + bag * feature.stride
+            out = numbers(address, feature.width)
+            if begin == end:
+                out[:] = 0
+            elif c.pooling == LARGEST:
+                winners = c.winners + (bag * feature.row + feature.column) * c.unit * 4
+                rows = source, c.ids, begin, end, feature.width
+                call_address(feature.pool, address, winners, *rows)
+            else:
+                rows = source, c.ids, begin, end, feature.width, -1, 1
+                call_address(feature.pool, address, *rows)
+            if c.pooling == MEAN and end - begin > 1:
+                for k in range(feature.width):
+                    out[k] /= real(end - begin)
+
+    def lay_out(index, slot, c):
+        """The ids of some bags, and their weights, to the list."""
+        if c.is_bad == 0 and not lay_bags_out(c, index):
+            int64s(c.bad, c.n_parts)[index] = 1
+
+    def pool(index, slot, c):
+        """The sums of some bags, or their means or maxima, to where they go."""
+        if c.is_bad == 0:
+            pool_bags(c, index)
+
+    def lay_out_and_pool(index, slot, c):
+        """Both, where the output is nobody's yet: ids are in the caches then."""
+        if c.is_bad == 0:
+            if lay_bags_out(c, index):
+                pool_bags(c, index)
+            else:
+                int64s(c.bad, c.n_parts)[index] = 1
+
+    def number_rows(index, slot, c):
+        """The row of the gradient of each id of some bags, and of means the weight."""
+        feature, _, place, _, first, last = _own(c, index)
+        bounds = int64s(c.bounds, c.n_bags + 1)
+        for bag in range(first, last):
+            begin, end = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
+            rows = carray(as_pointer(c.gradient_rows + 4 * begin), end - begin, np.int32)
+            rows[:] = bag * feature.row + feature.column
+            if c.pooling == MEAN:
+                weights = numbers(c.weights, end)
+                for k in range(begin, end):
+                    weights[k] = real(1) / real(end - begin)
+
+    def multiply(index, slot, c):
+        """The products of rows with the gradients of their bags."""
+        feature, _, place, f, first, last = _own(c, index)
+        pairs = carray(as_pointer(c.dots), (c.n_features, 2), np.int64)
+        function, products = pairs[f, 0], pairs[f, 1]
+        bounds = int64s(c.bounds, c.n_bags + 1)
+        for bag in range(first, last):
+            row = c.gradient + (bag * feature.row + feature.column) * c.unit * c.g_bytes
+            for k in range(bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]):
+                origin = k - place.first
+                if c.origins != 0:
+                    origin = np.int64(load_int32(c.origins + 4 * k))
+                table_row = feature.table + load_int32(c.ids + 4 * k) * feature.row_bytes
+                product = products + origin * c.real_bytes
+                call_address(function, product, table_row, row, feature.width)
+
+    made = []
+    for function in (lay_out, pool, lay_out_and_pool, number_rows, multiply):
+        function.__qualname__ = f"bags {function.__name__} {real.__name__}"
+        made.append(part(BagsCall)(function))
+    return _Loops(*made)
+
+
+_LOOPS = {real().itemsize: _loops(real) for real in (np.float32, np.float64)}
+_FIELDS = {name: k for k, name in enumerate(BagsCall._fields)}
 
 
 class Bags:
     """Bags of some features, checked and laid out, or found bad; the tables are summed with them.
 
-    ``features`` are in the order of their tables, so that all ids of a table lie together.
+    Args:
+        features: int64 ``[features, fields of Feature]``, in the order of their tables, so that
+            all ids of a table lie together.
+        given: int64 ``[features, fields of IdList]``.
+        real: the type of the arithmetic.
+        unit: elements, by which rows of gradients are numbered.
+        drops: whether ids out of range count for nothing.
+        leaves_out: whether any ids may.
+        pooling: `SUM`, `MEAN` or `LARGEST`.
+        out: the address of the output; 0: features have addresses.
+        sums: whether there is an output.
+        at_once: whether that may be written before all ids have been checked.
+        winners: int32, where the places of maxima go.
+        multiplies: whether `multiply` is going to be called.
     """
 
     def __init__(
-        self, features: Sequence[Feature], *, drops: bool, means: bool, weighted: bool
-    ) -> None:
-        self._features, self._means = features, means
-        real = real_of(features[0].w)
-        n_ids, self._n_bags = sum(f.n for f in features), sum(f.bags for f in features)
+        self, features: np.ndarray, given: np.ndarray, real: np.dtype[Any], unit: int, *,
+        drops: bool, leaves_out: bool, weighted: bool, pooling: int, out: int, sums: bool,
+        at_once: bool, winners: np.ndarray | None, multiplies: bool,
+    ) -> None:  # fmt: skip
+        n, self._given = len(features), given
+        places, totals = np.empty((n, len(_Place._fields)), np.int64), np.empty(3, np.int64)
+        parts = _MOST_PARTS, _FEWEST_BAGS
+        _arranged.call(address_of(given), n, *parts, address_of(places), address_of(totals))
+        n_ids, n_bags, self._n_parts = totals.tolist()
         self._threads = get_num_threads() if n_ids >= _SERIAL_BELOW else 1
-        leaves_out = drops or any(f.padding >= 0 for f in features)
         # Loops read a little beyond the end, to fetch.
         ids = allocation.empty((n_ids + PADDING,), np.int32)
         ids[n_ids:] = 0
-        self._ids, self.bounds = ids, np.empty(self._n_bags + 1, np.int64)
+        self._ids, self.bounds = ids, np.empty(n_bags + 1, np.int64)
         self.bounds[-1] = n_ids
-        self._weights = allocation.empty((n_ids,), real.dtype) if weighted else None
-        records, self._n_parts = _laid_out(features, ids, self._weights)
-        self._bad = np.zeros(self._n_parts + 1, np.int64)
+        self._real, self._pooling, self._loops = real, pooling, _LOOPS[real.itemsize]
+        self._weights = allocation.empty((n_ids,), real) if weighted else None
+        # What was left out has a product, too: 0.
+        self._origins = np.empty(n_ids, np.int32) if multiplies and leaves_out else None
+        bad = np.zeros(self._n_parts + 1, np.int64)
         self._call = Arguments(BagsCall(
-            records, len(features), self._n_parts, self._n_bags, leaves_out, drops, means,
-            real.itemsize, self.bounds, ids, self._weights, None, self._bad, 0,
+            features, given, places, n, self._n_parts, n_bags, leaves_out, drops, pooling,
+            real.itemsize, unit, self.bounds, ids, self._weights,
+            self._origins, out, winners, None, None, 0, 0, bad, 0,
         ))  # fmt: skip
-        before = [count_kept, find_bad, add_counts] if leaves_out else []
-        after = [sum_bags] if features[0].out else []
-        run_all([self._loop(part) for part in (*before, lay_out, find_bad, *after)])
-        self.is_bad = bool(self._call.words[_IS_BAD])
-        self.real = real
+        own = self._loops
+        lay_out = own.lay_out_and_pool if sums and at_once else own.lay_out
+        loops = [self._loop(lay_out), self._once(find_bad)]
+        if leaves_out:
+            loops = [self._loop(count_kept), self._once(find_bad), self._once(add_counts), *loops]
+        if sums and not at_once:
+            loops.append(self._loop(own.pool))
+        run_all(loops)
+        self.is_bad = bool(self._call.words[_FIELDS["is_bad"]])
 
-    def _loop(self, function: Any) -> Loop:
-        is_single = function in (find_bad, add_counts)
-        n = 1 if is_single else self._n_parts
-        return Loop.of(function, n, self._call.address, 1 if is_single else self._threads)
+    def _loop(self, function: NativeFunction) -> Loop:
+        return Loop.of(function, self._n_parts, self._call.address, self._threads)
+
+    def _once(self, function: NativeFunction) -> Loop:
+        return Loop.of(function, 1, self._call.address, 1)
+
+    def _set(self, **arguments: int | np.ndarray) -> None:
+        for name, value in arguments.items():
+            address = address_of(value) if isinstance(value, np.ndarray) else value
+            self._call.words[_FIELDS[name]] = address
 
     @property
     def ids(self) -> np.ndarray:
@@ -315,33 +404,23 @@ class Bags:
         """For each id the row of the gradient, int32, and its weight or None."""
         n = int(self.bounds[-1])
         found = allocation.empty((n,), np.int32)
-        if self._means and self._weights is None:
-            self._weights = allocation.empty((n,), self.real.dtype)
-            self._call.words[_WEIGHTS] = address_of(self._weights)
-        self._call.words[_GRADIENT_ROWS] = address_of(found)
-        run_all([self._loop(number_rows)])
+        if self._pooling == MEAN and self._weights is None:
+            self._weights = allocation.empty((n,), self._real)
+            self._set(weights=self._weights)
+        self._set(gradient_rows=found)
+        run_all([self._loop(self._loops.number_rows)])
         return found, None if self._weights is None else self._weights[:n]
 
+    def multiply(self, gradient: np.ndarray, g: Storage, w: Sequence[Storage]) -> list[np.ndarray]:
+        """For each id as it was given the product of its row and of the gradient of its bag.
 
-_IS_BAD, _WEIGHTS, _GRADIENT_ROWS = map(
-    BagsCall._fields.index, ("is_bad", "weights", "gradient_rows")
-)
-
-
-def _laid_out(
-    features: Sequence[Feature], ids: np.ndarray, weights: np.ndarray | None
-) -> tuple[np.ndarray, int]:
-    """The records of features, and how many parts their bags are cut into."""
-    form = sums.LISTED if weights is None else sums.LISTED_WEIGHTED
-    lists = address_of(ids), 0 if weights is None else address_of(weights)
-    found, first = [], (0, 0, 0)
-    for f in features:
-        height = max(_FEWEST_BAGS, -(-f.bags // _MOST_PARTS))
-        add = sums.accumulate(f.w, real_of(f.w), form).address if f.out else 0
-        found.append(_Feature(
-            f.table, f.width * f.w.itemsize, *lists, add, f.rows, f.width, f.bags, f.ids,
-            f.id_bytes, f.offsets, f.offset_bytes, f.begin, f.end, f.length, f.padding, f.weights,
-            f.out, f.stride, f.column, f.row, *first, height,
-        ))  # fmt: skip
-        first = first[0] + f.n, first[1] + f.bags, first[2] + -(-f.bags // height)
-    return np.array(found, np.int64), first[2]
+        ``w`` are the types of the tables of the features, whose arrays are in their order.
+        """
+        lengths = self._given[:, IdList._fields.index("n")].tolist()
+        make = allocation.empty if self._origins is None else np.zeros
+        products = [make((n,), self._real) for n in lengths]
+        each, real = zip(w, products, strict=True), real_of(w[0])
+        dots = np.array([(sums.dot(own, g, real).address, address_of(x)) for own, x in each])
+        self._set(dots=dots, gradient=gradient, g_bytes=g.itemsize)
+        run_all([self._loop(self._loops.multiply)])
+        return products

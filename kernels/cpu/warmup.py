@@ -24,7 +24,7 @@ from .blocks import blocks
 from .compiler import machine
 from .compiler.cache import cache_directory, cache_problem, clear_cache
 from .compiler.compile import PARTS, NativeFunction
-from .headers import arrays, tensors
+from .headers import arrays, id_lists, tensors
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
 from .rows import step, sums  # noqa: F401
@@ -50,7 +50,7 @@ def all_rules() -> dict[str, Rule]:
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """Loops that depend on no rule, and gain nothing from vectors that Numba makes of them."""
     yield from (*LOOPS, *SHARED_LOOPS)
-    yield from (*arrays.READERS, *tensors.READERS, layers.available_threads)
+    yield from (*arrays.READERS, *tensors.READERS, *id_lists.READERS, layers.available_threads)
     yield from (counts.are_equal_at, counts.are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:

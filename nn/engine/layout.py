@@ -65,6 +65,7 @@ class Kind(NamedTuple):
 
     dtype: np.dtype[Any]
     index_dtype: np.dtype[Any] | None = None
+    pooled: bool = False  # whether it is a `BagTensor`
 
     @property
     def row_sparse(self) -> bool:
@@ -90,7 +91,7 @@ class Layout:
     # the variables, where every parameter has a gradient; else None.
     expected: headers.ExpectedArrays | None
     dense_arrays: np.ndarray  # int64: places among these arrays of the dense gradients
-    row_arrays: tuple[int, ...]  # places of the indices of the row-sparse ones
+    row_arrays: tuple[int, ...]  # places of the indices of the row-sparse ones, -1 of pooled ones
     memory: list[list[int]]  # begins and ends of the active variables, in order
     places: tuple[Place, ...]  # where and what the active variables on the host were
 
@@ -109,6 +110,11 @@ class Layout:
     def shares_memory(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether any byte of these spans, addresses and sizes, belongs to an active variable."""
         return lie_in(self.memory, spans)
+
+    @lazy
+    def has_pooled(self) -> bool:
+        """Whether any gradient is that of pooled rows."""
+        return -1 in self.row_arrays
 
     @lazy
     def n_row_batches(self) -> int:
@@ -177,7 +183,9 @@ def _array_forms(
     forms: list[headers.Form] = []
     dense, rows = [], []
     for kind, w in gradients:
-        if kind.index_dtype is None:
+        if kind.pooled:
+            rows.append(-1)
+        elif kind.index_dtype is None:
             dense.append(len(forms))
             forms.append((kind.dtype, w.shape))
         else:

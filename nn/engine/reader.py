@@ -112,8 +112,15 @@ class GradientReader:
             return Gradients(last, addresses, [], arrays)
         found = addresses.tolist()
         rows = [
-            RowGradient(arrays[k], arrays[k + 1], found[k], found[k + 1]) for k in last.row_arrays
+            RowGradient(arrays[k], arrays[k + 1], found[k], found[k + 1]) if k >= 0 else None
+            for k in last.row_arrays
         ]
+        if last.has_pooled:
+            pooled = [gradient.source for gradient in gradients if type(gradient) is BagTensor]
+            if last.shares_memory({span for g in pooled for span in g.spans}):
+                return None
+            sources = iter(pooled)
+            rows = [row or next(sources) for row in rows]
         # NumPy takes longer to select nothing than all else here.
         dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
         return Gradients(last, dense, rows, arrays)
@@ -124,6 +131,12 @@ class GradientReader:
         for kind, shapes, gradient in zip(last.kinds, self._shapes, gradients, strict=True):
             if kind is None or kind.index_dtype is None:
                 arrays.append(gradient)
+                continue
+            if kind.pooled:
+                if type(gradient) is not BagTensor or gradient.dense_shape != shapes[0]:
+                    return None
+                if gradient.source.values.dtype is not kind.dtype:
+                    return None
                 continue
             if type(gradient) is not RowTensor or gradient.dense_shape != shapes[0]:
                 return None
@@ -188,8 +201,9 @@ class GradientReader:
             if i in self._centralized:
                 found = self._centralize(parameter, found, added(i))
             index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
+            is_pooled = isinstance(found, RowGradient) and found.rows is not None
             read.append(found)
-            kinds.append(Kind(found.dtype, index_dtype))
+            kinds.append(Kind(found.dtype, index_dtype, is_pooled))
         return read, kinds
 
     def _check_variables(self, kinds: Sequence[Kind | None]) -> None:
@@ -274,9 +288,8 @@ class GradientReader:
         self, layout: Layout, addresses: Sequence[int], rows: Sequence[RowGradient]
     ) -> None:
         """Refuse gradients in the memory of parameters or states."""
-        spans = list(zip(addresses, layout.dense_bytes, strict=True))
-        for row in rows:
-            spans += row.spans
+        spans = [*zip(addresses, layout.dense_bytes, strict=True)]
+        spans += {span for row in rows for span in row.spans}
         if layout.shares_memory(spans):
             expected, got = "its own memory", "an overlap"
             wrong = "shares memory with a parameter or state"

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...ops.runtime.bags.ids import find_error, read, read_plain
+from ...ops.runtime.bags.pooled import Pooled
+from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.bags.tensor import BagTensor
-from ...ops.runtime.bags.pooled import Options, Pooled, Tables
 from ...ops.runtime.errors import reject
 from .engine.memory import array_of, tensor_of
 from .engine.tensors import BAGS
@@ -27,17 +29,18 @@ class EmbeddingBags(nn.Module):
         tables: ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, whose weights and options are
             adopted, or pairs ``(num_embeddings, embedding_dim)``; in a list, or by name. An
             ``nn.Embedding`` is one whose bags have one id, where no offsets are given.
-        mode: ``"sum"`` or ``"mean"``; None: that of the modules, which is one for all, else sums.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``; None: that of the modules, which is one for all,
+            else sums.
         include_last_offset: whether the last of the offsets is the number of ids, as in PyTorch;
             None: as the modules have it, else no.
 
     Call arguments:
         ids: a list of int32 or int64 tensors, one for each table: ``[n]``, or ``[batch, length]``
-            without offsets.
+            without offsets. Or one tensor with the ids of all tables, one after the other.
         offsets: a list of int32 or int64 tensors, where the bags begin: ``[batch]``, or
-            ``[batch + 1]`` with ``include_last_offset``. None: see ``ids``.
-        per_sample_weights: a list of factors of the rows, in the form of the ids, without gradient;
-            with sums only.
+            ``[batch + 1]`` with ``include_last_offset``. None: see ``ids``. With one tensor of ids
+            one of ``tables * batch + 1``.
+        per_sample_weights: factors of the rows, in the form of the ids; with sums only.
 
     Returns:
         ``[batch, sum of the tables' embedding_dim]``, of the dtype of the tables, or float32 if
@@ -55,7 +58,7 @@ class EmbeddingBags(nn.Module):
     Raises:
         TypeError: a kind or dtype does not fit.
         ValueError: a value, shape or offset does not fit, or a module has an option that is not
-            supported: ``max_norm``, ``scale_grad_by_freq``, ``mode="max"``.
+            supported: ``max_norm``, ``scale_grad_by_freq``.
         IndexError: an id is out of range.
         RuntimeError: a tensor is on a device.
 
@@ -85,8 +88,9 @@ class EmbeddingBags(nn.Module):
         lasts = {bool(m.include_last_offset) for m in named.values()
                  if isinstance(m, nn.EmbeddingBag)}  # fmt: skip
         self.mode = _one_of("mode", chosen, mode, "sum")
-        if self.mode not in ("sum", "mean"):
-            reject(ValueError, _WHERE, "mode", "is not supported", "'sum' or 'mean'", self.mode)
+        if self.mode not in ("sum", "mean", "max"):
+            expected = "'sum', 'mean' or 'max'"
+            reject(ValueError, _WHERE, "mode", "is not supported", expected, self.mode)
         self.include_last_offset = _one_of("include_last_offset", lasts, include_last_offset, False)
         for name, table in named.items():
             if not isinstance(table, nn.EmbeddingBag | nn.Embedding):
@@ -96,7 +100,6 @@ class EmbeddingBags(nn.Module):
             self.add_module(name, table)
         self._optimizer: Fused | None = None
         self._hook: Any = None
-        self._is_stepping = False
         self._known: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +113,12 @@ class EmbeddingBags(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The tables."""
-        return [module.weight for module in self.children()]
+        return [module.weight for module in self._modules.values()]  # type: ignore[union-attr,misc]
+
+    @property
+    def _are_single(self) -> bool:
+        """Whether each table has one id a bag, where no offsets are given."""
+        return all(type(module) is nn.Embedding for module in self._modules.values())
 
     def update_in_backward(self, optimizer: Fused | None) -> None:
         """Let every backward from now on take a step of an optimizer; None: leave gradients again.
@@ -138,99 +146,103 @@ class EmbeddingBags(nn.Module):
             reject(ValueError, _WHERE, "optimizer", wrong, expected, f"{len(own)} parameters")
         self._leave_gradients()
         self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(self._refuse)
+        self._hook = optimizer.register_step_pre_hook(_refuse)
 
     def _leave_gradients(self) -> None:
         if self._optimizer is not None:
             self._hook.remove()
         self._optimizer = self._hook = None
 
-    def _refuse(self, *_: Any) -> None:
-        if not self._is_stepping:
-            fix = "update_in_backward(None) leaves gradients for it"
-            raise RuntimeError(f"{_WHERE}: the optimizer steps in backward, not by step(): {fix}")
-
-    def forward(
-        self, ids: Sequence[Tensor], offsets: Sequence[Tensor] | None = None,
-        per_sample_weights: Sequence[Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Pool rows of all tables; see the class."""
-        weights = self.weights
-        given = self._read(ids, offsets, per_sample_weights)
-        out: Tensor = _Pooling.apply(self, given, *weights)
+        factors = per_sample_weights
+        if isinstance(factors, Tensor):
+            factors = [factors]
+        given = ids, offsets, per_sample_weights
+        out: Tensor = _Pooling.apply(self, given, *self.weights, *(factors or ()))
         return out
 
-    def _read(self, ids: Any, offsets: Any, factors: Any) -> tuple[Any, Any, Any]:
-        """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
-        n = len(self.weights)
-        every = {"ids": ids, "offsets": offsets, "per_sample_weights": factors}
-        for name, given in every.items():
-            if given is None and name != "ids":
-                continue
-            if not isinstance(given, list | tuple) or len(given) != n:
-                got = len(given) if isinstance(given, list | tuple) else type(given).__name__
-                reject(ValueError, _WHERE, name, "do not fit", f"a list of {n} tensors", got)
-            for k, tensor in enumerate(given):
-                _check_tensor(f"{name}[{k}]", tensor)
-        for k, tensor in enumerate(factors or ()):
-            if tensor.requires_grad:
-                expected = "weights without a gradient: detach()"
-                reject(ValueError, _WHERE, f"per_sample_weights[{k}]", "requires a gradient",
-                       expected, "one that does")  # fmt: skip
-        lists = [array_of(tensor.detach().contiguous()) for tensor in ids]
-        if offsets is None:
-            modules = self.children()
-            each = zip(lists, modules, strict=True)
-            lists = [a[:, None] if a.ndim == 1 and isinstance(m, nn.Embedding) else a
-                     for a, m in each]  # fmt: skip
-            bounds = None
-        else:
-            tensors = [tensor.detach() for tensor in offsets]
-            if not self.include_last_offset:
-                counts = zip(tensors, lists, strict=True)
-                tensors = [torch.cat([t, t.new_tensor([a.size])]) for t, a in counts]
-            bounds = [array_of(tensor.contiguous()) for tensor in tensors]
-        of_rows = factors and [array_of(tensor.detach().contiguous()) for tensor in factors]
-        return lists, bounds, of_rows
-
-    def _tables(self, weights: Sequence[Tensor]) -> tuple[Options, Tables]:
-        """The tables as they are now."""
+    def _pooling(self, weights: Sequence[Tensor]) -> Pooling:
+        """The tables as they are now, and how they are pooled."""
         key = [(w.data_ptr(), w.shape, w.dtype) for w in weights]
         if self._known is None or self._known[0] != key:
             for k, weight in enumerate(weights):
                 _check_tensor(f"the weight of table {k}", weight)
             arrays = [array_of(weight.detach(), keep=False) for weight in weights]
-            tables = Tables(_WHERE, arrays, None)
             padding = [module.padding_idx for module in self.children()]
-            self._known = key, Options.of(_WHERE, self.mode, padding, "raise", tables), tables
-        return self._known[1:]  # type: ignore[no-any-return]
+            made = Pooling(
+                _WHERE, arrays, None, self.mode, padding, "raise",
+                open_ended=not self.include_last_offset,
+            )  # fmt: skip
+            self._known = key, made, [_stand_in(weight) for weight in weights]
+        return self._known[1]  # type: ignore[no-any-return]
 
     @as_torch
-    def _pooled(self, given: Any, weights: Sequence[Tensor]) -> Pooled:
-        return Pooled(*self._tables(weights), *given)
+    def _pooled(self, given: tuple[Any, Any, Any], weights: Sequence[Tensor]) -> Pooled:
+        pooling, arrays = self._pooling(weights), None
+        found = read_plain(pooling, *given, torch, singles=self._are_single)
+        if found is None:
+            arrays = self._arrays(given)
+            found = read(pooling, *arrays)
+        pooled = Pooled(pooling, found)
+        if pooled.is_bad:
+            find_error(pooling, *(arrays or self._arrays(given))[:2])
+        return pooled
+
+    def _arrays(self, given: tuple[Any, Any, Any]) -> list[Any]:
+        """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
+        found, modules = [], self._modules.values()
+        for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
+            if own is None and name != "ids":
+                found.append(None)
+                continue
+            if isinstance(own, Tensor):
+                found.append(_array(name, own))
+                continue
+            if not isinstance(own, list | tuple) or len(own) != len(modules):
+                got = len(own) if isinstance(own, list | tuple) else type(own).__name__
+                expected = f"a list of {len(modules)} tensors, or one tensor"
+                reject(ValueError, _WHERE, name, "do not fit", expected, got)
+            found.append([_array(f"{name}[{k}]", tensor) for k, tensor in enumerate(own)])
+        ids, offsets, _ = found
+        if offsets is None and isinstance(ids, list):
+            found[0] = [
+                a[:, None] if a.ndim == 1 and isinstance(module, nn.Embedding) else a
+                for a, module in zip(ids, modules, strict=True)
+            ]
+        return found
 
     @as_torch
     def _take(self, found: Sequence[BagTensor], weights: Sequence[Tensor]) -> None:
         """The step of the optimizer."""
         assert self._optimizer is not None
-        before = [weight.grad for weight in weights]
-        self._is_stepping = True
+        before, stand_ins = [weight.grad for weight in weights], self._known[2]
+        self._hook.remove()  # a step without hooks takes a shorter way
         try:
-            for weight, gradient in zip(weights, found, strict=True):
-                weight.grad = _stand_in(gradient, weight)
+            for weight, gradient, stand_in in zip(weights, found, stand_ins, strict=True):
+                setattr(stand_in, BAGS, gradient)
+                weight.grad = stand_in
             self._optimizer.step()
         finally:
-            self._is_stepping = False
-            for weight, grad in zip(weights, before, strict=True):
+            self._hook = self._optimizer.register_step_pre_hook(_refuse)
+            for weight, grad, stand_in in zip(weights, before, stand_ins, strict=True):
                 weight.grad = grad
+                setattr(stand_in, BAGS, None)
+
+
+def _refuse(*_: Any) -> None:
+    fix = "update_in_backward(None) leaves gradients for it"
+    raise RuntimeError(f"{_WHERE}: the optimizer steps in backward, not by step(): {fix}")
 
 
 class _Pooling(torch.autograd.Function):
     """Pooled rows; the tables are inputs, so that backward is called."""
 
     @staticmethod
-    def forward(ctx: Any, module: EmbeddingBags, given: Any, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, module: EmbeddingBags, given: Any, *tensors: Tensor) -> Tensor:
+        weights = tensors[: len(module._modules)]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
+        ctx.factors = [(t.shape, t.dtype) for t in tensors[len(weights) :]]
         ctx.pooled = module._pooled(given, weights)
         dtypes = {weight.dtype for weight in weights}
         out = tensor_of(ctx.pooled.out)
@@ -240,18 +252,30 @@ class _Pooling(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         module, weights = ctx.module, ctx.weights
-        if not any(ctx.needs_input_grad):
-            return (None,) * (2 + len(weights))
+        needs, needs_factors = ctx.needs_input_grad[2:], ctx.needs_input_grad[2 + len(weights) :]
+        if not any(needs):
+            return (None,) * (2 + len(needs))
         grad = array_of(grads[0].detach().contiguous())
+        of_factors: list[Any] = [None] * len(needs_factors)
+        if any(needs_factors):  # before the tables change
+            products = [tensor_of(x) for x in ctx.pooled.weight_gradients(grad)]
+            if len(of_factors) == 1:
+                products = [torch.cat(products)]
+            each = zip(products, ctx.factors, strict=True)
+            of_factors = [x.reshape(shape).to(dtype) for x, (shape, dtype) in each]
+        needs = needs[: len(weights)]
+        if not any(needs):
+            return None, None, *(None for _ in weights), *of_factors
         found = ctx.pooled.gradients(grad)
         if module._optimizer is None:
-            needed = zip(found, weights, ctx.needs_input_grad[2:], strict=True)
-            return None, None, *(_sparse(g, w) if needs else None for g, w, needs in needed)
+            every = zip(found, weights, needs, strict=True)
+            tables = [_sparse(g, w) if is_needed else None for g, w, is_needed in every]
+            return None, None, *tables, *of_factors
         if ctx.is_taken:
             raise RuntimeError(f"{_WHERE}: backward has updated the tables already: once a forward")
         module._take(found, weights)
         ctx.is_taken = True
-        return (None,) * (2 + len(weights))
+        return None, None, *(None for _ in weights), *of_factors
 
 
 def _sparse(gradient: BagTensor, weight: Tensor) -> Tensor:
@@ -263,14 +287,11 @@ def _sparse(gradient: BagTensor, weight: Tensor) -> Tensor:
     )
 
 
-def _stand_in(gradient: BagTensor, weight: Tensor) -> Tensor:
+def _stand_in(weight: Tensor) -> Tensor:
     """A sparse gradient in whose place the step reads another; its own values are no numbers."""
-    n = len(gradient.indices)
-    values = torch.full((1, 1), torch.nan, dtype=weight.dtype).expand(n, weight.shape[1])
-    indices = torch.zeros(1, 1, dtype=torch.int64).expand(1, n)
-    made = torch.sparse_coo_tensor(indices, values, tuple(weight.shape), check_invariants=False)
-    setattr(made, BAGS, gradient)
-    return made
+    values = torch.full((1, weight.shape[1]), torch.nan, dtype=weight.dtype)
+    indices = torch.zeros(1, 1, dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, values, tuple(weight.shape), check_invariants=False)
 
 
 def _named(tables: Any) -> dict[str, Any]:
@@ -316,6 +337,11 @@ def _check_options(name: str, module: nn.EmbeddingBag | nn.Embedding) -> None:
         if is_used:
             wrong, expected = f"has {option}", "a module without"
             reject(ValueError, _WHERE, f"table {name!r}", wrong, expected, getattr(module, option))
+
+
+def _array(name: str, tensor: Any) -> Any:
+    _check_tensor(name, tensor)
+    return array_of(tensor.detach().contiguous())
 
 
 def _check_tensor(name: str, tensor: Any) -> None:

@@ -40,8 +40,12 @@ class RowGradient(NamedTuple):
     positions: np.ndarray | None = None  # as those of a `RowTensor`; contiguous
     batch_length: int = 0
     rows: np.ndarray | None = None  # int32 [B]; None: each occurrence has its own
+    rows_address: int = 0
     stride: int = 0  # bytes from one of these rows to the next
     weights: np.ndarray | None = None  # [B] factors, in the type of the arithmetic; None: 1
+    weights_address: int = 0
+    winners: np.ndarray | None = None  # int32 for each of the values, of maxima; else None
+    first: int = 0  # the number among the winners that occurrence 0 has
 
     @classmethod
     def of(cls, indices: Any, values: Any, *rest: Any) -> RowGradient:
@@ -65,13 +69,14 @@ class RowGradient(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Address and size in bytes of all that a step reads of it."""
-        found = [
-            (self.index_address, self.indices.nbytes),
-            (self.values_address, self.values.nbytes),
-        ]
-        others = self.positions, self.rows, self.weights
-        return found + [(address_of(a), a.nbytes) for a in others if a is not None]
+        """Address and size in bytes of all that users gave, and that a step reads."""
+        found = [(self.values_address, self.values.nbytes)]
+        if self.rows is not None:  # all else of pooled rows is this package's own
+            return found
+        found.append((self.index_address, self.indices.nbytes))
+        if self.positions is not None:
+            found.append((address_of(self.positions), self.positions.nbytes))
+        return found
 
 
 class RowUpdate(NamedTuple):
@@ -164,17 +169,20 @@ def row_table(
     addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    indices, _, index_address, values_address, positions, batch_length, rows, stride, factors = (
-        gradient
-    )
+    (
+        indices, _, index_address, values_address, positions, batch_length,
+        rows, rows_address, stride, weights, weights_address, winners, first,
+    ) = gradient  # fmt: skip
     matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     index_list = index_address, indices.itemsize, len(indices)
     batch = (0, 0) if positions is None else (address_of(positions), batch_length)
     if rows is None:
         return RowTable(*matrix, *index_list, values_address, *batch)
-    weights = 0 if factors is None else address_of(factors)
-    shared = address_of(rows), stride, weights
-    return RowTable(*matrix, *index_list, values_address, *batch, *shared)
+    shared = rows_address, stride, weights_address if weights is not None else 0
+    if winners is None:
+        return RowTable(*matrix, *index_list, values_address, *batch, *shared)
+    chosen = address_of(winners), first
+    return RowTable(*matrix, *index_list, values_address, *batch, *shared, *chosen)
 
 
 class IndexList(NamedTuple):

@@ -48,6 +48,9 @@ def pooled(
         for b in range(len(out)):
             span = range(bounds[b], bounds[b + 1])
             kept = [k for k in span if 0 <= own[k] < len(table) and own[k] not in left_out]
+            if pooling == "max" and kept:
+                out[b] = table[own[kept]].astype(np.float64).max(axis=0)
+                continue
             for k in kept:
                 factor = 1.0 if weights is None else float(weights[f][k])
                 out[b] += factor * table[own[k]].astype(np.float64)
@@ -69,10 +72,15 @@ def spread(
         for b in range(len(bounds) - 1):
             span = range(bounds[b], bounds[b + 1])
             kept = [k for k in span if 0 <= own[k] < len(table) and own[k] not in left_out]
+            part = grad[b, column : column + width].astype(np.float64)
+            if pooling == "max" and kept:
+                largest = np.array(own)[kept][table[own[kept]].astype(np.float64).argmax(axis=0)]
+                g[largest, np.arange(width)] += part
+                continue
             for k in kept:
                 factor = 1.0 if weights is None else float(weights[f][k])
                 factor /= len(kept) if pooling == "mean" else 1
-                g[own[k]] += factor * grad[b, column : column + width].astype(np.float64)
+                g[own[k]] += factor * part
         found.append(g)
         column += width
     return found
@@ -86,7 +94,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, BF16], ids=str)
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 def test_pooled_rows_and_gradients(pooling: str, dtype: Any) -> None:
     tables = tables_of(SHAPES, dtype)
     ids, offsets = bags_of([len(t) for t in tables], 60, 9)
@@ -114,7 +122,94 @@ def test_per_sample_weights() -> None:
         assert_close(one.to_dense(), own)
 
 
-@pytest.mark.parametrize(("pooling", "weighted"), [("sum", False), ("mean", False), ("sum", True)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16], ids=str)
+@pytest.mark.parametrize("left_out", [(), (2,)], ids=str)
+def test_gradients_of_weights(left_out: tuple[int, ...], dtype: Any) -> None:
+    """Products of each row with the gradient of its bag, in the form of the ids; else 0."""
+    tables, features = tables_of(SHAPES, dtype), [3, 0, 2, 5, 4, 2]
+    own = [tables[t] for t in features]
+    ids, offsets = bags_of([len(table) for table in own], 300, 9)
+    options: dict[str, Any] = {"features": features}
+    if left_out:
+        options |= {"padding_idx": [2, 2, 2, 2, None, 2], "out_of_range": "drop"}
+        for given in ids:
+            given[np.random.default_rng(len(given)).random(len(given)) < 0.1] = -5
+    width = sum(table.shape[1] for table in own)
+    grad = np.random.default_rng(1).standard_normal((300, width)).astype(np.float32)
+    found = ops.EmbeddingBags(**options).weight_gradients(tables, ids, offsets, grad)
+    column = 0
+    for table, given, bounds, products in zip(own, ids, offsets, found, strict=True):
+        part = grad[:, column : column + table.shape[1]].astype(np.float64)
+        of_bag = np.repeat(np.arange(300), np.diff(bounds))
+        kept = (given >= 0) & ~(np.isin(given, left_out) & (len(table) > 2))
+        rows = table[np.where(kept, given, 0)].astype(np.float64)
+        expected = np.where(kept, (rows * part[of_bag]).sum(1), 0)
+        scale = (np.abs(rows) * np.abs(part[of_bag])).sum(1) + 1e-30
+        assert products.dtype == (np.float64 if dtype is np.float64 else np.float32)
+        assert (np.abs(products - expected) <= 4e-7 * scale).all()
+        column += table.shape[1]
+
+
+def test_of_equal_numbers_the_first_is_the_largest() -> None:
+    """As in PyTorch; NaN wins only where it is the first."""
+    table = np.array([[1, np.nan, 0], [1, 2, 0], [0, 3, np.nan]], np.float32)
+    bags = ops.EmbeddingBags("max")
+    ids = [np.array([1, 0, 1, 2, 0, 2, 2, 1])]
+    out = bags([table], ids, [np.array([0, 4, 6, 8])])
+    assert_same_bits(out, np.array([[1, 3, 0], [1, np.nan, 0], [1, 3, np.nan]], np.float32))
+    (found,) = bags.gradients([table], ids, [np.array([0, 4, 6, 8])], np.ones((3, 3), np.float32))
+    expected = [[1, 0, 1], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
+    expected += [[1, 1, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]]
+    assert found.to_rows().values.tolist() == expected
+
+
+def test_a_list_of_outputs() -> None:
+    """Arrays of the caller, one for each feature, in any order of the tables."""
+    tables, features = tables_of(SHAPES[:3]), [2, 0, 2, 1]
+    ids, offsets = bags_of([len(tables[t]) for t in features], 40, 6)
+    for pooling in ("sum", "max", "mean"):
+        bags = ops.EmbeddingBags(pooling, features=features)
+        out = bags(tables, ids, offsets)
+        room = [np.full((40, tables[t].shape[1]), np.nan, np.float32) for t in features]
+        found = bags(tables, ids, offsets, out=room)
+        assert all(one is own for one, own in zip(found, room, strict=True))
+        assert_same_bits(np.concatenate(room, axis=1), out)
+    with refused(ValueError, r"out\[2\] shares memory", {"room": room, "tables": tables}):
+        bags(tables, ids, offsets, out=[room[0], room[1], room[0], room[3]])
+    with refused(ValueError, r"out\[1\] has a wrong shape", {"room": room, "tables": tables}):
+        bags(tables, ids, offsets, out=[room[0], room[0], room[2], room[3]])
+    with refused(ValueError, "out does not fit the features", {"room": room, "tables": tables}):
+        bags(tables, ids, offsets, out=room[:3])
+
+
+def test_objects_that_compiled_code_cannot_read() -> None:
+    """Whatever stands in for an array gives what the array gives, and what is none is refused."""
+    tables = tables_of(SHAPES[:2])
+    ids, offsets = bags_of([30, 5], 20, 6)
+    bags = ops.EmbeddingBags()
+    out = bags(tables, ids, offsets)
+
+    class Array(np.ndarray):
+        pass
+
+    for change in (
+        lambda a: a.view(Array),
+        lambda a: np.repeat(a, 2)[::2],
+        lambda a: a.astype(np.longlong),
+        lambda a: np.frombuffer(b"x" + a.tobytes(), np.uint8)[1:].view(np.int64),
+    ):
+        assert_same_bits(bags(tables, [change(a) for a in ids], offsets), out)
+        assert_same_bits(bags(tables, ids, [change(a) for a in offsets]), out)
+    for thing in (3, None, "ids", object(), [1, 2], ids):
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            bags(tables, [ids[0], thing], offsets)
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            bags(tables, ids, [thing, offsets[1]])
+
+
+@pytest.mark.parametrize(
+    ("pooling", "weighted"), [("sum", False), ("mean", False), ("max", False), ("sum", True)]
+)
 def test_ids_that_count_for_nothing(pooling: str, weighted: bool) -> None:
     """A padding id, and with "drop" ids out of range; also where they are all of a bag."""
     tables = tables_of(SHAPES[:3])
@@ -227,7 +322,7 @@ def test_any_bags(data: st.DataObject) -> None:
     batch, seed = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 10))
     tables = tables_of(shapes)
     ids, offsets = bags_of([r for r, _ in shapes], batch, data.draw(st.integers(0, 12)), seed)
-    pooling = data.draw(st.sampled_from(["sum", "mean"]))
+    pooling = data.draw(st.sampled_from(["sum", "mean", "max"]))
     padding = data.draw(st.sampled_from([None, 0]))
     bags = ops.EmbeddingBags(pooling, padding_idx=padding)
     out = bags(tables, ids, offsets)
@@ -239,7 +334,9 @@ def test_any_bags(data: st.DataObject) -> None:
         assert_close(found.to_dense(), own)
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"pooling": "mean"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 1}, {"pooling": "mean"}, {"pooling": "max"}], ids=str
+)
 def test_any_number_of_threads(options: dict[str, Any]) -> None:
     tables = tables_of([(50, 16), (3_000, 64), (1, 3)])
     ids, offsets = bags_of([50, 3_000, 1], 700, 30)
@@ -323,7 +420,7 @@ def test_an_output_in_the_memory_of_a_table() -> None:
 @pytest.mark.parametrize(
     ("error", "text", "options"),
     [
-        (ValueError, "pooling is unknown", {"pooling": "max"}),
+        (ValueError, "pooling is unknown", {"pooling": "least"}),
         (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
         (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
         (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),

@@ -327,10 +327,13 @@ def repeating_loader(vector):
         unknown, first = ir.Constant(real, ir.Undefined), ir.Constant(_I32, 0)
         number = builder.load(_pointer(builder, address, real.element))
         one = builder.insert_element(unknown, number, first)
-        lanes = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
-        return builder.shuffle_vector(one, unknown, lanes)
+        return builder.shuffle_vector(one, unknown, _zeros(vector.count))
 
     return load
+
+
+def _zeros(count):
+    return ir.Constant(ir.VectorType(_I32, count), [0] * count)
 
 
 @intrinsic
@@ -343,3 +346,55 @@ def store_vector(typingctx, address, values):
         return context.get_dummy_value()
 
     return types.void(types.int64, values), codegen
+
+
+@intrinsic
+def where_greater(typingctx, a, b, x, y):
+    """The elements of ``x`` where those of ``a`` are greater than those of ``b``, else of ``y``."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[2], args[3])
+
+    return x(a, b, x, y), codegen
+
+
+@intrinsic
+def where_equal(typingctx, a, b, x):
+    """The elements of ``x`` where those of ``a`` and ``b``, whole numbers, are equal, else 0."""
+
+    def codegen(context, builder, signature, args):
+        equal = builder.icmp_signed("==", args[0], args[1])
+        return builder.select(equal, args[2], ir.Constant(args[2].type, None))
+
+    return x(a, b, x), codegen
+
+
+def repeated(vector):
+    """A compiled function ``repeat(number) -> vector`` of whole numbers, all the same."""
+
+    @int64_intrinsic(vector)
+    def repeat(context, builder, number):
+        kind = context.get_value_type(vector)
+        number = builder.trunc(number, kind.element)
+        unknown, first = ir.Constant(kind, ir.Undefined), ir.Constant(_I32, 0)
+        one = builder.insert_element(unknown, number, first)
+        return builder.shuffle_vector(one, unknown, _zeros(vector.count))
+
+    return repeat
+
+
+@intrinsic
+def sum_of_elements(typingctx, vector):
+    """The elements of a vector of ``2**n`` added up: halves, then halves of their sums."""
+
+    def codegen(context, builder, signature, args):
+        (values,), count = args, vector.count
+        while count > 1:
+            count //= 2
+            kind = ir.VectorType(_I32, count)
+            lanes = [ir.Constant(kind, list(range(k, k + count))) for k in (0, count)]
+            halves = [builder.shuffle_vector(values, values, own) for own in lanes]
+            values = builder.fadd(*halves)
+        return builder.extract_element(values, ir.Constant(_I32, 0))
+
+    return vector.real(vector), codegen

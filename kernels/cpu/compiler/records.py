@@ -10,13 +10,21 @@ import numpy as np
 from numba import carray
 
 from ...inner import njit
-from .intrinsics import as_pointer
+from .intrinsics import as_pointer, load_int32, load_int64
 
 
 @njit(inline="always")
 def int64s(address, n):
     """The ``n`` int64 at ``address``."""
     return carray(as_pointer(address), n, np.int64)
+
+
+@njit(inline="always")
+def index_at(indices, n_bytes, k):
+    """Element ``k`` of int32 or int64 indices; the test is the same in a whole loop."""
+    if n_bytes == 4:
+        return np.int64(load_int32(indices + 4 * k))
+    return load_int64(indices + 8 * k)
 
 
 def records(cls: Any) -> Any:

@@ -39,9 +39,9 @@ class _Header(ctypes.Structure):
 
 _header_type = np.dtype(_Header)
 _DATA = _Header.data.offset
-_ARRAY_TYPE = id(np.ndarray)
+ARRAY_TYPE = id(np.ndarray)
 _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
-_C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
+C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
 # Of a tuple: where its length is, and where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
@@ -125,8 +125,15 @@ def addresses_of(arrays: Iterable[np.ndarray]) -> list[int]:
 
 
 @njit(inline="always")
-def _header_of(arrays, k):
-    return carray(as_pointer(load_int64(arrays + ITEMS + 8 * k)), 1, _header_type)[0]
+def header_at(array):
+    """The header of an array."""
+    return carray(as_pointer(array), 1, _header_type)[0]
+
+
+@njit(inline="always")
+def header_of(arrays, k):
+    """The header of element ``k`` of a tuple of arrays."""
+    return header_at(load_int64(arrays + ITEMS + 8 * k))
 
 
 @njit
@@ -150,7 +157,7 @@ def _has_shape(header, shape):
 
 @njit(inline="always")
 def _data_of(array, n):
-    return int64s(carray(as_pointer(array), 1, _header_type)[0].data, n)
+    return int64s(header_at(array).data, n)
 
 
 def _read_expected(query, arrays, addresses):
@@ -166,7 +173,7 @@ def _read_expected(query, arrays, addresses):
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
     length = 0
     for k in range(c.n):
-        form, header = forms[k], _header_of(arrays, k)
+        form, header = forms[k], header_of(arrays, k)
         if not _is_plain(header, c.array_type, form.dtype, c.flags, form.ndim):
             return 0
         n_bytes = form.n_bytes
@@ -186,8 +193,8 @@ def _read_expected(query, arrays, addresses):
         out[k] = header.data
     for k in range(c.n, c.n_rows):
         form = forms[k]
-        header = carray(as_pointer(form.header), 1, _header_type)[0]
-        flags = _C_CONTIGUOUS_ALIGNED | _WRITEABLE
+        header = header_at(form.header)
+        flags = C_CONTIGUOUS_ALIGNED | _WRITEABLE
         if not _is_plain(header, c.array_type, form.dtype, flags, form.ndim):
             return 0
         if header.data != form.place or not _has_shape(header, dims):
@@ -218,7 +225,7 @@ class ExpectedArrays:
         writable: bool = False,
         written: Sequence[np.ndarray] = (),
     ) -> None:
-        flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
+        flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
         # The identities and addresses below stay valid while these live.
         self._alive: tuple[Any, ...] = (list(forms), list(written))
         rows = [
@@ -234,7 +241,7 @@ class ExpectedArrays:
         self._alive += kept
         rows_at, dims_at, memory_at = map(address_of, kept)
         self._query = array("q", _ArrayQuery(
-            len(forms), _ARRAY_TYPE, flags, rows_at, len(rows), dims_at, memory_at, memory.shape[1]
+            len(forms), ARRAY_TYPE, flags, rows_at, len(rows), dims_at, memory_at, memory.shape[1]
         ))  # fmt: skip
         self._query_at, _ = self._query.buffer_info()
 
@@ -258,7 +265,7 @@ _KINDS = np.array([_Kind(id(dtype), dtype.itemsize) for dtype in STORAGES], np.i
 def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
     """Addresses of a tuple's arrays; whether they are alike, lie apart, the first ones writable."""
     n, known, n_bytes = load_int64(arrays + LENGTH), _kinds_at(kinds, _N_KINDS), 0
-    first, out = _header_of(arrays, 0), _data_of(addresses, n)
+    first, out = header_of(arrays, 0), _data_of(addresses, n)
     if first.type != array_type:
         return 0
     for i in range(_N_KINDS):
@@ -269,8 +276,8 @@ def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
     for d in range(first.ndim):
         n_bytes *= load_int64(first.shape + 8 * d)
     for k in range(n):
-        header = _header_of(arrays, k)
-        flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
+        header = header_of(arrays, k)
+        flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
         if not _is_plain(header, array_type, first.dtype, flags, first.ndim):
             return 0
         if not _has_shape(header, first.shape):
@@ -304,6 +311,6 @@ def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
     if not usable:
         return None
     addresses = np.empty(len(arrays), np.int64)
-    kinds = _ARRAY_TYPE, _kinds_address
+    kinds = ARRAY_TYPE, _kinds_address
     fits = _read_alike.call(id(arrays), n_written, *kinds, id(addresses))
     return addresses if fits else None

@@ -53,7 +53,21 @@ class _TensorQuery(NamedTuple):
     n_stretches: int
 
 
-_fields_at, _forms_at, _query_at = map(records, (Fields, _TensorForm, _TensorQuery))
+fields_at, _forms_at, _query_at = map(records, (Fields, _TensorForm, _TensorQuery))
+
+
+@njit(inline="always")
+def code_of(f, tensor):
+    """The number of the dtype of a tensor."""
+    return carray(as_pointer(tensor + f.dtype), 1, np.uint16)[0]
+
+
+@njit
+def place_of(f, tensor, itemsize, n_bytes):
+    """The address of a tensor's first element; 0 where it has not the memory that it needs."""
+    storage, offset = load_int64(tensor + f.storage), load_int64(tensor + f.offset) * itemsize
+    data = load_int64(storage + f.data)
+    return data + offset if data != 0 and offset + n_bytes <= load_int64(storage + f.n_bytes) else 0
 
 
 @njit
@@ -61,7 +75,7 @@ def _fits(f, tensor, form, dims):
     """Whether a tensor has the form: what it is, its dtype, its sizes and strides."""
     if load_int64(tensor + f.keys) != form.keys or load_int64(tensor + f.dim) != form.dim:
         return False
-    if carray(as_pointer(tensor + f.dtype), 1, np.uint16)[0] != form.dtype:
+    if code_of(f, tensor) != form.dtype:
         return False
     sizes, strides = tensor + f.sizes, tensor + f.strides
     if form.dim > f.inline:
@@ -78,14 +92,11 @@ def _fits(f, tensor, form, dims):
 
 @njit
 def _place_of(f, tensor, form):
-    """The address of a tensor's first element; 0 where it has not the memory that it needs."""
-    storage, offset = load_int64(tensor + f.storage), load_int64(tensor + f.offset) * form.itemsize
-    data = load_int64(storage + f.data)
-    if data == 0 or offset + form.n_bytes > load_int64(storage + f.n_bytes):
-        return 0
+    """Likewise, of a form; 0 also where others would see what is written."""
+    storage = load_int64(tensor + f.storage)
     if form.kind == WRITTEN and load_int64(storage + f.deleter) == f.lazy:
-        return 0  # others would see what is written
-    return data + offset
+        return 0
+    return place_of(f, tensor, form.itemsize, form.n_bytes)
 
 
 @njit
@@ -99,7 +110,7 @@ def _tensor_of(f, thing, form, dims):
 
 def _look_at_tensors(query, fields, same, tensors):
     """`SAME`, `MOVED` or `OTHER`; the addresses of tensors."""
-    c, f = _query_at(query, 1)[0], _fields_at(fields, 1)[0]
+    c, f = _query_at(query, 1)[0], fields_at(fields, 1)[0]
     if load_int64(same + LENGTH) != c.n_same or load_int64(tensors + LENGTH) != c.n_forms:
         return OTHER
     identities = int64s(c.same, c.n_same)

@@ -20,6 +20,7 @@ class Table(NamedTuple):
     stride: int
     gradient_rows: int  # 0: each position has its own
     weights: int
+    first: int
     source: int  # where this record lies
     arrays: int  # address of the addresses of the parameter and its states
     accumulate: int  # for rows that are found like this

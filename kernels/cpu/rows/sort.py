@@ -12,8 +12,8 @@ from numba import carray
 from ...inner import njit
 from ...tables import HOT
 from ..compiler.compile import part
-from ..compiler.intrinsics import as_pointer, load_int32, load_int64
-from ..compiler.records import int64s, last_at_most
+from ..compiler.intrinsics import as_pointer
+from ..compiler.records import index_at, int64s, last_at_most
 from .layout import PADDING, RowCall, hot_of, tables_of
 
 
@@ -21,14 +21,6 @@ from .layout import PADDING, RowCall, hot_of, tables_of
 def share(n, parts, index):
     """The first element of part ``index`` when ``n`` elements are split into ``parts``."""
     return n * index // parts
-
-
-@njit(inline="always")
-def index_at(indices, n_bytes, k):
-    """Element ``k`` of int32 or int64 indices; the test is the same in a whole loop."""
-    if n_bytes == 4:
-        return np.int64(load_int32(indices + 4 * k))
-    return load_int64(indices + 8 * k)
 
 
 @njit(inline="always")

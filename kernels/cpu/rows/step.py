@@ -263,7 +263,7 @@ class RowStep:
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
             addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
-                stride, weights = table  # fmt: skip
+                stride, weights, winners, first = table  # fmt: skip
             source, add, block = base + 8 * len(fields), own_sum, single
             # The loops know an occurrence by its position among those of all tables.
             if not rows:  # each has its own
@@ -271,15 +271,17 @@ class RowStep:
                 values -= first_position * stride
             else:
                 self._shares = True
-                add = sums.accumulate(g, real, sums.WEIGHTED if weights else sums.SHARED).address
+                form = sums.CHOSEN if winners else sums.WEIGHTED if weights else sums.SHARED
+                add = sums.accumulate(g, real, form).address
                 rows -= 4 * first_position
-                if weights:
-                    weights -= first_position * real.itemsize
+                if form is not sums.SHARED:
+                    weights = winners or weights - first_position * real.itemsize
+                    first -= first_position
                     block = 0  # not even a single occurrence's gradient is as it was given
             fields += (
-                values, stride, rows, weights, source, at_addresses, add, block, hp, n_rows, width,
-                first_row, first_position, indices, index_bytes, n, first_range, length, n_ranges,
-                positions,
+                values, stride, rows, weights, first, source, at_addresses, add, block, hp,
+                n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
+                length, n_ranges, positions,
             )  # fmt: skip
             at_addresses += 8 * len(addresses)
             first_range += n_ranges

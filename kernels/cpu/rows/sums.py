@@ -15,20 +15,26 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import carray, types
 
 from ...inner import njit
-from ...storage import Storage, numba_type
+from ...storage import I32, Storage, numba_type
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import (
     Vector,
     add_vectors,
+    as_pointer,
     load_int32,
     load_int64,
     multiply_vectors,
     prefetch_line,
+    repeated,
     repeating_loader,
     store_vector,
+    sum_of_elements,
     vector_loader,
+    where_equal,
+    where_greater,
 )
 from ..compiler.lines import LINE
 
@@ -45,6 +51,7 @@ class Form(NamedTuple):
     lists: Callable[..., Any]  # ``lists(source)``: the addresses that the others need
     row: Callable[..., Any]  # ``row(lists, key, mask)``: the number of the row
     place: Callable[..., Any] | None  # ``place(lists, key, mask)``: of its weight; None: it is 1
+    of_winners: bool = False  # then the elements of a row count where they are this place's
 
 
 class Source(NamedTuple):
@@ -53,7 +60,8 @@ class Source(NamedTuple):
     values: int  # where row 0 is, or would be
     stride: int  # bytes from one row to the next
     rows: int  # likewise, of numbers of rows or of keys, if the form needs them
-    weights: int  # likewise
+    weights: int  # likewise; of winners where those of row 0 are
+    first: int = 0  # the number among winners that place 0 has, or would have
 
 
 @njit(inline="always")
@@ -72,6 +80,11 @@ def _rows_and_weights(source):
 
 
 @njit(inline="always")
+def _rows_and_winners(source):
+    return *_rows_and_weights(source), load_int64(source + 32), load_int64(source)
+
+
+@njit(inline="always")
 def _position(lists, key, mask):
     return load_int64(key) & mask
 
@@ -87,6 +100,11 @@ def _listed_row(lists, key, mask):
 
 
 @njit(inline="always")
+def _winner(lists, key, mask):
+    return (load_int64(key) & mask) + lists[2]
+
+
+@njit(inline="always")
 def _listed_place(lists, key, mask):
     return (key - lists[0]) >> 2
 
@@ -97,11 +115,26 @@ SHARED = Form("shared", 8, _rows, _row_of_position, None)
 """There is a list of the rows of positions, int32: one may be that of many."""
 WEIGHTED = Form("weighted", 8, _rows_and_weights, _row_of_position, _position)
 """Likewise, and one of the factors of positions."""
+CHOSEN = Form("chosen", 8, _rows_and_winners, _row_of_position, _winner, of_winners=True)
+"""Likewise, of maxima: for each element of a row the number of the place that it is of, int32."""
 LISTED = Form("listed", 4, _no_lists, _listed_row, None)
 """The keys are the numbers of the rows, int32."""
 LISTED_WEIGHTED = Form("listed weighted", 4, _rows_and_weights, _listed_row, _listed_place)
 """Likewise, and there is a list of the factors of the keys, which begin at ``rows``."""
-FORMS = OWN, SHARED, WEIGHTED, LISTED, LISTED_WEIGHTED
+FORMS = OWN, SHARED, WEIGHTED, CHOSEN, LISTED, LISTED_WEIGHTED
+
+
+def _fetching(n_bytes: int, columns: int) -> Any:
+    """A compiled function: the part of a row at an address is on its way to the caches."""
+
+    @njit(inline="always")
+    def fetch(row):
+        for line in range(0, n_bytes, LINE):
+            prefetch_line(row + line)
+        if columns > 1:
+            prefetch_line(row + n_bytes - 1)
+
+    return fetch
 
 
 def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
@@ -110,13 +143,8 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
     load, n_bytes = vector_loader(g, vector), columns * g.itemsize
     row_of, key_bytes = form.row, form.key_bytes
     place_of, real_bytes, weight_at = form.place, real.itemsize, repeating_loader(vector)
-
-    @njit(inline="always")
-    def fetch(row):
-        for line in range(0, n_bytes, LINE):
-            prefetch_line(row + line)
-        if columns > 1:
-            prefetch_line(row + n_bytes - 1)
+    fetch, g_bytes, numbers = _fetching(n_bytes, columns), g.itemsize, Vector(types.int32, columns)
+    winners_at, repeat = vector_loader(I32, numbers), repeated(numbers)
 
     @njit(inline="always")
     def plain(values, stride, lists, key, mask):
@@ -127,7 +155,13 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
         row = load(values + row_of(lists, key, mask) * stride)
         return multiply_vectors(row, weight_at(lists[1] + real_bytes * place_of(lists, key, mask)))
 
-    term = plain if place_of is None else weighted
+    @njit(inline="always")
+    def chosen(values, stride, lists, key, mask):
+        row = values + row_of(lists, key, mask) * stride
+        winners = winners_at(lists[1] + (row - lists[3]) // g_bytes * 4)
+        return where_equal(winners, repeat(place_of(lists, key, mask)), load(row))
+
+    term = plain if place_of is None else chosen if form.of_winners else weighted
 
     @njit(error_model="numpy")
     def tile_sum(total, values, stride, lists, key, end, mask, ahead):
@@ -181,3 +215,86 @@ def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
             column += tile
 
     return NativeFunction(accumulate_rows, f"accumulate {g.name} {real.name} {form.name}")
+
+
+def _tile_largest(w: Storage, real: Storage, columns: int) -> Any:
+    """A compiled function: the maxima of some columns, and the places of the rows with them."""
+    vector, numbers = Vector(numba_type(real), columns), Vector(types.int32, columns)
+    load, repeat = vector_loader(w, vector), repeated(numbers)
+    fetch = _fetching(columns * w.itemsize, columns)
+
+    @njit(error_model="numpy")
+    def tile_largest(out, winners, values, stride, ids, begin, end, ahead):
+        key = ids + 4 * begin
+        best = load(values + _listed_row((), key, 0) * stride)
+        places = repeat(begin)
+        for k in range(begin, end):
+            key = ids + 4 * k
+            fetch(values + _listed_row((), key + ahead, 0) * stride)
+            row = load(values + _listed_row((), key, 0) * stride)
+            # Of equal ones the first wins, and NaN only if it is the first of all.
+            places = where_greater(row, best, repeat(k), places)
+            best = where_greater(row, best, row, best)
+        store_vector(out, best)
+        store_vector(winners, places)
+
+    return tile_largest
+
+
+@cache
+def largest(w: Storage, real: Storage) -> NativeFunction:
+    """``out``: the maxima of the rows ``ids[begin:end]``, at least one; ``winners``: their places.
+
+    ``source`` is the address of a `Source`; ids are int32, and so are the winners.
+    """
+    most = _TILE_BYTES // real.itemsize
+    tile_most, tile_some, tile_one = (_tile_largest(w, real, n) for n in (most, most // 4, 1))
+    w_bytes, real_bytes, some = w.itemsize, real.itemsize, most // 4
+
+    def largest_rows(out, winners, source, ids, begin, end, width):
+        values, stride, ahead = load_int64(source), load_int64(source + 8), _AHEAD
+        while ahead > 2 and ahead * width * w_bytes > _AHEAD_BYTES:
+            ahead >>= 1
+        ahead *= 4
+        tile = most if width >= most else some if width >= some else 1
+        column = 0
+        while column < width:
+            column = min(column, width - tile)  # as in `accumulate`
+            to, place, row = (
+                out + column * real_bytes,
+                winners + 4 * column,
+                values + column * w_bytes,
+            )
+            if tile == most:
+                tile_most(to, place, row, stride, ids, begin, end, ahead)
+            elif tile == some:
+                tile_some(to, place, row, stride, ids, begin, end, ahead)
+            else:
+                tile_one(to, place, row, stride, ids, begin, end, ahead)
+            column += tile
+
+    return NativeFunction(largest_rows, f"largest {w.name} {real.name}")
+
+
+@cache
+def dot(w: Storage, g: Storage, real: Storage) -> NativeFunction:
+    """At ``out``: the sum of the products of two rows, 16 columns side by side, then the rest."""
+    vector, single = (Vector(numba_type(real), n) for n in (16, 1))
+    of_w, of_g = vector_loader(w, vector), vector_loader(g, vector)
+    one_of_w, one_of_g = vector_loader(w, single), vector_loader(g, single)
+    w_bytes, g_bytes, number = w.itemsize, g.itemsize, real.carrier
+
+    def dot_rows(out, a, b, width):
+        total, column = number(0), 0
+        if width >= 16:
+            sums = multiply_vectors(of_w(a), of_g(b))
+            for column in range(16, width - 15, 16):
+                more = multiply_vectors(of_w(a + column * w_bytes), of_g(b + column * g_bytes))
+                sums = add_vectors(sums, more)
+            total, column = sum_of_elements(sums), width // 16 * 16
+        for k in range(column, width):
+            more = multiply_vectors(one_of_w(a + k * w_bytes), one_of_g(b + k * g_bytes))
+            total += sum_of_elements(more)
+        carray(as_pointer(out), 1, number)[0] = total
+
+    return NativeFunction(dot_rows, f"dot {w.name} {g.name} {real.name}")

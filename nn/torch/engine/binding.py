@@ -336,9 +336,10 @@ class Binding:
         for i, name, n_sparse in self._of_rows:
             if gradients[i].sparse_dim() != n_sparse:
                 return None
-            rows[i] = row = rows_of(self._where, name, parameters[i], gradients[i])
-            if expected.shares_memory(row.spans):
-                return None
+            rows[i] = rows_of(self._where, name, parameters[i], gradients[i])
+        # Once each: the gradient of pooled tables is one array for all of them.
+        if expected.shares_memory({span for row in rows.values() for span in row.spans}):
+            return None
         return Given(expected.gradients, rows, own, (), gradients)
 
     def _states(self, parameters: tuple[Tensor, ...], states: States) -> Sequence[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from ..row_step import RowGradient
 from ..row_tensor import RowTensor
 
 
-@dataclass(frozen=True, eq=False)
 class BagTensor:
     """A row-sparse gradient of which one row is that of many occurrences.
 
@@ -30,12 +28,16 @@ class BagTensor:
         rows: int32 ``[B]``: where the gradient of each occurrence begins in it, in units.
         unit: elements.
         weights: the factor of each occurrence, in the type of the arithmetic; None: all are 1.
+        winners: int32, in the form of the values, of maxima: an occurrence ``b`` has only the
+            elements where this is ``first + b``, and no weight. None: it has all.
         dense_shape: ``(N, D)``; ``D`` is a multiple of the unit.
     """
 
-    source: RowGradient  # all that has ``[B]`` elements, and the values
-    unit: int
-    dense_shape: tuple[int, int]
+    __slots__ = "dense_shape", "source", "unit"
+
+    def __init__(self, source: RowGradient, unit: int, dense_shape: tuple[int, int]) -> None:
+        self.source = source  # all that has ``[B]`` elements, and the values
+        self.unit, self.dense_shape = unit, dense_shape
 
     @property
     def indices(self) -> np.ndarray:
@@ -59,6 +61,16 @@ class BagTensor:
     def weights(self) -> np.ndarray | None:
         """The factors."""
         return self.source.weights
+
+    @property
+    def winners(self) -> np.ndarray | None:
+        """The occurrence of each element of the values, as `first` numbers them."""
+        return self.source.winners
+
+    @property
+    def first(self) -> int:
+        """The number of the first occurrence."""
+        return self.source.first
 
     def __repr__(self) -> str:
         return (
@@ -84,8 +96,11 @@ class BagTensor:
         Products with weights are rounded to the dtype of the values.
         """
         n, width = len(self.indices), self.dense_shape[1]
-        units = self.values.reshape(-1, self.unit)
-        values = units[self.rows[:, None] + np.arange(width // self.unit)].reshape(n, width)
+        units = self.rows[:, None] + np.arange(width // self.unit)
+        values = self.values.reshape(-1, self.unit)[units].reshape(n, width)
+        if self.winners is not None:
+            winners = self.winners.reshape(-1, self.unit)[units].reshape(n, width)
+            values[winners != self.first + np.arange(n)[:, None]] = 0
         if self.weights is not None:
             real = np.promote_types(self.weights.dtype, real_type(values.dtype))
             values = (values.astype(real) * self.weights[:, None]).astype(values.dtype)

@@ -70,7 +70,7 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize(("name", "sparse", "options"), DENSE, ids=lambda x: str(x))
 def test_twenty_steps_of_dense_optimizers(
     name: str, sparse: str, options: dict[str, Any], mode: str
@@ -116,6 +116,74 @@ def test_weights_of_samples_and_longer_bags() -> None:
         dense.step()
     for found, own in zip(weights_of(ours), weights_of(theirs), strict=True):
         torch.testing.assert_close(found, own, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_gradients_of_weights(updates: bool) -> None:
+    """As PyTorch's, also where the tables are updated in the same backward; or only they."""
+    theirs = modules_of(dtype=torch.float64, padding_idx=2)
+    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
+    if updates:
+        ours.update_in_backward(fused.Adagrad(ours.parameters(), lr=0.1))
+    ids, offsets = bags_of(1)
+    rng = np.random.default_rng(1)
+    factors = [torch.tensor(rng.standard_normal(len(own)), requires_grad=True) for own in ids]
+    copies = [own.detach().clone().requires_grad_() for own in factors]
+    expected, out = pooled(theirs, ids, offsets, copies), ours(ids, offsets, factors)
+    grad = gradient_of(out, 1)
+    expected.backward(grad)
+    for given in ids:  # what becomes of them after the forward does not matter
+        given.fill_(0)
+    out.backward(grad)
+    for own, copied in zip(factors, copies, strict=True):
+        torch.testing.assert_close(own.grad, copied.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_one_tensor_of_all_ids() -> None:
+    """With the offsets of all bags, as FBGEMM takes them; weights likewise."""
+    theirs = modules_of(dtype=torch.float64)
+    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
+    ids, offsets = bags_of(3)
+    firsts = np.cumsum([0, *map(len, ids)]).tolist()
+    every = [bounds + first for bounds, first in zip(offsets, firsts, strict=False)]
+    joined = torch.cat([*every, torch.tensor(firsts[-1:])])
+    factors = torch.rand(firsts[-1], dtype=torch.float64, requires_grad=True)
+    copies = factors.detach().clone().requires_grad_()
+    expected = pooled(theirs, ids, offsets, copies.split([*map(len, ids)]))
+    out = ours(torch.cat(ids), joined, factors)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    out.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(factors.grad, copies.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_tensors_that_compiled_code_cannot_read() -> None:
+    """Strided, empty, of inference mode, parameters, cut out of larger ones: the same output."""
+    modules = modules_of()
+    ours = fused.EmbeddingBags(copy.deepcopy(modules))
+    ids, offsets = bags_of(2)
+    out = ours(ids, offsets)
+    with torch.inference_mode():
+        inference = [own.clone() for own in ids]
+    changes: list[Any] = [
+        inference,
+        [own.int() for own in ids],
+        [torch.stack([own, own], 1)[:, 0] for own in ids],
+        [torch.cat([own, own])[len(own) :] for own in ids],
+        [torch.nn.Parameter(own, requires_grad=False) for own in ids],
+    ]
+    for change in changes:
+        assert torch.equal(ours(change, offsets), out)
+    nothing = [torch.tensor([], dtype=torch.int64)] * 3
+    assert not ours(nothing, [torch.zeros(4, dtype=torch.int64)] * 3).any()
+    assert ours(nothing, nothing).shape == (0, 85)
+    gone = ids[1].clone()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory"):
+        ours([ids[0], gone, ids[2]], offsets)
+    for thing in (torch.tensor(1), torch.tensor([1.0]), None, 3, ids[0].to_sparse()):
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            ours([ids[0], thing, ids[2]], offsets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -267,7 +335,7 @@ def test_an_error_in_backward_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("error", "text", "call"),
     [
-        (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "max")),
+        (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "least")),
         (ValueError, "mode differs", lambda: fused.EmbeddingBags(
             [torch.nn.EmbeddingBag(2, 2, mode="sum"), torch.nn.EmbeddingBag(2, 2, mode="mean")])),
         (ValueError, "mode differs", lambda: fused.EmbeddingBags(modules_of(), "mean")),
@@ -279,14 +347,14 @@ def test_an_error_in_backward_changes_nothing() -> None:
         (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
         (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
         (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
-        (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
+        (ValueError, "ids has a wrong shape",
+         lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
+        (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])([])),
         (TypeError, r"ids\[0\] has a wrong type", lambda: fused.EmbeddingBags([(2, 2)])([[1]])),
         (TypeError, r"ids\[0\] has a wrong dtype",
          lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[1.0]])])),
         (IndexError, r"ids\[0\]\[0\] is out of range",
          lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[2]])])),
-        (ValueError, "requires a gradient", lambda: fused.EmbeddingBags([(2, 2)])(
-            [torch.tensor([[1]])], None, [torch.ones(1, 1, requires_grad=True)])),
         (TypeError, "optimizer has a wrong type",
          lambda: fused.EmbeddingBags([(2, 2)]).update_in_backward(torch.optim.SGD)),
         (ValueError, "optimizer has other parameters", lambda: fused.EmbeddingBags(

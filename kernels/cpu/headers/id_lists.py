@@ -1,0 +1,235 @@
+"""Lists of ids and their offsets, read from arrays or tensors in one call."""
+
+from __future__ import annotations
+
+from array import array
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...inner import njit
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import load_int64
+from ..compiler.machine import PythonEntry
+from ..compiler.records import index_at, records
+from . import arrays
+from .arrays import C_CONTIGUOUS_ALIGNED, ITEMS, header_at
+from .tensor_fields import layout_of, signed
+from .tensors import code_of, fields_at, place_of
+
+FIXED, LISTED, OPEN, JOINED, SINGLE = range(5)
+"""What the objects are: ids ``[bags, length]``; ids, then offsets, of each feature; likewise, but
+the last bag ends where the ids do, and no offset says so; the ids and the offsets of all features,
+one array each; ids, of which each is a bag."""
+_REAL = 1  # of an array that is none of int32 or int64, whose kind is the bytes of one
+
+
+class IdList(NamedTuple):
+    """The ids of one feature as they were given, all ``int64``; addresses."""
+
+    ids: int
+    id_bytes: int
+    n: int  # ids
+    offsets: int  # [n_offsets]; 0: all bags have ``length`` ids
+    n_offsets: int  # bags + 1, or bags: the last bag ends where the ids do
+    offset_bytes: int
+    begin: int  # the first offset, and the last one
+    end: int
+    bags: int
+    length: int
+    weights: int  # [n], in the type of the arithmetic, or 0
+
+
+class _Kinds(NamedTuple):
+    """What objects have to be, all ``int64``."""
+
+    type: int
+    real_bytes: int
+    int32: int  # how dtypes are known
+    int64: int
+    real: int
+    fields: int = 0  # of tensors: the address of their `Fields`, and what they may be
+    keys: int = 0
+    inference_keys: int = 0
+
+
+class _Question(NamedTuple):
+    """What is asked about a tuple of objects, all ``int64``."""
+
+    form: int
+    n: int  # features
+    is_weighted: int  # whether there are weights behind the others
+    real_bytes: int
+    kinds: int
+
+
+_kinds_at, _questions_at, _lists_at = map(records, (_Kinds, _Question, IdList))
+_NONE = (0, 0, 0, 0)
+
+
+@njit
+def _kind(c, dtype):
+    return 4 if dtype == c.int32 else 8 if dtype == c.int64 else _REAL if dtype == c.real else 0
+
+
+@njit
+def _look_at_array(c, thing, ndim):
+    """Kind, address, and the first two sizes of a contiguous array; all 0 of anything else."""
+    header = header_at(thing)
+    if header.type != c.type or header.ndim != ndim:  # of another type nothing else is looked at
+        return _NONE
+    if (header.flags & C_CONTIGUOUS_ALIGNED) != C_CONTIGUOUS_ALIGNED:
+        return _NONE
+    second = load_int64(header.shape + 8) if ndim > 1 else 1
+    return _kind(c, header.dtype), header.data, load_int64(header.shape), second
+
+
+@njit
+def _look_at_tensor(c, thing, ndim):
+    """The same of a tensor."""
+    if load_int64(thing + 8) != c.type:
+        return _NONE
+    f = fields_at(c.fields, 1)[0]
+    tensor = load_int64(thing + f.tensor)
+    if tensor == 0 or load_int64(tensor + f.dim) != ndim or ndim > f.inline:
+        return _NONE
+    keys = load_int64(tensor + f.keys)
+    if keys != c.keys and keys != c.inference_keys:
+        return _NONE
+    kind = _kind(c, code_of(f, tensor))
+    first, second = load_int64(tensor + f.sizes), 1
+    if ndim > 1:
+        second = load_int64(tensor + f.sizes + 8)
+        if load_int64(tensor + f.strides + 8) != 1 and second > 1:
+            return _NONE
+    if load_int64(tensor + f.strides) != second and first > 1:
+        return _NONE
+    size = c.real_bytes if kind == _REAL else kind
+    at = place_of(f, tensor, size, first * second * size)
+    # No elements need no memory.
+    return (kind if at != 0 or first * second == 0 else 0), at, first, second
+
+
+def _reader(look: Any) -> Any:
+    """A compiled function of objects that are looked at by a function."""
+
+    @njit
+    def read_weights(c, kinds, objects, k, n):
+        """The address of ``n`` weights, and whether they are as expected."""
+        kind, data, size, _ = look(kinds, load_int64(objects + ITEMS + 8 * k), 1)
+        return data, kind == _REAL and size == n
+
+    @njit
+    def read_joined(c, kinds, objects, found):
+        id_bytes, ids, n, _ = look(kinds, load_int64(objects + ITEMS), 1)
+        offset_bytes, offsets, n_offsets, _ = look(kinds, load_int64(objects + ITEMS + 8), 1)
+        bags = (n_offsets - 1) // c.n
+        if id_bytes < 4 or offset_bytes < 4 or bags < 1 or bags * c.n != n_offsets - 1:
+            return 0
+        weights = 0
+        if c.is_weighted:
+            weights, fits = read_weights(c, kinds, objects, 2, n)
+            if not fits:
+                return 0
+        begin = index_at(offsets, offset_bytes, 0)
+        if begin != 0:
+            return 0
+        for f in range(c.n):
+            end = index_at(offsets, offset_bytes, (f + 1) * bags)
+            if end < begin or end > n:
+                return 0
+            own = found[f]
+            own.ids, own.id_bytes, own.n = ids, id_bytes, end - begin
+            own.bags, own.length, own.n_offsets = bags, 0, bags + 1
+            own.offsets, own.offset_bytes = offsets + f * bags * offset_bytes, offset_bytes
+            own.begin, own.end = begin, end
+            own.weights = weights + begin * c.real_bytes if c.is_weighted else 0
+            begin = end
+        return begin == n
+
+    def read_lists(question, objects, lists):
+        """Whether all are plain, and fit each other; their contents are not looked at."""
+        c = _questions_at(question, 1)[0]
+        kinds, found = _kinds_at(c.kinds, 1)[0], _lists_at(header_at(lists).data, c.n)
+        if c.form == JOINED:
+            return read_joined(c, kinds, objects, found)
+        for f in range(c.n):
+            own, ndim = found[f], 2 if c.form == FIXED else 1
+            own.id_bytes, own.ids, bags, length = look(
+                kinds, load_int64(objects + ITEMS + 8 * f), ndim
+            )
+            if own.id_bytes < 4:
+                return 0
+            own.begin, own.offsets, own.n_offsets, own.offset_bytes, own.weights = 0, 0, 0, 4, 0
+            own.bags, own.length, own.n, behind = bags, length, bags * length, c.n
+            own.end = own.n
+            if c.form == LISTED or c.form == OPEN:
+                own.offset_bytes, own.offsets, own.n_offsets, _ = look(
+                    kinds, load_int64(objects + ITEMS + 8 * (c.n + f)), 1
+                )
+                if own.offset_bytes < 4:
+                    return 0
+                own.bags, own.length, behind = own.n_offsets - (c.form == LISTED), 0, 2 * c.n
+            if c.form != SINGLE and (own.bags < 1 or own.bags != found[0].bags):
+                return 0
+            if c.is_weighted:
+                place = behind + f
+                own.weights, fits = read_weights(c, kinds, objects, place, own.n)
+                if not fits:
+                    return 0
+        return 1
+
+    name = f"lists of ids {look.__name__} {ITEMS}"
+    return NativeFunction(read_lists, name, PythonEntry(returns=True, holds_gil=True))
+
+
+_of_arrays, _of_tensors = _reader(_look_at_array), _reader(_look_at_tensor)
+READERS = _of_arrays, _of_tensors
+_LENGTHS = {FIXED: 1, LISTED: 2, OPEN: 2, SINGLE: 1}  # objects of a feature, without weights
+
+
+@cache
+def _array_kinds(real: np.dtype[Any]) -> array[int]:
+    known = np.dtype(np.int32), np.dtype(np.int64), real
+    return array("q", _Kinds(arrays.ARRAY_TYPE, real.itemsize, *map(id, known)))
+
+
+@cache
+def _tensor_kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | None:
+    layout = layout_of(torch)
+    if layout is None:
+        return None
+    codes = [layout.codes[dtype] for dtype in (torch.int32, torch.int64, getattr(torch, real.name))]
+    keys = []
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            keys.append(signed(torch._C._dispatch_keys(torch.zeros(1)).raw_repr()))
+    fields = array("q", layout.fields)
+    kinds = _Kinds(id(torch.Tensor), real.itemsize, *codes, fields.buffer_info()[0], *keys)
+    return array("q", kinds), fields
+
+
+def read(
+    objects: tuple[Any, ...], form: int, n: int, real: np.dtype[Any], *, is_weighted: bool,
+    torch: Any = None,
+) -> np.ndarray | None:  # fmt: skip
+    """int64 ``[n, fields of IdList]``; None where Python has to look at the objects.
+
+    What is read are plain, contiguous arrays, or tensors on the host where ``torch`` is given, of
+    an integer dtype (weights: of ``real``) and of lengths that fit each other.
+    """
+    own = 2 + is_weighted if form == JOINED else n * (_LENGTHS[form] + is_weighted)
+    if not arrays.usable or len(objects) != own:
+        return None
+    reader, kinds = _of_arrays, None
+    if torch is None:
+        kinds = _array_kinds(real)
+    elif known := _tensor_kinds(torch, real):
+        reader, kinds = _of_tensors, known[0]
+    if kinds is None:
+        return None
+    found = np.empty((n, len(IdList._fields)), np.int64)
+    question = array("q", _Question(form, n, is_weighted, real.itemsize, kinds.buffer_info()[0]))
+    fits = reader.call(question.buffer_info()[0], id(objects), id(found))
+    return found if fits else None

@@ -1,0 +1,148 @@
+"""Tables that are pooled, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ....kernels.cpu import bags as kernels
+from ....kernels.storage import STORAGES
+from .. import check
+from ..arrays import real_type
+from ..errors import reject
+
+POOLINGS = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.LARGEST, "none": kernels.SUM}
+
+
+class Pooling:
+    """Checked tables with the features that look up rows of them, and how these are pooled.
+
+    Outputs of features lie beside each other in their own order; within, they are in that of their
+    tables, whose ids then lie together.
+
+    Args:
+        where: how errors name who pools.
+        tables: floating ``[N, D]`` arrays.
+        features: the table of each feature; None: one for each table.
+        pooling: a key of `POOLINGS`.
+        padding: the id of each feature that counts for nothing, or one for all, or None.
+        out_of_range: ``"raise"`` or ``"drop"``.
+        open_ended: whether no offset says where the last bag of a list of ids ends.
+    """
+
+    def __init__(
+        self, where: str, tables: Sequence[np.ndarray], features: Sequence[int] | None,
+        pooling: Any, padding: Any, out_of_range: Any, *, open_ended: bool = False,
+    ) -> None:  # fmt: skip
+        self.where, self.arrays, self.open_ended = where, list(tables), open_ended
+        n = len(self.arrays)
+        self.of = list(range(n)) if features is None else _features(where, features, n)
+        _check_tables(where, tables, self.of)
+        if not isinstance(pooling, str) or pooling not in POOLINGS:
+            reject(ValueError, where, "pooling", "is unknown", tuple(POOLINGS), pooling)
+        self.name, self.kind = pooling, POOLINGS[pooling]
+        self.drops = check.out_of_range_rule(where, out_of_range) == "drop"
+        self.padding = self._padding(padding)
+        self.leaves_out = self.drops or any(own is not None for own in self.padding)
+        self.shapes: list[Any] = [table.shape for table in tables]
+        self.real: np.dtype[Any] = np.dtype(real_type(tables[0].dtype))
+        self.widths = [tables[t].shape[1] for t in self.of]
+        self.columns = [0]
+        for width in self.widths:
+            self.columns.append(self.columns[-1] + width)
+        self.unit = math.gcd(*self.columns)
+        self.order = sorted(range(len(self.of)), key=lambda f: self.of[f])
+        # Of one feature a table, in their order, nothing has to be put in order.
+        self.is_ordered = self.order == list(range(len(self.of)))
+        counts = np.bincount(self.of, minlength=n)
+        self.features_before = np.concatenate(([0], np.cumsum(counts)))  # of each table, and of all
+        self._records: dict[tuple[bool, bool], np.ndarray] = {}
+
+    @property
+    def pools(self) -> bool:
+        """Whether several rows become one."""
+        return self.name != "none"
+
+    @property
+    def width(self) -> int:
+        """Columns of the pooled output."""
+        return self.columns[-1]
+
+    def ordered(self, of_features: Sequence[Any]) -> list[Any]:
+        """Something of each feature, in the order of their tables."""
+        return [of_features[f] for f in self.order]
+
+    def records(self, *, sums: bool, weighted: bool) -> np.ndarray:
+        """The features as the loops have them, in the order of their tables; with what pools."""
+        found = self._records.get((sums, weighted))
+        if found is None:
+            made = [self._record(f, sums, weighted) for f in self.order]
+            found = self._records[sums, weighted] = np.array(made, np.int64)
+        return found
+
+    def _record(self, f: int, sums: bool, weighted: bool) -> kernels.Feature:
+        table, padding, item = self.arrays[self.of[f]], self.padding[f], self.real.itemsize
+        w = STORAGES[table.dtype]
+        pool = kernels.pool_of(w, self.kind, weighted=weighted) if sums else 0
+        places = 0, self.widths[f] * item, 0, 1
+        if self.pools:
+            column, row = self.columns[f], self.width
+            places = column * item, row * item, column // self.unit, row // self.unit
+        return kernels.Feature.of(table, w, pool, -1 if padding is None else padding, *places)
+
+    def _padding(self, given: Any) -> list[int | None]:
+        where, n = self.where, len(self.of)
+        each = given if isinstance(given, list | tuple) else [given] * n
+        if len(each) != n:
+            wrong, expected = "has a wrong length", f"{n}, one for each feature"
+            reject(ValueError, where, "padding_idx", wrong, expected, len(each))
+        for f, own in enumerate(each):
+            rows = len(self.arrays[self.of[f]])
+            if own is None:
+                continue
+            if isinstance(own, bool) or not isinstance(own, int | np.integer):
+                got = type(own).__name__
+                reject(TypeError, where, "padding_idx", "has a wrong type", "an int or None", got)
+            if not 0 <= own < rows:
+                name = f"padding_idx of feature {f}"
+                reject(ValueError, where, name, "is out of range", f"0 <= id < {rows}", own)
+        return [None if own is None else int(own) for own in each]
+
+
+def _features(where: str, features: Any, n: int) -> list[int]:
+    """The table of each feature."""
+    if not isinstance(features, list | tuple):
+        got = type(features).__name__
+        reject(TypeError, where, "features", "have a wrong type", "a list of int", got)
+    for f, table in enumerate(features):
+        if isinstance(table, bool) or not isinstance(table, int | np.integer):
+            got = type(table).__name__
+            reject(TypeError, where, f"features[{f}]", "has a wrong type", "an int", got)
+        if not 0 <= table < n:
+            wrong, expected = "is no table", f"0 <= table < {n}"
+            reject(ValueError, where, f"features[{f}]", wrong, expected, table)
+    return [int(table) for table in features]
+
+
+def _check_tables(where: str, tables: Sequence[np.ndarray], of: Sequence[int]) -> None:
+    if not of:
+        reject(ValueError, where, "tables", "are missing", "at least one", "none")
+    for t, table in enumerate(tables):
+        name = f"tables[{t}]"
+        check.float_dtype(where, name, table)
+        if table.ndim != 2 or table.shape[1] == 0:
+            wrong, expected = "has a wrong shape", "(N, D) with at least 1 column"
+            reject(ValueError, where, name, wrong, expected, table.shape)
+        if not (table.flags.c_contiguous and table.flags.aligned):
+            wrong, expected = "is not contiguous", "a C-contiguous array"
+            reject(ValueError, where, name, wrong, expected, f"strides {table.strides}")
+        if table.shape[0] > kernels.MOST:
+            wrong, expected = "has too many rows", f"at most {kernels.MOST}"
+            reject(ValueError, where, name, wrong, expected, table.shape[0])
+    if len({real_type(table.dtype) for table in tables}) > 1:
+        wrong, expected = "differ in the type of the arithmetic", "float64 in all or in none"
+        reject(TypeError, where, "tables", wrong, expected, [str(t.dtype) for t in tables])
+    check.no_overlap(where, [f"tables[{t}]" for t in range(len(tables))], tables)
