@@ -5,7 +5,8 @@ Terms used by the loops over rows:
 * *position*: the number of an occurrence in the concatenated index lists of all tables;
 * *global row*: the number of a row among the rows of all tables, one after the other;
 * *key*: ``global row << position_bits | position``; sorted, keys group equal rows and keep
-  the order of occurrence inside a group;
+  the order of occurrence inside a group. On the host the number of a gradient row may stand
+  behind the position;
 * *segment*: the sorted keys of one row;
 * *hot*: a row, or its segment, of more than `HOT` occurrences;
 * *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
@@ -94,6 +95,7 @@ class RowTable(NamedTuple):
     # one has all), and the number that occurrence 0 has among them.
     winners: int = 0
     first: int = 0
+    n_gradient_rows: int = 0
 
     @property
     def ranges(self) -> tuple[int, int]:

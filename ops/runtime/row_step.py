@@ -170,7 +170,7 @@ def row_table(
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
     (
-        indices, _, index_address, values_address, positions, batch_length,
+        indices, values, index_address, values_address, positions, batch_length,
         rows, rows_address, stride, weights, weights_address, winners, first,
     ) = gradient  # fmt: skip
     matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
@@ -179,10 +179,9 @@ def row_table(
     if rows is None:
         return RowTable(*matrix, *index_list, values_address, *batch)
     shared = rows_address, stride, weights_address if weights is not None else 0
-    if winners is None:
-        return RowTable(*matrix, *index_list, values_address, *batch, *shared)
-    chosen = address_of(winners), first
-    return RowTable(*matrix, *index_list, values_address, *batch, *shared, *chosen)
+    chosen = (0, 0) if winners is None else (address_of(winners), first)
+    n_rows = values.nbytes // stride
+    return RowTable(*matrix, *index_list, values_address, *batch, *shared, *chosen, n_rows)
 
 
 class IndexList(NamedTuple):

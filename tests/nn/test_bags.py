@@ -13,6 +13,7 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.kernels.cpu.rows import step as row_step
 
 from helpers import BF16, assert_same_bits, refused, unchanged
 from optimizers import BY_NAME, FORMS, decayed_and_scaled, make, states
@@ -97,8 +98,14 @@ def test_storage_types(dtype: Any, grad_dtype: Any, form: str, pooling: str) -> 
         assert_same_state(opt, other)
 
 
-def test_hot_rows_and_weights() -> None:
-    """Rows that occur thousands of times, with factors: ranges are summed of products."""
+@pytest.mark.parametrize("key_bits", [63, 30])
+def test_hot_rows_and_weights(key_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that occur thousands of times, with factors: ranges are summed of products.
+
+    Where sort keys have no room for the number of a gradient row, it is looked up.
+    """
+    monkeypatch.setattr(row_step, "_KEY_BITS", key_bits)
+    row_step._sizes_of.cache_clear()
     for weighted, pooling in ((False, "sum"), (True, "sum"), (False, "max")):
         opt, other = (nn.LazyAdam(tables_of(), 0.1) for _ in range(2))
         bags, rng = nn.EmbeddingBags(opt.parameters, opt, pooling), np.random.default_rng(4)
@@ -110,6 +117,7 @@ def test_hot_rows_and_weights() -> None:
         other(expanded(bags.gradients(grad)))
         bags.backward(grad)
         assert_same_state(opt, other)
+    row_step._sizes_of.cache_clear()
 
 
 @pytest.mark.parametrize("form", ["Adam", "Adagrad", "RowWiseAdam"])

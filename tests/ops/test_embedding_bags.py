@@ -314,6 +314,22 @@ def test_edges() -> None:
     assert_close(out, np.concatenate([np.zeros(4), 1_000 * tables[1][1].astype(float)])[None])
 
 
+def test_a_thousand_tables() -> None:
+    """Of all widths from 1 to 20, in one call, and in calls of their own: the same bits."""
+    shapes = [(1 + k % 7, 1 + k % 20) for k in range(1_000)]
+    tables = tables_of(shapes)
+    ids, offsets = bags_of([n for n, _ in shapes], 5, 3)
+    bags = ops.EmbeddingBags()
+    out, column = bags(tables, ids, offsets), 0
+    found = bags.gradients(tables, ids, offsets, out)
+    for table, own, bounds, gradient in zip(tables, ids, offsets, found, strict=True):
+        part = out[:, column : column + table.shape[1]]
+        assert_same_bits(part, bags([table], [own], [bounds]))
+        (alone,) = bags.gradients([table], [own], [bounds], np.ascontiguousarray(part))
+        assert_same_bits(gradient.to_rows().values, alone.to_rows().values)
+        column += table.shape[1]
+
+
 @quick
 @given(st.data())
 def test_any_bags(data: st.DataObject) -> None:

@@ -67,7 +67,8 @@ class RowCall(NamedTuple):
     # Decided by the sizes of the step.
     n_tables: int
     n: int  # positions
-    position_bits: int
+    position_bits: int  # of a position and what is carried behind it
+    carried_bits: int  # of the number of its gradient row; 0: none is carried
     row_bits: int
     digit_bits: int
     dropped_row: int  # global row that out-of-range indices get, or -1 to report them

@@ -12,7 +12,7 @@ from numba import carray
 from ...inner import njit
 from ...tables import HOT
 from ..compiler.compile import part
-from ..compiler.intrinsics import as_pointer
+from ..compiler.intrinsics import as_pointer, load_int32
 from ..compiler.records import index_at, int64s, last_at_most
 from .layout import PADDING, RowCall, hot_of, tables_of
 
@@ -69,7 +69,7 @@ def _scatter_rows(c, index):
     """The first pass of the sort of one share: makes the keys on its way."""
     begin, end, offsets = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(offsets.size - 1)
-    bits, out = c.position_bits, int64s(c.keys, c.n)
+    bits, carried_bits, out = c.position_bits, c.carried_bits, int64s(c.keys, c.n)
     for t in range(c.n_tables):
         low, high = _stretch(tables[t], begin, end)
         n_rows, first_row = tables[t].rows, tables[t].first_row
@@ -79,8 +79,11 @@ def _scatter_rows(c, index):
             row = index_at(indices, n_bytes, k)
             key_row = row + first_row if 0 <= row < n_rows else dropped_row
             digit = np.uint64(key_row) & mask
-            place = offsets[digit]
-            out[np.uint64(place)] = (key_row << bits) | (first + k)
+            place, position = offsets[digit], first + k
+            if carried_bits != 0:
+                gradient_row = np.int64(load_int32(tables[t].gradient_rows + 4 * position))
+                position = (position << carried_bits) | gradient_row
+            out[np.uint64(place)] = (key_row << bits) | position
             offsets[digit] = place + 1
 
 

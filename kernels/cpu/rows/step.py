@@ -29,6 +29,7 @@ _ROW_COST = 96  # elements that could be updated while one row is fetched from m
 _PARTS_PER_THREAD = 16
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
 _LINE_WORDS = LINE // 8  # int64
+_KEY_BITS = 63  # the sign of a key stays 0, so that keys sort as the numbers that they are
 
 stripes = np.zeros(rows.N_STRIPES, np.int32)
 """Row locks of all calls of the process; 0 is free."""
@@ -81,11 +82,12 @@ class _Sizes(NamedTuple):
     loops: tuple[tuple[int, int, int], ...]  # that group: addresses, how many parts, threads
     n_parts: int  # of the update of the rows that occur
     told: tuple[int, ...]  # the last of `RowCall`, for this update
+    carries: bool  # whether keys have the numbers of gradient rows
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
-    n = n_rows = widest = elements = 0
-    shapes = []
+    n = n_rows = widest = elements = carried = 0
+    shapes, carries = [], True
     for table in tables:
         length, width = table.length, table.width
         n += length
@@ -93,12 +95,15 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         elements += table.rows * width
         widest = max(widest, width)
         shapes.append((length, table.whole_length or length, width))
+        carried = max(carried, table.n_gradient_rows)
+        carries = carries and table.gradient_rows != 0 and not (table.weights or table.winners)
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
     # Of a slot: a line, and the summed gradient of a row or of a tile of whole rows.
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
-    shape = n, n_rows, len(kernel.row_bytes), n_rows if drop else -1, kernel.real.itemsize
+    dropped_row, carried_bits = n_rows if drop else -1, carried.bit_length() if carries else 0
+    shape = n, n_rows, len(kernel.row_bytes), dropped_row, kernel.real.itemsize, carried_bits
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
     return _sizes_of(shape, tuple(shapes), *parts, scratch + LINE)
 
@@ -108,7 +113,7 @@ def _sizes_of(
     shape: tuple[int, ...], table_shapes: tuple[tuple[int, int, int], ...], sort_parts: int,
     threads: int, scratch: int,
 ) -> _Sizes:  # fmt: skip
-    n, n_rows, n_arrays, dropped_row, real_bytes = shape
+    n, n_rows, n_arrays, dropped_row, real_bytes, carried_bits = shape
     ranges = tuple(ranges_of(whole_length) for _, whole_length, _ in table_shapes)
     n_tables, n_ranges, hot_elements = len(table_shapes), 0, 0
     for (length, _, width), (_, n_own) in zip(table_shapes, ranges, strict=True):
@@ -131,7 +136,10 @@ def _sizes_of(
         hot_elements * real_bytes // 8 + 1,
     )
     ends = tuple(accumulate(map(_whole_lines, sizes)))
-    bits = max(1, (n - 1).bit_length()), row_bits, digit_bits
+    position_bits = max(1, (n - 1).bit_length())
+    if row_bits + position_bits + carried_bits > _KEY_BITS:
+        carried_bits = 0
+    bits = position_bits + carried_bits, carried_bits, row_bits, digit_bits
     arguments = (n_tables, n, *bits, dropped_row, sort_parts, scratch_words * 8)
     loops = _grouping(sort_parts, passes, max(sort_parts, threads), n_ranges if n > HOT else 0)
     # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
@@ -140,7 +148,7 @@ def _sizes_of(
     told[_FIELD["n_parts"] - _FIELD["bad_position"]] = n_parts
     return _Sizes(
         n, sort_parts, threads, ranges, arguments, ends[:-1], ends[-1], loops,
-        n_parts, tuple(told),
+        n_parts, tuple(told), carried_bits > 0,
     )  # fmt: skip
 
 
@@ -263,12 +271,14 @@ class RowStep:
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
             addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
-                stride, weights, winners, first = table  # fmt: skip
+                stride, weights, winners, first, _ = table  # fmt: skip
             source, add, block = base + 8 * len(fields), own_sum, single
             # The loops know an occurrence by its position among those of all tables.
             if not rows:  # each has its own
                 stride = width * g.itemsize
                 values -= first_position * stride
+            elif size.carries:  # keys say which one is whose
+                rows -= 4 * first_position
             else:
                 self._shares = True
                 form = sums.CHOSEN if winners else sums.WEIGHTED if weights else sums.SHARED

@@ -65,9 +65,14 @@ def _clear(address, n_bytes):
 
 
 @njit(inline="always")
+def _source_mask(c):
+    """The bits of a key by which its gradient is found."""
+    return (1 << (c.carried_bits if c.carried_bits != 0 else c.position_bits)) - 1
+
+
+@njit(inline="always")
 def _accumulate(c, table, begin, end, total, fetches):
-    mask = (1 << c.position_bits) - 1
-    segment = c.sorted_keys, begin, end, table.width, mask, fetches
+    segment = c.sorted_keys, begin, end, table.width, _source_mask(c), fetches
     call_address(table.accumulate, total, table.source, *segment)
 
 
@@ -94,8 +99,8 @@ def sum_hot_range(index, slot, c):
         if hot[h].table != t:
             continue
         row = keys[hot[h].begin] >> c.position_bits << c.position_bits
-        begin = first_key_at_least(keys, hot[h].end, row + low)
-        end = first_key_at_least(keys, hot[h].end, row + high)
+        begin = first_key_at_least(keys, hot[h].end, row + (low << c.carried_bits))
+        end = first_key_at_least(keys, hot[h].end, row + (high << c.carried_bits))
         total = hot[h].values + number * hot[h].stride
         if begin == end:
             _clear(total, width * c.real_bytes)
@@ -193,7 +198,7 @@ def _touching(gradient_of: Any) -> tuple[NativeFunction, NativeFunction]:
     def measure_touched(index, slot, c):
         """The measuring block on the summed rows of one share of the sorted keys."""
         n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
-        keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
+        keys, mask = int64s(c.sorted_keys, c.n + PADDING), _source_mask(c)
         scratch = c.scratch + slot * c.scratch_bytes
         parameter, total = int64s(scratch, 1), scratch + LINE
         begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
@@ -217,7 +222,7 @@ def _touching(gradient_of: Any) -> tuple[NativeFunction, NativeFunction]:
         The gradient of a row that occurs once is read where it lies; others are summed first.
         """
         n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
-        keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
+        keys, mask = int64s(c.sorted_keys, c.n + PADDING), _source_mask(c)
         total = c.scratch + slot * c.scratch_bytes
         stop = share(n, c.n_parts, index + 1)
         begin = _first_segment(keys, share(n, c.n_parts, index), n, bits)
