@@ -100,12 +100,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows of a table, copied side by side.
+    """Rows of a table, copied side by side, or as many in turn put together as come to a bag.
 
     Args:
         indices: int64 ``[B]``.
         table: ``[N, D]``.
-        out: ``[B, D]``.
+        out: ``[bags, D]``, all bags being of one size.
     """
 
     indices: np.ndarray
@@ -120,9 +120,10 @@ class Gather:
 
     def run(self, shape: Shape) -> Callable[[], None]:
         """The pass in a shape."""
-        chunk = shape.rows(*self.out.shape)
+        chunk = shape.rows(self.indices.size, self.out.shape[1])
         (table, out), loop = _bits((self.table, self.out)), _compiled(_gathered, shape.parallel)
-        return lambda: loop(table, self.indices, out, chunk)
+        bag = self.indices.size // max(1, len(out))
+        return lambda: loop(table, self.indices, out, max(1, chunk // max(1, bag)), bag)
 
 
 @dataclass(frozen=True)
@@ -238,10 +239,16 @@ def _over_rows(tables, rows, zero, chunk):  # type: ignore[no-untyped-def]
                     values[d] ^= zero
 
 
-def _gathered(table, indices, out, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((indices.size + chunk - 1) // chunk):
-        for b in range(c * chunk, min((c + 1) * chunk, indices.size)):
-            _fetch(table, indices, b + _AHEAD)
-            source, target = table[indices[b]], out[b]
-            for d in range(source.size):
-                target[d] = source[d]
+def _gathered(table, indices, out, chunk, bag):  # type: ignore[no-untyped-def]
+    for c in prange((len(out) + chunk - 1) // chunk):
+        for b in range(c * chunk, min((c + 1) * chunk, len(out))):
+            target = out[b]
+            for k in range(b * bag, (b + 1) * bag):
+                _fetch(table, indices, k + _AHEAD)
+                source = table[indices[k]]
+                if k == b * bag:
+                    for d in range(source.size):
+                        target[d] = source[d]
+                else:
+                    for d in range(source.size):
+                        target[d] |= source[d]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import ops
-from .cases.subject import Prepared, Use
+from .cases.subject import Bags, Prepared, Use
 from .cases.workloads import Gradient, Tensor
 from .workers.worker_protocol import Job
 
@@ -28,7 +28,8 @@ class Buffers:
 
     Attributes:
         use: that.
-        values, indices: of the gradients.
+        values, indices: of the gradients; of pooled rows there is one gradient for all tables.
+        bags: of pooled rows, how they are looked up; else nothing.
         parameters: the parameters.
         prepared: that.
     """
@@ -44,6 +45,13 @@ class Buffers:
         self.use = use
         self.values = [gradient.values.astype(dtype) for gradient in gradients]
         self.indices = [_copied(gradient.indices) for gradient in gradients]
+        lengths = [tensor.bag for tensor in tensors if tensor.bag is not None]
+        self.bags: list[Bags] = []
+        if lengths:
+            self.values = [np.concatenate(self.values, axis=1)]
+            counts = np.repeat(lengths, len(self.values[0]))
+            ids = np.concatenate([index for index in self.indices if index is not None])
+            self.bags = [Bags(ids, np.concatenate([[0], np.cumsum(counts)]), self.values[0])]
         self._shapes = [tensor.shape for tensor in tensors]
         self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
         self.prepared = prepare(self.parameters)
@@ -54,16 +62,18 @@ class Buffers:
         """Our step."""
         step, gradients = self.prepared.step, self._gradients(self.values)
         hand_over = self.prepared.load or (lambda _: None)
-        hand_over(gradients)
 
         def load() -> None:
             nonlocal gradients
-            gradients = self._gradients([values.copy() for values in self.values])
+            if fresh:
+                gradients = self._gradients([values.copy() for values in self.values])
             hand_over(gradients)
 
-        return Job(lambda: step(gradients), load) if fresh else Job(lambda: step(gradients))
+        return Job(lambda: step(gradients), load)
 
     def _gradients(self, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
+        if self.bags:
+            return tuple(of._replace(grad=grad) for of, grad in zip(self.bags, values, strict=True))
         return tuple(
             array if index is None else ops.RowTensor(index, array, shape)
             for array, index, shape in zip(values, self.indices, self._shapes, strict=True)

@@ -174,6 +174,7 @@ def setup_request(algorithm: str, dtype: str, given: Inputs) -> Iterator[dict[st
                 "start": saved(f"{k}-start", start_of(tensor)),
                 "gradient": saved(f"{k}-values", gradient.values),
                 "indices": saved(f"{k}-indices", gradient.indices),
+                "bag": tensor.bag,
             }
             for k, (tensor, gradient) in enumerate(zip(given.tensors, given.gradients, strict=True))
         ]

@@ -41,7 +41,7 @@ class Version:
     def _replica(self, case: Case) -> Replica:
         """Buffers of the case of this name."""
         ours = self._cases[case.algorithm]
-        tensors = [Tensor(given.shape) for given in case.parameters]
+        tensors = [Tensor(given.shape, bag=given.bag) for given in case.parameters]
         gradients = [Gradient(np.asarray(g.gradient), g.indices) for g in case.parameters]
         buffers = Buffers(ours.subject.prepare, ours.use, DTYPES[case.dtype], tensors, gradients)
         return Replica(buffers.job(fresh=case.fresh), lambda: buffers.parameters)

@@ -164,31 +164,45 @@ def bytes_moved(point: Point, tensors: Sequence[Tensor], gradients: Sequence[Gra
         if gradient.indices is None:
             total += use.traffic.dense(tensor.size, itemsize)
             continue
-        (N, D), B = tensor.shape, gradient.indices.size
+        (N, D), B = tensor.shape, len(gradient.values)
         unique = np.unique(gradient.indices).size
-        if use.algorithm == "gather":
-            total += traffic.gathered(unique, D, B, itemsize)
-        elif use.every_row:
-            total += use.traffic.every_row(N, D, B, itemsize)
-        else:
-            total += use.traffic.touched_rows(unique, D, B, itemsize)
+        # What was counted for each row is an offset if that is one of a bag.
+        ids = 0 if tensor.bag is None else traffic.INDEX * gradient.indices.size
+        if use.looks_up:
+            total += traffic.gathered(unique, D, B, itemsize) + ids
+        if use.traffic.updated and use.every_row:
+            total += use.traffic.every_row(N, D, B, itemsize) + ids
+        elif use.traffic.updated:
+            total += use.traffic.touched_rows(unique, D, B, itemsize) + ids
     return total
 
 
 def bound_of(buffers: Buffers) -> Bound:
     """What the loops of a bound move, on the same arrays where there is one tensor."""
-    if buffers.use.algorithm == "gather":
-        (table,), (index,), (out,) = buffers.parameters, buffers.indices, buffers.values
+    passes: list[Stream | Rows | Gather] = []
+    if buffers.use.looks_up:
+        passes += _look_ups(buffers)
+    if buffers.use.traffic.updated or not buffers.use.looks_up:
+        kinds = [index is not None for index in buffers.indices]
+        passes += [*_row_passes(buffers, kinds), *_dense_passes(buffers, kinds)]
+    return Bound(tuple(passes))
+
+
+def _look_ups(buffers: Buffers) -> list[Stream | Gather]:
+    """The rows of each table, side by side or pooled."""
+    passes: list[Stream | Gather] = []
+    samples = len(buffers.values[0])
+    for index, table in zip(buffers.indices, buffers.parameters, strict=True):
         assert index is not None
-        return Bound((Gather(index, table, np.empty_like(out)),))
-    kinds = [index is not None for index in buffers.indices]
-    return Bound((*_row_passes(buffers, kinds), *_dense_passes(buffers, kinds)))
+        passes.append(Gather(index, table, np.empty((samples, table.shape[1]), table.dtype)))
+    return passes + [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
 
 
 def _row_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Stream | Rows]:
     """The gradient in order, then the tables: whole, or the rows that occur."""
-    passes: list[Stream | Rows] = []
-    values = [v for v, sparse in zip(buffers.values, is_sparse, strict=True) if sparse]
+    passes: list[Stream | Rows] = [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
+    # Of pooled rows there is one array for all tables.
+    values = [v for v, sparse in zip(buffers.values, is_sparse, strict=False) if sparse]
     indices = [index for index in buffers.indices if index is not None]
     if values:
         passes += [Stream(read=(_joined(values),)), Stream(read=(_joined(indices),))]

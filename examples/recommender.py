@@ -1,9 +1,11 @@
-"""A recommender trained twice, with torch.optim and with fusestep's optimizers of the same names.
+"""A recommender trained with torch.optim, with fusestep's optimizers, and with its tables, too.
 
     ids and dense features -> 26 tables and an MLP -> products of pairs -> an MLP -> log loss
 
 Run as ``python -m fusestep.examples.recommender``. The model is a DLRM in PyTorch, the clicks come
-from a hidden model. Both trainings begin with the same weights and see the same batches, in turns.
+from a hidden model. All trainings begin with the same weights and see the same batches, in turns.
+Their optimizers have the same names; in the third all tables are one `nn.torch.EmbeddingBags`,
+which takes their step in backward.
 """
 
 from __future__ import annotations
@@ -95,26 +97,24 @@ def _run(args: argparse.Namespace) -> None:
     require_libraries(NEEDED)
     settings, folder = settings_of(args), Path(args.output)
     sizes = table_sizes(settings.rows)
-    require_memory(settings, 2)
+    require_memory(settings, 3)
     prepare_folder(folder)
     machine = set_threads(args.threads)
     print("\n".join(heading(settings, machine["threads"])), flush=True)
-    runs, best_auc = train_both(settings, sizes)
+    runs, best_auc = train_all(settings, sizes)
     print("\n".join(report(runs, best_auc)))
-    compared = {"differences_of_losses": differences(*runs)}
+    first, *others = runs
+    compared = {"differences_of_losses": {run.name: differences(first, run) for run in others}}
     write_atomically(folder / FIGURES, figures(settings, machine, runs, best_auc, **compared))
     write_atomically(folder / CURVES, picture(runs, best_auc))
     print(f"\nfigures and curves are in {folder}{os.sep}")
 
 
-def train_both(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
-    """The two runs, and the AUC of the model that made the clicks."""
-    from .click_model.training import Training, choices
+def train_all(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
+    """The runs, and the AUC of the model that made the clicks."""
+    from .click_model.training import trainings_of
 
-    trainings = [
-        Training(Run(name, optimizers), make, settings)
-        for name, optimizers, make in choices(settings.single)
-    ]
+    trainings = trainings_of(settings)
     log = ClickLog(sizes, settings.seed)
     return [training.run for training in trainings], train_visibly(trainings, settings, log)
 

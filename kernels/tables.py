@@ -29,6 +29,9 @@ HOT = 512
 _RANGE_POSITIONS = 4_096
 MOST_RANGES = 64
 
+SUM, MEAN, LARGEST = range(3)
+"""How the rows of a bag are pooled."""
+
 
 def range_length(n_positions: int) -> int:
     """Positions of a range of a table with ``n_positions``."""
@@ -87,7 +90,7 @@ class RowTable(NamedTuple):
     whole_length: int = 0
     # Where one row of the gradient is that of many occurrences: int32 [B], its number for each
     # (0: every occurrence has its own), bytes from one to the next, and the factors of the
-    # occurrences, in the type of the arithmetic (0: all are 1). On the host only.
+    # occurrences, in the type of the arithmetic (0: all are 1).
     gradient_rows: int = 0
     stride: int = 0
     weights: int = 0

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling
 from ..ops.runtime.bags.tensor import BagTensor
-from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.parameter import Parameter
 from .fused import FusedOptimizer
@@ -22,7 +22,7 @@ _NAME = "EmbeddingBags"
 class _Forward(NamedTuple):
     """The last forward."""
 
-    pooled: Pooled
+    pooled: Pooled | DevicePooled
     pooling: Pooling
     thread: int
 
@@ -40,7 +40,7 @@ class EmbeddingBags:
 
     Args:
         parameters: the tables, ``[N, D]`` parameters of the optimizer, or the arrays that it was
-            made with; on the host.
+            made with; all on the host or on one CUDA device.
         optimizer: an optimizer of `nn` that takes row-sparse gradients for them. It may have other
             parameters too, which `backward` leaves as they are (as a gradient None does).
         pooling: ``"sum"``, ``"mean"``, ``"max"`` or ``"none"``.
@@ -55,9 +55,13 @@ class EmbeddingBags:
     Returns:
         ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``.
 
+    On a CUDA device calls are enqueued, as `ops.EmbeddingBags` says. After a bad id or offset
+    `backward` changes nothing either, and later steps of the optimizer do not until
+    `fusestep.synchronize` has raised the error. A step with ``optimizer.target == "CPU"``, and one
+    that becomes part of a CUDA graph, take no gradients of bags there.
+
     Raises:
-        TypeError: a kind or dtype does not fit, or a parameter is on a CUDA device, where there
-            are no bags.
+        TypeError: a kind or dtype does not fit.
         ValueError: a value, shape or offset does not fit, or a table is none of the optimizer's.
         IndexError: an id is out of range.
         Nothing has been written when an error is raised.
@@ -110,12 +114,7 @@ class EmbeddingBags:
 
     def _read(self) -> Pooling:
         """The tables as they are now, and what follows from them."""
-        arrays = []
-        for p in self.parameters:
-            if isinstance(p.array, DeviceArray):
-                name, expected = f"parameter {p.name!r}", "a parameter on the host"
-                reject(TypeError, _NAME, name, "lives on a CUDA device", expected, "one there")
-            arrays.append(p.array)
+        arrays = [p.array for p in self.parameters]
         known = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
         return known
 
@@ -143,11 +142,13 @@ class EmbeddingBags:
 
         Those of several forwards are accumulated as lists: ``[first, second]`` for each table.
         `ops.clip_by_global_norm` and whatever else takes a `RowTensor` expands them to a row for
-        each id; an optimizer's own ``clipnorm`` does not.
+        each id; an optimizer's own ``clipnorm`` does not. Gradients on a device cannot be expanded
+        (lists of them neither): a `RuntimeError` says so.
 
         Args:
             grad_out: the floating gradient of the output of the last call, or a list with that of
-                each feature (which is joined to one array first). It is read by the step.
+                each feature (which is joined to one array first; on a device only with ``"none"``).
+                It is read by the step.
 
         Returns:
             A `BagTensor` for each table, None for other parameters.
@@ -177,7 +178,7 @@ class EmbeddingBags:
         """
         return self._pooled().weight_gradients(grad_out)
 
-    def _pooled(self) -> Pooled:
+    def _pooled(self) -> Pooled | DevicePooled:
         """The last forward, if a gradient can follow it."""
         last = self._last
         wrong = ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .runtime.arrays import adopt
+from .runtime.arrays import adopt_anywhere
 from .runtime.bags.pooled import pool
 from .runtime.bags.pooling import Pooling
 from .runtime.bags.tensor import BagTensor
@@ -35,7 +35,8 @@ class EmbeddingBags:
             they count for nothing.
 
     Call arguments:
-        tables: a list of floating ``[N, D]`` arrays on the host; float64 all or none.
+        tables: a list of floating ``[N, D]`` arrays, all on the host or all on one CUDA device,
+            where the other arrays are then too; float64 all or none.
         ids: a list with an int32 or int64 array for each feature, or one array with the ids of
             all features, one after the other.
         offsets: where bags begin, int32 or int64: with a list of ids a list with an array of
@@ -54,11 +55,16 @@ class EmbeddingBags:
     `gradients` has the gradient of each table, a `BagTensor`, for that of the output: with
     duplicates within and over bags, which the step that takes it sums in their order. An
     optimizer's step on it reads the gradient of the output in place. `weight_gradients` has those
-    of weights. CUDA devices are not
-    supported: tables there raise.
+    of weights.
+
+    On a CUDA device the call is enqueued, and nothing is copied to the host. Where an offset or an
+    id does not fit, ``out`` stays as it is, or the new output is 0 throughout, and the gradients
+    let no step write; `fusestep.synchronize` raises the error. The gradients of ids that are one
+    array of several features wait for the device, which alone knows how many ids each has; their
+    features have to be in the order of their tables there.
 
     Raises:
-        TypeError: a kind or dtype does not fit, or an array is on a device.
+        TypeError: a kind or dtype does not fit.
         ValueError: a shape, or an offset does not fit, or memory is shared that must not be.
         IndexError: an id is out of range.
         Nothing has been written when an error is raised.
@@ -112,7 +118,7 @@ class EmbeddingBags:
             offsets: likewise.
             per_sample_weights: likewise.
             grad: the floating gradient of its output, or a list with one for each feature (which
-                is joined to one array first).
+                is joined to one array first; on a device only with ``"none"``).
 
         Raises:
             TypeError, ValueError, IndexError: as the call; ``grad`` does not fit the output.
@@ -147,6 +153,7 @@ class EmbeddingBags:
         if not isinstance(tables, list | tuple):
             got = type(tables).__name__
             reject(TypeError, self.name, "tables", "have a wrong type", "a list of arrays", got)
-        arrays = [adopt(self.name, f"tables[{t}]", table) for t, table in enumerate(tables)]
+        each = enumerate(tables)
+        arrays = [adopt_anywhere(self.name, f"tables[{t}]", table) for t, table in each]
         chosen = self.pooling, self.padding_idx, self.out_of_range
         return Pooling(self.name, arrays, self.features, *chosen)

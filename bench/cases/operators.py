@@ -270,6 +270,6 @@ FUNCTIONS: dict[str, Subject] = {
         Use("clip-by-global-norm", Traffic(updated=1, read=0, passes=(1,)), in_place=True),
     ),
     "SparseGatherV2": _function(
-        _gather, Use("gather", Traffic(updated=0, read=0, written=1)), "rows"
+        _gather, Use("gather", Traffic(updated=0, read=0, written=1), looks_up=True), "rows"
     ),
 }

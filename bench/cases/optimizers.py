@@ -23,15 +23,16 @@ class Optimizer:
     row: Row
     measured: Measured
 
-    def make(self, parameters: list[np.ndarray]) -> Any:
-        """The optimizer of these parameters."""
-        return self.row.new(parameters, **{"learning_rate": _LR, **self.measured.options})
+    def make(self, parameters: list[np.ndarray], **options: Any) -> Any:
+        """The optimizer of these parameters; with further options."""
+        chosen = {"learning_rate": _LR, **self.measured.options, **options}
+        return self.row.new(parameters, **chosen)
 
     @property
     def subject(self) -> Subject:
         """What is measured."""
         optimizer, known = self.make([np.zeros((3, 2), np.float32)]), self.measured
-        (updated,), (read,) = _moved(optimizer), _only_read(optimizer)
+        (updated,), (read,) = moved(optimizer), _only_read(optimizer)
         of_rows = sum(array.shape[1:] == (1,) for array in updated)
         of_elements = len(updated) - of_rows
         traffic = Traffic(of_elements, 1 + len(read), passes=known.passes, of_rows=of_rows)
@@ -46,19 +47,19 @@ class Optimizer:
         optimizer = self.make(parameters)
         reads = [np.concatenate([a.reshape(-1) for a in arrays])
                  for arrays in zip(*_only_read(optimizer), strict=True)]  # fmt: skip
-        return Prepared(lambda gradients: optimizer(gradients), _moved(optimizer), reads)
+        return Prepared(lambda gradients: optimizer(gradients), moved(optimizer), reads)
 
 
-def _moved(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
+def moved(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
     """Of each parameter: itself, the states of that size that are written, then those of rows."""
-    moved = []
+    found = []
     for i, parameter in enumerate(optimizer.parameters):
         w, states = parameter.data, _states(optimizer, i, is_read=False)
         same = [state for state in states if state.shape == w.shape]
         is_row_wise = w.ndim > 1 and getattr(_rule(optimizer), "is_row_wise", False)
         of_rows = [s[:, None] for s in states if is_row_wise and s.shape == w.shape[:1]]
-        moved.append((w, *same, *of_rows))
-    return moved
+        found.append((w, *same, *of_rows))
+    return found
 
 
 def _only_read(optimizer: Any) -> list[tuple[np.ndarray, ...]]:

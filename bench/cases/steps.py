@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..errors import BenchError
 from . import indices, workloads
+from .bags import BAGS
 from .mxnet import MXNET
 from .operators import FUNCTIONS, LARS_UPDATE, OPERATORS
 from .optimizers import OPTIMIZERS
@@ -27,7 +28,7 @@ class Case:
 
     Args:
         name: ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
-            table with a row-sparse gradient) or a model.
+            table with a row-sparse gradient), ``pooled`` (tables whose rows are pooled) or a model.
         subject: the operator or optimizer.
         kind: of its gradients.
         is_default: it is run when no case is named.
@@ -76,6 +77,8 @@ class Point:
             return MIXED_MODELS[self.case.model](self.distribution)
         if self.case.kind == "rows":
             return workloads.rows(self.size, self.distribution)
+        if self.case.kind == "pooled":
+            return workloads.pooled(self.size, self.distribution)
         if self.case.use.is_matrix:
             return workloads.dense(self.size, workloads.square)
         return workloads.dense(self.size)
@@ -115,6 +118,11 @@ SPECIAL = (
         "process",
     ),
     SpecialCase(
+        "dlrm-training",
+        "iterations of a DLRM in PyTorch, bags of 20 ids: EmbeddingBags of nn.torch beside "
+        "PyTorch's, in one process",
+    ),
+    SpecialCase(
         "in-mindspore",
         "iterations of MindSpore programs: optimizers of nn.mindspore beside MindSpore's, in one "
         "process",
@@ -127,6 +135,7 @@ SUBJECTS: dict[str, Subject] = {
     **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
     **MXNET,
     **TORCH,
+    **BAGS,
 }
 # Each model with the optimizers that it is usually trained with, or would be here.
 _ON_MODELS = {
@@ -156,13 +165,14 @@ _NO_DEFAULT = {
     *("dense/nn.mxnet.AdamW", "rows/nn.mxnet.Adam", "rows/nn.mxnet.Adam(lazy)"),
     *(f"{kind}/{name}" for name, subject in TORCH.items()
       for kind in subject.uses if kind != "mixed"),
+    *(f"pooled/{name}" for name in BAGS),
 }  # fmt: skip
 
 
 def _cases() -> Iterator[Case]:
-    one_tensor: tuple[Kind, ...] = ("dense", "rows")
+    no_model: tuple[Kind, ...] = ("dense", "rows", "pooled")
     for name, subject in SUBJECTS.items():
-        for kind in one_tensor:
+        for kind in no_model:
             if kind in subject.uses:
                 full = f"{kind}/{name}"
                 yield Case(full, subject, kind, full not in _NO_DEFAULT)
@@ -242,6 +252,5 @@ def _sizes_of(case: Case, sizes: str | None) -> list[str]:
     if case.model is not None:
         return [case.model]
     if sizes is None:
-        return [workloads.DEFAULT_ROWS if case.kind == "rows" else workloads.DEFAULT_DENSE]
-    dense, rows = workloads.parse_sizes(sizes)
-    return rows if case.kind == "rows" else dense
+        return [workloads.DEFAULTS[case.kind]]
+    return workloads.parse_sizes(sizes)[case.kind]

@@ -19,6 +19,20 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
+class Bags(NamedTuple):
+    """What pooled rows are looked up by, of all tables in turn, and the gradient of them.
+
+    Args:
+        ids: ``[n]``.
+        offsets: ``[tables * samples + 1]``.
+        grad: ``[samples, sum of D]``.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    grad: np.ndarray
+
+
 class Prepared(NamedTuple):
     """A subject on given parameters.
 
@@ -43,6 +57,7 @@ class Use:
         algorithm: the name under which peers are asked for the same step; None: nobody is.
         traffic: what it must move.
         every_row: a row-sparse gradient makes all rows take the step.
+        looks_up: rows are read and copied, or pooled, before they take a step, if they do.
         is_matrix: it is measured on a square matrix, not on a vector.
         in_place: the gradient is what it updates.
         start: what the parameters start from. At 0, the norms of LARS would stop it.
@@ -52,6 +67,7 @@ class Use:
     algorithm: str | None
     traffic: Traffic
     every_row: bool = False
+    looks_up: bool = False
     is_matrix: bool = False
     in_place: bool = False
     start: float = 0.0

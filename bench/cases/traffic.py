@@ -58,12 +58,12 @@ class Traffic:
 
 
 def gathered(unique: int, D: int, B: int, itemsize: int) -> int:
-    """A lookup of B rows, ``unique`` of them different: these are read, and B rows written."""
+    """A lookup: ``unique`` different rows are read, and B are written, by an index each."""
     return (unique + B) * D * itemsize + B * INDEX
 
 
 def batch(B: int, D: int, itemsize: int) -> int:
-    """A row-sparse gradient: ``[B, D]`` values and ``[B]`` indices, read."""
+    """A row-sparse gradient: ``[B, D]`` values and ``[B]`` indices, read; of bags, offsets."""
     return B * (D * itemsize + INDEX)
 
 

@@ -7,17 +7,18 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
-from ...nn.registry.record import Kind as Kind
+from ...nn.registry import record
 from ..errors import BenchError
 from . import indices, model_shapes
 from .model_shapes import Shape
 
+Kind = record.Kind | Literal["pooled"]
 # The published sizes.
 DENSE_SIZES = ("1K", "16K", "256K", "1M", "4M", "16M", "64M")
-DEFAULT_DENSE = "4M"
 PUBLISHED_DENSE = "16M"  # in the tables of the documents
 ROW_SIZES = ("10Kx16x1K", "100Kx32x8K", "500000x64x65536", "1Mx128x64K")
 # Rows that lie far apart, for uniform indices: most occur once, and each costs misses.
@@ -25,7 +26,17 @@ FAR_SIZES = (
     *("1000000x32x65536", "10000000x32x65536", "5000000x64x65536"),
     *("10000000x16x65536", "1000000x128x65536"),
 )
-DEFAULT_ROWS = "500000x64x65536"
+# Tables whose rows are pooled: of a click log, or so many alike; samples, and ids of each in each.
+CLICK_LOG = "click-log"
+POOLED_SIZES = (*(f"{CLICK_LOG}x64x2048x{bag}" for bag in (1, 20, 100)), "1000000x128x2048x20")
+DEFAULTS: dict[Kind, str] = {
+    "dense": "4M", "rows": "500000x64x65536", "pooled": f"{CLICK_LOG}x64x2048x20",
+}  # fmt: skip
+# From 10^3 to 10^7 ids in 26 tables, and a million in 1 to 1,000.
+GROWTH_SIZES = (
+    *(f"26x1000x64x{2 * 10**k}x20" for k in range(5)),
+    *(f"{10**k}x{26_000 // 10**k}x64x{50_000 // 10**k}x20" for k in range(4)),
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _NUMBER = re.compile(r"([1-9]\d*)([KMG]?)")
 _RANGE_FACTOR = 4
@@ -40,11 +51,14 @@ class Tensor:
         shape: ``[N, D]`` where the gradient is row-sparse.
         B: how many rows the gradient names; None for a dense one.
         indices: their distribution.
+        bag: so many of these rows in turn are pooled, and have one row of the gradient together;
+            None: each has its own.
     """
 
     shape: Shape
     B: int | None = None
     indices: str = ""
+    bag: int | None = None
 
     @property
     def size(self) -> int:
@@ -67,6 +81,8 @@ class Workload:
     @property
     def kind(self) -> Kind:
         """Which gradients there are."""
+        if any(tensor.bag is not None for tensor in self.tensors):
+            return "pooled"
         sparse = {tensor.B is not None for tensor in self.tensors}
         return "mixed" if len(sparse) == 2 else "rows" if True in sparse else "dense"
 
@@ -92,6 +108,22 @@ def rows(size: str, distribution: str) -> Workload:
     """A table ``[N, D]`` and a batch of B of its rows, from ``NxDxB``."""
     N, D, B = (number(part) for part in size.split("x"))
     return Workload(f"{size} {distribution}", (Tensor((N, D), B, distribution),))
+
+
+def pooled(size: str, distribution: str) -> Workload:
+    """Tables and a batch of bags of their rows, from ``TxNxDxSAMPLESxBAG``.
+
+    T tables of N rows, one without ``Tx``; with ``click-log`` for N those of a click log.
+    """
+    *count, rows, width, samples, bag = size.split("x")
+    D, length = number(width), number(bag)
+    numbers = [n for n, _ in model_shapes.click_log_tables()]
+    if rows != CLICK_LOG:
+        numbers = [number(rows)] * (number(count[0]) if count else 1)
+    B = number(samples) * length
+    return Workload(
+        f"{size} {distribution}", tuple(Tensor((n, D), B, distribution, length) for n in numbers)
+    )
 
 
 def _model(name: str, shapes: Callable[[], list[Shape]]) -> Workload:
@@ -134,39 +166,43 @@ def label(n: int) -> str:
     return f"{n // _UNITS[unit]}{unit}"
 
 
-def parse_sizes(text: str) -> tuple[list[str], list[str]]:
-    """Sizes of dense and of row cases, from a list with commas.
+def parse_sizes(text: str) -> dict[Kind, list[str]]:
+    """Sizes of each kind of cases, from a list with commas.
 
     An entry is a number of elements (``16M``), a range of them in steps of four (``1K..64M``), a
     number of tensors and the elements of each (``10x256K``), rows, width and batch of a table
-    (``500000x64x65536``), ``all`` published sizes, or ``far`` for large tables.
+    (``500000x64x65536``), tables, samples and ids of a bag (`pooled`), ``all`` published sizes,
+    ``far`` for large tables, or ``growth`` for more and more ids and tables that are pooled.
 
     Raises:
         BenchError: an entry is none of these.
     """
-    dense_sizes: list[str] = []
-    row_sizes: list[str] = []
+    found: dict[Kind, list[str]] = {"dense": [], "rows": [], "pooled": []}
     for entry in (part.strip() for part in text.split(",")):
         parts, (first, _, last) = entry.split("x"), entry.partition("..")
         if entry == "all":
-            dense_sizes += DENSE_SIZES
-            row_sizes += ROW_SIZES
+            found["dense"] += DENSE_SIZES
+            found["rows"] += ROW_SIZES
+            found["pooled"] += POOLED_SIZES
         elif entry == "far":
-            row_sizes += FAR_SIZES
+            found["rows"] += FAR_SIZES
+        elif entry == "growth":
+            found["pooled"] += GROWTH_SIZES
         elif last:
             n, end = number(first), number(last)
             if n > end:
                 raise BenchError(f"--size: expected a range that ascends, got {entry!r}")
             while n <= end:
-                dense_sizes.append(label(n))
+                found["dense"].append(label(n))
                 n *= _RANGE_FACTOR
-        elif len(parts) > 3:
+        elif len(parts) > 5:
             raise BenchError(f"--size: expected N x D x B such as 500000x64x65536, got {entry!r}")
         else:
-            for part in parts:
+            for part in parts[1:] if parts[0] == CLICK_LOG and len(parts) == 4 else parts:
                 number(part)
-            (row_sizes if len(parts) == 3 else dense_sizes).append(entry)
-    return list(dict.fromkeys(dense_sizes)), list(dict.fromkeys(row_sizes))
+            kinds: tuple[Kind, ...] = ("dense", "dense", "rows", "pooled", "pooled")
+            found[kinds[len(parts) - 1]].append(entry)
+    return {kind: list(dict.fromkeys(sizes)) for kind, sizes in found.items()}
 
 
 @dataclass(frozen=True)
@@ -174,7 +210,7 @@ class Gradient:
     """The gradient of one tensor, in float32: what ours and all peers start from.
 
     Args:
-        values: of the tensor's shape, or ``[B, D]``.
+        values: of the tensor's shape, or ``[B, D]``; of pooled rows ``[samples, D]``.
         indices: ``[B]``; None for a dense one.
     """
 
@@ -190,6 +226,6 @@ def gradients(workload: Workload) -> list[Gradient]:
             found.append(Gradient(rng.standard_normal(tensor.shape, np.float32)))
             continue
         N, D = tensor.shape
-        values = rng.standard_normal((tensor.B, D), np.float32)
+        values = rng.standard_normal((tensor.B // (tensor.bag or 1), D), np.float32)
         found.append(Gradient(values, indices.draw(tensor.indices, N, tensor.B, seed)))
     return found

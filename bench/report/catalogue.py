@@ -74,14 +74,18 @@ def traffic(_: Any) -> str:
         moved = use.traffic
         passes = " + ".join(map(str, moved.passes)) or "-"
         counts = [str(n) for n in (moved.updated, moved.read, moved.written)]
+        # Of pooled rows there are S in the place of B, with an offset, and B ids beside them.
+        B, ids = ("S", " + 8 B") if case.kind == "pooled" else ("B", "")
+        parts = []
         if case.kind == "dense":
-            formula = f"{4 * moved.arrays} n"
-        elif use.algorithm == "gather":
-            formula = "4 (U + B) D + 8 B"
-        else:
+            parts.append(f"{4 * moved.arrays} n")
+        if use.looks_up:
+            parts.append(f"4 (U + {B}) D + 8 {B}{ids}")
+        if case.kind != "dense" and moved.updated:
             touched = "N" if use.every_row else "U"
             of_rows = f" + {8 * moved.of_rows} {touched}" * bool(moved.of_rows)
-            formula = f"{8 * moved.updated} {touched} D{of_rows} + (4 D + 8) B"
+            parts.append(f"{8 * moved.updated} {touched} D{of_rows} + (4 D + 8) {B}{ids}")
+        formula = " + ".join(parts)
         rows.append([name, *counts, passes, formula])
     head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
     return markdown(head, rows)

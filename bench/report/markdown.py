@@ -20,10 +20,10 @@ from .. import machine
 from ..cases import indices
 from ..cases.steps import LOOP
 from ..cases.torch import SAME_PROCESS
-from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
+from ..cases.workloads import DEFAULTS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import runs
-from ..special import far_rows, in_mindspore, training
+from ..special import dlrm_training, far_rows, in_mindspore, training
 from ..special.fresh_states import LATER_STEP
 from . import catalogue, document, table
 from .catalogue import markdown
@@ -206,7 +206,7 @@ def _usual(data: dict[str, Any]) -> list[Point]:
     return [
         point
         for point in _plain(data)
-        if point["size"] in (PUBLISHED_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
+        if point["size"] in (PUBLISHED_DENSE, DEFAULTS["rows"], point["case"].partition("/")[0])
         and point["indices"] in (None, indices.DEFAULT)
     ]
 
@@ -263,9 +263,23 @@ def _sizes(data: dict[str, Any]) -> str:
 
 
 def _rows(data: dict[str, Any]) -> str:
-    """Row cases at all sizes and distributions."""
-    points = [point for point in _plain(data) if point["case"].startswith("rows/")]
+    """Row cases, and pooled ones, at all sizes and distributions."""
+    points = [point for point in _plain(data) if point["case"].startswith(("rows/", "pooled/"))]
     return _of_points(points, size=size)
+
+
+def _growth(data: dict[str, Any]) -> str:
+    """Pooled tables with more and more ids, and of more and more tables: the time of an id."""
+    rows = []
+    for point in (point for point in _plain(data) if point["case"].startswith("pooled/")):
+        sizes, time = point["sizes"], point["times"][OURS]["median"]
+        ids = sizes["occurrences"]
+        cells = f"{sizes['parameters']:,}", f"{ids:,}", _time(point), f"{1e9 * time / ids:.1f} ns"
+        needed = point["memory"][OURS]
+        beside = "n/a" if needed is None else f"{needed / ids:.0f}"
+        rows.append([f"`{point['case']}`", size(point), *cells, table.memory(needed), beside])
+    head = ["case", "size", "tables", "ids", "time", "of an id", "memory", "bytes of an id"]
+    return markdown(head, rows, left=2)
 
 
 def _dtypes(data: dict[str, Any]) -> str:
@@ -372,6 +386,22 @@ def _training(data: dict[str, Any]) -> str:
     return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows, left=2)
 
 
+def _dlrm_training(data: dict[str, Any]) -> str:
+    """In each scenario an iteration with either's tables, and what of it are the layers."""
+    times, special = _special("dlrm-training", data)
+    rows = []
+    for scenario in dict.fromkeys(label.split()[0] for label in times):
+        theirs, ours, layers = (
+            times[f"{scenario} {name}"]
+            for name in (training.THEIRS, training.OURS, dlrm_training.LAYERS)
+        )
+        lost = _LOST if ours > special["limits"][f"{scenario} {training.OURS}"] else "{}"
+        faster = lost.format(f"{theirs / ours:.2f}")
+        rows.append([IN_WORDS[scenario], *map(seconds, (theirs, ours)), faster, seconds(layers)])
+    head = ["", "PyTorch's tables", "EmbeddingBags", "x torch", dlrm_training.LAYERS]
+    return f"{markdown(head, rows)}\n\n{_setting(data)}"
+
+
 def _in_mindspore(data: dict[str, Any]) -> str:
     """Of each model and optimizer the step and the iteration, and how much faster than theirs."""
     times, _ = _special("in-mindspore", data)
@@ -402,6 +432,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": lambda data: _of_points(_measured(data)),
     "sizes": _sizes,
     "rows": _rows,
+    "growth": _growth,
     "dtypes": _dtypes,
     "scaling": _scaling,
     "memory": _memory,
@@ -410,6 +441,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "fresh-states": _fresh_states,
     "thor": partial(_with_limits, name="thor"),
     "training": _training,
+    "dlrm-training": _dlrm_training,
     "in-mindspore": _in_mindspore,
     "bytes": catalogue.traffic,
     "lines": catalogue.line_counts,

@@ -15,7 +15,7 @@ from rich.text import Text
 from ..against import Changed
 from ..cases.model_shapes import many_small
 from ..cases.steps import LOOP
-from ..cases.workloads import number
+from ..cases.workloads import CLICK_LOG, number
 from .document import same
 from .result import OF_BOUND, OURS
 from .result import Progress as Report
@@ -286,6 +286,14 @@ def size_in_words(point: Point) -> str:
             found = f"{number(rows):,} rows of {width}, {number(length):,} looked up"
         case [model] if model in _MODELS:
             found = _MODELS[model]
+        case [*tables, rows, width, samples, bag]:
+            alike = f"{number(tables[0]):,} tables of " if tables else ""
+            of = (
+                "the tables of a click log"
+                if rows == CLICK_LOG
+                else f"{alike}{number(rows):,} rows"
+            )
+            found = f"{of}, {width} wide, {number(samples):,} bags of {number(bag):,} ids"
         case [elements] if elements[0].isdigit():
             found = f"{number(elements):,} numbers"
         case _:

@@ -20,6 +20,7 @@ from ..point import company
 from ..report.result import Progress, SpecialResult, tracked
 from ..workers.worker_protocol import before_step
 
+Program = tuple[list[Any], Callable[[], Any]]  # optimizers, and the loss of the next batch
 OURS, THEIRS = "nn.torch", "torch"
 PARTS = "step", "iteration"
 SCENARIOS = "loop", "pause20", "busy"
@@ -34,11 +35,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     Raises:
         BenchError: there is no PyTorch.
     """
-    try:
-        torch: Any = import_module("torch")
-    except ImportError:
-        raise BenchError(f"{result.name}: needs PyTorch here") from None
-    torch.set_num_threads(threads)
+    torch = torch_for(result.name, threads)
     todo = [(model, scenario) for model in MODELS for scenario in SCENARIOS]
     for model, scenario in tracked(todo, progress):
         samples = _measure(torch, model, scenario, threads)
@@ -48,6 +45,20 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
             result.limits[ours] = LIMITS[part] * result.times[theirs].median
 
 
+def torch_for(name: str, threads: int) -> Any:
+    """PyTorch on so many threads, for the case of this name.
+
+    Raises:
+        BenchError: it is not installed.
+    """
+    try:
+        torch: Any = import_module("torch")
+    except ImportError:
+        raise BenchError(f"{name}: needs PyTorch here") from None
+    torch.set_num_threads(threads)
+    return torch
+
+
 def _measure(
     torch: Any, model: str, scenario: str, threads: int
 ) -> dict[tuple[str, str], list[float]]:
@@ -55,39 +66,49 @@ def _measure(
     ours = import_module("fusestep.nn.torch")
     torch.manual_seed(0)
     parameters, loss = MODELS[model](torch)
-    optimizers = {
-        OURS: ours.AdamW(parameters, lr=1e-5),
-        THEIRS: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+    programs: dict[str, Program] = {
+        OURS: ([ours.AdamW(parameters, lr=1e-5)], loss),
+        THEIRS: ([torch.optim.AdamW(parameters, lr=1e-5, fused=True)], loss),
     }
+    return measured(programs, scenario, threads)
+
+
+def measured(
+    programs: dict[str, Program], scenario: str, threads: int
+) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each program and part, in a scenario."""
     before = before_step(scenario, threads)
 
-    def iterate(optimizer: Any) -> tuple[float, float, float]:
+    def iterate(program: Program) -> tuple[float, float, float]:
+        optimizers, loss = program
         before()
         start = time.perf_counter()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss().backward()
         middle = time.perf_counter()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         return start, middle, time.perf_counter()
 
     with company(scenario):
-        return in_turns(optimizers, iterate)
+        return in_turns(programs, iterate)
 
 
 def in_turns(
-    optimizers: dict[str, Any], iterate: Callable[[Any], tuple[float, float, float]]
+    programs: dict[str, Any], iterate: Callable[[Any], tuple[float, float, float]]
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each optimizer and part, some iterations of each in turn.
+    """Seconds of each program, or optimizer, and part, some iterations of each in turn.
 
-    ``iterate(optimizer)`` gives the times when an iteration began, when its step did, and its end.
+    ``iterate(program)`` gives the times when an iteration began, when its step did, and its end.
     """
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     iterations = 2
     for turn in range(_ROUNDS):
-        for name, optimizer in optimizers.items():
+        for name, program in programs.items():
             for index in range(iterations):
-                start, middle, end = iterate(optimizer)
-                if turn > 1 and index > 0:  # the first follows the other optimizer's step
+                start, middle, end = iterate(program)
+                if turn > 1 and index > 0:  # the first follows the other program's step
                     samples[name, "step"].append(end - middle)
                     samples[name, "iteration"].append(end - start)
         iterations = min(_MOST, 2 + int(_TURN / (end - start)))

@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 from torch_arrays import (  # type: ignore[import-not-found]
     LR,
     arrays_of,
@@ -23,7 +24,14 @@ from torch_arrays import (  # type: ignore[import-not-found]
     stepped,
     tensor,
 )
-from worker_protocol import Case, Job, Replica, lookup, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Replica,
+    lookup,
+    parts_of,
+    serve,
+)
 
 _COMPILED = "compiled"
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -80,6 +88,8 @@ class Torch:
             return {f"clip_grad_norm_({label})": partial(_clip, _LOOPS[label]) for label in _LOOPS}
         if algorithm == "gather" and kind == "rows" and not self.compiles:
             return {form: partial(_gather, form) for form in (_EMBEDDING, _SELECT, _SELECT_OUT)}
+        if kind == "pooled" and not self.compiles and dtype == "float32":
+            return self._pooled(*algorithm.partition(" ")[::2])
         if kind == "dense":
             # With foreach, Nesterov's momentum is added to the gradient itself.
             fresh, makes = algorithm == "nesterov", self._makes(algorithm, dtype)
@@ -95,6 +105,14 @@ class Torch:
             return {} if self.compiles else {name: partial(_beside, sparse, None)}
         makes = self._makes(beside, dtype)
         return {f"{name} + {form}": partial(_beside, sparse, makes[form]) for form in makes}
+
+    def _pooled(self, part: str, rule: str) -> dict[str, Any]:
+        """Tables side by side."""
+        if rule and rule not in _SPARSE:
+            return {}
+        name, _ = _SPARSE[rule or "sgd-rows"]
+        form = "EmbeddingBag(sparse=True)" + f" + {name}" * bool(rule)
+        return {form: partial(_bags, part, getattr(self.torch.optim, name))}
 
     def _makes(self, algorithm: str, dtype: str) -> dict[str, Callable[[list[Any]], Any]]:
         """By form, what makes the step of dense parameters, where it is computed in this type."""
@@ -153,6 +171,34 @@ def _beside(sparse: Any, make: Callable[[list[Any]], Any] | None, case: Case) ->
 
     replica: Replica = stepped(case, both)
     return replica
+
+
+def _bags(part: str, optimizer: Any, case: Case) -> Replica:
+    """A module for each table, whose outputs are put side by side; and a step of the tables."""
+    torch = import_module("torch")
+    inputs: list[tuple[Any, Any]] = []
+    modules = []
+    for given in case.parameters:
+        bags = torch.arange(0, len(given.indices), given.bag)
+        inputs.append((tensor(given.indices, "int64"), bags))
+        start = tensor(given.start, case.dtype)
+        options = {"freeze": False, "mode": "sum", "sparse": True}
+        modules.append(torch.nn.EmbeddingBag.from_pretrained(start, **options))
+    parameters = [module.weight for module in modules]
+    step = optimizer(parameters, lr=LR).step
+    gradient = tensor(np.concatenate([given.gradient for given in case.parameters], 1), case.dtype)
+    pooled: list[Any] = []
+
+    def forward() -> None:
+        pooled[:] = [torch.cat([module(*own) for module, own in zip(modules, inputs)], 1)]
+
+    def backward() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        pooled.pop().backward(gradient)
+        step()
+
+    return parts_of(part, forward, backward, lambda: arrays_of(pooled or parameters))
 
 
 def _densified(make: Callable[[list[Any]], Any], case: Case) -> Replica:

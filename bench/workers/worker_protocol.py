@@ -21,9 +21,13 @@ A worker reads JSON lines from its standard input and answers each with one JSON
 
 An answer ``{"error": text}`` says that the request failed; the end of input ends the worker.
 
-Kinds are "dense", "rows" (one table with a row-sparse gradient) and "mixed" (tables and dense
-parameters). A set-up may say ``"warm_up": n``, the steps before the first sample, instead of the
-library's own number, and a parameter ``"start": "/w.npy"``, its values instead of zeros.
+Kinds are "dense", "rows" (one table with a row-sparse gradient), "mixed" (tables and dense
+parameters) and "pooled" (tables whose rows are pooled: parameters say ``"bag": 20``, so many of
+their indices in turn having one row of the gradient). Algorithms of these are "forward", "backward"
+and "both", with the step that backward takes after a space.
+
+A set-up may say ``"warm_up": n``, the steps before the first sample, instead of the library's own
+number, and a parameter ``"start": "/w.npy"``, its values instead of zeros.
 
 Needs nothing but Python 3.8 and NumPy, since the library at the other end chooses the versions.
 """
@@ -272,12 +276,14 @@ class Parameter:
         gradient: float32, of that shape; where there are indices, one row for each of them.
         indices: int64, the rows of a row-sparse gradient, in any order and with duplicates.
         start: float32 values of the parameter before the first step.
+        bag: how many indices in turn have one row of the gradient; None: each has its own.
     """
 
     shape: tuple[int, ...]
     gradient: np.ndarray
     indices: np.ndarray | None
     start: np.ndarray
+    bag: int | None = None
 
 
 @dataclass(frozen=True)
@@ -300,6 +306,8 @@ class Case:
     @property
     def kind(self) -> str:
         """Which of the three kinds of gradients the parameters have."""
+        if any(parameter.bag for parameter in self.parameters):
+            return "pooled"
         sparse = [parameter.indices is not None for parameter in self.parameters]
         if not any(sparse):
             return "dense"
@@ -329,6 +337,29 @@ def lookup(
         found[:] = [look_up()]
 
     return Replica(Job(step), lambda: values(found))
+
+
+def parts_of(
+    part: str,
+    forward: Callable[[], None],
+    backward: Callable[[], None],
+    values: Callable[[], Sequence[Any]],
+) -> Replica:
+    """A replica of pooled tables: a step is the one part, or both.
+
+    Args:
+        part: "forward", "backward" or "both".
+        forward: pools rows.
+        backward: takes a step with the gradient of what was pooled.
+        values: what the forward has found; after a backward the tables.
+    """
+
+    def both() -> None:
+        forward()
+        backward()
+
+    jobs = {"forward": Job(forward), "backward": Job(backward, forward), "both": Job(both)}
+    return Replica(jobs[part], values)
 
 
 class Library(Protocol):
@@ -432,13 +463,18 @@ def _case(request: dict[str, Any]) -> Case:
 
 
 def _parameter(
-    shape: list[int], gradient: str, indices: str | None, start: str | None = None
+    shape: list[int],
+    gradient: str,
+    indices: str | None,
+    start: str | None = None,
+    bag: int | None = None,
 ) -> Parameter:
     return Parameter(
         tuple(shape),
         np.load(gradient),
         None if indices is None else np.load(indices),
         np.zeros(shape, np.float32) if start is None else np.load(start),
+        bag,
     )
 
 

@@ -30,6 +30,11 @@ class DLRM(nn.Module):
         sizes: rows of each table.
         dim: length of a row.
         table: makes a table of them.
+
+    Attributes:
+        tables: modules with a row for each id; or one that has the rows of all tables side by side.
+        bottom: the MLP for the dense features.
+        top: that on top.
     """
 
     def __init__(
@@ -37,7 +42,7 @@ class DLRM(nn.Module):
         table: Callable[[int, int], nn.Module] = embedding,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.tables = nn.ModuleList(table(size, dim) for size in sizes)
+        self.tables: nn.Module = nn.ModuleList(table(size, dim) for size in sizes)
         self.bottom = nn.Sequential(*_layers((N_DENSE, *BOTTOM, dim)), nn.ReLU())
         n_vectors = len(sizes) + 1
         n_products = n_vectors * (n_vectors - 1) // 2
@@ -53,8 +58,12 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         """Log-odds ``[B]`` of a click, from ``[B, N_DENSE]`` and ``[T, B]``."""
         bottom = self.bottom(dense)
-        rows = [table(own) for table, own in zip(self.tables, ids, strict=True)]
-        vectors = torch.stack([bottom, *rows], dim=1)
+        if isinstance(self.tables, nn.ModuleList):
+            rows = [table(own) for table, own in zip(self.tables, ids, strict=True)]
+            vectors = torch.stack([bottom, *rows], dim=1)
+        else:
+            vectors = torch.cat([bottom, self.tables([*ids])], dim=1)
+            vectors = vectors.unflatten(1, (-1, bottom.shape[1]))
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         chosen = products.index_select(1, self.pairs)
         of_top: Tensor = self.top(torch.cat([bottom, chosen], dim=1))

@@ -97,12 +97,14 @@ def report_of(run: Run, best_auc: float) -> list[str]:
 def report(runs: Sequence[Run], best_auc: float) -> list[str]:
     """Lines for the reader: what was learned, and what it took."""
     lines = [line for run in runs for line in report_of(run, best_auc)]
-    torch, ours = runs
-    ratios = [torch.milliseconds["optimizer"] / ours.milliseconds["optimizer"]]
-    ratios.append(torch.iteration / ours.iteration)
-    found = ", ".join(f"{name} {x:.2g}" for name, x in differences(torch, ours).items())
-    lines.append(f"\ndifferences of the losses of a batch: {found}")
-    lines.append("{:.2f} x the speed in the optimizer, {:.2f} x in all".format(*ratios))
+    torch, *others = runs
+    for ours in others:
+        ratios = [torch.milliseconds["optimizer"] / ours.milliseconds["optimizer"]]
+        ratios.append(torch.iteration / ours.iteration)
+        found = ", ".join(f"{name} {x:.2g}" for name, x in differences(torch, ours).items())
+        lines.append(f"\n{ours.name} beside {torch.name}:")
+        lines.append(f"  differences of the losses of a batch: {found}")
+        lines.append("  {:.2f} x the speed in the optimizer, {:.2f} x in all".format(*ratios))
     return lines
 
 
@@ -135,7 +137,7 @@ def picture(runs: Sequence[Run], best_auc: float) -> bytes:
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     loss, auc, time = figure.subplots(1, 3)
-    for run, style in zip(runs, ("-", "--"), strict=True):
+    for run, style in zip(runs, ("-", "--", ":"), strict=True):
         _draw_loss(loss, run, style)
         auc.plot(list(run.auc), list(run.auc.values()), style, marker="o", label=run.name)
     auc.axhline(best_auc, color="0.6", linewidth=0.8, label="the hidden model")
@@ -158,7 +160,7 @@ def _draw_loss(axes: Any, run: Run, style: str) -> None:
 
 
 def _draw_times(axes: Any, runs: Sequence[Run]) -> None:
-    names = [run.name for run in runs]
+    names = [run.name.replace(", ", "\n") for run in runs]
     times = [run.milliseconds for run in runs]
     model = [ms["forward"] + ms["backward"] for ms in times]
     steps = [ms["optimizer"] for ms in times]

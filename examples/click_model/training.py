@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,19 +55,6 @@ def single_optimizer(model: DLRM) -> list[Any]:
     return [fused.Adam(groups, sparse="touched")]
 
 
-def choices(single: bool) -> list[tuple[str, str, Callable[[DLRM], list[Any]]]]:
-    """Names, descriptions and optimizers of the runs."""
-    ours = (
-        ('one Adam(sparse="touched")', single_optimizer)
-        if single
-        else ("SparseAdam and Adam", fused_optimizers)
-    )
-    return [
-        ("torch.optim", "SparseAdam and Adam(fused=True)", torch_optimizers),
-        ("fusestep", *ours),
-    ]
-
-
 class Training:
     """A model, its optimizers and what is measured of them.
 
@@ -103,8 +91,12 @@ class Training:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self.run.losses.append(number)
-        for seconds, taken in zip(self.run.seconds.values(), np.diff(times), strict=True):
-            seconds.append(float(taken))
+        for seconds, taken in zip(self.run.seconds.values(), self._parts(times), strict=True):
+            seconds.append(taken)
+
+    def _parts(self, times: list[float]) -> list[float]:
+        """Seconds of forward, backward and optimizer."""
+        return [float(taken) for taken in np.diff(times)]
 
     def measure(self, clicks: Clicks) -> None:
         """The AUC of held-out clicks."""
@@ -131,6 +123,52 @@ class Training:
     def _tensors(self, clicks: Clicks) -> tuple[Any, Any, Any]:
         dense, labels = (torch.from_numpy(x).to(self._dtype) for x in (clicks.dense, clicks.labels))
         return dense, torch.from_numpy(clicks.ids), labels
+
+
+class BagTraining(Training):
+    """One whose tables are looked up in one call, and take their step in backward.
+
+    Args:
+        run: is filled; what the step of the tables takes counts as the optimizer's.
+        settings: what is trained.
+    """
+
+    def __init__(self, run: Run, settings: Settings) -> None:
+        super().__init__(run, self._make, settings)
+
+    def _make(self, model: DLRM) -> list[Any]:
+        """The optimizer of the dense layers; that of the tables is called by them."""
+        model.tables = bags = fused.EmbeddingBags(model.tables)
+        of_tables, of_dense = fused_optimizers(model)
+        bags.update_in_backward(of_tables)
+        self._step = [0.0, 0.0]
+        of_tables.register_step_pre_hook(partial(self._note, 0))
+        of_tables.register_step_post_hook(partial(self._note, 1))
+        return [of_dense]
+
+    def _note(self, end: int, *_: Any) -> None:
+        """When the step of the tables begins, and when it ends."""
+        self._step[end] = time.perf_counter()
+
+    def _parts(self, times: list[float]) -> list[float]:
+        forward, backward, optimizer = super()._parts(times)
+        begin, end = self._step
+        return [forward, backward - (end - begin), optimizer + (end - begin)]
+
+
+def trainings_of(settings: Settings) -> list[Training]:
+    """With PyTorch's optimizers, with those of this package, and with its tables, too."""
+    ours = (
+        ('one Adam(sparse="touched")', single_optimizer)
+        if settings.single
+        else ("SparseAdam and Adam", fused_optimizers)
+    )
+    theirs = "torch.optim", "SparseAdam and Adam(fused=True)"
+    return [
+        Training(Run(*theirs), torch_optimizers, settings),
+        Training(Run("fusestep", ours[0]), ours[1], settings),
+        BagTraining(Run("fusestep, EmbeddingBags", "SparseAdam in backward, and Adam"), settings),
+    ]
 
 
 def train(

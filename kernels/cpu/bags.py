@@ -15,6 +15,7 @@ from numba import carray
 
 from ..inner import njit
 from ..storage import Storage, real_of
+from ..tables import LARGEST, MEAN
 from .compiler.compile import NativeFunction, part
 from .compiler.intrinsics import as_pointer, call_address, load_int32
 from .compiler.machine import PythonEntry
@@ -28,7 +29,6 @@ from .threads.parallel import Arguments, Loop, get_num_threads, run_all
 
 MOST = 2**31 - 1
 """Ids of a call, rows of a table and rows of a gradient are numbered in int32."""
-SUM, MEAN, LARGEST = range(3)
 _MOST_PARTS = 64  # of a feature
 _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids

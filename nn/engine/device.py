@@ -187,6 +187,9 @@ class Device:
         if plan.given.rows and sorter is not None and not sorter.can_be_captured:
             wrong, expected = "cannot use this framework's sort", "arrays of torch or Numba"
             self._refuse_graph("a row-sparse step", wrong, expected, type(sorter).__name__)
+        if any(row.rows is not None for row in plan.given.rows):
+            wrong, expected = "has the gradient of pooled rows", "a RowTensor"
+            self._refuse_graph("a row-sparse step", wrong, expected, "a BagTensor")
         if any(row.positions is not None for row in plan.given.rows):
             wrong, expected = "has positions, which lie on the host", "a gradient without"
             self._refuse_graph("a row-sparse step", wrong, expected, "a part of a batch")
@@ -211,7 +214,8 @@ class Device:
         has_positions = any(row.positions is not None for row in given.rows)
         is_kept = not (capturing or conditioning.is_of_one_step or has_positions)
         addresses = tuple(
-            (row.index_address, row.values_address, len(row.indices)) for row in given.rows
+            (row.index_address, row.values_address, len(row.indices), *row.source)
+            for row in given.rows
         )
         key = (
             kinds,

@@ -17,6 +17,7 @@ from ...kernels.storage import Piece
 from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import cannot_be_captured, is_captured
+from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
@@ -68,6 +69,9 @@ def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
     """The row-sparse gradients of a batch with their indices, which are in range, on the host."""
     rows = []
     for row in plan.given.rows_of(batch) if batch.row_sparse else ():
+        if row.rows is not None:
+            wrong, expected = "is that of pooled rows on a device", "a RowTensor, or states there"
+            reject(RuntimeError, batch.labels[0], "a gradient", wrong, expected, "a BagTensor")
         indices = row.indices.numpy()
         rows.append(row._replace(indices=indices, index_address=address_of(indices)))
     if rows:

@@ -141,6 +141,12 @@ class DeviceArray:
         like = self.dtype, self.device, self.flags.writeable, self.stream
         return DeviceArray(self.owner, self.framework, Place(self.address, shape, None, *like))
 
+    def part(self, elements: slice) -> DeviceArray:
+        """A view of some consecutive elements of a contiguous array of 1 dimension."""
+        n, like = elements.stop - elements.start, (self.dtype, self.device, self.flags.writeable)
+        at = self.address + elements.start * self.itemsize
+        return DeviceArray(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
+
     def native(self) -> Any:
         """The array of the framework, or itself where that has no such dtype."""
         same = self.framework.place("", "", self.owner).dtype == self.dtype

@@ -123,6 +123,14 @@ def _join(arrays: Sequence[DeviceArray], out: DeviceArray, stream: Any) -> None:
         place += array.size * out.itemsize
 
 
+def joined(arrays: Sequence[DeviceArray], out: DeviceArray) -> DeviceArray:
+    """Contiguous arrays of one dtype, one below the other, in ``out``."""
+    if arrays:
+        with launching([*arrays, out]) as stream:
+            _join(arrays, out, stream)
+    return out
+
+
 def dense(gradient: RowGradient, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
     """The dense array, in a dtype whose arithmetic adds the rows up.
 

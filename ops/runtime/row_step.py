@@ -39,12 +39,12 @@ class RowGradient(NamedTuple):
     values_address: int
     positions: np.ndarray | None = None  # as those of a `RowTensor`; contiguous
     batch_length: int = 0
-    rows: np.ndarray | None = None  # int32 [B]; None: each occurrence has its own
+    rows: Any = None  # int32 [B]; None: each occurrence has its own
     rows_address: int = 0
     stride: int = 0  # bytes from one of these rows to the next
-    weights: np.ndarray | None = None  # [B] factors, in the type of the arithmetic; None: 1
+    weights: Any = None  # [B] factors, in the type of the arithmetic; None: 1
     weights_address: int = 0
-    winners: np.ndarray | None = None  # int32 for each of the values, of maxima; else None
+    winners: Any = None  # int32 for each of the values, of maxima; else None
     first: int = 0  # the number among the winners that occurrence 0 has
 
     @classmethod
@@ -61,6 +61,12 @@ class RowGradient(NamedTuple):
         """The dtype of the values."""
         dtype: np.dtype[Any] = self.values.dtype
         return dtype
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """What else says where the rows of pooled ones lie: addresses, and numbers."""
+        winners = 0 if self.winners is None else address_of(self.winners)
+        return self.rows_address, self.stride, self.weights_address, winners, self.first
 
     @property
     def arrays(self) -> tuple[Any, Any]:

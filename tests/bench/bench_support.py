@@ -34,11 +34,15 @@ EVERY_STEP = [
 ]
 """Cases with all types of their parameters; those of PyTorch where it is installed."""
 _CHOSEN = in_turn(cases.SUBJECTS.values(), beside_float32=False)
-SOME_STEPS = [one for one in EVERY_STEP if (one[0].subject, np.dtype(one[1])) in _CHOSEN]
+SOME_STEPS = [
+    one
+    for one in EVERY_STEP
+    if one[0].kind == "pooled" or (one[0].subject, np.dtype(one[1])) in _CHOSEN
+]
 """With one."""
 # Large enough for every kernel to use several threads.
-SMALL = "70K,900x40x9000"
-TINY = "900,100x8x50"
+SMALL = "70K,900x40x9000,3x900x40x900x10"
+TINY = "900,100x8x50,3x20x8x10x5"
 
 
 def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:

@@ -71,10 +71,14 @@ def counted(case: Case, dtype: str, given: work.Inputs, buffers: Buffers) -> int
     result = job.step()
     known = [array for updated in buffers.prepared.updated for array in updated]
     total = outputs(result, [*known, *buffers.parameters])
-    itemsize = DTYPES[dtype].itemsize
+    itemsize, use = DTYPES[dtype].itemsize, case.use
+    steps = not use.looks_up or use.traffic.updated > 0
     for gradient in given.gradients:
-        total += gradient.values.size * itemsize
-        total += gradient.indices.nbytes if gradient.indices is not None else 0
+        total += gradient.values.size * itemsize * steps
+        total += (
+            gradient.indices.nbytes * (use.looks_up + steps) if gradient.indices is not None else 0
+        )
+    total += sum(of.offsets[1:].nbytes for of in buffers.bags) * (use.looks_up + steps)
     for gradient, old, new in zip(given.gradients, before, buffers.prepared.updated, strict=True):
         if not new:
             continue
@@ -89,10 +93,9 @@ def counted(case: Case, dtype: str, given: work.Inputs, buffers: Buffers) -> int
     name = case.name.partition("/")[2]
     if name == "ops.LARSUpdate":
         total += size  # the weight
-    if name == "ops.SparseGatherV2":
-        (index,) = (gradient.indices for gradient in given.gradients)
-        total += len(set(index.tolist())) * buffers.parameters[0][0].nbytes
-        total -= given.gradients[0].values.size * itemsize  # there is no gradient
+    for index, table in zip(buffers.indices, buffers.parameters, strict=True):
+        if use.looks_up and index is not None:
+            total += len(set(index.tolist())) * table[0].nbytes
     return total + READ_BEFORE.get(name, 0) * size
 
 
@@ -229,13 +232,19 @@ def test_bounds_change_nothing(case: Case, dtype: str) -> None:
     with unchanged(buffers.prepared.updated, buffers.values, buffers.indices, buffers.parameters):
         for loop in loops.values():
             loop.step()
-    for p in bound.passes:
-        if isinstance(p, bounds.Gather):
-            np.testing.assert_array_equal(p.out, buffers.parameters[0][given.gradients[0].indices])
+    look_ups = [p for p in bound.passes if isinstance(p, bounds.Gather)]
+    for p, table, index in zip(look_ups, buffers.parameters, buffers.indices, strict=False):
+        assert_put_together(p.out, table, index)
     if len(given.tensors) == 1 and buffers.prepared.updated[0]:
         arrays = [a for p in bound.passes if not isinstance(p, bounds.Gather) for a in p.updated]
         ours = buffers.prepared.updated[0]
         assert all(np.shares_memory(a, b) for a, b in zip(arrays, ours, strict=True))
+
+
+def assert_put_together(out: np.ndarray, table: np.ndarray, index: Any) -> None:
+    """All bits of the rows of each bag; of one row, the row."""
+    bits = table.view(f"u{table.itemsize}")[index].reshape(len(out), -1, table.shape[1])
+    np.testing.assert_array_equal(out.view(bits.dtype), np.bitwise_or.reduce(bits, axis=1))
 
 
 # How many arrays are updated, read and written.
@@ -266,16 +275,17 @@ def test_loops_of_several_chunks(form: tuple[int, int, int], dtype: str) -> None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_gather_copies_all_rows(threads: int) -> None:
+def test_a_gather_reaches_all_rows(threads: int) -> None:
     rng = np.random.default_rng(0)
     table = rng.standard_normal((501, 33)).astype(np.float32)
-    index = rng.integers(0, 501, 2_003)
-    out = np.empty((2_003, 33), np.float32)
-    gather = bounds.Gather(index, table, out)
-    for loop in bounds.jobs(bounds.Bound((gather,)), threads).values():
-        out.fill(np.nan)
-        loop.step()
-        np.testing.assert_array_equal(out, table[index])
+    index = rng.integers(0, 501, 2_002)
+    for bag in (1, 7, 2_002):
+        out = np.empty((2_002 // bag, 33), np.float32)
+        gather = bounds.Gather(index, table, out)
+        for loop in bounds.jobs(bounds.Bound((gather,)), threads).values():
+            out.fill(np.nan)
+            loop.step()
+            assert_put_together(out, table, index)
 
 
 def test_rows_of_a_bound_are_those_of_the_batch() -> None:

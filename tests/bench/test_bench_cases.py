@@ -22,7 +22,7 @@ from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
 from fusestep.nn.registry import ROWS
 
-from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
+from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, use_small_models
 from helpers import more
 from subprocesses import output_of
 
@@ -30,15 +30,12 @@ from subprocesses import output_of
 
 
 def without_a_case(subjects: Any) -> set[str]:
-    """Public names of operators and optimizers that no entry of a table makes.
-
-    The pooling of many tables has none yet: it is no step.
-    """
+    """Public names of operators and optimizers that no entry of a table makes."""
     public = {
         f"ops.{name}"
         for name in ops.__all__
         if not (inspect.isclass(getattr(ops, name)) and issubclass(getattr(ops, name), Exception))
-    } - {"ops.RowTensor", "ops.BagTensor", "ops.EmbeddingBags"}
+    } - {"ops.RowTensor", "ops.BagTensor"}  # gradients
     public |= {f"nn.{name}" for name in ROWS}
     for name in nn.mxnet.__all__:
         value = getattr(nn.mxnet, name)
@@ -55,7 +52,9 @@ def test_every_operator_and_optimizer_has_a_case() -> None:
     assert names == cases.SUBJECTS.keys()
 
 
-@pytest.mark.parametrize("name", ["ops.LARSUpdate", "ops.global_norm", "nn.LARS"])
+@pytest.mark.parametrize(
+    "name", ["ops.LARSUpdate", "ops.global_norm", "nn.LARS", "ops.EmbeddingBags"]
+)
 def test_one_that_is_missing_is_found(name: str) -> None:
     subjects = {known: subject for known, subject in cases.SUBJECTS.items() if known != name}
     assert without_a_case(subjects) == {name}
@@ -81,8 +80,8 @@ def test_names_are_unique_and_say_the_workload() -> None:
     for case in cases.STEPS:
         workload, _, subject = case.name.partition("/")
         assert case.subject is cases.SUBJECTS[subject]
-        assert case.model == (workload if workload not in ("dense", "rows") else None)
-        small = "900,100x8x50" if case.model is None else None
+        assert case.model == (workload if workload not in ("dense", "rows", "pooled") else None)
+        small = TINY if case.model is None else None
         if case.model in (None, "many-small"):
             found = point(case.name, small or "")
             assert found.workload().kind == case.kind
@@ -147,25 +146,49 @@ def test_a_name_of_no_case(pattern: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "dense", "rows"),
+    ("text", "expected"),
     [
-        ("1000", ["1000"], []),
-        ("1K, 16M,1K", ["1K", "16M"], []),
-        ("1K..64M", ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"], []),
-        ("1000..5000", ["1000", "4000"], []),
-        ("10Kx16x1K,7", ["7"], ["10Kx16x1K"]),
-        ("10x256K", ["10x256K"], []),
-        ("all", list(workloads.DENSE_SIZES), list(workloads.ROW_SIZES)),
-        ("far,1Kx2x3", [], [*workloads.FAR_SIZES, "1Kx2x3"]),
+        ("1000", {"dense": ["1000"]}),
+        ("1K, 16M,1K", {"dense": ["1K", "16M"]}),
+        ("1K..64M", {"dense": ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"]}),
+        ("1000..5000", {"dense": ["1000", "4000"]}),
+        ("10Kx16x1K,7", {"dense": ["7"], "rows": ["10Kx16x1K"]}),
+        ("10x256K", {"dense": ["10x256K"]}),
+        (
+            "all",
+            {
+                "dense": list(workloads.DENSE_SIZES),
+                "rows": list(workloads.ROW_SIZES),
+                "pooled": list(workloads.POOLED_SIZES),
+            },
+        ),
+        ("far,1Kx2x3", {"rows": [*workloads.FAR_SIZES, "1Kx2x3"]}),
+        ("growth,1Kx2x3x4", {"pooled": [*workloads.GROWTH_SIZES, "1Kx2x3x4"]}),
+        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]}),
     ],
 )
-def test_sizes(text: str, dense: list[str], rows: list[str]) -> None:
-    assert parse_sizes(text) == (dense, rows)
+def test_sizes(text: str, expected: dict[str, list[str]]) -> None:
+    assert parse_sizes(text) == {"dense": [], "rows": [], "pooled": [], **expected}
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0", "-1", "1k", "1.5M", "M", "1K..", "4K..1K", "1Kx", "1x2x3x4", "0x1x1", "1T"],
+    [
+        "",
+        "0",
+        "-1",
+        "1k",
+        "1.5M",
+        "M",
+        "1K..",
+        "4K..1K",
+        "1Kx",
+        "1x2x3x4x5x6",
+        "0x1x1",
+        "1T",
+        "click-log",
+        "9xclick-logx8x2x1",
+    ],
 )
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(BenchError, match="--size: expected"):
@@ -221,6 +244,12 @@ def test_shapes_of_the_workloads() -> None:
     assert [t.shape for t in point("dense/nn.AdaFactor", "1K").workload().tensors] == [(32, 32)]
     (table,) = point("rows/nn.SGD", "10Kx16x1K").workload().tensors
     assert (table.shape, table.B, table.indices) == ((10240, 16), 1024, "zipf1.2")
+    pooled = point("pooled/ops.EmbeddingBags", "5x10x3x7x2").workload()
+    assert pooled.tensors == (workloads.Tensor((10, 3), 14, "zipf1.2", 2),) * 5
+    one, *others = point("pooled/ops.EmbeddingBags", "10x3x7x2").workload().tensors
+    assert (one, others) == (pooled.tensors[0], [])
+    log = point("pooled/ops.EmbeddingBags", "click-logx16x7x2").workload().tensors
+    assert [t.shape for t in log] == [(n, 16) for n, _ in model_shapes.click_log_tables()]
 
 
 def elements(shapes: list[tuple[int, ...]]) -> int:

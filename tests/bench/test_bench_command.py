@@ -192,7 +192,10 @@ WRONG: dict[tuple[str, ...], str] = {
     ("zzz",): "no case 'zzz': 'fusestep bench --list' names them",
     ("--size", "1.5M"): "--size: expected a number such as 65536, 64K or 16M, got '1.5M'",
     ("--size", ""): "--size: expected a number such as 65536, 64K or 16M, got ''",
-    ("--size", "4x4x4x4"): "--size: expected N x D x B such as 500000x64x65536, got '4x4x4x4'",
+    (
+        "--size",
+        "4x4x4x4x4x4",
+    ): "--size: expected N x D x B such as 500000x64x65536, got '4x4x4x4x4x4'",
     ("--size", "4K..1K"): "--size: expected a range that ascends, got '4K..1K'",
     ("rows/nn.SGD", "--size", "1K"): "--size 1K, --dtype float32: fits none of the chosen cases",
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from fusestep import ops
 from fusestep.bench import bounds, measure, point, work
-from fusestep.bench.cases import options
+from fusestep.bench.cases import model_shapes, options
 from fusestep.bench.cases.steps import SUBJECTS
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import (
@@ -28,7 +29,14 @@ from fusestep.bench.measure import (
 from fusestep.bench.peer import Peers
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, fastest
 from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
-from fusestep.bench.special import far_rows, first_step, fresh_states, no_cliff
+from fusestep.bench.special import (
+    dlrm_training,
+    far_rows,
+    first_step,
+    fresh_states,
+    no_cliff,
+    training,
+)
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
     Job,
@@ -524,6 +532,56 @@ def test_fresh_states_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_states, "SIZES", ("1Gx1Mx1",))
     with pytest.raises(BenchError, match=r"fresh-states: needs .* GB"):
         special("fresh-states", lambda _: None)
+
+
+@pytest.fixture
+def small_dlrm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """PyTorch, for a DLRM of which an iteration takes no time."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(model_shapes, "click_log_tables", lambda: [(50, 8), (7, 8)])
+    monkeypatch.setattr(dlrm_training, "BATCH", 16)
+    monkeypatch.setattr(training, "_ROUNDS", 3)
+    threads = torch.get_num_threads()
+    yield torch
+    torch.set_num_threads(threads)
+
+
+# PyTorch's own Adagrad makes sparse tensors.
+sparse_checks = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+@sparse_checks
+@pytest.mark.usefixtures("small_dlrm")
+def test_dlrm_training_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlrm_training, "SCENARIOS", ("loop", "pause20"))
+    told: list[float] = []
+    found = special("dlrm-training", told.append)
+    assert told == [0.0, 0.5, 1.0]
+    names = training.THEIRS, training.OURS, dlrm_training.LAYERS
+    assert [*found.times] == [f"{s} {name}" for s in ("loop", "pause20") for name in names]
+    theirs = found.times["loop torch"].median
+    assert found.limits["loop nn.torch"] == theirs / dlrm_training.FASTER
+
+
+@sparse_checks
+def test_programs_of_a_dlrm_train_alike(small_dlrm: Any) -> None:
+    """Both ways have the same losses, which fall; of the layers alone all parameters move."""
+    losses = {}
+    for name, (optimizers, loss) in dlrm_training.programs_of(small_dlrm).items():
+        losses[name] = []
+        for _ in range(30):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            now = loss()
+            now.backward()
+            losses[name].append(now.item())
+            for optimizer in optimizers:
+                optimizer.step()
+                assert all(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+    ours, theirs = losses[training.OURS], losses[training.THEIRS]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    assert np.mean(ours[-4:]) < np.mean(ours[:4])
+    assert losses[dlrm_training.LAYERS] != ours
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:

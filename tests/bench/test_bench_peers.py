@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fusestep.bench import measure, peer, point, work
+from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import options
+from fusestep.bench.cases import steps as cases
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
@@ -219,6 +223,68 @@ def test_a_peer_that_dies_does_not_break_the_run(fake_worker: Path) -> None:
             assert OURS in found.times
             assert "numpy" in found.peers
             assert "torch" not in peers.missing
+
+
+# -- pooled tables: the libraries that we are compared with do the same ---------------------------
+
+# FBGEMM has an interpreter of its own: its PyTorch is of one version.
+INTERPRETERS = {
+    "torch": sys.executable if find_spec("torch") else None,
+    "fbgemm": os.environ.get("FUSESTEP_FBGEMM_PYTHON"),
+}
+POOLED = [case.name for case in cases.STEPS if case.kind == "pooled"]
+
+
+@pytest.fixture(scope="module", params=INTERPRETERS)
+def library(request: pytest.FixtureRequest) -> Iterator[tuple[str, Worker]]:
+    python = INTERPRETERS[request.param]
+    if python is None:
+        pytest.skip(f"{request.param} is not here: FUSESTEP_FBGEMM_PYTHON names FBGEMM's Python")
+    worker = Worker([str(PEERS[request.param].script)], python, 2)
+    yield request.param, worker
+    worker.close()
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_pooled_tables_are_those_of_peers(
+    library: tuple[str, Worker], name: str, tmp_path: Path
+) -> None:
+    """What a forward finds, and the tables after three steps, to float32's rounding."""
+    peer, worker = library
+    of = bench_support.point(name, "3x50x8x40x5")
+    given, use = work.inputs(of), of.case.use
+    starts = [np.random.default_rng(k).standard_normal((50, 8), np.float32) for k in range(3)]
+    buffers = Buffers(
+        of.case.subject.prepare, use, work.DTYPES["float32"], given.tensors, given.gradients
+    )
+    for parameter, start in zip(buffers.parameters, starts, strict=True):
+        parameter[...] = start
+    job, found = buffers.job(fresh=False), None
+    for _ in range(3):
+        job.load()
+        found = job.step()
+    ours = buffers.parameters if use.traffic.updated else [found]
+    with point.setup_request(str(use.algorithm), "float32", given) as request:
+        for entry, start in zip(request["parameters"], starts, strict=True):
+            entry["start"] = f"{entry['gradient']}-start.npy"
+            np.save(entry["start"], start)
+        asked = {"algorithm": use.algorithm, "kind": "pooled", "dtype": "float32"}
+        forms = worker.ask({"do": "forms", **asked})["forms"]
+        lacking = {"torch": "RowWiseAdagrad", "fbgemm": "LazyAdam"}[peer]
+        assert len(forms) == (lacking not in name)
+        for form in forms:
+            worker.ask({"do": "setup", "form": form, "warm_up": 3, **request})
+            worker.ask({"do": "values", "form": form, "path": str(tmp_path / "x.npz")})
+            with np.load(tmp_path / "x.npz") as values:
+                theirs = [values[f"p{k}"] for k in range(len(values.files))]
+            moved = (
+                max(np.abs(a - b).max() for a, b in zip(ours, starts, strict=False))
+                if use.traffic.updated
+                else 1.0
+            )
+            assert moved > 1e-3
+            for a, b in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 + 1e-5 * moved)
 
 
 # -- missing peers --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fusestep.bench import machine
-from fusestep.bench.cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE
+from fusestep.bench.cases.workloads import DEFAULTS, PUBLISHED_DENSE
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import PEERS
 from fusestep.bench.report import document, markdown, plot, table
@@ -61,7 +62,7 @@ FRESH = SpecialResult(
 @pytest.fixture(scope="module")
 def full() -> dict[str, Any]:
     """A document with one of everything."""
-    lost = point("rows/nn.LazyAdam", DEFAULT_ROWS, threads=2)
+    lost = point("rows/nn.LazyAdam", DEFAULTS["rows"], threads=2)
     return made_up(
         result(point(size=PUBLISHED_DENSE, threads=2), **USUAL),
         result(lost, bound_fast=0.0080, torch_fused=0.0025),
@@ -257,7 +258,7 @@ def test_beside_other_work_a_step_is_compared_with_peers_only() -> None:
 def test_no_column_vanishes(width: int) -> None:
     """With every peer, and dtype and threads as columns, whatever the width."""
     peers = {f"{peer}_form": 0.02 for peer in PEERS}
-    long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULT_ROWS, threads=2)
+    long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULTS["rows"], threads=2)
     data = made_up(
         result(point(size=PUBLISHED_DENSE), **USUAL, **peers),
         result(long, bound_x=0.009, **peers),
@@ -393,6 +394,41 @@ def test_the_tables_of_large_tables(checkout: Path) -> None:
     *_, full, ours = region("fresh-states x.json", checkout).splitlines()
     assert full == "| 9x2x4 np.full | 1.00 s |  | 1.5 GB |"
     assert ours == "| 9x2x4 uniform | 500 ms | 1.00 ms | 2.5 GB |"
+
+
+def test_the_table_of_pooled_tables_that_grow(checkout: Path) -> None:
+    of = point("pooled/ops.EmbeddingBags", "4x20x8x10x5")
+    few = replace(result(of, memory=2**20), size={"parameters": 4, "occurrences": 200})
+    save(checkout, few, replace(few, memory={OURS: None}))
+    head, _, one, other = region("growth y.json", checkout).splitlines()
+    assert cells(head)[2:] == ["tables", "ids", "time", "of an id", "memory", "bytes of an id"]
+    name = ["`pooled/ops.EmbeddingBags`", "4x20x8x10x5 zipf1.2", "4", "200", "10.00 ms"]
+    assert cells(one) == [*name, "50000.0 ns", "1.0 MB", "5243"]
+    assert cells(other)[-2:] == ["n/a", "n/a"]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ("4x20x8x10x5", "4 tables of 20 rows, 8 wide, 10 bags of 5 ids"),
+        ("1Kx8x10x5", "1,024 rows, 8 wide, 10 bags of 5 ids"),
+        ("click-logx64x10x5", "the tables of a click log, 64 wide, 10 bags of 5 ids"),
+    ],
+)
+def test_sizes_of_pooled_tables_in_words(size: str, words: str) -> None:
+    assert table.size_in_words({"size": size, "indices": "zipf1.2"}) == words
+
+
+def test_the_table_of_a_training_with_bags(checkout: Path) -> None:
+    times = {"torch": 0.1, "nn.torch": 0.05, "layers alone": 0.02}
+    found = SpecialResult("dlrm-training", "iterations")
+    for scenario, limit in (("loop", 0.06), ("busy", 0.04)):
+        found.times.update({f"{scenario} {name}": summary(time) for name, time in times.items()})
+        found.limits[f"{scenario} nn.torch"] = limit
+    save(checkout, found)
+    _, _, loop, busy = region("dlrm-training y.json", checkout).split("\n\n")[0].splitlines()
+    assert cells(loop) == ["in a loop", "100 ms", "50.00 ms", "2.00", "20.00 ms"]
+    assert cells(busy)[3] == "**2.00**"
 
 
 def test_the_table_of_the_recommender(checkout: Path) -> None:

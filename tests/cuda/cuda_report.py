@@ -143,6 +143,57 @@ def other_loops() -> dict[str, Any]:
     }
 
 
+def bag_loops(*, every: bool) -> dict[str, Any]:
+    """The loops that pool bags, and those of steps on the gradients of pooled rows.
+
+    Args:
+        every: or those alone that have the most registers.
+    """
+    from fusestep.kernels.cuda.rows import bags, kernels, sources
+    from fusestep.kernels.element import kernel
+    from fusestep.kernels.rules.adam import ADAM
+    from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD
+    from fusestep.kernels.storage import BF16, F16, F32, F64
+    from fusestep.kernels.tables import LARGEST, MEAN, SUM
+
+    f32, bf16, f64 = (
+        kernel(ADAM, (), s, s, (F64 if s is F64 else F32,) * 2) for s in (F32, BF16, F64)
+    )
+    row_wise = kernel(ROW_WISE_ADAGRAD, (), F32, F32, (F32,))
+    weighted, chosen = sources.WEIGHTED, sources.CHOSEN
+    found: dict[str, Any] = {
+        "rows lazy weighted f32": kernels.touched_kernel(f32, weighted),
+        "rows lazy chosen bf16": kernels.touched_kernel(bf16, chosen),
+        "row-wise adagrad lazy chosen f32": kernels.touched_kernel(row_wise, chosen),
+        "bags sum weighted bf16": bags.pool_kernel(BF16, F32, SUM, True),
+        "bags max f16": bags.pool_kernel(F16, F32, LARGEST, False),
+    }
+    if every:
+        found |= {
+            "rows lazy shared f32": kernels.touched_kernel(f32, sources.SHARED),
+            "rows lazy weighted bf16": kernels.touched_kernel(bf16, weighted),
+            "rows lazy weighted f64": kernels.touched_kernel(f64, weighted),
+            "rows lazy chosen f32": kernels.touched_kernel(f32, chosen),
+            "rows sweep weighted f32": kernels.sweep_kernel(f32, weighted),
+            "rows hot weighted f32": kernels.hot_kernel(F32, F32, 4, weighted),
+            "rows hot chosen bf16": kernels.hot_kernel(BF16, F32, 8, chosen),
+            "row-wise adagrad lazy weighted f32": kernels.touched_kernel(row_wise, weighted),
+            "bags sum f32": bags.pool_kernel(F32, F32, SUM, False),
+            "bags mean bf16": bags.pool_kernel(BF16, F32, MEAN, False),
+            "bags sum weighted f64": bags.pool_kernel(F64, F64, SUM, True),
+            "bags max f32": bags.pool_kernel(F32, F32, LARGEST, False),
+            "bags max f64": bags.pool_kernel(F64, F64, LARGEST, False),
+        }
+    return found | {
+        "bags bounds": bags.bounds_kernel,
+        "bags ends": bags.ends_kernel,
+        "bags lay out": bags.lay_out_kernel,
+        "bags keep": bags.keep_kernel,
+        "bags weights of means": bags.mean_weights_kernel(F32),
+        "bags products": bags.products_kernel(F32, F32, F32),
+    }
+
+
 def scalars_loops() -> dict[str, Any]:
     """The loops that compute the scalars of each optimizer, with every prologue."""
     from fusestep.kernels.cuda.dense.scalars import scalars_kernel
@@ -319,6 +370,7 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "mixtures": mixtures,
     "gradients": always(gradient_loops),
     "others": always(other_loops),
+    "bags": bag_loops,
     "scalars": always(scalars_loops),
     "matrices": matrix_loops,
     "row-wise": row_wise_loops,

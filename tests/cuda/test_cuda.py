@@ -23,6 +23,9 @@ CHECKS = (
     ("device_row_wise.py", "rows"),
     ("device_gradients.py", "centralization"),
     ("device_row_wise.py", "dense"),
+    ("device_bags.py", "steps"),
+    ("device_bags.py", "pooling"),
+    ("device_bags.py", "hot"),
     ("device_matrices.py", "values"),
     ("device_loops.py", "hot_rows"),
     ("device_mxnet.py", "optimizers"),
@@ -42,6 +45,8 @@ CHECKS = (
     ("device_matrices.py", "states"),
     ("device_row_wise.py", "tensors"),
     ("device_row_wise.py", "others"),
+    ("device_bags.py", "forms"),
+    ("device_bags.py", "errors"),
     ("device_errors.py", "index_errors"),
     ("device_errors.py", "locking"),
     ("device_errors.py", "refusals"),
@@ -59,16 +64,18 @@ CHECKS = (
     ("device_frameworks.py", "thor"),
 )
 PARTS = (
-    "row-wise", "rules", "others", "torch", "matrices", "mixtures", "gradients", "scalars",
+    "row-wise", "bags", "rules", "others", "torch", "matrices", "mixtures", "gradients", "scalars",
 )  # fmt: skip
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
-# 64 Ki of them are 4 blocks of 256 threads at 64, and 3 at 65 to 85.
-MOST_REGISTERS = {"float32": 64, "others": 80}
+# 64 Ki of them are 4 blocks of 256 threads at 64, 3 at 65 to 85, and 2 at up to 128.
+MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112}
 # Integers, whose order does not matter: digits are counted in shared memory, and the first bad
 # index is the smallest.
 INTEGER_ATOMICS = {
     "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
     "rows check": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "bags bounds": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "bags lay out": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "gather": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
 }
 
@@ -94,6 +101,8 @@ def test_machine_code(part: str) -> None:
         is_mixed = name.rpartition(" ")[2] in ("f16", "bf16", "f64")
         sums_twice = name.startswith(("row-wise", "lazy counted"))
         kind = "others" if is_mixed or sums_twice else "float32"
+        if "chosen" in name:  # gradients of maxima, of which each element may be another's
+            kind = "maxima"
         assert code["registers"] <= MOST_REGISTERS[kind], name
         atomics = {kind for kind in memory if kind.startswith(("ATOM", "RED"))}
         assert atomics <= INTEGER_ATOMICS.get(name, set()), name
@@ -111,6 +120,10 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
         return 8, 3
     if name.startswith("row-wise"):  # gradients twice; w, which is measured, too, or w and m
         return (4 if "dense" in name else 12), (1 if " adagrad " in name else 2)
+    if name.startswith(("bags sum", "bags mean")):  # the first, one more, and four at once
+        return 6, 1
+    if name.startswith("bags max"):  # and the winners, of 4 bytes each
+        return 3, 1 if name.endswith("f64") else 2
     if name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
         return 6, 1
     if name.startswith(("rows hot", "finite", "central", "matrix terms")):

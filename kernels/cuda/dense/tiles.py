@@ -260,9 +260,9 @@ def scope_states(kernel: Kernel, begin: int) -> ScopeStates:
 
 
 class Sums(NamedTuple):
-    """Sums of gradients in registers, a tile of each."""
+    """Sums of gradients in registers, a tile of each; ``g`` is where one lies."""
 
-    start: Any  # start(total, g, i): the sum is what an array has there
+    start: Any  # start(total, g, i): the sum is what is there
     add: Any  # add(total, g, i): and a further one
     add_4: Any  # add_4(total, i, g0, g1, g2, g3): and four, in this order, loaded at once
     store: Any  # store(total, address, i)
@@ -270,9 +270,9 @@ class Sums(NamedTuple):
 
 @cache
 def sums(g: Storage, real: Storage, length: int) -> Sums:
-    """Sums in the type ``real`` of gradients stored as ``g``."""
-    (g_type, load, _), (kind, _, store) = access(g, length), access(real, length)
-    to_kind, to_real = numba_type(real), device_function(g.to_real)
+    """Sums in the type ``real`` of gradients stored as ``g``, which lie at addresses."""
+    (g_type, load, _), to_kind = access(g, length), numba_type(real)
+    to_real = device_function(g.to_real)
 
     @cuda.jit(device=True)
     def start(total, g, i):
@@ -280,6 +280,13 @@ def sums(g: Storage, real: Storage, length: int) -> Sums:
         load(d, g, i)
         for k in range(length):
             total[k] = to_kind(to_real(d[k]))
+
+    return sums_from(start, real, length)
+
+
+def sums_from(start: Any, real: Storage, length: int) -> Sums:
+    """Sums of what ``start`` brings."""
+    kind, _, store = access(real, length)
 
     @cuda.jit(device=True)
     def add(total, g, i):

@@ -21,12 +21,13 @@ from ...element import Kernel
 from ...storage import Storage, numba_type
 from ...tables import HOT
 from ..dense.row_wise import Lane, row_updater
-from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile, with_sum
+from ..dense.tiles import by_tiles, length_of, sums, sums_from, update_summed_tile, with_sum
 from ..device.backend import GEOMETRY, for_blocks, load_int64, store_int64
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
 from .keys import Keys, TableRow, is_first, key_at, lower_bound, may_not_write, position_at, row_at
+from .sources import CHOSEN, OWN, Form
 
 THREADS = GEOMETRY.rows
 _of_row = row_finder(TableRow, "first_row")
@@ -53,40 +54,40 @@ def thread_place():
 
 
 @cache
-def add_up_rows(g: Storage, real: Storage, length: int) -> Any:
+def add_up_rows(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     """``run(total, keys, k, limit, table, column)``: a sum of gradient rows.
 
     It begins with key ``k`` and ends before the first key that is ``limit`` or more. Four rows
     are loaded at once, so that their way from memory is not waited for four times.
     """
-    (start, add, add_4, _), g_bytes = sums(g, real, length), g.itemsize
+    place_of, start = form.place(g, real), form.start(g, real, length)
+    _, add, add_4, _ = sums_from(start, real, length)
 
     @cuda.jit(device=True)
     def run(total, keys, k, limit, table, column):
-        values, stride = table.values, table.width * g_bytes
-        start(total, values + position_at(keys, k) * stride, column)
+        start(total, place_of(table, position_at(keys, k)), column)
         k += 1
         while k + 4 <= keys.n and key_at(keys, k + 3) < limit:
             add_4(
                 total,
                 column,
-                values + position_at(keys, k) * stride,
-                values + position_at(keys, k + 1) * stride,
-                values + position_at(keys, k + 2) * stride,
-                values + position_at(keys, k + 3) * stride,
+                place_of(table, position_at(keys, k)),
+                place_of(table, position_at(keys, k + 1)),
+                place_of(table, position_at(keys, k + 2)),
+                place_of(table, position_at(keys, k + 3)),
             )
             k += 4
         while k < keys.n and key_at(keys, k) < limit:
-            add(total, values + position_at(keys, k) * stride, column)
+            add(total, place_of(table, position_at(keys, k)), column)
             k += 1
 
     return run
 
 
 @cache
-def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
+def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     """``run(total, keys, k, table, column, hot)``: the row whose first key is ``k``; 0 for -1."""
-    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
+    add_up, (start, add, _, _) = add_up_rows(g, real, length, form), sums(real, real, length)
     real_type, real_bytes = numba_type(real), real.itemsize
 
     @cuda.jit(device=True)
@@ -109,9 +110,9 @@ def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
     return run
 
 
-def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
+def _sum_of_range(g: Storage, real: Storage, length: int, form: Form) -> Any:
     """``run(column, keys, begin, row, table, number, place)``: what a row has in a range."""
-    add_up, store = add_up_rows(g, real, length), sums(g, real, length).store
+    add_up, store = add_up_rows(g, real, length, form), sums(g, real, length).store
     real_type = numba_type(real)
 
     @cuda.jit(device=True)
@@ -132,9 +133,9 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
 
 
 @cache
-def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
+def hot_kernel(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     """``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``: sums of hot rows."""
-    sum_range = by_tiles(lambda n: _sum_of_range(g, real, n), length)
+    sum_range = by_tiles(lambda n: _sum_of_range(g, real, n, form), length)
     real_bytes = real.itemsize
 
     @cuda.jit
@@ -160,9 +161,9 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
     return loop
 
 
-def _summed_gradient(kernel: Kernel, length: int) -> Any:
+def _summed_gradient(kernel: Kernel, form: Form, length: int) -> Any:
     """``load(total, column, first, keys, k, table, hot)``: as `with_sum` takes it."""
-    sum_up = sum_of_row(kernel.g, kernel.real, length)
+    sum_up = sum_of_row(kernel.g, kernel.real, length, form)
 
     @cuda.jit(device=True)
     def load(total, column, first, keys, k, table, hot):
@@ -172,9 +173,9 @@ def _summed_gradient(kernel: Kernel, length: int) -> Any:
 
 
 @cache
-def _row_update(kernel: Kernel) -> Any:
+def _row_update(kernel: Kernel, form: Form) -> Any:
     """``run(is_there, keys, k, row, tables, n_tables, tile, hot)``: a tile of a global row."""
-    length, gradient = length_of(kernel), partial(_summed_gradient, kernel)
+    length, gradient = length_of(kernel), partial(_summed_gradient, kernel, form)
     update = by_tiles(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
 
@@ -192,9 +193,9 @@ def _row_update(kernel: Kernel) -> Any:
 
 
 @cache
-def _row_wise_update(kernel: Kernel) -> Any:
+def _row_wise_update(kernel: Kernel, form: Form) -> Any:
     """The same of a rule that measures rows: the tiles are lanes, and all threads take part."""
-    update = row_updater(kernel, partial(_summed_gradient, kernel), THREADS)
+    update = row_updater(kernel, partial(_summed_gradient, kernel, form), THREADS)
 
     @cuda.jit(device=True)
     def run(is_there, keys, k, row, tables, n_tables, tile, hot):
@@ -208,18 +209,21 @@ def _row_wise_update(kernel: Kernel) -> Any:
     return run
 
 
-def _updater(kernel: Kernel) -> tuple[Any, Any]:
+def _updater(kernel: Kernel, form: Form) -> tuple[Any, Any]:
     """The function that updates a tile, and the decorator of the loop."""
     if kernel.rule.is_row_wise:
         # With two sums of rows it would take so many registers that there is room for two.
-        return _row_wise_update(kernel), for_blocks(THREADS, 3)
-    return _row_update(kernel), cuda.jit
+        return _row_wise_update(kernel, form), for_blocks(THREADS, 2 if form is CHOSEN else 3)
+    if form is OWN:
+        return _row_update(kernel, form), cuda.jit
+    # The way to a shared row takes registers too; that of maxima would not do with as few.
+    return _row_update(kernel, form), for_blocks(THREADS, 2 if form is CHOSEN else 4)
 
 
 @cache
-def touched_kernel(kernel: Kernel) -> Any:
+def touched_kernel(kernel: Kernel, form: Form = OWN) -> Any:
     """The lazy loop: a thread has a tile of one key, and works if its row begins there."""
-    update, compiled = _updater(kernel)
+    update, compiled = _updater(kernel, form)
 
     @compiled
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base):
@@ -246,9 +250,9 @@ def mark_kernel(keys, n, bits, n_rows, first, guard):
 
 
 @cache
-def sweep_kernel(kernel: Kernel) -> Any:
+def sweep_kernel(kernel: Kernel, form: Form = OWN) -> Any:
     """The dense-equivalent loop: a thread has a tile of one row of all there are."""
-    update, compiled = _updater(kernel)
+    update, compiled = _updater(kernel, form)
 
     @compiled
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, first):

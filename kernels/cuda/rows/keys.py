@@ -38,8 +38,17 @@ class TableRow(NamedTuple):
     bounds: Word  # where the first position of each range and the end of the last one lie
     n_ranges: Word
     is_aligned: Word  # whether tiles are moved by vectors
+    # Where one row of the gradient may be that of many positions (`sources`): addresses that what
+    # belongs to position 0 would have, or 0.
+    gradient_rows: Word  # int32
+    unit: Word  # elements from one row of the gradient to the next
+    weights: Word
+    winners: Word  # of what belongs to row 0
+    first: Word  # the number among the winners that position 0 would have
 
 
+LEFT_OUT = -(1 << 31)
+"""What stands in a list of pooled ids for one that counts for nothing."""
 _of_position = row_finder(TableRow, "first_position")
 
 
@@ -96,11 +105,11 @@ def index_at(indices, n_bytes, k):
 
 
 @cuda.jit
-def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
+def check_kernel(tables, n_tables, n, bits, dropped_row, drops, keys, guard, base):
     """Make the key of each position, unless the address of the keys is 0.
 
-    Bad indices get ``dropped_row``, or close the guard if that is -1: the smallest position, with
-    ``base`` added, is what was found.
+    Bad indices get ``dropped_row`` if it ``drops`` them, else they close the guard: the smallest
+    position, with ``base`` added, is what was found. What pooling left out is always dropped.
     """
     position = cuda.grid(1)
     if position >= n:
@@ -110,7 +119,7 @@ def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
     row = index + table.first_row
     if index < 0 or index >= table.rows:
         row = dropped_row
-        if dropped_row < 0:
+        if drops == 0 and (table.gradient_rows == 0 or index != LEFT_OUT):
             # Its key is made as well: the sort runs before anybody has heard of it, and the loops
             # behind it find the guard closed.
             row = 0
@@ -145,13 +154,16 @@ class KeySort:
         drop: bool = False,  # leave out indices outside of [0, N) instead of closing the guard
         sorts: bool = True,  # whether the keys are sorted by this package
         base: int = 0,  # added to the position of a bad index
+        real_bytes: int = 0,  # of weights
     ) -> None:
         self._tables, self._itemsizes, self._base = tables, itemsizes, base
+        self._real_bytes = real_bytes
         self.n = n = sum(table.length for table in tables)  # positions
         self.n_rows = sum(table.rows for table in tables)
         self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
-        self._dropped_row = self.n_rows if drop else -1
-        self._row_bits = max(1, (self.n_rows if drop else self.n_rows - 1).bit_length())
+        self._drops, leaves_out = drop, drop or any(table.gradient_rows for table in tables)
+        self._dropped_row = self.n_rows if leaves_out else -1
+        self._row_bits = max(1, (self.n_rows if leaves_out else self.n_rows - 1).bit_length())
         self.widest = max(table.width for table in tables)
         list_words = sum(len(table.addresses) + table.ranges[1] + 1 for table in tables)
         self.n_words = len(tables) * size_of(TableRow) // 8 + list_words
@@ -174,8 +186,12 @@ class KeySort:
         place += len(self._tables) * size_of(TableRow)
         for table, scalars in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
+            source: tuple[int, ...] = (0, table.width, 0, 0, 0)
+            own = -first_position * strides[0]
+            if table.gradient_rows:
+                own, strides[0], source = 0, table.stride, self._source(table, first_position)
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
-            values = table.values - first_position * strides[0]
+            values = table.values + own
             firsts = table.rows, table.width, first_row, first_position
             indices = table.indices - first_position * table.index_bytes, table.index_bytes
             bounds = (first_position + table.bounds()).tolist()
@@ -183,15 +199,24 @@ class KeySort:
             ranges = place, table.ranges[1]
             place += 8 * len(bounds)
             rows.append(
-                TableRow(arrays, values, scalars, *firsts, *indices, *ranges, bool(is_aligned))
+                TableRow(
+                    arrays, values, scalars, *firsts, *indices, *ranges, bool(is_aligned), *source
+                )
             )
             lists += [table.addresses, bounds]
             first_row, first_position = first_row + table.rows, first_position + table.length
         return np.array([*itertools.chain(*rows, *lists)], np.int64)
 
+    def _source(self, table: RowTable, first_position: int) -> tuple[int, ...]:
+        """Where the gradients of a table are that shares rows of them."""
+        weights = table.weights and table.weights - first_position * self._real_bytes
+        unit = table.stride // max(1, self._itemsizes[0])
+        rows = table.gradient_rows - 4 * first_position
+        return rows, unit, weights, table.winners, table.first - first_position
+
     def check(self, call: LaunchContext, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        key_arguments = self.n, self.bits, self._dropped_row, keys
+        key_arguments = self.n, self.bits, self._dropped_row, int(self._drops), keys
         check = on_elements(check_kernel, self.n, call.stream)
         check(self.table, len(self._tables), *key_arguments, call.guard, self._base)
 

@@ -9,13 +9,14 @@ import numpy as np
 
 from ...element import Kernel
 from ...tables import HOT, RowTable
-from ..dense.tiles import element_bytes, length_of
+from ..dense.tiles import WIDEST, element_bytes, length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.memory import room_of
 from ..device.part import LaunchContext, placed
 from . import kernels as rows
 from .keys import KeySort
+from .sources import form_of
 
 
 def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: Any) -> None:
@@ -31,15 +32,18 @@ class _RowLoops(KeySort):
     """Launches of the loops over rows; arguments as `RowStep`."""
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], **options: Any) -> None:
-        super().__init__(tables, element_bytes(kernel).tolist(), **options)
+        real_bytes, itemsizes = kernel.real.itemsize, element_bytes(kernel).tolist()
+        super().__init__(tables, itemsizes, real_bytes=real_bytes, **options)
         self._kernel, self._length = kernel, length_of(kernel)
         *self._block, self._tile_groups = tile_grid(self.widest, self._length, GEOMETRY.rows)
         self._most_ranges = max(table.ranges[1] for table in tables)
-        self._hot_stride = self._most_ranges * self.widest
+        # The sums of every probe begin at a whole vector, whatever the widths.
+        self._hot_stride = self._most_ranges * -(-self.widest // WIDEST) * WIDEST
         self._n_probes = -(-self.n // HOT) if self.n > HOT else 0
         hot_bytes = self._n_probes * self._hot_stride * kernel.real.itemsize
         self._at_hot, shape = self.places.add(hot_bytes), (kernel.g, kernel.real, self._length)
-        self._hot_loop = rows.hot_kernel(*shape)
+        self._form = form_of(tables)
+        self._hot_loop = rows.hot_kernel(*shape, self._form)
         self.loops += [self._hot_loop] if self._n_probes else []
 
     def _launch(self, loop: Any, grid: tuple[int, ...], call: LaunchContext, *more: int) -> None:
@@ -74,7 +78,8 @@ class RowStep(_RowLoops):
         # The lanes of a row that is measured go over all of its tiles.
         self._groups = 1 if kernel.rule.is_row_wise else self._tile_groups
         self._at_first = self.places.add(0 if touched_only else 8 * self.n_rows)
-        self._update = (rows.touched_kernel if touched_only else rows.sweep_kernel)(kernel)
+        loop = rows.touched_kernel if touched_only else rows.sweep_kernel
+        self._update = loop(kernel, self._form)
         if touched_only and self.n == 0:
             self.n_words = 0
         else:

@@ -12,7 +12,7 @@ from ....kernels.cpu.headers.id_lists import FIXED, JOINED, LISTED, OPEN, SINGLE
 from .. import check
 from ..arrays import address_of, adopt
 from ..errors import reject
-from .pooling import Pooling
+from .pooling import Pooling, kind_of
 
 
 class Given(NamedTuple):
@@ -281,9 +281,3 @@ def _weights(where: str, name: str, given: Any, real: np.dtype[Any], n: int | No
         reject(ValueError, where, name, "has a wrong shape", f"{n} numbers", array.shape)
     flat: np.ndarray = check.contiguous(array.astype(real, copy=False)).reshape(-1)
     return flat
-
-
-def kind_of(given: Any) -> str:
-    """What was given where arrays are expected."""
-    is_list = isinstance(given, list | tuple)
-    return f"{len(given)} of them" if is_list else type(given).__name__

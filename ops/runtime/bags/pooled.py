@@ -14,8 +14,9 @@ from .. import check
 from ..arrays import address_of, adopt
 from ..errors import reject
 from ..row_step import RowGradient
-from .ids import Given, find_error, kind_of, read
-from .pooling import Pooling
+from . import device
+from .ids import Given, find_error, read
+from .pooling import Pooling, check_multiplies, kind_of
 from .tensor import BagTensor
 
 _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
@@ -23,12 +24,14 @@ _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 
 def pool(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
-) -> Pooled:
+) -> Pooled | device.DevicePooled:
     """Bags as they are given to `ops.EmbeddingBags`, pooled; ``options`` are those of `Pooled`.
 
     Raises:
         TypeError, ValueError, IndexError: something does not fit.
     """
+    if pooling.is_on_device:
+        return device.pool(pooling, ids, offsets, weights, out, **options)
     pooled = Pooled(pooling, read(pooling, ids, offsets, weights), out, **options)
     if pooled.is_bad:
         find_error(pooling, ids, offsets)
@@ -183,10 +186,7 @@ class Pooled:
             TypeError, ValueError: it does not fit the output, or there are no sums.
         """
         pooling = self._pooling
-        if pooling.name != "sum" or not self._multiplies:
-            wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"
-            got = f"pooling {pooling.name!r}" if self._multiplies else "none"
-            reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
+        check_multiplies(pooling, is_kept=self._multiplies)
         array = self._gradient_arrays(grad)[0][0]
         w = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
         products = self._bags.multiply(array, STORAGES[array.dtype], w)

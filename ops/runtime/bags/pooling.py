@@ -10,11 +10,13 @@ import numpy as np
 
 from ....kernels.cpu import bags as kernels
 from ....kernels.storage import STORAGES
+from ....kernels.tables import LARGEST, MEAN, SUM
 from .. import check
 from ..arrays import real_type
+from ..device import device_of, is_on_device
 from ..errors import reject
 
-POOLINGS = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.LARGEST, "none": kernels.SUM}
+POOLINGS = {"sum": SUM, "mean": MEAN, "max": LARGEST, "none": SUM}
 
 
 class Pooling:
@@ -25,7 +27,7 @@ class Pooling:
 
     Args:
         where: how errors name who pools.
-        tables: floating ``[N, D]`` arrays.
+        tables: floating ``[N, D]`` arrays, all on the host or on one device.
         features: the table of each feature; None: one for each table.
         pooling: a key of `POOLINGS`.
         padding: the id of each feature that counts for nothing, or one for all, or None.
@@ -34,7 +36,7 @@ class Pooling:
     """
 
     def __init__(
-        self, where: str, tables: Sequence[np.ndarray], features: Sequence[int] | None,
+        self, where: str, tables: Sequence[Any], features: Sequence[int] | None,
         pooling: Any, padding: Any, out_of_range: Any, *, open_ended: bool = False,
     ) -> None:  # fmt: skip
         self.where, self.arrays, self.open_ended = where, list(tables), open_ended
@@ -60,6 +62,11 @@ class Pooling:
         counts = np.bincount(self.of, minlength=n)
         self.features_before = np.concatenate(([0], np.cumsum(counts)))  # of each table, and of all
         self._records: dict[tuple[bool, bool], np.ndarray] = {}
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the tables lie on a CUDA device."""
+        return is_on_device(self.arrays[0])
 
     @property
     def pools(self) -> bool:
@@ -127,7 +134,7 @@ def _features(where: str, features: Any, n: int) -> list[int]:
     return [int(table) for table in features]
 
 
-def _check_tables(where: str, tables: Sequence[np.ndarray], of: Sequence[int]) -> None:
+def _check_tables(where: str, tables: Sequence[Any], of: Sequence[int]) -> None:
     if not of:
         reject(ValueError, where, "tables", "are missing", "at least one", "none")
     for t, table in enumerate(tables):
@@ -145,4 +152,24 @@ def _check_tables(where: str, tables: Sequence[np.ndarray], of: Sequence[int]) -
     if len({real_type(table.dtype) for table in tables}) > 1:
         wrong, expected = "differ in the type of the arithmetic", "float64 in all or in none"
         reject(TypeError, where, "tables", wrong, expected, [str(t.dtype) for t in tables])
+    device_of(where, {f"tables[{t}]": table for t, table in enumerate(tables)})
     check.no_overlap(where, [f"tables[{t}]" for t in range(len(tables))], tables)
+
+
+def check_multiplies(pooling: Pooling, *, is_kept: bool) -> None:
+    """Refuse the gradients of weights where there are none.
+
+    Args:
+        pooling: how the rows were pooled.
+        is_kept: whether the forward has kept what they need.
+    """
+    if pooling.name != "sum" or not is_kept:
+        wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"
+        got = f"pooling {pooling.name!r}" if is_kept else "none"
+        reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
+
+
+def kind_of(given: Any) -> str:
+    """What was given where arrays are expected."""
+    is_list = isinstance(given, list | tuple)
+    return f"{len(given)} of them" if is_list else type(given).__name__

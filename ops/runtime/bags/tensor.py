@@ -8,6 +8,8 @@ import numpy as np
 
 from ....kernels.quiet import quiet
 from ..arrays import real_type
+from ..device import is_on_device
+from ..errors import reject
 from ..row_step import RowGradient
 from ..row_tensor import RowTensor
 
@@ -20,10 +22,11 @@ class BagTensor:
 
         dense[indices[b]] += weights[b] * values.reshape(-1, unit)[rows[b]:][:D // unit].reshape(D)
 
-    On the host only. What is no optimizer of this package's `nn` takes `to_rows`.
+    What is no optimizer of this package's `nn` takes `to_rows`, which is for those on the host.
 
     Attributes:
-        indices: int32 ``[B]``, in range.
+        indices: int32 ``[B]``, in range. On a device those of ids that count for nothing are there
+            too, as -2**31.
         values: a contiguous floating array, that of a pooled output.
         rows: int32 ``[B]``: where the gradient of each occurrence begins in it, in units.
         unit: elements.
@@ -40,30 +43,27 @@ class BagTensor:
         self.unit, self.dense_shape = unit, dense_shape
 
     @property
-    def indices(self) -> np.ndarray:
+    def indices(self) -> Any:
         """The row of each occurrence."""
-        indices: np.ndarray = self.source.indices
-        return indices
+        return self.source.indices
 
     @property
-    def values(self) -> np.ndarray:
+    def values(self) -> Any:
         """The gradient of the pooled output."""
-        values: np.ndarray = self.source.values
-        return values
+        return self.source.values
 
     @property
-    def rows(self) -> np.ndarray:
+    def rows(self) -> Any:
         """Where the gradient of each occurrence begins, in units."""
-        assert self.source.rows is not None
         return self.source.rows
 
     @property
-    def weights(self) -> np.ndarray | None:
+    def weights(self) -> Any:
         """The factors."""
         return self.source.weights
 
     @property
-    def winners(self) -> np.ndarray | None:
+    def winners(self) -> Any:
         """The occurrence of each element of the values, as `first` numbers them."""
         return self.source.winners
 
@@ -94,7 +94,13 @@ class BagTensor:
         """The same with one row of values for each occurrence: ``B * D`` numbers.
 
         Products with weights are rounded to the dtype of the values.
+
+        Raises:
+            RuntimeError: it is on a device.
         """
+        if is_on_device(self.values):
+            wrong, expected = "lives on a CUDA device", "an optimizer's step, or one on the host"
+            reject(RuntimeError, "BagTensor", "the gradient", wrong, expected, "its rows")
         n, width = len(self.indices), self.dense_shape[1]
         units = self.rows[:, None] + np.arange(width // self.unit)
         values = self.values.reshape(-1, self.unit)[units].reshape(n, width)

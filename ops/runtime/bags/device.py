@@ -1,0 +1,493 @@
+"""Bags of ids on a CUDA device: read, pooled there, and turned into gradients.
+
+The host waits for nothing, but for the gradients of ids that are one array: how many of them each
+table has stands on the device. Ids and offsets are checked there; what does not fit is heard of
+later (`pending`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ....kernels.cpu.bags import MOST
+from ....kernels.storage import STORAGES
+from .. import check, cuda, device_gradient
+from ..arrays import adopt_anywhere, native
+from ..device import DeviceArray, device_of, may_share_memory
+from ..errors import message, reject
+from ..launch import checked_launch, launch_on
+from ..row_step import RowGradient
+from .pooling import Pooling, check_multiplies, kind_of
+from .tensor import BagTensor
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+class _Ids(NamedTuple):
+    """The ids of one feature."""
+
+    name: str  # how errors name them
+    array: DeviceArray  # contiguous
+    n: int  # ids; of one array of all features 0: the device knows
+    bags: int
+    offsets: DeviceArray | None  # contiguous; None: all bags have ``length`` ids
+    offsets_name: str
+    first_offset: int  # which of them is the first
+    length: int = 0
+
+
+class Given(NamedTuple):
+    """The ids of all features, in the order of their tables."""
+
+    lists: list[_Ids]
+    weights: list[DeviceArray] | None  # of each, or one for all
+    is_joined: bool  # all features have one array of ids
+    n: int  # ids in all
+
+    @property
+    def arrays(self) -> list[DeviceArray]:
+        """All that is read."""
+        found = [own.array for own in self.lists]
+        found += [own.offsets for own in self.lists if own.offsets is not None]
+        return found + (self.weights or [])
+
+
+def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
+    """The ids of all features; what stands in the arrays is looked at on the device.
+
+    Raises:
+        TypeError, ValueError: a kind, place, dtype or shape does not fit.
+    """
+    where, n = pooling.where, len(pooling.of)
+    if not pooling.pools and offsets is not None:
+        wrong, expected = "are given without pooling", "None: each id has a row of the output"
+        reject(ValueError, where, "offsets", wrong, expected, type(offsets).__name__)
+    is_joined = not isinstance(ids, list | tuple)
+    if not is_joined:
+        lists = _read_lists(pooling, ids, offsets)
+    elif not pooling.pools and n > 1:
+        reject(ValueError, where, "ids", "have a wrong shape", f"a list of {n} arrays", "an array")
+    elif n == 1 and offsets is None:
+        lists = [_read_list(pooling, "ids", "offsets", ids, None)]
+    else:
+        lists = _read_joined(pooling, ids, offsets)
+    if n == 1:
+        lists, is_joined = [lists[0]._replace(n=lists[0].array.size)], False
+    total = lists[0].array.size if is_joined else sum(own.n for own in lists)
+    if total > MOST:
+        reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
+    if lists[0].bags == 0 and total and pooling.pools:
+        wrong = "do not end at the number of ids"
+        reject(ValueError, where, lists[0].offsets_name, wrong, total, "no bags")
+    factors = _read_weights(pooling, lists, weights, total, is_joined=is_joined)
+    ordered = pooling.ordered(lists)
+    return Given(ordered, factors, is_joined, total)
+
+
+def _read_lists(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
+    where, n = pooling.where, len(pooling.of)
+    if len(ids) != n:
+        reject(ValueError, where, "ids", "have a wrong length", f"{n} arrays", len(ids))
+    if offsets is not None and (not isinstance(offsets, list | tuple) or len(offsets) != n):
+        expected = f"a list of {n} arrays, as the ids are"
+        reject(ValueError, where, "offsets", "do not fit the ids", expected, kind_of(offsets))
+    lists = []
+    for f, given in enumerate(ids):
+        own = None if offsets is None else offsets[f]
+        lists.append(_read_list(pooling, f"ids[{f}]", f"offsets[{f}]", given, own))
+    for own_ids in lists if pooling.pools else ():
+        if own_ids.bags != lists[0].bags:
+            wrong = "have another number of bags than ids[0]"
+            reject(ValueError, where, own_ids.name, wrong, lists[0].bags, own_ids.bags)
+    return lists
+
+
+def _read_list(pooling: Pooling, name: str, offsets_name: str, ids: Any, offsets: Any) -> _Ids:
+    where, array = pooling.where, _integers(pooling, name, ids)
+    if not pooling.pools:
+        if array.ndim != 1:
+            reject(ValueError, where, name, "has a wrong shape", "1 dimension", array.shape)
+        return _Ids(name, array, array.size, array.size, None, offsets_name, 0, 1)
+    if offsets is None:
+        if array.ndim != 2:
+            wrong, expected = "has a wrong shape", "(bags, length), as there are no offsets"
+            reject(ValueError, where, name, wrong, expected, array.shape)
+        bags, length = array.shape
+        return _Ids(name, array, array.size, bags, None, offsets_name, 0, length)
+    if array.ndim != 1:
+        reject(ValueError, where, name, "has a wrong shape", "1 dimension", array.shape)
+    bounds = _integers(pooling, offsets_name, offsets)
+    if bounds.ndim != 1 or len(bounds) == 0:
+        reject(ValueError, where, offsets_name, "has a wrong shape", "(bags + 1,)", bounds.shape)
+    return _Ids(name, array, array.size, len(bounds) - 1, bounds, offsets_name, 0)
+
+
+def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
+    """One array of the ids of all features, with offsets of all their bags."""
+    where, n, array = pooling.where, len(pooling.of), _integers(pooling, "ids", ids)
+    if array.ndim != 1:
+        expected = f"a list of {n} arrays, or all ids in 1 dimension"
+        reject(ValueError, where, "ids", "have a wrong shape", expected, array.shape)
+    if not pooling.is_ordered:
+        wrong, expected = "are not in the order of their tables", "a list of ids on a device"
+        reject(ValueError, where, "features", wrong, expected, "one array of ids")
+    if isinstance(offsets, list | tuple) or offsets is None:
+        expected, got = "one array, as the ids are", type(offsets).__name__
+        reject(TypeError, where, "offsets", "do not fit the ids", expected, got)
+    bounds = _integers(pooling, "offsets", offsets)
+    if bounds.ndim != 1 or len(bounds) % n != 1 % n or len(bounds) == 0:
+        wrong, expected = "have a wrong shape", f"({n} * bags + 1,)"
+        reject(ValueError, where, "offsets", wrong, expected, bounds.shape)
+    bags = (len(bounds) - 1) // n
+    return [_Ids("ids", array, 0, bags, bounds, "offsets", f * bags) for f in range(n)]
+
+
+def _integers(pooling: Pooling, name: str, given: Any) -> DeviceArray:
+    array = _there(pooling, name, given)
+    if array.dtype not in check.INDEX_DTYPES:
+        wrong, expected = "has a wrong dtype", "int32 or int64"
+        reject(TypeError, pooling.where, name, wrong, expected, array.dtype)
+    contiguous: DeviceArray = array.contiguous(pooling.where, name)
+    return contiguous
+
+
+def _there(pooling: Pooling, name: str, given: Any) -> Any:
+    """An array that has to be where the tables are."""
+    array = adopt_anywhere(pooling.where, name, given)
+    device_of(pooling.where, {"tables[0]": pooling.arrays[0], name: array})
+    return array
+
+
+def _read_weights(
+    pooling: Pooling, lists: Sequence[_Ids], weights: Any, total: int, *, is_joined: bool
+) -> list[DeviceArray] | None:
+    where, name = pooling.where, "per_sample_weights"
+    if weights is None:
+        return None
+    if pooling.name != "sum":
+        wrong, expected = "need sums", "None, or pooling 'sum'"
+        reject(ValueError, where, name, wrong, expected, f"pooling {pooling.name!r}")
+    if is_joined or (len(lists) == 1 and not isinstance(weights, list | tuple)):
+        return [_factors(pooling, name, weights, total)]
+    if not isinstance(weights, list | tuple) or len(weights) != len(lists):
+        expected, got = f"a list of {len(lists)} arrays, as the ids are", type(weights).__name__
+        reject(ValueError, where, name, "do not fit the ids", expected, got)
+    each = enumerate(zip(weights, lists, strict=True))
+    found = [_factors(pooling, f"{name}[{f}]", given, own.n) for f, (given, own) in each]
+    return pooling.ordered(found)
+
+
+def _factors(pooling: Pooling, name: str, given: Any, n: int) -> DeviceArray:
+    """Weights in the type of the arithmetic."""
+    where, array = pooling.where, _there(pooling, name, given)
+    check.float_dtype(where, name, array)
+    if array.dtype.itemsize > pooling.real.itemsize:
+        wrong = "has a higher dtype than the arithmetic"
+        reject(TypeError, where, name, wrong, pooling.real, array.dtype)
+    if array.size != n:
+        reject(ValueError, where, name, "has a wrong shape", f"{n} numbers", array.shape)
+    array = array.contiguous(where, name)
+    same: bool = array.dtype == pooling.real
+    return array if same else device_gradient.converted(array, pooling.real)
+
+
+class DevicePooled:
+    """Bags that are pooled on a device: enqueued when this is made; as `Pooled`.
+
+    Args:
+        pooling: the tables, and how they are pooled.
+        given: the ids.
+        out: None, or what is given for the output.
+        sums: whether there is an output, or only gradients of it are asked for.
+        multiplies: whether gradients of weights may be asked for; None: if there are any.
+    """
+
+    def __init__(
+        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True,
+        multiplies: bool | None = None,
+    ) -> None:  # fmt: skip
+        where, self._pooling = pooling.where, pooling
+        like, self.batch = pooling.arrays[0], given.lists[0].bags
+        bags = [own.bags for own in given.lists]
+        of_feature = dict(zip(pooling.order, bags, strict=True))
+        self._shapes = [(of_feature[f], width) for f, width in enumerate(pooling.widths)]
+        if pooling.pools and self.batch * pooling.width // pooling.unit > MOST:
+            wrong, expected = "is too large", f"at most {MOST} parts of rows"
+            reject(ValueError, where, "the output", wrong, expected, (self.batch, pooling.width))
+        self._n, self._n_bags = given.n, sum(bags)
+        self._bounds = like.empty_like(_INT64, (self._n_bags + 1,))
+        self._ids, self._rows = (like.empty_like(_INT32, (self._n,)) for _ in range(2))
+        has_weights = given.weights is not None or pooling.name == "mean"
+        self._weights = like.empty_like(pooling.real, (self._n,)) if has_weights else None
+        # Maxima are found by pooling only, and what they were decides whose gradient is whose.
+        is_largest = pooling.name == "max"
+        shape, sums = (self.batch, pooling.width), sums or is_largest
+        self._winners = like.empty_like(_INT32, shape) if is_largest else None
+        self._ends = self._ends_of(given, like)
+        is_one = pooling.pools and not isinstance(out, list | tuple)
+        outputs: list[DeviceArray] = []
+        if sums:
+            shapes = [shape] if is_one else self._shapes
+            outputs = [like.empty_like(pooling.real, own) for own in shapes] if out is None else (
+                self._checked([out] if is_one else out, shapes, given)
+            )  # fmt: skip
+        features = self._features(given, outputs, is_one=is_one)
+        launches = self._launches(features) if sums else []
+        arrays = [*pooling.arrays, *given.arrays, *outputs]
+        weighted = given.weights is not None
+        self._multiplies = weighted if multiplies is None else multiplies
+        self._kept = features
+        with checked_launch(arrays, self._error(given, features)) as launch:
+            lists = self._lists(weighted=weighted)
+            cuda.rows.bags.pool(
+                features, lists, launches,
+                self._ends.address if isinstance(self._ends, DeviceArray) else 0,
+                real=STORAGES[pooling.real], pooling=pooling.kind, weighted=weighted,
+                drops=pooling.drops, fills=out is None, guard=launch.guard, stream=launch.stream,
+            )  # fmt: skip
+            if pooling.name == "mean":
+                real = STORAGES[pooling.real]
+                cuda.rows.bags.mean_weights(self._lists(weighted=True), real, launch.stream)
+        made = [native(array) for array in outputs]
+        self.out: Any = out if out is not None or not made else made[0] if is_one else made
+
+    def _lists(self, *, weighted: bool) -> Any:
+        weights = self._weights.address if weighted and self._weights is not None else 0
+        addresses = self._bounds.address, self._ids.address, self._rows.address, weights
+        return cuda.rows.bags.Lists(*addresses, self._n_bags, self._n)
+
+    def _ends_of(self, given: Given, like: DeviceArray) -> Any:
+        """Where the ids of features begin: known, or to be written on the device."""
+        if given.is_joined:
+            return like.empty_like(_INT64, (len(given.lists),))
+        return np.cumsum([0, *(own.n for own in given.lists)])
+
+    def _checked(
+        self, out: Any, shapes: Sequence[tuple[int, int]], given: Given
+    ) -> list[DeviceArray]:
+        pooling, where = self._pooling, self._pooling.where
+        if not isinstance(out, list | tuple) or len(out) != len(shapes):
+            expected = f"a list of {len(shapes)} arrays"
+            reject(ValueError, where, "out", "does not fit the features", expected, kind_of(out))
+        read, arrays = [*pooling.arrays, *given.arrays], list[DeviceArray]()
+        for f, (own, shape) in enumerate(zip(out, shapes, strict=True)):
+            name = "out" if len(out) == 1 else f"out[{f}]"
+            array = check.variable(where, name, own)
+            device_of(where, {"tables[0]": pooling.arrays[0], name: array})
+            if array.dtype != pooling.real:
+                reject(TypeError, where, name, "has a wrong dtype", pooling.real, array.dtype)
+            if array.shape != shape:
+                reject(ValueError, where, name, "has a wrong shape", shape, array.shape)
+            if any(may_share_memory(array, other) for other in (*read, *arrays)):
+                wrong, expected = "shares memory with what is read", "its own memory"
+                reject(ValueError, where, name, wrong, expected, "an overlap")
+            arrays.append(array)
+        return arrays
+
+    def _features(self, given: Given, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
+        pooling, found, first, first_bag = self._pooling, [], 0, 0
+        before = [0] * len(pooling.arrays)  # bags of the features of each table, if none is pooled
+        for k, (f, own) in enumerate(zip(pooling.order, given.lists, strict=True)):
+            item, width = pooling.real.itemsize, pooling.widths[f]
+            column, out = pooling.columns[f], (0, width)
+            if outputs and is_one:
+                out = outputs[0].address + column * item, pooling.width
+            elif outputs:
+                out = outputs[f].address, width
+            of_gradient = before[pooling.of[f]], 1
+            if pooling.pools:
+                of_gradient = column // pooling.unit, pooling.width // pooling.unit
+            before[pooling.of[f]] += own.bags
+            bags = first_bag, own.bags
+            found.append(self._feature(given, k, f, first, bags, out, of_gradient))
+            first, first_bag = first + own.n, first_bag + own.bags
+        return found
+
+    def _feature(
+        self, given: Given, k: int, f: int, first: int, bags: tuple[int, int],
+        out: tuple[int, int], of_gradient: tuple[int, int],
+    ) -> Any:  # fmt: skip
+        pooling, item, own = self._pooling, self._pooling.real.itemsize, given.lists[k]
+        table, padding = pooling.arrays[pooling.of[f]], pooling.padding[f]
+        weights, offsets, ends = 0, (0, 4), (-1, -1, own.n)
+        if given.weights is not None:
+            of_all = len(given.weights) == 1
+            weights = given.weights[0 if of_all else k].address - (0 if of_all else first * item)
+        if own.offsets is not None:
+            offset_bytes = own.offsets.itemsize
+            offsets = own.offsets.address + own.first_offset * offset_bytes, offset_bytes
+            is_first, is_last = (k == 0, k + 1 == len(given.lists)) if given.is_joined else (1, 1)
+            n = given.n if given.is_joined else own.n
+            ends = 0 if is_first else -1, n if is_last else -1, n
+        winners = 0, pooling.width
+        if self._winners is not None:
+            winners = self._winners.address + pooling.columns[f] * 4, pooling.width
+        width = pooling.widths[f]
+        strides = width * table.itemsize, out[1] * item
+        # Winners begin where columns of a whole output do.
+        places = table.address, out[0], *strides, pooling.columns[f] * item, pooling.width * item
+        is_aligned = not any(x % 16 for x in (places if winners[0] else places[:4]))
+        return cuda.rows.bags.Feature(
+            table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
+            own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
+            *offsets, own.length, first, *ends, *bags, out[0], winners[0], out[1], winners[1],
+            *of_gradient,
+        )  # fmt: skip
+
+    def _launches(self, features: Sequence[Any]) -> list[Any]:
+        """Consecutive features whose tables are of one storage type."""
+        pooling = self._pooling
+        storages = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
+        found: list[Any] = []
+        for own, w in zip(features, storages, strict=True):
+            end = own.first_bag + own.bags
+            if found and found[-1].w is w:
+                widest = max(own.width, found[-1].widest)
+                found[-1] = found[-1]._replace(end_bag=end, widest=widest)
+            else:
+                found.append(cuda.rows.bags.Pooled(w, own.first_bag, end, own.width))
+        return [launch for launch in found if launch.end_bag > launch.first_bag]
+
+    def _error(self, given: Given, features: Sequence[Any]) -> Any:
+        """The maker of the error for what does not fit, by its number (see the kernels)."""
+        where, is_joined, n_offsets = self._pooling.where, given.is_joined, 2 * self._n_bags
+        named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
+        sizes = [(feature.origin, feature.rows, feature.most) for feature in features]
+        first_bags = [feature.first_bag for feature in features]
+
+        def error(position: int, value: int) -> Exception:
+            if position < n_offsets:
+                (bag, is_end), wrong = divmod(position, 2), "does not fit"
+                f = bisect(first_bags, bag) - 1
+                _, name, first = named[f]
+                expected = "0" if not is_end else (
+                    f"at least the one before, and at most, at the end exactly, {sizes[f][2]}"
+                )  # fmt: skip
+                k = first + bag - first_bags[f] + is_end
+                return ValueError(message(where, f"{name}[{k}]", wrong, expected, value))
+            place = position - n_offsets
+            if is_joined:
+                expected = "0 <= id < rows of its table"
+                text = message(where, f"ids[{place}]", "is out of range", expected, value)
+                return IndexError(text)
+            f = bisect([origin for origin, *_ in sizes], place) - 1
+            name, origin, rows = named[f][0], *sizes[f][:2]
+            expected = f"0 <= id < {rows}"
+            text = message(where, f"{name}[{place - origin}]", "is out of range", expected, value)
+            return IndexError(text)
+
+        return error
+
+    def gradients(self, grad: Any) -> list[BagTensor]:
+        """The gradient of each table for that of the output; of joined ids the host waits.
+
+        Raises:
+            TypeError, ValueError: it does not fit the output.
+        """
+        pooling, found = self._pooling, []
+        values = [self._gradient(grad)] * len(pooling.arrays) if pooling.pools else (
+            self._joined(grad)
+        )  # fmt: skip
+        every = self._ends_of_features()
+        ends = [every[f] for f in pooling.features_before]
+        for t, table in enumerate(pooling.arrays):
+            part, own = slice(ends[t], ends[t + 1]), values[t]
+            ids, rows = self._ids.part(part), self._rows.part(part)
+            weights = None if self._weights is None else self._weights.part(part)
+            unit = pooling.unit if pooling.pools else table.shape[1]
+            source = RowGradient(
+                ids, own, ids.address, own.address, None, 0,
+                rows, rows.address, unit * own.itemsize,
+                weights, 0 if weights is None else weights.address,
+                self._winners, part.start,
+            )  # fmt: skip
+            found.append(BagTensor(source, unit, table.shape))
+        return found
+
+    def _gradient(self, grad: Any) -> DeviceArray:
+        """The checked, contiguous gradient of the pooled output."""
+        if isinstance(grad, list | tuple):
+            wrong, expected = "is a list", "one array on a device"
+            reject(ValueError, self._pooling.where, "grad", wrong, expected, kind_of(grad))
+        return _gradient(self._pooling, "grad", grad, (self.batch, self._pooling.width))
+
+    def _joined(self, grad: Any) -> list[DeviceArray]:
+        """The gradients of the features of each table, one below the other."""
+        pooling, where = self._pooling, self._pooling.where
+        if not isinstance(grad, list | tuple) or len(grad) != len(self._shapes):
+            expected = f"a list of {len(self._shapes)} arrays"
+            reject(ValueError, where, "grad", "does not fit the outputs", expected, kind_of(grad))
+        each = enumerate(zip(grad, self._shapes, strict=True))
+        parts = [_gradient(pooling, f"grad[{f}]", own, shape) for f, (own, shape) in each]
+        for f, part in enumerate(parts):
+            if part.dtype != parts[0].dtype:
+                wrong = "has another dtype than grad[0]"
+                reject(TypeError, where, f"grad[{f}]", wrong, parts[0].dtype, part.dtype)
+        found = []
+        for t, table in enumerate(pooling.arrays):
+            own = [part for part, of in zip(parts, pooling.of, strict=True) if of == t]
+            found.append(own[0] if len(own) == 1 else device_gradient.joined(
+                own, parts[0].empty_like(shape=(sum(map(len, own)), table.shape[1]))
+            ))  # fmt: skip
+        return found
+
+    def _ends_of_features(self) -> list[int]:
+        """The places at which the ids of each feature begin, and the end of all."""
+        ends = self._ends
+        if isinstance(ends, DeviceArray):
+            # Where offsets did not fit, these may be any numbers; no step takes the ids then.
+            there = ends.numpy() if self.batch else np.zeros(len(ends), np.int64)
+            ends = self._ends = np.clip(np.maximum.accumulate([*there, self._n]), 0, self._n)
+        found: list[int] = np.asarray(ends).tolist()
+        return found
+
+    def weight_gradients(self, grad: Any) -> list[Any]:
+        """Those of the weights of ids, of each feature; of joined ids the host waits.
+
+        Raises:
+            TypeError, ValueError: as `Pooled.weight_gradients`.
+        """
+        pooling = self._pooling
+        check_multiplies(pooling, is_kept=self._multiplies)
+        values, ends, like = self._gradient(grad), self._ends_of_features(), pooling.arrays[0]
+        real, features, found = pooling.real, [], []
+        for k, own in enumerate(self._kept):
+            made = like.filled_like(0.0, real, (ends[k + 1] - ends[k],))
+            w_bytes = pooling.arrays[pooling.of[pooling.order[k]]].itemsize
+            strides = own.width * w_bytes, pooling.unit * values.itemsize
+            is_aligned = not any(x % 16 for x in (own.table, values.address, *strides))
+            out = made.address - ends[k] * real.itemsize
+            features.append(own._replace(out=out, is_aligned=int(is_aligned)))
+            found.append(native(made))
+        launches = self._launches(features)
+        with launch_on([*pooling.arrays, values], None) as launch:
+            cuda.rows.bags.multiply(
+                features, self._lists(weighted=False), launches, values.address, pooling.unit,
+                g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,
+            )  # fmt: skip
+        of_feature = dict(zip(pooling.order, found, strict=True))
+        return [of_feature[f] for f in range(len(found))]
+
+
+def _gradient(pooling: Pooling, name: str, grad: Any, shape: tuple[int, int]) -> DeviceArray:
+    array = _there(pooling, name, grad)
+    check.float_dtype(pooling.where, name, array)
+    if array.shape != shape:
+        reject(ValueError, pooling.where, name, "has a wrong shape", shape, array.shape)
+    contiguous: DeviceArray = array.contiguous(pooling.where, name)
+    return contiguous
+
+
+def pool(
+    pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
+) -> DevicePooled:
+    """As `pooled.pool`, of tables on a device; a bad id or offset is heard of later.
+
+    Raises:
+        TypeError, ValueError: something does not fit.
+    """
+    return DevicePooled(pooling, read(pooling, ids, offsets, weights), out, **options)

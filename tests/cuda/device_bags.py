@@ -1,0 +1,514 @@
+"""Pooled tables on device arrays, and steps on the gradients of their outputs, as on the host."""
+
+from __future__ import annotations
+
+from simulator import Graph, run_check  # isort: split
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fusestep
+from fusestep import nn, ops
+from fusestep.kernels.cuda.rows.step import RowStep
+from fusestep.kernels.element import kernel
+from fusestep.kernels.rules.adam import ADAM
+from fusestep.kernels.storage import F32 as FLOAT32
+from fusestep.kernels.tables import HOT, RowTable
+
+from device_arrays import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    RNG,
+    assert_close,
+    gradient,
+    on_device,
+    on_host,
+    refused,
+    rows,
+    unchanged,
+)
+
+# Rows that end within a tile, of several tiles, alone or with others; an empty table.
+SHAPES = ((7, 4), (3, 9), (5, 16), (1, 1), (0, 3), (6, 8))
+
+
+def tables_of(shapes: Sequence[tuple[int, int]] = SHAPES, dtype: Any = F32) -> list[np.ndarray]:
+    return [gradient(shape, dtype) for shape in shapes]
+
+
+def bags_of(
+    tables: Sequence[np.ndarray], batch: int = 5, longest: int = 7, dtype: Any = np.int64
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Ids and offsets of a feature for each table; some bags are empty."""
+    ids, offsets = [], []
+    for table in tables:
+        n = len(table)
+        lengths = RNG.integers(0, longest + 1, batch) if n else np.zeros(batch, np.int64)
+        lengths[RNG.random(batch) < 0.2] = 0
+        offsets.append(np.concatenate(([0], np.cumsum(lengths))).astype(dtype))
+        ids.append(RNG.integers(0, max(n, 1), offsets[-1][-1]).astype(dtype))
+    return ids, offsets
+
+
+def joined(
+    ids: Sequence[np.ndarray], offsets: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same as one array of ids and one of offsets."""
+    sizes = np.cumsum([0, *map(len, ids)])
+    parts = [own[:-1] + at for own, at in zip(offsets, sizes[:-1], strict=True)]
+    return np.concatenate(ids), np.concatenate([*parts, sizes[-1:]])
+
+
+def assert_same(found: Any, expected: np.ndarray) -> None:
+    """The same bits."""
+    array = on_host(found)
+    assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+    assert array.tobytes() == expected.tobytes()
+
+
+def compare_forward(options: dict[str, Any], tables: Any, *given: Any) -> np.ndarray:
+    """The output of the device is that of the host, and in place of an array too."""
+    bags, theirs, arguments = ops.EmbeddingBags(**options), on_device(tables), on_device(given)
+    expected = bags(tables, *given)
+    out = on_device(np.full(expected.shape, 9, expected.dtype))
+    with unchanged(*theirs):
+        assert_same(bags(theirs, *arguments), expected)
+        assert bags(theirs, *arguments, out=out) is out
+    assert_same(out, expected)
+    fusestep.synchronize()
+    return expected
+
+
+def compare_gradients(options: dict[str, Any], tables: Any, grad: Any, *given: Any) -> None:
+    """What says whose gradient each id gets is the same, but for those that do not count."""
+    bags, (ids, offsets, *weights) = ops.EmbeddingBags(**options), given
+    expected = bags.gradients(tables, ids, offsets, grad, *weights)
+    there = on_device([ids, offsets, grad, *weights])
+    found = bags.gradients(on_device(tables), *there)
+    fusestep.synchronize()
+    for own, host in zip(found, expected, strict=True):
+        indices = on_host(own.indices)
+        kept = indices >= 0
+        assert (indices[~kept] == -(2**31)).all()
+        np.testing.assert_array_equal(indices[kept], host.indices)
+        np.testing.assert_array_equal(on_host(own.rows)[kept], host.rows)
+        assert (own.unit, own.dense_shape, own.dtype) == (host.unit, host.dense_shape, host.dtype)
+        assert (own.weights is None) == (host.weights is None)
+        if host.weights is not None:
+            np.testing.assert_array_equal(on_host(own.weights)[kept], host.weights)
+        if host.winners is not None and kept.all():
+            np.testing.assert_array_equal(on_host(own.winners), host.winners)
+
+
+def compare(options: dict[str, Any], tables: Any, *given: Any) -> None:
+    out = compare_forward(options, tables, *given)
+    compare_gradients(options, tables, gradient(out.shape, out.dtype), *given)
+
+
+def pooling() -> None:
+    """Sums, means and maxima of every storage type; weights; both sizes of ids and offsets."""
+    for name in ("sum", "mean", "max"):
+        for dtype, index in ((F32, np.int64), (F64, np.int32), (F16, np.int32), (BF16, np.int64)):
+            tables = tables_of(dtype=dtype)
+            compare({"pooling": name}, tables, *bags_of(tables, dtype=index))
+    for dtype in (F32, F64, BF16):
+        tables = tables_of(dtype=dtype)
+        ids, offsets = bags_of(tables)
+        real = F64 if dtype is F64 else F32
+        compare({}, tables, ids, offsets, [gradient(own.shape, real) for own in ids])
+    compare({}, tables, ids, offsets, [gradient(own.shape, F16) for own in ids])
+    mixed = [gradient(s, d) for s, d in zip(SHAPES, (F32, F16, F16, BF16, F32, F32), strict=True)]
+    compare({"pooling": "mean"}, mixed, *bags_of(mixed))
+    # A sum of one -0 is -0; NaN is the largest only where it comes first.
+    table = np.array([[-0.0, np.nan, 0], [-0.0, 2, 0], [-0.0, 3, np.nan]], F32)
+    ids, offsets = [np.array([1, 0, 1, 2, 0, 2, 2, 1])], [np.array([0, 4, 6, 8, 8])]
+    for name in ("sum", "max"):
+        compare({"pooling": name}, [table], ids, offsets)
+
+
+def lists() -> None:
+    """Rows as they are, an array for each feature; and pooled outputs in arrays of their own."""
+    for dtype, features in ((F32, None), (BF16, [4, 0, 2, 0, 1, 0])):
+        tables = tables_of(dtype=dtype)[:5]
+        chosen = tables if features is None else [tables[t] for t in features]
+        ids = [RNG.integers(0, max(len(t), 1), 4 if len(t) else 0) for t in chosen]
+        options = {"pooling": "none", "features": features}
+        padded = {"padding_idx": [None] + [0] * (len(chosen) - 1), "out_of_range": "drop"}
+        for bags in (
+            ops.EmbeddingBags(**options),
+            ops.EmbeddingBags(**options, **({} if features is None else padded)),
+        ):
+            expected, there = bags(tables, ids), on_device([tables, ids])
+            out = on_device([np.full_like(own, 9) for own in expected])
+            assert bags(*there, out=out) is out
+            for found, given, host in zip(bags(*there), out, expected, strict=True):
+                assert_same(found, host)
+                assert_same(given, host)
+            grad = [gradient(own.shape, own.dtype) for own in expected]
+            hosts = bags.gradients(tables, ids, None, grad)
+            found = bags.gradients(*there, None, on_device(grad))
+            for own, host in zip(found, hosts, strict=True):
+                kept = on_host(own.indices) >= 0
+                np.testing.assert_array_equal(on_host(own.indices)[kept], host.indices)
+                np.testing.assert_array_equal(on_host(own.rows)[kept], host.rows)
+                assert_same(own.values, host.values)
+    tables = tables_of()
+    ids, offsets = bags_of(tables)
+    for name in ("sum", "max"):
+        host = ops.EmbeddingBags(name)
+        expected = host(tables, ids, offsets)
+        out = on_device([gradient((5, t.shape[1])) for t in tables])
+        assert host(*on_device([tables, ids, offsets]), out=out) is out
+        assert_same(on_device(np.concatenate([on_host(own) for own in out], 1)), expected)
+
+
+def compare_products(options: dict[str, Any], tables: Any, grad: Any, *given: Any) -> None:
+    """The gradients of weights, whose sums over columns are in another order than on the host."""
+    bags = ops.EmbeddingBags(**options)
+    expected = bags.weight_gradients(tables, *given, grad)
+    found = bags.weight_gradients(on_device(tables), *on_device([*given, grad]))
+    for own, host in zip(found, expected, strict=True):
+        assert_close(on_host(own), host)
+
+
+def products() -> None:
+    """Of every storage type; ids that count for nothing; joined ids; of the last forward."""
+    for dtype, grad_dtype in ((F32, F32), (F64, F64), (F16, F32), (BF16, F16)):
+        tables = tables_of(dtype=dtype)
+        ids, offsets = bags_of(tables)
+        grad = gradient((5, sum(t.shape[1] for t in tables)), grad_dtype)
+        compare_products({}, tables, grad, ids, offsets)
+    compare_products({}, tables, grad, *joined(ids, offsets))
+    features = [2, 0, 2, 1]
+    ids, offsets = bags_of([tables[t] for t in features])
+    left = {"features": features, "padding_idx": 1, "out_of_range": "drop"}
+    ids[0][:2] = -5
+    mixed = [tables[0].astype(F32), *tables[1:3]]
+    compare_products(left, mixed, gradient((5, 45)), ids, offsets)
+    own = on_device([gradient((5, 4))])
+    bags = nn.EmbeddingBags(own, nn.SGD(own, 0.1))
+    given = on_device([[np.array([1, 2])], [np.array([0, 0, 2])]])
+    grad = on_device(gradient((2, 4)))
+    bags(*given, on_device([gradient((2,))]))
+    (found,) = bags.weight_gradients(grad)
+    assert_close(on_host(found), on_host(own[0])[[1, 2]] @ on_host(grad)[1])
+    bags(*given)
+    with refused(ValueError, "have no gradient", *own):
+        bags.weight_gradients(grad)
+
+
+def forms() -> None:
+    """Joined ids, bags of one length, one table, shared tables, ids that count for nothing."""
+    tables = tables_of()
+    ids, offsets = bags_of(tables)
+    for name in ("sum", "max"):
+        compare({"pooling": name}, tables, *joined(ids, offsets))
+    weights = gradient((sum(map(len, ids)),))
+    compare({}, tables, *joined(ids, offsets), weights)
+    own = tables[:3]
+    compare({}, own, [RNG.integers(0, len(t), (4, 3)) for t in own], None)
+    compare({}, own[:1], np.array([[1, 2], [3, 3]]), None, gradient((2, 2)))
+    compare({}, own[:1], np.array([1, 2, 3]), np.array([0, 3, 3]))
+    compare({}, own[:1], np.array([1, 2, 3]), np.array([0, 3, 3]), gradient((3,)))
+    features = [2, 0, 2, 1, 0]
+    chosen = [tables[t] for t in features]
+    ids, offsets = bags_of(chosen)
+    for name in ("sum", "max"):
+        compare({"features": features, "pooling": name}, tables[:3], ids, offsets)
+    compare({"features": [0, 0, 1]}, tables[:2], *joined(*bags_of([tables[0], *tables[:2]])))
+    for name in ("sum", "mean", "max"):
+        left = {"padding_idx": [1, None, 0, 2, 1], "out_of_range": "drop", "pooling": name}
+        bad = [np.where(RNG.random(len(x)) < 0.3, RNG.choice([-1, 50, -(2**31)]), x) for x in ids]
+        compare({"features": features, **left}, tables[:3], bad, offsets)
+    # Empty batches, bags and lists; views that are not aligned, and strided ids.
+    nothing = np.array([], np.int64)
+    compare({}, own[:1], [nothing], [np.array([0])])
+    compare({}, own[:1], [nothing], [np.array([0, 0, 0])])
+    compare({}, own[:2], nothing, np.array([0, 0, 0]))
+    room = on_device(gradient((9,)))
+    view = room[1:9].reshape(2, 4)
+    found = ops.EmbeddingBags()(
+        [view], [on_device(np.array([1, 0]))], [on_device(np.array([0, 2]))]
+    )
+    assert_same(found, ops.EmbeddingBags()([on_host(view)], [np.array([1, 0])], [np.array([0, 2])]))
+
+
+# Steps
+
+Make = Callable[[Any], Any]
+OPTIMIZERS: tuple[Make, ...] = (
+    lambda p: nn.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, sparse_update="dense_equivalent"),
+    lambda p: nn.LazyAdam(p, 0.1, weight_decay=0.1, loss_scale=2.0),
+    lambda p: nn.RowWiseAdagrad(p, learning_rate=0.1),
+    lambda p: nn.RowWiseAdam(p, 0.1, sparse_update="dense_equivalent"),
+    lambda p: nn.Adagrad(p, 0.1, learning_rate=0.1),
+)
+
+
+def assert_same_steps(on_gpu: Any, on_cpu: Any) -> None:
+    fusestep.synchronize()
+    found, expected = on_gpu.state_dict(), on_cpu.state_dict()
+    for p, q in zip(on_gpu.parameters, on_cpu.parameters, strict=True):
+        assert_close(p.asnumpy(), q.asnumpy(), repr(on_gpu))
+    assert list(found) == list(expected)
+    for name in found:
+        assert_close(found[name], expected[name], f"{on_gpu!r} {name}")
+
+
+def compare_steps(
+    make: Make, tables: Any, options: dict[str, Any], steps: Sequence[tuple[Any, ...]],
+    grad_dtype: Any = F32,
+) -> None:  # fmt: skip
+    """Some steps on the device are those on the host, with another parameter that has none."""
+    others = [gradient((3,))]
+    on_cpu = make([w.copy() for w in (*others, *tables)])
+    on_gpu = make(on_device([*others, *tables]))
+    host = nn.EmbeddingBags(on_cpu.parameters[1:], on_cpu, **options)
+    device = nn.EmbeddingBags(on_gpu.parameters[1:], on_gpu, **options)
+    for given in steps:
+        expected = host(*given)
+        assert_close(on_host(device(*on_device(given))), expected)
+        grad = gradient(expected.shape, grad_dtype)
+        host.backward(grad)
+        device.backward(on_device(grad))
+    assert_same_steps(on_gpu, on_cpu)
+
+
+def steps() -> None:
+    """Every kind of rule, pooling and storage type; ids that count for nothing."""
+    tables = tables_of()
+    for k, make in enumerate(OPTIMIZERS):
+        for name in ("sum", "mean", "max") if k < 3 else ("mean",):
+            own = [bags_of(tables, 4, 5) for _ in range(2)]
+            compare_steps(make, tables, {"pooling": name}, own)
+    ids, offsets = bags_of(tables, 4, 5)
+    weights = [gradient(own.shape) for own in ids]
+    compare_steps(OPTIMIZERS[1], tables, {}, [(ids, offsets, weights), (ids, offsets)])
+    compare_steps(OPTIMIZERS[1], tables, {}, [joined(ids, offsets)])
+    for name in ("sum", "mean", "max"):
+        left = {"padding_idx": 0, "out_of_range": "drop", "pooling": name}
+        bad = [np.where(RNG.random(len(x)) < 0.3, -1, x) for x in ids]
+        for make in OPTIMIZERS[:3]:
+            compare_steps(make, tables[:4], left, [(bad[:4], offsets[:4])])
+    on_cpu, on_gpu = nn.LazyAdam(tables[:3], 0.1), nn.LazyAdam(on_device(tables[:3]), 0.1)
+    options = {"pooling": "none", "features": [0, 2, 0, 1], "padding_idx": 1}
+    host, device = (nn.EmbeddingBags(opt.parameters, opt, **options) for opt in (on_cpu, on_gpu))
+    lists = [RNG.integers(0, len(tables[t]), 4) for t in (0, 2, 0, 1)]
+    grad = [gradient(own.shape) for own in host(lists)]
+    device(on_device(lists))
+    host.backward(grad)
+    device.backward(on_device(grad))
+    assert_same_steps(on_gpu, on_cpu)
+    for dtype, grad_dtype in ((F64, F64), (F16, F32), (BF16, BF16)):
+        own = tables_of(dtype=dtype)
+        for name in ("mean", "max"):
+            compare_steps(OPTIMIZERS[1], own, {"pooling": name}, [bags_of(own, 4, 5)], grad_dtype)
+
+
+def hot() -> None:
+    """Rows that occur more than `HOT` times, whose ranges are summed; widths that are no tiles."""
+    tables, batch = tables_of([(3, 4), (4, 5)]), 40
+    for name in ("sum", "mean", "max"):
+        ids = [np.minimum(RNG.integers(0, 30, (batch, 20)), len(t) - 1) for t in tables]
+        assert max((own == len(t) - 1).sum() for own, t in zip(ids, tables, strict=True)) > HOT
+        compare_steps(OPTIMIZERS[1], tables, {"pooling": name}, [(ids, None)])
+    compare_steps(OPTIMIZERS[1], tables, {}, [(ids, None, [gradient(x.shape) for x in ids])])
+    # The sums of a probe begin at a whole vector, for the tables whose rows do.
+    made = kernel(ADAM, (), FLOAT32, FLOAT32, (FLOAT32,) * 2)
+    widths = [RowTable((0, 0, 0), 0, 4, width, 0, 4, HOT + 1, 0) for width in (4, 5)]
+    step = RowStep(made, widths, touched_only=True)
+    assert step._hot_stride % 4 == 0
+
+
+def mixtures() -> None:
+    """Tables with weights, with maxima and with neither in one step: each as by itself."""
+    tables = tables_of([(5, 4)] * 3)
+    on_cpu, on_gpu = (
+        nn.LazyAdam([w.copy() for w in tables], 0.1),
+        nn.LazyAdam(on_device(tables), 0.1),
+    )
+    given = [bags_of([w], 4, 5) for w in tables]
+    weights = [gradient(given[0][0][0].shape)]
+    grad = gradient((4, 4))
+    found: dict[str, list[Any]] = {"host": [], "device": []}
+    for place, opt in (("host", on_cpu), ("device", on_gpu)):
+        there = on_device if place == "device" else lambda x: x
+        for k, (name, own) in enumerate((("sum", weights), ("max", None), ("sum", None))):
+            bags = ops.EmbeddingBags(name)
+            arguments = [opt.parameters[k].data], *map(there, given[k]), there(grad)
+            found[place] += bags.gradients(*arguments, there(own))
+    for chosen in ([0, 1, 2], [0, 2], [1, 2], [2]):
+        on_cpu(tuple(found["host"][k] if k in chosen else None for k in range(3)))
+        on_gpu(tuple(found["device"][k] if k in chosen else None for k in range(3)))
+        assert_same_steps(on_gpu, on_cpu)
+    # Pooled rows and plain ones in one step.
+    plain = rows([3, 1, 3], (5, 4))
+    on_cpu((found["host"][0], plain, found["host"][2]))
+    on_gpu((found["device"][0], on_device(plain), found["device"][2]))
+    assert_same_steps(on_gpu, on_cpu)
+
+
+# Errors
+
+
+def late(error: type[Exception], text: str, call: Callable[[], Any], *arrays: Any) -> None:
+    """The call is enqueued, writes to no array, and its error is raised by who waits."""
+    with unchanged(*arrays):
+        call()
+        with pytest.raises(error, match=text):
+            fusestep.synchronize()
+
+
+def errors() -> None:
+    """Bad ids and offsets are told later; outputs stay as they are, or are 0; no step is taken."""
+    tables = tables_of([(5, 4), (3, 2)])
+    opt = nn.LazyAdam(on_device(tables), 0.1)
+    bags, arrays = nn.EmbeddingBags(opt.parameters, opt), [p.data for p in opt.parameters]
+    good, ends = [np.array([1, 2]), np.array([0, 2])], [np.array([0, 1, 2]), np.array([0, 0, 2])]
+    out = on_device(gradient((2, 6)))
+
+    def step() -> None:
+        bags.backward(on_device(gradient((2, 6))))
+
+    bad_ids = (
+        ([[1, 5], [0, 2]], r"ids\[0\]\[1\] is out of range: expected 0 <= id < 5, got 5"),
+        ([[1, 2], [-1, 2]], r"ids\[1\]\[0\] is out of range: expected 0 <= id < 3, got -1"),
+        ([[1, 2], [0, 2**40]], rf"ids\[1\]\[1\] is out of range: .*, got {2**40}"),
+        ([[1, 2], [0, -(2**31)]], rf"ids\[1\]\[1\] is out of range: .*, got -{2**31}"),
+    )
+    for lists, text in bad_ids:
+        ids = on_device([np.array(x) for x in lists])
+        late(IndexError, text, lambda ids=ids: bags(ids, on_device(ends), out=out), *arrays, out)
+        assert not on_host(bags(ids, on_device(ends))).any()
+        late(IndexError, text, step, *arrays)
+        assert opt.state_dict()["global_step"] == 0
+    bad_offsets = (
+        ([[1, 1, 2], [0, 0, 2]], r"offsets\[0\]\[0\] does not fit: expected 0, got 1"),
+        ([[0, 3, 2], [0, 0, 2]], r"offsets\[0\]\[1\] does not fit: expected at least .*, got 3"),
+        ([[0, 1, 2], [0, -1, 2]], r"offsets\[1\]\[1\] does not fit: expected at least .*, got -1"),
+        ([[0, 1, 1], [0, 0, 2]], r"offsets\[0\]\[2\] does not fit: .* 2, got 1"),
+    )
+    for lists, text in bad_offsets:
+        bounds = on_device([np.array(x) for x in lists])
+        late(ValueError, text, lambda b=bounds: bags(on_device(good), b, out=out), *arrays, out)
+        assert not on_host(bags(on_device(good), bounds)).any()
+        late(ValueError, text, step, *arrays)
+    whole = np.array([1, 2, 0, 2])
+    for bounds, text in (
+        ([0, 1, 2, 3, 5], r"offsets\[4\] does not fit"),
+        ([1, 1, 2, 3, 4], r"offsets\[0\] does not fit"),
+        ([0, 1, 9, 3, 4], r"offsets\[2\] does not fit"),
+    ):
+        late(
+            ValueError, text, lambda b=bounds: bags(*on_device([whole, np.array(b)]), out=out), out
+        )
+        bags(*on_device([whole, np.array(bounds)]))
+        late(ValueError, text, step, *arrays)
+    late(
+        IndexError, r"ids\[3\] is out of range: expected 0 <= id < rows of its table, got 4",
+        lambda: bags(*on_device([np.array([1, 2, 0, 4]), np.array([0, 1, 2, 3, 4])]), out=out), out,
+    )  # fmt: skip
+    # And then all goes on.
+    bags(on_device(good), on_device(ends))
+    step()
+    fusestep.synchronize()
+    assert opt.state_dict()["global_step"] == 1
+
+
+def refusals() -> None:
+    """What cannot be, or is not done on devices, raises at once."""
+    host = tables_of([(5, 4), (3, 2)])
+    tables = on_device(host)
+    ids = on_device([np.array([1, 2]), np.array([0, 2])])
+    offsets = on_device([np.array([0, 1, 2]), np.array([0, 0, 2])])
+    bags, grad, real = ops.EmbeddingBags(), on_device(gradient((2, 6))), on_device(gradient((2, 6)))
+    cases: tuple[tuple[type[Exception], str, Callable[[], Any]], ...] = (
+        (ValueError, "tables[1] lives elsewhere", lambda: bags([tables[0], host[1]], ids, offsets)),
+        (ValueError, "ids[0] lives elsewhere",
+         lambda: bags(tables, [np.array([1]), np.array([0])], offsets)),
+        (ValueError, "offsets[0] lives elsewhere",
+         lambda: bags(tables, ids, [np.array([0, 2])] * 2)),
+        (TypeError, "ids[0] has a wrong dtype", lambda: bags(tables, [grad, grad], offsets)),
+        (ValueError, "ids have a wrong length", lambda: bags(tables, ids[:1], offsets)),
+        (ValueError, "offsets do not fit the ids", lambda: bags(tables, ids, offsets[0])),
+        (TypeError, "offsets do not fit the ids", lambda: bags(tables, ids[0], offsets)),
+        (TypeError, "offsets do not fit the ids", lambda: bags(tables[:1], ids[0], offsets[:1])),
+        (ValueError, "offsets have a wrong shape", lambda: bags(tables, ids[0], ids[0])),
+        (ValueError, "ids[0] has a wrong shape", lambda: bags(tables, ids, None)),
+        (ValueError, "ids[1] have another number of bags",
+         lambda: bags(tables, ids, [offsets[0], ids[1]])),
+        (ValueError, "do not end at the number of ids",
+         lambda: bags(tables, ids, [on_device(np.array([0]))] * 2)),
+        (ValueError, "offsets are given without pooling",
+         lambda: ops.EmbeddingBags("none")(tables, ids, offsets)),
+        (ValueError, "ids have a wrong shape", lambda: ops.EmbeddingBags("none")(tables, ids[0])),
+        (ValueError, "grad does not fit the outputs",
+         lambda: ops.EmbeddingBags("none").gradients(tables, ids, None, grad)),
+        (TypeError, "grad[1] has another dtype than grad[0]",
+         lambda: ops.EmbeddingBags("none").gradients(
+             tables, ids, None, on_device([gradient((2, 4)), gradient((2, 2), F64)]))),
+        (ValueError, "features are not in the order of their tables",
+         lambda: ops.EmbeddingBags(features=[1, 0])(tables, ids[0], offsets[0])),
+        (ValueError, "per_sample_weights need sums",
+         lambda: ops.EmbeddingBags("max")(tables, ids, offsets, [grad, grad])),
+        (ValueError, "per_sample_weights[0] has a wrong shape",
+         lambda: bags(tables, ids, offsets, [grad, grad])),
+        (TypeError, "per_sample_weights[0] has a higher dtype",
+         lambda: bags(tables, ids, offsets, [on_device(gradient((2,), F64))] * 2)),
+        (ValueError, "out has a wrong shape", lambda: bags(tables, ids, offsets, out=tables[0])),
+        (ValueError, "out does not fit the features",
+         lambda: bags(tables, ids, offsets, out=[grad])),
+        (ValueError, "out[0] has a wrong shape",
+         lambda: bags(tables, ids, offsets, out=[grad, grad])),
+        (ValueError, "out lives elsewhere",
+         lambda: bags(tables, ids, offsets, out=gradient((2, 6)))),
+        (TypeError, "out has a wrong dtype",
+         lambda: bags(tables, ids, offsets, out=on_device(gradient((2, 6), F64)))),
+        (ValueError, "grad is a list", lambda: bags.gradients(tables, ids, offsets, [grad, grad])),
+        (ValueError, "grad has a wrong shape",
+         lambda: bags.gradients(tables, ids, offsets, tables[0])),
+        (ValueError, "grad lives elsewhere",
+         lambda: bags.gradients(tables, ids, offsets, gradient((2, 6)))),
+        (ValueError, "per_sample_weights have no gradient",
+         lambda: ops.EmbeddingBags("max").weight_gradients(tables, ids, offsets, grad)),
+    )  # fmt: skip
+    for error, text, call in cases:
+        with refused(error, text, *tables, grad, real):
+            call()
+    shared = on_device(gradient((4, 6)))
+    with refused(ValueError, "out shares memory with what is read", shared):
+        bags([shared], ids[:1], offsets[:1], out=shared[1:3])
+    twice = on_device(gradient((2, 4)))
+    with refused(ValueError, "out[1] shares memory", twice):
+        ops.EmbeddingBags(features=[0, 0])(
+            tables[:1], [ids[0]] * 2, [offsets[0]] * 2, out=[twice, twice]
+        )
+    found = bags.gradients(tables, ids, offsets, grad)
+    with refused(RuntimeError, "lives on a CUDA device", *tables):
+        found[0].to_rows()
+    off = nn.LazyAdam(tables, 0.1)
+    off.target = "CPU"
+    with refused(RuntimeError, "is that of pooled rows on a device", *tables):
+        off(tuple(found))
+    opt = nn.LazyAdam(tables, 0.1)
+    opt(tuple(found))
+    with refused(RuntimeError, "has the gradient of pooled rows", *tables), Graph():
+        opt(tuple(found))
+    host_grad = ops.EmbeddingBags().gradients(
+        host, [np.array([1, 2]), np.array([0, 2])], [np.array([0, 1, 2])] * 2, gradient((2, 6))
+    )
+    with refused(ValueError, "lives elsewhere than the parameter", *tables):
+        opt(tuple(host_grad))
+    fusestep.synchronize()
+
+
+if __name__ == "__main__":
+    run_check(
+        pooling=(pooling,), forms=(forms, lists, products), steps=(steps, mixtures), hot=(hot,),
+        errors=(errors, refusals),
+    )  # fmt: skip
