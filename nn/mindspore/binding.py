@@ -301,8 +301,6 @@ def _groups(
         made = {"params": [], "weight_decay": decay, "grad_centralization": centralize, **own_rate}
         groups.setdefault(key, made)["params"].append(p)
     found: dict[str, Any] = {"params": [*groups.values(), {"order_params": parameters}]}
-    if "weight_decay" in options:
-        found["weight_decay"] = 0.0  # it is in the groups
     if options["learning_rate"] is not None:
         found["learning_rate"] = rate_of[id(rates[0])]
     return found

@@ -108,7 +108,7 @@ def test_each_group_has_its_options() -> None:
             {"params": [ps[1]], "lr": 0.125, "weight_decay": 0.25},
             {"params": [ps[2]], "lr": 0.5, "weight_decay": 0.5},
             {"params": [ps[3]], "lr": 0.5, "weight_decay": 0.25, "grad_centralization": True},
-            {"params": [ps[4]], "weight_decay": lambda step: 0.25 * step},
+            {"params": [ps[4]], "weight_decay": lambda step: 0.1 * step},
             {"params": [ps[5]], "lr": [0.5, 0.25, 0.125], "grad_centralization": True},
             {"params": [ps[6]]},
             {"params": [ps[7]], "grad_centralization": True},
