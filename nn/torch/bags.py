@@ -113,7 +113,7 @@ class EmbeddingBags(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The tables."""
-        return [module.weight for module in self._modules.values()]  # type: ignore[union-attr,misc]
+        return [module.weight for module in self._modules.values()]
 
     @property
     def _are_single(self) -> bool:
@@ -191,7 +191,8 @@ class EmbeddingBags(nn.Module):
 
     def _arrays(self, given: tuple[Any, Any, Any]) -> list[Any]:
         """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
-        found, modules = [], self._modules.values()
+        modules = self._modules.values()
+        found: list[Any] = []
         for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
             if own is None and name != "ids":
                 found.append(None)

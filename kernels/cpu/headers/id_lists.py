@@ -206,7 +206,8 @@ def _tensor_kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | N
         with torch.inference_mode(is_inference):
             keys.append(signed(torch._C._dispatch_keys(torch.zeros(1)).raw_repr()))
     fields = array("q", layout.fields)
-    kinds = _Kinds(id(torch.Tensor), real.itemsize, *codes, fields.buffer_info()[0], *keys)
+    known = *codes, fields.buffer_info()[0], *keys
+    kinds = _Kinds(id(torch.Tensor), real.itemsize, *known)
     return array("q", kinds), fields
 
 

@@ -110,7 +110,7 @@ def read_plain(
 def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
     read = _read_ids(pooling, ids, offsets)
     factors = _read_weights(pooling, read, weights)
-    each = zip(read, factors or [None] * len(read), strict=True)
+    each = zip(read, factors or (None,) * len(read), strict=True)
     records = [own.record(own_weights) for own, own_weights in each]
     lists = np.array(pooling.ordered(records), np.int64)
     return Given(lists, pooling.real, factors is not None, (read, factors))
