@@ -99,6 +99,7 @@ def _look_at_tensor(c, thing, ndim):
         return _NONE
     kind = _kind(c, code_of(f, tensor))
     first, second = load_int64(tensor + f.sizes), 1
+    # The stride of a single element means nothing.
     if ndim > 1:
         second = load_int64(tensor + f.sizes + 8)
         if load_int64(tensor + f.strides + 8) != 1 and second > 1:

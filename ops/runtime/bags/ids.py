@@ -81,6 +81,7 @@ def read_plain(
     With ``singles`` each id of one dimension is a bag.
     """
     n, is_weighted = len(pooling.of), weights is not None
+    # What is refused here is not wrong yet: Python looks at it once more, and has words for it.
     if not pooling.is_ordered or (is_weighted and pooling.name != "sum"):
         return None
     are_listed = [isinstance(given, list | tuple) for given in (ids, offsets, weights)]
