@@ -29,8 +29,8 @@ from .threads.parallel import Arguments, Loop, get_num_threads, run_all
 
 MOST = 2**31 - 1
 """Ids of a call, rows of a table and rows of a gradient are numbered in int32."""
-# Tables differ in what a row costs, from the first cache to memory: with many parts of each, threads
-# end at the same time. A part begins without rows on their way, so it has some bags.
+# Tables differ in what a row costs, from the first cache to memory: with many parts of each,
+# threads end at the same time. A part begins without rows on their way, so it has some bags.
 _MOST_PARTS = 64  # of a feature
 _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids

@@ -220,7 +220,7 @@ class EmbeddingBags(nn.Module):
         before, stand_ins = [weight.grad for weight in weights], self._known[2]
         self._hook.remove()  # a step without hooks takes a shorter way
         try:
-            # To make a sparse tensor for each table in each step would take longer than a small step.
+            # To make a sparse tensor for each table takes longer than a small step.
             for weight, gradient, stand_in in zip(weights, found, stand_ins, strict=True):
                 setattr(stand_in, BAGS, gradient)
                 weight.grad = stand_in
