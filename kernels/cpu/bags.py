@@ -29,6 +29,8 @@ from .threads.parallel import Arguments, Loop, get_num_threads, run_all
 
 MOST = 2**31 - 1
 """Ids of a call, rows of a table and rows of a gradient are numbered in int32."""
+# Tables differ in what a row costs, from the first cache to memory: with many parts of each,
+# threads end at the same time. A part begins without rows on their way, so it has some bags.
 _MOST_PARTS = 64  # of a feature
 _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids
@@ -267,6 +269,7 @@ def _loops(real: Any) -> _Loops:
             else:
                 rows = source, c.ids, begin, end, feature.width, -1, 1
                 call_address(feature.pool, address, *rows)
+            # Divided, not multiplied by a rounded quotient: as in PyTorch.
             if c.pooling == MEAN and end - begin > 1:
                 for k in range(feature.width):
                     out[k] /= real(end - begin)

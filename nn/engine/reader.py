@@ -111,7 +111,7 @@ class GradientReader:
         if not last.row_arrays:
             return Gradients(last, addresses, [], arrays)
         found = addresses.tolist()
-        rows = [
+        rows: list[Any] = [
             RowGradient(arrays[k], arrays[k + 1], found[k], found[k + 1]) if k >= 0 else None
             for k in last.row_arrays
         ]

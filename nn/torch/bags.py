@@ -113,7 +113,7 @@ class EmbeddingBags(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The tables."""
-        return [module.weight for module in self._modules.values()]  # type: ignore[union-attr,misc]
+        return [module.weight for module in self._modules.values()]
 
     @property
     def _are_single(self) -> bool:
@@ -191,7 +191,8 @@ class EmbeddingBags(nn.Module):
 
     def _arrays(self, given: tuple[Any, Any, Any]) -> list[Any]:
         """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
-        found, modules = [], self._modules.values()
+        modules = self._modules.values()
+        found: list[Any] = []
         for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
             if own is None and name != "ids":
                 found.append(None)
@@ -219,6 +220,7 @@ class EmbeddingBags(nn.Module):
         before, stand_ins = [weight.grad for weight in weights], self._known[2]
         self._hook.remove()  # a step without hooks takes a shorter way
         try:
+            # To make a sparse tensor for each table takes longer than a small step.
             for weight, gradient, stand_in in zip(weights, found, stand_ins, strict=True):
                 setattr(stand_in, BAGS, gradient)
                 weight.grad = stand_in

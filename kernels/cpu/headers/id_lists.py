@@ -99,6 +99,7 @@ def _look_at_tensor(c, thing, ndim):
         return _NONE
     kind = _kind(c, code_of(f, tensor))
     first, second = load_int64(tensor + f.sizes), 1
+    # The stride of a single element means nothing.
     if ndim > 1:
         second = load_int64(tensor + f.sizes + 8)
         if load_int64(tensor + f.strides + 8) != 1 and second > 1:
@@ -206,7 +207,8 @@ def _tensor_kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | N
         with torch.inference_mode(is_inference):
             keys.append(signed(torch._C._dispatch_keys(torch.zeros(1)).raw_repr()))
     fields = array("q", layout.fields)
-    kinds = _Kinds(id(torch.Tensor), real.itemsize, *codes, fields.buffer_info()[0], *keys)
+    known = *codes, fields.buffer_info()[0], *keys
+    kinds = _Kinds(id(torch.Tensor), real.itemsize, *known)
     return array("q", kinds), fields
 
 

@@ -137,6 +137,8 @@ def _sizes_of(
     )
     ends = tuple(accumulate(map(_whole_lines, sizes)))
     position_bits = max(1, (n - 1).bit_length())
+    # Behind the position the number of a gradient row is read once, in order. In the order of
+    # sorted keys it is looked up all over a list, before the row itself can be fetched.
     if row_bits + position_bits + carried_bits > _KEY_BITS:
         carried_bits = 0
     bits = position_bits + carried_bits, carried_bits, row_bits, digit_bits

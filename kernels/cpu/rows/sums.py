@@ -155,6 +155,7 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
         row = load(values + row_of(lists, key, mask) * stride)
         return multiply_vectors(row, weight_at(lists[1] + real_bytes * place_of(lists, key, mask)))
 
+    # Selected, not multiplied by 0: a NaN of another occurrence's element must not come in.
     @njit(inline="always")
     def chosen(values, stride, lists, key, mask):
         row = values + row_of(lists, key, mask) * stride

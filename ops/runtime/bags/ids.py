@@ -81,6 +81,7 @@ def read_plain(
     With ``singles`` each id of one dimension is a bag.
     """
     n, is_weighted = len(pooling.of), weights is not None
+    # What is refused here is not wrong yet: Python looks at it once more, and has words for it.
     if not pooling.is_ordered or (is_weighted and pooling.name != "sum"):
         return None
     are_listed = [isinstance(given, list | tuple) for given in (ids, offsets, weights)]
@@ -110,7 +111,7 @@ def read_plain(
 def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
     read = _read_ids(pooling, ids, offsets)
     factors = _read_weights(pooling, read, weights)
-    each = zip(read, factors or [None] * len(read), strict=True)
+    each = zip(read, factors or (None,) * len(read), strict=True)
     records = [own.record(own_weights) for own, own_weights in each]
     lists = np.array(pooling.ordered(records), np.int64)
     return Given(lists, pooling.real, factors is not None, (read, factors))

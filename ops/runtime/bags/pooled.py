@@ -151,6 +151,7 @@ class Pooled:
         pooling, bags = self._pooling, self._bags
         arrays, unit = self._gradient_arrays(grad)
         rows, weights = bags.rows_of_gradient()
+        # Asking NumPy for addresses would take longer than all else: one of each array is enough.
         ends = bags.bounds[self._bags_before()].tolist()
         ids, winners = bags.ids, self._winners
         at_ids, at_rows = address_of(ids), address_of(rows)

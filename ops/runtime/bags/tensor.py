@@ -102,6 +102,7 @@ class BagTensor:
             wrong, expected = "lives on a CUDA device", "an optimizer's step, or one on the host"
             reject(RuntimeError, "BagTensor", "the gradient", wrong, expected, "its rows")
         n, width = len(self.indices), self.dense_shape[1]
+        # A row begins in the middle of that of the output: units are the widths that all share.
         units = self.rows[:, None] + np.arange(width // self.unit)
         values = self.values.reshape(-1, self.unit)[units].reshape(n, width)
         if self.winners is not None:
