@@ -333,12 +333,13 @@ class Binding:
         if found == headers.MOVED:
             self._settle(expected.written)
         rows: dict[int, RowGradient] = {}
+        spans: set[tuple[int, int]] = set()  # the gradient of pooled tables is one for all of them
         for i, name, n_sparse in self._of_rows:
             if gradients[i].sparse_dim() != n_sparse:
                 return None
-            rows[i] = rows_of(self._where, name, parameters[i], gradients[i])
-        # Once each: the gradient of pooled tables is one array for all of them.
-        if expected.shares_memory({span for row in rows.values() for span in row.spans}):
+            rows[i] = row = rows_of(self._where, name, parameters[i], gradients[i])
+            spans.update(row.spans)
+        if spans and expected.shares_memory(spans):
             return None
         return Given(expected.gradients, rows, own, (), gradients)
 
