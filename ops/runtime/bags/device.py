@@ -9,41 +9,38 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.storage import STORAGES
-from .. import check, cuda, device_gradient
-from ..arrays import adopt_anywhere, native
-from ..device import DeviceArray, device_of, may_share_memory
+from .. import cuda, device_gradient
+from ..arrays import native
+from ..device import DeviceArray, may_share_memory
 from ..errors import message, reject
 from ..launch import checked_launch, launch_on
 from ..row_step import RowGradient
+from .given import (
+    Ids,
+    of_tables,
+    read_gradient,
+    read_gradients,
+    read_lists,
+    read_outputs,
+    read_weights,
+)
 from .pooling import Pooling, check_multiplies, kind_of
 from .tensor import BagTensor
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
-class _Ids(NamedTuple):
-    """The ids of one feature."""
-
-    name: str  # how errors name them
-    array: DeviceArray  # contiguous
-    n: int  # ids; of one array of all features 0: the device knows
-    bags: int
-    offsets: DeviceArray | None  # contiguous; None: all bags have ``length`` ids
-    offsets_name: str
-    first_offset: int  # which of them is the first
-    length: int = 0
-
-
 class Given(NamedTuple):
     """The ids of all features, in the order of their tables."""
 
-    lists: list[_Ids]
+    lists: list[Ids]
     weights: list[DeviceArray] | None  # of each, or one for all
     is_joined: bool  # all features have one array of ids
     n: int  # ids in all
@@ -62,137 +59,28 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
     Raises:
         TypeError, ValueError: a kind, place, dtype or shape does not fit.
     """
-    where, n = pooling.where, len(pooling.of)
-    if not pooling.pools and offsets is not None:
-        wrong, expected = "are given without pooling", "None: each id has a row of the output"
-        reject(ValueError, where, "offsets", wrong, expected, type(offsets).__name__)
-    is_joined = not isinstance(ids, list | tuple)
-    if not is_joined:
-        lists = _read_lists(pooling, ids, offsets)
-    elif not pooling.pools and n > 1:
-        reject(ValueError, where, "ids", "have a wrong shape", f"a list of {n} arrays", "an array")
-    elif n == 1 and offsets is None:
-        lists = [_read_list(pooling, "ids", "offsets", ids, None)]
-    else:
-        lists = _read_joined(pooling, ids, offsets)
-    if n == 1:
-        lists, is_joined = [lists[0]._replace(n=lists[0].array.size)], False
-    total = lists[0].array.size if is_joined else sum(own.n for own in lists)
+    where, (lists, is_joined) = pooling.where, read_lists(pooling, ids, offsets)
+    if is_joined and not pooling.is_ordered:
+        wrong, expected = "are not in the order of their tables", "a list of ids on a device"
+        reject(ValueError, where, "features", wrong, expected, "one array of ids")
+    total = lists[0].n if is_joined else sum(own.n for own in lists)
     if total > MOST:
         reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
     if lists[0].bags == 0 and total and pooling.pools:
         wrong = "do not end at the number of ids"
         reject(ValueError, where, lists[0].offsets_name, wrong, total, "no bags")
-    factors = _read_weights(pooling, lists, weights, total, is_joined=is_joined)
-    ordered = pooling.ordered(lists)
-    return Given(ordered, factors, is_joined, total)
+    factors = read_weights(pooling, lists, weights, is_joined=is_joined)
+    if factors is not None:
+        factors = [_converted(array, pooling.real) for array in factors]
+        factors = factors if is_joined else pooling.ordered(factors)
+    if is_joined:  # how many are whose the device knows
+        lists = [own._replace(end=0) for own in lists]
+    return Given(pooling.ordered(lists), factors, is_joined, total)
 
 
-def _read_lists(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
-    where, n = pooling.where, len(pooling.of)
-    if len(ids) != n:
-        reject(ValueError, where, "ids", "have a wrong length", f"{n} arrays", len(ids))
-    if offsets is not None and (not isinstance(offsets, list | tuple) or len(offsets) != n):
-        expected = f"a list of {n} arrays, as the ids are"
-        reject(ValueError, where, "offsets", "do not fit the ids", expected, kind_of(offsets))
-    lists = []
-    for f, given in enumerate(ids):
-        own = None if offsets is None else offsets[f]
-        lists.append(_read_list(pooling, f"ids[{f}]", f"offsets[{f}]", given, own))
-    for own_ids in lists if pooling.pools else ():
-        if own_ids.bags != lists[0].bags:
-            wrong = "have another number of bags than ids[0]"
-            reject(ValueError, where, own_ids.name, wrong, lists[0].bags, own_ids.bags)
-    return lists
-
-
-def _read_list(pooling: Pooling, name: str, offsets_name: str, ids: Any, offsets: Any) -> _Ids:
-    where, array = pooling.where, _integers(pooling, name, ids)
-    if not pooling.pools:
-        if array.ndim != 1:
-            reject(ValueError, where, name, "has a wrong shape", "1 dimension", array.shape)
-        return _Ids(name, array, array.size, array.size, None, offsets_name, 0, 1)
-    if offsets is None:
-        if array.ndim != 2:
-            wrong, expected = "has a wrong shape", "(bags, length), as there are no offsets"
-            reject(ValueError, where, name, wrong, expected, array.shape)
-        bags, length = array.shape
-        return _Ids(name, array, array.size, bags, None, offsets_name, 0, length)
-    if array.ndim != 1:
-        reject(ValueError, where, name, "has a wrong shape", "1 dimension", array.shape)
-    bounds = _integers(pooling, offsets_name, offsets)
-    if bounds.ndim != 1 or len(bounds) == 0:
-        reject(ValueError, where, offsets_name, "has a wrong shape", "(bags + 1,)", bounds.shape)
-    return _Ids(name, array, array.size, len(bounds) - 1, bounds, offsets_name, 0)
-
-
-def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
-    """One array of the ids of all features, with offsets of all their bags."""
-    where, n, array = pooling.where, len(pooling.of), _integers(pooling, "ids", ids)
-    if array.ndim != 1:
-        expected = f"a list of {n} arrays, or all ids in 1 dimension"
-        reject(ValueError, where, "ids", "have a wrong shape", expected, array.shape)
-    if not pooling.is_ordered:
-        wrong, expected = "are not in the order of their tables", "a list of ids on a device"
-        reject(ValueError, where, "features", wrong, expected, "one array of ids")
-    if isinstance(offsets, list | tuple) or offsets is None:
-        expected, got = "one array, as the ids are", type(offsets).__name__
-        reject(TypeError, where, "offsets", "do not fit the ids", expected, got)
-    bounds = _integers(pooling, "offsets", offsets)
-    if bounds.ndim != 1 or len(bounds) % n != 1 % n or len(bounds) == 0:
-        wrong, expected = "have a wrong shape", f"({n} * bags + 1,)"
-        reject(ValueError, where, "offsets", wrong, expected, bounds.shape)
-    bags = (len(bounds) - 1) // n
-    return [_Ids("ids", array, 0, bags, bounds, "offsets", f * bags) for f in range(n)]
-
-
-def _integers(pooling: Pooling, name: str, given: Any) -> DeviceArray:
-    array = _there(pooling, name, given)
-    if array.dtype not in check.INDEX_DTYPES:
-        wrong, expected = "has a wrong dtype", "int32 or int64"
-        reject(TypeError, pooling.where, name, wrong, expected, array.dtype)
-    contiguous: DeviceArray = array.contiguous(pooling.where, name)
-    return contiguous
-
-
-def _there(pooling: Pooling, name: str, given: Any) -> Any:
-    """An array that has to be where the tables are."""
-    array = adopt_anywhere(pooling.where, name, given)
-    device_of(pooling.where, {"tables[0]": pooling.arrays[0], name: array})
-    return array
-
-
-def _read_weights(
-    pooling: Pooling, lists: Sequence[_Ids], weights: Any, total: int, *, is_joined: bool
-) -> list[DeviceArray] | None:
-    where, name = pooling.where, "per_sample_weights"
-    if weights is None:
-        return None
-    if pooling.name != "sum":
-        wrong, expected = "need sums", "None, or pooling 'sum'"
-        reject(ValueError, where, name, wrong, expected, f"pooling {pooling.name!r}")
-    if is_joined or (len(lists) == 1 and not isinstance(weights, list | tuple)):
-        return [_factors(pooling, name, weights, total)]
-    if not isinstance(weights, list | tuple) or len(weights) != len(lists):
-        expected, got = f"a list of {len(lists)} arrays, as the ids are", type(weights).__name__
-        reject(ValueError, where, name, "do not fit the ids", expected, got)
-    each = enumerate(zip(weights, lists, strict=True))
-    found = [_factors(pooling, f"{name}[{f}]", given, own.n) for f, (given, own) in each]
-    return pooling.ordered(found)
-
-
-def _factors(pooling: Pooling, name: str, given: Any, n: int) -> DeviceArray:
-    """Weights in the type of the arithmetic."""
-    where, array = pooling.where, _there(pooling, name, given)
-    check.float_dtype(where, name, array)
-    if array.dtype.itemsize > pooling.real.itemsize:
-        wrong = "has a higher dtype than the arithmetic"
-        reject(TypeError, where, name, wrong, pooling.real, array.dtype)
-    if array.size != n:
-        reject(ValueError, where, name, "has a wrong shape", f"{n} numbers", array.shape)
-    array = array.contiguous(where, name)
-    same: bool = array.dtype == pooling.real
-    return array if same else device_gradient.converted(array, pooling.real)
+def _converted(array: DeviceArray, real: np.dtype[Any]) -> DeviceArray:
+    same: bool = array.dtype == real
+    return array if same else device_gradient.converted(array, real)
 
 
 class DevicePooled:
@@ -232,9 +120,16 @@ class DevicePooled:
         outputs: list[DeviceArray] = []
         if sums:
             shapes = [shape] if is_one else self._shapes
-            outputs = [like.empty_like(pooling.real, own) for own in shapes] if out is None else (
-                self._checked([out] if is_one else out, shapes, given)
-            )  # fmt: skip
+            if out is None:
+                outputs = [like.empty_like(pooling.real, own) for own in shapes]
+            else:
+                read = [*pooling.arrays, *given.arrays]
+                outputs = read_outputs(
+                    pooling, [out] if is_one else out, shapes,
+                    lambda array, others: any(
+                        may_share_memory(array, x) for x in (*read, *others)
+                    ),
+                )  # fmt: skip
         features = self._features(given, outputs, is_one=is_one)
         launches = self._launches(features) if sums else []
         arrays = [*pooling.arrays, *given.arrays, *outputs]
@@ -265,28 +160,6 @@ class DevicePooled:
         if given.is_joined:
             return like.empty_like(_INT64, (len(given.lists),))
         return np.cumsum([0, *(own.n for own in given.lists)])
-
-    def _checked(
-        self, out: Any, shapes: Sequence[tuple[int, int]], given: Given
-    ) -> list[DeviceArray]:
-        pooling, where = self._pooling, self._pooling.where
-        if not isinstance(out, list | tuple) or len(out) != len(shapes):
-            expected = f"a list of {len(shapes)} arrays"
-            reject(ValueError, where, "out", "does not fit the features", expected, kind_of(out))
-        read, arrays = [*pooling.arrays, *given.arrays], list[DeviceArray]()
-        for f, (own, shape) in enumerate(zip(out, shapes, strict=True)):
-            name = "out" if len(out) == 1 else f"out[{f}]"
-            array = check.variable(where, name, own)
-            device_of(where, {"tables[0]": pooling.arrays[0], name: array})
-            if array.dtype != pooling.real:
-                reject(TypeError, where, name, "has a wrong dtype", pooling.real, array.dtype)
-            if array.shape != shape:
-                reject(ValueError, where, name, "has a wrong shape", shape, array.shape)
-            if any(may_share_memory(array, other) for other in (*read, *arrays)):
-                wrong, expected = "shares memory with what is read", "its own memory"
-                reject(ValueError, where, name, wrong, expected, "an overlap")
-            arrays.append(array)
-        return arrays
 
     def _features(self, given: Given, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
         pooling, found, first, first_bag = self._pooling, [], 0, 0
@@ -388,10 +261,12 @@ class DevicePooled:
         Raises:
             TypeError, ValueError: it does not fit the output.
         """
-        pooling, found = self._pooling, []
-        values = [self._gradient(grad)] * len(pooling.arrays) if pooling.pools else (
-            self._joined(grad)
-        )  # fmt: skip
+        pooling, found = self._pooling, list[BagTensor]()
+        if pooling.pools:
+            values = [self._gradient(grad)] * len(pooling.arrays)
+        else:
+            parts = read_gradients(pooling, grad, self._shapes)
+            values = of_tables(pooling, parts, partial(_stacked, parts[0]))
         every = self._ends_of_features()
         ends = [every[f] for f in pooling.features_before]
         for t, table in enumerate(pooling.arrays):
@@ -413,27 +288,9 @@ class DevicePooled:
         if isinstance(grad, list | tuple):
             wrong, expected = "is a list", "one array on a device"
             reject(ValueError, self._pooling.where, "grad", wrong, expected, kind_of(grad))
-        return _gradient(self._pooling, "grad", grad, (self.batch, self._pooling.width))
-
-    def _joined(self, grad: Any) -> list[DeviceArray]:
-        """The gradients of the features of each table, one below the other."""
-        pooling, where = self._pooling, self._pooling.where
-        if not isinstance(grad, list | tuple) or len(grad) != len(self._shapes):
-            expected = f"a list of {len(self._shapes)} arrays"
-            reject(ValueError, where, "grad", "does not fit the outputs", expected, kind_of(grad))
-        each = enumerate(zip(grad, self._shapes, strict=True))
-        parts = [_gradient(pooling, f"grad[{f}]", own, shape) for f, (own, shape) in each]
-        for f, part in enumerate(parts):
-            if part.dtype != parts[0].dtype:
-                wrong = "has another dtype than grad[0]"
-                reject(TypeError, where, f"grad[{f}]", wrong, parts[0].dtype, part.dtype)
-        found = []
-        for t, table in enumerate(pooling.arrays):
-            own = [part for part, of in zip(parts, pooling.of, strict=True) if of == t]
-            found.append(own[0] if len(own) == 1 else device_gradient.joined(
-                own, parts[0].empty_like(shape=(sum(map(len, own)), table.shape[1]))
-            ))  # fmt: skip
-        return found
+        shape = self.batch, self._pooling.width
+        gradient: DeviceArray = read_gradient(self._pooling, "grad", grad, shape)
+        return gradient
 
     def _ends_of_features(self) -> list[int]:
         """The places at which the ids of each feature begin, and the end of all."""
@@ -473,13 +330,8 @@ class DevicePooled:
         return [of_feature[f] for f in range(len(found))]
 
 
-def _gradient(pooling: Pooling, name: str, grad: Any, shape: tuple[int, int]) -> DeviceArray:
-    array = _there(pooling, name, grad)
-    check.float_dtype(pooling.where, name, array)
-    if array.shape != shape:
-        reject(ValueError, pooling.where, name, "has a wrong shape", shape, array.shape)
-    contiguous: DeviceArray = array.contiguous(pooling.where, name)
-    return contiguous
+def _stacked(like: DeviceArray, parts: Sequence[DeviceArray], width: int) -> DeviceArray:
+    return device_gradient.joined(parts, like.empty_like(shape=(sum(map(len, parts)), width)))
 
 
 def pool(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,13 @@ import numpy as np
 from ....kernels.cpu import bags as kernels
 from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
-from .. import check
-from ..arrays import address_of, adopt
+from ..arrays import address_of
 from ..errors import reject
 from ..row_step import RowGradient
 from . import device
+from .given import of_tables, read_gradient, read_gradients, read_outputs
 from .ids import Given, find_error, read
-from .pooling import Pooling, check_multiplies, kind_of
+from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
 
 _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
@@ -110,7 +111,7 @@ class Pooled:
         if out is None:
             arrays = [allocation.empty(shape, real) for shape in shapes]
         else:
-            arrays = self._checked_outputs([out] if is_one else out, shapes)
+            arrays = read_outputs(pooling, [out] if is_one else out, shapes, self._is_shared)
         self.out = arrays[0] if is_one else arrays
         if is_one:
             return features, address_of(self.out)
@@ -119,28 +120,14 @@ class Pooled:
         features[:, _OUT : _OUT + 2] = pooling.ordered(places)
         return features, 0
 
-    def _checked_outputs(self, out: Any, shapes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        pooling, where, given = self._pooling, self._pooling.where, self._given
-        if not isinstance(out, list | tuple) or len(out) != len(shapes):
-            expected = f"a list of {len(shapes)} arrays"
-            reject(ValueError, where, "out", "does not fit the features", expected, kind_of(out))
-        names = ["out" if len(out) == 1 else f"out[{f}]" for f in range(len(out))]
-        arrays = []
-        for name, own, shape in zip(names, out, shapes, strict=True):
-            array = check.variable(where, name, own)
-            if array.dtype != pooling.real:
-                reject(TypeError, where, name, "has a wrong dtype", pooling.real, array.dtype)
-            if array.shape != shape:
-                reject(ValueError, where, name, "has a wrong shape", shape, array.shape)
-            arrays.append(array)
-        read = [(address_of(table), table.nbytes) for table in pooling.arrays] + given.spans
-        written = [(address_of(array), array.nbytes) for array in arrays]
-        for k, (name, (at, n_bytes)) in enumerate(zip(names, written, strict=True)):
-            for other, other_bytes in (*read, *written[:k]):
-                if n_bytes and other_bytes and at < other + other_bytes and other < at + n_bytes:
-                    wrong, expected = "shares memory with what is read", "its own memory"
-                    reject(ValueError, where, name, wrong, expected, "an overlap")
-        return arrays
+    def _is_shared(self, array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
+        """Whether an output shares memory with what is read, or with others."""
+        spans = [(address_of(a), a.nbytes) for a in (*self._pooling.arrays, *others)]
+        at, n_bytes = address_of(array), array.nbytes
+        return any(
+            n_bytes and size and at < other + size and other < at + n_bytes
+            for other, size in (*spans, *self._given.spans)
+        )
 
     def gradients(self, grad: Any) -> list[Any]:
         """The gradient of each table for that of the output: a `BagTensor`.
@@ -198,43 +185,14 @@ class Pooled:
         """Of each table the array in which the gradients of its features are; and their unit."""
         pooling = self._pooling
         if not pooling.pools:
-            return self._joined(grad), None
+            parts = read_gradients(pooling, grad, self._shapes)
+            return of_tables(pooling, parts, partial(_stacked, parts[0].dtype)), None
         if isinstance(grad, list | tuple):
-            array = np.concatenate(_gradients(pooling.where, grad, self._shapes), axis=1)
+            array = np.concatenate(read_gradients(pooling, grad, self._shapes), axis=1)
         else:
-            array = _gradient(pooling.where, "grad", grad, (self.batch, pooling.width))
+            array = read_gradient(pooling, "grad", grad, (self.batch, pooling.width))
         return [array] * len(pooling.arrays), pooling.unit
 
-    def _joined(self, grad: Any) -> list[np.ndarray]:
-        """The gradients of the features of each table, one below the other."""
-        pooling = self._pooling
-        parts = _gradients(pooling.where, grad, self._shapes)
-        found = []
-        for t, table in enumerate(pooling.arrays):
-            own = [part for part, of in zip(parts, pooling.of, strict=True) if of == t]
-            nothing = np.empty((0, table.shape[1]), parts[0].dtype)
-            found.append(own[0] if len(own) == 1 else np.concatenate([*own, nothing]))
-        return found
 
-
-def _gradients(where: str, grad: Any, shapes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """The checked gradients of several outputs."""
-    if not isinstance(grad, list | tuple) or len(grad) != len(shapes):
-        expected = f"a list of {len(shapes)} arrays"
-        reject(ValueError, where, "grad", "does not fit the outputs", expected, kind_of(grad))
-    each = zip(grad, shapes, strict=True)
-    found = [_gradient(where, f"grad[{f}]", own, shape) for f, (own, shape) in enumerate(each)]
-    for f, own in enumerate(found):
-        if own.dtype != found[0].dtype:
-            wrong = "has another dtype than grad[0]"
-            reject(TypeError, where, f"grad[{f}]", wrong, found[0].dtype, own.dtype)
-    return found
-
-
-def _gradient(where: str, name: str, grad: Any, shape: tuple[int, int]) -> np.ndarray:
-    array = adopt(where, name, grad)
-    check.float_dtype(where, name, array)
-    if array.shape != shape:
-        reject(ValueError, where, name, "has a wrong shape", shape, array.shape)
-    contiguous: np.ndarray = check.contiguous(array)
-    return contiguous
+def _stacked(dtype: np.dtype[Any], parts: Sequence[np.ndarray], width: int) -> np.ndarray:
+    return np.concatenate([*parts, np.empty((0, width), dtype)])
