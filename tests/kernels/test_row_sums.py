@@ -16,6 +16,7 @@ from fusestep.kernels.cpu.rows.sums import accumulate
 from helpers import assert_same_bits
 
 BITS = 10  # of a position in a key
+FIRST = 100
 WIDTHS = [*range(1, 20), 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 1_000, 5_000]
 PAIRS = [
     (storage.F32, storage.F32),
@@ -36,7 +37,10 @@ def compiled_sum(
     form: forms.Form = forms.OWN,
     weights: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written."""
+    """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written.
+
+    Weights of maxima are winners, of which place 0 is number `FIRST`.
+    """
     width, n = values.shape[1], len(positions)
     if form.key_bytes == 4:
         keys, mask, rows = np.zeros(n + 2 + PADDING, np.int32), -1, None
@@ -53,7 +57,7 @@ def compiled_sum(
     addresses = [
         0 if a is None else a.ctypes.data for a in (keys if rows is None else rows, weights)
     ]
-    source = np.array([values.ctypes.data, values.strides[0], *addresses])
+    source = np.array([values.ctypes.data, values.strides[0], *addresses, FIRST])
     for fetches in (0, 1):
         call(
             room[1:].ctypes.data,
@@ -77,9 +81,13 @@ def test_forms_of_sums(g: storage.Storage, real: storage.Storage, form: forms.Fo
     for width in (1, 7, 16, 64, 65, 200):
         values = rng.standard_normal((50, width + 3)).astype(g.dtype)[:, :width]
         positions = rng.integers(0, 50, 40)
-        weights = rng.standard_normal(40).astype(real.dtype) if form.place else None
-        terms = values[positions].astype(real.dtype)
-        if weights is not None:
+        terms, weights = values[positions].astype(real.dtype), None
+        if form.of_winners:  # in the form of the array that the values are a part of
+            weights = rng.integers(FIRST, FIRST + 40, (50, width + 3)).astype(np.int32)
+            weights[positions[3], :width:2] = FIRST + 3
+            terms[weights[positions, :width] != FIRST + np.arange(40)[:, None]] = 0
+        elif form.place:
+            weights = rng.standard_normal(40).astype(real.dtype)
             terms *= weights[:, None]
         expected = np.add.accumulate(terms, axis=0)[-1]
         found = compiled_sum(g, real, values, positions, form, weights)
