@@ -214,16 +214,19 @@ class EmbeddingBags(nn.Module):
         return found
 
     @as_torch
-    def _take(self, found: Sequence[BagTensor], weights: Sequence[Tensor]) -> None:
-        """The step of the optimizer."""
+    def _take(
+        self, found: Sequence[BagTensor], weights: Sequence[Tensor], needs: Sequence[bool]
+    ) -> None:
+        """The step of the optimizer on the tables that need gradients."""
         assert self._optimizer is not None
         before, stand_ins = [weight.grad for weight in weights], self._known[2]
         self._hook.remove()  # a step without hooks takes a shorter way
         try:
             # To make a sparse tensor for each table takes longer than a small step.
-            for weight, gradient, stand_in in zip(weights, found, stand_ins, strict=True):
+            every = zip(weights, found, stand_ins, needs, strict=True)
+            for weight, gradient, stand_in, is_needed in every:
                 setattr(stand_in, BAGS, gradient)
-                weight.grad = stand_in
+                weight.grad = stand_in if is_needed else None
             self._optimizer.step()
         finally:
             self._hook = self._optimizer.register_step_pre_hook(_refuse)
@@ -244,7 +247,10 @@ class _Pooling(torch.autograd.Function):
     def forward(ctx: Any, module: EmbeddingBags, given: Any, *tensors: Tensor) -> Tensor:
         weights = tensors[: len(module._modules)]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
-        ctx.factors = [(t.shape, t.dtype) for t in tensors[len(weights) :]]
+        factors = tensors[len(weights) :]
+        ctx.factors, ctx.versions = [(t.shape, t.dtype) for t in factors], None
+        if any(t.requires_grad for t in factors):  # whose gradients follow from the tables
+            ctx.versions = _versions(weights)
         ctx.pooled = module._pooled(given, weights)
         dtypes = {weight.dtype for weight in weights}
         out = tensor_of(ctx.pooled.out)
@@ -260,6 +266,9 @@ class _Pooling(torch.autograd.Function):
         grad = array_of(grads[0].detach().contiguous())
         of_factors: list[Any] = [None] * len(needs_factors)
         if any(needs_factors):  # before the tables change
+            if ctx.versions != _versions(weights):
+                wrong = "the tables have changed since the forward"
+                raise RuntimeError(f"{_WHERE}: no gradients of per_sample_weights: {wrong}")
             products = [tensor_of(x) for x in ctx.pooled.weight_gradients(grad)]
             if len(of_factors) == 1:
                 products = [torch.cat(products)]
@@ -275,9 +284,14 @@ class _Pooling(torch.autograd.Function):
             return None, None, *tables, *of_factors
         if ctx.is_taken:
             raise RuntimeError(f"{_WHERE}: backward has updated the tables already: once a forward")
-        module._take(found, weights)
+        module._take(found, weights, needs)
         ctx.is_taken = True
         return None, None, *(None for _ in weights), *of_factors
+
+
+def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Where tables lie, and how often they have changed."""
+    return [(weight.data_ptr(), weight._version) for weight in weights]
 
 
 def _sparse(gradient: BagTensor, weight: Tensor) -> Tensor:

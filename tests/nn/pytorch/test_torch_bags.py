@@ -289,6 +289,40 @@ def test_frozen_tables() -> None:
     assert bags.weights[1].grad.to_dense()[2].tolist() == [1, 1, 1]
 
 
+def test_frozen_tables_rest_in_backward() -> None:
+    """Also where a gradient of before is left; the others step."""
+    bags = fused.EmbeddingBags([(9, 4), (5, 3)])
+    bags.update_in_backward(fused.Adagrad(bags.parameters(), lr=0.1))
+    frozen, other = bags.weights
+    frozen.requires_grad_(False)
+    frozen.grad = left = torch.ones_like(frozen)
+    before = [w.detach().clone() for w in (frozen, other)]
+    bags([torch.tensor([[1]]), torch.tensor([[2]])]).sum().backward()
+    assert torch.equal(frozen, before[0])
+    assert frozen.grad is left
+    assert (other != before[1]).any(1).tolist() == [False, False, True, False, False]
+
+
+def test_weights_need_the_tables_of_their_forward() -> None:
+    """A table that has changed, or lies elsewhere, gives no gradients of weights; nothing steps."""
+    for change in (
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.set_(weight.clone()),
+        lambda weight: setattr(weight, "data", weight.clone()),
+    ):
+        bags = fused.EmbeddingBags([(9, 4)])
+        bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
+        factors = torch.ones(1, 2, requires_grad=True)
+        out = bags([torch.tensor([[1, 2]])], None, [factors])
+        with torch.no_grad():
+            change(bags.weights[0])
+        before = bags.weights[0].detach().clone()
+        with pytest.raises(RuntimeError, match="the tables have changed since the forward"):
+            out.sum().backward()
+        assert factors.grad is None
+        assert torch.equal(bags.weights[0], before)
+
+
 def test_copies_leave_gradients() -> None:
     bags = fused.EmbeddingBags([(9, 4)])
     bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
