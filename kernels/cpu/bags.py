@@ -260,10 +260,12 @@ def _loops(real: Any) -> _Loops:
             begin, end = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
             address = c.out + feature.out + bag * feature.stride
             out = numbers(address, feature.width)
+            winners = c.winners + (bag * feature.row + feature.column) * c.unit * 4
             if begin == end:
                 out[:] = 0
+                if c.pooling == LARGEST:
+                    carray(as_pointer(winners), feature.width, np.int32)[:] = -1
             elif c.pooling == LARGEST:
-                winners = c.winners + (bag * feature.row + feature.column) * c.unit * 4
                 rows = source, c.ids, begin, end, feature.width
                 call_address(feature.pool, address, winners, *rows)
             else:

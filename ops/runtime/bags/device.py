@@ -98,14 +98,10 @@ class DevicePooled:
         self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
-        where, self._pooling = pooling.where, pooling
+        self._pooling = pooling
         like, self.batch = pooling.arrays[0], given.lists[0].bags
         bags = [own.bags for own in given.lists]
-        of_feature = dict(zip(pooling.order, bags, strict=True))
-        self._shapes = [(of_feature[f], width) for f, width in enumerate(pooling.widths)]
-        if pooling.pools and self.batch * pooling.width // pooling.unit > MOST:
-            wrong, expected = "is too large", f"at most {MOST} parts of rows"
-            reject(ValueError, where, "the output", wrong, expected, (self.batch, pooling.width))
+        self._shapes = pooling.output_shapes(bags)
         self._n, self._n_bags = given.n, sum(bags)
         self._bounds = like.empty_like(_INT64, (self._n_bags + 1,))
         self._ids, self._rows = (like.empty_like(_INT32, (self._n,)) for _ in range(2))

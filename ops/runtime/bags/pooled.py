@@ -58,7 +58,7 @@ class Pooled:
         n = int(given.column("n").sum())
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
-        self._shapes = self._output_shapes()
+        self._shapes = pooling.output_shapes(given.column("bags").tolist())
         # Maxima are found by pooling only, and what they were decides whose gradient is whose.
         sums = sums or pooling.name == "max"
         self.out: Any = None
@@ -74,7 +74,6 @@ class Pooled:
         self._multiplies = given.is_weighted if multiplies is None else multiplies
         if pooling.name == "max":
             winners = allocation.empty((self.batch, pooling.width), np.dtype(np.int32))
-            winners[...] = -1
         self._winners = winners
         self._bags = kernels.Bags(
             features, given.lists, pooling.real, pooling.unit, drops=pooling.drops,
@@ -89,19 +88,6 @@ class Pooled:
     def batch(self) -> int:
         """Bags of each feature that is pooled."""
         return self._shapes[0][0]
-
-    def _output_shapes(self) -> list[tuple[int, int]]:
-        """The shape of the output of each feature."""
-        pooling, bags = self._pooling, self._given.column("bags").tolist()
-        if pooling.pools:
-            batch = bags[0]
-            if batch * pooling.width // pooling.unit > kernels.MOST:
-                wrong, expected = "is too large", f"at most {kernels.MOST} parts of rows"
-                got = batch, pooling.width
-                reject(ValueError, pooling.where, "the output", wrong, expected, got)
-            return [(batch, width) for width in pooling.widths]
-        of_feature = dict(zip(pooling.order, bags, strict=True))
-        return [(of_feature[f], width) for f, width in enumerate(pooling.widths)]
 
     def _place_output(self, out: Any, features: np.ndarray) -> tuple[np.ndarray, int]:
         """Make the output, or take what was given for it; the features with where theirs is."""

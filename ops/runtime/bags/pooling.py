@@ -78,6 +78,18 @@ class Pooling:
         """Columns of the pooled output."""
         return self.columns[-1]
 
+    def output_shapes(self, bags: Sequence[int]) -> list[tuple[int, int]]:
+        """The shape of the output of each feature, for its bags in the order of the tables.
+
+        Raises:
+            ValueError: rows of gradients could not be numbered.
+        """
+        if self.pools and bags[0] * self.width // self.unit > kernels.MOST:
+            wrong, expected = "is too large", f"at most {kernels.MOST} parts of rows"
+            reject(ValueError, self.where, "the output", wrong, expected, (bags[0], self.width))
+        of_feature = dict(zip(self.order, bags, strict=True))
+        return [(of_feature[f], width) for f, width in enumerate(self.widths)]
+
     def ordered(self, of_features: Sequence[Any]) -> list[Any]:
         """Something of each feature, in the order of their tables."""
         return [of_features[f] for f in self.order]
