@@ -5,7 +5,7 @@ Nothing is compiled here: a backend says how (`Compiler`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -39,6 +39,11 @@ class Kernel:
         return real_of(self.w)
 
     @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Those of the arrays: the parameter, then the states."""
+        return self.w, *self.s
+
+    @property
     def per(self) -> tuple[str, ...]:
         """As `State.per`, of each array: the parameter, then the states."""
         return "element", *(state.per for state in self.rule.states)
@@ -47,7 +52,7 @@ class Kernel:
     def row_bytes(self) -> np.ndarray:
         """int64 ``[arrays, 2]``: what a row of each has, for each column and beside these."""
         sizes = {"element": (1, 0), "row": (0, 1)}
-        pairs = zip((self.w, *self.s), self.per, strict=True)
+        pairs = zip(self.storages, self.per, strict=True)
         return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in pairs])
 
     def places(self, states: tuple[State, ...]) -> tuple[int, ...]:
@@ -84,34 +89,43 @@ class Compiler(NamedTuple):
     rule: Callable[..., Any]  # a function of a rule
     part: Callable[..., Any]  # a gradient transform
     conversion: Callable[..., Any]  # from or to a storage type
-    element: Callable[..., Any]  # what calls them
-    inlined: Callable[..., Any]  # a piece of that, one of many: each must compile in no time
+    inlined: Callable[..., Any]  # what calls them
 
 
-def compose(prologue: Prologue, compiler: Compiler) -> Any:
-    """``condition(g, w, hp)``: one function out of gradient transforms, the first one first."""
-    if not prologue:
-        return compiler.inlined(lambda g, w, hp: g)  # noqa: ARG005
-    first, rest = compiler.part(prologue[0].apply), compose(prologue[1:], compiler)
+def _written(arguments: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
+    """The function of some lines, in which names stand for compiled functions and types.
 
-    def composed(g, w, hp):
-        return rest(first(g, w, hp), w, hp)
+    A rule has any number of states, scalars and transforms. A chain of closures would say so
+    without text, but Numba translates each link anew in each kernel: half of a compilation.
+    """
+    scope = dict(names)
+    exec("\n    ".join((f"def function({arguments}):", *lines)), scope)
+    return scope["function"]
 
-    return compiler.inlined(composed)
+
+def _tuple(expressions: Iterable[str]) -> str:
+    return f"({''.join(f'{expression}, ' for expression in expressions)})"
 
 
-def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
+def _transformed(
+    kernel: Kernel, compiler: Compiler, *, zero_gradient: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """Lines that load element ``i`` of ``w`` and ``g``: ``x``, and ``d`` after the transforms."""
+    names = {"real": numba_type(kernel.real), "load": compiler.conversion(kernel.w.to_real)}
+    lines = ["x = real(load(w[i]))", "d = real(0)"]
+    if not zero_gradient:
+        names["load_g"] = compiler.conversion(kernel.g.to_real)
+        lines[1] = "d = real(load_g(g[i]))"
+    for k, transform in enumerate(kernel.prologue):
+        names[f"transform{k}"] = compiler.part(transform.apply)
+        lines.append(f"d = transform{k}(d, x, hp)")
+    return lines, names
+
+
+def conditioned(kernel: Kernel, compiler: Compiler) -> Any:
     """``load(w, g, i, hp)``: parameter and gradient after the gradient transforms, as numbers."""
-    load_w, load_g = (compiler.conversion(storage.to_real) for storage in (kernel.w, kernel.g))
-    condition, real = compose(kernel.prologue, compiler), numba_type(kernel.real)
-
-    def load(w, g, i, hp):
-        x = real(load_w(w[i]))
-        # Constants of the closure: Numba prunes the other branch before it types it.
-        d = real(0) if zero_gradient else real(load_g(g[i]))
-        return x, condition(d, x, hp)
-
-    return compiler.inlined(load)
+    lines, names = _transformed(kernel, compiler, zero_gradient=False)
+    return compiler.inlined(_written("w, g, i, hp", (*lines, "return x, d"), names))
 
 
 def _number_type(kernel: Kernel, storage: Storage) -> Any:
@@ -121,169 +135,130 @@ def _number_type(kernel: Kernel, storage: Storage) -> Any:
 
 
 def _loaded(
-    kernel: Kernel, compiler: Compiler, places: tuple[int, ...], *, counts: bool = False
-) -> Any:
-    """``load(arrays, i)``: element ``i`` of the arrays at some places, as numbers.
+    kernel: Kernel, compiler: Compiler, states: tuple[State, ...], *, counts: bool = False
+) -> tuple[list[str], dict[str, Any]]:
+    """Element ``i`` of some states in ``arrays``, as numbers.
 
     With ``counts`` those of counts are int64, else of the arithmetic as well.
     """
-    if not places:
-        return compiler.inlined(lambda arrays, i: ())  # noqa: ARG005
-    place, storage = places[0], (kernel.w, *kernel.s)[places[0]]
-    to_real = compiler.conversion(storage.to_real)
-    real = _number_type(kernel, storage) if counts else numba_type(kernel.real)
-    rest = _loaded(kernel, compiler, places[1:], counts=counts)
-    if kernel.per[place] == "tensor":  # a constant of the closure, as below
-
-        def load(arrays, i):
-            return (real(to_real(arrays[place][0])), *rest(arrays, i))
-
-    else:
-
-        def load(arrays, i):
-            return (real(to_real(arrays[place][i])), *rest(arrays, i))
-
-    return compiler.inlined(load)
+    values, names = [], {}
+    for place in kernel.places(states):
+        storage = kernel.storages[place]
+        number = _number_type(kernel, storage) if counts else numba_type(kernel.real)
+        names |= {f"number{place}": number, f"load{place}": compiler.conversion(storage.to_real)}
+        at = 0 if kernel.per[place] == "tensor" else "i"
+        values.append(f"number{place}(load{place}(arrays[{place}][{at}]))")
+    return values, names
 
 
-def _stored(kernel: Kernel, compiler: Compiler, places: tuple[int, ...], k: int = 0) -> Any:
-    """``store(arrays, i, values)``: values from number ``k`` on to element ``i`` of arrays."""
-    if not places:
-        return compiler.inlined(lambda arrays, i, values: None)  # noqa: ARG005
-    place, storage = places[0], (kernel.w, *kernel.s)[places[0]]
-    convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
-    number, rest = _number_type(kernel, storage), _stored(kernel, compiler, places[1:], k + 1)
-
-    def store(arrays, i, values):
-        arrays[place][i] = convert(number(values[k]))
-        rest(arrays, i, values)
-
-    return compiler.inlined(store)
+def _stored(
+    kernel: Kernel, compiler: Compiler, places: Iterable[int], values: Iterable[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Lines that store values to element ``i`` of the arrays at some places."""
+    lines, names = [], {}
+    for place, value in zip(places, values, strict=True):
+        storage = kernel.storages[place]
+        convert = storage.from_wide if kernel.real is F64 else storage.from_real
+        names[f"store{place}"] = compiler.conversion(convert)
+        names[f"stored{place}"] = _number_type(kernel, storage)
+        lines.append(f"arrays[{place}][i] = store{place}(stored{place}({value}))")
+    return lines, names
 
 
 def element_of(
-    kernel: Kernel, update: Callable[..., Any], compiler: Compiler, *, zero_gradient: bool = False
-) -> Any:
-    """``element(arrays, g, i, *rest)``: load, transform, ``update`` and store one element.
+    kernel: Kernel, update: Callable[..., Any], compiler: Compiler, *, zero_gradient: bool = False,
+    factors: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
+    """``element(arrays, g, i, *factors, hp)``: load, transform, ``update`` and store one element.
 
-    ``arrays`` is a tuple, of the parameter and its states; ``rest`` is what ``update`` takes after
-    the states, ``hp`` the last. With ``zero_gradient`` this is 0 and is not read.
+    ``arrays`` is a tuple, of the parameter and its states; ``factors`` name what ``update`` takes
+    between the states and ``hp``. With ``zero_gradient`` this is 0 and is not read.
     """
-    compiled = compiler.rule(update)
-    load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
-    load_states = _loaded(kernel, compiler, kernel.places(kernel.rule.element_states))
-    store, stores_states = _stored(kernel, compiler, kernel.stored), len(kernel.stored) > 1
-
-    def element(arrays, g, i, *rest):
-        x, d = load(arrays[0], g, i, rest[-1])
-        new = compiled(x, d, *load_states(arrays, i), *rest)
-        store(arrays, i, new if stores_states else (new,))
-
-    return compiler.element(element)
+    lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
+    given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
+    n = len(kernel.stored)
+    new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
+    written, stores = _stored(kernel, compiler, kernel.stored, new)
+    call = f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"
+    return compiler.inlined(
+        _written(
+            ", ".join(("arrays, g, i", *factors, "hp")),
+            ("w = arrays[0]", *lines, call, *written),
+            {"update": compiler.rule(update), **names, **loads, **stores},
+        )
+    )
 
 
 def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
     """``values(arrays, g, i, hp)``: load, transform and measure one element."""
     assert kernel.rule.measure is not None
-    compiled = compiler.rule(kernel.rule.measure)
-    load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
-    load_states = _loaded(kernel, compiler, kernel.places(kernel.rule.element_states))
-
-    def values(arrays, g, i, hp):
-        x, d = load(arrays[0], g, i, hp)
-        return compiled(x, d, *load_states(arrays, i), hp)
-
-    return compiler.element(values)
+    lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
+    given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
+    result = f"return measure({', '.join(('x', 'd', *given, 'hp'))})"
+    names |= {"measure": compiler.rule(kernel.rule.measure), **loads}
+    return compiler.inlined(_written("arrays, g, i, hp", ("w = arrays[0]", *lines, result), names))
 
 
-def adder(rule: Rule, compiler: Compiler, k: int = 0) -> Any:
-    """``add(sums, values)``: a tuple of float64 sums, from number ``k`` on, and what is added."""
-    if k == rule.n_measured:
-        return compiler.inlined(lambda sums, values: ())  # noqa: ARG005
-    rest = adder(rule, compiler, k + 1)
+def adder(rule: Rule, compiler: Compiler) -> Any:
+    """``add(sums, values)``: a tuple of float64 sums, and what is added."""
     # In float64: the square of a float32 beyond 1.8e19 is no float32, and in a float32 sum over a
     # long tensor the later terms would be lost in the total.
-    if k in rule.signed:
-
-        def add(sums, values):
-            return (sums[k] + np.float64(values[k]), *rest(sums, values))
-
-    else:
-
-        def add(sums, values):
-            return (sums[k] + np.float64(values[k]) * np.float64(values[k]), *rest(sums, values))
-
-    return compiler.inlined(add)
-
-
-def _taken(kernel: Kernel, compiler: Compiler, constants: Mapping[str, float], k: int = 0) -> Any:
-    """``take(states, size, hp)``: what ``factor`` takes after the sums, from number ``k`` on."""
-    rule = kernel.rule
-    if k == len(rule.takes):
-        return compiler.inlined(lambda states, size, hp: ())  # noqa: ARG005
-    name, rest = rule.takes[k], _taken(kernel, compiler, constants, k + 1)
-    scope_states = [state.name for state in rule.scope_states]
-    if name == "size":
-        return compiler.inlined(lambda states, size, hp: (size, *rest(states, size, hp)))
-    if name in scope_states:
-        place = scope_states.index(name)
-        return compiler.inlined(lambda states, size, hp: (states[place], *rest(states, size, hp)))
-    if name in constants:
-        number = constants[name]
-        return compiler.inlined(lambda states, size, hp: (number, *rest(states, size, hp)))
-    column = kernel.column[name]
-    return compiler.inlined(lambda states, size, hp: (hp[column], *rest(states, size, hp)))
+    terms = [f"wide(values[{k}])" for k in range(rule.n_measured)]
+    sums = [
+        f"sums[{k}] + {term if k in rule.signed else f'{term} * {term}'}"
+        for k, term in enumerate(terms)
+    ]
+    return compiler.inlined(
+        _written("sums, values", (f"return {_tuple(sums)}",), {"wide": np.float64})
+    )
 
 
 def following(
     kernel: Kernel, compiler: Compiler, constants: Mapping[str, float] | None = None
 ) -> Any:
     """``follow(sums, states, size, hp)``: factors of scalars, then new states of the scope."""
-    rule, take = kernel.rule, _taken(kernel, compiler, constants or {})
+    rule = kernel.rule
     assert rule.factor is not None
-    compiled = compiler.rule(rule.factor)
-    if len(rule.scaled_fields) + len(rule.factor_states) > 1:
-
-        def follow(sums, states, size, hp):
-            return compiled(*sums, *take(states, size, hp))
-
-    else:  # a number by itself
-
-        def follow(sums, states, size, hp):
-            return (compiled(*sums, *take(states, size, hp)),)
-
-    return compiler.inlined(follow)
+    scope_states = [state.name for state in rule.scope_states]
+    names: dict[str, Any] = {"factor": compiler.rule(rule.factor)}
+    taken = [f"sums[{k}]" for k in range(rule.n_measured)]
+    for name in rule.takes:
+        if name == "size":
+            taken.append("size")
+        elif name in scope_states:
+            taken.append(f"states[{scope_states.index(name)}]")
+        elif constants and name in constants:
+            taken.append(f"constant_{name}")
+            names[taken[-1]] = constants[name]
+        else:
+            taken.append(f"hp[{kernel.column[name]}]")
+    result = f"factor({', '.join(taken)})"
+    if len(rule.scaled_fields) + len(rule.factor_states) == 1:  # a number by itself
+        result = f"({result},)"
+    return compiler.inlined(_written("sums, states, size, hp", (f"return {result}",), names))
 
 
 def scaling(kernel: Kernel, compiler: Compiler) -> Any:
     """``scale(hp, factors)``: the scalars with the factors of some of them, each rounded once."""
     cls: Any = hp_type(kernel.rule, kernel.prologue)
-    real, fields = numba_type(kernel.real), kernel.rule.scaled_fields
-
-    def scaled(k: int) -> Any:
-        if k == len(cls._fields):
-            return compiler.inlined(lambda hp, factors: ())  # noqa: ARG005
-        rest = scaled(k + 1)
-        if cls._fields[k] not in fields:
-            return compiler.inlined(lambda hp, factors: (hp[k], *rest(hp, factors)))
-        place = fields.index(cls._fields[k])
-
-        def run(hp, factors):
-            return (real(np.float64(hp[k]) * factors[place]), *rest(hp, factors))
-
-        return compiler.inlined(run)
-
-    every = scaled(0)
-    return compiler.inlined(lambda hp, factors: cls(*every(hp, factors)))
+    fields = kernel.rule.scaled_fields
+    scalars = [
+        f"real(wide(hp[{k}]) * factors[{fields.index(name)}])" if name in fields else f"hp[{k}]"
+        for k, name in enumerate(cls._fields)
+    ]
+    names = {"cls": cls, "real": numba_type(kernel.real), "wide": np.float64}
+    return compiler.inlined(_written("hp, factors", (f"return cls({', '.join(scalars)})",), names))
 
 
 def scope_loader(kernel: Kernel, compiler: Compiler) -> Any:
     """``load(arrays)``: the states of a row or a tensor, whose arrays begin there, as numbers."""
-    load = _loaded(kernel, compiler, kernel.places(kernel.rule.scope_states), counts=True)
-    return compiler.inlined(lambda arrays: load(arrays, 0))
+    values, names = _loaded(kernel, compiler, kernel.rule.scope_states, counts=True)
+    return compiler.inlined(_written("arrays", ("i = 0", f"return {_tuple(values)}"), names))
 
 
 def scope_storer(kernel: Kernel, compiler: Compiler, begin: int) -> Any:
     """``store(arrays, values)``: their new values, which are those from number ``begin`` on."""
-    store = _stored(kernel, compiler, kernel.places(kernel.rule.factor_states), begin)
-    return compiler.inlined(lambda arrays, values: store(arrays, 0, values))
+    places = kernel.places(kernel.rule.factor_states)
+    values = [f"values[{begin + k}]" for k in range(len(places))]
+    lines, names = _stored(kernel, compiler, places, values)
+    return compiler.inlined(_written("arrays, values", ("i = 0", *lines, "return"), names))

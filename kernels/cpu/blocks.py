@@ -48,7 +48,6 @@ CPU = Compiler(
     rule=cache(njit(**RULE_FLAGS)),
     part=cache(njit(**PROLOGUE_FLAGS)),
     conversion=lambda function: function,
-    element=njit(error_model="numpy"),
     inlined=njit(error_model="numpy", inline="always"),
 )
 SUMS = {"reassoc", "contract"}
@@ -82,7 +81,7 @@ def blocks(kernel: Kernel) -> Blocks:
 def readers(kernel: Kernel) -> tuple[Any, Any]:
     """Compiled readers of the scalars, and of the arrays of the parameter and its states."""
     hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)], kernel.per)
+    return hp, array_reader([storage.carrier for storage in kernel.storages], kernel.per)
 
 
 def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> str:

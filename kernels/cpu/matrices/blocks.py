@@ -169,7 +169,7 @@ def _measure(kernel: Kernel) -> Any:
 
 
 def _update(kernel: Kernel) -> Any:
-    element = element_of(kernel, kernel.rule.update, CPU)
+    element = element_of(kernel, kernel.rule.update, CPU, factors=("row", "column"))
 
     @njit(error_model="numpy")
     def row(arrays, g, i, row_factors, column_factors, hp):

@@ -278,7 +278,7 @@ def measure_kernel(kernel: Kernel, measures_parameter: bool) -> Any:
 def update_kernel(kernel: Kernel) -> Any:
     """``loop[n_blocks, THREADS](table, n_tensors, scratch, guard)``: parameters and states."""
     find, length = _strip_finder(kernel), length_of(kernel)
-    element = element_of(kernel, kernel.rule.update, DEVICE)
+    element = element_of(kernel, kernel.rule.update, DEVICE, factors=("row", "column"))
 
     @cuda.jit(device=True)
     def update(tiles, row_factor, column_factors, count, hp):
