@@ -89,7 +89,8 @@ class Compiler(NamedTuple):
     rule: Callable[..., Any]  # a function of a rule
     part: Callable[..., Any]  # a gradient transform
     conversion: Callable[..., Any]  # from or to a storage type
-    inlined: Callable[..., Any]  # what calls them
+    element: Callable[..., Any]  # what calls them
+    inlined: Callable[..., Any]  # the same, within others
 
 
 def _written(arguments: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
@@ -180,7 +181,7 @@ def element_of(
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
     written, stores = _stored(kernel, compiler, kernel.stored, new)
     call = f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"
-    return compiler.inlined(
+    return compiler.element(
         _written(
             ", ".join(("arrays, g, i", *factors, "hp")),
             ("w = arrays[0]", *lines, call, *written),
@@ -196,7 +197,7 @@ def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False
     given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
     result = f"return measure({', '.join(('x', 'd', *given, 'hp'))})"
     names |= {"measure": compiler.rule(kernel.rule.measure), **loads}
-    return compiler.inlined(_written("arrays, g, i, hp", ("w = arrays[0]", *lines, result), names))
+    return compiler.element(_written("arrays, g, i, hp", ("w = arrays[0]", *lines, result), names))
 
 
 def adder(rule: Rule, compiler: Compiler) -> Any:

@@ -48,6 +48,8 @@ CPU = Compiler(
     rule=cache(njit(**RULE_FLAGS)),
     part=cache(njit(**PROLOGUE_FLAGS)),
     conversion=lambda function: function,
+    # Not inlined by Numba, whose copies of it keep LLVM from making vectors.
+    element=njit(error_model="numpy"),
     inlined=njit(error_model="numpy", inline="always"),
 )
 SUMS = {"reassoc", "contract"}

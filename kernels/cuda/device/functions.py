@@ -54,5 +54,5 @@ def _text_of(function):
     return getattr(function, "py_func", function)
 
 
-DEVICE = Compiler(device_function, device_function, device_function, on_device)
+DEVICE = Compiler(device_function, device_function, device_function, on_device, on_device)
 """How functions of an element are compiled here."""
