@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,11 @@ def pytest_xdist_auto_num_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
     return min(MOST_WORKERS, os.cpu_count() or 1)
+
+
+def pytest_collection_finish() -> None:
+    """Objects of the tests themselves stay until the end: whatever compiles would look at each."""
+    gc.freeze()
 
 
 @pytest.fixture(params=FRAMEWORKS)
