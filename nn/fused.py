@@ -57,7 +57,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             ``"dense_equivalent"`` (all rows, others with ``g = 0``); None: they raise.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
             counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's.
+        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32 (float64
+            for float64 parameters), rounded once at the store.
         clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
         clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
             with its own L2 norm; one that is not finite makes NaN. A pass reads the gradient for

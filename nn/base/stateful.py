@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,17 @@ from .parameter import Parameter, at_line, writable
 
 States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""
+
+
+class StateOfEach(property):
+    """An attribute with a state of each parameter that has it."""
+
+    def __init__(self, role: str, doc: str) -> None:
+        super().__init__(lambda optimizer: optimizer._state(role), doc=doc)
+
+    if TYPE_CHECKING:
+
+        def __get__(self, optimizer: Any, owner: Any = None, /) -> tuple[np.ndarray, ...]: ...
 
 
 class StatefulOptimizer(Optimizer):
