@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from .arguments import BETAS, COMMON, FLAG, ROWS, SCALED
-from .record import LOST_LATER, MINDSPORE, Argument, Form, Measured, Row, Source
+from .record import LOST_LATER, Argument, Form, Measured, Row, recorded
 
 _PUBLISHED = (
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-08, use_locking=False, "
@@ -38,9 +38,7 @@ ADAM = Row(
         "nesterov": Measured(None, options={"use_nesterov": True}, on_request=("dense",)),
         "amsgrad": Measured("amsgrad", options={"use_amsgrad": True}),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         "`use_amsgrad` with `use_nesterov` raises; with `use_offload` gradient centralization "
         "acts; takes rows with `use_amsgrad` or `use_offload` if `sparse_update` is given",
@@ -53,7 +51,7 @@ LAZY_ADAM = Row(
     {**_ARGUMENTS, "weight_decay": Argument("float decay", 0.3)},
     forms={"": _form(rows="lazy", rows_there=_SOME_ROWS)},
     measured={"": Measured("adam", "adam-lazy", on_request=("dense",))},
-    source=Source(MINDSPORE, "recorded", "since 2.0"),
+    source=recorded("since 2.0"),
 )
 ADAM_OFFLOAD = Row(
     "AdamOffload",
@@ -69,9 +67,7 @@ ADAM_OFFLOAD = Row(
             on_request=("dense", "rows"),
         )
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "since 2.0",
         "parameters live on the host, so it is `Adam`; gradient centralization acts; takes rows "
         "if `sparse_update` is given",
@@ -84,11 +80,8 @@ ADAM_WEIGHT_DECAY = Row(
     {**COMMON, **ROWS, **BETAS},
     forms={"": _form(reference="adam_weight_decay")},
     measured={"": Measured("adamw", options={"weight_decay": 0.01})},
-    source=Source(
-        MINDSPORE,
-        "recorded",
-        "to go",
-        "gradient centralization acts; takes rows if `sparse_update` is given",
+    source=recorded(
+        "to go", "gradient centralization acts; takes rows if `sparse_update` is given"
     ),
 )
 ROWS_OF_ADAM = (ADAM, LAZY_ADAM, ADAM_OFFLOAD, ADAM_WEIGHT_DECAY)

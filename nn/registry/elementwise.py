@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED, SIGNS
-from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
+from .record import LOST, LOST_LATER, MOVES, STOPS, Argument, Form, Measured, Row, Source, recorded
 
 _RATE = {"learning_rate": 0.05}
 _HEAVY = {"momentum": 0.9}
@@ -30,7 +30,7 @@ MOMENTUM = Row(
             "nesterov", options={**_HEAVY, "use_nesterov": True}, on_request=("dense",)
         ),
     },
-    source=Source(MINDSPORE, "recorded", "to go", f"`use_nesterov` acts; {_IF_ASKED}"),
+    source=recorded("to go", f"`use_nesterov` acts; {_IF_ASKED}"),
 )
 
 _sgd = partial(Form, reference="elementwise.sgd_momentum", large=MOVES)
@@ -57,16 +57,14 @@ SGD = Row(
         "": Measured("sgd", "sgd-rows"),
         "momentum": Measured("momentum", options=_HEAVY, on_request=("dense",)),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         "dampening counts the updates of each parameter; `momentum=True` raises; takes rows",
         "`stat.` (whether there was a first step); without momentum `accum.` (zeros)",
     ),
 )
 
-_RHO = {"rho": "decay"}
+_rmsprop = partial(Form, renamed={"rho": "decay"}, large=LOST_LATER)
 RMSPROP = Row(
     "RMSProp",
     "params, learning_rate=0.1, decay=0.9, momentum=0.0, epsilon=1e-10, use_locking=False, "
@@ -81,32 +79,23 @@ RMSPROP = Row(
         "centered": Argument("flag", True, beside={"decay": 0.5}),
     },
     forms={
-        "": Form({}, "", "elementwise.rmsprop", _RHO, large=LOST_LATER),
-        "momentum": Form(_HEAVY, "with momentum", "elementwise.rmsprop", _RHO, large=LOST_LATER),
-        "centered": Form(
-            {"centered": True},
-            "with `centered`",
-            "elementwise.rmsprop_centered",
-            _RHO,
-            large=LOST_LATER,
-        ),
-        "both": Form(
-            {**_HEAVY, "centered": True}, "", "elementwise.rmsprop_centered", _RHO, large=LOST_LATER
-        ),
+        "": _rmsprop(reference="elementwise.rmsprop"),
+        "momentum": _rmsprop(_HEAVY, "with momentum", "elementwise.rmsprop"),
+        "centered": _rmsprop({"centered": True}, "with `centered`", "elementwise.rmsprop_centered"),
+        "both": _rmsprop({**_HEAVY, "centered": True}, "", "elementwise.rmsprop_centered"),
     },
     measured={
         "": Measured("rmsprop", "rmsprop-lazy", {"sparse_update": "lazy"}),
         "momentum": Measured("rmsprop-momentum", options=_HEAVY),
         "centered": Measured("rmsprop-centered", options={"centered": True}),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         f"epsilon under the root everywhere; {_IF_ASKED}",
         "without momentum `moment.` (the last step)",
     ),
 )
+_adagrad = partial(Form, reference="elementwise.adagrad", rows="lazy")
 ADAGRAD = Row(
     "Adagrad",
     "params, accum=0.1, learning_rate=0.001, update_slots=True, loss_scale=1.0, weight_decay=0.0",
@@ -118,22 +107,11 @@ ADAGRAD = Row(
         "update_slots": Argument("flag", False),
     },
     forms={
-        "": Form(reference="elementwise.adagrad", rows="lazy", large=STOPS),
-        "fixed": Form(
-            {"update_slots": False},
-            "with `update_slots=False`",
-            "elementwise.adagrad",
-            rows="lazy",
-            large=MOVES,
-        ),
+        "": _adagrad(large=STOPS),
+        "fixed": _adagrad({"update_slots": False}, "with `update_slots=False`", large=MOVES),
     },
     measured={"": Measured("adagrad", "adagrad-rows")},
-    source=Source(
-        MINDSPORE,
-        "recorded",
-        "signature",
-        "no hidden epsilon; `update_slots=False` acts; takes rows",
-    ),
+    source=recorded("signature", "no hidden epsilon; `update_slots=False` acts; takes rows"),
 )
 PROXIMAL_ADAGRAD = Row(
     "ProximalAdagrad",
@@ -151,7 +129,7 @@ PROXIMAL_ADAGRAD = Row(
         )
     },
     measured={"": Measured("proximal-adagrad", "proximal-adagrad-rows", {"l1": 1e-4, "l2": 1e-4})},
-    source=Source(MINDSPORE, "recorded", "since 2.9", "an accumulator of 0 moves nothing"),
+    source=recorded("since 2.9", "an accumulator of 0 moves nothing"),
 )
 
 _ftrl = partial(Form, reference="elementwise.ftrl", rows="lazy", rows_there=_SOME_ROWS, large=LOST)
@@ -180,9 +158,7 @@ FTRL = Row(
         "": Measured("ftrl", "ftrl-rows"),
         "lr_power=-0.4": Measured(None, options={"lr_power": -0.4}, on_request=("dense",)),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "since 2.9",
         "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too; "
         "`beta` and `l2_shrinkage` are Keras's",
@@ -197,7 +173,7 @@ ADAMAX = Row(
     {**SCALED, **ROWS, **BETAS},
     forms={"": Form(reference="elementwise.adamax", large=MOVES)},
     measured={"": Measured(None)},
-    source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
+    source=recorded("signature", _IF_ASKED),
 )
 ADADELTA = Row(
     "Adadelta",
@@ -211,7 +187,7 @@ ADADELTA = Row(
     },
     forms={"": Form(reference="elementwise.adadelta", large=STOPS)},
     measured={"": Measured(None)},
-    source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
+    source=recorded("signature", _IF_ASKED),
 )
 ASGD = Row(
     "ASGD",
@@ -229,9 +205,7 @@ ASGD = Row(
         "averaged": Form({"t0": 0.0}, reference="elementwise.asgd", large=MOVES),
     },
     measured={"": Measured(None)},
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         f"a rate that is assigned acts one step earlier; `lambd` below 0 raises; {_IF_ASKED}",
         "`eta_`, `mu_` (they follow from the step)",
@@ -250,9 +224,7 @@ RPROP = Row(
     },
     forms={"": Form(reference="elementwise.rprop", large=MOVES)},
     measured={"": Measured(None)},
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         "a NaN shows; an element begins at its own first update; 16 bits are stored, float32 is "
         f"computed; `step_sizes` of 0 raise; {_IF_ASKED}",

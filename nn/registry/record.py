@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ... import nn
@@ -127,6 +128,10 @@ class Source:
     status: str = "-"
     differs: str = ""
     unkept: str = ""
+
+
+recorded = partial(Source, MINDSPORE, "recorded")
+"""A class of MindSpore that was compared with recorded runs of it."""
 
 
 @dataclass(frozen=True)

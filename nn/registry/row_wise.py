@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .arguments import BETAS, ROWS, SCALED
 from .record import ROW_LOST_LATER, ROW_STOPS, Argument, Form, Measured, Row, Source
 
 _RATE = {"learning_rate": 0.05, "accum": 0.1}
+_form = partial(Form, rows="lazy", rows_there="the rows that occur")
 _WIDE = {name: argument for name, argument in SCALED.items() if name != "state_dtype"}
 
 ROW_WISE_ADAGRAD = Row(
@@ -21,18 +24,11 @@ ROW_WISE_ADAGRAD = Row(
         "decoupled_weight_decay": Argument("flag", True, beside={"weight_decay": 0.3}),
     },
     forms={
-        "": Form(
-            reference="row_wise.adagrad",
-            rows="lazy",
-            rows_there="the rows that occur",
-            large=ROW_STOPS,
-        ),
-        "decoupled": Form(
+        "": _form(reference="row_wise.adagrad", large=ROW_STOPS),
+        "decoupled": _form(
             {"decoupled_weight_decay": True},
             "with `decoupled_weight_decay=True`",
             "row_wise.adagrad_decoupled",
-            rows="lazy",
-            rows_there="the rows that occur",
             large=ROW_STOPS,
         ),
     },
@@ -46,14 +42,7 @@ ROW_WISE_ADAM = Row(
     "loss_scale=1.0",
     {"learning_rate": 0.05, "eps": 0.01},
     {**SCALED, **ROWS, **BETAS},
-    forms={
-        "": Form(
-            reference="row_wise.adam",
-            rows="lazy",
-            rows_there="the rows that occur",
-            large=ROW_LOST_LATER,
-        )
-    },
+    forms={"": _form(reference="row_wise.adam", large=ROW_LOST_LATER)},
     measured={"": Measured(None, "row-wise-adam-rows")},
     source=Source("FBGEMM 1.8", "reference", differs="bias correction as `Adam`'s; on the CPU too"),
     row_wise=True,
