@@ -117,11 +117,8 @@ class FTRL(FusedOptimizer):
     def _check_ranges(self, lr: float) -> None:
         check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
         beta, shrinkage = self.beta, self.l2_shrinkage
-        usable, expected = (
-            beta >= 0.0 and beta / lr <= LARGEST,
-            "at least 0, with beta / lr in float32",
-        )
-        check.in_range(self._name, "beta", beta, usable, expected)
+        usable = beta >= 0.0 and beta / lr <= LARGEST
+        check.in_range(self._name, "beta", beta, usable, "at least 0, with beta / lr in float32")
         usable, expected = (
             0.0 <= 2.0 * shrinkage <= LARGEST,
             "at least 0, its double within float32",

@@ -250,8 +250,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         stepper = self._stepper
         if update is None:
             update, dtypes = self._update(), [p.dtype for p in self.parameters]
-            on_device = not self._works_on_host
-            formula = checked_formula(self._name, update, dtypes, on_device=on_device)
+            formula = checked_formula(
+                self._name, update.rule, update.formula, dtypes, on_device=not self._works_on_host
+            )
             update = vars(self)["_known_update"] = update._replace(formula=formula)
         # On a device a step takes its turn in any case: no other thread may settle the counts
         # between its plan and its launches. On the host only `use_locking` asks for that.

@@ -195,11 +195,8 @@ class StatefulOptimizer(Optimizer):
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
         for name in (n for n in arrays if n.startswith(self._counts)):
-            counts, expected = (
-                arrays[name].reshape(-1).tolist(),
-                f"at least 0, at most {MOST_STEPS}",
-            )
-            for count in counts:
+            expected = f"at least 0, at most {MOST_STEPS}"
+            for count in arrays[name].reshape(-1).tolist():
                 is_count = 0 <= count <= MOST_STEPS
                 check.in_range(self._name, f"state {name!r}", count, is_count, expected)
 
