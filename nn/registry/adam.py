@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from .arguments import BETAS, COMMON, FLAG, ROWS, SCALED
 from .record import LOST_LATER, Argument, Form, Measured, Row, recorded
 
 _PUBLISHED = (
@@ -12,7 +11,6 @@ _PUBLISHED = (
     "use_nesterov=False, weight_decay=0.0, loss_scale=1.0"
 )
 BASE = {"learning_rate": 0.05, "eps": 0.01}
-_ARGUMENTS = {**SCALED, **ROWS, **BETAS, "use_nesterov": FLAG}
 _EVERY_ROW, _SOME_ROWS = "every row moves", "rows that occur"
 _form = partial(Form, reference="adam", large=LOST_LATER)
 
@@ -21,7 +19,6 @@ ADAM = Row(
     f"{_PUBLISHED}, use_amsgrad=False",
     BASE,
     {
-        **_ARGUMENTS,
         # Gradients shrink, but only a short memory forgets the large ones.
         "use_amsgrad": Argument("flag", True, beside={"beta2": 0.5}),
         "use_lazy": Argument("flag", True, beside={"sparse_update": None}, rows_only=True),
@@ -48,7 +45,7 @@ LAZY_ADAM = Row(
     "LazyAdam",
     _PUBLISHED,
     BASE,
-    {**_ARGUMENTS, "weight_decay": Argument("float decay", 0.3)},
+    {"weight_decay": Argument("float decay", 0.3)},
     forms={"": _form(rows="lazy", rows_there=_SOME_ROWS)},
     measured={"": Measured("adam", "adam-lazy", on_request=("dense",))},
     source=recorded("since 2.0"),
@@ -57,7 +54,7 @@ ADAM_OFFLOAD = Row(
     "AdamOffload",
     _PUBLISHED,
     BASE,
-    _ARGUMENTS,
+    {},
     forms={"": _form()},
     measured={
         "": Measured(
@@ -77,7 +74,7 @@ ADAM_WEIGHT_DECAY = Row(
     "AdamWeightDecay",
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-06, weight_decay=0.0",
     BASE,
-    {**COMMON, **ROWS, **BETAS},
+    {},
     forms={"": _form(reference="adam_weight_decay")},
     measured={"": Measured("adamw", options={"weight_decay": 0.01})},
     source=recorded(

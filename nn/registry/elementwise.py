@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED, SIGNS
 from .record import LOST, LOST_LATER, MOVES, STOPS, Argument, Form, Measured, Row, Source, recorded
 
 _RATE = {"learning_rate": 0.05}
+# Of optimizers that look at signs.
+_SIGNS = {name: Argument("clip", 0.1, in_states=True) for name in ("clipvalue", "clipnorm")}
 _HEAVY = {"momentum": 0.9}
 _SOME_ROWS = "rows that occur"
 _IF_ASKED = "takes rows if `sparse_update` is given"
@@ -19,7 +20,7 @@ MOMENTUM = Row(
     "Momentum",
     "params, learning_rate, momentum, weight_decay=0.0, loss_scale=1.0, use_nesterov=False",
     {**_RATE, **_HEAVY},
-    {**SCALED, **ROWS, "momentum": Argument("not negative", 0.5), "use_nesterov": FLAG},
+    {"momentum": Argument("not negative", 0.5)},
     forms={
         "": _heavy_ball(renamed={"nesterov": "use_nesterov"}),
         "nesterov": _heavy_ball({"use_nesterov": True}, renamed={"nesterov": "use_nesterov"}),
@@ -40,8 +41,6 @@ SGD = Row(
     "nesterov=False, loss_scale=1.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
         "state_dtype": Argument("dtype", np.float16, beside=_HEAVY, in_states=True),
         "momentum": Argument("number", 0.5),
         "dampening": Argument("number", 0.5, beside=_HEAVY),
@@ -71,8 +70,6 @@ RMSPROP = Row(
     "centered=False, loss_scale=1.0, weight_decay=0.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
         "decay": Argument("not negative", 0.5),
         "momentum": Argument("not negative", 0.5),
         "epsilon": Argument("positive", 0.5),
@@ -100,12 +97,7 @@ ADAGRAD = Row(
     "Adagrad",
     "params, accum=0.1, learning_rate=0.001, update_slots=True, loss_scale=1.0, weight_decay=0.0",
     _RATE,
-    {
-        **SCALED,
-        **ROWS,
-        "accum": Argument("not negative", 1.0),
-        "update_slots": Argument("flag", False),
-    },
+    {"update_slots": Argument("flag", False)},
     forms={
         "": _adagrad(large=STOPS),
         "fixed": _adagrad({"update_slots": False}, "with `update_slots=False`", large=MOVES),
@@ -118,7 +110,7 @@ PROXIMAL_ADAGRAD = Row(
     "params, accum=0.1, learning_rate=0.001, l1=0.0, l2=0.0, use_locking=False, "
     "loss_scale=1.0, weight_decay=0.0",
     _RATE,
-    {**SCALED, **ROWS, **L1_L2, "accum": Argument("not negative", 1.0)},
+    {},
     forms={
         "": Form(
             {"l1": 0.1, "l2": 0.2},
@@ -139,9 +131,6 @@ FTRL = Row(
     "use_locking=False, loss_scale=1.0, weight_decay=0.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
-        **L1_L2,
         "learning_rate": Argument("fixed rate", 0.1),
         "initial_accum": Argument("not negative", 1.0),
         "lr_power": Argument("not positive", -0.3),
@@ -170,7 +159,7 @@ ADAMAX = Row(
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, "
     "loss_scale=1.0",
     {**_RATE, "eps": 0.01},
-    {**SCALED, **ROWS, **BETAS},
+    {},
     forms={"": Form(reference="elementwise.adamax", large=MOVES)},
     measured={"": Measured(None)},
     source=recorded("signature", _IF_ASKED),
@@ -179,12 +168,7 @@ ADADELTA = Row(
     "Adadelta",
     "params, learning_rate=1.0, rho=0.9, epsilon=1e-06, loss_scale=1.0, weight_decay=0.0",
     {"learning_rate": 0.5, "epsilon": 0.01},
-    {
-        **SCALED,
-        **ROWS,
-        "rho": Argument("closed unit", 0.5),
-        "epsilon": Argument("not negative", 0.1),
-    },
+    {"rho": Argument("closed unit", 0.5), "epsilon": Argument("not negative", 0.1)},
     forms={"": Form(reference="elementwise.adadelta", large=STOPS)},
     measured={"": Measured(None)},
     source=recorded("signature", _IF_ASKED),
@@ -194,8 +178,6 @@ ASGD = Row(
     "params, learning_rate=0.1, lambd=0.0001, alpha=0.75, t0=1000000.0, weight_decay=0.0",
     {**_RATE, "lambd": 0.3},
     {
-        **COMMON,
-        **ROWS,
         "lambd": Argument("not negative", 0.9),
         "alpha": Argument("float", 30.0),
         "t0": Argument("float", 0.0, in_states=True),
@@ -216,9 +198,7 @@ RPROP = Row(
     "params, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-06, 50.0), weight_decay=0.0",
     _RATE,
     {
-        **COMMON,
-        **SIGNS,
-        **ROWS,
+        **_SIGNS,
         "etas": Argument("factors", (0.1, 8.0)),
         "step_sizes": Argument("limits", (0.2, 0.3)),
     },
@@ -235,9 +215,7 @@ LION = Row(
     "params, learning_rate=0.0001, beta1=0.9, beta2=0.99, weight_decay=0.0, loss_scale=1.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
-        **SIGNS,
+        **_SIGNS,
         "loss_scale": Argument("loss scale", 4.0, in_states=True),  # signs have no scale
         "beta1": Argument("open unit", 0.02, beside={"beta2": 0.1}),
         "beta2": Argument("open unit", 0.1),
@@ -251,13 +229,7 @@ ADAN = Row(
     "params, learning_rate=0.001, beta1=0.98, beta2=0.92, beta3=0.99, eps=1e-08, "
     "weight_decay=0.0, loss_scale=1.0",
     {**_RATE, "eps": 0.01},
-    {
-        **SCALED,
-        **ROWS,
-        **BETAS,
-        "beta2": Argument("open unit", 0.5),
-        "beta3": Argument("open unit", 0.3),
-    },
+    {"beta2": Argument("open unit", 0.5), "beta3": Argument("open unit", 0.3)},
     forms={"": Form(reference="elementwise.adan", large=LOST_LATER)},
     measured={"": Measured(None)},
     source=Source(
