@@ -32,7 +32,7 @@ class StateOfEach(property):
 
     if TYPE_CHECKING:
 
-        def __get__(self, optimizer: Any, owner: Any = None, /) -> tuple[np.ndarray, ...]: ...
+        def __get__(self, _: Any, owner: Any = None, /) -> tuple[np.ndarray, ...]: ...  # type: ignore[override]
 
 
 class StatefulOptimizer(Optimizer):
