@@ -28,7 +28,8 @@ class StateOfEach(property):
     """An attribute with a state of each parameter that has it."""
 
     def __init__(self, role: str, doc: str) -> None:
-        super().__init__(lambda optimizer: optimizer._state(role), doc=doc)
+        super().__init__(lambda optimizer: optimizer._state(role))
+        self.__doc__ = doc
 
     if TYPE_CHECKING:
 
