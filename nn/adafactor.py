@@ -11,8 +11,8 @@ from ..kernels.formula import Formula
 from ..kernels.rules import adafactor as rules
 from ..kernels.state import State
 from ..ops.runtime import check, pending
-from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, non_negative_float, open_unit, positive_float, step_options
+from ..ops.runtime.errors import reject
+from .base.arguments import Fixed, base_arguments, non_negative_float, open_unit, positive_float
 from .base.groups import Groups
 from .base.numbers import Number
 from .engine.plan import Update
@@ -82,12 +82,9 @@ class AdaFactor(FusedOptimizer):
         warmup_init: with ``relative_step``, begin with ``lr = 1e-6 * t``.
         compression: keep the second moment of parameters below two dimensions in float16.
         loss_scale: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
         state_dtype: dtype of ``M`` and ``v``; default each parameter's. ``R`` and ``C`` are
             float32 (float64 for float64 parameters), as the arithmetic is.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -135,7 +132,7 @@ class AdaFactor(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, AdaFactor)
+        base = base_arguments(locals())
         self.eps = _two_epsilons(self._name, eps)
         self.clip_threshold = positive_float(
             self._name, "clip_threshold", clip_threshold, np.float32
@@ -148,10 +145,9 @@ class AdaFactor(FusedOptimizer):
         self._check_rate(learning_rate)
         if learning_rate is not None and not isinstance(learning_rate, int | float | np.floating):
             self.scale_parameter = False  # a schedule is meant as it is
-        rate = RelativeStep(self.warmup_init) if self.relative_step else learning_rate
-        rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
-        options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
-        super().__init__(rate, params, weight_decay, loss_scale, rule=rule, **options)
+        if self.relative_step:
+            base["learning_rate"] = RelativeStep(self.warmup_init)
+        super().__init__(**base, rule=rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN)
 
     def _check_rate(self, learning_rate: Any) -> None:
         if self.relative_step and learning_rate is not None:

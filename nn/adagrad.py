@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.formula import Formula
 from ..kernels.rules import adagrad as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject_unknown
-from .base.arguments import Fixed, non_negative_float, step_options
+from .base.arguments import Fixed, base_arguments, non_negative_float
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -35,11 +33,7 @@ class Adagrad(FusedOptimizer):
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
             by weight decay alone.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of ``A``; default each parameter's. Arithmetic is float32 (float64
-            for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -75,25 +69,17 @@ class Adagrad(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Adagrad)
+        base = base_arguments(locals())
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.update_slots = update_slots
         rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(**base, rule=rule, states=states)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.adagrad_scalars)
 
-    @property
-    def accum(self) -> tuple[np.ndarray, ...]:
-        """The accumulated squares of each parameter."""
-        return self._state("accum")
+    accum = StateOfEach("accum", "The accumulated squares of each parameter.")
 
 
 class ProximalAdagrad(FusedOptimizer):
@@ -118,7 +104,7 @@ class ProximalAdagrad(FusedOptimizer):
         loss_scale, weight_decay: see `Optimizer`.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows: others are regularised too).
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adagrad`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -153,26 +139,17 @@ class ProximalAdagrad(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, ProximalAdagrad)
+        base = base_arguments(locals())
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
-        rule = rules.PROXIMAL_ADAGRAD
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(**base, rule=rules.PROXIMAL_ADAGRAD, states=states)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.proximal_adagrad_scalars, (self.l1, self.l2))
 
-    @property
-    def accum(self) -> tuple[np.ndarray, ...]:
-        """The accumulated squares of each parameter."""
-        return self._state("accum")
+    accum = StateOfEach("accum", "The accumulated squares of each parameter.")
 
 
 class Adadelta(FusedOptimizer):
@@ -193,10 +170,8 @@ class Adadelta(FusedOptimizer):
         rho: float in [0, 1].
         epsilon: float >= 0; with 0 an element without any gradient becomes NaN.
         loss_scale, weight_decay: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adagrad`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -228,27 +203,17 @@ class Adadelta(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Adadelta)
+        base = base_arguments(locals())
         self.rho = non_negative_float(self._name, "rho", rho)
         check.in_range(self._name, "rho", rho, self.rho <= 1.0, "at most 1")
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rules.ADADELTA, **options
-        )
+        super().__init__(**base, rule=rules.ADADELTA)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.adadelta_scalars, (self.rho, self.epsilon))
 
-    @property
-    def accum(self) -> tuple[np.ndarray, ...]:
-        """The fading sum of the squares of each parameter's gradients."""
-        return self._state("accum")
-
-    @property
-    def accum_update(self) -> tuple[np.ndarray, ...]:
-        """The fading sum of the squares of each parameter's steps."""
-        return self._state("accum_update")
+    accum = StateOfEach("accum", "The fading sum of the squares of each parameter's gradients.")
+    accum_update = StateOfEach(
+        "accum_update", "The fading sum of the squares of each parameter's steps."
+    )

@@ -11,8 +11,9 @@ from ..kernels.formula import Formula, running_power
 from ..kernels.rule import Rule
 from ..kernels.rules import adam as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, betas_and_eps, step_options
+from ..ops.runtime.errors import reject
+from .base.arguments import Fixed, base_arguments, betas_and_eps
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -36,18 +37,10 @@ class _BiasCorrectedAdam(FusedOptimizer):
     _power_shape: tuple[int, ...] = ()
     use_nesterov = Fixed(check.flag)
 
-    def __init__(
-        self,
-        params: Any,
-        learning_rate: Any,
-        constants: tuple[float, float, float],
-        weight_decay: Any,
-        loss_scale: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, *constants)
-        rule = self._pick_rule()
-        super().__init__(learning_rate, params, weight_decay, loss_scale, rule=rule, **options)
+    def __init__(self, beta1: float, beta2: float, eps: float, **base: Any) -> None:
+        constants = betas_and_eps(self._name, base["parameters"], beta1, beta2, eps)
+        self.beta1, self.beta2, self.eps = constants
+        super().__init__(**base, rule=self._pick_rule())
 
     def _pick_rule(self) -> Rule:
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
@@ -56,15 +49,8 @@ class _BiasCorrectedAdam(FusedOptimizer):
         """See `FusedOptimizer`."""
         return _formula_of(self.beta1, self.beta2, self.eps)
 
-    @property
-    def moment1(self) -> tuple[np.ndarray, ...]:
-        """The first moment of each parameter."""
-        return self._state("moment1")
-
-    @property
-    def moment2(self) -> tuple[np.ndarray, ...]:
-        """The second moment of each parameter."""
-        return self._state("moment2")
+    moment1 = StateOfEach("moment1", "The first moment of each parameter.")
+    moment2 = StateOfEach("moment2", "The second moment of each parameter.")
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:
         return _powers(self._power_shape, step, beta1=self.beta1, beta2=self.beta2)
@@ -98,11 +84,7 @@ class Adam(_BiasCorrectedAdam):
         sparse_update: ``"lazy"`` or ``"dense_equivalent"`` for row-sparse gradients. Default
             dense_equivalent, with ``use_lazy`` lazy; with ``use_amsgrad`` or ``use_offload``
             there is none and such gradients raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the moments; default each parameter's. Arithmetic is float32
-            (float64 for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -146,21 +128,16 @@ class Adam(_BiasCorrectedAdam):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Adam)
+        base = base_arguments(locals())
         self.use_nesterov, self.use_amsgrad = use_nesterov, use_amsgrad
         self.use_lazy, self.use_offload = use_lazy, use_offload
         self._check_exclusive()
         if sparse_update is None and not (self.use_amsgrad or self.use_offload):
-            sparse_update = "lazy" if self.use_lazy else "dense_equivalent"
+            base["sparse_update"] = "lazy" if self.use_lazy else "dense_equivalent"
         elif self.use_lazy and sparse_update != "lazy":
             wrong = "contradicts use_lazy"
             reject(ValueError, self._name, "sparse_update", wrong, "'lazy'", sparse_update)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
-        )
+        super().__init__(beta1, beta2, eps, **base)
 
     @property
     def _stays_on_host(self) -> bool:  # type: ignore[override]
@@ -202,7 +179,7 @@ class LazyAdam(_BiasCorrectedAdam):
             `Adam`.
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
         sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -240,17 +217,12 @@ class LazyAdam(_BiasCorrectedAdam):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, LazyAdam)
+        base = base_arguments(locals())
         self.use_nesterov = use_nesterov
         if isinstance(weight_decay, int):
             wrong = "has a wrong type"
             reject(TypeError, self._name, "weight_decay", wrong, "a float", weight_decay)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
-        )
+        super().__init__(beta1, beta2, eps, **base)
 
 
 class AdamOffload(_BiasCorrectedAdam):
@@ -264,8 +236,7 @@ class AdamOffload(_BiasCorrectedAdam):
     Args:
         params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
             loss_scale: as `Adam`.
-        sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None: row-sparse gradients raise.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
+        sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -302,14 +273,9 @@ class AdamOffload(_BiasCorrectedAdam):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, AdamOffload)
+        base = base_arguments(locals())
         self.use_nesterov = use_nesterov
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
-        )
+        super().__init__(beta1, beta2, eps, **base)
 
 
 class AdaMax(FusedOptimizer):
@@ -329,10 +295,8 @@ class AdaMax(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay, loss_scale: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -365,28 +329,16 @@ class AdaMax(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, AdaMax)
+        base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rules.ADAMAX, **options
-        )
+        super().__init__(**base, rule=rules.ADAMAX)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.adamax_scalars, (self.beta1, self.beta2, self.eps), (self.beta1,))
 
-    @property
-    def moment1(self) -> tuple[np.ndarray, ...]:
-        """The first moment of each parameter."""
-        return self._state("moment1")
-
-    @property
-    def moment2(self) -> tuple[np.ndarray, ...]:
-        """The largest gradient of each element, an old one fading."""
-        return self._state("moment2")
+    moment1 = StateOfEach("moment1", "The first moment of each parameter.")
+    moment2 = StateOfEach("moment2", "The largest gradient of each element, an old one fading.")
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:
         return _powers((1,), step, beta1=self.beta1)
@@ -408,8 +360,8 @@ class AdamWeightDecay(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
-        use_locking, skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
-        sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None: row-sparse gradients raise.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -441,13 +393,9 @@ class AdamWeightDecay(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, AdamWeightDecay)
+        base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        rule = rules.ADAM_WEIGHT_DECAY
-        super().__init__(learning_rate, params, weight_decay, rule=rule, **options)
+        super().__init__(**base, rule=rules.ADAM_WEIGHT_DECAY)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.formula import Formula
 from ..kernels.rules import adam as rules
-from ..ops.runtime.errors import reject_unknown
-from .base.arguments import arithmetic_type, betas_and_eps, open_unit, step_options
+from .base.arguments import arithmetic_type, base_arguments, betas_and_eps, open_unit
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -35,14 +33,8 @@ class Adan(FusedOptimizer):
         weight_decay: see `Optimizer`; a proximal step. Ungrouped it acts on every parameter,
             whatever its name.
         loss_scale: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
-            (float64 for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is expected).
@@ -81,36 +73,18 @@ class Adan(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Adan)
+        base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         self.beta3 = open_unit(self._name, "beta3", beta3, arithmetic_type(params))
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rules.ADAN, **options
-        )
+        super().__init__(**base, rule=rules.ADAN)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.adan_scalars, (self.beta1, self.beta2, self.beta3, self.eps))
 
-    @property
-    def exp_avg(self) -> tuple[np.ndarray, ...]:
-        """The average of each parameter's gradients, ``m``."""
-        return self._state("exp_avg")
-
-    @property
-    def exp_avg_diff(self) -> tuple[np.ndarray, ...]:
-        """The average of their changes, ``v``."""
-        return self._state("exp_avg_diff")
-
-    @property
-    def exp_avg_sq(self) -> tuple[np.ndarray, ...]:
-        """The average of the squares of what they point to, ``n``."""
-        return self._state("exp_avg_sq")
-
-    @property
-    def previous_grad(self) -> tuple[np.ndarray, ...]:
-        """The last gradient of each parameter."""
-        return self._state("previous_grad")
+    exp_avg = StateOfEach("exp_avg", "The average of each parameter's gradients, ``m``.")
+    exp_avg_diff = StateOfEach("exp_avg_diff", "The average of their changes, ``v``.")
+    exp_avg_sq = StateOfEach(
+        "exp_avg_sq", "The average of the squares of what they point to, ``n``."
+    )
+    previous_grad = StateOfEach("previous_grad", "The last gradient of each parameter.")

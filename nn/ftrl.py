@@ -12,10 +12,11 @@ from ..kernels.rules.ftrl import ftrl_formula, ftrl_rule
 from ..ops.ftrl import check_ftrl_ranges
 from ..ops.runtime import check
 from ..ops.runtime.check import LARGEST
-from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import check_kind, non_negative_float, step_options
+from ..ops.runtime.errors import reject
+from .base.arguments import base_arguments, check_kind, non_negative_float
 from .base.groups import Groups
 from .base.numbers import Number, number_of
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 # Options with a value that has a rule of its own; of the others the rule has this scalar.
@@ -52,11 +53,7 @@ class FTRL(FusedOptimizer):
         l2_shrinkage: float >= 0: Keras's ``l2_shrinkage_regularization_strength``.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
-            (float64 for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -98,7 +95,7 @@ class FTRL(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, FTRL)
+        base = base_arguments(locals())
         initial = non_negative_float(self._name, "initial_accum", initial_accum)
         check_kind(self._name, "learning_rate", learning_rate, float | np.floating, "a fixed float")
         self.l1 = non_negative_float(self._name, "l1", l1)
@@ -109,12 +106,7 @@ class FTRL(FusedOptimizer):
         self._check_ranges(float(learning_rate))
         rule = ftrl_rule(self.lr_power, self.l2_shrinkage)
         states = {"moments": initial, "linear": 0.0}
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(**base, rule=rule, states=states)
 
     def _check_groups(self, groups: Groups) -> None:
         if groups.is_group_lr:
@@ -125,11 +117,8 @@ class FTRL(FusedOptimizer):
     def _check_ranges(self, lr: float) -> None:
         check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
         beta, shrinkage = self.beta, self.l2_shrinkage
-        usable, expected = (
-            beta >= 0.0 and beta / lr <= LARGEST,
-            "at least 0, with beta / lr in float32",
-        )
-        check.in_range(self._name, "beta", beta, usable, expected)
+        usable = beta >= 0.0 and beta / lr <= LARGEST
+        check.in_range(self._name, "beta", beta, usable, "at least 0, with beta / lr in float32")
         usable, expected = (
             0.0 <= 2.0 * shrinkage <= LARGEST,
             "at least 0, its double within float32",
@@ -151,12 +140,5 @@ class FTRL(FusedOptimizer):
         for rate in rates:
             self._check_ranges(number_of(rate))
 
-    @property
-    def moments(self) -> tuple[np.ndarray, ...]:
-        """The accumulated squares of each parameter."""
-        return self._state("moments")
-
-    @property
-    def linear(self) -> tuple[np.ndarray, ...]:
-        """The linear coefficient of each parameter."""
-        return self._state("linear")
+    moments = StateOfEach("moments", "The accumulated squares of each parameter.")
+    linear = StateOfEach("linear", "The linear coefficient of each parameter.")

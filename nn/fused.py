@@ -57,7 +57,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             ``"dense_equivalent"`` (all rows, others with ``g = 0``); None: they raise.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
             counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's.
+        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32 (float64
+            for float64 parameters), rounded once at the store.
         clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
         clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
             with its own L2 norm; one that is not finite makes NaN. A pass reads the gradient for
@@ -249,8 +250,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         stepper = self._stepper
         if update is None:
             update, dtypes = self._update(), [p.dtype for p in self.parameters]
-            on_device = not self._works_on_host
-            formula = checked_formula(self._name, update, dtypes, on_device=on_device)
+            formula = checked_formula(
+                self._name, update.rule, update.formula, dtypes, on_device=not self._works_on_host
+            )
             update = vars(self)["_known_update"] = update._replace(formula=formula)
         # On a device a step takes its turn in any case: no other thread may settle the counts
         # between its plan and its launches. On the host only `use_locking` asks for that.

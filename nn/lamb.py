@@ -7,8 +7,7 @@ from typing import Any
 from ..kernels.formula import Formula
 from ..kernels.rules import lamb as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject_unknown
-from .base.arguments import Fixed, betas_and_eps, step_options
+from .base.arguments import Fixed, base_arguments, betas_and_eps
 from .fused import FusedOptimizer
 
 
@@ -37,12 +36,7 @@ class Lamb(FusedOptimizer):
         eps: float > 0.
         weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
         clip_ratio: the form of MindSpore 1.x.
-        use_locking: concurrent calls act like some serial order of them.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the moments; default each parameter's. Arithmetic is float32
-            (float64 for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -80,13 +74,11 @@ class Lamb(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Lamb)
+        base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         self.clip_ratio = clip_ratio
         rule = rules.LAMB_CLIPPED if self.clip_ratio else rules.LAMB
-        states = {"lamb_m": 0.0, "lamb_v": 0.0}
-        options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
-        super().__init__(learning_rate, params, weight_decay, rule=rule, states=states, **options)
+        super().__init__(**base, rule=rule, states={"lamb_m": 0.0, "lamb_v": 0.0})
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

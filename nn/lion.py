@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.formula import Formula
 from ..kernels.rules import lion as rules
-from ..ops.runtime.errors import reject_unknown
-from .base.arguments import arithmetic_type, open_unit, step_options
+from .base.arguments import arithmetic_type, base_arguments, open_unit
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -31,14 +29,8 @@ class Lion(FusedOptimizer):
         weight_decay: see `Optimizer`; decoupled. Ungrouped it acts on every parameter, whatever
             its name.
         loss_scale: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of ``m``; default each parameter's. Arithmetic is float32 (float64 for
-            float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is expected).
@@ -75,22 +67,14 @@ class Lion(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Lion)
+        base = base_arguments(locals())
         real = arithmetic_type(params)
         self.beta1 = open_unit(self._name, "beta1", beta1, real)
         self.beta2 = open_unit(self._name, "beta2", beta2, real)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rules.LION, **options
-        )
+        super().__init__(**base, rule=rules.LION)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.lion_scalars, (self.beta1, self.beta2))
 
-    @property
-    def exp_avg(self) -> tuple[np.ndarray, ...]:
-        """The average of each parameter's gradients."""
-        return self._state("exp_avg")
+    exp_avg = StateOfEach("exp_avg", "The average of each parameter's gradients.")

@@ -11,15 +11,15 @@ import numpy as np
 from ..kernels.formula import Formula
 from ..kernels.rules import prodigy as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject, reject_unknown
+from ..ops.runtime.errors import reject
 from .base.arguments import (
     Fixed,
     arithmetic_type,
+    base_arguments,
     check_kind,
     is_int,
     non_negative_float,
     positive_float,
-    step_options,
 )
 from .engine.conditioning import Conditioning
 from .engine.plan import Plan, Update
@@ -65,11 +65,8 @@ class Prodigy(FusedOptimizer):
         growth_rate: float > 0: d grows by this factor a step at most.
         fsdp_in_use, slice_p: must be False and 1.
         loss_scale: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
         state_dtype: dtype of ``m``, ``v`` and ``s``; default each parameter's.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Attributes:
         d: the estimate, a float.
@@ -122,7 +119,7 @@ class Prodigy(FusedOptimizer):
         **unknown: Any,
     ) -> None:
         where, real = self._name, arithmetic_type(params)
-        reject_unknown(where, unknown, Prodigy)
+        base = base_arguments(locals())
         self.beta1, self.beta2 = (
             _below_1(where, *each) for each in (("beta1", beta1), ("beta2", beta2))
         )
@@ -148,9 +145,7 @@ class Prodigy(FusedOptimizer):
             reject(ValueError, where, "slice_p", wrong, expected, slice_p)
         numbers = {"d": self.d0, "d_max": self.d0, "d_numerator": 0.0}
         self.numbers = {name: np.array([value]) for name, value in numbers.items()}
-        rule = rules.RULES[self.beta1 > 0.0, self.decouple]
-        options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
-        super().__init__(learning_rate, params, weight_decay, loss_scale, rule=rule, **options)
+        super().__init__(**base, rule=rules.RULES[self.beta1 > 0.0, self.decouple])
         if self._device is not None:
             got = f"CUDA device {self._device}"
             expected = "the host: the estimate is worked out there"

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..kernels.formula import Formula
 from ..kernels.rule import Rule
 from ..kernels.rules import rmsprop as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, arithmetic_type, non_negative_float, positive_float, step_options
+from ..ops.runtime.errors import reject
+from .base.arguments import (
+    Fixed,
+    arithmetic_type,
+    base_arguments,
+    non_negative_float,
+    positive_float,
+)
 from .base.numbers import Number
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 # By centered and whether there is a momentum.
@@ -49,13 +54,7 @@ class RMSProp(FusedOptimizer):
         use_locking: concurrent calls act like some serial order of them.
         centered: divide by the root of a running variance.
         loss_scale, weight_decay: see `Optimizer`.
-        sparse_update: ``"lazy"`` (only the rows that occur) or ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``) for row-sparse gradients; None: they raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
-            (float64 for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -93,19 +92,14 @@ class RMSProp(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, RMSProp)
+        base = base_arguments(locals())
         self.decay = non_negative_float(self._name, "decay", decay)
         self.momentum = non_negative_float(self._name, "momentum", momentum)
         self.epsilon = positive_float(self._name, "epsilon", epsilon, arithmetic_type(params))
         self.centered = centered
         rule = _RULES[self.centered, self.momentum > 0.0]
         states = {role: _INITIAL[role] for role in rule.names}
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(**base, rule=rule, states=states)
 
     def _check_used_rates(self, _rates: Sequence[Number]) -> None:
         # It can be assigned to after construction.
@@ -120,10 +114,9 @@ class RMSProp(FusedOptimizer):
             return Formula(rules.rmsprop_momentum_scalars, (*constants, self.momentum))
         return Formula(rules.rmsprop_scalars, constants)
 
-    @property
-    def mean_square(self) -> tuple[np.ndarray, ...]:
-        """The running mean of the squared gradient of each parameter."""
-        return self._state("mean_square")
+    mean_square = StateOfEach(
+        "mean_square", "The running mean of the squared gradient of each parameter."
+    )
 
     def _empty_states(self) -> set[str]:
         # Without momentum the moment is written by MindSpore and never read.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.formula import Formula
 from ..kernels.rules import row_wise as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject_unknown
 from .base.arguments import (
     Fixed,
     arithmetic_type,
+    base_arguments,
     betas_and_eps,
     non_negative_float,
     positive_float,
-    step_options,
 )
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -41,13 +39,10 @@ class RowWiseAdagrad(FusedOptimizer):
         loss_scale, weight_decay: see `Optimizer`.
         decoupled_weight_decay: False: weight decay is coupled, ``g + weight_decay * w``; True: the
             step takes ``lr * weight_decay * w`` too, and ``g`` has none.
-        use_locking: concurrent calls act like some serial order of them.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
             by weight decay alone.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
 
     ``s`` has the type of the arithmetic: float32, or float64 for float64 parameters.
 
@@ -87,18 +82,13 @@ class RowWiseAdagrad(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, RowWiseAdagrad)
+        base = base_arguments(locals())
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.eps = positive_float(self._name, "eps", eps, arithmetic_type(params))
         self.decoupled_weight_decay = decoupled_weight_decay
         is_decoupled = self.decoupled_weight_decay
         rule = rules.ROW_WISE_ADAGRAD_DECOUPLED if is_decoupled else rules.ROW_WISE_ADAGRAD
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, None, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(**base, rule=rule, states=states)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
@@ -106,10 +96,7 @@ class RowWiseAdagrad(FusedOptimizer):
             return Formula(rules.adagrad_decoupled_scalars, (self.eps,))
         return Formula(rules.adagrad_scalars, (self.eps,))
 
-    @property
-    def accum(self) -> tuple[np.ndarray, ...]:
-        """The accumulated means of squares of the rows of each parameter."""
-        return self._state("accum")
+    accum = StateOfEach("accum", "The accumulated means of squares of the rows of each parameter.")
 
 
 class RowWiseAdam(FusedOptimizer):
@@ -134,14 +121,11 @@ class RowWiseAdam(FusedOptimizer):
         eps: float > 0.
         weight_decay: see `Optimizer`; decoupled.
         loss_scale: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
         state_dtype: dtype of ``m``; default each parameter's. ``v`` has the type of the
             arithmetic: float32, or float64 for float64 parameters.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `RowWiseAdagrad`.
@@ -176,26 +160,14 @@ class RowWiseAdam(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, RowWiseAdam)
+        base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rules.ROW_WISE_ADAM, **options
-        )
+        super().__init__(**base, rule=rules.ROW_WISE_ADAM)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         betas = self.beta1, self.beta2
         return Formula(rules.adam_scalars, (*betas, self.eps), betas)
 
-    @property
-    def moment1(self) -> tuple[np.ndarray, ...]:
-        """The first moment of each parameter."""
-        return self._state("moment1")
-
-    @property
-    def moment2(self) -> tuple[np.ndarray, ...]:
-        """The second moments of the rows of each parameter."""
-        return self._state("moment2")
+    moment1 = StateOfEach("moment1", "The first moment of each parameter.")
+    moment2 = StateOfEach("moment2", "The second moments of the rows of each parameter.")

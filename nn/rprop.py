@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.formula import Formula
 from ..kernels.rules import rprop as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import arithmetic_type, check_kind, open_unit, positive_float, step_options
+from ..ops.runtime.errors import reject
+from .base.arguments import arithmetic_type, base_arguments, check_kind, open_unit, positive_float
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -32,14 +31,8 @@ class Rprop(FusedOptimizer):
         etas: two floats, in (0, 1) and above 1.
         step_sizes: two floats > 0, the first at most the second.
         weight_decay: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
-            (float64 for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published, a list).
@@ -73,7 +66,7 @@ class Rprop(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Rprop)
+        base = base_arguments(locals())
         real, (shrink, grow) = arithmetic_type(params), _two(self._name, "etas", etas)
         self.etaminus = open_unit(self._name, "etas[0]", shrink, real)
         self.etaplus = positive_float(self._name, "etas[1]", grow, real)
@@ -85,25 +78,17 @@ class Rprop(FusedOptimizer):
         )
         is_ordered = self.step_size_min <= self.step_size_max
         check.in_range(self._name, "step_sizes[1]", sizes[1], is_ordered, "at least step_sizes[0]")
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(learning_rate, params, weight_decay, rule=rules.RPROP, **options)
+        super().__init__(**base, rule=rules.RPROP)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         constants = self.etaminus, self.etaplus, self.step_size_min, self.step_size_max
         return Formula(rules.rprop_scalars, constants)
 
-    @property
-    def prev(self) -> tuple[np.ndarray, ...]:
-        """The last gradient of each parameter, 0 where it had changed its sign."""
-        return self._state("prev")
-
-    @property
-    def step_size(self) -> tuple[np.ndarray, ...]:
-        """The step sizes of each parameter."""
-        return self._state("step_size")
+    prev = StateOfEach(
+        "prev", "The last gradient of each parameter, 0 where it had changed its sign."
+    )
+    step_size = StateOfEach("step_size", "The step sizes of each parameter.")
 
 
 def _two(where: str, name: str, value: Any) -> tuple[Any, ...]:

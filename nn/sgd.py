@@ -9,9 +9,10 @@ import numpy as np
 from ..kernels.formula import Formula
 from ..kernels.rules import sgd as rules
 from ..ops.runtime import check
-from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, check_kind, non_negative_float, step_options
+from ..ops.runtime.errors import reject
+from .base.arguments import Fixed, base_arguments, check_kind, non_negative_float
 from .base.groups import Groups
+from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
@@ -38,14 +39,8 @@ class Momentum(FusedOptimizer):
         momentum: float >= 0.
         weight_decay, loss_scale: see `Optimizer`.
         use_nesterov: Nesterov's step.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur) or ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``) for row-sparse gradients; None: they raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of ``a``; default each parameter's. Arithmetic is float32 (float64
-            for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -82,26 +77,17 @@ class Momentum(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, Momentum)
+        base = base_arguments(locals())
         self.momentum = non_negative_float(self._name, "momentum", momentum)
         self.use_nesterov = use_nesterov
         rule = rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM
-        states = {"moments": 0.0}
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(**base, rule=rule, states={"moments": 0.0})
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
-    @property
-    def moments(self) -> tuple[np.ndarray, ...]:
-        """The accumulated gradient of each parameter."""
-        return self._state("moments")
+    moments = StateOfEach("moments", "The accumulated gradient of each parameter.")
 
     def _derived_state(self, _step: int) -> dict[str, np.ndarray]:
         return {"momentum": np.array(self.momentum, np.float32)}
@@ -165,7 +151,7 @@ class SGD(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, SGD)
+        base = base_arguments(locals())
         self.momentum = momentum
         self.dampening = _number_at_least_0(self._name, "dampening", dampening)
         self.nesterov = nesterov
@@ -178,13 +164,8 @@ class SGD(FusedOptimizer):
         if self.momentum == 0.0:
             rule, states = rules.SGD, {}
             # Nothing but weight decay moves a row whose gradient is 0.
-            sparse_update = "lazy" if sparse_update is None else sparse_update
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+            base["sparse_update"] = "lazy" if sparse_update is None else sparse_update
+        super().__init__(**base, rule=rule, states=states)
 
     def _check_groups(self, groups: Groups) -> None:
         for option in groups.options:
@@ -234,14 +215,8 @@ class ASGD(FusedOptimizer):
         alpha: float, with which power ``eta`` falls.
         t0: float, the step at which averaging begins.
         weight_decay: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
-            others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of ``ax``; default each parameter's. Arithmetic is float32 (float64
-            for float64 parameters), rounded once at the store.
-        clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -279,23 +254,17 @@ class ASGD(FusedOptimizer):
         clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, ASGD)
+        base = base_arguments(locals())
         self.lambd = non_negative_float(self._name, "lambd", lambd)
         self.alpha = check.float_attribute(self._name, "alpha", alpha)
         self.t0 = check.float_attribute(self._name, "t0", t0)
-        options = step_options(
-            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
-        )
-        super().__init__(learning_rate, params, weight_decay, rule=rules.ASGD, **options)
+        super().__init__(**base, rule=rules.ASGD)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         return Formula(rules.asgd_scalars, (self.lambd, self.alpha, self.t0))
 
-    @property
-    def ax(self) -> tuple[np.ndarray, ...]:
-        """The average of each parameter."""
-        return self._state("ax_")
+    ax = StateOfEach("ax_", "The average of each parameter.")
 
     def _empty_states(self) -> set[str]:
         # They follow from the rates and the number of updates.

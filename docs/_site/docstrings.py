@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import re
 from collections.abc import Iterator
@@ -51,6 +52,10 @@ class Markdown(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """One module, class, function or attribute has been read."""
+        value = str(obj.value) if isinstance(obj, griffe.Attribute) else ""
+        if value.startswith("StateOfEach("):
+            *_, text = ast.literal_eval(value.removeprefix("StateOfEach"))
+            obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring:
             text = "\n".join(_lines(obj.docstring.value.splitlines()))
             if ".nn.torch" in obj.path:  # some names are those of `nn` too

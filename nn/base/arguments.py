@@ -13,18 +13,22 @@ import numpy as np
 
 from ...kernels.quiet import quiet
 from ...ops.runtime import check
-from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject
+from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject, reject_unknown
 
 MOST_STEPS = int(np.iinfo(np.int32).max)
+_OF_BASE = (
+    "learning_rate", "weight_decay", "loss_scale", "use_locking", "sparse_update",
+    "skip_nonfinite", "state_dtype", "clipvalue", "clipnorm",
+)  # fmt: skip
 
 
-def step_options(*values: Any) -> dict[str, Any]:
-    """The arguments that every `FusedOptimizer` has, in this order."""
-    names = (
-        *("use_locking", "sparse_update", "skip_nonfinite", "state_dtype"),
-        *("clipvalue", "clipnorm"),
-    )
-    return dict(zip(names, values, strict=True))
+def base_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """What a constructor, of whose ``locals()`` it is, hands on to that of `FusedOptimizer`.
+
+    Unknown keywords are refused.
+    """
+    reject_unknown(given["self"]._name, given["unknown"], given["__class__"])
+    return {"parameters": given["params"], **{n: given[n] for n in _OF_BASE if n in given}}
 
 
 def check_kind(where: str, name: str, value: Any, kinds: Any, expected: str) -> None:

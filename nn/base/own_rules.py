@@ -9,7 +9,7 @@ import inspect
 import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -338,27 +338,14 @@ class OwnFormula(Formula):
         return map(ROUNDING[real], checked_scalars(where, what, found, self.names))
 
 
-class Ruled(Protocol):
-    """A rule with a formula for its scalars, such as an update of the engine."""
-
-    @property
-    def rule(self) -> Rule:
-        """The rule."""
-
-    @property
-    def formula(self) -> Formula:
-        """The formula."""
-
-
 def checked_formula(
-    where: str, update: Ruled, dtypes: Iterable[np.dtype[Any]], *, on_device: bool
+    where: str, rule: Rule, formula: Formula, dtypes: Iterable[np.dtype[Any]], *, on_device: bool
 ) -> Formula:
-    """The formula of an update; a user's as one that looks at its scalars.
+    """The formula for a rule; a user's as one that looks at its scalars.
 
     Raises:
         TypeError, ValueError: it is none, or not one for the device on which it is to run.
     """
-    formula, names = update.formula, update.rule.hp
     check_kind(where, "what formula() returns", formula, Formula, "a Formula")
     if not is_own(formula.function):
         return formula
@@ -372,5 +359,5 @@ def checked_formula(
     for real in _reals(dtypes) if on_device else ():
         found = _traits(where, "formula", formula.function, traits.of_formula, formula, real)
         what = _named("formula", formula.function)
-        _check_returned(where, what, found, names, always_tuple=True, kinds=_NUMBERS)
-    return OwnFormula.of(where, formula, names)
+        _check_returned(where, what, found, rule.hp, always_tuple=True, kinds=_NUMBERS)
+    return OwnFormula.of(where, formula, rule.hp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,18 @@ from .parameter import Parameter, at_line, writable
 
 States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""
+
+
+class StateOfEach(property):
+    """An attribute with a state of each parameter that has it."""
+
+    def __init__(self, role: str, doc: str) -> None:
+        super().__init__(lambda optimizer: optimizer._state(role))
+        self.__doc__ = doc
+
+    if TYPE_CHECKING:
+
+        def __get__(self, _: Any, owner: Any = None, /) -> tuple[np.ndarray, ...]: ...  # type: ignore[override]
 
 
 class StatefulOptimizer(Optimizer):
@@ -184,11 +196,8 @@ class StatefulOptimizer(Optimizer):
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
         for name in (n for n in arrays if n.startswith(self._counts)):
-            counts, expected = (
-                arrays[name].reshape(-1).tolist(),
-                f"at least 0, at most {MOST_STEPS}",
-            )
-            for count in counts:
+            expected = f"at least 0, at most {MOST_STEPS}"
+            for count in arrays[name].reshape(-1).tolist():
                 is_count = 0 <= count <= MOST_STEPS
                 check.in_range(self._name, f"state {name!r}", count, is_count, expected)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from .arguments import BETAS, COMMON, FLAG, ROWS, SCALED
-from .record import LOST_LATER, MINDSPORE, Argument, Form, Measured, Row, Source
+from .record import LOST_LATER, Argument, Form, Measured, Row, recorded
 
 _PUBLISHED = (
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-08, use_locking=False, "
     "use_nesterov=False, weight_decay=0.0, loss_scale=1.0"
 )
 BASE = {"learning_rate": 0.05, "eps": 0.01}
-_ARGUMENTS = {**SCALED, **ROWS, **BETAS, "use_nesterov": FLAG}
 _EVERY_ROW, _SOME_ROWS = "every row moves", "rows that occur"
 _form = partial(Form, reference="adam", large=LOST_LATER)
 
@@ -21,7 +19,6 @@ ADAM = Row(
     f"{_PUBLISHED}, use_amsgrad=False",
     BASE,
     {
-        **_ARGUMENTS,
         # Gradients shrink, but only a short memory forgets the large ones.
         "use_amsgrad": Argument("flag", True, beside={"beta2": 0.5}),
         "use_lazy": Argument("flag", True, beside={"sparse_update": None}, rows_only=True),
@@ -38,9 +35,7 @@ ADAM = Row(
         "nesterov": Measured(None, options={"use_nesterov": True}, on_request=("dense",)),
         "amsgrad": Measured("amsgrad", options={"use_amsgrad": True}),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         "`use_amsgrad` with `use_nesterov` raises; with `use_offload` gradient centralization "
         "acts; takes rows with `use_amsgrad` or `use_offload` if `sparse_update` is given",
@@ -50,16 +45,16 @@ LAZY_ADAM = Row(
     "LazyAdam",
     _PUBLISHED,
     BASE,
-    {**_ARGUMENTS, "weight_decay": Argument("float decay", 0.3)},
+    {"weight_decay": Argument("float decay", 0.3)},
     forms={"": _form(rows="lazy", rows_there=_SOME_ROWS)},
     measured={"": Measured("adam", "adam-lazy", on_request=("dense",))},
-    source=Source(MINDSPORE, "recorded", "since 2.0"),
+    source=recorded("since 2.0"),
 )
 ADAM_OFFLOAD = Row(
     "AdamOffload",
     _PUBLISHED,
     BASE,
-    _ARGUMENTS,
+    {},
     forms={"": _form()},
     measured={
         "": Measured(
@@ -69,9 +64,7 @@ ADAM_OFFLOAD = Row(
             on_request=("dense", "rows"),
         )
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "since 2.0",
         "parameters live on the host, so it is `Adam`; gradient centralization acts; takes rows "
         "if `sparse_update` is given",
@@ -81,14 +74,11 @@ ADAM_WEIGHT_DECAY = Row(
     "AdamWeightDecay",
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-06, weight_decay=0.0",
     BASE,
-    {**COMMON, **ROWS, **BETAS},
+    {},
     forms={"": _form(reference="adam_weight_decay")},
     measured={"": Measured("adamw", options={"weight_decay": 0.01})},
-    source=Source(
-        MINDSPORE,
-        "recorded",
-        "to go",
-        "gradient centralization acts; takes rows if `sparse_update` is given",
+    source=recorded(
+        "to go", "gradient centralization acts; takes rows if `sparse_update` is given"
     ),
 )
 ROWS_OF_ADAM = (ADAM, LAZY_ADAM, ADAM_OFFLOAD, ADAM_WEIGHT_DECAY)

@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED, SIGNS
-from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
+from .record import LOST, LOST_LATER, MOVES, STOPS, Argument, Form, Measured, Row, Source, recorded
 
 _RATE = {"learning_rate": 0.05}
+# Of optimizers that look at signs.
+_SIGNS = {name: Argument("clip", 0.1, in_states=True) for name in ("clipvalue", "clipnorm")}
 _HEAVY = {"momentum": 0.9}
 _SOME_ROWS = "rows that occur"
 _IF_ASKED = "takes rows if `sparse_update` is given"
@@ -19,7 +20,7 @@ MOMENTUM = Row(
     "Momentum",
     "params, learning_rate, momentum, weight_decay=0.0, loss_scale=1.0, use_nesterov=False",
     {**_RATE, **_HEAVY},
-    {**SCALED, **ROWS, "momentum": Argument("not negative", 0.5), "use_nesterov": FLAG},
+    {"momentum": Argument("not negative", 0.5)},
     forms={
         "": _heavy_ball(renamed={"nesterov": "use_nesterov"}),
         "nesterov": _heavy_ball({"use_nesterov": True}, renamed={"nesterov": "use_nesterov"}),
@@ -30,7 +31,7 @@ MOMENTUM = Row(
             "nesterov", options={**_HEAVY, "use_nesterov": True}, on_request=("dense",)
         ),
     },
-    source=Source(MINDSPORE, "recorded", "to go", f"`use_nesterov` acts; {_IF_ASKED}"),
+    source=recorded("to go", f"`use_nesterov` acts; {_IF_ASKED}"),
 )
 
 _sgd = partial(Form, reference="elementwise.sgd_momentum", large=MOVES)
@@ -40,8 +41,6 @@ SGD = Row(
     "nesterov=False, loss_scale=1.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
         "state_dtype": Argument("dtype", np.float16, beside=_HEAVY, in_states=True),
         "momentum": Argument("number", 0.5),
         "dampening": Argument("number", 0.5, beside=_HEAVY),
@@ -57,90 +56,61 @@ SGD = Row(
         "": Measured("sgd", "sgd-rows"),
         "momentum": Measured("momentum", options=_HEAVY, on_request=("dense",)),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         "dampening counts the updates of each parameter; `momentum=True` raises; takes rows",
         "`stat.` (whether there was a first step); without momentum `accum.` (zeros)",
     ),
 )
 
-_RHO = {"rho": "decay"}
+_rmsprop = partial(Form, renamed={"rho": "decay"}, large=LOST_LATER)
 RMSPROP = Row(
     "RMSProp",
     "params, learning_rate=0.1, decay=0.9, momentum=0.0, epsilon=1e-10, use_locking=False, "
     "centered=False, loss_scale=1.0, weight_decay=0.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
         "decay": Argument("not negative", 0.5),
         "momentum": Argument("not negative", 0.5),
         "epsilon": Argument("positive", 0.5),
         "centered": Argument("flag", True, beside={"decay": 0.5}),
     },
     forms={
-        "": Form({}, "", "elementwise.rmsprop", _RHO, large=LOST_LATER),
-        "momentum": Form(_HEAVY, "with momentum", "elementwise.rmsprop", _RHO, large=LOST_LATER),
-        "centered": Form(
-            {"centered": True},
-            "with `centered`",
-            "elementwise.rmsprop_centered",
-            _RHO,
-            large=LOST_LATER,
-        ),
-        "both": Form(
-            {**_HEAVY, "centered": True}, "", "elementwise.rmsprop_centered", _RHO, large=LOST_LATER
-        ),
+        "": _rmsprop(reference="elementwise.rmsprop"),
+        "momentum": _rmsprop(_HEAVY, "with momentum", "elementwise.rmsprop"),
+        "centered": _rmsprop({"centered": True}, "with `centered`", "elementwise.rmsprop_centered"),
+        "both": _rmsprop({**_HEAVY, "centered": True}, "", "elementwise.rmsprop_centered"),
     },
     measured={
         "": Measured("rmsprop", "rmsprop-lazy", {"sparse_update": "lazy"}),
         "momentum": Measured("rmsprop-momentum", options=_HEAVY),
         "centered": Measured("rmsprop-centered", options={"centered": True}),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         f"epsilon under the root everywhere; {_IF_ASKED}",
         "without momentum `moment.` (the last step)",
     ),
 )
+_adagrad = partial(Form, reference="elementwise.adagrad", rows="lazy")
 ADAGRAD = Row(
     "Adagrad",
     "params, accum=0.1, learning_rate=0.001, update_slots=True, loss_scale=1.0, weight_decay=0.0",
     _RATE,
-    {
-        **SCALED,
-        **ROWS,
-        "accum": Argument("not negative", 1.0),
-        "update_slots": Argument("flag", False),
-    },
+    {"update_slots": Argument("flag", False)},
     forms={
-        "": Form(reference="elementwise.adagrad", rows="lazy", large=STOPS),
-        "fixed": Form(
-            {"update_slots": False},
-            "with `update_slots=False`",
-            "elementwise.adagrad",
-            rows="lazy",
-            large=MOVES,
-        ),
+        "": _adagrad(large=STOPS),
+        "fixed": _adagrad({"update_slots": False}, "with `update_slots=False`", large=MOVES),
     },
     measured={"": Measured("adagrad", "adagrad-rows")},
-    source=Source(
-        MINDSPORE,
-        "recorded",
-        "signature",
-        "no hidden epsilon; `update_slots=False` acts; takes rows",
-    ),
+    source=recorded("signature", "no hidden epsilon; `update_slots=False` acts; takes rows"),
 )
 PROXIMAL_ADAGRAD = Row(
     "ProximalAdagrad",
     "params, accum=0.1, learning_rate=0.001, l1=0.0, l2=0.0, use_locking=False, "
     "loss_scale=1.0, weight_decay=0.0",
     _RATE,
-    {**SCALED, **ROWS, **L1_L2, "accum": Argument("not negative", 1.0)},
+    {},
     forms={
         "": Form(
             {"l1": 0.1, "l2": 0.2},
@@ -151,7 +121,7 @@ PROXIMAL_ADAGRAD = Row(
         )
     },
     measured={"": Measured("proximal-adagrad", "proximal-adagrad-rows", {"l1": 1e-4, "l2": 1e-4})},
-    source=Source(MINDSPORE, "recorded", "since 2.9", "an accumulator of 0 moves nothing"),
+    source=recorded("since 2.9", "an accumulator of 0 moves nothing"),
 )
 
 _ftrl = partial(Form, reference="elementwise.ftrl", rows="lazy", rows_there=_SOME_ROWS, large=LOST)
@@ -161,9 +131,6 @@ FTRL = Row(
     "use_locking=False, loss_scale=1.0, weight_decay=0.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
-        **L1_L2,
         "learning_rate": Argument("fixed rate", 0.1),
         "initial_accum": Argument("not negative", 1.0),
         "lr_power": Argument("not positive", -0.3),
@@ -180,9 +147,7 @@ FTRL = Row(
         "": Measured("ftrl", "ftrl-rows"),
         "lr_power=-0.4": Measured(None, options={"lr_power": -0.4}, on_request=("dense",)),
     },
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "since 2.9",
         "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too; "
         "`beta` and `l2_shrinkage` are Keras's",
@@ -194,32 +159,25 @@ ADAMAX = Row(
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, "
     "loss_scale=1.0",
     {**_RATE, "eps": 0.01},
-    {**SCALED, **ROWS, **BETAS},
+    {},
     forms={"": Form(reference="elementwise.adamax", large=MOVES)},
     measured={"": Measured(None)},
-    source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
+    source=recorded("signature", _IF_ASKED),
 )
 ADADELTA = Row(
     "Adadelta",
     "params, learning_rate=1.0, rho=0.9, epsilon=1e-06, loss_scale=1.0, weight_decay=0.0",
     {"learning_rate": 0.5, "epsilon": 0.01},
-    {
-        **SCALED,
-        **ROWS,
-        "rho": Argument("closed unit", 0.5),
-        "epsilon": Argument("not negative", 0.1),
-    },
+    {"rho": Argument("closed unit", 0.5), "epsilon": Argument("not negative", 0.1)},
     forms={"": Form(reference="elementwise.adadelta", large=STOPS)},
     measured={"": Measured(None)},
-    source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
+    source=recorded("signature", _IF_ASKED),
 )
 ASGD = Row(
     "ASGD",
     "params, learning_rate=0.1, lambd=0.0001, alpha=0.75, t0=1000000.0, weight_decay=0.0",
     {**_RATE, "lambd": 0.3},
     {
-        **COMMON,
-        **ROWS,
         "lambd": Argument("not negative", 0.9),
         "alpha": Argument("float", 30.0),
         "t0": Argument("float", 0.0, in_states=True),
@@ -229,9 +187,7 @@ ASGD = Row(
         "averaged": Form({"t0": 0.0}, reference="elementwise.asgd", large=MOVES),
     },
     measured={"": Measured(None)},
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         f"a rate that is assigned acts one step earlier; `lambd` below 0 raises; {_IF_ASKED}",
         "`eta_`, `mu_` (they follow from the step)",
@@ -242,17 +198,13 @@ RPROP = Row(
     "params, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-06, 50.0), weight_decay=0.0",
     _RATE,
     {
-        **COMMON,
-        **SIGNS,
-        **ROWS,
+        **_SIGNS,
         "etas": Argument("factors", (0.1, 8.0)),
         "step_sizes": Argument("limits", (0.2, 0.3)),
     },
     forms={"": Form(reference="elementwise.rprop", large=MOVES)},
     measured={"": Measured(None)},
-    source=Source(
-        MINDSPORE,
-        "recorded",
+    source=recorded(
         "signature",
         "a NaN shows; an element begins at its own first update; 16 bits are stored, float32 is "
         f"computed; `step_sizes` of 0 raise; {_IF_ASKED}",
@@ -263,9 +215,7 @@ LION = Row(
     "params, learning_rate=0.0001, beta1=0.9, beta2=0.99, weight_decay=0.0, loss_scale=1.0",
     _RATE,
     {
-        **SCALED,
-        **ROWS,
-        **SIGNS,
+        **_SIGNS,
         "loss_scale": Argument("loss scale", 4.0, in_states=True),  # signs have no scale
         "beta1": Argument("open unit", 0.02, beside={"beta2": 0.1}),
         "beta2": Argument("open unit", 0.1),
@@ -279,13 +229,7 @@ ADAN = Row(
     "params, learning_rate=0.001, beta1=0.98, beta2=0.92, beta3=0.99, eps=1e-08, "
     "weight_decay=0.0, loss_scale=1.0",
     {**_RATE, "eps": 0.01},
-    {
-        **SCALED,
-        **ROWS,
-        **BETAS,
-        "beta2": Argument("open unit", 0.5),
-        "beta3": Argument("open unit", 0.3),
-    },
+    {"beta2": Argument("open unit", 0.5), "beta3": Argument("open unit", 0.3)},
     forms={"": Form(reference="elementwise.adan", large=LOST_LATER)},
     measured={"": Measured(None)},
     source=Source(

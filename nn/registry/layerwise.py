@@ -8,7 +8,6 @@ from typing import Any
 
 from ... import nn
 from .adam import BASE
-from .arguments import BETAS, COMMON, FLAG, SCALED
 from .record import LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
 
 _lamb = partial(Form, renamed={"epsilon": "eps"}, large=LOST_LATER)
@@ -16,7 +15,7 @@ LAMB = Row(
     "Lamb",
     "params, learning_rate, beta1=0.9, beta2=0.999, eps=1e-06, weight_decay=0.0",
     BASE,
-    {**COMMON, **BETAS, "clip_ratio": Argument("flag", True, beside={"eps": 0.5})},
+    {"clip_ratio": Argument("flag", True, beside={"eps": 0.5})},
     forms={
         "": _lamb(reference="layerwise.lamb"),
         "clipped": _lamb(
@@ -39,7 +38,7 @@ MOMENTUM = partial(nn.Momentum, learning_rate=0.5, momentum=0.9)
 _OF_LARS = {
     "epsilon": Argument("not negative", 1.0),
     "coefficient": Argument("not negative", 0.3),
-    "use_clip": FLAG,
+    "use_clip": Argument("flag", True),
     "lars_filter": Argument("filter", lambda p: p.name == "nothing"),
 }
 
@@ -82,7 +81,6 @@ ADAFACTOR = Row(
     "warmup_init=False, compression=False, loss_scale=1.0",
     {},
     {
-        **SCALED,
         "learning_rate": Argument("rate or none", 0.1, beside=_GIVEN),
         "eps": Argument("two floats", (0.5, 1e-3)),
         "clip_threshold": Argument("positive", 0.5),
@@ -91,7 +89,7 @@ ADAFACTOR = Row(
         "weight_decay": Argument("unit decay", 0.3),
         "scale_parameter": Argument("flag", False),
         "relative_step": Argument("flag", False, also={"learning_rate": 0.05}),
-        "warmup_init": FLAG,
+        "warmup_init": Argument("flag", True),
         "compression": Argument("flag", True, in_states=True),
         # The direction does not depend on the scale of the gradient, but for epsilon.
         "loss_scale": Argument("loss scale", 4.0, beside={"eps": (0.5, 1e-3)}),
@@ -128,14 +126,13 @@ PRODIGY = Row(
     "growth_rate=inf, fsdp_in_use=False, slice_p=1, loss_scale=1.0",
     {"d0": 0.01, "eps": 0.01},
     {
-        **SCALED,
         "learning_rate": Argument("rate", 0.1),
         "beta1": Argument("below 1", 0.5),
         "beta2": Argument("below 1", 0.9),
         "beta3": Argument("beta1"),  # these show where steps have gone far: see its own tests
         "eps": Argument("positive", 0.1),
         "decouple": Argument("flag", False, beside={"weight_decay": 0.3}),
-        "use_bias_correction": FLAG,
+        "use_bias_correction": Argument("flag", True),
         "safeguard_warmup": Argument("flag"),
         "d0": Argument("positive", 0.1),
         "d_coef": Argument("positive"),

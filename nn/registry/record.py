@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from ... import nn
 
@@ -58,6 +62,28 @@ class Argument:
     also: Options = field(default_factory=dict)
     in_states: bool = False
     rows_only: bool = False
+
+
+COMMON = {
+    "learning_rate": Argument("rate", 0.1),
+    "weight_decay": Argument("decay", 0.3),
+    "loss_scale": Argument("loss scale", 4.0),
+    "use_locking": Argument("flag"),
+    # Without decay, a step with g = 0 may be no step.
+    "sparse_update": Argument("sparse update", "lazy", {"weight_decay": 0.3}, rows_only=True),
+    "skip_nonfinite": Argument("flag"),
+    "state_dtype": Argument("dtype", np.float16, in_states=True),
+    "clipvalue": Argument("clip", 0.1),
+    "clipnorm": Argument("clip", 0.1),
+    "use_nesterov": Argument("flag", True),
+    "beta1": Argument("open unit", 0.5),
+    "beta2": Argument("open unit", 0.9),
+    "eps": Argument("positive", 0.1),
+    "accum": Argument("not negative", 1.0),
+    "l1": Argument("not negative", 0.3),
+    "l2": Argument("not negative", 0.9),
+}
+"""Arguments that several classes have, with values that move a run."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +155,10 @@ class Source:
     unkept: str = ""
 
 
+recorded = partial(Source, MINDSPORE, "recorded")
+"""A class of MindSpore that was compared with recorded runs of it."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One class of `fusestep.nn`.
@@ -137,7 +167,7 @@ class Row:
         name: of the class.
         published: its positional arguments with their defaults, as its source has them.
         base: the arguments of a run: the required ones, and others with which all act.
-        arguments: all arguments but the parameters (or the optimizer) to work on.
+        own: arguments that are its own, or other ones than in `COMMON`.
         forms: by what is added to the name of the class; "" is the class as it is.
         measured: by what stands in brackets after the name.
         source: where it is from.
@@ -151,7 +181,7 @@ class Row:
     name: str
     published: str
     base: Options
-    arguments: Mapping[str, Argument]
+    own: Mapping[str, Argument]
     forms: Mapping[str, Form]
     measured: Mapping[str, Measured]
     source: Source
@@ -166,6 +196,13 @@ class Row:
         """The class, which an older version to compare with may not have."""
         found: type = getattr(nn, self.name)
         return found
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """All arguments of the class but the parameters (or the optimizer) to work on."""
+        _, *names = inspect.signature(self.cls).parameters
+        known = {**COMMON, **self.own}
+        return {name: known[name] for name in names if name in known}
 
     @property
     def takes_rows(self) -> bool:

@@ -22,6 +22,7 @@ from ..base.arguments import Checked, Fixed, check_kind, non_negative_float, pos
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
+from ..base.stateful import StateOfEach
 from ..engine.reader import read_gradient
 from ..fused import FusedOptimizer
 from . import arguments
@@ -285,7 +286,4 @@ class Thor(FusedOptimizer):
         self.clear_captured()
         self._announce(self._step)
 
-    @property
-    def moments(self) -> tuple[np.ndarray, ...]:
-        """The accumulated gradient of each parameter."""
-        return self._state("moments")
+    moments = StateOfEach("moments", "The accumulated gradient of each parameter.")

@@ -14,7 +14,7 @@ from ...kernels.rules import adagrad as plain_rules
 from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
-from .engine.options import KERAS, Sparse, arguments, not_negative
+from .engine.options import KERAS, Sparse, arguments, not_negative, with_defaults
 from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
 
@@ -275,12 +275,7 @@ class FTRL(Fused, torch.optim.Optimizer):
                      weight_decay=weight_decay)  # fmt: skip
         if not lr_power <= 0.0:
             raise ValueError(f"Invalid lr_power value: {lr_power}")
-        defaults = {
-            "lr": lr, "lr_power": lr_power, "l1": l1, "l2": l2, "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, beta=beta, l2_shrinkage=l2_shrinkage, sparse=sparse,
-                         skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)  # fmt: skip
+        super().__init__(**with_defaults(locals()))
 
     def _complete(self, group: dict[str, Any]) -> None:
         super()._complete(group)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
-from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative
+from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
 from .engine.part import Choice, Group, Method, betas_of, moments_of, number, shrink_of
 from .optimizer import Fused
 
@@ -288,10 +288,7 @@ class LazyAdam(Fused, torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                    "amsgrad": amsgrad, "maximize": maximize}  # fmt: skip
-        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
-                         state_dtype=state_dtype, eps_hat=eps_hat)  # fmt: skip
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""

@@ -13,7 +13,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
 from ...kernels.rules.torch import adam as rules
-from .engine.options import Sparse, arguments, betas_in_range, not_negative
+from .engine.options import Sparse, arguments, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method, betas_of, moments_of, number, shrink_of
 from .optimizer import Fused
 
@@ -277,9 +277,7 @@ class Lion(Fused, torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
-                         state_dtype=state_dtype)  # fmt: skip
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""
@@ -339,10 +337,7 @@ class Adan(Fused, torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas, 3)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                    "maximize": maximize}  # fmt: skip
-        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
-                         state_dtype=state_dtype)  # fmt: skip
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.torch import lars as lars_rules
-from .engine.options import betas_in_range, not_negative
+from .engine.options import betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
@@ -61,9 +61,7 @@ class Lamb(Fused, torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                    "maximize": maximize}  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""
@@ -130,12 +128,7 @@ class LARS(Fused, torch.optim.Optimizer):
                      trust_coefficient=trust_coefficient or 0.0)  # fmt: skip
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "trust_coefficient": trust_coefficient, "eps": eps,
-            "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""

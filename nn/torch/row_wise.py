@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
-from .engine.options import Sparse, betas_in_range, not_negative
+from .engine.options import Sparse, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
@@ -70,12 +70,7 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
                      initial_accumulator_value=initial_accumulator_value)  # fmt: skip
         _above_0(eps)
         check.flag(type(self).__name__, "decoupled_weight_decay", decoupled_weight_decay)
-        defaults = {
-            "lr": lr, "eps": eps, "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite)
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
@@ -150,12 +145,7 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
         _above_0(eps)
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
-                         state_dtype=state_dtype)  # fmt: skip
+        super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""

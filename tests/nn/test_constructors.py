@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -178,3 +179,13 @@ def test_unique() -> None:
         with pytest.raises(error, match=r"^Adam: unique "):
             opt.unique = value
     assert opt.unique is True
+
+
+@pytest.mark.parametrize("name", ["moment1", "moment2"])
+@pytest.mark.parametrize("cls", [nn.Adam, nn.LazyAdam, nn.AdamOffload])
+def test_states_are_described_and_only_read(cls: Any, name: str) -> None:
+    opt = cls([ones(2, 3), ones(4)])
+    assert [array.shape for array in getattr(opt, name)] == [(2, 3), (4,)]
+    assert "moment" in (inspect.getdoc(getattr(cls, name)) or "").partition(" of ")[0]
+    with pytest.raises(AttributeError, match="has no setter"):
+        setattr(opt, name, ())

@@ -54,6 +54,7 @@ def test_every_optimizer_has_a_row() -> None:
 def test_every_argument_is_in_the_table(family: Row) -> None:
     """A new argument needs a value that acts, and a kind that says what is refused."""
     assert set(accepted(family)) == set(family.arguments)
+    assert family.own.keys() <= family.arguments.keys()
 
 
 @EACH_FAMILY

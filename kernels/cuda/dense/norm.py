@@ -142,10 +142,8 @@ def global_norm(
 ) -> Iterator[GlobalNorm]:  # fmt: skip
     """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
     found, places = [*map(DenseSquares, gradients), *rows], Places()
-    totals, n_parts = (
-        np.array(NormTotals(0.0, limit, 0.0, 0.0, 0.0)),
-        sum(of.n_parts for of in found),
-    )
+    totals = np.array(NormTotals(0.0, limit, 0.0, 0.0, 0.0))
+    n_parts = sum(of.n_parts for of in found)
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)

@@ -27,6 +27,14 @@ def arguments(names: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in names.items() if name not in ("self", "__class__")}
 
 
+def with_defaults(names: dict[str, Any]) -> dict[str, Any]:
+    """Likewise where PyTorch has no such class: what is not handed on is the defaults of groups."""
+    own = "params", "skip_nonfinite", *OWN, *names["self"]._more_options
+    given = arguments(names)
+    handed_on = {name: given.pop(name) for name in own if name in given}
+    return {**handed_on, "defaults": given}
+
+
 def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
     """Refuse options that a group cannot have, and values that they cannot have."""
     if group.get("differentiable"):

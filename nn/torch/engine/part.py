@@ -15,8 +15,8 @@ from ....kernels.formula import Numbers
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....kernels.state import State
-from ....ops.runtime.row_step import RowGradient, RowUpdate, Update
-from ....ops.runtime.step import DenseUpdate
+from ....ops.runtime.row_step import RowGradient, Update
+from ...engine.host import update_of
 from ...engine.layout import Batch, Layout
 
 Group = Mapping[str, Any]
@@ -165,19 +165,8 @@ class Part:
 
     def update(self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
-        if not self.batch.row_sparse:
-            return self.dense_update(given, before, hp, hp_of)
-        batch, rows = self.batch, self.gradients(given)
-        arguments = batch.labels, self.rule, before.prologue, batch.variables, rows
-        return RowUpdate.of(*arguments, hp, hp_of.tolist(), bool(self.choice.touched_only))
-
-    def dense_update(
-        self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray
-    ) -> DenseUpdate:
-        """The same of dense gradients."""
-        batch, addresses = self.batch, self.gradients(given)
-        arguments = self.rule, before.prologue, batch.variables, addresses
-        return DenseUpdate(*arguments, batch.g, hp, hp_of)
+        how = self.rule, before.prologue, bool(self.choice.touched_only)
+        return update_of((self.batch, *how, self.gradients(given), hp, hp_of))
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""

@@ -67,11 +67,8 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     if of_batch is None or len(of_batch[0]) != len(values):
         of_batch = ()
     indices = in_memory(indices)
-    arrays, addresses = (
-        (array_of(indices), array_of(values)),
-        (indices.data_ptr(), values.data_ptr()),
-    )
-    return RowGradient(*arrays, *addresses, *of_batch)
+    addresses = indices.data_ptr(), values.data_ptr()
+    return RowGradient(array_of(indices), array_of(values), *addresses, *of_batch)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:
