@@ -148,7 +148,7 @@ def _compare(
 ) -> Changed:
     try:
         given = inputs(point)
-        with setup_request(point.case.name, point.dtype, given) as request:
+        with setup_request(point.case.name, point, given) as request:
             for worker in workers.values():
                 worker.ask({"do": "setup", "form": OURS, **request})
     except (BenchError, ContestantLostError) as error:

@@ -16,7 +16,7 @@ before their turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -126,23 +126,14 @@ class Gather:
         return lambda: loop(table, self.indices, out, max(1, chunk // max(1, bag)), bag)
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What a step must move: its passes over memory, in order."""
-
-    passes: tuple[Stream | Rows | Gather, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """What the loops move."""
-        return sum(p.bytes for p in self.passes)
+Pass = Stream | Rows | Gather
 
 
-def jobs(bound: Bound, threads: int) -> dict[str, Job]:
+def jobs(passes: Sequence[Pass], threads: int) -> dict[str, Job]:
     """One job per shape of the loops; no updated value changes.
 
     Args:
-        bound: the passes.
+        passes: what a step must move, in order.
         threads: the number of parts of one of the shapes.
     """
     shapes = {
@@ -151,11 +142,11 @@ def jobs(bound: Bound, threads: int) -> dict[str, Job]:
         "chunks of 64 Ki": Shape(lambda _: 2**16),
         "one part per thread": Shape(lambda n: -(-n // threads)),
     }
-    if bound.bytes < _SERIAL_BELOW:
+    if sum(p.bytes for p in passes) < _SERIAL_BELOW:
         shapes["serial"] = Shape(lambda n: n, parallel=False)
 
     def job(shape: Shape) -> Job:
-        runs = [p.run(shape) for p in bound.passes]
+        runs = [p.run(shape) for p in passes]
 
         def step() -> None:
             for run in runs:

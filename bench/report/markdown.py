@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import unified_diff
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -216,23 +217,26 @@ def _of_points(points: list[Point], **columns: Callable[[Point], str]) -> str:
 
     Peers get a table of their own where one would be too wide.
     """
-    peers = table.peers_of(points)
-    names = [[f"`{p['case']}`", *(column(p) for column in columns.values())] for p in points]
-    ours = [[_time(point), *table.figures(point, (), _LOST)] for point in points]
-    theirs = [[table.speedup(point, peer, _LOST) for peer in peers] for point in points]
-    first, left = ["case", *columns], 1 + len(columns)
-    heads = ["time", "GB/s", "of bound"], [f"x {peer}" for peer in peers]
-    if left + sum(map(len, heads)) <= _COLUMNS:
-        rows = [[*name, *own, *other] for name, own, other in zip(names, ours, theirs, strict=True)]
-        return markdown([*first, *heads[0], *heads[1]], rows, left)
-    rows = [[*name, *own] for name, own in zip(names, ours, strict=True)]
-    beside = [
-        [*name, *other]
-        for name, other, point in zip(names, theirs, points, strict=True)
-        if point["peers"]
-    ]
-    of_peers = markdown([*first, *heads[1]], beside, left)
-    return f"{markdown([*first, *heads[0]], rows, left)}\n\n{of_peers}"
+    peers, left = table.peers_of(points), 1 + len(columns)
+    ours, theirs = ["time", "GB/s", "of bound"], [f"x {peer}" for peer in peers]
+
+    def own(point: Point) -> list[str]:
+        return [_time(point), *table.figures(point, (), _LOST)]
+
+    def other(point: Point) -> list[str]:
+        return [table.speedup(point, peer, _LOST) for peer in peers]
+
+    def shown(head: list[str], points: list[Point], cells: Callable[[Point], list[str]]) -> str:
+        rows = [
+            [f"`{p['case']}`", *(column(p) for column in columns.values()), *cells(p)]
+            for p in points
+        ]
+        return markdown(["case", *columns, *head], rows, left)
+
+    if left + len(ours) + len(theirs) <= _COLUMNS:
+        return shown([*ours, *theirs], points, lambda point: own(point) + other(point))
+    compared = [point for point in points if point["peers"]]
+    return f"{shown(ours, points, own)}\n\n{shown(theirs, compared, other)}"
 
 
 def _sizes(data: dict[str, Any]) -> str:
@@ -327,95 +331,92 @@ def _memory(data: dict[str, Any]) -> str:
 # -- cases that are no steps of one optimizer -----------------------------------------------------
 
 
-def _special(name: str, data: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """The medians of one by label, and all of it."""
+def _special(
+    name: str, data: dict[str, Any]
+) -> tuple[dict[str, float], Callable[[str, str], str], dict[str, Any]]:
+    """The medians of one by label, what writes a text, and all of it.
+
+    A text of a label stands out where its time exceeds its limit.
+    """
     (special,) = (special for special in data["special"] if special["name"] == name)
-    return {label: time["median"] for label, time in special["times"].items()}, special
+    times = {label: time["median"] for label, time in special["times"].items()}
+
+    def written(label: str, text: str) -> str:
+        return (_LOST if times[label] > special["limits"].get(label, inf) else "{}").format(text)
+
+    return times, written, special
 
 
 def _with_limits(data: dict[str, Any], name: str) -> str:
     """The median of each label beside its limit."""
-    medians, special = _special(name, data)
-    limits = special["limits"]
-    rows = [
-        [label, seconds(time), seconds(limits[label]) if label in limits else ""]
-        for label, time in medians.items()
-    ]
+    rows = table.beside_limits(_special(name, data)[-1], "median")
     return markdown(["", "median", "limit"], rows)
 
 
 def _far_rows(data: dict[str, Any]) -> str:
     """The parts of a step on large tables, and how the update compares with the plain loop."""
-    times, _ = _special("far-rows", data)
+    times, written, _ = _special("far-rows", data)
     rows = []
     for of in dict.fromkeys(label.partition(": ")[0] for label in times):
-        medians = [times[f"{of}: {part}"] for part in far_rows.PARTS]
-        _, _, update, plain = medians
-        lost = _LOST if update > far_rows.OF_PLAIN * plain else "{}"
-        rows.append([of, *map(seconds, medians), lost.format(f"{update / plain:.2f}")])
+        medians = {part: times[f"{of}: {part}"] for part in far_rows.PARTS}
+        ratio = f"{medians[far_rows.UPDATE] / medians[far_rows.PLAIN]:.2f}"
+        last = written(f"{of}: {far_rows.UPDATE}", ratio)
+        rows.append([of, *map(seconds, medians.values()), last])
     return markdown(["size", *far_rows.PARTS, "update / plain loop"], rows)
 
 
 def _fresh_states(data: dict[str, Any]) -> str:
     """The cost of large states until they train."""
-    times, special = _special("fresh-states", data)
-    limits = special["limits"]
+    times, written, special = _special("fresh-states", data)
     labels = [label for label in times if not label.endswith(LATER_STEP)]
     rows = []
     for label, point in zip(labels, special["points"], strict=True):
-        lost = _LOST if label in limits and times[label] > limits[label] else "{}"
         later = times.get(f"{label}{LATER_STEP}")
-        made = lost.format(seconds(times[label]))
+        made = written(label, seconds(times[label]))
         rows.append([label, made, seconds(later) if later else "", f"{point['GB']:.1f} GB"])
     return markdown(["size", "made, and first step", "later step", "resident"], rows)
 
 
-def _training(data: dict[str, Any]) -> str:
-    """Of each model and scenario the step and the iteration, and how much faster than PyTorch's."""
-    times, special = _special("training", data)
-    limits, rows = special["limits"], []
-    for name, scenario in dict.fromkeys(tuple(label.split()[:2]) for label in times):
-        cells = []
+def _programs(name: str, data: dict[str, Any], ours: str, theirs: str) -> Iterator[list[str]]:
+    """Of each model in each way the step and the iteration: our time, theirs, times faster."""
+    times, written, _ = _special(name, data)
+    for begin in dict.fromkeys(tuple(label.split()[:2]) for label in times):
+        row = [*begin]
         for part in training.PARTS:
-            ours, theirs = (
-                f"{name} {scenario} {of}: {part}" for of in (training.OURS, training.THEIRS)
-            )
-            lost = _LOST if times[ours] > limits[ours] else "{}"
-            cells += [seconds(times[ours]), lost.format(f"{times[theirs] / times[ours]:.2f}")]
-        rows.append([name, IN_WORDS[scenario], *cells])
-    return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows, left=2)
+            own, other = (f"{' '.join(begin)} {of}: {part}" for of in (ours, theirs))
+            faster = written(own, f"{times[other] / times[own]:.2f}")
+            row += [seconds(times[own]), seconds(times[other]), faster]
+        yield row
+
+
+def _training(data: dict[str, Any]) -> str:
+    """Beside PyTorch's optimizer in each scenario."""
+    found = _programs("training", data, training.OURS, training.THEIRS)
+    rows = (
+        [model, IN_WORDS[scenario], step, faster, whole, faster_whole]
+        for model, scenario, step, _, faster, whole, _, faster_whole in found
+    )
+    head = ["model", "scenario", "step", "x torch", "iteration", "x torch"]
+    return markdown(head, rows, left=2)
 
 
 def _dlrm_training(data: dict[str, Any]) -> str:
     """In each scenario an iteration with either's tables, and what of it are the layers."""
-    times, special = _special("dlrm-training", data)
+    times, written, _ = _special("dlrm-training", data)
     rows = []
     for scenario in dict.fromkeys(label.split()[0] for label in times):
-        theirs, ours, layers = (
-            times[f"{scenario} {name}"]
-            for name in (training.THEIRS, training.OURS, dlrm_training.LAYERS)
-        )
-        lost = _LOST if ours > special["limits"][f"{scenario} {training.OURS}"] else "{}"
-        faster = lost.format(f"{theirs / ours:.2f}")
-        rows.append([IN_WORDS[scenario], *map(seconds, (theirs, ours)), faster, seconds(layers)])
+        names = training.THEIRS, training.OURS, dlrm_training.LAYERS
+        theirs, ours, layers = (times[f"{scenario} {name}"] for name in names)
+        faster = written(f"{scenario} {training.OURS}", f"{theirs / ours:.2f}")
+        rows.append([IN_WORDS[scenario], seconds(theirs), seconds(ours), faster, seconds(layers)])
     head = ["", "PyTorch's tables", "EmbeddingBags", "x torch", dlrm_training.LAYERS]
     return f"{markdown(head, rows)}\n\n{_setting(data)}"
 
 
 def _in_mindspore(data: dict[str, Any]) -> str:
-    """Of each model and optimizer the step and the iteration, and how much faster than theirs."""
-    times, _ = _special("in-mindspore", data)
-    rows = []
-    for name, of in dict.fromkeys(tuple(label.split()[:2]) for label in times):
-        cells = []
-        for part in training.PARTS:
-            ours, theirs = (
-                times[f"{name} {of} {whose}: {part}"]
-                for whose in (in_mindspore.OURS, in_mindspore.THEIRS)
-            )
-            lost = _LOST if ours > theirs else "{}"
-            cells += [seconds(ours), seconds(theirs), lost.format(f"{theirs / ours:.2f}")]
-        rows.append([name, f"`{of}`", *cells])
+    """Beside MindSpore's, of each optimizer."""
+    found = _programs("in-mindspore", data, in_mindspore.OURS, in_mindspore.THEIRS)
+    rows = ([model, f"`{optimizer}`", *cells] for model, optimizer, *cells in found)
     head = [cell for part in training.PARTS for cell in (part, "MindSpore's", "x")]
     return f"{markdown(['model', 'optimizer', *head], rows, left=2)}\n\n{_setting(data)}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, TypeVar
 
 from ..cases.steps import LOOP, Point
@@ -31,16 +31,14 @@ def tracked(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
 
 
 @dataclass(frozen=True)
-class Against:
-    """One reference: the fastest bound loop, or the fastest form of a peer.
+class Against(Ratio):
+    """The time of the fastest bound loop, or of a peer's fastest form, by ours.
 
     Args:
-        label: of its times.
-        speedup: its time by ours; for a bound, the share of its speed that we reach.
+        label: of that time.
     """
 
     label: str
-    speedup: Ratio
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class PointResult:
     Args:
         point: what was measured.
         bytes: what a step must move.
-        size: the sizes.
+        sizes: for the report.
         from_memory: whether a step had to fetch its arrays from memory.
         copies: how many sets of buffers took turns.
         times: by label: ours, bounds, peers.
@@ -60,7 +58,7 @@ class PointResult:
 
     point: Point
     bytes: int
-    size: dict[str, int]
+    sizes: dict[str, int]
     from_memory: bool
     copies: int
     times: dict[str, Summary]
@@ -69,7 +67,7 @@ class PointResult:
 
     @property
     def bound(self) -> Against | None:
-        """The fastest loop with the same traffic."""
+        """The fastest loop with the same traffic; by it, the share of its speed that we reach."""
         return self._against([label for label in self.times if label.startswith(BOUND)])
 
     @property
@@ -86,21 +84,17 @@ class PointResult:
         best = fastest(self.times, labels)
         if best is None or OURS not in self.times:
             return None
-        return Against(best, ratio(self.times[best], self.times[OURS]))
+        return Against(*astuple(ratio(self.times[best], self.times[OURS])), best)
 
     @property
     def losses(self) -> list[str]:
         """What falls short, in words."""
         losses = []
         in_a_row = self.point.scenario == LOOP
-        if in_a_row and self.from_memory and self.bound and self.bound.speedup.value < OF_BOUND:
-            losses.append(f"{self.bound.speedup.value:.1%} of the bound")
-        losses += [
-            f"{against.speedup.value:.2f} x {against.label}"
-            for against in self.peers.values()
-            if against.speedup.value < 1
-        ]
-        return losses
+        if in_a_row and self.from_memory and self.bound and self.bound.value < OF_BOUND:
+            losses.append(f"{self.bound.value:.1%} of the bound")
+        found = self.peers.values()
+        return losses + [f"{peer.value:.2f} x {peer.label}" for peer in found if peer.value < 1]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch_arrays import LR, stepped  # type: ignore[import-not-found]
-from worker_protocol import Case, Replica, serve  # type: ignore[import-not-found]
+from torch_arrays import LR, stepped
+from worker_protocol import Case, Replica, serve
 
 # Module, class and arguments of each step.
 _OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -5,8 +5,6 @@ Where rows are not pooled, bags have one index, and the lookup before the backwa
 Dense parameters beside the tables get torch's fused optimizer, as in models that are built on it.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -15,15 +13,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import LR, arrays_of, stepped, tensor  # type: ignore[import-not-found]
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    parts_of,
-    serve,
-)
+from torch_arrays import LR, arrays_of, stepped, tensor
+from worker_protocol import Case, Job, Parameter, Replica, parts_of, serve
 
 # The optimizer in the tables, and that of torch for the dense parameters.
 _OPTIMIZERS = {

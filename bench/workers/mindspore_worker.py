@@ -10,8 +10,6 @@ What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU 
 (``SparseApply*``).
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import itertools
@@ -23,7 +21,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import Case, Job, Parameter, Replica, serve
 
 _LR = 1e-3
 _BETAS = (0.9, 0.999, 1e-8)

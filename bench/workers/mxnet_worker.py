@@ -6,8 +6,6 @@ duplicates, so it belongs to the step. The bias correction of Adam is in the lea
 MXNet's own optimizers have it too.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import itertools
@@ -17,14 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    lookup,
-    serve,
-)
+from worker_protocol import Case, Job, Parameter, Replica, lookup, serve
 
 _LR = 1e-3
 _ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}

@@ -5,8 +5,6 @@ of its own: the derivative of a lookup is dense, and so are its gradients here w
 needs more of them than a sum.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import os
@@ -16,14 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    lookup,
-    serve,
-)
+from worker_protocol import Case, Job, Parameter, Replica, lookup, serve
 
 _LR = 1e-3
 _RMS = {"decay": 0.9, "eps": 1e-10}

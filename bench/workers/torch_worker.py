@@ -5,8 +5,6 @@ a kernel. Steps that torch compiles are another peer, since that takes seconds f
 `torch_compile_worker`.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import os
@@ -17,21 +15,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import (  # type: ignore[import-not-found]
-    LR,
-    arrays_of,
-    parameters_of,
-    stepped,
-    tensor,
-)
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Replica,
-    lookup,
-    parts_of,
-    serve,
-)
+from torch_arrays import LR, arrays_of, parameters_of, stepped, tensor
+from worker_protocol import Case, Job, Replica, lookup, parts_of, serve
 
 _COMPILED = "compiled"
 _LOOPS: dict[str, dict[str, Any]] = {
