@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from difflib import unified_diff
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -331,92 +330,90 @@ def _memory(data: dict[str, Any]) -> str:
 # -- cases that are no steps of one optimizer -----------------------------------------------------
 
 
-def _special(
-    name: str, data: dict[str, Any]
-) -> tuple[dict[str, float], Callable[[str, str], str], dict[str, Any]]:
-    """The medians of one by label, what writes a text, and all of it.
-
-    A text of a label stands out where its time exceeds its limit.
-    """
+def _special(name: str, data: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The medians of one by label, and all of it."""
     (special,) = (special for special in data["special"] if special["name"] == name)
-    times = {label: time["median"] for label, time in special["times"].items()}
-
-    def written(label: str, text: str) -> str:
-        return (_LOST if times[label] > special["limits"].get(label, inf) else "{}").format(text)
-
-    return times, written, special
+    return {label: time["median"] for label, time in special["times"].items()}, special
 
 
 def _with_limits(data: dict[str, Any], name: str) -> str:
     """The median of each label beside its limit."""
-    rows = table.beside_limits(_special(name, data)[-1], "median")
-    return markdown(["", "median", "limit"], rows)
+    _, special = _special(name, data)
+    return markdown(["", "median", "limit"], table.beside_limits(special, "median"))
 
 
 def _far_rows(data: dict[str, Any]) -> str:
     """The parts of a step on large tables, and how the update compares with the plain loop."""
-    times, written, _ = _special("far-rows", data)
+    times, _ = _special("far-rows", data)
     rows = []
     for of in dict.fromkeys(label.partition(": ")[0] for label in times):
-        medians = {part: times[f"{of}: {part}"] for part in far_rows.PARTS}
-        ratio = f"{medians[far_rows.UPDATE] / medians[far_rows.PLAIN]:.2f}"
-        last = written(f"{of}: {far_rows.UPDATE}", ratio)
-        rows.append([of, *map(seconds, medians.values()), last])
+        medians = [times[f"{of}: {part}"] for part in far_rows.PARTS]
+        _, _, update, plain = medians
+        lost = _LOST if update > far_rows.OF_PLAIN * plain else "{}"
+        rows.append([of, *map(seconds, medians), lost.format(f"{update / plain:.2f}")])
     return markdown(["size", *far_rows.PARTS, "update / plain loop"], rows)
 
 
 def _fresh_states(data: dict[str, Any]) -> str:
     """The cost of large states until they train."""
-    times, written, special = _special("fresh-states", data)
+    times, special = _special("fresh-states", data)
+    limits = special["limits"]
     labels = [label for label in times if not label.endswith(LATER_STEP)]
     rows = []
     for label, point in zip(labels, special["points"], strict=True):
+        lost = _LOST if label in limits and times[label] > limits[label] else "{}"
         later = times.get(f"{label}{LATER_STEP}")
-        made = written(label, seconds(times[label]))
+        made = lost.format(seconds(times[label]))
         rows.append([label, made, seconds(later) if later else "", f"{point['GB']:.1f} GB"])
     return markdown(["size", "made, and first step", "later step", "resident"], rows)
 
 
-def _programs(name: str, data: dict[str, Any], ours: str, theirs: str) -> Iterator[list[str]]:
-    """Of each model in each way the step and the iteration: our time, theirs, times faster."""
-    times, written, _ = _special(name, data)
-    for begin in dict.fromkeys(tuple(label.split()[:2]) for label in times):
-        row = [*begin]
-        for part in training.PARTS:
-            own, other = (f"{' '.join(begin)} {of}: {part}" for of in (ours, theirs))
-            faster = written(own, f"{times[other] / times[own]:.2f}")
-            row += [seconds(times[own]), seconds(times[other]), faster]
-        yield row
-
-
 def _training(data: dict[str, Any]) -> str:
-    """Beside PyTorch's optimizer in each scenario."""
-    found = _programs("training", data, training.OURS, training.THEIRS)
-    rows = (
-        [model, IN_WORDS[scenario], step, faster, whole, faster_whole]
-        for model, scenario, step, _, faster, whole, _, faster_whole in found
-    )
-    head = ["model", "scenario", "step", "x torch", "iteration", "x torch"]
-    return markdown(head, rows, left=2)
+    """Of each model and scenario the step and the iteration, and how much faster than PyTorch's."""
+    times, special = _special("training", data)
+    limits, rows = special["limits"], []
+    for name, scenario in dict.fromkeys(tuple(label.split()[:2]) for label in times):
+        cells = []
+        for part in training.PARTS:
+            ours, theirs = (
+                f"{name} {scenario} {of}: {part}" for of in (training.OURS, training.THEIRS)
+            )
+            lost = _LOST if times[ours] > limits[ours] else "{}"
+            cells += [seconds(times[ours]), lost.format(f"{times[theirs] / times[ours]:.2f}")]
+        rows.append([name, IN_WORDS[scenario], *cells])
+    return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows, left=2)
 
 
 def _dlrm_training(data: dict[str, Any]) -> str:
     """In each scenario an iteration with either's tables, and what of it are the layers."""
-    times, written, _ = _special("dlrm-training", data)
+    times, special = _special("dlrm-training", data)
     rows = []
     for scenario in dict.fromkeys(label.split()[0] for label in times):
-        names = training.THEIRS, training.OURS, dlrm_training.LAYERS
-        theirs, ours, layers = (times[f"{scenario} {name}"] for name in names)
-        faster = written(f"{scenario} {training.OURS}", f"{theirs / ours:.2f}")
-        rows.append([IN_WORDS[scenario], seconds(theirs), seconds(ours), faster, seconds(layers)])
+        theirs, ours, layers = (
+            times[f"{scenario} {name}"]
+            for name in (training.THEIRS, training.OURS, dlrm_training.LAYERS)
+        )
+        lost = _LOST if ours > special["limits"][f"{scenario} {training.OURS}"] else "{}"
+        faster = lost.format(f"{theirs / ours:.2f}")
+        rows.append([IN_WORDS[scenario], *map(seconds, (theirs, ours)), faster, seconds(layers)])
     head = ["", "PyTorch's tables", "EmbeddingBags", "x torch", dlrm_training.LAYERS]
     return f"{markdown(head, rows)}\n\n{_setting(data)}"
 
 
 def _in_mindspore(data: dict[str, Any]) -> str:
-    """Beside MindSpore's, of each optimizer."""
-    found = _programs("in-mindspore", data, in_mindspore.OURS, in_mindspore.THEIRS)
-    rows = ([model, f"`{optimizer}`", *cells] for model, optimizer, *cells in found)
+    """Of each model and optimizer the step and the iteration, and how much faster than theirs."""
+    times, _ = _special("in-mindspore", data)
+    rows = []
+    for name, of in dict.fromkeys(tuple(label.split()[:2]) for label in times):
+        cells = []
+        for part in training.PARTS:
+            ours, theirs = (
+                times[f"{name} {of} {whose}: {part}"]
+                for whose in (in_mindspore.OURS, in_mindspore.THEIRS)
+            )
+            lost = _LOST if ours > theirs else "{}"
+            cells += [seconds(ours), seconds(theirs), lost.format(f"{theirs / ours:.2f}")]
+        rows.append([name, f"`{of}`", *cells])
     head = [cell for part in training.PARTS for cell in (part, "MindSpore's", "x")]
     return f"{markdown(['model', 'optimizer', *head], rows, left=2)}\n\n{_setting(data)}"
 
