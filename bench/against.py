@@ -35,17 +35,11 @@ Report = Callable[[str, int, int], Progress]
 
 @dataclass(frozen=True)
 class Changed:
-    """A step then and now.
+    """A step then and now."""
 
-    Args:
-        title: of the point.
-        ratio: its time now by its time then; None where there are not both.
-        reason: why.
-    """
-
-    title: str
-    ratio: Summary | None
-    reason: str = ""
+    title: str  # of the point
+    ratio: Summary | None  # its time now by its time then; None where there are not both
+    reason: str = ""  # why
 
     @property
     def verdict(self) -> Change:

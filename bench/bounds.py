@@ -45,17 +45,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """One pass over arrays of one length.
+    """One pass over arrays of one length."""
 
-    Args:
-        updated: read and written.
-        read: read.
-        written: written.
-    """
-
-    updated: Arrays = ()
-    read: Arrays = ()
-    written: Arrays = ()
+    updated: Arrays = ()  # read and written
+    read: Arrays = ()  # read
+    written: Arrays = ()  # written
 
     @property
     def bytes(self) -> int:
@@ -75,15 +69,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Rows:
-    """One pass over rows scattered over tables ``[N, D]``.
+    """One pass over rows scattered over tables ``[N, D]``."""
 
-    Args:
-        rows: int64: which rows, each once.
-        updated: read and written at these rows.
-    """
-
-    rows: np.ndarray
-    updated: Arrays
+    rows: np.ndarray  # int64: which rows, each once
+    updated: Arrays  # read and written at these rows
 
     @property
     def bytes(self) -> int:
@@ -100,17 +89,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows of a table, copied side by side, or as many in turn put together as come to a bag.
+    """Rows of a table, copied side by side, or as many in turn put together as come to a bag."""
 
-    Args:
-        indices: int64 ``[B]``.
-        table: ``[N, D]``.
-        out: ``[bags, D]``, all bags being of one size.
-    """
-
-    indices: np.ndarray
-    table: np.ndarray
-    out: np.ndarray
+    indices: np.ndarray  # int64 ``[B]``
+    table: np.ndarray  # ``[N, D]``
+    out: np.ndarray  # ``[bags, D]``, all bags being of one size
 
     @property
     def bytes(self) -> int:

@@ -27,17 +27,11 @@ class ContestantLostError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that gives times, in seconds, when asked for a sample of so many steps.
+    """Something that gives times, in seconds, when asked for a sample of so many steps."""
 
-    Args:
-        label: its name.
-        sample: takes the steps.
-        is_elsewhere: in another process.
-    """
-
-    label: str
-    sample: Callable[[int], Sequence[float]]
-    is_elsewhere: bool = False
+    label: str  # its name
+    sample: Callable[[int], Sequence[float]]  # takes the steps
+    is_elsewhere: bool = False  # in another process
 
 
 def in_process(
@@ -70,19 +64,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure.
+    """How to measure."""
 
-    Args:
-        rounds: of all contestants.
-        steps: of one sample.
-        every: by label, how many rounds there are from one turn of a contestant to its next, if
-            it does not take part in each.
-        steps_of_slow: by label, of one sample of a contestant that sits out.
-    """
-
-    rounds: int
-    steps: int
+    rounds: int  # of all contestants
+    steps: int  # of one sample
+    # By label, how many rounds there are from one turn of a contestant to its next, if it
+    # does not take part in each.
     every: Mapping[str, int] = field(default_factory=dict)
+    # By label, of one sample of a contestant that sits out.
     steps_of_slow: Mapping[str, int] = field(default_factory=dict)
 
     def steps_of(self, label: str) -> int:

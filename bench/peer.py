@@ -25,18 +25,12 @@ _SCRIPTS = Path(__file__).parent / "workers"
 
 @dataclass(frozen=True)
 class PeerKind:
-    """A library that we are compared with.
+    """A library that we are compared with."""
 
-    Args:
-        modules: what has to be installed in the interpreter that runs its worker.
-        script: the worker.
-        is_default: it is asked when no peer is named.
-        interpreter: the peer whose interpreter it shares; by default it has its own.
-    """
-
-    modules: tuple[str, ...]
-    script: Path
-    is_default: bool = True
+    modules: tuple[str, ...]  # what has to be installed in the interpreter that runs its worker
+    script: Path  # the worker
+    is_default: bool = True  # it is asked when no peer is named
+    # The peer whose interpreter it shares; by default it has its own.
     interpreter: str | None = None
 
 

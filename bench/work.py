@@ -30,21 +30,13 @@ _ROTATE_TO, _CACHED_BELOW = 3.0, 0.125
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ours and every peer start from.
+    """What ours and every peer start from."""
 
-    Args:
-        parameters: with their gradients.
-        bytes: what a step must move, by the model of `traffic`.
-        needed: bytes of one set of buffers, about.
-        copies: how many sets of buffers take turns.
-        from_memory: a step finds nothing of the one before in the cache.
-    """
-
-    parameters: list[Parameter]
-    bytes: int
-    needed: int
-    copies: int
-    from_memory: bool
+    parameters: list[Parameter]  # with their gradients
+    bytes: int  # what a step must move, by the model of `traffic`
+    needed: int  # bytes of one set of buffers, about
+    copies: int  # how many sets of buffers take turns
+    from_memory: bool  # a step finds nothing of the one before in the cache
 
     @property
     def fresh(self) -> bool:

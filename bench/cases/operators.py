@@ -30,34 +30,22 @@ SCALARS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operator:
-    """How an operator is made and called.
+    """How an operator is made and called."""
 
-    Attributes:
-        make: the class.
-        variables: names of the arrays that it updates.
-        scalars: names and values of the scalars of a call.
-        gradient: what its gradient is called.
-        takes_rows: whether the gradient is row-sparse.
-        order: published order of a call's arguments, where it is not variables, scalars,
-            gradient, indices.
-        attributes: arguments of the constructor that have no default.
-        algorithm: what peers are asked for.
-        traffic: what a step moves; by default all variables, and the gradient.
-        every_row: a row-sparse gradient makes all rows take the step.
-        only_float32: it takes no other parameters.
-    """
-
-    make: Any
-    variables: tuple[str, ...]
-    scalars: Mapping[str, Any]
-    algorithm: str | None
-    gradient: str = "gradient"
-    takes_rows: bool = False
+    make: Any  # the class
+    variables: tuple[str, ...]  # names of the arrays that it updates
+    scalars: Mapping[str, Any]  # names and values of the scalars of a call
+    algorithm: str | None  # what peers are asked for
+    gradient: str = "gradient"  # what its gradient is called
+    takes_rows: bool = False  # whether the gradient is row-sparse
+    # Published order of a call's arguments, where it is not variables, scalars, gradient,
+    # indices.
     order: str = ""
+    # Arguments of the constructor that have no default.
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    traffic: Traffic | None = None
-    every_row: bool = False
-    only_float32: bool = False
+    traffic: Traffic | None = None  # what a step moves; by default all variables, and the gradient
+    every_row: bool = False  # a row-sparse gradient makes all rows take the step
+    only_float32: bool = False  # it takes no other parameters
 
     @property
     def name(self) -> str:

@@ -24,20 +24,15 @@ LOOP = "loop"
 
 @dataclass(frozen=True)
 class Case:
-    """A subject on one kind of workload.
+    """A subject on one kind of workload."""
 
-    Args:
-        name: ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
-            table with a row-sparse gradient), ``pooled`` (tables whose rows are pooled) or a model.
-        subject: the operator or optimizer.
-        kind: of its gradients.
-        is_default: it is run when no case is named.
-    """
-
+    # ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
+    # table with a row-sparse gradient), ``pooled`` (tables whose rows are pooled) or a
+    # model.
     name: str
-    subject: Subject
-    kind: Kind
-    is_default: bool
+    subject: Subject  # the operator or optimizer
+    kind: Kind  # of its gradients
+    is_default: bool  # it is run when no case is named
 
     @property
     def use(self) -> Use:

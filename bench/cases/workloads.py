@@ -45,19 +45,13 @@ _CLICKS, _BAG = 2048, 20  # samples of a batch, and lookups of one in each table
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter and the kind of its gradient.
+    """One parameter and the kind of its gradient."""
 
-    Args:
-        shape: ``[N, D]`` where the gradient is row-sparse.
-        B: how many rows the gradient names; None for a dense one.
-        indices: their distribution.
-        bag: so many of these rows in turn are pooled, and have one row of the gradient together;
-            None: each has its own.
-    """
-
-    shape: Shape
-    B: int | None = None
-    indices: str = ""
+    shape: Shape  # ``[N, D]`` where the gradient is row-sparse
+    B: int | None = None  # how many rows the gradient names; None for a dense one
+    indices: str = ""  # their distribution
+    # So many of these rows in turn are pooled, and have one row of the gradient together;
+    # None: each has its own.
     bag: int | None = None
 
     @property

@@ -32,37 +32,24 @@ def tracked(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class Against(Ratio):
-    """The time of the fastest bound loop, or of a peer's fastest form, by ours.
+    """The time of the fastest bound loop, or of a peer's fastest form, by ours."""
 
-    Args:
-        label: of that time.
-    """
-
-    label: str
+    label: str  # of that time
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """The figures of one point.
+    """The figures of one point."""
 
-    Args:
-        point: what was measured.
-        bytes: what a step must move.
-        sizes: for the report.
-        from_memory: whether a step had to fetch its arrays from memory.
-        copies: how many sets of buffers took turns.
-        times: by label: ours, bounds, peers.
-        memory: by label, bytes that a step needs beside its arrays; None where unknown.
-        unavailable: why a label, or a peer, has no times.
-    """
-
-    point: Point
-    bytes: int
-    sizes: dict[str, int]
-    from_memory: bool
-    copies: int
-    times: dict[str, Summary]
+    point: Point  # what was measured
+    bytes: int  # what a step must move
+    sizes: dict[str, int]  # for the report
+    from_memory: bool  # whether a step had to fetch its arrays from memory
+    copies: int  # how many sets of buffers took turns
+    times: dict[str, Summary]  # by label: ours, bounds, peers
+    # By label, bytes that a step needs beside its arrays; None where unknown.
     memory: dict[str, int | None] = field(default_factory=dict)
+    # Why a label, or a peer, has no times.
     unavailable: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -99,19 +86,15 @@ class PointResult:
 
 @dataclass(frozen=True)
 class SpecialResult:
-    """The figures of a case with a method of its own.
+    """The figures of a case with a method of its own."""
 
-    Args:
-        name, summary: of the case.
-        times: by label.
-        limits: what some of them should not exceed, in seconds.
-        points: further figures of a case that is a series.
-    """
-
+    # name, summary: of the case.
     name: str
     summary: str
-    times: dict[str, Summary] = field(default_factory=dict)
+    times: dict[str, Summary] = field(default_factory=dict)  # by label
+    # What some of them should not exceed, in seconds.
     limits: dict[str, float] = field(default_factory=dict)
+    # Further figures of a case that is a series.
     points: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, samples: Mapping[str, Sequence[float]]) -> None:

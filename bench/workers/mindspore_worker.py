@@ -29,22 +29,15 @@ _BETAS = (0.9, 0.999, 1e-8)
 
 @dataclass(frozen=True)
 class _Operator:
-    """How an operator is called: ``op(variable, *states, [powers], *before, gradient, *after)``.
+    """How an operator is called: ``op(variable, *states, [powers], *before, gradient, *after)``."""
 
-    Args:
-        name: in ``mindspore.ops``.
-        states: how many arrays of the variable's size it updates.
-        before, after: numbers around the gradient, or around values and indices.
-        powers: the powers of the betas come before all other numbers.
-        attributes: of the operator.
-    """
-
-    name: str
-    states: int
+    name: str  # in ``mindspore.ops``
+    states: int  # how many arrays of the variable's size it updates
+    # before, after: numbers around the gradient, or around values and indices.
     before: tuple[float, ...] = ()
     after: tuple[float, ...] = ()
-    powers: bool = False
-    attributes: dict[str, Any] = field(default_factory=dict)
+    powers: bool = False  # the powers of the betas come before all other numbers
+    attributes: dict[str, Any] = field(default_factory=dict)  # of the operator
 
 
 _FTRL = {"lr": _LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}

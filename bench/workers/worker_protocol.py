@@ -124,14 +124,10 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Job:
-    """One optimizer step that can be repeated.
+    """One optimizer step that can be repeated."""
 
-    Args:
-        step: what is timed; returns when the work is done.
-        load: what comes before each step and is not timed, such as new gradient arrays.
-    """
-
-    step: Callable[[], object]
+    step: Callable[[], object]  # what is timed; returns when the work is done
+    # What comes before each step and is not timed, such as new gradient arrays.
     load: Callable[[], object] = _nothing
 
 
@@ -269,39 +265,28 @@ def _resident_bytes(field: str) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a case and its gradient.
+    """A parameter of a case and its gradient."""
 
-    Args:
-        shape: of the parameter.
-        gradient: float32, of that shape; where there are indices, one row for each of them.
-        indices: int64, the rows of a row-sparse gradient, in any order and with duplicates.
-        start: float32 values of the parameter before the first step.
-        bag: how many indices in turn have one row of the gradient; None: each has its own.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the parameter
+    # Float32, of that shape; where there are indices, one row for each of them.
     gradient: np.ndarray
+    # Int64, the rows of a row-sparse gradient, in any order and with duplicates.
     indices: np.ndarray | None
-    start: np.ndarray
+    start: np.ndarray  # float32 values of the parameter before the first step
+    # How many indices in turn have one row of the gradient; None: each has its own.
     bag: int | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step as a set-up request describes it.
+    """A step as a set-up request describes it."""
 
-    Args:
-        algorithm, form: which step, and in which of its `Library.forms`.
-        dtype: of parameters and gradients.
-        parameters: all parameters of one optimizer.
-        fresh: the gradients of each step are new arrays.
-    """
-
+    # algorithm, form: which step, and in which of its `Library.forms`.
     algorithm: str
     form: str
-    dtype: str
-    parameters: list[Parameter]
-    fresh: bool
+    dtype: str  # of parameters and gradients
+    parameters: list[Parameter]  # all parameters of one optimizer
+    fresh: bool  # the gradients of each step are new arrays
 
     @property
     def kind(self) -> str:
@@ -316,14 +301,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Replica:
-    """Parameters, states and gradients of a case, in memory of their own.
+    """Parameters, states and gradients of a case, in memory of their own."""
 
-    Args:
-        job: takes a step on them.
-        values: the parameters as they are now; where an algorithm has other results, those.
-    """
-
-    job: Job
+    job: Job  # takes a step on them
+    # The parameters as they are now; where an algorithm has other results, those.
     values: Callable[[], Sequence[Any]]
 
 
