@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,15 +126,9 @@ class Worker:
         return answer
 
     def _exchange(self, request: str) -> str:
-        is_late = threading.Event()
-
-        def give_up() -> None:
-            is_late.set()
-            self._process.kill()
-
-        timer = threading.Timer(_TIMEOUT, give_up)
+        timer = threading.Timer(_TIMEOUT, self._process.kill)
         timer.start()
-        line = ""
+        begin, line = time.monotonic(), ""
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
@@ -143,8 +138,9 @@ class Worker:
         finally:
             timer.cancel()
         if not line:
+            is_late = time.monotonic() - begin >= _TIMEOUT
             late = f"no answer within {_TIMEOUT:.0f} s"
-            self._broken = late if is_late.is_set() else self._last_words()
+            self._broken = late if is_late else self._last_words()
             raise ContestantLostError(self._broken)
         return line
 

@@ -42,11 +42,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -281,7 +281,7 @@ class Parameter:
 class Case:
     """A step as a set-up request describes it."""
 
-    # algorithm, form: which step, and in which of its `Library.forms`.
+    # algorithm, form: which step, and in which of its forms.
     algorithm: str
     form: str
     dtype: str  # of parameters and gradients
@@ -343,34 +343,13 @@ def parts_of(
     return Replica(jobs[part], values)
 
 
-class Library(Protocol):
-    """What a worker script says about its library.
-
-    A library that keeps the memory of its steps for the next ones, where nobody sees how much a
-    step needs, says ``keeps_memory = True``.
-
-    Args:
-        version: of the library.
-        warm_up: how many steps each replica takes before the first sample.
-    """
-
-    version: str
-    warm_up: int
-
-    def forms(
-        self, algorithm: str, kind: str, dtype: str
-    ) -> Mapping[str, Callable[[Case], Replica]]:
-        """The forms in which the library has a step, by name: each makes all that a step needs."""
-        ...
-
-
 # -- the server -----------------------------------------------------------------------------------
 
 
 class _Server:
     """Answers requests, each with the method of its name; remembers what was set up, by form."""
 
-    def __init__(self, load: Callable[[int], Library]) -> None:
+    def __init__(self, load: Callable[[int], Any]) -> None:
         self._threads = int(sys.argv[1])
         self._library = lru_cache(None)(lambda: load(self._threads))
         self._replicas: dict[str, list[Replica]] = {}
@@ -450,20 +429,21 @@ def _parameter(
     start: str | None = None,
     bag: int | None = None,
 ) -> Parameter:
-    return Parameter(
-        tuple(shape),
-        np.load(gradient),
-        None if indices is None else np.load(indices),
-        np.zeros(shape, np.float32) if start is None else np.load(start),
-        bag,
-    )
+    rows = None if indices is None else np.load(indices)
+    values = np.zeros(shape, np.float32) if start is None else np.load(start)
+    return Parameter(tuple(shape), np.load(gradient), rows, values, bag)
 
 
-def serve(load: Callable[[int], Library]) -> None:
+def serve(load: Callable[[int], Any]) -> None:
     """Answer requests until the end of input.
 
     Args:
-        load: imports the library for a number of threads, the script's only argument.
+        load: imports the library for a number of threads, the script's only argument, and says
+            about it ``version``; ``warm_up``, how many steps each replica takes before the first
+            sample; and ``forms(algorithm, kind, dtype)``, by name the forms in which it has a
+            step, each of which makes the `Replica` of a `Case`. One that keeps the memory of its
+            steps for the next ones, where nobody sees how much a step needs, says
+            ``keeps_memory = True``.
     """
     # Libraries print to standard output; the answers keep it for themselves.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
