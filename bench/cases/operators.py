@@ -209,8 +209,7 @@ def _function(
 
 FUNCTIONS: dict[str, Subject] = {
     "global_norm": _function(
-        lambda _: ops.global_norm,
-        Use("global-norm", Traffic(updated=0, read=1)),
+        lambda _: ops.global_norm, Use("global-norm", Traffic(updated=0, read=1))
     ),
     "clip_by_global_norm": _function(
         lambda _: ops.clip_by_global_norm,

@@ -39,13 +39,7 @@ DOCUMENTS = (
     "docs/scale_out.md",
 )
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
-_SHOWN = (
-    "rows/nn.LazyAdam",
-    "rows/nn.SGD",
-    "rows/nn.Adam",
-    "dense/nn.Adam",
-    "many-small/nn.Adam",
-)
+_SHOWN = ("rows/nn.LazyAdam", "rows/nn.SGD", "rows/nn.Adam", "dense/nn.Adam", "many-small/nn.Adam")
 _SUMMARISED = ("loop", "busy", "pause20")
 _WITHOUT_SCHEMA = ("recommender", "scale-out", "scale-out-model")
 _LOST = "**{}**"
