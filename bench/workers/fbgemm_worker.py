@@ -55,20 +55,16 @@ class FBGEMM:
         """A forward of all tables, and a backward with the step."""
         tables = self._tables(case.parameters, inside, "SUM")
 
-        def values() -> list[np.ndarray]:
-            found: list[np.ndarray] = arrays_of(
-                [tables.looked_up] if part == "forward" else tables.weights()
-            )
-            return found
+        def values() -> Any:
+            return arrays_of([tables.looked_up] if part == "forward" else tables.weights())
 
         return parts_of(part, tables.look_up, tables.backward, values)
 
     def _replica(self, inside: str, beside: str, pooling: str, case: Case) -> Replica:
         """Tables that know their optimizer, and parameters with one."""
         is_table = [given.indices is not None for given in case.parameters]
-        tables = self._tables(
-            [g for g in case.parameters if g.indices is not None], inside, pooling
-        )
+        sparse = [given for given in case.parameters if given.indices is not None]
+        tables = self._tables(sparse, inside, pooling)
         others = [given for given in case.parameters if given.indices is None]
         optimizer = partial(getattr(self.torch.optim, beside), lr=LR, fused=True)
         dense = stepped(

@@ -22,18 +22,11 @@ from worker_protocol import Case, Job, Parameter, Replica, lookup, serve
 
 Array = np.ndarray
 
-# Algorithms on row-sparse gradients, and their rules.
-_WITH_ROWS = {
-    "adam-lazy": "adam",
-    "adam-rows": "adam",
-    "sgd-rows": "sgd",
-    "momentum-lazy": "momentum",
-    "adagrad-rows": "adagrad",
-    "ftrl-rows": "ftrl",
-    "proximal-adagrad-rows": "proximal-adagrad",
-    "row-wise-adagrad-rows": "row-wise-adagrad",
-    "row-wise-adam-rows": "row-wise-adam",
-}
+# Algorithms on row-sparse gradients; what comes before the last hyphen is their rule.
+_WITH_ROWS = (
+    *("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-rows", "ftrl-rows"),
+    *("proximal-adagrad-rows", "row-wise-adagrad-rows", "row-wise-adam-rows"),
+)
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
 # cache: 512 KiB of each array.
 _BLOCK = 2**17
@@ -134,10 +127,9 @@ class NumPy:
             return {form: partial(_gather, into) for form, into in options.items()}
         if algorithm == "clip-by-global-norm" and kind == "dense":
             return {"whole arrays": _clip}
-        rules = _WITH_ROWS if kind != "dense" else {x: x for x in (*ELEMENTWISE, *TENSORWISE)}
-        if algorithm not in rules:
+        if algorithm not in ((*ELEMENTWISE, *TENSORWISE) if kind == "dense" else _WITH_ROWS):
             return {}
-        rule = rules[algorithm]
+        rule = algorithm if kind == "dense" else algorithm.rpartition("-")[0]
         sweeps = {"whole arrays": (sys.maxsize, 1)}
         if rule not in TENSORWISE:
             sweeps["blocks"] = _BLOCK, 1

@@ -396,19 +396,14 @@ class _Server:
         _give_memory_back()
         return {}
 
-
-def _answer(server: _Server, do: str, **request: Any) -> dict[str, Any]:
-    """The answer to a request, whatever happens."""
-    try:
-        if do not in _REQUESTS:
-            raise ValueError(f"no request {do!r}")
-        answer: dict[str, Any] = getattr(server, do)(**request)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return answer
-
-
-_REQUESTS = [name for name in vars(_Server) if not name.startswith("_")]
+    def _answer(self, do: str, **request: Any) -> Any:
+        """The answer to a request, whatever happens."""
+        try:
+            if do.startswith("_") or do not in vars(_Server):
+                raise ValueError(f"no request {do!r}")
+            return getattr(self, do)(**request)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _case(request: dict[str, Any]) -> Case:
@@ -452,7 +447,7 @@ def serve(load: Callable[[int], Any]) -> None:
     _die_with_parent()
     server = _Server(load)
     for line in sys.stdin:
-        channel.write(json.dumps(_answer(server, **json.loads(line))) + "\n")
+        channel.write(json.dumps(server._answer(**json.loads(line))) + "\n")
         channel.flush()
 
 
