@@ -35,16 +35,13 @@ class Contestant:
 
 
 def in_process(
-    jobs: Mapping[str, Job],
-    scenario: str = "loop",
-    threads: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    jobs: Mapping[str, Job], scenario: str = "loop", threads: int = 1
 ) -> list[Contestant]:
     """Contestants that run in this process; ``threads`` are those of a scenario's other work."""
     before = before_step(scenario, threads)
 
     def contestant(label: str, job: Job) -> Contestant:
-        return Contestant(label, lambda steps: samples(job, scenario, steps, before, clock))
+        return Contestant(label, lambda steps: samples(job, scenario, steps, before))
 
     return [contestant(label, job) for label, job in jobs.items()]
 

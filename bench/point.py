@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -27,13 +27,7 @@ from .workers.worker_protocol import peak_memory
 _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
 
-def run(
-    point: Point,
-    seconds: float,
-    peers: Peers,
-    progress: Progress,
-    clock: Callable[[], float] = time.perf_counter,
-) -> PointResult:
+def run(point: Point, seconds: float, peers: Peers, progress: Progress) -> PointResult:
     """Measure the point."""
     with using_threads(point.threads):
         try:
@@ -42,7 +36,7 @@ def run(
         except BenchError as error:  # too large for this machine, or a library is missing
             return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
         rivals, missing = _rivals(point, given, peers)
-        contestants = in_process(jobs, point.scenario, point.threads, clock)
+        contestants = in_process(jobs, point.scenario, point.threads)
         contestants += [in_worker(label, *r, point.scenario) for label, r in rivals.items()]
         with company(point.scenario):
             times = measured(contestants, point.scenario, seconds, progress)

@@ -156,7 +156,7 @@ class Turns:
         return Job(lambda: now.step(), load)
 
 
-def sample(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
+def sample(job: Job, steps: int) -> float:
     """Mean seconds of ``steps`` steps in a row, after a lead-in of others that do not count.
 
     The lead-in stands for the training loop that a short step is part of: threads are awake, each
@@ -165,9 +165,9 @@ def sample(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter)
     with _without_collection():
         left, lead_in = MOST_LEAD_IN, LEAD_IN
         while left and lead_in > 0:
-            lead_in -= _timed(job, clock)
+            lead_in -= _timed(job)
             left -= 1
-        return sum(_timed(job, clock) for _ in range(steps)) / steps
+        return sum(_timed(job) for _ in range(steps)) / steps
 
 
 @contextlib.contextmanager
@@ -182,17 +182,15 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _timed(job: Job, clock: Callable[[], float], before: Callable[[], object] = _nothing) -> float:
+def _timed(job: Job, before: Callable[[], object] = _nothing) -> float:
     job.load()
     before()
-    start = clock()
+    start = time.perf_counter()
     job.step()
-    return clock() - start
+    return time.perf_counter() - start
 
 
-def turn(
-    job: Job, before: Callable[[], object], clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
+def turn(job: Job, before: Callable[[], object]) -> list[float]:
     """Seconds of each step of a training loop that does something else before each.
 
     The loop goes on for as long before the first step that counts. A process that has slept or was
@@ -202,20 +200,14 @@ def turn(
     found: list[float] = []
     with _without_collection():
         for _ in range(2):
-            end = clock() + TURN
+            end = time.perf_counter() + TURN
             found = []
-            while len(found) < FEWEST or clock() < end:
-                found.append(_timed(job, clock, before))
+            while len(found) < FEWEST or time.perf_counter() < end:
+                found.append(_timed(job, before))
     return found
 
 
-def samples(
-    job: Job,
-    scenario: str,
-    steps: int,
-    before: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
+def samples(job: Job, scenario: str, steps: int, before: Callable[[], object]) -> list[float]:
     """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
 
     Beside a busy process they are one sample, their mean: who waits for the other process does
@@ -223,8 +215,8 @@ def samples(
     every second step, two steps are a sample, likewise.
     """
     if scenario == "loop":
-        return [sample(job, steps, clock)]
-    found = turn(job, before, clock)
+        return [sample(job, steps)]
+    found = turn(job, before)
     if scenario == "torch-pause":
         return [sum(found[k : k + 2]) / 2 for k in range(0, len(found) - 1, 2)]
     return [sum(found) / len(found)] if scenario == "busy" else found

@@ -117,6 +117,9 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
+    perf_counter = __call__
+    """So that it can be the time of a module."""
+
     def job(self, seconds: float) -> Job:
         """Steps that take so long, after loads that must not be counted."""
 
