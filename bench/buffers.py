@@ -23,13 +23,6 @@ class Buffers:
         use: what it does with such gradients.
         dtype: of parameters and gradients.
         given: the parameters and their gradients.
-
-    Attributes:
-        use: that.
-        values, indices: of the gradients; of pooled rows there is one gradient for all tables.
-        bags: of pooled rows, how they are looked up; else nothing.
-        parameters: the parameters.
-        prepared: that.
     """
 
     def __init__(
@@ -43,7 +36,7 @@ class Buffers:
         self.values = [one.gradient.astype(dtype) for one in given]
         self.indices = [None if one.indices is None else one.indices.copy() for one in given]
         lengths = [one.bag for one in given if one.bag is not None]
-        self.bags: list[Bags] = []
+        self.bags: list[Bags] = []  # of pooled rows, which have one gradient for all tables
         if lengths:
             self.values = [np.concatenate(self.values, axis=1)]
             counts = np.repeat(lengths, len(self.values[0]))

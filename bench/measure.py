@@ -15,6 +15,7 @@ from .report.stats import Summary
 from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Job, before_step, samples
 
 _SLOW = 4.0  # times the first contestant
+_SHORTEST = 1e-3  # seconds of a sample at least, since short times vary most
 # Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one;
 # the worker processes are stopped while they are not asked.
 _SETTLE = 0.01
@@ -88,20 +89,19 @@ def plan_of_turns(warm: Mapping[str, float], budget: float) -> Plan:
     return Plan(rounds, 1)
 
 
-def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Plan:
+def plan(warm: Mapping[str, float], budget: float) -> Plan:
     """A plan for contestants with these times of one step, the first of them being ours.
 
     Args:
         warm: seconds by label.
         budget: seconds that the measurement may take, lead-ins included.
-        shortest: what a sample should last at least, in seconds, since short times vary most.
     """
     warm = {label: max(seconds, 1e-9) for label, seconds in warm.items()}
     ours = next(iter(warm.values()))
-    steps = max(1, min(_MOST_STEPS, round(shortest / ours)))
+    steps = max(1, min(_MOST_STEPS, round(_SHORTEST / ours)))
     quick = sum(lasting(seconds, steps) for seconds in warm.values() if seconds <= _SLOW * ours)
     steps_of_slow = {
-        label: max(1, min(steps, round(shortest / seconds)))
+        label: max(1, min(steps, round(_SHORTEST / seconds)))
         for label, seconds in warm.items()
         if seconds > _SLOW * ours
     }

@@ -184,19 +184,13 @@ class Peers:
 
     Args:
         pythons: the interpreter of each peer that was asked for; None when there is none.
-
-    Attributes:
-        names: of the peers that were asked for.
-        versions: of the libraries of the workers that were started.
-        missing: why a peer cannot take part.
     """
 
     def __init__(self, pythons: dict[str, str | None]) -> None:
-        self.names = list(pythons)
-        self._pythons = pythons
+        self.names, self._pythons = list(pythons), pythons
         self._workers: dict[tuple[str, int], Worker] = {}
-        self.versions: dict[str, str] = {}
-        self.missing: dict[str, str] = {}
+        self.versions: dict[str, str] = {}  # of the libraries of the workers that were started
+        self.missing: dict[str, str] = {}  # why a peer cannot take part
 
     def worker(self, peer: str, threads: int) -> Worker | None:
         """A running worker; None, with a reason in ``missing``, when there is none.
