@@ -16,9 +16,9 @@ _RETURNS: Mapping[str, tuple[str, ...]] = {
     "LARSUpdate": (),
 }
 # How a variable is made out of random numbers in (0.1, 1), where not as they are.
-_RANGES: Mapping[tuple[str, str], Callable[[np.ndarray], Any]] = {
-    ("SGD", "stat"): np.round,  # some elements take their first step
-    ("ApplyCenteredRMSProp", "mean_gradient"): lambda x: x / 10,  # a positive variance everywhere
+_RANGES: Mapping[str, Mapping[str, Callable[[np.ndarray], Any]]] = {
+    "SGD": {"stat": np.round},  # some elements take their first step
+    "ApplyCenteredRMSProp": {"mean_gradient": lambda x: x / 10},  # a positive variance everywhere
 }
 
 
@@ -30,14 +30,18 @@ class Operator(operators.Operator):
         """Names of the variables that are returned."""
         return _RETURNS.get(self.name, self.variables)
 
+    @property
+    def ranges(self) -> Mapping[str, Callable[[np.ndarray], Any]]:
+        """How variables are made out of random numbers."""
+        return _RANGES.get(self.name, {})
+
     def inputs(self, shape: tuple[int, ...] = (5, 3), dtype: Any = np.float32) -> dict[str, Any]:
         """Fresh arguments of one valid call, by name and in order."""
         rng = np.random.default_rng(7)
         given: dict[str, Any] = {**self.scalars}
         for name in self.variables:
             values = rng.uniform(0.1, 1.0, shape)
-            made = _RANGES.get((self.name, name), np.asarray)(values)
-            given[name] = np.asarray(made).astype(dtype)
+            given[name] = np.asarray(self.ranges.get(name, np.asarray)(values)).astype(dtype)
         if self.takes_rows:
             given[self.gradient] = rng.standard_normal((4, *shape[1:])).astype(dtype)
             given["indices"] = np.array([1, 0, 1, 3])
