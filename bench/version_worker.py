@@ -22,7 +22,6 @@ class Version:
     """This version, on ``threads`` threads."""
 
     version = __version__
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         get_num_threads()  # starts the layer of threads that its steps have

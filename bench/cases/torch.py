@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import BenchError
+from ..workers.worker_protocol import LR
 from .subject import DTYPES, Prepared, Subject, Use
 from .traffic import Traffic
 from .workloads import Kind
 
 SAME_PROCESS = "torch-in-process"
 """Name of PyTorch where its step is taken in the process of ours."""
-_LR = 1e-3
 
 
 def _subject(
@@ -88,7 +88,7 @@ def _optimizer(
     """One on tensors in the memory of the parameters, and what hands gradients over to it."""
     torch = import_module("torch")
     tensors = [torch.nn.Parameter(_tensor(torch, array)) for array in parameters]
-    optimizer = getattr(import_module(module, __package__), name)(tensors, lr=_LR, **options)
+    optimizer = getattr(import_module(module, __package__), name)(tensors, lr=LR, **options)
 
     def load(gradients: Sequence[Any]) -> None:
         for tensor, gradient in zip(tensors, gradients, strict=True):

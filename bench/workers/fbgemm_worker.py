@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import LR, arrays_of, stepped, tensor
-from worker_protocol import Case, Job, Parameter, Replica, parts_of, serve
+from torch_arrays import arrays_of, stepped, tensor
+from worker_protocol import LR, Case, Job, Parameter, Replica, parts_of, serve
 
 # The optimizer in the tables, and that of torch for the dense parameters.
 _OPTIMIZERS = {
@@ -27,8 +27,6 @@ _TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 class FBGEMM:
     """The library, on ``threads`` threads."""
-
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         self.torch: Any = import_module("torch")

@@ -21,9 +21,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve
+from worker_protocol import LR, Case, Job, Parameter, Replica, serve
 
-_LR = 1e-3
 _BETAS = (0.9, 0.999, 1e-8)
 
 
@@ -40,27 +39,27 @@ class _Operator:
     attributes: dict[str, Any] = field(default_factory=dict)  # of the operator
 
 
-_FTRL = {"lr": _LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}
+_FTRL = {"lr": LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}
 _OPERATORS = {
-    "adam": _Operator("Adam", 2, (_LR, *_BETAS), powers=True),
-    "amsgrad": _Operator("ApplyAdamWithAmsgradV2", 3, (_LR, *_BETAS), powers=True),
-    "adamw": _Operator("AdamWeightDecay", 2, (_LR, *_BETAS, 0.01)),
-    "sgd": _Operator("ApplyGradientDescent", 0, (_LR,)),
-    "momentum": _Operator("ApplyMomentum", 1, (_LR,), (0.9,)),
-    "rmsprop": _Operator("ApplyRMSProp", 2, (_LR,), (0.9, 0.0, 1e-10)),
-    "rmsprop-momentum": _Operator("ApplyRMSProp", 2, (_LR,), (0.9, 0.9, 1e-10)),
-    "rmsprop-centered": _Operator("ApplyCenteredRMSProp", 3, (), (_LR, 0.9, 0.0, 1e-10)),
-    "adagrad": _Operator("ApplyAdagrad", 1, (_LR,)),
-    "proximal-adagrad": _Operator("ApplyProximalAdagrad", 1, (_LR, 1e-4, 1e-4)),
-    "ftrl": _Operator("ApplyFtrl", 2, (), (_LR, 0.0, 0.0, -0.5)),
+    "adam": _Operator("Adam", 2, (LR, *_BETAS), powers=True),
+    "amsgrad": _Operator("ApplyAdamWithAmsgradV2", 3, (LR, *_BETAS), powers=True),
+    "adamw": _Operator("AdamWeightDecay", 2, (LR, *_BETAS, 0.01)),
+    "sgd": _Operator("ApplyGradientDescent", 0, (LR,)),
+    "momentum": _Operator("ApplyMomentum", 1, (LR,), (0.9,)),
+    "rmsprop": _Operator("ApplyRMSProp", 2, (LR,), (0.9, 0.0, 1e-10)),
+    "rmsprop-momentum": _Operator("ApplyRMSProp", 2, (LR,), (0.9, 0.9, 1e-10)),
+    "rmsprop-centered": _Operator("ApplyCenteredRMSProp", 3, (), (LR, 0.9, 0.0, 1e-10)),
+    "adagrad": _Operator("ApplyAdagrad", 1, (LR,)),
+    "proximal-adagrad": _Operator("ApplyProximalAdagrad", 1, (LR, 1e-4, 1e-4)),
+    "ftrl": _Operator("ApplyFtrl", 2, (), (LR, 0.0, 0.0, -0.5)),
 }
 # Each step on rows, and that of the dense parameters beside a table.
 _ROW_OPERATORS = {
-    "adam-lazy": (_Operator("FusedSparseLazyAdam", 2, (_LR, *_BETAS), powers=True), "adam"),
-    "adam-rows": (_Operator("FusedSparseAdam", 2, (_LR, *_BETAS), powers=True), "adam"),
+    "adam-lazy": (_Operator("FusedSparseLazyAdam", 2, (LR, *_BETAS), powers=True), "adam"),
+    "adam-rows": (_Operator("FusedSparseAdam", 2, (LR, *_BETAS), powers=True), "adam"),
     "ftrl-rows": (_Operator("FusedSparseFtrl", 2, attributes=_FTRL), "ftrl"),
     "proximal-adagrad-rows": (
-        _Operator("FusedSparseProximalAdagrad", 1, (_LR, 1e-4, 1e-4)),
+        _Operator("FusedSparseProximalAdagrad", 1, (LR, 1e-4, 1e-4)),
         "proximal-adagrad",
     ),
 }
@@ -172,7 +171,7 @@ class MindSpore:
         """An optimizer; row-sparse gradients are put together on the way to it."""
         nn = self.ms.nn
         name = case.form.partition("(")[0].removeprefix("nn.")
-        optimizer = getattr(nn, name)(variables, learning_rate=_LR, **arguments)
+        optimizer = getattr(nn, name)(variables, learning_rate=LR, **arguments)
         if case.kind != "dense":
             optimizer.target = "CPU"  # without it duplicates are not merged
         row_tensor = import_module("mindspore.common.sparse_tensor").RowTensorInner

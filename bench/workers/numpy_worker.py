@@ -113,7 +113,6 @@ class NumPy:
     """The library, on ``threads`` threads where a user can have them."""
 
     version = np.__version__
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

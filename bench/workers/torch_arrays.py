@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from worker_protocol import Case, Job, Parameter, Replica
 
-LR = 1e-3
-
 
 def tensor(array: np.ndarray, dtype: str) -> Any:
     """A copy in torch's own memory, which is better aligned than NumPy's."""

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import LR, arrays_of, parameters_of, stepped, tensor
-from worker_protocol import Case, Job, Replica, lookup, parts_of, serve
+from torch_arrays import arrays_of, parameters_of, stepped, tensor
+from worker_protocol import LR, Case, Job, Replica, lookup, parts_of, serve
 
 _COMPILED = "compiled"
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,6 @@ _SPARSE = {
 class Torch:
     """The library, on ``threads`` threads."""
 
-    warm_up = 3
     compiles = False  # it has the compiled forms, and no others
 
     def __init__(self, threads: int) -> None:

@@ -42,13 +42,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+LR = 1e-3
+"""The learning rate of every step, ours and theirs."""
+_WARM_UP = 3
 
 
 def _nothing() -> None:
@@ -162,24 +166,11 @@ def sample(job: Job, steps: int) -> float:
     The lead-in stands for the training loop that a short step is part of: threads are awake, each
     on a core of its own, and code and arrays are in the caches as far as they fit.
     """
-    with _without_collection():
-        left, lead_in = MOST_LEAD_IN, LEAD_IN
-        while left and lead_in > 0:
-            lead_in -= _timed(job)
-            left -= 1
-        return sum(_timed(job) for _ in range(steps)) / steps
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+    left, lead_in = MOST_LEAD_IN, LEAD_IN
+    while left and lead_in > 0:
+        lead_in -= _timed(job)
+        left -= 1
+    return sum(_timed(job) for _ in range(steps)) / steps
 
 
 def _timed(job: Job, before: Callable[[], object] = _nothing) -> float:
@@ -198,25 +189,28 @@ def turn(job: Job, before: Callable[[], object]) -> list[float]:
     competes with another process goes first. That is over after four steps or so.
     """
     found: list[float] = []
-    with _without_collection():
-        for _ in range(2):
-            end = time.perf_counter() + TURN
-            found = []
-            while len(found) < FEWEST or time.perf_counter() < end:
-                found.append(_timed(job, before))
+    for _ in range(2):
+        end = time.perf_counter() + TURN
+        found = []
+        while len(found) < FEWEST or time.perf_counter() < end:
+            found.append(_timed(job, before))
     return found
 
 
 def samples(job: Job, scenario: str, steps: int, before: Callable[[], object]) -> list[float]:
     """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
 
-    Beside a busy process they are one sample, their mean: who waits for the other process does
-    so in one step of many, and the median of steps would not see it. Where a pause comes before
-    every second step, two steps are a sample, likewise.
+    No garbage is collected meanwhile. Beside a busy process they are one sample, their mean: who
+    waits for the other process does so in one step of many, and the median of steps would not see
+    it. Where a pause comes before every second step, two steps are a sample, likewise.
     """
-    if scenario == "loop":
-        return [sample(job, steps)]
-    found = turn(job, before)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        found = [sample(job, steps)] if scenario == "loop" else turn(job, before)
+    finally:
+        if collecting:
+            gc.enable()
     if scenario == "torch-pause":
         return [sum(found[k : k + 2]) / 2 for k in range(0, len(found) - 1, 2)]
     return [sum(found) / len(found)] if scenario == "busy" else found
@@ -362,7 +356,7 @@ class _Server:
             raise ValueError(f"no form {case.form!r} of {what}")
         replicas = [make(case) for _ in range(request["copies"])]
         for replica in replicas:
-            for _ in range(request.get("warm_up", library.warm_up)):
+            for _ in range(request.get("warm_up", getattr(library, "warm_up", _WARM_UP))):
                 replica.job.load()
                 replica.job.step()
         self._replicas[case.form] = replicas
@@ -426,10 +420,10 @@ def serve(load: Callable[[int], Any]) -> None:
 
     Args:
         load: imports the library for a number of threads, the script's only argument, and says
-            about it ``version``; ``warm_up``, how many steps each replica takes before the first
-            sample; and ``forms(algorithm, kind, dtype)``, by name the forms in which it has a
-            step, each of which makes the `Replica` of a `Case`. One that keeps the memory of its
-            steps for the next ones, where nobody sees how much a step needs, says
+            about it ``version``; ``forms(algorithm, kind, dtype)``, by name the forms in which it
+            has a step, each of which makes the `Replica` of a `Case`; and ``warm_up``, how many
+            steps each replica takes before the first sample, if not 3. One that keeps the memory of
+            its steps for the next ones, where nobody sees how much a step needs, says
             ``keeps_memory = True``.
     """
     # Libraries print to standard output; the answers keep it for themselves.
