@@ -5,13 +5,13 @@ What a version to compare with imports: nothing of the inside of the package, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import ops
-from .cases.subject import Bags, Prepared, Use
+from .cases.subject import Bags, Prepare, Use
 from .workers.worker_protocol import Job, Parameter
 
 
@@ -26,11 +26,7 @@ class Buffers:
     """
 
     def __init__(
-        self,
-        prepare: Callable[[list[np.ndarray]], Prepared],
-        use: Use,
-        dtype: np.dtype[Any],
-        given: Sequence[Parameter],
+        self, prepare: Prepare, use: Use, dtype: np.dtype[Any], given: Sequence[Parameter]
     ) -> None:
         self.use = use
         self.values = [one.gradient.astype(dtype) for one in given]

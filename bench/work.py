@@ -6,7 +6,7 @@ untouched end as subnormal numbers, which are slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from .bounds import Gather, Pass, Rows, Stream
 from .buffers import Buffers
 from .cases import traffic, workloads
 from .cases.steps import Point
-from .cases.subject import DTYPES, Prepared, written_zeros
+from .cases.subject import DTYPES, Prepare, written_zeros
 from .cases.workloads import Tensors
 from .errors import BenchError
 from .report.result import BOUND, OURS
@@ -110,7 +110,7 @@ def build(point: Point, given: Inputs) -> dict[str, Job]:
     """
     case, dtype, turns = point.case, DTYPES[point.dtype], Turns()
 
-    def sets_of(prepare: Callable[[list[np.ndarray]], Prepared]) -> list[Buffers]:
+    def sets_of(prepare: Prepare) -> list[Buffers]:
         return [Buffers(prepare, case.use, dtype, given.parameters) for _ in range(given.copies)]
 
     def job(sets: list[Buffers]) -> Job:

@@ -38,6 +38,9 @@ class Prepared(NamedTuple):
     load: Callable[[Sequence[Any]], object] | None = None
 
 
+Prepare = Callable[[list[np.ndarray]], Prepared]
+
+
 @dataclass(frozen=True)
 class Use:
     """What a subject does with one kind of gradients."""
@@ -51,7 +54,7 @@ class Use:
     in_place: bool = False  # the gradient is what it updates
     start: float = 0.0  # what the parameters start from. At 0, the norms of LARS would stop it.
     # By label, the same step of another library in this process, on float32.
-    beside: Mapping[str, Callable[[list[np.ndarray]], Prepared]] = field(default_factory=dict)
+    beside: Mapping[str, Prepare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Subject:
     """An operator or an optimizer that takes steps."""
 
     uses: Mapping[Kind, Use]  # what it does with each kind of gradients that it is measured with
-    prepare: Callable[[list[np.ndarray]], Prepared]  # makes it for these parameters
+    prepare: Prepare  # makes it for these parameters
     dtypes: tuple[str, ...] = tuple(DTYPES)  # of the parameters that it takes
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import BenchError
 from ..workers.worker_protocol import LR
-from .subject import DTYPES, Prepared, Subject, Use
+from .subject import DTYPES, Prepare, Prepared, Subject, Use
 from .traffic import Traffic
 from .workloads import Kind
 
@@ -48,9 +48,7 @@ def _subject(
     return Subject(uses, partial(_prepare, name, options))
 
 
-def _beside(
-    name: str, options: Mapping[str, Any]
-) -> dict[str, Callable[[list[np.ndarray]], Prepared]]:
+def _beside(name: str, options: Mapping[str, Any]) -> dict[str, Prepare]:
     """PyTorch's own class, where it is installed."""
     if find_spec("torch") is None:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from ..cases.steps import LOOP, Point
@@ -71,7 +71,7 @@ class PointResult:
         best = fastest(self.times, labels)
         if best is None or OURS not in self.times:
             return None
-        return Against(*astuple(ratio(self.times[best], self.times[OURS])), best)
+        return Against(**asdict(ratio(self.times[best], self.times[OURS])), label=best)
 
     @property
     def losses(self) -> list[str]:
