@@ -38,8 +38,7 @@ class Operator:
     algorithm: str | None  # what peers are asked for
     gradient: str = "gradient"  # what its gradient is called
     takes_rows: bool = False  # whether the gradient is row-sparse
-    # Published order of a call's arguments, where it is not variables, scalars, gradient,
-    # indices.
+    # Published order of a call's arguments, where not variables, scalars, gradient, indices.
     order: str = ""
     # Arguments of the constructor that have no default.
     attributes: Mapping[str, Any] = field(default_factory=dict)

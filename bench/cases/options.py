@@ -85,13 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Request:
     """What is to be measured, and what becomes of it."""
 
-    # points, special: the measurements.
     points: list[Point]
     special: list[SpecialCase]
     seconds: float  # that the measurement of a point may take
     # The interpreter of each peer that was asked for; None where there is none.
     pythons: dict[str, str | None]
-    # json, plot: files to write.
+    # Files to write.
     json: Path | None
     plot: Path | None
     against: str | None  # what to compare with: the text of the option

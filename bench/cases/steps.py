@@ -26,9 +26,8 @@ LOOP = "loop"
 class Case:
     """A subject on one kind of workload."""
 
-    # ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
-    # table with a row-sparse gradient), ``pooled`` (tables whose rows are pooled) or a
-    # model.
+    # ``<workload>/<subject>``: ``dense`` (one tensor), ``rows`` (one table with a row-sparse
+    # gradient), ``pooled`` (tables whose rows are pooled) or a model; and the subject.
     name: str
     subject: Subject  # the operator or optimizer
     kind: Kind  # of its gradients

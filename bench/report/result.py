@@ -88,7 +88,6 @@ class PointResult:
 class SpecialResult:
     """The figures of a case with a method of its own."""
 
-    # name, summary: of the case.
     name: str
     summary: str
     times: dict[str, Summary] = field(default_factory=dict)  # by label

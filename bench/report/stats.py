@@ -35,7 +35,7 @@ class Ratio:
     """A time by another time."""
 
     value: float  # of the medians
-    # low, high: its spread: 20th by 80th percentile, and the other way round.
+    # Its spread: 20th by 80th percentile, and the other way round.
     low: float
     high: float
 

@@ -32,7 +32,7 @@ class _Operator:
 
     name: str  # in ``mindspore.ops``
     states: int  # how many arrays of the variable's size it updates
-    # before, after: numbers around the gradient, or around values and indices.
+    # Numbers around the gradient, or around values and indices.
     before: tuple[float, ...] = ()
     after: tuple[float, ...] = ()
     powers: bool = False  # the powers of the betas come before all other numbers

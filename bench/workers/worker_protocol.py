@@ -254,9 +254,9 @@ class Parameter:
     """A parameter of a case and its gradient."""
 
     shape: tuple[int, ...]  # of the parameter
-    # Float32, of that shape; where there are indices, one row for each of them.
+    # float32, of that shape; where there are indices, one row for each of them.
     gradient: np.ndarray
-    # Int64, the rows of a row-sparse gradient, in any order and with duplicates.
+    # int64, the rows of a row-sparse gradient, in any order and with duplicates.
     indices: np.ndarray | None
     start: np.ndarray  # float32 values of the parameter before the first step
     # How many indices in turn have one row of the gradient; None: each has its own.
@@ -267,7 +267,7 @@ class Parameter:
 class Case:
     """A step as a set-up request describes it."""
 
-    # algorithm, form: which step, and in which of its forms.
+    # Which step, and in which of the forms that the library has.
     algorithm: str
     form: str
     dtype: str  # of parameters and gradients
