@@ -66,7 +66,7 @@ def _point(result: PointResult) -> dict[str, Any]:
 
 
 def same(point: dict[str, Any]) -> tuple[Any, ...]:
-    """What points of a document have in common that differ in their scenario only."""
+    """What points of a document have in common that differ in their scenario only; last threads."""
     return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
 
 

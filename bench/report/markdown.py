@@ -102,16 +102,15 @@ def check() -> int:
 
 def _summary(data: dict[str, Any]) -> str:
     """Times of some cases and how much faster they are than PyTorch, in some scenarios."""
-    words = [IN_WORDS[scenario] for scenario in _SUMMARISED]
-    rows = []
-    for group in table.by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
-        points = [group.get(scenario) for scenario in _SUMMARISED]
-        ratios = (table.speedup(point, "torch", _LOST) for point in points)
-        one = next(iter(group.values()))
-        step = f"`{one['case'].partition('/')[2]}`: {size_in_words(one)}"
-        rows.append((_SHOWN.index(one["case"]), [step, *map(_time, points), *ratios]))
+    words, rows = [IN_WORDS[scenario] for scenario in _SUMMARISED], []
+    for case in _SHOWN:
+        for one, group in table.by_scenario([p for p in _all(data) if p["case"] == case]):
+            points = [group.get(scenario) for scenario in _SUMMARISED]
+            ratios = (table.speedup(point, "torch", _LOST) for point in points)
+            step = f"`{case.partition('/')[2]}`: {size_in_words(one)}"
+            rows.append([step, *map(_time, points), *ratios])
     head = ["step", *words, *(f"x torch, {word}" for word in words)]
-    return f"{markdown(head, [row for _, row in sorted(rows)])}\n\n{_setting(data)}"
+    return f"{markdown(head, rows)}\n\n{_setting(data)}"
 
 
 def _scenarios(data: dict[str, Any]) -> str:
@@ -119,8 +118,7 @@ def _scenarios(data: dict[str, Any]) -> str:
     if not data["peers"]:
         return _across(data, lambda point: f"{point['bound']['value']:.0%}")
     parts = []
-    for group in table.by_scenario(_all(data)):
-        point = next(iter(group.values()))
+    for point, group in table.by_scenario(_all(data)):
         names = list(dict.fromkeys(name for p in group.values() for name in table.contestants(p)))
         rows = [
             [IN_WORDS[scenario], *(_time(found, name) for name in names)]
@@ -141,8 +139,7 @@ def _across(data: dict[str, Any], ratio: Callable[[Point], str]) -> str:
     points = _all(data)
     names = table.scenarios_of(points)
     rows = []
-    for group in table.by_scenario(points):
-        point = next(iter(group.values()))
+    for point, group in table.by_scenario(points):
         dtype = "" if point["dtype"] == "float32" else f", {point['dtype']}"
         found = map(group.get, names)
         cells = (f"{_time(p)} ({ratio(p)})" if p else "n/a" for p in found)
@@ -287,15 +284,11 @@ def _dtypes(data: dict[str, Any]) -> str:
 
 def _scaling(data: dict[str, Any]) -> str:
     """Times faster than with one thread."""
-
-    def key(point: Point) -> tuple[Any, ...]:
-        return tuple(point[name] for name in ("case", "size", "indices", "dtype"))
-
     points = _measured(data)
-    alone = {key(point): point for point in points if point["threads"] == 1}
+    alone = {document.same(point)[:-1]: point for point in points if point["threads"] == 1}
     rows = []
     for point in points:
-        one = alone.get(key(point))
+        one = alone.get(document.same(point)[:-1])
         if one is None or point["threads"] == 1:
             continue
         faster = one["times"][OURS]["median"] / point["times"][OURS]["median"]

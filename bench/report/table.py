@@ -173,8 +173,7 @@ def _scenarios(points: list[Point], width: int) -> Iterator[Table]:
     """Median and percentiles of ours, the bound and each peer, a column for each scenario."""
     scenarios = scenarios_of(points)
     lines = [["case", "size", "of", *scenarios]]
-    for group in by_scenario(points):
-        point = next(iter(group.values()))
+    for point, group in by_scenario(points):
         variant = f"{size(point)} {_short(point)} x{point['threads']}"
         for name in contestants(point):
             cells = (_spread(group.get(scenario), name) for scenario in scenarios)
@@ -309,11 +308,11 @@ def scenarios_of(points: list[Point]) -> list[str]:
     return list(dict.fromkeys(point["scenario"] for point in points))
 
 
-def by_scenario(points: list[Point]) -> list[dict[str, Point]]:
-    """Points that differ in their scenario only, together."""
-    groups: dict[tuple[Any, ...], dict[str, Point]] = {}
+def by_scenario(points: list[Point]) -> list[tuple[Point, dict[str, Point]]]:
+    """Points that differ in their scenario only, together; and the first of them."""
+    groups: dict[tuple[Any, ...], tuple[Point, dict[str, Point]]] = {}
     for point in points:
-        groups.setdefault(same(point), {})[point["scenario"]] = point
+        groups.setdefault(same(point), (point, {}))[1][point["scenario"]] = point
     return list(groups.values())
 
 
