@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.bench import run
 from fusestep.bench.cases import (
     indices,
     model_shapes,
@@ -20,9 +22,11 @@ from fusestep.bench.cases import mxnet as mxnet_subjects
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
+from fusestep.bench.peer import Peers
+from fusestep.bench.report.result import SpecialResult
 from fusestep.nn.registry import ROWS
 
-from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, use_small_models
+from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from helpers import more
 from subprocesses import output_of
 
@@ -85,6 +89,19 @@ def test_names_are_unique_and_say_the_workload() -> None:
         if case.model in (None, "many-small"):
             found = point(case.name, small or "")
             assert kind_of(found.tensors()) == case.kind
+
+
+@pytest.mark.parametrize("case", cases.SPECIAL, ids=[case.name for case in cases.SPECIAL])
+def test_a_case_with_a_method_of_its_own_says_what_it_measures(
+    case: cases.SpecialCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module does, in one line."""
+    module = import_module(f"fusestep.bench.special.{case.name.replace('-', '_')}")
+    monkeypatch.setattr(module, "run", lambda result, *_: result.limits.update(x=1.0))
+    found = run.measure(case, 1.0, 1, Peers({}), quiet)
+    assert isinstance(found, SpecialResult)
+    assert (found.name, found.limits) == (case.name, {"x": 1.0})
+    assert 20 < len(found.summary) < 100 and "\n" not in found.summary
 
 
 def kind_of(tensors: workloads.Tensors) -> str:
