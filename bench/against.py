@@ -35,17 +35,11 @@ Report = Callable[[str, int, int], Progress]
 
 @dataclass(frozen=True)
 class Changed:
-    """A step then and now.
+    """A step then and now."""
 
-    Args:
-        title: of the point.
-        ratio: its time now by its time then; None where there are not both.
-        reason: why.
-    """
-
-    title: str
-    ratio: Summary | None
-    reason: str = ""
+    title: str  # of the point
+    ratio: Summary | None  # its time now by its time then; None where there are not both
+    reason: str = ""  # why
 
     @property
     def verdict(self) -> Change:
@@ -148,7 +142,7 @@ def _compare(
 ) -> Changed:
     try:
         given = inputs(point)
-        with setup_request(point.case.name, point.dtype, given) as request:
+        with setup_request(point.case.name, point, given) as request:
             for worker in workers.values():
                 worker.ask({"do": "setup", "form": OURS, **request})
     except (BenchError, ContestantLostError) as error:

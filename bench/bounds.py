@@ -16,7 +16,7 @@ before their turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -45,17 +45,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """One pass over arrays of one length.
+    """One pass over arrays of one length."""
 
-    Args:
-        updated: read and written.
-        read: read.
-        written: written.
-    """
-
-    updated: Arrays = ()
-    read: Arrays = ()
-    written: Arrays = ()
+    updated: Arrays = ()  # read and written
+    read: Arrays = ()  # read
+    written: Arrays = ()  # written
 
     @property
     def bytes(self) -> int:
@@ -75,15 +69,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Rows:
-    """One pass over rows scattered over tables ``[N, D]``.
+    """One pass over rows scattered over tables ``[N, D]``."""
 
-    Args:
-        rows: int64: which rows, each once.
-        updated: read and written at these rows.
-    """
-
-    rows: np.ndarray
-    updated: Arrays
+    rows: np.ndarray  # int64: which rows, each once
+    updated: Arrays  # read and written at these rows
 
     @property
     def bytes(self) -> int:
@@ -100,17 +89,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows of a table, copied side by side, or as many in turn put together as come to a bag.
+    """Rows of a table, copied side by side, or as many in turn put together as come to a bag."""
 
-    Args:
-        indices: int64 ``[B]``.
-        table: ``[N, D]``.
-        out: ``[bags, D]``, all bags being of one size.
-    """
-
-    indices: np.ndarray
-    table: np.ndarray
-    out: np.ndarray
+    indices: np.ndarray  # int64 ``[B]``
+    table: np.ndarray  # ``[N, D]``
+    out: np.ndarray  # ``[bags, D]``, all bags being of one size
 
     @property
     def bytes(self) -> int:
@@ -126,23 +109,14 @@ class Gather:
         return lambda: loop(table, self.indices, out, max(1, chunk // max(1, bag)), bag)
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What a step must move: its passes over memory, in order."""
-
-    passes: tuple[Stream | Rows | Gather, ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """What the loops move."""
-        return sum(p.bytes for p in self.passes)
+Pass = Stream | Rows | Gather
 
 
-def jobs(bound: Bound, threads: int) -> dict[str, Job]:
+def jobs(passes: Sequence[Pass], threads: int) -> dict[str, Job]:
     """One job per shape of the loops; no updated value changes.
 
     Args:
-        bound: the passes.
+        passes: what a step must move, in order.
         threads: the number of parts of one of the shapes.
     """
     shapes = {
@@ -151,11 +125,11 @@ def jobs(bound: Bound, threads: int) -> dict[str, Job]:
         "chunks of 64 Ki": Shape(lambda _: 2**16),
         "one part per thread": Shape(lambda n: -(-n // threads)),
     }
-    if bound.bytes < _SERIAL_BELOW:
+    if sum(p.bytes for p in passes) < _SERIAL_BELOW:
         shapes["serial"] = Shape(lambda n: n, parallel=False)
 
     def job(shape: Shape) -> Job:
-        runs = [p.run(shape) for p in bound.passes]
+        runs = [p.run(shape) for p in passes]
 
         def step() -> None:
             for run in runs:

@@ -5,15 +5,14 @@ What a version to compare with imports: nothing of the inside of the package, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import ops
-from .cases.subject import Bags, Prepared, Use
-from .cases.workloads import Gradient, Tensor
-from .workers.worker_protocol import Job
+from .cases.subject import Bags, Prepare, Use
+from .workers.worker_protocol import Job, Parameter
 
 
 class Buffers:
@@ -23,37 +22,23 @@ class Buffers:
         prepare: makes what takes the steps, for the parameters.
         use: what it does with such gradients.
         dtype: of parameters and gradients.
-        tensors: the parameters.
-        gradients: of each of them.
-
-    Attributes:
-        use: that.
-        values, indices: of the gradients; of pooled rows there is one gradient for all tables.
-        bags: of pooled rows, how they are looked up; else nothing.
-        parameters: the parameters.
-        prepared: that.
+        given: the parameters and their gradients.
     """
 
     def __init__(
-        self,
-        prepare: Callable[[list[np.ndarray]], Prepared],
-        use: Use,
-        dtype: np.dtype[Any],
-        tensors: Sequence[Tensor],
-        gradients: Sequence[Gradient],
+        self, prepare: Prepare, use: Use, dtype: np.dtype[Any], given: Sequence[Parameter]
     ) -> None:
         self.use = use
-        self.values = [gradient.values.astype(dtype) for gradient in gradients]
-        self.indices = [_copied(gradient.indices) for gradient in gradients]
-        lengths = [tensor.bag for tensor in tensors if tensor.bag is not None]
-        self.bags: list[Bags] = []
+        self.values = [one.gradient.astype(dtype) for one in given]
+        self.indices = [None if one.indices is None else one.indices.copy() for one in given]
+        lengths = [one.bag for one in given if one.bag is not None]
+        self.bags: list[Bags] = []  # of pooled rows, which have one gradient for all tables
         if lengths:
             self.values = [np.concatenate(self.values, axis=1)]
             counts = np.repeat(lengths, len(self.values[0]))
             ids = np.concatenate([index for index in self.indices if index is not None])
             self.bags = [Bags(ids, np.concatenate([[0], np.cumsum(counts)]), self.values[0])]
-        self._shapes = [tensor.shape for tensor in tensors]
-        self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
+        self.parameters = [np.array(one.start, dtype, order="C") for one in given]
         self.prepared = prepare(self.parameters)
         if use.in_place:
             self.prepared = self.prepared._replace(updated=[(values,) for values in self.values])
@@ -75,10 +60,6 @@ class Buffers:
         if self.bags:
             return tuple(of._replace(grad=grad) for of, grad in zip(self.bags, values, strict=True))
         return tuple(
-            array if index is None else ops.RowTensor(index, array, shape)
-            for array, index, shape in zip(values, self.indices, self._shapes, strict=True)
+            array if index is None else ops.RowTensor(index, array, parameter.shape)
+            for array, index, parameter in zip(values, self.indices, self.parameters, strict=True)
         )
-
-
-def _copied(index: np.ndarray | None) -> np.ndarray | None:
-    return None if index is None else index.copy()

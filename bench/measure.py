@@ -15,6 +15,7 @@ from .report.stats import Summary
 from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Job, before_step, samples
 
 _SLOW = 4.0  # times the first contestant
+_SHORTEST = 1e-3  # seconds of a sample at least, since short times vary most
 # Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one;
 # the worker processes are stopped while they are not asked.
 _SETTLE = 0.01
@@ -27,30 +28,21 @@ class ContestantLostError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that gives times, in seconds, when asked for a sample of so many steps.
+    """Something that gives times, in seconds, when asked for a sample of so many steps."""
 
-    Args:
-        label: its name.
-        sample: takes the steps.
-        is_elsewhere: in another process.
-    """
-
-    label: str
-    sample: Callable[[int], Sequence[float]]
-    is_elsewhere: bool = False
+    label: str  # its name
+    sample: Callable[[int], Sequence[float]]  # takes the steps
+    is_elsewhere: bool = False  # in another process
 
 
 def in_process(
-    jobs: Mapping[str, Job],
-    scenario: str = "loop",
-    threads: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    jobs: Mapping[str, Job], scenario: str = "loop", threads: int = 1
 ) -> list[Contestant]:
     """Contestants that run in this process; ``threads`` are those of a scenario's other work."""
     before = before_step(scenario, threads)
 
     def contestant(label: str, job: Job) -> Contestant:
-        return Contestant(label, lambda steps: samples(job, scenario, steps, before, clock))
+        return Contestant(label, lambda steps: samples(job, scenario, steps, before))
 
     return [contestant(label, job) for label, job in jobs.items()]
 
@@ -70,19 +62,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure.
+    """How to measure."""
 
-    Args:
-        rounds: of all contestants.
-        steps: of one sample.
-        every: by label, how many rounds there are from one turn of a contestant to its next, if
-            it does not take part in each.
-        steps_of_slow: by label, of one sample of a contestant that sits out.
-    """
-
-    rounds: int
-    steps: int
+    rounds: int  # of all contestants
+    steps: int  # of one sample
+    # By label, how many rounds there are from one turn of a contestant to its next, if it
+    # does not take part in each.
     every: Mapping[str, int] = field(default_factory=dict)
+    # By label, of one sample of a contestant that sits out.
     steps_of_slow: Mapping[str, int] = field(default_factory=dict)
 
     def steps_of(self, label: str) -> int:
@@ -102,20 +89,19 @@ def plan_of_turns(warm: Mapping[str, float], budget: float) -> Plan:
     return Plan(rounds, 1)
 
 
-def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Plan:
+def plan(warm: Mapping[str, float], budget: float) -> Plan:
     """A plan for contestants with these times of one step, the first of them being ours.
 
     Args:
         warm: seconds by label.
         budget: seconds that the measurement may take, lead-ins included.
-        shortest: what a sample should last at least, in seconds, since short times vary most.
     """
     warm = {label: max(seconds, 1e-9) for label, seconds in warm.items()}
     ours = next(iter(warm.values()))
-    steps = max(1, min(_MOST_STEPS, round(shortest / ours)))
+    steps = max(1, min(_MOST_STEPS, round(_SHORTEST / ours)))
     quick = sum(lasting(seconds, steps) for seconds in warm.values() if seconds <= _SLOW * ours)
     steps_of_slow = {
-        label: max(1, min(steps, round(shortest / seconds)))
+        label: max(1, min(steps, round(_SHORTEST / seconds)))
         for label, seconds in warm.items()
         if seconds > _SLOW * ours
     }

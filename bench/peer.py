@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,18 +26,12 @@ _SCRIPTS = Path(__file__).parent / "workers"
 
 @dataclass(frozen=True)
 class PeerKind:
-    """A library that we are compared with.
+    """A library that we are compared with."""
 
-    Args:
-        modules: what has to be installed in the interpreter that runs its worker.
-        script: the worker.
-        is_default: it is asked when no peer is named.
-        interpreter: the peer whose interpreter it shares; by default it has its own.
-    """
-
-    modules: tuple[str, ...]
-    script: Path
-    is_default: bool = True
+    modules: tuple[str, ...]  # what has to be installed in the interpreter that runs its worker
+    script: Path  # the worker
+    is_default: bool = True  # it is asked when no peer is named
+    # The peer whose interpreter it shares; by default it has its own.
     interpreter: str | None = None
 
 
@@ -131,15 +126,9 @@ class Worker:
         return answer
 
     def _exchange(self, request: str) -> str:
-        is_late = threading.Event()
-
-        def give_up() -> None:
-            is_late.set()
-            self._process.kill()
-
-        timer = threading.Timer(_TIMEOUT, give_up)
+        timer = threading.Timer(_TIMEOUT, self._process.kill)
         timer.start()
-        line = ""
+        begin, line = time.monotonic(), ""
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
@@ -149,8 +138,9 @@ class Worker:
         finally:
             timer.cancel()
         if not line:
+            is_late = time.monotonic() - begin >= _TIMEOUT
             late = f"no answer within {_TIMEOUT:.0f} s"
-            self._broken = late if is_late.is_set() else self._last_words()
+            self._broken = late if is_late else self._last_words()
             raise ContestantLostError(self._broken)
         return line
 
@@ -194,19 +184,13 @@ class Peers:
 
     Args:
         pythons: the interpreter of each peer that was asked for; None when there is none.
-
-    Attributes:
-        names: of the peers that were asked for.
-        versions: of the libraries of the workers that were started.
-        missing: why a peer cannot take part.
     """
 
     def __init__(self, pythons: dict[str, str | None]) -> None:
-        self.names = list(pythons)
-        self._pythons = pythons
+        self.names, self._pythons = list(pythons), pythons
         self._workers: dict[tuple[str, int], Worker] = {}
-        self.versions: dict[str, str] = {}
-        self.missing: dict[str, str] = {}
+        self.versions: dict[str, str] = {}  # of the libraries of the workers that were started
+        self.missing: dict[str, str] = {}  # why a peer cannot take part
 
     def worker(self, peer: str, threads: int) -> Worker | None:
         """A running worker; None, with a reason in ``missing``, when there is none.

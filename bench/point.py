@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,40 +15,32 @@ import numba
 import numpy as np
 
 from .. import get_num_threads, set_num_threads
-from . import bounds, machine
+from . import machine
 from .cases.steps import Point
-from .cases.workloads import Tensor
 from .errors import BenchError
 from .measure import Contestant, ContestantLostError, in_process, measured
 from .peer import Peers, Worker
-from .report.result import BOUND, OURS, PointResult, Progress
-from .work import Inputs, Work, build, enough_memory, inputs
-from .workers.worker_protocol import Job, peak_memory
+from .report.result import OURS, PointResult, Progress
+from .work import Inputs, build, enough_memory, inputs
+from .workers.worker_protocol import peak_memory
 
 _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
 
-def run(
-    point: Point,
-    seconds: float,
-    peers: Peers,
-    progress: Progress,
-    clock: Callable[[], float] = time.perf_counter,
-) -> PointResult:
+def run(point: Point, seconds: float, peers: Peers, progress: Progress) -> PointResult:
     """Measure the point."""
     with using_threads(point.threads):
         try:
             given = inputs(point)
-            work = build(point, given)
+            jobs = build(point, given)
         except BenchError as error:  # too large for this machine, or a library is missing
             return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
-        jobs = {OURS: work.job, **work.beside, **bound_jobs(work, point.threads)}
         rivals, missing = _rivals(point, given, peers)
-        contestants = in_process(jobs, point.scenario, point.threads, clock)
+        contestants = in_process(jobs, point.scenario, point.threads)
         contestants += [in_worker(label, *r, point.scenario) for label, r in rivals.items()]
         with company(point.scenario):
             times = measured(contestants, point.scenario, seconds, progress)
-        memory = {OURS: peak_memory(work.job)}
+        memory = {OURS: peak_memory(jobs[OURS])}
         for label, (worker, form) in rivals.items():
             if label in times.samples:
                 memory[label] = None
@@ -60,7 +52,7 @@ def run(
     return PointResult(
         point=point,
         bytes=given.bytes,
-        size=given.sizes,
+        sizes=given.sizes,
         from_memory=given.from_memory,
         copies=given.copies,
         times=times.summaries,
@@ -81,14 +73,6 @@ def using_threads(threads: int) -> Iterator[None]:
     finally:
         set_num_threads(None)
         numba.set_num_threads(before)
-
-
-def bound_jobs(work: Work, threads: int) -> dict[str, Job]:
-    """One job for each shape of the loops; with the step they take the sets of buffers in turn."""
-    copies = [bounds.jobs(bound, threads) for bound in work.bounds]
-    return {
-        f"{BOUND}{shape}": work.turns.job([jobs[shape] for jobs in copies]) for shape in copies[0]
-    }
 
 
 @contextmanager
@@ -117,7 +101,7 @@ def _rivals(
     if algorithm is None or not peers.names:
         return rivals, missing
     asked = {"algorithm": algorithm, "kind": point.case.kind, "dtype": point.dtype}
-    with setup_request(algorithm, point.dtype, given) as request:
+    with setup_request(algorithm, point, given) as request:
         for peer in peers.names:
             worker = peers.worker(peer, point.threads)
             if worker is None:
@@ -151,7 +135,7 @@ def in_worker(label: str, worker: Worker, form: str, scenario: str) -> Contestan
 
 
 @contextmanager
-def setup_request(algorithm: str, dtype: str, given: Inputs) -> Iterator[dict[str, Any]]:
+def setup_request(algorithm: str, point: Point, given: Inputs) -> Iterator[dict[str, Any]]:
     """What a worker needs to set the same steps up; its files are there inside the context.
 
     The gradients are files, not seeds: NumPy promises no version the random numbers of another
@@ -165,22 +149,20 @@ def setup_request(algorithm: str, dtype: str, given: Inputs) -> Iterator[dict[st
             np.save(path := os.path.join(folder, f"{name}.npy"), array)
             return path
 
-        def start_of(tensor: Tensor) -> np.ndarray | None:  # zeros, where nobody says
-            return np.full(tensor.shape, given.start, np.float32) if given.start else None
-
         parameters = [
             {
-                "shape": list(tensor.shape),
-                "start": saved(f"{k}-start", start_of(tensor)),
-                "gradient": saved(f"{k}-values", gradient.values),
-                "indices": saved(f"{k}-indices", gradient.indices),
-                "bag": tensor.bag,
+                "shape": list(one.shape),
+                # Zeros, where nobody says.
+                "start": saved(f"{k}-start", one.start if point.case.use.start else None),
+                "gradient": saved(f"{k}-values", one.gradient),
+                "indices": saved(f"{k}-indices", one.indices),
+                "bag": one.bag,
             }
-            for k, (tensor, gradient) in enumerate(zip(given.tensors, given.gradients, strict=True))
+            for k, one in enumerate(given.parameters)
         ]
         yield {
             "algorithm": algorithm,
-            "dtype": dtype,
+            "dtype": point.dtype,
             "parameters": parameters,
             "copies": given.copies,
             "fresh_gradients": given.fresh,

@@ -75,8 +75,8 @@ def measure(
     """Measure one point or special case."""
     if isinstance(one, Point):
         return point.run(one, seconds, peers, progress)
-    module = import_module(f".special.{one.name.replace('-', '_')}", __package__)
-    result = SpecialResult(one.name, one.summary)
+    module: Any = import_module(f".special.{one.name.replace('-', '_')}", __package__)
+    result = SpecialResult(one.name, module.__doc__.partition(".\n")[0])
     with point.using_threads(threads):
         module.run(result, threads, progress)
     return result

@@ -17,9 +17,8 @@ from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_rounds
-from fusestep.bench.point import bound_jobs
-from fusestep.bench.work import Work, build, inputs
-from fusestep.bench.workers.worker_protocol import Job
+from fusestep.bench.report.result import BOUND, OURS, fastest
+from fusestep.bench.work import build, inputs
 
 _ROUNDS = 11
 
@@ -40,17 +39,14 @@ def test_step(benchmark: Any, case: Case, what: str) -> None:
         given = inputs(point)
     except BenchError as error:
         pytest.skip(str(error))
-    work = build(point, given)
-    job = work.job if what == "step" else _fastest(work, point.threads)
+    jobs = build(point, given)
+    label: str | None = OURS
+    if what == "bound":  # the shape that is fastest in a few rounds
+        times = in_rounds({name: loop for name, loop in jobs.items() if name.startswith(BOUND)}, 3)
+        label = fastest(times, list(times))
+    job = jobs[str(label)]
     benchmark.group = case.name
     benchmark.extra_info |= {"bytes": given.bytes, "copies": given.copies, **given.sizes}
     benchmark.pedantic(job.step, setup=job.load, rounds=_ROUNDS, warmup_rounds=3)
     if benchmark.stats is not None:  # it is with --benchmark-disable
         benchmark.extra_info["GB/s"] = given.bytes / benchmark.stats.stats.median / 1e9
-
-
-def _fastest(work: Work, threads: int) -> Job:
-    """The shape that is fastest in a few rounds."""
-    shapes = bound_jobs(work, threads)
-    times = in_rounds(shapes, 3)
-    return shapes[min(times, key=lambda shape: times[shape].median)]

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-import numpy as np
 
 from .. import __version__, get_num_threads, set_num_threads
 from .buffers import Buffers
 from .cases.steps import STEPS
 from .cases.subject import DTYPES
-from .cases.workloads import Gradient, Tensor
 from .report.result import OURS
 from .workers.worker_protocol import Case, Replica, serve
 
@@ -24,7 +22,6 @@ class Version:
     """This version, on ``threads`` threads."""
 
     version = __version__
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         get_num_threads()  # starts the layer of threads that its steps have
@@ -41,9 +38,7 @@ class Version:
     def _replica(self, case: Case) -> Replica:
         """Buffers of the case of this name."""
         ours = self._cases[case.algorithm]
-        tensors = [Tensor(given.shape, bag=given.bag) for given in case.parameters]
-        gradients = [Gradient(np.asarray(g.gradient), g.indices) for g in case.parameters]
-        buffers = Buffers(ours.subject.prepare, ours.use, DTYPES[case.dtype], tensors, gradients)
+        buffers = Buffers(ours.subject.prepare, ours.use, DTYPES[case.dtype], case.parameters)
         return Replica(buffers.job(fresh=case.fresh), lambda: buffers.parameters)
 
 

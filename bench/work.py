@@ -6,21 +6,22 @@ untouched end as subnormal numbers, which are slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import psutil
 
-from . import machine
-from .bounds import Bound, Gather, Rows, Stream
+from . import bounds, machine
+from .bounds import Gather, Pass, Rows, Stream
 from .buffers import Buffers
 from .cases import traffic, workloads
 from .cases.steps import Point
-from .cases.subject import DTYPES, Prepared, written_zeros
-from .cases.workloads import Gradient, Tensor
+from .cases.subject import DTYPES, Prepare, written_zeros
+from .cases.workloads import Tensors
 from .errors import BenchError
-from .workers.worker_protocol import Job, Turns
+from .report.result import BOUND, OURS
+from .workers.worker_protocol import Job, Parameter, Turns
 
 # Buffers that are used in turn come to so many times the last cache. Below an eighth of one, a
 # step is so short that a training loop would find its arrays in the cache, too.
@@ -29,25 +30,13 @@ _ROTATE_TO, _CACHED_BELOW = 3.0, 0.125
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ours and every peer start from.
+    """What ours and every peer start from."""
 
-    Args:
-        tensors: the parameters.
-        gradients: of each of them.
-        start: what every element of the parameters starts from.
-        bytes: what a step must move, by the model of `traffic`.
-        needed: bytes of one set of buffers, about.
-        copies: how many sets of buffers take turns.
-        from_memory: a step finds nothing of the one before in the cache.
-    """
-
-    tensors: tuple[Tensor, ...]
-    gradients: list[Gradient]
-    start: float
-    bytes: int
-    needed: int
-    copies: int
-    from_memory: bool
+    parameters: list[Parameter]  # with their gradients
+    bytes: int  # what a step must move, by the model of `traffic`
+    needed: int  # bytes of one set of buffers, about
+    copies: int  # how many sets of buffers take turns
+    from_memory: bool  # a step finds nothing of the one before in the cache
 
     @property
     def fresh(self) -> bool:
@@ -57,8 +46,11 @@ class Inputs:
     @property
     def sizes(self) -> dict[str, int]:
         """For the report."""
-        sizes = {"parameters": len(self.tensors), "elements": sum(t.size for t in self.tensors)}
-        rows = [gradient.indices for gradient in self.gradients if gradient.indices is not None]
+        sizes = {
+            "parameters": len(self.parameters),
+            "elements": sum(given.start.size for given in self.parameters),
+        }
+        rows = [given.indices for given in self.parameters if given.indices is not None]
         if rows:
             sizes["occurrences"] = sum(index.size for index in rows)
             sizes["different rows"] = sum(np.unique(index).size for index in rows)
@@ -82,7 +74,7 @@ def check_memory(name: str, sizes: Sequence[str]) -> None:
     Raises:
         BenchError: there is not.
     """
-    largest = max(workloads.rows(size, "uniform").elements for size in sizes)
+    largest = max(_elements(workloads.rows(size, "uniform")) for size in sizes)
     if missing := enough_memory(3 * DTYPES["float32"].itemsize * largest):
         raise BenchError(f"{name}: {missing}")
 
@@ -93,81 +85,59 @@ def inputs(point: Point) -> Inputs:
     Raises:
         BenchError: the machine has not enough memory for it.
     """
-    workload = point.workload()
-    needed = workload.elements * DTYPES[point.dtype].itemsize * (1 + point.case.use.traffic.updated)
+    tensors, use = point.tensors(), point.case.use
+    needed = _elements(tensors) * DTYPES[point.dtype].itemsize * (1 + use.traffic.updated)
     if missing := enough_memory(needed):
         raise BenchError(missing)
-    gradients = workloads.gradients(workload)
-    moved = bytes_moved(point, workload.tensors, gradients)
+    parameters = workloads.parameters(tensors, use.start)
+    moved = bytes_moved(point, parameters)
     cache = machine.last_cache_bytes()
     from_memory = moved >= _CACHED_BELOW * cache
     wanted = -(-int(_ROTATE_TO * cache) // moved) if from_memory else 1
     fitting = int(psutil.virtual_memory().available / 4 / needed)  # peers need memory, too
     copies = max(1, min(wanted, fitting))
-    return Inputs(
-        tensors=workload.tensors,
-        gradients=gradients,
-        start=point.case.use.start,
-        bytes=moved,
-        needed=needed,
-        copies=copies,
-        from_memory=from_memory,
-    )
+    return Inputs(parameters, moved, needed, copies, from_memory)
 
 
-@dataclass(frozen=True)
-class Work:
-    """A point, set up.
+def _elements(tensors: Tensors) -> int:
+    return sum(tensor.size for tensor in tensors)
 
-    Args:
-        turns: in which the steps and the bounds use the sets of buffers.
-        job: our steps.
-        bounds: what the bound loops move, one for each set of buffers.
-        beside: by label, the same steps of other libraries in this process.
+
+def build(point: Point, given: Inputs) -> dict[str, Job]:
+    """By label our steps, the same of other libraries in this process, and the loops of the bound.
+
+    All of them take turns on the sets of buffers.
     """
+    case, dtype, turns = point.case, DTYPES[point.dtype], Turns()
 
-    turns: Turns
-    job: Job
-    bounds: list[Bound]
-    beside: dict[str, Job] = field(default_factory=dict)
-
-
-def build(point: Point, given: Inputs) -> Work:
-    """Set a point up."""
-    case, dtype = point.case, DTYPES[point.dtype]
-    turns = Turns()
-
-    def sets_of(prepare: Callable[[list[np.ndarray]], Prepared]) -> list[Buffers]:
-        return [
-            Buffers(prepare, case.use, dtype, given.tensors, given.gradients)
-            for _ in range(given.copies)
-        ]
+    def sets_of(prepare: Prepare) -> list[Buffers]:
+        return [Buffers(prepare, case.use, dtype, given.parameters) for _ in range(given.copies)]
 
     def job(sets: list[Buffers]) -> Job:
         return turns.job([s.job(fresh=given.fresh) for s in sets])
 
     ours = sets_of(case.subject.prepare)
     others = case.use.beside if point.dtype == "float32" else {}
-    return Work(
-        turns=turns,
-        job=job(ours),
-        bounds=[bound_of(s) for s in ours],
-        beside={label: job(sets_of(prepare)) for label, prepare in others.items()},
-    )
+    loops = [bounds.jobs(bound_of(s), point.threads) for s in ours]
+    return {
+        OURS: job(ours),
+        **{label: job(sets_of(prepare)) for label, prepare in others.items()},
+        **{f"{BOUND}{shape}": turns.job([jobs[shape] for jobs in loops]) for shape in loops[0]},
+    }
 
 
-def bytes_moved(point: Point, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> int:
+def bytes_moved(point: Point, parameters: Sequence[Parameter]) -> int:
     """What a step of the point must move."""
     use, itemsize = point.case.use, DTYPES[point.dtype].itemsize
     total = 0
-    for tensor, gradient in zip(tensors, gradients, strict=True):
-        if gradient.indices is None:
-            total += use.traffic.dense(tensor.size, itemsize)
+    for given in parameters:
+        if given.indices is None:
+            total += use.traffic.dense(given.start.size, itemsize)
             continue
-        (N, D), B = tensor.shape, len(gradient.values)
-        unique = np.unique(gradient.indices).size
+        (N, D), B = given.shape, len(given.gradient)
+        unique = np.unique(given.indices).size
         # What was counted for each row is an offset if that is one of a bag.
-        ids = 0 if tensor.bag is None else traffic.INDEX * gradient.indices.size
+        ids = 0 if given.bag is None else traffic.INDEX * given.indices.size
         if use.looks_up:
             total += traffic.gathered(unique, D, B, itemsize) + ids
         if use.traffic.updated and use.every_row:
@@ -177,20 +147,20 @@ def bytes_moved(point: Point, tensors: Sequence[Tensor], gradients: Sequence[Gra
     return total
 
 
-def bound_of(buffers: Buffers) -> Bound:
-    """What the loops of a bound move, on the same arrays where there is one tensor."""
-    passes: list[Stream | Rows | Gather] = []
+def bound_of(buffers: Buffers) -> list[Pass]:
+    """What a step must move, on the same arrays where there is one tensor."""
+    passes: list[Pass] = []
     if buffers.use.looks_up:
         passes += _look_ups(buffers)
     if buffers.use.traffic.updated or not buffers.use.looks_up:
         kinds = [index is not None for index in buffers.indices]
         passes += [*_row_passes(buffers, kinds), *_dense_passes(buffers, kinds)]
-    return Bound(tuple(passes))
+    return passes
 
 
-def _look_ups(buffers: Buffers) -> list[Stream | Gather]:
+def _look_ups(buffers: Buffers) -> list[Pass]:
     """The rows of each table, side by side or pooled."""
-    passes: list[Stream | Gather] = []
+    passes: list[Pass] = []
     samples = len(buffers.values[0])
     for index, table in zip(buffers.indices, buffers.parameters, strict=True):
         assert index is not None
@@ -198,9 +168,9 @@ def _look_ups(buffers: Buffers) -> list[Stream | Gather]:
     return passes + [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
 
 
-def _row_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Stream | Rows]:
+def _row_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Pass]:
     """The gradient in order, then the tables: whole, or the rows that occur."""
-    passes: list[Stream | Rows] = [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
+    passes: list[Pass] = [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
     # Of pooled rows there is one array for all tables.
     values = [v for v, sparse in zip(buffers.values, is_sparse, strict=False) if sparse]
     indices = [index for index in buffers.indices if index is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import nn, ops
 from .optimizers import OPTIMIZERS, moved
-from .subject import Prepared, Subject, Use
+from .subject import Prepare, Prepared, Subject, Use
 from .traffic import Traffic
 
 _FLOAT32 = ("float32",)  # of other types a pooled row is float32 all the same
@@ -19,7 +19,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {"Adagrad": {"accum": 0.0}}
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
 
 
-def _forward(prepare: Callable[[list[np.ndarray]], Prepared]) -> Subject:
+def _forward(prepare: Prepare) -> Subject:
     use = Use(FORWARD, Traffic(updated=0, read=0, written=1), looks_up=True)
     return Subject({"pooled": use}, prepare, _FLOAT32)
 

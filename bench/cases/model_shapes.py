@@ -27,11 +27,7 @@ def resnet50() -> list[Shape]:
 
 def _bottleneck(channels: int, width: int, *, projects: bool) -> Iterator[Shape]:
     """1 x 1, 3 x 3 and 1 x 1 convolutions; the first of a stage projects its input too."""
-    convolutions = [
-        (width, channels, 1, 1),
-        (width, width, 3, 3),
-        (4 * width, width, 1, 1),
-    ]
+    convolutions = [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
     if projects:
         convolutions.append((4 * width, channels, 1, 1))
     for shape in convolutions:

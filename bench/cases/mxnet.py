@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from ... import ops
+from ..workers.worker_protocol import LR
 from .subject import Prepared, Subject, Use, written_zeros
 from .traffic import Traffic
 from .workloads import Kind
-
-_LR = 1e-3
 
 
 def _uses(
@@ -29,7 +28,7 @@ def _adam_update(lazy: bool, parameters: list[np.ndarray]) -> Prepared:
     """The operator, in place on one weight."""
     (weight,) = parameters
     states = written_zeros(weight), written_zeros(weight)
-    update: Any = partial(ops.adam_update, out=weight, lr=_LR, lazy_update=lazy)
+    update: Any = partial(ops.adam_update, out=weight, lr=LR, lazy_update=lazy)
 
     def step(gradients: Sequence[Any]) -> object:
         return update(weight, *gradients, *states)
@@ -41,7 +40,7 @@ def optimizer(name: str, arguments: Mapping[str, Any], parameters: list[np.ndarr
     """The class of this registered name, with a state for each weight."""
     from ...nn import mxnet as mx  # versions to compare with may not have it
 
-    made = mx.create(name, learning_rate=_LR, **arguments)
+    made = mx.create(name, learning_rate=LR, **arguments)
     indices = list(range(len(parameters)))
     # Of the weight's own dtype, as the byte model counts them.
     states = [(written_zeros(p), written_zeros(p)) for p in parameters]

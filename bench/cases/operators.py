@@ -30,38 +30,21 @@ SCALARS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Operator:
-    """How an operator is made and called: everything that one valid call needs.
+    """How an operator is made and called."""
 
-    Attributes:
-        make: the class.
-        variables: names of the arrays that it updates.
-        scalars: names and values of the scalars of a call.
-        gradient: what its gradient is called.
-        takes_rows: whether the gradient is row-sparse.
-        order: published order of a call's arguments, where it is not variables, scalars,
-            gradient, indices.
-        attributes: arguments of the constructor that have no default.
-        returns: which variables are returned; by default all.
-        ranges: how a variable is made out of random numbers in (0.1, 1), by default as they are.
-        algorithm: what peers are asked for.
-        traffic: what a step moves; by default all variables, and the gradient.
-        every_row: a row-sparse gradient makes all rows take the step.
-        only_float32: it takes no other parameters.
-    """
-
-    make: Any
-    variables: tuple[str, ...]
-    scalars: Mapping[str, Any]
-    algorithm: str | None
-    gradient: str = "gradient"
-    takes_rows: bool = False
+    make: Any  # the class
+    variables: tuple[str, ...]  # names of the arrays that it updates
+    scalars: Mapping[str, Any]  # names and values of the scalars of a call
+    algorithm: str | None  # what peers are asked for
+    gradient: str = "gradient"  # what its gradient is called
+    takes_rows: bool = False  # whether the gradient is row-sparse
+    # Published order of a call's arguments, where not variables, scalars, gradient, indices.
     order: str = ""
+    # Arguments of the constructor that have no default.
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    returns: tuple[str, ...] | None = None
-    ranges: Mapping[str, Callable[[np.ndarray], Any]] = field(default_factory=dict)
-    traffic: Traffic | None = None
-    every_row: bool = False
-    only_float32: bool = False
+    traffic: Traffic | None = None  # what a step moves; by default all variables, and the gradient
+    every_row: bool = False  # a row-sparse gradient makes all rows take the step
+    only_float32: bool = False  # it takes no other parameters
 
     @property
     def name(self) -> str:
@@ -69,34 +52,11 @@ class Operator:
         return str(self.make.__name__)
 
     @property
-    def returned(self) -> tuple[str, ...]:
-        """Names of the variables that are returned."""
-        return self.variables if self.returns is None else self.returns
-
-    @property
     def arguments(self) -> tuple[str, ...]:
         """Names of a call's arguments in the published order."""
         indices = ("indices",) if self.takes_rows else ()
         usual = (*self.variables, *self.scalars, self.gradient, *indices)
         return tuple(self.order.split()) or usual
-
-    def inputs(self, shape: tuple[int, ...] = (5, 3), dtype: Any = np.float32) -> dict[str, Any]:
-        """Fresh arguments of one valid call, by name and in order."""
-        rng = np.random.default_rng(7)
-        given: dict[str, Any] = {**self.scalars}
-        for name in self.variables:
-            values = rng.uniform(0.1, 1.0, shape)
-            given[name] = np.asarray(self.ranges.get(name, np.asarray)(values)).astype(dtype)
-        if self.takes_rows:
-            given[self.gradient] = rng.standard_normal((4, *shape[1:])).astype(dtype)
-            given["indices"] = np.array([1, 0, 1, 3])
-        else:
-            given[self.gradient] = np.asarray(rng.standard_normal(shape)).astype(dtype)
-        return {name: given[name] for name in self.arguments}
-
-    def new(self, **constructor: Any) -> Any:
-        """An instance; what is not given has the value of `attributes` or its default."""
-        return self.make(**{**self.attributes, **constructor})
 
     @property
     def subject(self) -> Subject:
@@ -116,7 +76,7 @@ class Operator:
         place = self.arguments.index(self.gradient)
         before = [given[name] for name in self.arguments[:place]]
         after = [given[name] for name in self.arguments[place + 1 :] if name in given]
-        instance = self.new()
+        instance = self.make(**self.attributes)
 
         def step(gradients: Sequence[Any]) -> object:
             return instance(*before, *gradients, *after)
@@ -131,10 +91,6 @@ class Operator:
             [tuple(arrays.values()) if updates else ()],
             [] if updates else [parameter],
         )
-
-    def call(self, inputs: dict[str, Any], **constructor: Any) -> Any:
-        """The result of one call of a new instance."""
-        return self.new(**constructor)(*inputs.values())
 
 
 _MOMENTS = ("var", "m", "v")
@@ -152,7 +108,7 @@ OPERATORS: dict[str, Operator] = {
         Operator(ops.Adam, _MOMENTS, SCALARS, "adam"),
         Operator(
             ops.AdamNoUpdateParam, ("m", "v"), SCALARS, None,
-            returns=(), traffic=Traffic(updated=2, written=1),
+            traffic=Traffic(updated=2, written=1),
         ),
         Operator(
             ops.AdamWeightDecay, _MOMENTS,
@@ -173,8 +129,6 @@ OPERATORS: dict[str, Operator] = {
             ops.SGD, ("parameters", "accum", "stat"),
             {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
             order="parameters gradient learning_rate accum momentum stat",
-            returns=("parameters",),
-            ranges={"stat": np.round},  # some elements take their first step
         ),
         Operator(
             ops.ApplyRMSProp, ("var", "mean_square", "moment"), _RMSPROP_SCALARS,
@@ -185,7 +139,6 @@ OPERATORS: dict[str, Operator] = {
             ops.ApplyCenteredRMSProp, ("var", "mean_gradient", "mean_square", "moment"),
             _RMSPROP_SCALARS, "rmsprop-centered-momentum", "grad",
             order="var mean_gradient mean_square moment grad learning_rate decay momentum epsilon",
-            ranges={"mean_gradient": lambda x: x / 10},  # a positive variance everywhere
         ),
         Operator(ops.ApplyAdagrad, _ACCUM, {"lr": 0.1}, "adagrad", "grad"),
         Operator(ops.ApplyProximalAdagrad, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad", "grad"),
@@ -210,11 +163,8 @@ LARS_UPDATE = Operator(
     {"norm_weight": 4.0, "norm_gradient": 9.0, "weight_decay": 0.2, "learning_rate": 1e-3},
     None,
     order="weight gradient norm_weight norm_gradient weight_decay learning_rate",
-    returns=(),
     traffic=Traffic(updated=0, read=2, written=1),
 )
-ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
-DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
 
 
 def _gather(parameters: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
@@ -258,8 +208,7 @@ def _function(
 
 FUNCTIONS: dict[str, Subject] = {
     "global_norm": _function(
-        lambda _: ops.global_norm,
-        Use("global-norm", Traffic(updated=0, read=1)),
+        lambda _: ops.global_norm, Use("global-norm", Traffic(updated=0, read=1))
     ),
     "clip_by_global_norm": _function(
         lambda _: ops.clip_by_global_norm,

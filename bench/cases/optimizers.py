@@ -10,10 +10,9 @@ import numpy as np
 
 from ... import nn
 from ...nn.registry import ROWS, Measured, Row
+from ..workers.worker_protocol import LR
 from .subject import Prepared, Subject, Use
 from .traffic import Traffic
-
-_LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Optimizer:
 
     def make(self, parameters: list[np.ndarray], **options: Any) -> Any:
         """The optimizer of these parameters; with further options."""
-        chosen = {"learning_rate": _LR, **self.measured.options, **options}
+        chosen = {"learning_rate": LR, **self.measured.options, **options}
         return self.row.new(parameters, **chosen)
 
     @property

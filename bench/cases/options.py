@@ -83,25 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured, and what becomes of it.
-
-    Args:
-        points, special: the measurements.
-        seconds: that the measurement of a point may take.
-        pythons: the interpreter of each peer that was asked for; None where there is none.
-        json, plot: files to write.
-        against: what to compare with: the text of the option.
-        left_out: cases for which no size or dtype that was asked for fits.
-    """
+    """What is to be measured, and what becomes of it."""
 
     points: list[Point]
     special: list[SpecialCase]
-    seconds: float
+    seconds: float  # that the measurement of a point may take
+    # The interpreter of each peer that was asked for; None where there is none.
     pythons: dict[str, str | None]
+    # Files to write.
     json: Path | None
     plot: Path | None
-    against: str | None
-    left_out: list[str]
+    against: str | None  # what to compare with: the text of the option
+    left_out: list[str]  # cases for which no size or dtype that was asked for fits
 
     @property
     def threads(self) -> int:

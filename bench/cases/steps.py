@@ -16,7 +16,7 @@ from .operators import FUNCTIONS, LARS_UPDATE, OPERATORS
 from .optimizers import OPTIMIZERS
 from .subject import Subject, Use
 from .torch import TORCH
-from .workloads import DENSE_MODELS, MIXED_MODELS, Kind, Workload
+from .workloads import DENSE_MODELS, MIXED_MODELS, Kind, Tensor, Tensors
 
 LOOP = "loop"
 """The scenario without anything between two steps."""
@@ -24,20 +24,14 @@ LOOP = "loop"
 
 @dataclass(frozen=True)
 class Case:
-    """A subject on one kind of workload.
+    """A subject on one kind of workload."""
 
-    Args:
-        name: ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
-            table with a row-sparse gradient), ``pooled`` (tables whose rows are pooled) or a model.
-        subject: the operator or optimizer.
-        kind: of its gradients.
-        is_default: it is run when no case is named.
-    """
-
+    # ``<workload>/<subject>``: ``dense`` (one tensor), ``rows`` (one table with a row-sparse
+    # gradient), ``pooled`` (tables whose rows are pooled) or a model; and the subject.
     name: str
-    subject: Subject
-    kind: Kind
-    is_default: bool
+    subject: Subject  # the operator or optimizer
+    kind: Kind  # of its gradients
+    is_default: bool  # it is run when no case is named
 
     @property
     def use(self) -> Use:
@@ -69,10 +63,10 @@ class Point:
         name = f"{self.case.name} {size} {self.dtype} x{self.threads}"
         return name if self.scenario == LOOP else f"{name} {self.scenario}"
 
-    def workload(self) -> Workload:
+    def tensors(self) -> Tensors:
         """What it works on."""
         if self.case.model in DENSE_MODELS:
-            return DENSE_MODELS[self.case.model]()
+            return tuple(map(Tensor, DENSE_MODELS[self.case.model]()))
         if self.case.model in MIXED_MODELS:
             return MIXED_MODELS[self.case.model](self.distribution)
         if self.case.kind == "rows":
@@ -85,48 +79,16 @@ class Point:
 
 
 class SpecialCase(NamedTuple):
-    """A case with a method of its own, which the module of its name in `special` describes."""
+    """A case with a method of its own: that of the module of its name in `special`."""
 
     name: str
-    summary: str
     is_default: bool = False
 
 
 SPECIAL = (
-    SpecialCase(
-        "no-cliff",
-        "FusedSparseLazyAdam, uniform indices, D = 1 to 1024, B = 1 to 10^6, against the cache "
-        "lines it touches",
-    ),
-    SpecialCase(
-        "far-rows",
-        "FusedSparseLazyAdam, uniform indices on large tables: grouping and update apart, beside a "
-        "plain loop over sorted rows",
-    ),
-    SpecialCase(
-        "first-step", "import and first step in a fresh process, cold and with a filled cache", True
-    ),
-    SpecialCase(
-        "fresh-states",
-        "LazyAdam on tables of 10 and 30 million rows: construction, first steps and memory in a "
-        "fresh process, beside np.full",
-    ),
-    SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it"),
-    SpecialCase(
-        "training",
-        "iterations of PyTorch programs: AdamW of nn.torch beside PyTorch's fused one, in one "
-        "process",
-    ),
-    SpecialCase(
-        "dlrm-training",
-        "iterations of a DLRM in PyTorch, bags of 20 ids: EmbeddingBags of nn.torch beside "
-        "PyTorch's, in one process",
-    ),
-    SpecialCase(
-        "in-mindspore",
-        "iterations of MindSpore programs: optimizers of nn.mindspore beside MindSpore's, in one "
-        "process",
-    ),
+    *map(SpecialCase, ("no-cliff", "far-rows")),
+    SpecialCase("first-step", is_default=True),
+    *map(SpecialCase, ("fresh-states", "thor", "training", "dlrm-training", "in-mindspore")),
 )
 SUBJECTS: dict[str, Subject] = {
     **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},

@@ -20,73 +20,50 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class Bags(NamedTuple):
-    """What pooled rows are looked up by, of all tables in turn, and the gradient of them.
+    """What pooled rows are looked up by, of all tables in turn, and the gradient of them."""
 
-    Args:
-        ids: ``[n]``.
-        offsets: ``[tables * samples + 1]``.
-        grad: ``[samples, sum of D]``.
-    """
-
-    ids: np.ndarray
-    offsets: np.ndarray
-    grad: np.ndarray
+    ids: np.ndarray  # ``[n]``
+    offsets: np.ndarray  # ``[tables * samples + 1]``
+    grad: np.ndarray  # ``[samples, sum of D]``
 
 
 class Prepared(NamedTuple):
-    """A subject on given parameters.
+    """A subject on given parameters."""
 
-    Args:
-        step: takes the gradients, in the order of the parameters.
-        updated: for each parameter the arrays of its size that a step reads and writes.
-        reads: parameters that a step only reads.
-        load: hands gradients over before a step, which is not timed; None: they are arguments.
-    """
-
-    step: Callable[[Sequence[Any]], object]
+    step: Callable[[Sequence[Any]], object]  # takes the gradients, in the order of the parameters
+    # For each parameter the arrays of its size that a step reads and writes.
     updated: list[tuple[np.ndarray, ...]]
-    reads: list[np.ndarray]
+    reads: list[np.ndarray]  # parameters that a step only reads
+    # Hands gradients over before a step, which is not timed; None: they are arguments.
     load: Callable[[Sequence[Any]], object] | None = None
+
+
+Prepare = Callable[[list[np.ndarray]], Prepared]
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a subject does with one kind of gradients.
+    """What a subject does with one kind of gradients."""
 
-    Args:
-        algorithm: the name under which peers are asked for the same step; None: nobody is.
-        traffic: what it must move.
-        every_row: a row-sparse gradient makes all rows take the step.
-        looks_up: rows are read and copied, or pooled, before they take a step, if they do.
-        is_matrix: it is measured on a square matrix, not on a vector.
-        in_place: the gradient is what it updates.
-        start: what the parameters start from. At 0, the norms of LARS would stop it.
-        beside: by label, the same step of another library in this process, on float32.
-    """
-
-    algorithm: str | None
-    traffic: Traffic
-    every_row: bool = False
+    algorithm: str | None  # the name under which peers are asked for the same step; None: nobody is
+    traffic: Traffic  # what it must move
+    every_row: bool = False  # a row-sparse gradient makes all rows take the step
+    # Rows are read and copied, or pooled, before they take a step, if they do.
     looks_up: bool = False
-    is_matrix: bool = False
-    in_place: bool = False
-    start: float = 0.0
-    beside: Mapping[str, Callable[[list[np.ndarray]], Prepared]] = field(default_factory=dict)
+    is_matrix: bool = False  # it is measured on a square matrix, not on a vector
+    in_place: bool = False  # the gradient is what it updates
+    start: float = 0.0  # what the parameters start from. At 0, the norms of LARS would stop it.
+    # By label, the same step of another library in this process, on float32.
+    beside: Mapping[str, Prepare] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """An operator or an optimizer that takes steps.
+    """An operator or an optimizer that takes steps."""
 
-    Args:
-        uses: what it does with each kind of gradients that it is measured with.
-        prepare: makes it for these parameters.
-        dtypes: of the parameters that it takes.
-    """
-
-    uses: Mapping[Kind, Use]
-    prepare: Callable[[list[np.ndarray]], Prepared]
-    dtypes: tuple[str, ...] = tuple(DTYPES)
+    uses: Mapping[Kind, Use]  # what it does with each kind of gradients that it is measured with
+    prepare: Prepare  # makes it for these parameters
+    dtypes: tuple[str, ...] = tuple(DTYPES)  # of the parameters that it takes
 
 
 def written_zeros(like: np.ndarray) -> np.ndarray:

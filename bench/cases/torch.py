@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import BenchError
-from .subject import DTYPES, Prepared, Subject, Use
+from ..workers.worker_protocol import LR
+from .subject import DTYPES, Prepare, Prepared, Subject, Use
 from .traffic import Traffic
 from .workloads import Kind
 
 SAME_PROCESS = "torch-in-process"
 """Name of PyTorch where its step is taken in the process of ours."""
-_LR = 1e-3
 
 
 def _subject(
@@ -48,9 +48,7 @@ def _subject(
     return Subject(uses, partial(_prepare, name, options))
 
 
-def _beside(
-    name: str, options: Mapping[str, Any]
-) -> dict[str, Callable[[list[np.ndarray]], Prepared]]:
+def _beside(name: str, options: Mapping[str, Any]) -> dict[str, Prepare]:
     """PyTorch's own class, where it is installed."""
     if find_spec("torch") is None:
         return {}
@@ -88,7 +86,7 @@ def _optimizer(
     """One on tensors in the memory of the parameters, and what hands gradients over to it."""
     torch = import_module("torch")
     tensors = [torch.nn.Parameter(_tensor(torch, array)) for array in parameters]
-    optimizer = getattr(import_module(module, __package__), name)(tensors, lr=_LR, **options)
+    optimizer = getattr(import_module(module, __package__), name)(tensors, lr=LR, **options)
 
     def load(gradients: Sequence[Any]) -> None:
         for tensor, gradient in zip(tensors, gradients, strict=True):

@@ -15,22 +15,15 @@ INDEX, LINE = 8, 64  # bytes of an int64 index, and of a cache line
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many arrays of a parameter's size one step moves.
+    """How many arrays of a parameter's size one step moves."""
 
-    Args:
-        updated: read and written: the parameter and its states.
-        read: only read: the gradient.
-        written: only written.
-        passes: for each pass before the update, which needs sums over whole tensors, how many
-            arrays it reads: the gradient; with 2, the parameter too; then the states.
-        of_rows: states of 4 bytes a row, read and written.
-    """
-
-    updated: int
-    read: int = 1
-    written: int = 0
+    updated: int  # read and written: the parameter and its states
+    read: int = 1  # only read: the gradient
+    written: int = 0  # only written
+    # For each pass before the update, which needs sums over whole tensors, how many arrays
+    # it reads: the gradient; with 2, the parameter too; then the states.
     passes: tuple[int, ...] = ()
-    of_rows: int = 0
+    of_rows: int = 0  # states of 4 bytes a row, read and written
 
     @property
     def arrays(self) -> int:

@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from ...nn.registry import record
 from ..errors import BenchError
+from ..workers.worker_protocol import Parameter
 from . import indices, model_shapes
 from .model_shapes import Shape
 
@@ -45,19 +45,13 @@ _CLICKS, _BAG = 2048, 20  # samples of a batch, and lookups of one in each table
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter and the kind of its gradient.
+    """One parameter and the kind of its gradient."""
 
-    Args:
-        shape: ``[N, D]`` where the gradient is row-sparse.
-        B: how many rows the gradient names; None for a dense one.
-        indices: their distribution.
-        bag: so many of these rows in turn are pooled, and have one row of the gradient together;
-            None: each has its own.
-    """
-
-    shape: Shape
-    B: int | None = None
-    indices: str = ""
+    shape: Shape  # ``[N, D]`` where the gradient is row-sparse
+    B: int | None = None  # how many rows the gradient names; None for a dense one
+    indices: str = ""  # their distribution
+    # So many of these rows in turn are pooled, and have one row of the gradient together;
+    # None: each has its own.
     bag: int | None = None
 
     @property
@@ -66,36 +60,13 @@ class Tensor:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A set of parameters with their gradients.
-
-    Args:
-        size: how the user and the report name it.
-        tensors: the parameters.
-    """
-
-    size: str
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def kind(self) -> Kind:
-        """Which gradients there are."""
-        if any(tensor.bag is not None for tensor in self.tensors):
-            return "pooled"
-        sparse = {tensor.B is not None for tensor in self.tensors}
-        return "mixed" if len(sparse) == 2 else "rows" if True in sparse else "dense"
-
-    @property
-    def elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(tensor.size for tensor in self.tensors)
+Tensors = tuple[Tensor, ...]
 
 
-def dense(size: str, shape: Callable[[int], Shape] = lambda n: (n,)) -> Workload:
+def dense(size: str, shape: Callable[[int], Shape] = lambda n: (n,)) -> Tensors:
     """A tensor of so many elements, or of about as many in a ``shape``; ``CxN``: C of them."""
     count, _, elements = size.rpartition("x")
-    return Workload(size, (Tensor(shape(number(elements))),) * (number(count) if count else 1))
+    return (Tensor(shape(number(elements))),) * (number(count) if count else 1)
 
 
 def square(n: int) -> Shape:
@@ -104,13 +75,13 @@ def square(n: int) -> Shape:
     return side, side
 
 
-def rows(size: str, distribution: str) -> Workload:
+def rows(size: str, distribution: str) -> Tensors:
     """A table ``[N, D]`` and a batch of B of its rows, from ``NxDxB``."""
-    N, D, B = (number(part) for part in size.split("x"))
-    return Workload(f"{size} {distribution}", (Tensor((N, D), B, distribution),))
+    N, D, B = map(number, size.split("x"))
+    return (Tensor((N, D), B, distribution),)
 
 
-def pooled(size: str, distribution: str) -> Workload:
+def pooled(size: str, distribution: str) -> Tensors:
     """Tables and a batch of bags of their rows, from ``TxNxDxSAMPLESxBAG``.
 
     T tables of N rows, one without ``Tx``; with ``click-log`` for N those of a click log.
@@ -121,30 +92,24 @@ def pooled(size: str, distribution: str) -> Workload:
     if rows != CLICK_LOG:
         numbers = [number(rows)] * (number(count[0]) if count else 1)
     B = number(samples) * length
-    return Workload(
-        f"{size} {distribution}", tuple(Tensor((n, D), B, distribution, length) for n in numbers)
-    )
+    return tuple(Tensor((n, D), B, distribution, length) for n in numbers)
 
 
-def _model(name: str, shapes: Callable[[], list[Shape]]) -> Workload:
-    return Workload(name, tuple(Tensor(shape) for shape in shapes()))
-
-
-def _clicks(name: str, of: str, lookups: int, distribution: str) -> Workload:
+def _clicks(model: str, lookups: int, distribution: str) -> Tensors:
     """So many lookups of each sample of a batch in each table, whose vectors are added up."""
-    tables, perceptrons = (getattr(model_shapes, f"{of}_{part}")() for part in ("tables", "dense"))
+    tables, layers = (getattr(model_shapes, f"{model}_{part}")() for part in ("tables", "dense"))
     sparse = [Tensor(shape, _CLICKS * lookups, distribution) for shape in tables]
-    return Workload(f"{name} {distribution}", (*sparse, *map(Tensor, perceptrons)))
+    return (*sparse, *map(Tensor, layers))
 
 
-DENSE_MODELS: dict[str, Callable[[], Workload]] = {
-    "many-small": partial(_model, "many-small", model_shapes.many_small),
-    "resnet50": partial(_model, "resnet50", model_shapes.resnet50),
-    "gpt2": partial(_model, "gpt2", model_shapes.gpt2_small),
+DENSE_MODELS: dict[str, Callable[[], list[Shape]]] = {
+    "many-small": model_shapes.many_small,
+    "resnet50": model_shapes.resnet50,
+    "gpt2": model_shapes.gpt2_small,
 }
-MIXED_MODELS: dict[str, Callable[[str], Workload]] = {
-    "dlrm": lambda distribution: _clicks("dlrm", "dlrm", 1, distribution),
-    "bags": lambda distribution: _clicks("bags", "click_log", _BAG, distribution),
+MIXED_MODELS: dict[str, Callable[[str], Tensors]] = {
+    "dlrm": lambda distribution: _clicks("dlrm", 1, distribution),
+    "bags": lambda distribution: _clicks("click_log", _BAG, distribution),
 }
 
 
@@ -205,27 +170,20 @@ def parse_sizes(text: str) -> dict[Kind, list[str]]:
     return {kind: list(dict.fromkeys(sizes)) for kind, sizes in found.items()}
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of one tensor, in float32: what ours and all peers start from.
+def parameters(tensors: Tensors, start: float) -> list[Parameter]:
+    """What ours and all peers start from: gradients are normal numbers, the same in every run.
 
     Args:
-        values: of the tensor's shape, or ``[B, D]``; of pooled rows ``[samples, D]``.
-        indices: ``[B]``; None for a dense one.
+        tensors: which.
+        start: every element of them.
     """
-
-    values: np.ndarray
-    indices: np.ndarray | None = None
-
-
-def gradients(workload: Workload) -> list[Gradient]:
-    """Normal numbers, the same in every run; distributed rows."""
     rng, found = np.random.default_rng(1), []
-    for seed, tensor in enumerate(workload.tensors):
-        if tensor.B is None:
-            found.append(Gradient(rng.standard_normal(tensor.shape, np.float32)))
-            continue
-        N, D = tensor.shape
-        values = rng.standard_normal((tensor.B // (tensor.bag or 1), D), np.float32)
-        found.append(Gradient(values, indices.draw(tensor.indices, N, tensor.B, seed)))
+    for seed, tensor in enumerate(tensors):
+        shape, rows = tensor.shape, None
+        if tensor.B is not None:
+            rows = indices.draw(tensor.indices, shape[0], tensor.B, seed)
+            shape = tensor.B // (tensor.bag or 1), shape[1]
+        values = np.broadcast_to(np.float32(start), tensor.shape)  # without memory of its own
+        gradient = rng.standard_normal(shape, np.float32)
+        found.append(Parameter(tensor.shape, gradient, rows, values, tensor.bag))
     return found

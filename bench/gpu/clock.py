@@ -169,23 +169,15 @@ def keep_busy(seconds: float, stream: Any = None) -> Any:
 
 @dataclass
 class Timed:
-    """One contestant with its samples, in seconds a step.
+    """One contestant with its samples, in seconds a step."""
 
-    Args:
-        enqueue: one step.
-        steps: of a sample.
-        lead: seconds for which the stream is busy before one.
-        device: between two events on the stream.
-        host: that the calls took.
-        ahead: whether the host had enqueued all before the device began; else the device may
-            have waited for it.
-    """
-
-    enqueue: Enqueue
-    steps: int = 2
-    lead: float = 0.02
-    device: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
+    enqueue: Enqueue  # one step
+    steps: int = 2  # of a sample
+    lead: float = 0.02  # seconds for which the stream is busy before one
+    device: list[float] = field(default_factory=list)  # between two events on the stream
+    host: list[float] = field(default_factory=list)  # that the calls took
+    # Whether the host had enqueued all before the device began; else the device may have
+    # waited for it.
     ahead: list[bool] = field(default_factory=list)
 
     def sample(self) -> None:

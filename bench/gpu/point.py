@@ -41,29 +41,20 @@ def named_points() -> dict[str, tuple[str, dict[str, Any]]]:
 
 @dataclass
 class Point:
-    """What was measured of one case in one size.
+    """What was measured of one case in one size."""
 
-    Args:
-        case: its name.
-        size: the sizes.
-        bytes: by label, what a step must move; missing where that says nothing.
-        device: by label, seconds of a step on the device.
-        host: by label, seconds that it took to enqueue a step.
-        ahead: by label, the share of samples in which the device did not wait for the host.
-        copy: bytes a second of the fastest copy, read and written, in this measurement.
-        targets: what was aimed at, and whether it was reached.
-        notes: what a reader should know.
-    """
-
-    case: str
-    size: dict[str, int]
-    bytes: dict[str, int]
-    device: dict[str, Summary]
-    host: dict[str, Summary]
+    case: str  # its name
+    size: dict[str, int]  # the sizes
+    bytes: dict[str, int]  # by label, what a step must move; missing where that says nothing
+    device: dict[str, Summary]  # by label, seconds of a step on the device
+    host: dict[str, Summary]  # by label, seconds that it took to enqueue a step
+    # By label, the share of samples in which the device did not wait for the host.
     ahead: dict[str, float]
+    # Bytes a second of the fastest copy, read and written, in this measurement.
     copy: float | None = None
+    # What was aimed at, and whether it was reached.
     targets: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what a reader should know
 
     @property
     def peers(self) -> list[str]:

@@ -147,19 +147,12 @@ def _compiled_adam() -> tuple[Any, np.ndarray]:
 
 @dataclass(frozen=True)
 class Tables:
-    """A table with its moments and a row-sparse gradient.
+    """A table with its moments and a row-sparse gradient."""
 
-    Args:
-        arrays: parameter and moments.
-        values: of the gradient.
-        drawn: its indices, on the host.
-        indices: on the device.
-    """
-
-    arrays: tuple[Any, Any, Any]
-    values: Any
-    drawn: np.ndarray
-    indices: Any
+    arrays: tuple[Any, Any, Any]  # parameter and moments
+    values: Any  # of the gradient
+    drawn: np.ndarray  # its indices, on the host
+    indices: Any  # on the device
 
     @property
     def size(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ... import threading_layer
 from .. import machine
 from ..errors import BenchError
 from ..peer import Peers
-from .result import Against, PointResult, SpecialResult
+from .result import PointResult, SpecialResult
 
 SCHEMA = 3
 Result = PointResult | SpecialResult
@@ -52,33 +52,21 @@ def head(schema: int) -> dict[str, Any]:
 
 
 def _point(result: PointResult) -> dict[str, Any]:
-    point = result.point
+    point, of_point = result.point, ("size", "dtype", "threads", "scenario")
+    others = "sizes", "bytes", "from_memory", "copies", "losses", "memory", "unavailable"
     return {
         "case": point.case.name,
-        "size": point.size,
         "indices": None if point.case.kind == "dense" else point.distribution,
-        "dtype": point.dtype,
-        "threads": point.threads,
-        "scenario": point.scenario,
-        "sizes": result.size,
-        "bytes": result.bytes,
-        "from_memory": result.from_memory,
-        "copies": result.copies,
+        **{name: getattr(point, name) for name in of_point},
+        **{name: getattr(result, name) for name in others},
         "times": {label: asdict(summary) for label, summary in result.times.items()},
-        "bound": _against(result.bound) if result.bound else None,
-        "peers": {peer: _against(against) for peer, against in result.peers.items()},
-        "losses": result.losses,
-        "memory": result.memory,
-        "unavailable": result.unavailable,
+        "bound": asdict(result.bound) if result.bound else None,
+        "peers": {peer: asdict(against) for peer, against in result.peers.items()},
     }
 
 
-def _against(against: Against) -> dict[str, Any]:
-    return {"label": against.label, **asdict(against.speedup)}
-
-
 def same(point: dict[str, Any]) -> tuple[Any, ...]:
-    """What points of a document have in common that differ in their scenario only."""
+    """What points of a document have in common that differ in their scenario only; last threads."""
     return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
 
 

@@ -39,13 +39,7 @@ DOCUMENTS = (
     "docs/scale_out.md",
 )
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
-_SHOWN = (
-    "rows/nn.LazyAdam",
-    "rows/nn.SGD",
-    "rows/nn.Adam",
-    "dense/nn.Adam",
-    "many-small/nn.Adam",
-)
+_SHOWN = ("rows/nn.LazyAdam", "rows/nn.SGD", "rows/nn.Adam", "dense/nn.Adam", "many-small/nn.Adam")
 _SUMMARISED = ("loop", "busy", "pause20")
 _WITHOUT_SCHEMA = ("recommender", "scale-out", "scale-out-model")
 _LOST = "**{}**"
@@ -108,16 +102,15 @@ def check() -> int:
 
 def _summary(data: dict[str, Any]) -> str:
     """Times of some cases and how much faster they are than PyTorch, in some scenarios."""
-    words = [IN_WORDS[scenario] for scenario in _SUMMARISED]
-    rows = []
-    for group in table.by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
-        points = [group.get(scenario) for scenario in _SUMMARISED]
-        ratios = (table.speedup(point, "torch", _LOST) for point in points)
-        one = next(iter(group.values()))
-        step = f"`{one['case'].partition('/')[2]}`: {size_in_words(one)}"
-        rows.append((_SHOWN.index(one["case"]), [step, *map(_time, points), *ratios]))
+    words, rows = [IN_WORDS[scenario] for scenario in _SUMMARISED], []
+    for case in _SHOWN:
+        for one, group in table.by_scenario([p for p in _all(data) if p["case"] == case]):
+            points = [group.get(scenario) for scenario in _SUMMARISED]
+            ratios = (table.speedup(point, "torch", _LOST) for point in points)
+            step = f"`{case.partition('/')[2]}`: {size_in_words(one)}"
+            rows.append([step, *map(_time, points), *ratios])
     head = ["step", *words, *(f"x torch, {word}" for word in words)]
-    return f"{markdown(head, [row for _, row in sorted(rows)])}\n\n{_setting(data)}"
+    return f"{markdown(head, rows)}\n\n{_setting(data)}"
 
 
 def _scenarios(data: dict[str, Any]) -> str:
@@ -125,8 +118,7 @@ def _scenarios(data: dict[str, Any]) -> str:
     if not data["peers"]:
         return _across(data, lambda point: f"{point['bound']['value']:.0%}")
     parts = []
-    for group in table.by_scenario(_all(data)):
-        point = next(iter(group.values()))
+    for point, group in table.by_scenario(_all(data)):
         names = list(dict.fromkeys(name for p in group.values() for name in table.contestants(p)))
         rows = [
             [IN_WORDS[scenario], *(_time(found, name) for name in names)]
@@ -147,8 +139,7 @@ def _across(data: dict[str, Any], ratio: Callable[[Point], str]) -> str:
     points = _all(data)
     names = table.scenarios_of(points)
     rows = []
-    for group in table.by_scenario(points):
-        point = next(iter(group.values()))
+    for point, group in table.by_scenario(points):
         dtype = "" if point["dtype"] == "float32" else f", {point['dtype']}"
         found = map(group.get, names)
         cells = (f"{_time(p)} ({ratio(p)})" if p else "n/a" for p in found)
@@ -216,23 +207,26 @@ def _of_points(points: list[Point], **columns: Callable[[Point], str]) -> str:
 
     Peers get a table of their own where one would be too wide.
     """
-    peers = table.peers_of(points)
-    names = [[f"`{p['case']}`", *(column(p) for column in columns.values())] for p in points]
-    ours = [[_time(point), *table.figures(point, (), _LOST)] for point in points]
-    theirs = [[table.speedup(point, peer, _LOST) for peer in peers] for point in points]
-    first, left = ["case", *columns], 1 + len(columns)
-    heads = ["time", "GB/s", "of bound"], [f"x {peer}" for peer in peers]
-    if left + sum(map(len, heads)) <= _COLUMNS:
-        rows = [[*name, *own, *other] for name, own, other in zip(names, ours, theirs, strict=True)]
-        return markdown([*first, *heads[0], *heads[1]], rows, left)
-    rows = [[*name, *own] for name, own in zip(names, ours, strict=True)]
-    beside = [
-        [*name, *other]
-        for name, other, point in zip(names, theirs, points, strict=True)
-        if point["peers"]
-    ]
-    of_peers = markdown([*first, *heads[1]], beside, left)
-    return f"{markdown([*first, *heads[0]], rows, left)}\n\n{of_peers}"
+    peers, left = table.peers_of(points), 1 + len(columns)
+    ours, theirs = ["time", "GB/s", "of bound"], [f"x {peer}" for peer in peers]
+
+    def own(point: Point) -> list[str]:
+        return [_time(point), *table.figures(point, (), _LOST)]
+
+    def other(point: Point) -> list[str]:
+        return [table.speedup(point, peer, _LOST) for peer in peers]
+
+    def shown(head: list[str], points: list[Point], cells: Callable[[Point], list[str]]) -> str:
+        rows = [
+            [f"`{p['case']}`", *(column(p) for column in columns.values()), *cells(p)]
+            for p in points
+        ]
+        return markdown(["case", *columns, *head], rows, left)
+
+    if left + len(ours) + len(theirs) <= _COLUMNS:
+        return shown([*ours, *theirs], points, lambda point: own(point) + other(point))
+    compared = [point for point in points if point["peers"]]
+    return f"{shown(ours, points, own)}\n\n{shown(theirs, compared, other)}"
 
 
 def _sizes(data: dict[str, Any]) -> str:
@@ -290,15 +284,11 @@ def _dtypes(data: dict[str, Any]) -> str:
 
 def _scaling(data: dict[str, Any]) -> str:
     """Times faster than with one thread."""
-
-    def key(point: Point) -> tuple[Any, ...]:
-        return tuple(point[name] for name in ("case", "size", "indices", "dtype"))
-
     points = _measured(data)
-    alone = {key(point): point for point in points if point["threads"] == 1}
+    alone = {document.same(point)[:-1]: point for point in points if point["threads"] == 1}
     rows = []
     for point in points:
-        one = alone.get(key(point))
+        one = alone.get(document.same(point)[:-1])
         if one is None or point["threads"] == 1:
             continue
         faster = one["times"][OURS]["median"] / point["times"][OURS]["median"]
@@ -335,13 +325,8 @@ def _special(name: str, data: dict[str, Any]) -> tuple[dict[str, float], dict[st
 
 def _with_limits(data: dict[str, Any], name: str) -> str:
     """The median of each label beside its limit."""
-    medians, special = _special(name, data)
-    limits = special["limits"]
-    rows = [
-        [label, seconds(time), seconds(limits[label]) if label in limits else ""]
-        for label, time in medians.items()
-    ]
-    return markdown(["", "median", "limit"], rows)
+    _, special = _special(name, data)
+    return markdown(["", "median", "limit"], table.beside_limits(special, "median"))
 
 
 def _far_rows(data: dict[str, Any]) -> str:

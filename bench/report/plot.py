@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,6 @@ from ..cases.steps import LOOP
 from .document import same
 from .result import OF_BOUND, OURS
 from .table import IN_WORDS, contestants, seconds, size_in_words
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _NARROW = 5.6  # inches: about the width of a phone
 _PANEL, _LINE = 3.2, 0.24  # inches
@@ -52,14 +48,17 @@ def draw(document: dict[str, Any], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _bars(points: Points) -> Figure:
+def _figure(height: float) -> Any:
     from matplotlib.figure import Figure
 
+    return Figure(figsize=(_NARROW, height), layout="constrained")
+
+
+def _bars(points: Points) -> Any:
     point = points[0]
     first = {name: label for name, label in contestants(point).items() if name != "bound"}
     names = sorted(first, key=lambda name: float(point["times"][first[name]]["median"]))
-    height = len(points) * (0.3 * len(names) + 0.5) + 0.9
-    figure = Figure(figsize=(_NARROW, height), layout="constrained")
+    figure = _figure(len(points) * (0.3 * len(names) + 0.5) + 0.9)
     axes = figure.subplots(len(points), 1, sharex=True, squeeze=False)[:, 0]
     colours = ["C0" if name == OURS else "0.75" for name in names]
     for shown, axis in zip(points, axes, strict=True):
@@ -85,9 +84,7 @@ def _plain(peer: str, label: str) -> str:
     return form if form.startswith(name) else f"{name} {form}"
 
 
-def _panels(points: Points) -> Figure:
-    from matplotlib.figure import Figure
-
+def _panels(points: Points) -> Any:
     series = _series(points)
     curves = {name: points for name, points in series.items() if len(points) > 1}
     single = {name: points[0] for name, points in series.items() if len(points) == 1}
@@ -95,12 +92,10 @@ def _panels(points: Points) -> Figure:
     drawn = [peer for peer in peers if any(peer in x["peers"] for c in curves.values() for x in c)]
     heights = [_PANEL] * (1 + len(drawn)) * bool(curves)
     heights += [_LINE * len(single) + 1.0] * (1 + bool(peers)) * bool(single)
-    figure = Figure(figsize=(_NARROW, sum(heights) + 0.5), layout="constrained")
-    axes = iter(
-        figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        if heights
-        else ()
-    )
+    figure = _figure(sum(heights) + 0.5)
+    if not heights:
+        return figure
+    axes = iter(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if curves:
         for against in (None, *drawn):
             _curves(next(axes), curves, against)
@@ -135,7 +130,7 @@ def _against(point: dict[str, Any], peer: str | None) -> dict[str, float] | None
     return found and {name: factor * found[name] for name in ("value", "low", "high")}
 
 
-def _curves(axis: Axes, curves: dict[str, Points], peer: str | None) -> None:
+def _curves(axis: Any, curves: dict[str, Points], peer: str | None) -> None:
     for name, points in curves.items():
         known = [(p["bytes"], found["value"]) for p in points if (found := _against(p, peer))]
         (line,) = axis.plot(*(np.array(known).reshape(-1, 2).T), marker="o", markersize=3)
@@ -151,7 +146,7 @@ def _curves(axis: Axes, curves: dict[str, Points], peer: str | None) -> None:
         axis.set(yscale="log", ylabel=f"times faster than {_NAMES.get(peer, peer)}")
 
 
-def _dots(axis: Axes, single: dict[str, dict[str, Any]], peer: str | None) -> None:
+def _dots(axis: Any, single: dict[str, dict[str, Any]], peer: str | None) -> None:
     known = {name: found for name, point in single.items() if (found := _against(point, peer))}
     values = [found["value"] for found in known.values()]
     spread = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from ..cases.steps import LOOP, Point
@@ -31,45 +31,30 @@ def tracked(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
 
 
 @dataclass(frozen=True)
-class Against:
-    """One reference: the fastest bound loop, or the fastest form of a peer.
+class Against(Ratio):
+    """The time of the fastest bound loop, or of a peer's fastest form, by ours."""
 
-    Args:
-        label: of its times.
-        speedup: its time by ours; for a bound, the share of its speed that we reach.
-    """
-
-    label: str
-    speedup: Ratio
+    label: str  # of that time
 
 
 @dataclass(frozen=True)
 class PointResult:
-    """The figures of one point.
+    """The figures of one point."""
 
-    Args:
-        point: what was measured.
-        bytes: what a step must move.
-        size: the sizes.
-        from_memory: whether a step had to fetch its arrays from memory.
-        copies: how many sets of buffers took turns.
-        times: by label: ours, bounds, peers.
-        memory: by label, bytes that a step needs beside its arrays; None where unknown.
-        unavailable: why a label, or a peer, has no times.
-    """
-
-    point: Point
-    bytes: int
-    size: dict[str, int]
-    from_memory: bool
-    copies: int
-    times: dict[str, Summary]
+    point: Point  # what was measured
+    bytes: int  # what a step must move
+    sizes: dict[str, int]  # for the report
+    from_memory: bool  # whether a step had to fetch its arrays from memory
+    copies: int  # how many sets of buffers took turns
+    times: dict[str, Summary]  # by label: ours, bounds, peers
+    # By label, bytes that a step needs beside its arrays; None where unknown.
     memory: dict[str, int | None] = field(default_factory=dict)
+    # Why a label, or a peer, has no times.
     unavailable: dict[str, str] = field(default_factory=dict)
 
     @property
     def bound(self) -> Against | None:
-        """The fastest loop with the same traffic."""
+        """The fastest loop with the same traffic; by it, the share of its speed that we reach."""
         return self._against([label for label in self.times if label.startswith(BOUND)])
 
     @property
@@ -86,38 +71,29 @@ class PointResult:
         best = fastest(self.times, labels)
         if best is None or OURS not in self.times:
             return None
-        return Against(best, ratio(self.times[best], self.times[OURS]))
+        return Against(**asdict(ratio(self.times[best], self.times[OURS])), label=best)
 
     @property
     def losses(self) -> list[str]:
         """What falls short, in words."""
         losses = []
         in_a_row = self.point.scenario == LOOP
-        if in_a_row and self.from_memory and self.bound and self.bound.speedup.value < OF_BOUND:
-            losses.append(f"{self.bound.speedup.value:.1%} of the bound")
-        losses += [
-            f"{against.speedup.value:.2f} x {against.label}"
-            for against in self.peers.values()
-            if against.speedup.value < 1
-        ]
-        return losses
+        if in_a_row and self.from_memory and self.bound and self.bound.value < OF_BOUND:
+            losses.append(f"{self.bound.value:.1%} of the bound")
+        found = self.peers.values()
+        return losses + [f"{peer.value:.2f} x {peer.label}" for peer in found if peer.value < 1]
 
 
 @dataclass(frozen=True)
 class SpecialResult:
-    """The figures of a case with a method of its own.
-
-    Args:
-        name, summary: of the case.
-        times: by label.
-        limits: what some of them should not exceed, in seconds.
-        points: further figures of a case that is a series.
-    """
+    """The figures of a case with a method of its own."""
 
     name: str
     summary: str
-    times: dict[str, Summary] = field(default_factory=dict)
+    times: dict[str, Summary] = field(default_factory=dict)  # by label
+    # What some of them should not exceed, in seconds.
     limits: dict[str, float] = field(default_factory=dict)
+    # Further figures of a case that is a series.
     points: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, samples: Mapping[str, Sequence[float]]) -> None:

@@ -32,14 +32,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A time by another time.
+    """A time by another time."""
 
-    Args:
-        value: of the medians.
-        low, high: its spread: 20th by 80th percentile, and the other way round.
-    """
-
-    value: float
+    value: float  # of the medians
+    # Its spread: 20th by 80th percentile, and the other way round.
     low: float
     high: float
 

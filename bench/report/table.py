@@ -138,23 +138,19 @@ def _parted(
         repeated: how many columns are in each of the tables.
         width: of the terminal.
     """
-    columns = [list(column) for column in zip(*lines, strict=True)]
     widths = [
-        _BETWEEN + max(Text.from_markup(cell).cell_len for cell in column) for column in columns
+        _BETWEEN + max(Text.from_markup(cell).cell_len for cell in column)
+        for column in zip(*lines, strict=True)
     ]
     room = width - _NAMES - sum(widths[2:repeated])  # of case and size: _NAMES
     groups: list[list[int]] = []
-    free = 0
-    for place in range(repeated, len(columns)):
-        free -= widths[place]
-        if free < 0 or not groups:
+    for place in range(repeated, len(widths)):
+        if not groups or sum(widths[k] for k in (*groups[-1], place)) > room:
             groups.append([])
-            free = room - widths[place]
         groups[-1].append(place)
-    for k, group in enumerate(groups):
-        shown = [*range(repeated), *group]
-        head, *rows = ([line[place] for place in shown] for line in lines)
-        yield table("" if k else title, head, rows, left)
+    for group in groups:
+        head, *rows = ([*line[:repeated], *(line[k] for k in group)] for line in lines)
+        yield table(title if group is groups[0] else "", head, rows, left)
 
 
 def _scaling(points: list[Point]) -> Table:
@@ -177,17 +173,33 @@ def _scenarios(points: list[Point], width: int) -> Iterator[Table]:
     """Median and percentiles of ours, the bound and each peer, a column for each scenario."""
     scenarios = scenarios_of(points)
     lines = [["case", "size", "of", *scenarios]]
-    for point, name, cells in spreads(points):
+    for point, group in by_scenario(points):
         variant = f"{size(point)} {_short(point)} x{point['threads']}"
-        lines.append([point["case"], variant, name, *cells])
+        for name in contestants(point):
+            cells = (_spread(group.get(scenario), name) for scenario in scenarios)
+            lines.append([point["case"], variant, name, *cells])
     return _parted("Scenarios: median time of a step (p20, p80)", lines, 3, 3, width)
 
 
 def _special(special: dict[str, Any]) -> Table:
-    return (_series if special["name"] == "no-cliff" else _limits)(special)
+    title = f"{special['name']}: {special['summary']}"
+    if special["name"] == "no-cliff":
+        return _series(title, special)
+    keys = "median", "p20", "p80"
+    return table(title, ["", *keys, "limit"], beside_limits(special, *keys, lost=_LOST))
 
 
-def _series(special: dict[str, Any]) -> Table:
+def beside_limits(special: dict[str, Any], *keys: str, lost: str = "{}") -> Iterator[list[str]]:
+    """Of each label some figures and the limit; a median beyond it is written as ``lost`` says."""
+    for label, time in special["times"].items():
+        limit = special["limits"].get(label)
+        median, *others = (seconds(time[key]) for key in keys)
+        if limit is not None and time["median"] > limit:
+            median = lost.format(median)
+        yield [label, median, *others, seconds(limit) if limit else ""]
+
+
+def _series(title: str, special: dict[str, Any]) -> Table:
     """One line for each batch, one column for each width: the time, and its share of what is
     allowed.
     """
@@ -200,24 +212,9 @@ def _series(special: dict[str, Any]) -> Table:
             f"{seconds(time['median'])} {points[B, D]['of_allowed']:4.0%}" if time else ""
             for D, time in zip(widths, times, strict=True)
         )])  # fmt: skip
-    title = f"{special['name']}: {special['summary']}"
     found = table(title, ["B", *(f"D={D}" for D in widths)], rows, left=0)
     found.caption = "time of a step, and its share of 30 us + 3 x cache lines / bandwidth"
     return found
-
-
-def _limits(special: dict[str, Any]) -> Table:
-    rows = []
-    for label, time in special["times"].items():
-        limit = special["limits"].get(label)
-        median, *others = (seconds(time[name]) for name in ("median", "p20", "p80"))
-        missed = limit is not None and time["median"] > limit
-        rows.append([
-            label, _LOST.format(median) if missed else median, *others,
-            seconds(limit) if limit else "",
-        ])  # fmt: skip
-    title = f"{special['name']}: {special['summary']}"
-    return table(title, ["", "median", "p20", "p80", "limit"], rows)
 
 
 def _doubts(document: dict[str, Any]) -> Iterator[str]:
@@ -311,11 +308,11 @@ def scenarios_of(points: list[Point]) -> list[str]:
     return list(dict.fromkeys(point["scenario"] for point in points))
 
 
-def by_scenario(points: list[Point]) -> list[dict[str, Point]]:
-    """Points that differ in their scenario only, together."""
-    groups: dict[tuple[Any, ...], dict[str, Point]] = {}
+def by_scenario(points: list[Point]) -> list[tuple[Point, dict[str, Point]]]:
+    """Points that differ in their scenario only, together; and the first of them."""
+    groups: dict[tuple[Any, ...], tuple[Point, dict[str, Point]]] = {}
     for point in points:
-        groups.setdefault(same(point), {})[point["scenario"]] = point
+        groups.setdefault(same(point), (point, {}))[1][point["scenario"]] = point
     return list(groups.values())
 
 
@@ -324,15 +321,6 @@ def contestants(point: Point) -> dict[str, str]:
     bound = {"bound": point["bound"]["label"]} if point["bound"] else {}
     peers = {peer: against["label"] for peer, against in point["peers"].items()}
     return {OURS: OURS, **bound, **peers}
-
-
-def spreads(points: list[Point]) -> Iterator[tuple[Point, str, list[str]]]:
-    """Of all contestants of points that differ in their scenario only, the times in each."""
-    scenarios = scenarios_of(points)
-    for group in by_scenario(points):
-        point = next(iter(group.values()))
-        for name in contestants(point):
-            yield point, name, [_spread(group.get(scenario), name) for scenario in scenarios]
 
 
 def _spread(point: Point | None, name: str) -> str:

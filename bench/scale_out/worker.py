@@ -25,6 +25,7 @@ from ..cases.indices import DEFAULT, draw
 
 _MOST, _ROUNDS, _LARGE = 200, 200, 1 << 22  # iterations, agreements, bytes of a large exchange
 _LARGE_ONES = 20
+_Counts = Sequence[int]
 
 
 class Counted:
@@ -37,11 +38,7 @@ class Counted:
         self.sent, self.seconds, self.calls = 0, 0.0, 0
 
     def all_to_all(
-        self,
-        sent: np.ndarray,
-        counts: Sequence[int],
-        received: np.ndarray,
-        received_counts: Sequence[int],
+        self, sent: np.ndarray, counts: _Counts, received: np.ndarray, received_counts: _Counts
     ) -> Counting:
         """See `Communicator`."""
         begin = partial(self._comm.all_to_all, sent, counts, received, received_counts)

@@ -110,7 +110,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """
     check_memory(result.name, FAR_SIZES)
     for size in tracked(FAR_SIZES, progress):
-        (tensor,) = rows(size, "uniform").tensors
+        (tensor,) = rows(size, "uniform")
         (N, D), B = tensor.shape, tensor.B
         assert B is not None
         variables = [allocation.full((N, D), 0.0, np.float32) for _ in range(3)]

@@ -65,14 +65,14 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
         todo = [(size, kind) for size in SIZES for _ in range(RUNS) for kind in scripts]
         for size, kind in tracked(todo, progress):
-            (tensor,) = rows(size, "uniform").tensors
+            (tensor,) = rows(size, "uniform")
             given = {"shape": tensor.shape, "B": tensor.B, "later": _LATER, **scripts[kind]}
             found = figures_of(result.name, _SCRIPT.format(**given), folder, threads)
             samples[size, kind].append(found)
     for (size, kind), figures in samples.items():
         first, later, resident = zip(*figures, strict=True)
         result.times[label := f"{size} {kind}"] = Summary.of(first)
-        (tensor,) = rows(size, "uniform").tensors
+        (tensor,) = rows(size, "uniform")
         N, D = tensor.shape
         result.points.append({"N": N, "D": D, "GB": max(resident) / 1e9})
         if kind != FULL:

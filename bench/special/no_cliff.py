@@ -1,4 +1,4 @@
-"""No size at which a row step suddenly costs more than the memory that it touches.
+"""FusedSparseLazyAdam at no size costs suddenly more than the memory that it touches.
 
 Uniform indices, where duplicates do not help. Each point may take 30 us and three times as
 long as it takes to move the cache lines that it touches (`traffic.lazy_lines`) at the rate of
@@ -54,7 +54,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     operator: Any = ops.FusedSparseLazyAdam()
     for done, (D, N, batches) in enumerate(sizes()):
         tables = [array[: N * D].reshape(N, D) for array in memory]
-        loops = bounds.jobs(bounds.Bound((sweep,)), threads)
+        loops = bounds.jobs((sweep,), threads)
         jobs = {f"{BOUND}{shape}": job for shape, job in loops.items()}
         lines = {}
         for B in batches:

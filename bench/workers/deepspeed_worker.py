@@ -13,8 +13,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch_arrays import LR, stepped  # type: ignore[import-not-found]
-from worker_protocol import Case, Replica, serve  # type: ignore[import-not-found]
+from torch_arrays import stepped
+from worker_protocol import LR, Case, Replica, serve
 
 # Module, class and arguments of each step.
 _OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -26,8 +26,6 @@ _OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 class DeepSpeed:
     """The library, on ``threads`` threads."""
-
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         # Ninja, which compiles, is beside the interpreter.

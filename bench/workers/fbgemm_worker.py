@@ -5,8 +5,6 @@ Where rows are not pooled, bags have one index, and the lookup before the backwa
 Dense parameters beside the tables get torch's fused optimizer, as in models that are built on it.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -15,15 +13,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import LR, arrays_of, stepped, tensor  # type: ignore[import-not-found]
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    parts_of,
-    serve,
-)
+from torch_arrays import arrays_of, stepped, tensor
+from worker_protocol import LR, Case, Job, Parameter, Replica, parts_of, serve
 
 # The optimizer in the tables, and that of torch for the dense parameters.
 _OPTIMIZERS = {
@@ -36,8 +27,6 @@ _TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 class FBGEMM:
     """The library, on ``threads`` threads."""
-
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         self.torch: Any = import_module("torch")
@@ -64,20 +53,16 @@ class FBGEMM:
         """A forward of all tables, and a backward with the step."""
         tables = self._tables(case.parameters, inside, "SUM")
 
-        def values() -> list[np.ndarray]:
-            found: list[np.ndarray] = arrays_of(
-                [tables.looked_up] if part == "forward" else tables.weights()
-            )
-            return found
+        def values() -> Any:
+            return arrays_of([tables.looked_up] if part == "forward" else tables.weights())
 
         return parts_of(part, tables.look_up, tables.backward, values)
 
     def _replica(self, inside: str, beside: str, pooling: str, case: Case) -> Replica:
         """Tables that know their optimizer, and parameters with one."""
         is_table = [given.indices is not None for given in case.parameters]
-        tables = self._tables(
-            [g for g in case.parameters if g.indices is not None], inside, pooling
-        )
+        sparse = [given for given in case.parameters if given.indices is not None]
+        tables = self._tables(sparse, inside, pooling)
         others = [given for given in case.parameters if given.indices is None]
         optimizer = partial(getattr(self.torch.optim, beside), lr=LR, fused=True)
         dense = stepped(

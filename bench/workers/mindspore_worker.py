@@ -10,8 +10,6 @@ What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU 
 (``SparseApply*``).
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import itertools
@@ -23,80 +21,68 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import LR, Case, Job, Parameter, Replica, serve
 
-_LR = 1e-3
 _BETAS = (0.9, 0.999, 1e-8)
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """How an operator is called: ``op(variable, *states, [powers], *before, gradient, *after)``.
+    """How an operator is called: ``op(variable, *states, [powers], *before, gradient, *after)``."""
 
-    Args:
-        name: in ``mindspore.ops``.
-        states: how many arrays of the variable's size it updates.
-        before, after: numbers around the gradient, or around values and indices.
-        powers: the powers of the betas come before all other numbers.
-        attributes: of the operator.
-    """
-
-    name: str
-    states: int
+    name: str  # in ``mindspore.ops``
+    states: int  # how many arrays of the variable's size it updates
+    # Numbers around the gradient, or around values and indices.
     before: tuple[float, ...] = ()
     after: tuple[float, ...] = ()
-    powers: bool = False
-    attributes: dict[str, Any] = field(default_factory=dict)
+    powers: bool = False  # the powers of the betas come before all other numbers
+    attributes: dict[str, Any] = field(default_factory=dict)  # of the operator
 
 
-_FTRL = {"lr": _LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}
+_FTRL = {"lr": LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}
 _OPERATORS = {
-    "adam": _Operator("Adam", 2, (_LR, *_BETAS), powers=True),
-    "amsgrad": _Operator("ApplyAdamWithAmsgradV2", 3, (_LR, *_BETAS), powers=True),
-    "adamw": _Operator("AdamWeightDecay", 2, (_LR, *_BETAS, 0.01)),
-    "sgd": _Operator("ApplyGradientDescent", 0, (_LR,)),
-    "momentum": _Operator("ApplyMomentum", 1, (_LR,), (0.9,)),
-    "rmsprop": _Operator("ApplyRMSProp", 2, (_LR,), (0.9, 0.0, 1e-10)),
-    "rmsprop-momentum": _Operator("ApplyRMSProp", 2, (_LR,), (0.9, 0.9, 1e-10)),
-    "rmsprop-centered": _Operator("ApplyCenteredRMSProp", 3, (), (_LR, 0.9, 0.0, 1e-10)),
-    "adagrad": _Operator("ApplyAdagrad", 1, (_LR,)),
-    "proximal-adagrad": _Operator("ApplyProximalAdagrad", 1, (_LR, 1e-4, 1e-4)),
-    "ftrl": _Operator("ApplyFtrl", 2, (), (_LR, 0.0, 0.0, -0.5)),
+    "adam": _Operator("Adam", 2, (LR, *_BETAS), powers=True),
+    "amsgrad": _Operator("ApplyAdamWithAmsgradV2", 3, (LR, *_BETAS), powers=True),
+    "adamw": _Operator("AdamWeightDecay", 2, (LR, *_BETAS, 0.01)),
+    "sgd": _Operator("ApplyGradientDescent", 0, (LR,)),
+    "momentum": _Operator("ApplyMomentum", 1, (LR,), (0.9,)),
+    "rmsprop": _Operator("ApplyRMSProp", 2, (LR,), (0.9, 0.0, 1e-10)),
+    "rmsprop-momentum": _Operator("ApplyRMSProp", 2, (LR,), (0.9, 0.9, 1e-10)),
+    "rmsprop-centered": _Operator("ApplyCenteredRMSProp", 3, (), (LR, 0.9, 0.0, 1e-10)),
+    "adagrad": _Operator("ApplyAdagrad", 1, (LR,)),
+    "proximal-adagrad": _Operator("ApplyProximalAdagrad", 1, (LR, 1e-4, 1e-4)),
+    "ftrl": _Operator("ApplyFtrl", 2, (), (LR, 0.0, 0.0, -0.5)),
 }
 # Each step on rows, and that of the dense parameters beside a table.
 _ROW_OPERATORS = {
-    "adam-lazy": (_Operator("FusedSparseLazyAdam", 2, (_LR, *_BETAS), powers=True), "adam"),
-    "adam-rows": (_Operator("FusedSparseAdam", 2, (_LR, *_BETAS), powers=True), "adam"),
+    "adam-lazy": (_Operator("FusedSparseLazyAdam", 2, (LR, *_BETAS), powers=True), "adam"),
+    "adam-rows": (_Operator("FusedSparseAdam", 2, (LR, *_BETAS), powers=True), "adam"),
     "ftrl-rows": (_Operator("FusedSparseFtrl", 2, attributes=_FTRL), "ftrl"),
     "proximal-adagrad-rows": (
-        _Operator("FusedSparseProximalAdagrad", 1, (_LR, 1e-4, 1e-4)),
+        _Operator("FusedSparseProximalAdagrad", 1, (LR, 1e-4, 1e-4)),
         "proximal-adagrad",
     ),
 }
 _ONLY_FLOAT32 = {"amsgrad", "ftrl", *_ROW_OPERATORS}
 
-# Label, class and arguments of the optimizers; on rows those of the same step on dense gradients.
+# Forms and arguments of the optimizers; on rows those of the same step on dense gradients.
 _RMSPROP = {"decay": 0.9, "epsilon": 1e-10}
-_OPTIMIZERS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
-    "adam": (("nn.Adam", "Adam", {}),),
-    "amsgrad": (("nn.Adam(use_amsgrad)", "Adam", {"use_amsgrad": True}),),
-    "adamw": (("nn.AdamWeightDecay", "AdamWeightDecay", {"eps": 1e-8, "weight_decay": 0.01}),),
-    "sgd": (("nn.SGD", "SGD", {}),),
-    "momentum": (
-        ("nn.Momentum", "Momentum", {"momentum": 0.9}),
-        ("nn.SGD(momentum)", "SGD", {"momentum": 0.9}),
-    ),
-    "nesterov": (("nn.SGD(nesterov)", "SGD", {"momentum": 0.9, "nesterov": True}),),
-    "rmsprop": (("nn.RMSProp", "RMSProp", _RMSPROP),),
-    "rmsprop-momentum": (("nn.RMSProp(momentum)", "RMSProp", {**_RMSPROP, "momentum": 0.9}),),
-    "rmsprop-centered": (("nn.RMSProp(centered)", "RMSProp", {**_RMSPROP, "centered": True}),),
-    "adagrad": (("nn.Adagrad", "Adagrad", {"accum": 0.0}),),
-    "proximal-adagrad": (
-        ("nn.ProximalAdagrad", "ProximalAdagrad", {"accum": 0.0, "l1": 1e-4, "l2": 1e-4}),
-    ),
-    "ftrl": (("nn.FTRL", "FTRL", {"initial_accum": 0.0}),),
-    "adafactor": (("nn.AdaFactor", "AdaFactor", {"relative_step": False, "beta1": None}),),
-    "adam-lazy": (("nn.LazyAdam", "LazyAdam", {}),),
+_L1_L2 = {"l1": 1e-4, "l2": 1e-4}
+_OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
+    "adam": {"nn.Adam": {}},
+    "amsgrad": {"nn.Adam(use_amsgrad)": {"use_amsgrad": True}},
+    "adamw": {"nn.AdamWeightDecay": {"eps": 1e-8, "weight_decay": 0.01}},
+    "sgd": {"nn.SGD": {}},
+    "momentum": {"nn.Momentum": {"momentum": 0.9}, "nn.SGD(momentum)": {"momentum": 0.9}},
+    "nesterov": {"nn.SGD(nesterov)": {"momentum": 0.9, "nesterov": True}},
+    "rmsprop": {"nn.RMSProp": _RMSPROP},
+    "rmsprop-momentum": {"nn.RMSProp(momentum)": {**_RMSPROP, "momentum": 0.9}},
+    "rmsprop-centered": {"nn.RMSProp(centered)": {**_RMSPROP, "centered": True}},
+    "adagrad": {"nn.Adagrad": {"accum": 0.0}},
+    "proximal-adagrad": {"nn.ProximalAdagrad": {"accum": 0.0, **_L1_L2}},
+    "ftrl": {"nn.FTRL": {"initial_accum": 0.0}},
+    "adafactor": {"nn.AdaFactor": {"relative_step": False, "beta1": None}},
+    "adam-lazy": {"nn.LazyAdam": {}},
 }
 
 
@@ -124,13 +110,15 @@ class MindSpore:
         }
         if (algorithm, kind) in functions:
             form, make = functions[algorithm, kind]
-            return {form: partial(self._replica, make)}
+            return {form: partial(self._replica, make, is_function=True)}
         if (kind == "dense") == (algorithm in _ROW_OPERATORS):
             return {}
         on_rows, dense = _ROW_OPERATORS.get(algorithm, (None, algorithm))
-        forms: dict[str, Any] = {}
-        for label, name, arguments in _OPTIMIZERS.get(algorithm) or _OPTIMIZERS.get(dense, ()):
-            forms[label] = partial(self._replica, partial(self._optimizer_cell, name, arguments))
+        optimizers = _OPTIMIZERS.get(algorithm) or _OPTIMIZERS.get(dense, {})
+        forms: dict[str, Any] = {
+            form: partial(self._replica, partial(self._optimizer_cell, arguments))
+            for form, arguments in optimizers.items()
+        }
         operators = [on_rows] if on_rows else []
         if kind != "rows" and dense in _OPERATORS:
             operators.append(_OPERATORS[dense])
@@ -140,14 +128,15 @@ class MindSpore:
             forms[label] = partial(self._replica, make)
         return forms
 
-    def _replica(self, make: Callable[[Case, list[Any]], Any], case: Case) -> Replica:
-        """A cell, compiled at its first call, with its inputs; its results, if it has any."""
+    def _replica(
+        self, make: Callable[[Case, list[Any]], Any], case: Case, is_function: bool = False
+    ) -> Replica:
+        """A cell, compiled at its first call, with its inputs; or a function, with its results."""
         variables = [
             self.ms.Parameter(self._tensor(given.start, case), name=f"parameter_{index}")
             for index, given in enumerate(case.parameters)
         ]
         cell, inputs = make(case, variables), self._inputs(case)
-        is_function = getattr(cell, "is_function", False)  # changes no variable
         results, numbers = list(variables), itertools.count(1)
         powers: list[Any] = []
 
@@ -178,12 +167,11 @@ class MindSpore:
                 inputs.append(self.ms.Tensor(given.indices.astype(np.int32)))
         return inputs
 
-    def _optimizer_cell(
-        self, name: str, arguments: dict[str, Any], case: Case, variables: list[Any]
-    ) -> Any:
+    def _optimizer_cell(self, arguments: dict[str, Any], case: Case, variables: list[Any]) -> Any:
         """An optimizer; row-sparse gradients are put together on the way to it."""
         nn = self.ms.nn
-        optimizer = getattr(nn, name)(variables, learning_rate=_LR, **arguments)
+        name = case.form.partition("(")[0].removeprefix("nn.")
+        optimizer = getattr(nn, name)(variables, learning_rate=LR, **arguments)
         if case.kind != "dense":
             optimizer.target = "CPU"  # without it duplicates are not merged
         row_tensor = import_module("mindspore.common.sparse_tensor").RowTensorInner
@@ -210,83 +198,56 @@ class MindSpore:
         self, on_rows: _Operator | None, on_dense: _Operator, case: Case, variables: list[Any]
     ) -> Any:
         """Applies the operators to the variables and to states of its own."""
-        ms = self.ms
-        arrays: list[Any] = []
-        plan = []
-        for (has_rows, position, _), variable in zip(_plan(case.parameters), variables):
-            count = (on_rows if has_rows and on_rows else on_dense).states
-            plan.append((has_rows, position, len(arrays), len(arrays) + 1 + count))
-            arrays.append(variable)
-            for index in range(count):
-                zeros = self._tensor(np.zeros(variable.shape, np.float32), case)
-                arrays.append(ms.Parameter(zeros, name=f"{variable.name}.{index}"))
-        calls = [self._call(operator) for operator in (on_dense, on_rows or on_dense)]
+        ms, operations = self.ms, self.ms.ops.operations
+
+        class Call(ms.nn.Cell):  # type: ignore[name-defined, misc]
+            def __init__(self, of: _Operator, arrays: list[Any], first: int, last: int) -> None:
+                super().__init__()
+                make = getattr(operations, of.name, None) or getattr(operations.nn_ops, of.name)
+                self.operator, self.arrays = make(**of.attributes), ms.ParameterTuple(arrays)
+                self.before, self.after, self.takes_powers = of.before, of.after, of.powers
+                self.first, self.last = first, last
+
+            def construct(self, *inputs: Any) -> Any:
+                powers = inputs[-2:] if self.takes_powers else ()
+                gradient = inputs[self.first : self.last]
+                return self.operator(*self.arrays, *powers, *self.before, *gradient, *self.after)
+
+        calls = []
+        for (has_rows, first, shape), variable in zip(_plan(case.parameters), variables):
+            operator = on_rows if has_rows and on_rows else on_dense
+            zeros = np.zeros(shape, np.float32)
+            states = [ms.Parameter(self._tensor(zeros, case), name=f"{variable.name}.{index}")
+                      for index in range(operator.states)]  # fmt: skip
+            calls.append(Call(operator, [variable, *states], first, first + 1 + has_rows))
 
         class Cell(ms.nn.Cell):  # type: ignore[name-defined, misc]
             def __init__(self) -> None:
                 super().__init__()
-                self.arrays = ms.ParameterTuple(arrays)
-                self.plan = tuple(plan)
-                self.dense, self.rows = calls
+                self.calls = ms.nn.CellList(calls)
 
             def construct(self, *inputs: Any) -> Any:
-                powers = inputs[-2:]
-                for has_rows, position, first, last in self.plan:
-                    if has_rows:
-                        gradient = inputs[position : position + 2]
-                        self.rows(self.arrays[first:last], powers, gradient)
-                    else:
-                        gradient = inputs[position : position + 1]
-                        self.dense(self.arrays[first:last], powers, gradient)
+                for call in self.calls:
+                    call(*inputs)
                 return True
 
         return Cell()
 
-    def _call(self, operator: _Operator) -> Any:
-        """A cell that calls an operator with its numbers."""
-        ms = self.ms
-        module = ms.ops.operations
-        primitive = getattr(module, operator.name, None) or getattr(module.nn_ops, operator.name)
-
-        class Call(ms.nn.Cell):  # type: ignore[name-defined, misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.operator = primitive(**operator.attributes)
-                self.before, self.after = operator.before, operator.after
-                self.takes_powers = operator.powers
-
-            def construct(self, variables: Any, powers: Any, gradient: Any) -> Any:
-                if self.takes_powers:
-                    return self.operator(*variables, *powers, *self.before, *gradient, *self.after)
-                return self.operator(*variables, *self.before, *gradient, *self.after)
-
-        return Call()
-
     def _gather(self, _: Case, variables: list[Any]) -> Any:
-        gather = self.ms.ops.Gather()
+        gather, (table,) = self.ms.ops.Gather(), variables
 
-        class Gather(self.ms.nn.Cell):  # type: ignore[name-defined, misc]
-            is_function = True
+        def look_up(_: Any, indices: Any) -> Any:
+            return (gather(table, indices, 0),)
 
-            def __init__(self) -> None:
-                super().__init__()
-                self.table, self.gather = variables[0], gather
-
-            def construct(self, _: Any, indices: Any) -> Any:
-                return (self.gather(self.table, indices, 0),)
-
-        return Gather()
+        return self.ms.jit(look_up)
 
     def _clip(self, *_: Any) -> Any:
         clip = self.ms.ops.clip_by_global_norm
 
-        class Clip(self.ms.nn.Cell):  # type: ignore[name-defined, misc]
-            is_function = True
+        def clipped(*gradients: Any) -> Any:
+            return clip(gradients, 1.0)
 
-            def construct(self, *gradients: Any) -> Any:
-                return clip(gradients, 1.0)
-
-        return Clip()
+        return self.ms.jit(clipped)
 
 
 def _plan(parameters: list[Parameter]) -> tuple[tuple[bool, int, tuple[int, ...]], ...]:

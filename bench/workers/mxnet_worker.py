@@ -6,8 +6,6 @@ duplicates, so it belongs to the step. The bias correction of Adam is in the lea
 MXNet's own optimizers have it too.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import itertools
@@ -17,16 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    lookup,
-    serve,
-)
+from worker_protocol import LR, Case, Job, Parameter, Replica, lookup, serve
 
-_LR = 1e-3
 _ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
 _RMS: dict[str, Any] = {"gamma1": 0.9, "epsilon": 1e-10}
 _MANY = 45  # tensors that all operators for many can take at once; with more they may crash
@@ -52,17 +42,15 @@ _WITH_ROWS = {
 class MXNet:
     """The library, on ``threads`` threads."""
 
-    warm_up = 3
-
     def __init__(self, threads: int) -> None:
         del threads  # the environment says it
         self.mx: Any = import_module("mxnet")
         self.nd: Any = self.mx.nd
         self.version: str = self.mx.__version__
         self._one = self.nd.ones(1)  # the scale of gradients, where a number is made an array
-        self._adagrad_optimizer = self.mx.optimizer.AdaGrad(learning_rate=_LR, eps=1e-10)
+        self._adagrad_optimizer = self.mx.optimizer.AdaGrad(learning_rate=LR, eps=1e-10)
         self._lars_optimizer = self.mx.optimizer.LARS(
-            learning_rate=_LR, momentum=0.9, eta=1e-3, eps=1e-5
+            learning_rate=LR, momentum=0.9, eta=1e-3, eps=1e-5
         )
         self._lars_optimizer.aggregate_num = _MANY
         self._steps = self._make_steps()
@@ -196,11 +184,11 @@ class MXNet:
         """Torch's: the decay is that of the plain learning rate."""
         for w, g, m, v in arrays:
             self.nd.contrib.adamw_update(
-                w, g, m, v, self._one, lr=_rate(t), eta=1.0, wd=_LR * 0.01, out=w, **_ADAM
+                w, g, m, v, self._one, lr=_rate(t), eta=1.0, wd=LR * 0.01, out=w, **_ADAM
             )
 
     def _multi_adamw(self, t: int, w: Any, g: Any, m: Any, v: Any) -> None:
-        rates = _of_each(w, lrs=_rate(t), wds=_LR * 0.01, etas=1.0)
+        rates = _of_each(w, lrs=_rate(t), wds=LR * 0.01, etas=1.0)
         self.nd.contrib.multi_adamw_update(w, g, m, v, self._one, out=w, **rates, **_ADAM)
 
     def _adagrad(self, _: int, arrays: Arrays) -> None:
@@ -214,10 +202,10 @@ class MXNet:
         nd = self.nd
         for w, g, m, v in arrays:
             update = nd.lamb_update_phase1(w, g, m, v, t=t, wd=0.0, epsilon=1e-6)
-            nd.lamb_update_phase2(w, update, w.norm(), update.norm(), lr=_LR, out=w)
+            nd.lamb_update_phase2(w, update, w.norm(), update.norm(), lr=LR, out=w)
 
     def _multi_lamb(self, t: int, w: Any, g: Any, m: Any, v: Any) -> None:
-        rates = _of_each(w, lrs=_LR, wds=0.0)
+        rates = _of_each(w, lrs=LR, wds=0.0)
         self.nd.contrib.multi_lamb_update(w, g, m, v, (t,) * len(w), out=w, epsilon=1e-6, **rates)
 
     def _clip(self, _: int, arrays: Arrays) -> None:
@@ -226,7 +214,7 @@ class MXNet:
 
 def _rate(t: int) -> float:
     """The learning rate of Adam with its bias correction."""
-    return float(_LR * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t))
+    return float(LR * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t))
 
 
 def _of_each(arrays: Sequence[Any], **numbers: float) -> dict[str, tuple[float, ...]]:
@@ -234,7 +222,7 @@ def _of_each(arrays: Sequence[Any], **numbers: float) -> dict[str, tuple[float, 
     return {name: (number,) * len(arrays) for name, number in numbers.items()}
 
 
-def _each(operator: Any, rate: Callable[[int], float] = lambda _: _LR, **numbers: float) -> Step:
+def _each(operator: Any, rate: Callable[[int], float] = lambda _: LR, **numbers: float) -> Step:
     """An operator on one parameter after the other."""
 
     def step(t: int, arrays: Arrays) -> None:
@@ -259,7 +247,7 @@ def _many(operator: Any, **numbers: float) -> Step:
 
     def step(_: int, *kinds: list[Any]) -> None:
         flat = [array for parameter in zip(*kinds) for array in parameter]
-        rates = _of_each(kinds[0], lrs=_LR, wds=0.0)
+        rates = _of_each(kinds[0], lrs=LR, wds=0.0)
         operator(*flat, out=kinds[0], num_weights=len(kinds[0]), **rates, **numbers)
 
     return _batches(step)

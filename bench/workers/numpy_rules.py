@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from worker_protocol import LR
 
 Array = np.ndarray
 
-_LR = 1e-3
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY = 0.01
 _MOMENTUM = 0.9
@@ -66,7 +66,7 @@ def _norm(x: Array) -> float:
 def _adam_update(t: int, w: Array, m: Array, v: Array, a: Array) -> None:
     """``w -= lr * mhat / (sqrt(vhat) + epsilon)``, the corrections moved to the scalars."""
     root = (1 - _BETA2**t) ** 0.5
-    w -= _by_root(m, v, _EPSILON * root, _LR * root / (1 - _BETA1**t), a)
+    w -= _by_root(m, v, _EPSILON * root, LR * root / (1 - _BETA1**t), a)
 
 
 def _adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, _b: Array) -> None:
@@ -82,12 +82,12 @@ def _amsgrad(
 
 
 def _adamw(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: Array) -> None:
-    w *= 1 - _LR * _DECAY
+    w *= 1 - LR * _DECAY
     _adam(t, w, g, m, v, a, b)
 
 
 def _sgd(_t: int, w: Array, g: Array, a: Array, _b: Array) -> None:
-    w -= np.multiply(g, _LR, out=a)
+    w -= np.multiply(g, LR, out=a)
 
 
 def _momentum(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
@@ -108,7 +108,7 @@ def _rms_step(g: Array, s: Array, a: Array) -> Array:
     """The learning rate times the gradient over its root mean square, in ``a``."""
     _average_square(s, g, _RHO, a)
     np.add(s, _RMS_EPSILON, out=a)
-    return _quotient(g, _LR, np.sqrt(a, out=a))
+    return _quotient(g, LR, np.sqrt(a, out=a))
 
 
 def _rmsprop(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
@@ -129,17 +129,17 @@ def _rmsprop_centered(
     _average(mean, g, _RHO, a)
     np.subtract(s, np.multiply(mean, mean, out=b), out=a)
     a += _RMS_EPSILON
-    w -= _quotient(g, _LR, np.sqrt(a, out=a))
+    w -= _quotient(g, LR, np.sqrt(a, out=a))
 
 
 def _adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
     s += np.multiply(g, g, out=a)
-    w -= _by_root(g, s, _TINY, _LR, a)
+    w -= _by_root(g, s, _TINY, LR, a)
 
 
 def _row_wise_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array) -> None:
     s += np.multiply(g, g, out=a).mean(1)
-    np.divide(_LR, np.sqrt(s) + _TINY, out=b[:, 0])
+    np.divide(LR, np.sqrt(s) + _TINY, out=b[:, 0])
     w -= np.multiply(g, b[:, :1], out=a)
 
 
@@ -148,7 +148,7 @@ def _row_wise_adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: 
     a *= 1 - _BETA1
     m += a
     v += (1 - _BETA2) * (np.multiply(g, g, out=a).mean(1) - v)
-    size = _LR / (1 - _BETA1**t)
+    size = LR / (1 - _BETA1**t)
     np.divide(size, np.sqrt(v / (1 - _BETA2**t)) + _EPSILON, out=b[:, 0])
     w -= np.multiply(m, b[:, :1], out=a)
 
@@ -158,7 +158,7 @@ def _proximal_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array)
     s += np.multiply(g, g, out=a)
     np.sqrt(s, out=b)
     b += _TINY
-    np.divide(_LR, b, out=b)
+    np.divide(LR, b, out=b)
     w -= np.multiply(b, g, out=a)
     np.multiply(b, _L1, out=a)
     np.abs(w, out=b)
@@ -175,11 +175,11 @@ def _ftrl(_t: int, w: Array, g: Array, s: Array, z: Array, a: Array, b: Array) -
     s += np.multiply(g, g, out=b)
     a -= np.sqrt(s, out=b)
     a *= w
-    a *= 1 / _LR
+    a *= 1 / LR
     z += g
     z += a
     b += _TINY
-    np.multiply(np.divide(z, b, out=b), -_LR, out=w)
+    np.multiply(np.divide(z, b, out=b), -LR, out=w)
 
 
 # -- rules that look at the whole tensor ----------------------------------------------------------
@@ -190,7 +190,7 @@ def _lamb(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, _b: Array) -
     np.multiply(v, 1 / (1 - _BETA2**t), out=a)
     _by_root(m, a, 1e-6, 1 / (1 - _BETA1**t), a)
     w_norm, update_norm = _norm(w), _norm(a)
-    a *= _LR * (w_norm / update_norm if w_norm > 0 and update_norm > 0 else 1.0)
+    a *= LR * (w_norm / update_norm if w_norm > 0 and update_norm > 0 else 1.0)
     w -= a
 
 
@@ -220,7 +220,7 @@ def _adafactor(t: int, w: Array, g: Array, *rest: Array) -> None:
         np.multiply(g, a, out=a)
         np.multiply(a, (1 / np.sqrt(column))[..., None, :], out=a)
     size = w.size**0.5
-    a *= _LR * max(1e-3, _norm(w) / size) / max(1.0, _norm(a) / size)
+    a *= LR * max(1e-3, _norm(w) / size) / max(1.0, _norm(a) / size)
     w -= a
 
 

@@ -4,12 +4,11 @@ States are float32 for every type of parameter; parameters and gradients of 16 b
 to float32 and back, since NumPy's own arithmetic on them is slow and overflows.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,36 +17,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from numpy_rules import (  # type: ignore[import-not-found]
-    ELEMENTWISE,
-    TENSORWISE,
-    clip,
-    rule_and_states,
-    zeros,
-)
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    lookup,
-    serve,
-)
+from numpy_rules import ELEMENTWISE, TENSORWISE, clip, rule_and_states, zeros
+from worker_protocol import Case, Job, Parameter, Replica, lookup, serve
 
 Array = np.ndarray
 
-# Algorithms on row-sparse gradients, and their rules.
-_WITH_ROWS = {
-    "adam-lazy": "adam",
-    "adam-rows": "adam",
-    "sgd-rows": "sgd",
-    "momentum-lazy": "momentum",
-    "adagrad-rows": "adagrad",
-    "ftrl-rows": "ftrl",
-    "proximal-adagrad-rows": "proximal-adagrad",
-    "row-wise-adagrad-rows": "row-wise-adagrad",
-    "row-wise-adam-rows": "row-wise-adam",
-}
+# Algorithms on row-sparse gradients; what comes before the last hyphen is their rule.
+_WITH_ROWS = (
+    *("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-rows", "ftrl-rows"),
+    *("proximal-adagrad-rows", "row-wise-adagrad-rows", "row-wise-adam-rows"),
+)
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
 # cache: 512 KiB of each array.
 _BLOCK = 2**17
@@ -57,50 +36,34 @@ class _Sweep:
     """Applies rules to arrays in blocks of about ``block`` elements, on ``threads`` threads."""
 
     def __init__(self, block: int, threads: int) -> None:
-        self._block = block
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
-        self._scratch: list[list[Array]] = [[] for _ in range(threads)]
+        self._block, self._scratch = block, threading.local()
+        self._map: Callable[..., Any] = ThreadPoolExecutor(threads).map if threads > 1 else map
 
     def __call__(self, rule: Callable[..., None], t: int, arrays: Sequence[Array]) -> None:
         """Take one step; the arrays are cut along their first axis."""
         length = len(arrays[0])
         per_block = max(1, self._block * length // max(1, arrays[0].size))
-        blocks = [slice(start, start + per_block) for start in range(0, length, per_block)]
-        if self._pool is None or len(blocks) == 1:
-            self._run(0, blocks, rule, t, arrays)
-            return
-        running = [
-            self._pool.submit(self._run, thread, blocks[thread :: self._threads], rule, t, arrays)
-            for thread in range(self._threads)
-        ]
-        for one in running:
-            one.result()
 
-    def _run(
-        self,
-        thread: int,
-        blocks: Sequence[slice],
-        rule: Callable[..., None],
-        t: int,
-        arrays: Sequence[Array],
-    ) -> None:
-        for block in blocks:
-            w, g, *states = (array[block] for array in arrays)
-            a, b, *wide = self._buffers(thread, w)
-            if wide:
-                wide[0][...], wide[1][...] = w, g
-                rule(t, *wide, *states, a, b)
-                w[...] = wide[0]
-            else:
+        def run(start: int) -> None:
+            w, g, *states = (array[start : start + per_block] for array in arrays)
+            a, b, *wide = self._buffers(w)
+            if not wide:
                 rule(t, w, g, *states, a, b)
+                return
+            wide[0][...], wide[1][...] = w, g
+            rule(t, *wide, *states, a, b)
+            w[...] = wide[0]
 
-    def _buffers(self, thread: int, like: Array) -> list[Array]:
-        """Two scratch arrays, and two more for a parameter of 16 bits."""
-        buffers = self._scratch[thread]
+        starts = range(0, length, per_block)
+        list((self._map if len(starts) > 1 else map)(run, starts))
+
+    def _buffers(self, like: Array) -> list[Array]:
+        """Two scratch arrays of a thread, and two more for a parameter of 16 bits."""
+        buffers: list[Array] = getattr(self._scratch, "buffers", [])
         count = 2 if like.dtype == np.float32 else 4
         if len(buffers) < count or buffers[0].size < like.size:
-            buffers[:] = [np.zeros(like.size, np.float32) for _ in range(count)]
+            buffers = [np.zeros(like.size, np.float32) for _ in range(count)]
+            self._scratch.buffers = buffers
         return [buffer[: like.size].reshape(like.shape) for buffer in buffers[:count]]
 
 
@@ -112,29 +75,21 @@ class _Variable:
 
     def __init__(self, algorithm: str, given: Parameter, dtype: Any, densify: bool) -> None:
         self._rule, states = rule_and_states(algorithm, given.shape)
-        self.w = np.array(given.start, dtype)
-        self.g = np.array(given.gradient, dtype)
-        self._indices = given.indices
-        self._arrays = [self.w, *states]
+        self.w, self.g = np.array(given.start, dtype), np.array(given.gradient, dtype)
+        self._arrays, self._indices = [self.w, *states], given.indices
         if algorithm in ELEMENTWISE and given.indices is None:
             self.g = self.g.reshape(-1)
             self._arrays = [array.reshape(-1) for array in self._arrays]
-        densify = densify and given.indices is not None
-        self._dense = zeros(given.shape) if densify else None
-
-    def renew(self) -> None:
-        """Put the gradient into a new array."""
-        self.g = self.g.copy()
+        self._dense = zeros(given.shape) if densify and given.indices is not None else None
 
     def step(self, t: int, sweep: _Sweep) -> None:
         """Take step number ``t``; with a row-sparse gradient, on the rows that occur."""
+        w, *states = self._arrays
         if self._indices is None:
-            w, *states = self._arrays
             sweep(self._rule, t, [w, self.g, *states])
             return
         rows, sums = _merge(self._indices, self.g)
         if self._dense is not None:
-            w, *states = self._arrays
             self._dense[rows] = sums
             sweep(self._rule, t, [w, self._dense, *states])
             self._dense[rows] = 0
@@ -158,7 +113,6 @@ class NumPy:
     """The library, on ``threads`` threads where a user can have them."""
 
     version = np.__version__
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -172,10 +126,9 @@ class NumPy:
             return {form: partial(_gather, into) for form, into in options.items()}
         if algorithm == "clip-by-global-norm" and kind == "dense":
             return {"whole arrays": _clip}
-        rules = _WITH_ROWS if kind != "dense" else {x: x for x in (*ELEMENTWISE, *TENSORWISE)}
-        if algorithm not in rules:
+        if algorithm not in ((*ELEMENTWISE, *TENSORWISE) if kind == "dense" else _WITH_ROWS):
             return {}
-        rule = rules[algorithm]
+        rule = algorithm if kind == "dense" else algorithm.rpartition("-")[0]
         sweeps = {"whole arrays": (sys.maxsize, 1)}
         if rule not in TENSORWISE:
             sweeps["blocks"] = _BLOCK, 1
@@ -198,7 +151,7 @@ def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
     def load() -> None:
         if case.fresh:
             for variable in variables:
-                variable.renew()
+                variable.g = variable.g.copy()
 
     return Replica(Job(step, load), lambda: [variable.w for variable in variables])
 

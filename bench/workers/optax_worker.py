@@ -5,8 +5,6 @@ of its own: the derivative of a lookup is dense, and so are its gradients here w
 needs more of them than a sum.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import os
@@ -16,16 +14,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Parameter,
-    Replica,
-    lookup,
-    serve,
-)
+from worker_protocol import LR, Case, Job, Parameter, Replica, lookup, serve
 
-_LR = 1e-3
 _RMS = {"decay": 0.9, "eps": 1e-10}
 _ADAGRAD = {"initial_accumulator_value": 0.0, "eps": 1e-10}
 
@@ -53,8 +43,6 @@ _NOT_IN_FLOAT16 = {"lamb", "lars", "adafactor", "clip-by-global-norm", "adam-row
 
 class Optax:
     """The library, on ``threads`` processors: JAX takes as many threads as it may use."""
-
-    warm_up = 3
 
     def __init__(self, threads: int) -> None:
         if hasattr(os, "sched_setaffinity"):
@@ -100,7 +88,7 @@ class Optax:
 
     def _optimizer(self, name: str, options: dict[str, Any], case: Case) -> Replica:
         """An optimizer, which densifies what is row-sparse."""
-        optimizer = getattr(self.optax, name)(_LR, **options)
+        optimizer = getattr(self.optax, name)(LR, **options)
         zeros_like, apply_updates = self.jax.numpy.zeros_like, self.optax.apply_updates
 
         def update(parameters: Any, state: Any, gradients: Any) -> Any:
@@ -153,7 +141,7 @@ class Optax:
 def _scatter(parameters: Any, state: None, gradients: Any) -> Any:
     """Plain descent, whose row-sparse gradients need not be dense ones first."""
     stepped = [
-        w.at[g[0]].add(-_LR * g[1]) if isinstance(g, tuple) else w - _LR * g
+        w.at[g[0]].add(-LR * g[1]) if isinstance(g, tuple) else w - LR * g
         for w, g in zip(parameters, gradients)
     ]
     return stepped, state

@@ -1,7 +1,5 @@
 """What the workers of torch and of what is built on it share."""
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -9,9 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica  # type: ignore[import-not-found]
-
-LR = 1e-3
+from worker_protocol import Case, Job, Parameter, Replica
 
 
 def tensor(array: np.ndarray, dtype: str) -> Any:

@@ -5,8 +5,8 @@ They need a compiler, and are compiled for each optimizer and shape anew, which 
 
 from __future__ import annotations
 
-from torch_worker import Torch  # type: ignore[import-not-found]
-from worker_protocol import serve  # type: ignore[import-not-found]
+from torch_worker import Torch
+from worker_protocol import serve
 
 
 class CompiledTorch(Torch):  # type: ignore[misc]

@@ -5,8 +5,6 @@ a kernel. Steps that torch compiles are another peer, since that takes seconds f
 `torch_compile_worker`.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import os
@@ -17,21 +15,8 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import (  # type: ignore[import-not-found]
-    LR,
-    arrays_of,
-    parameters_of,
-    stepped,
-    tensor,
-)
-from worker_protocol import (  # type: ignore[import-not-found]
-    Case,
-    Job,
-    Replica,
-    lookup,
-    parts_of,
-    serve,
-)
+from torch_arrays import arrays_of, parameters_of, stepped, tensor
+from worker_protocol import LR, Case, Job, Replica, lookup, parts_of, serve
 
 _COMPILED = "compiled"
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -66,14 +51,9 @@ _SPARSE = {
 
 
 class Torch:
-    """The library, on ``threads`` threads.
+    """The library, on ``threads`` threads."""
 
-    Attributes:
-        compiles: it has the compiled forms, and no others.
-    """
-
-    warm_up = 3
-    compiles = False
+    compiles = False  # it has the compiled forms, and no others
 
     def __init__(self, threads: int) -> None:
         # No resident processes that compile; with one thread it compiles in this process.
@@ -83,13 +63,25 @@ class Torch:
         self.version: str = self.torch.__version__
 
     def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
+        """Those that are compiled, where there is a compiler, or the others."""
+        if self.compiles and shutil.which(os.environ.get("CXX", "g++")) is None:
+            return {}
+        found = self._forms(algorithm, kind, dtype)
+        return {form: found[form] for form in found if (_COMPILED in form) == self.compiles}
+
+    def _forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """For mixed gradients there is an optimizer of the tables and one of the others."""
-        if algorithm == "clip-by-global-norm" and kind == "dense" and not self.compiles:
+        if algorithm == "clip-by-global-norm" and kind == "dense":
             return {f"clip_grad_norm_({label})": partial(_clip, _LOOPS[label]) for label in _LOOPS}
-        if algorithm == "gather" and kind == "rows" and not self.compiles:
+        if algorithm == "gather" and kind == "rows":
             return {form: partial(_gather, form) for form in (_EMBEDDING, _SELECT, _SELECT_OUT)}
-        if kind == "pooled" and not self.compiles and dtype == "float32":
-            return self._pooled(*algorithm.partition(" ")[::2])
+        if kind == "pooled":
+            part, _, rule = algorithm.partition(" ")
+            if dtype != "float32" or (rule and rule not in _SPARSE):
+                return {}
+            name, _ = _SPARSE[rule or "sgd-rows"]
+            form = "EmbeddingBag(sparse=True)" + f" + {name}" * bool(rule)
+            return {form: partial(_bags, part, getattr(self.torch.optim, name))}
         if kind == "dense":
             # With foreach, Nesterov's momentum is added to the gradient itself.
             fresh, makes = algorithm == "nesterov", self._makes(algorithm, dtype)
@@ -102,17 +94,9 @@ class Torch:
         name, beside = _SPARSE[algorithm]
         sparse = getattr(self.torch.optim, name)
         if kind == "rows":
-            return {} if self.compiles else {name: partial(_beside, sparse, None)}
+            return {name: partial(_beside, sparse, None)}
         makes = self._makes(beside, dtype)
         return {f"{name} + {form}": partial(_beside, sparse, makes[form]) for form in makes}
-
-    def _pooled(self, part: str, rule: str) -> dict[str, Any]:
-        """Tables side by side."""
-        if rule and rule not in _SPARSE:
-            return {}
-        name, _ = _SPARSE[rule or "sgd-rows"]
-        form = "EmbeddingBag(sparse=True)" + f" + {name}" * bool(rule)
-        return {form: partial(_bags, part, getattr(self.torch.optim, name))}
 
     def _makes(self, algorithm: str, dtype: str) -> dict[str, Callable[[list[Any]], Any]]:
         """By form, what makes the step of dense parameters, where it is computed in this type."""
@@ -121,10 +105,7 @@ class Torch:
         return {
             f"{name}({flags}{label})": partial(self._step, name, {**options, **arguments})
             for label, arguments in implementations.items()
-            if (label == _COMPILED) == self.compiles
-            and (
-                _compiler() if self.compiles else self._is_sound(name, "fused" in arguments, dtype)
-            )
+            if label == _COMPILED or self._is_sound(name, "fused" in arguments, dtype)
         }
 
     def _is_sound(self, name: str, is_fused: bool, dtype: str) -> bool:
@@ -258,10 +239,6 @@ def _gather(form: str, case: Case) -> Replica:
         _EMBEDDING: lambda: torch.nn.functional.embedding(indices, table),
     }
     return lookup(look_ups[form], arrays_of)
-
-
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 if __name__ == "__main__":

@@ -42,13 +42,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+LR = 1e-3
+"""The learning rate of every step, ours and theirs."""
+_WARM_UP = 3
 
 
 def _nothing() -> None:
@@ -124,14 +128,10 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Job:
-    """One optimizer step that can be repeated.
+    """One optimizer step that can be repeated."""
 
-    Args:
-        step: what is timed; returns when the work is done.
-        load: what comes before each step and is not timed, such as new gradient arrays.
-    """
-
-    step: Callable[[], object]
+    step: Callable[[], object]  # what is timed; returns when the work is done
+    # What comes before each step and is not timed, such as new gradient arrays.
     load: Callable[[], object] = _nothing
 
 
@@ -160,43 +160,28 @@ class Turns:
         return Job(lambda: now.step(), load)
 
 
-def sample(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
+def sample(job: Job, steps: int) -> float:
     """Mean seconds of ``steps`` steps in a row, after a lead-in of others that do not count.
 
     The lead-in stands for the training loop that a short step is part of: threads are awake, each
     on a core of its own, and code and arrays are in the caches as far as they fit.
     """
-    with _without_collection():
-        left, lead_in = MOST_LEAD_IN, LEAD_IN
-        while left and lead_in > 0:
-            lead_in -= _timed(job, clock)
-            left -= 1
-        return sum(_timed(job, clock) for _ in range(steps)) / steps
+    left, lead_in = MOST_LEAD_IN, LEAD_IN
+    while left and lead_in > 0:
+        lead_in -= _timed(job)
+        left -= 1
+    return sum(_timed(job) for _ in range(steps)) / steps
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _timed(job: Job, clock: Callable[[], float], before: Callable[[], object] = _nothing) -> float:
+def _timed(job: Job, before: Callable[[], object] = _nothing) -> float:
     job.load()
     before()
-    start = clock()
+    start = time.perf_counter()
     job.step()
-    return clock() - start
+    return time.perf_counter() - start
 
 
-def turn(
-    job: Job, before: Callable[[], object], clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
+def turn(job: Job, before: Callable[[], object]) -> list[float]:
     """Seconds of each step of a training loop that does something else before each.
 
     The loop goes on for as long before the first step that counts. A process that has slept or was
@@ -204,31 +189,28 @@ def turn(
     competes with another process goes first. That is over after four steps or so.
     """
     found: list[float] = []
-    with _without_collection():
-        for _ in range(2):
-            end = clock() + TURN
-            found = []
-            while len(found) < FEWEST or clock() < end:
-                found.append(_timed(job, clock, before))
+    for _ in range(2):
+        end = time.perf_counter() + TURN
+        found = []
+        while len(found) < FEWEST or time.perf_counter() < end:
+            found.append(_timed(job, before))
     return found
 
 
-def samples(
-    job: Job,
-    scenario: str,
-    steps: int,
-    before: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
+def samples(job: Job, scenario: str, steps: int, before: Callable[[], object]) -> list[float]:
     """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
 
-    Beside a busy process they are one sample, their mean: who waits for the other process does
-    so in one step of many, and the median of steps would not see it. Where a pause comes before
-    every second step, two steps are a sample, likewise.
+    No garbage is collected meanwhile. Beside a busy process they are one sample, their mean: who
+    waits for the other process does so in one step of many, and the median of steps would not see
+    it. Where a pause comes before every second step, two steps are a sample, likewise.
     """
-    if scenario == "loop":
-        return [sample(job, steps, clock)]
-    found = turn(job, before, clock)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        found = [sample(job, steps)] if scenario == "loop" else turn(job, before)
+    finally:
+        if collecting:
+            gc.enable()
     if scenario == "torch-pause":
         return [sum(found[k : k + 2]) / 2 for k in range(0, len(found) - 1, 2)]
     return [sum(found) / len(found)] if scenario == "busy" else found
@@ -269,39 +251,28 @@ def _resident_bytes(field: str) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a case and its gradient.
+    """A parameter of a case and its gradient."""
 
-    Args:
-        shape: of the parameter.
-        gradient: float32, of that shape; where there are indices, one row for each of them.
-        indices: int64, the rows of a row-sparse gradient, in any order and with duplicates.
-        start: float32 values of the parameter before the first step.
-        bag: how many indices in turn have one row of the gradient; None: each has its own.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the parameter
+    # float32, of that shape; where there are indices, one row for each of them.
     gradient: np.ndarray
+    # int64, the rows of a row-sparse gradient, in any order and with duplicates.
     indices: np.ndarray | None
-    start: np.ndarray
+    start: np.ndarray  # float32 values of the parameter before the first step
+    # How many indices in turn have one row of the gradient; None: each has its own.
     bag: int | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step as a set-up request describes it.
+    """A step as a set-up request describes it."""
 
-    Args:
-        algorithm, form: which step, and in which of its `Library.forms`.
-        dtype: of parameters and gradients.
-        parameters: all parameters of one optimizer.
-        fresh: the gradients of each step are new arrays.
-    """
-
+    # Which step, and in which of the forms that the library has.
     algorithm: str
     form: str
-    dtype: str
-    parameters: list[Parameter]
-    fresh: bool
+    dtype: str  # of parameters and gradients
+    parameters: list[Parameter]  # all parameters of one optimizer
+    fresh: bool  # the gradients of each step are new arrays
 
     @property
     def kind(self) -> str:
@@ -316,14 +287,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Replica:
-    """Parameters, states and gradients of a case, in memory of their own.
+    """Parameters, states and gradients of a case, in memory of their own."""
 
-    Args:
-        job: takes a step on them.
-        values: the parameters as they are now; where an algorithm has other results, those.
-    """
-
-    job: Job
+    job: Job  # takes a step on them
+    # The parameters as they are now; where an algorithm has other results, those.
     values: Callable[[], Sequence[Any]]
 
 
@@ -362,34 +329,13 @@ def parts_of(
     return Replica(jobs[part], values)
 
 
-class Library(Protocol):
-    """What a worker script says about its library.
-
-    A library that keeps the memory of its steps for the next ones, where nobody sees how much a
-    step needs, says ``keeps_memory = True``.
-
-    Args:
-        version: of the library.
-        warm_up: how many steps each replica takes before the first sample.
-    """
-
-    version: str
-    warm_up: int
-
-    def forms(
-        self, algorithm: str, kind: str, dtype: str
-    ) -> Mapping[str, Callable[[Case], Replica]]:
-        """The forms in which the library has a step, by name: each makes all that a step needs."""
-        ...
-
-
 # -- the server -----------------------------------------------------------------------------------
 
 
 class _Server:
     """Answers requests, each with the method of its name; remembers what was set up, by form."""
 
-    def __init__(self, load: Callable[[int], Library]) -> None:
+    def __init__(self, load: Callable[[int], Any]) -> None:
         self._threads = int(sys.argv[1])
         self._library = lru_cache(None)(lambda: load(self._threads))
         self._replicas: dict[str, list[Replica]] = {}
@@ -410,7 +356,7 @@ class _Server:
             raise ValueError(f"no form {case.form!r} of {what}")
         replicas = [make(case) for _ in range(request["copies"])]
         for replica in replicas:
-            for _ in range(request.get("warm_up", library.warm_up)):
+            for _ in range(request.get("warm_up", getattr(library, "warm_up", _WARM_UP))):
                 replica.job.load()
                 replica.job.step()
         self._replicas[case.form] = replicas
@@ -436,19 +382,14 @@ class _Server:
         _give_memory_back()
         return {}
 
-
-def _answer(server: _Server, do: str, **request: Any) -> dict[str, Any]:
-    """The answer to a request, whatever happens."""
-    try:
-        if do not in _REQUESTS:
-            raise ValueError(f"no request {do!r}")
-        answer: dict[str, Any] = getattr(server, do)(**request)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return answer
-
-
-_REQUESTS = [name for name in vars(_Server) if not name.startswith("_")]
+    def _answer(self, do: str, **request: Any) -> Any:
+        """The answer to a request, whatever happens."""
+        try:
+            if do.startswith("_") or do not in vars(_Server):
+                raise ValueError(f"no request {do!r}")
+            return getattr(self, do)(**request)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _case(request: dict[str, Any]) -> Case:
@@ -469,20 +410,21 @@ def _parameter(
     start: str | None = None,
     bag: int | None = None,
 ) -> Parameter:
-    return Parameter(
-        tuple(shape),
-        np.load(gradient),
-        None if indices is None else np.load(indices),
-        np.zeros(shape, np.float32) if start is None else np.load(start),
-        bag,
-    )
+    rows = None if indices is None else np.load(indices)
+    values = np.zeros(shape, np.float32) if start is None else np.load(start)
+    return Parameter(tuple(shape), np.load(gradient), rows, values, bag)
 
 
-def serve(load: Callable[[int], Library]) -> None:
+def serve(load: Callable[[int], Any]) -> None:
     """Answer requests until the end of input.
 
     Args:
-        load: imports the library for a number of threads, the script's only argument.
+        load: imports the library for a number of threads, the script's only argument, and says
+            about it ``version``; ``forms(algorithm, kind, dtype)``, by name the forms in which it
+            has a step, each of which makes the `Replica` of a `Case`; and ``warm_up``, how many
+            steps each replica takes before the first sample, if not 3. One that keeps the memory of
+            its steps for the next ones, where nobody sees how much a step needs, says
+            ``keeps_memory = True``.
     """
     # Libraries print to standard output; the answers keep it for themselves.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -491,7 +433,7 @@ def serve(load: Callable[[int], Library]) -> None:
     _die_with_parent()
     server = _Server(load)
     for line in sys.stdin:
-        channel.write(json.dumps(_answer(server, **json.loads(line))) + "\n")
+        channel.write(json.dumps(server._answer(**json.loads(line))) + "\n")
         channel.flush()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -60,9 +59,9 @@ def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
 
 def special(name: str, progress: Callable[[float], None], threads: int = 1) -> SpecialResult:
     """What a case with a method of its own measures."""
-    (case,) = (case for case in cases.SPECIAL if case.name == name)
+    assert name in {case.name for case in cases.SPECIAL}
     module = import_module(f"fusestep.bench.special.{name.replace('-', '_')}")
-    found = SpecialResult(name, case.summary)
+    found = SpecialResult(name, str(module.__doc__))
     module.run(found, threads, progress)
     return found
 
@@ -76,15 +75,7 @@ def use_small_models(
 ) -> None:
     """Give the models few, small tensors; ``put`` is `setattr` or a monkeypatch's."""
     shapes = [(9,), (width, 240), (3, 2, 2)]
-    put(
-        workloads,
-        "DENSE_MODELS",
-        {
-            name: partial(workloads._model, name, lambda: list(shapes))
-            for name in workloads.DENSE_MODELS
-        },
-    )
-    put(cases, "DENSE_MODELS", workloads.DENSE_MODELS)
+    put(cases, "DENSE_MODELS", dict.fromkeys(cases.DENSE_MODELS, lambda: list(shapes)))
     for model in ("dlrm", "click_log"):
         put(model_shapes, f"{model}_tables", lambda: [(tables, 16), (7, 16)])
         put(model_shapes, f"{model}_dense", lambda: list(shapes))
@@ -126,6 +117,9 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
+    perf_counter = __call__
+    """So that it can be the time of a module."""
+
     def job(self, seconds: float) -> Job:
         """Steps that take so long, after loads that must not be counted."""
 
@@ -156,7 +150,7 @@ def result(
     return PointResult(
         of or point(),
         bytes=450_000_000,
-        size={"parameters": 1, "elements": 2**24},
+        sizes={"parameters": 1, "elements": 2**24},
         from_memory=from_memory,
         copies=1,
         times=found,

@@ -329,14 +329,14 @@ def test_a_version_worker_takes_the_steps_of_the_cases() -> None:
     assert worker.forms("dense/nn.New", "dense", "float32") == {}
     assert worker.forms("rows/ops.FusedSparseAdam", "rows", "float16") == {}
     given = against.inputs(point(of.name))
-    with against.setup_request(of.name, "float32", given) as request:
+    with against.setup_request(of.name, point(of.name), given) as request:
         case = worker_protocol._case({"form": OURS, **request})
     replica = worker.forms(of.name, "rows", "float32")[OURS](case)
     replica.job.step()
     (table,) = replica.values()
-    (gradient,) = given.gradients
-    assert gradient.indices is not None
-    assert set(table.any(axis=1).nonzero()[0]) == set(gradient.indices)
+    (parameter,) = given.parameters
+    assert parameter.indices is not None
+    assert set(table.any(axis=1).nonzero()[0]) == set(parameter.indices)
 
 
 ROOT = machine.checkout_at_hand()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.bench import run
 from fusestep.bench.cases import (
     indices,
     model_shapes,
@@ -20,9 +22,11 @@ from fusestep.bench.cases import mxnet as mxnet_subjects
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
+from fusestep.bench.peer import Peers
+from fusestep.bench.report.result import SpecialResult
 from fusestep.nn.registry import ROWS
 
-from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, use_small_models
+from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from helpers import more
 from subprocesses import output_of
 
@@ -84,7 +88,28 @@ def test_names_are_unique_and_say_the_workload() -> None:
         small = TINY if case.model is None else None
         if case.model in (None, "many-small"):
             found = point(case.name, small or "")
-            assert found.workload().kind == case.kind
+            assert kind_of(found.tensors()) == case.kind
+
+
+@pytest.mark.parametrize("case", cases.SPECIAL, ids=[case.name for case in cases.SPECIAL])
+def test_a_case_with_a_method_of_its_own_says_what_it_measures(
+    case: cases.SpecialCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module does, in one line."""
+    module = import_module(f"fusestep.bench.special.{case.name.replace('-', '_')}")
+    monkeypatch.setattr(module, "run", lambda result, *_: result.limits.update(x=1.0))
+    found = run.measure(case, 1.0, 1, Peers({}), quiet)
+    assert isinstance(found, SpecialResult)
+    assert (found.name, found.limits) == (case.name, {"x": 1.0})
+    assert 20 < len(found.summary) < 100 and "\n" not in found.summary
+
+
+def kind_of(tensors: workloads.Tensors) -> str:
+    """Which gradients there are."""
+    if any(tensor.bag is not None for tensor in tensors):
+        return "pooled"
+    sparse = {tensor.B is not None for tensor in tensors}
+    return "mixed" if len(sparse) == 2 else "rows" if True in sparse else "dense"
 
 
 def test_every_name_without_default_is_a_case() -> None:
@@ -196,8 +221,8 @@ def test_wrong_sizes(text: str) -> None:
 
 
 def test_several_tensors_of_a_size() -> None:
-    assert [tensor.shape for tensor in workloads.dense("3x2K").tensors] == [(2048,)] * 3
-    assert [tensor.shape for tensor in workloads.dense("2K").tensors] == [(2048,)]
+    assert [tensor.shape for tensor in workloads.dense("3x2K")] == [(2048,)] * 3
+    assert [tensor.shape for tensor in workloads.dense("2K")] == [(2048,)]
 
 
 def test_numbers_have_units_of_1024() -> None:
@@ -240,15 +265,15 @@ def test_no_point_is_an_error(name: str, size: str, dtype: str) -> None:
 
 
 def test_shapes_of_the_workloads() -> None:
-    assert [t.shape for t in point("dense/nn.SGD", "1K").workload().tensors] == [(1024,)]
-    assert [t.shape for t in point("dense/nn.AdaFactor", "1K").workload().tensors] == [(32, 32)]
-    (table,) = point("rows/nn.SGD", "10Kx16x1K").workload().tensors
+    assert [t.shape for t in point("dense/nn.SGD", "1K").tensors()] == [(1024,)]
+    assert [t.shape for t in point("dense/nn.AdaFactor", "1K").tensors()] == [(32, 32)]
+    (table,) = point("rows/nn.SGD", "10Kx16x1K").tensors()
     assert (table.shape, table.B, table.indices) == ((10240, 16), 1024, "zipf1.2")
-    pooled = point("pooled/ops.EmbeddingBags", "5x10x3x7x2").workload()
-    assert pooled.tensors == (workloads.Tensor((10, 3), 14, "zipf1.2", 2),) * 5
-    one, *others = point("pooled/ops.EmbeddingBags", "10x3x7x2").workload().tensors
-    assert (one, others) == (pooled.tensors[0], [])
-    log = point("pooled/ops.EmbeddingBags", "click-logx16x7x2").workload().tensors
+    pooled = point("pooled/ops.EmbeddingBags", "5x10x3x7x2").tensors()
+    assert pooled == (workloads.Tensor((10, 3), 14, "zipf1.2", 2),) * 5
+    one, *others = point("pooled/ops.EmbeddingBags", "10x3x7x2").tensors()
+    assert (one, others) == (pooled[0], [])
+    log = point("pooled/ops.EmbeddingBags", "click-logx16x7x2").tensors()
     assert [t.shape for t in log] == [(n, 16) for n, _ in model_shapes.click_log_tables()]
 
 
@@ -273,12 +298,12 @@ def test_shapes_of_the_models() -> None:
     small = model_shapes.many_small()
     assert len(small) == 200
     assert all(16 <= n <= 4096 for (n,) in small)
-    dlrm = point("dlrm/nn.SGD").workload()
-    assert dlrm.kind == "mixed"
-    assert [t.B for t in dlrm.tensors] == [2048] * 26 + [None] * 14
-    bags = point("bags/nn.SGD").workload()
-    assert [t.B for t in bags.tensors] == [20 * 2048] * 26 + [None] * 12
-    assert (bags.tensors[0].shape, bags.tensors[25].shape) == ((100, 64), (500_000, 64))
+    dlrm = point("dlrm/nn.SGD").tensors()
+    assert kind_of(dlrm) == "mixed"
+    assert [t.B for t in dlrm] == [2048] * 26 + [None] * 14
+    bags = point("bags/nn.SGD").tensors()
+    assert [t.B for t in bags] == [20 * 2048] * 26 + [None] * 12
+    assert (bags[0].shape, bags[25].shape) == ((100, 64), (500_000, 64))
 
 
 # -- which rows -----------------------------------------------------------------------------------
@@ -351,7 +376,7 @@ _STEPS = """
             set_num_threads(threads)
             assert get_num_threads() == threads
             prepare, storage = case.subject.prepare, work.DTYPES[dtype]
-            buffers = Buffers(prepare, case.use, storage, given.tensors, given.gradients)
+            buffers = Buffers(prepare, case.use, storage, given.parameters)
             # LARS leaves those alone that are all 0; of 1, float16 is too coarse for its steps.
             for parameter in buffers.parameters:
                 parameter.reshape(-1)[:] = 0.0
@@ -412,4 +437,4 @@ def test_every_step_was_compared(steps: dict[str, dict[str, Any]]) -> None:
 
 def test_models_can_be_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_models(monkeypatch.setattr)
-    assert point("gpt2/nn.Adam").workload().elements == 9 + 300 * 240 + 12
+    assert sum(t.size for t in point("gpt2/nn.Adam").tensors()) == 9 + 300 * 240 + 12

@@ -37,6 +37,7 @@ from fusestep.bench.special import (
     no_cliff,
     training,
 )
+from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
     Job,
@@ -231,8 +232,9 @@ def test_before_other_processes_start_our_threads_may_settle(
 # -- samples --------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_the_mean_of_steps_after_the_lead_in() -> None:
+def test_a_sample_is_the_mean_of_steps_after_the_lead_in(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
+    monkeypatch.setattr(worker_protocol, "time", clock)
     durations = iter([9.0, 1.0, 2.0, 3.0])
 
     def step() -> None:
@@ -241,13 +243,16 @@ def test_a_sample_is_the_mean_of_steps_after_the_lead_in() -> None:
     def load() -> None:
         clock.now += 50.0
 
-    assert sample(Job(step, load), steps=3, clock=clock) == 2.0
+    assert sample(Job(step, load), steps=3) == 2.0
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.011, 4), (0.5, 3)])
-def test_a_turn_is_steps_after_as_many_others(seconds: float, steps: int) -> None:
+def test_a_turn_is_steps_after_as_many_others(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What comes before a step comes after its arrays, and does not count."""
     clock, done = FakeClock(), []
+    monkeypatch.setattr(worker_protocol, "time", clock)
 
     def other() -> None:
         clock.now += 0.015
@@ -258,7 +263,7 @@ def test_a_turn_is_steps_after_as_many_others(seconds: float, steps: int) -> Non
         done.append("step")
 
     job = Job(step, lambda: done.append("load"))
-    assert turn(job, other, clock) == [pytest.approx(seconds)] * steps
+    assert turn(job, other) == [pytest.approx(seconds)] * steps
     assert done == ["load", "other", "step"] * 2 * steps
 
 
@@ -273,14 +278,15 @@ def test_what_a_scenario_does_before_a_step(scenario: str) -> None:
         assert spent >= 1e-3 * int(scenario[5:])
 
 
-def test_a_step_after_a_pause_and_one_without_are_a_sample() -> None:
+def test_a_step_after_a_pause_and_one_without_are_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """A last step that has no other is left out."""
     clock, durations = FakeClock(), itertools.cycle([0.03, 0.05])
+    monkeypatch.setattr(worker_protocol, "time", clock)
 
     def step() -> None:
         clock.now += next(durations)
 
-    found = samples(Job(step), "torch-pause", 1, lambda: None, clock)
+    found = samples(Job(step), "torch-pause", 1, lambda: None)
     assert found == [pytest.approx(0.04)]
 
 
@@ -340,6 +346,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     loops = {"slow": clock.job(20.0), "fast": clock.job(10.0)}
     monkeypatch.setattr(bounds, "jobs", lambda *_: loops)
+    monkeypatch.setattr(worker_protocol, "time", clock)
     monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 1000)
     return clock
 
@@ -367,12 +374,11 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
     """A point whose step takes ``ours`` seconds."""
     build = work.build
 
-    def slowed(*arguments: Any) -> work.Work:
-        made = build(*arguments)
-        return work.Work(made.turns, clock.job(ours), made.bounds)
+    def slowed(*arguments: Any) -> dict[str, Job]:
+        return {**build(*arguments), OURS: clock.job(ours)}
 
     monkeypatch.setattr(point, "build", slowed)
-    return point.run(bench_support.point(), 0.01, Peers({}), quiet, clock)
+    return point.run(bench_support.point(), 0.01, Peers({}), quiet)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +398,7 @@ def test_a_slowed_step_is_reported(
     assert found.times[OURS].median == pytest.approx(ours)
     assert found.bound is not None
     assert found.bound.label == "bound: fast"
-    assert found.bound.speedup.value == pytest.approx(10 / ours)
+    assert found.bound.value == pytest.approx(10 / ours)
     assert found.bytes == 900 * 28
     assert found.from_memory
 
@@ -421,11 +427,12 @@ def test_threads_are_set_and_set_back(clock: FakeClock, monkeypatch: pytest.Monk
     assert point.numba.get_num_threads() == before
 
 
-def test_progress_ends_at_the_whole() -> None:
+def test_progress_ends_at_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
+    monkeypatch.setattr(worker_protocol, "time", clock)
     told: list[float] = []
     jobs = {OURS: clock.job(3.0)}
-    contestants = measure.in_process(jobs, clock=clock)
+    contestants = measure.in_process(jobs)
     measure.measured(contestants, "loop", 1.0, told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0

@@ -86,7 +86,7 @@ def worker(fake_worker: Path) -> Iterator[Worker]:
 def set_up(worker: Worker, form: str, name: str = "dense/nn.Adam") -> Iterator[work.Inputs]:
     of = bench_support.point(name)
     given = work.inputs(of)
-    with point.setup_request(str(of.case.use.algorithm), of.dtype, given) as request:
+    with point.setup_request(str(of.case.use.algorithm), of, given) as request:
         worker.ask({"do": "setup", "form": form, **request})
         yield given
 
@@ -116,9 +116,9 @@ def test_a_worker_gets_the_numbers_of_the_gradients(worker: Worker, tmp_path: Pa
     with set_up(worker, "quick", "many-small/nn.Adam") as given:
         worker.ask({"do": "values", "form": "quick", "path": str(path)})
     with np.load(path) as values:
-        assert len(values) == len(given.gradients) == 200
-        for k, gradient in enumerate(given.gradients):
-            np.testing.assert_array_equal(values[f"p{k}"], -2 * gradient.values)
+        assert len(values) == len(given.parameters) == 200
+        for k, one in enumerate(given.parameters):
+            np.testing.assert_array_equal(values[f"p{k}"], -2 * one.gradient)
 
 
 def test_what_was_dropped_is_gone(worker: Worker) -> None:
@@ -182,9 +182,9 @@ def test_a_faster_peer_is_a_loss_and_a_slower_one_is_none() -> None:
     assert found.unavailable == {"torch unknown": "KeyError: 'no such form'"}
     assert found.peers.keys() == {"torch"}
     assert found.peers["torch"].label in ("torch quick", "torch on 1")
-    assert found.peers["torch"].speedup.value < 1
+    assert found.peers["torch"].value < 1
     (lost,) = found.losses
-    assert lost == f"{found.peers['torch'].speedup.value:.2f} x {found.peers['torch'].label}"
+    assert lost == f"{found.peers['torch'].value:.2f} x {found.peers['torch'].label}"
     assert found.memory.keys() == found.times.keys() - {k for k in found.times if "bound" in k}
 
 
@@ -193,7 +193,7 @@ def test_a_slower_peer_is_no_loss(fake_worker: Path) -> None:
     assert forms in FAKE_WORKER
     fake_worker.write_text(FAKE_WORKER.replace(forms, '["slow"]'), encoding="utf-8")
     found = measured({"torch": sys.executable})
-    assert found.peers["torch"].speedup.value > 1
+    assert found.peers["torch"].value > 1
     assert found.losses == []
 
 
@@ -254,9 +254,7 @@ def test_pooled_tables_are_those_of_peers(
     of = bench_support.point(name, "3x50x8x40x5")
     given, use = work.inputs(of), of.case.use
     starts = [np.random.default_rng(k).standard_normal((50, 8), np.float32) for k in range(3)]
-    buffers = Buffers(
-        of.case.subject.prepare, use, work.DTYPES["float32"], given.tensors, given.gradients
-    )
+    buffers = Buffers(of.case.subject.prepare, use, work.DTYPES["float32"], given.parameters)
     for parameter, start in zip(buffers.parameters, starts, strict=True):
         parameter[...] = start
     job, found = buffers.job(fresh=False), None
@@ -264,7 +262,7 @@ def test_pooled_tables_are_those_of_peers(
         job.load()
         found = job.step()
     ours = buffers.parameters if use.traffic.updated else [found]
-    with point.setup_request(str(use.algorithm), "float32", given) as request:
+    with point.setup_request(str(use.algorithm), of, given) as request:
         for entry, start in zip(request["parameters"], starts, strict=True):
             entry["start"] = f"{entry['gradient']}-start.npy"
             np.save(entry["start"], start)

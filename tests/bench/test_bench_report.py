@@ -299,10 +299,7 @@ def test_times_have_three_digits_or_so(value: float, text: str) -> None:
 def several_sizes() -> list[PointResult]:
     sizes = {"1K": 1, "16K": 2, "256K": 3}
     results = [result(point(size=size), **USUAL) for size in sizes]
-    return [
-        PointResult(r.point, 10_000 * k, r.size, r.from_memory, r.copies, r.times, r.memory)
-        for r, k in zip(results, sizes.values(), strict=True)
-    ]
+    return [replace(r, bytes=10_000 * k) for r, k in zip(results, sizes.values(), strict=True)]
 
 
 DRAWN: dict[str, Callable[[], dict[str, Any]]] = {
@@ -398,7 +395,7 @@ def test_the_tables_of_large_tables(checkout: Path) -> None:
 
 def test_the_table_of_pooled_tables_that_grow(checkout: Path) -> None:
     of = point("pooled/ops.EmbeddingBags", "4x20x8x10x5")
-    few = replace(result(of, memory=2**20), size={"parameters": 4, "occurrences": 200})
+    few = replace(result(of, memory=2**20), sizes={"parameters": 4, "occurrences": 200})
     save(checkout, few, replace(few, memory={OURS: None}))
     head, _, one, other = region("growth y.json", checkout).splitlines()
     assert cells(head)[2:] == ["tables", "ids", "time", "of an id", "memory", "bytes of an id"]

@@ -13,7 +13,6 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.bench.cases.operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
 from fusestep.kernels.tables import HOT
 from fusestep.ops.runtime.device import DeviceArray
 
@@ -22,6 +21,7 @@ import reference
 from gpu_arrays import Maker, copies
 from gpu_checks import CPU_ULPS, F32, on_device
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
+from operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
 from test_ops_reference import CALLS, known_scalars
 
 if lacking := gpu_arrays.missing():

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.kernels import formula
 from fusestep.kernels.rules import mxnet
 from fusestep.nn.mxnet.adam_family import _scalars
 
 from helpers import arrays_of, assert_same_bits
+from operators import LARS_UPDATE, OPERATORS, Operator
 from optimizers import BY_NAME, FORMS, inner, make, parameters
 from thor_nets import Net, Pass
 from thor_nets import make as make_thor

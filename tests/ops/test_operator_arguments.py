@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from fusestep import ops
-from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.ops.primitive import Primitive
 from fusestep.ops.runtime import locks
 
 from helpers import FAR, assert_same_bits, distance, holding
+from operators import LARS_UPDATE, OPERATORS, Operator
 
 EVERY = {**OPERATORS, LARS_UPDATE.name: LARS_UPDATE}
 EACH = pytest.mark.parametrize("operator", EVERY.values(), ids=EVERY)

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 from fusestep import ConversionError, nn, ops
-from fusestep.bench.cases.operators import (
-    DENSE_OPERATORS,
-    OPERATORS,
-    ROW_OPERATORS,
-    SCALARS,
-    Operator,
-)
+from fusestep.bench.cases.operators import SCALARS
 
 from helpers import BF16, assert_same_bits, label, refused, typed, unchanged
+from operators import DENSE_OPERATORS, OPERATORS, ROW_OPERATORS, Operator
 
 EACH = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 EACH_DENSE = pytest.mark.parametrize("operator", DENSE_OPERATORS.values(), ids=DENSE_OPERATORS)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from fusestep import ConversionError, ops
-from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
 
 from helpers import BF16, assert_same_bits, assert_within_ulps, refused, unchanged
+from operators import LARS_UPDATE, OPERATORS, Operator
 
 
 def reject(

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.bench.cases.operators import OPERATORS, Operator
-
 import reference
 import reference_elementwise as elementwise
+from operators import OPERATORS, Operator
 from reference import wide
 
 RENAMED = {"learning_rate": "lr", "decay": "rho"}

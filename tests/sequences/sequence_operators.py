@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from fusestep import ops
-from fusestep.bench.cases.operators import FUNCTIONS, LARS_UPDATE, OPERATORS, Operator
+from fusestep.bench.cases.operators import FUNCTIONS
 
 import reference
 import sequence_arrays as arrays
+from operators import LARS_UPDATE, OPERATORS, Operator
 from sequence_arrays import DTYPES, F32, F64, Memory, pick
 from test_ops_reference import CALLS, known_scalars
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fusestep import ops
-from fusestep.bench.cases.operators import OPERATORS, ROW_OPERATORS
 
 from helpers import BF16, assert_same_bits, sampled
+from operators import OPERATORS, ROW_OPERATORS
 from rule_cases import CASES, LARS, NEUTRAL, OPTIMIZER, RuleCase, real_of, run_dense, run_rows
 from subprocesses import output_of
 
