@@ -535,6 +535,11 @@ def refusals() -> None:
     )
     with refused(ValueError, "lives elsewhere than the parameter", *tables):
         opt(tuple(host_grad))
+    on_host_alone = nn.LazyAdam(host, 0.1)
+    for _ in range(2):  # also in a step that is like the last
+        with refused(ValueError, "lives elsewhere than the parameter", *host):
+            on_host_alone(tuple(found))
+        on_host_alone(tuple(host_grad))
     fusestep.synchronize()
 
 
