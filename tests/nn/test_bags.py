@@ -141,8 +141,8 @@ def test_gradients_of_weights() -> None:
     """Of the weights of the last forward, if it had any; before backward, and again."""
     tables = tables_of(np.float64)
     bags = nn.EmbeddingBags(tables, nn.SGD(tables, 0.1))
-    ids, offsets = ids_of(0)
-    weights = [np.random.default_rng(3).standard_normal(len(own)) for own in ids]
+    rng, (ids, offsets) = np.random.default_rng(3), ids_of(0)
+    weights = [rng.standard_normal(len(own)) for own in ids]
     grad = gradient_of(bags(ids, offsets, weights), 0, np.float64)
     arrays = [table.data for table in tables]
     expected = ops.EmbeddingBags().weight_gradients(arrays, ids, offsets, grad)

@@ -118,7 +118,8 @@ def test_pooled_rows_and_gradients(pooling: str, dtype: Any) -> None:
 def test_per_sample_weights() -> None:
     tables = tables_of(SHAPES)
     ids, offsets = bags_of([len(t) for t in tables], 60, 9)
-    weights = [np.random.default_rng(2).standard_normal(len(own)).astype(np.float32) for own in ids]
+    rng = np.random.default_rng(2)
+    weights = [rng.standard_normal(len(own)).astype(np.float32) for own in ids]
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets, weights)
     assert_close(out, pooled(tables, ids, offsets, "sum", weights))
@@ -133,16 +134,17 @@ def test_forms_of_weights() -> None:
     """Of ids in one array, as those of lists; strided, or of 16 bits, which Python reads."""
     tables = tables_of(SHAPES)
     ids, offsets = bags_of([len(t) for t in tables], 31, 7)
-    weights = [np.random.default_rng(2).standard_normal(len(own)).astype(np.float16) for own in ids]
+    rng = np.random.default_rng(2)
+    weights = [rng.standard_normal(len(own)).astype(np.float16) for own in ids]
     bags = ops.EmbeddingBags()
     wide = [own.astype(np.float32) for own in weights]
     out = bags(tables, ids, offsets, wide)
     every, bounds = joined(ids, offsets)
     whole = np.concatenate(wide)
-    for given in (whole, whole.astype(np.float16), np.repeat(whole, 2)[::2]):
-        assert_same_bits(bags(tables, every, bounds, given), out)
-    for given in (weights, [np.repeat(own, 2)[::2] for own in wide]):
-        assert_same_bits(bags(tables, ids, offsets, given), out)
+    for factors in (whole, whole.astype(np.float16), np.repeat(whole, 2)[::2]):
+        assert_same_bits(bags(tables, every, bounds, factors), out)
+    for each in (weights, [np.repeat(own, 2)[::2] for own in wide]):
+        assert_same_bits(bags(tables, ids, offsets, each), out)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16], ids=str)
