@@ -35,7 +35,7 @@ MUTANTS = (
     ("row < 0 or row >= n_rows", ">=", ">", "test_index_out_of_range"),
     ("c.hp + hp_of[t] * c.hp_row_bytes", "hp_of[t]", "0",
      "test_groups_are_separate_optimizers_in_one"),
-    ("len(kernel.row_bytes), n_rows if drop else -1", "n_rows", "n_rows - 1",
+    ("dropped_row, carried_bits = n_rows if", "n_rows", "n_rows - 1",
      "test_drop_leaves_out_what_is_out_of_range"),
     ("count += (values[i] & exponent) == exponent", "+=", "=",
      "test_skip_nonfinite_in_the_last_tensor"),
