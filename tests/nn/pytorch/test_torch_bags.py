@@ -198,6 +198,7 @@ def test_tensors_that_compiled_code_cannot_read() -> None:
         lambda own: own[:, ::2],
         lambda own: own[:1, ::2],
         lambda own: own[:4, :1].expand(4, 4),
+        lambda own: own.reshape(-1)[:9].unfold(0, 4, 1),
     ):
         views = list(map(view, square))
         assert torch.equal(ours(views), ours([own.contiguous() for own in views]))
