@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..ops.runtime.arrays import address_of
 from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling
@@ -131,10 +132,11 @@ class EmbeddingBags:
 
     def _are_bound(self, known: Pooling) -> bool:
         """Whether the parameters still have these arrays, which nobody has resized in place."""
-        parameters, each = self.optimizer.parameters, zip(known.arrays, known.shapes, strict=True)
+        parameters = self.optimizer.parameters
+        each = zip(self._places, known.arrays, known.shapes, known.addresses, strict=True)
         return all(
-            parameters[i].array is array and array.shape == shape
-            for i, (array, shape) in zip(self._places, each, strict=True)
+            parameters[i].array is array and array.shape == shape and address_of(array) == address
+            for i, array, shape, address in each
         )
 
     def gradients(self, grad_out: Any) -> tuple[BagTensor | None, ...]:

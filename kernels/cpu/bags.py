@@ -162,7 +162,7 @@ def _is_in_range(feature, row):
 
 @part(BagsCall)
 def count_kept(index, slot, c):
-    """Counts of the ids of each bag that count for something."""
+    """Counts of the ids of each bag that count for something; bad ones are for later loops."""
     feature, given, place, _, first, last = _own(c, index)
     bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
     for bag in range(first, last):
@@ -173,11 +173,7 @@ def count_kept(index, slot, c):
         kept = 0
         for k in range(begin, end):
             row = index_at(given.ids, given.id_bytes, k)
-            if _is_in_range(feature, row):
-                kept += row != feature.padding
-            elif c.drops == 0:
-                bad[index] = 1
-                return
+            kept += _is_in_range(feature, row) and row != feature.padding
         bounds[place.first_bag + bag] = kept
 
 

@@ -89,6 +89,7 @@ class GradientReader:
             [array.shape for array in (p.array, *own)]
             for p, own in zip(parameters, states, strict=True)
         ]
+        self._reals = [np.dtype(real_type(p.dtype)) for p in parameters]
         self.forget()
 
     def forget(self) -> None:
@@ -128,14 +129,18 @@ class GradientReader:
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The arrays of ``gradients`` that may be of the same kinds as the last ones, else None."""
         arrays: list[Any] = []
-        for kind, shapes, gradient in zip(last.kinds, self._shapes, gradients, strict=True):
+        each = zip(last.kinds, self._shapes, self._reals, gradients, strict=True)
+        for kind, shapes, real, gradient in each:
             if kind is None or kind.index_dtype is None:
                 arrays.append(gradient)
                 continue
             if kind.pooled:
                 if type(gradient) is not BagTensor or gradient.dense_shape != shapes[0]:
                     return None
-                if gradient.source.values.dtype is not kind.dtype:
+                values, weights = gradient.values, gradient.weights
+                if type(values) is not np.ndarray or values.dtype is not kind.dtype:
+                    return None
+                if weights is not None and weights.dtype is not real:
                     return None
                 continue
             if type(gradient) is not RowTensor or gradient.dense_shape != shapes[0]:

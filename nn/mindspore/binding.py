@@ -213,6 +213,7 @@ class Binding:
             TypeError, ValueError: a tensor has another dtype or shape than at construction, or
                 shares its memory, or its memory was freed.
         """
+        # To tell where a tensor lies MindSpore waits only when it is first asked.
         synchronize()
         places = places_of(self._tensors, self._weights)
         if places == self._places:

@@ -14,7 +14,7 @@ from ...ops.runtime.bags.pooled import Pooled
 from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.errors import reject
-from .engine.memory import array_of, tensor_of
+from .engine.memory import array_of, in_memory, tensor_of
 from .engine.tensors import BAGS
 from .engine.threads import as_torch
 from .optimizer import Fused
@@ -164,7 +164,7 @@ class EmbeddingBags(nn.Module):
 
     def _pooling(self, weights: Sequence[Tensor]) -> Pooling:
         """The tables as they are now, and how they are pooled."""
-        key = [(w.data_ptr(), w.shape, w.dtype) for w in weights]
+        key = [(w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
         if self._known is None or self._known[0] != key:
             for k, weight in enumerate(weights):
                 _check_tensor(f"the weight of table {k}", weight)
@@ -263,7 +263,7 @@ class _Pooling(torch.autograd.Function):
         needs, needs_factors = ctx.needs_input_grad[2:], ctx.needs_input_grad[2 + len(weights) :]
         if not any(needs):
             return (None,) * (2 + len(needs))
-        grad = array_of(grads[0].detach().contiguous())
+        grad = array_of(in_memory(grads[0].detach()))
         of_factors: list[Any] = [None] * len(needs_factors)
         if any(needs_factors):  # before the tables change
             if ctx.versions != _versions(weights):
@@ -357,7 +357,7 @@ def _check_options(name: str, module: nn.EmbeddingBag | nn.Embedding) -> None:
 
 def _array(name: str, tensor: Any) -> Any:
     _check_tensor(name, tensor)
-    return array_of(tensor.detach().contiguous())
+    return array_of(in_memory(tensor.detach()))
 
 
 def _check_tensor(name: str, tensor: Any) -> None:

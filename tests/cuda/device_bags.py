@@ -429,6 +429,12 @@ def errors() -> None:
         late(ValueError, text, lambda b=bounds: bags(on_device(good), b, out=out), *arrays, out)
         assert not on_host(bags(on_device(good), bounds)).any()
         late(ValueError, text, step, *arrays)
+    for name in POOLINGS:
+        own = nn.EmbeddingBags(opt.parameters, opt, name)
+        for far in (2**40, -(2**40)):  # behind which nothing is read or written
+            bounds = on_device([np.array([0, far, 2]), ends[1]])
+            text = rf"offsets\[0\]\[1\] does not fit: .*, got {far}"
+            late(ValueError, text, lambda b=bounds, f=own: f(on_device(good), b, out=out), out)
     whole = np.array([1, 2, 0, 2])
     for bounds, text in (
         ([0, 1, 2, 3, 5], r"offsets\[4\] does not fit"),
@@ -535,6 +541,12 @@ def refusals() -> None:
     )
     with refused(ValueError, "lives elsewhere than the parameter", *tables):
         opt(tuple(host_grad))
+    on_host_alone = nn.LazyAdam(host, 0.1)
+    for step in range(2):  # also in a step that is like the last
+        with refused(ValueError, "lives elsewhere than the parameter", grad):
+            on_host_alone(tuple(found))
+        assert on_host_alone.state_dict()["global_step"] == step
+        on_host_alone(tuple(host_grad))
     fusestep.synchronize()
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -98,14 +99,18 @@ def test_storage_types(dtype: Any, grad_dtype: Any, form: str, pooling: str) -> 
         assert_same_state(opt, other)
 
 
-@pytest.mark.parametrize("key_bits", [63, 30])
-def test_hot_rows_and_weights(key_bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that occur thousands of times, with factors: ranges are summed of products.
-
-    Where sort keys have no room for the number of a gradient row, it is looked up.
-    """
-    monkeypatch.setattr(row_step, "_KEY_BITS", key_bits)
+@pytest.fixture(params=[63, 16])
+def short_keys(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where sort keys have no room for the number of a gradient row, it is looked up."""
+    monkeypatch.setattr(row_step, "_KEY_BITS", request.param)
     row_step._sizes_of.cache_clear()
+    yield
+    row_step._sizes_of.cache_clear()
+
+
+@pytest.mark.usefixtures("short_keys")
+def test_hot_rows_and_weights() -> None:
+    """Rows that occur thousands of times, with factors: ranges are summed of products."""
     for weighted, pooling in ((False, "sum"), (True, "sum"), (False, "max")):
         opt, other = (nn.LazyAdam(tables_of(), 0.1) for _ in range(2))
         bags, rng = nn.EmbeddingBags(opt.parameters, opt, pooling), np.random.default_rng(4)
@@ -117,7 +122,41 @@ def test_hot_rows_and_weights(key_bits: int, monkeypatch: pytest.MonkeyPatch) ->
         other(expanded(bags.gradients(grad)))
         bags.backward(grad)
         assert_same_state(opt, other)
-    row_step._sizes_of.cache_clear()
+
+
+def test_weights_in_some_forwards() -> None:
+    """Of the same bags: what was found out about those with weights is not taken of others."""
+    tables = tables_of()
+    bags, other = (nn.EmbeddingBags(tables, nn.SGD(tables, 0.1)) for _ in range(2))
+    ids, offsets = ids_of(0)
+    weights = [np.full(len(own), 2, np.float32) for own in ids]
+    out = bags(ids, offsets)
+    assert_same_bits(bags(ids, offsets, weights), 2 * out)
+    assert_same_bits(bags(ids, offsets), out)
+    assert_same_bits(other(ids, offsets, weights), 2 * out)
+    assert_same_bits(other(ids, offsets), out)
+
+
+def test_gradients_of_weights() -> None:
+    """Of the weights of the last forward, if it had any; before backward, and again."""
+    tables = tables_of(np.float64)
+    bags = nn.EmbeddingBags(tables, nn.SGD(tables, 0.1))
+    rng, (ids, offsets) = np.random.default_rng(3), ids_of(0)
+    weights = [rng.standard_normal(len(own)) for own in ids]
+    grad = gradient_of(bags(ids, offsets, weights), 0, np.float64)
+    arrays = [table.data for table in tables]
+    expected = ops.EmbeddingBags().weight_gradients(arrays, ids, offsets, grad)
+    for _ in range(2):
+        for found, own in zip(bags.weight_gradients(grad), expected, strict=True):
+            assert_same_bits(found, own)
+    bags(ids, offsets)
+    with refused(ValueError, "per_sample_weights have no gradient: .* got none", tables):
+        bags.weight_gradients(grad)
+    for pooling in ("mean", "max"):
+        bags = nn.EmbeddingBags(tables, bags.optimizer, pooling)
+        bags(ids, offsets)
+        with refused(ValueError, "per_sample_weights have no gradient", tables):
+            bags.weight_gradients(grad)
 
 
 @pytest.mark.parametrize("form", ["Adam", "Adagrad", "RowWiseAdam"])
@@ -151,6 +190,65 @@ def test_features_that_share_tables() -> None:
         grad = gradient_of(out, step)
         gradients = bags.gradients(grad)
         assert not len(gradients[1].indices)
+        other(expanded(gradients))
+        bags.backward(grad)
+        assert_same_state(opt, other)
+
+
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+@pytest.mark.usefixtures("short_keys")
+def test_tables_of_several_kinds_in_one_step(how: str) -> None:
+    """Sums, maxima, means and plain rows of gradients of their own, some of other dtypes.
+
+    One that is none of its kind in the step before is read as what it is.
+    """
+    rng, shape = np.random.default_rng(7), (11, 6)
+
+    def gradient(kind: str) -> Any:
+        n, dtype = int(rng.integers(1, 90)), np.float32
+        if kind == "rows":
+            values = rng.standard_normal((n, 6)).astype(dtype)
+            return nn.RowTensor(rng.integers(0, 11, n), values, shape)
+        table, lengths = rng.standard_normal(shape).astype(np.float32), rng.integers(0, 4, n)
+        ids, offsets = rng.integers(0, 11, lengths.sum()), np.append(0, np.cumsum(lengths))
+        weights = None
+        if kind == "weights":
+            weights = [rng.standard_normal(len(ids)).astype(np.float32)]
+        elif kind != "mean" and rng.random() < 0.2:  # no factor is rounded to 16 bits
+            dtype = np.float16
+        bags = ops.EmbeddingBags({"weights": "sum"}.get(kind, kind))
+        grad = rng.standard_normal((n, 6)).astype(dtype)
+        (found,) = bags.gradients([table], [ids], [offsets], grad, weights)
+        return found
+
+    opt, other = (
+        nn.Adam([np.ones(shape, np.float32) for _ in range(4)], 0.1, sparse_update=how)
+        for _ in range(2)
+    )
+    for _ in range(40):
+        kinds = rng.choice(["sum", "max", "mean", "weights", "rows"], 2)
+        given = [gradient(rng.choice(kinds)) if rng.random() < 0.9 else None for _ in range(4)]
+        opt(given)
+        other([g.to_rows() if isinstance(g, ops.BagTensor) else g for g in given])
+        assert_same_state(opt, other)
+
+
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+def test_rows_without_pooling(how: str) -> None:
+    """A gradient for each table, of lists of any length."""
+    rng, features = np.random.default_rng(0), [2, 0, 1, 0]
+    opt, other = (nn.Adam(tables_of(), 0.1, sparse_update=how) for _ in range(2))
+    bags = nn.EmbeddingBags(opt.parameters, opt, "none", features=features)
+    shapes = [list(SHAPES.values())[t] for t in features]
+    for lengths in ((300, 1, 2, 0), (0, 3, 1, 20), (1, 3, 0, 200)):
+        ids = [rng.integers(0, n, k) for (n, _), k in zip(shapes, lengths, strict=True)]
+        grad = [gradient_of(own, k) for k, own in enumerate(bags(ids))]
+        gradients = bags.gradients(grad)
+        for t, found in enumerate(gradients):
+            dense = np.zeros(opt.parameters[t].shape)
+            for f in np.flatnonzero(np.array(features) == t):
+                np.add.at(dense, ids[f], grad[f])
+            np.testing.assert_allclose(found.to_dense(), dense, rtol=1e-4, atol=1e-5)
         other(expanded(gradients))
         bags.backward(grad)
         assert_same_state(opt, other)
@@ -210,12 +308,14 @@ def test_gradients_are_accumulated_clipped_and_taken_later() -> None:
     assert_same_state(opt, other)
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 @pytest.mark.parametrize(
     "options", [{"clipnorm": 0.3}, {"clipvalue": 0.1}, {"skip_nonfinite": True}], ids=str
 )
-def test_options_of_the_optimizer(options: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("short_keys")
+def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None:
     opt, other = (nn.LazyAdam(tables_of(), 0.1, **options) for _ in range(2))
-    bags = nn.EmbeddingBags(opt.parameters, opt, "mean")
+    bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
     for step in range(3):
         out = bags(*ids_of(step))
         grad = gradient_of(out, step)
@@ -342,7 +442,8 @@ def test_backward_needs_its_own_forward() -> None:
         bags.backward(grad)
 
 
-def test_after_an_error_the_forward_is_still_there() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_after_an_error_the_forward_is_still_there(steps: int) -> None:
     tables = tables_of()
     opt = nn.LazyAdam(tables, 0.1)
     bags = nn.EmbeddingBags(tables, opt)
@@ -354,6 +455,9 @@ def test_after_an_error_the_forward_is_still_there() -> None:
     with refused(ValueError, "shares memory with a parameter or state", opt):
         room = nn.Parameter(np.zeros((30, 85), np.float32))
         alias = nn.EmbeddingBags([room], nn.SGD([room], 0.1))
+        if steps:
+            alias([np.zeros((30, 1), int)])
+            alias.backward(np.ones((30, 85), np.float32))
         alias([np.zeros((30, 1), int)])
         alias.backward(room.data)
     bags.backward(grad)
@@ -367,6 +471,8 @@ def test_a_read_only_table_is_not_written() -> None:
     tables[2].data.flags.writeable = False
     with refused(ValueError, "parameter 'c' is read-only", opt):
         bags.backward(grad)
+    tables[2].data.flags.writeable = True
+    bags.backward(grad)  # of the same forward
 
 
 @pytest.mark.parametrize(
@@ -402,6 +508,34 @@ def test_a_table_that_was_resized_in_place() -> None:
     assert out.shape == (1, 8)
     with refused(ValueError, "has another shape than at construction", opt):
         bags.backward(out)
+
+
+def test_a_table_that_moved_in_place() -> None:
+    table = np.ones((8, 4), np.float32)
+    bags = nn.EmbeddingBags([table], nn.LazyAdam([table], 0.1))
+    ids, before = [np.array([[1, 7]])], table.ctypes.data
+    bags(ids)
+    table.resize((2**20, 4), refcheck=False)
+    held = [np.ones((8, 4), np.float32) for _ in range(100)]  # one of them where it was
+    table.resize((8, 4), refcheck=False)
+    assert table.ctypes.data != before
+    table[:] = 3
+    with refused(RuntimeError, "tables that were rebound", table, *held):
+        bags.backward(np.ones((1, 4), np.float32))
+    assert bags(ids).tolist() == [[6] * 4]
+
+
+def test_gradients_of_other_tables() -> None:
+    """Factors of another type, in a first step and in one that is like the last."""
+    tables = tables_of()
+    opt, offsets = nn.LazyAdam(tables, 0.1), ids_of(0)[1]
+    bags, ids = ops.EmbeddingBags("mean"), ids_of(0)[0]
+    wide = [table.data.astype(np.float64) for table in tables]
+    grad = gradient_of(np.empty((30, 85)), 0)
+    for _ in range(2):
+        with refused(TypeError, "has weights of another dtype: expected float32", opt):
+            opt(bags.gradients(wide, ids, offsets, grad))
+        opt(bags.gradients([table.data for table in tables], ids, offsets, grad))
 
 
 def test_a_rule_without_row_sparse_gradients() -> None:

@@ -38,6 +38,13 @@ def bags_of(
     return ids, offsets
 
 
+def joined(ids: list[np.ndarray], offsets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The same as one array of ids, and one of offsets."""
+    firsts = np.concatenate(([0], np.cumsum([len(own) for own in ids])))
+    parts = [bounds[:-1] + first for bounds, first in zip(offsets, firsts, strict=False)]
+    return np.concatenate(ids), np.concatenate([*parts, firsts[-1:]]).astype(offsets[0].dtype)
+
+
 def pooled(
     tables: Any, ids: Any, offsets: Any, pooling: str, weights: Any = None, left_out: Any = ()
 ) -> np.ndarray:
@@ -111,7 +118,8 @@ def test_pooled_rows_and_gradients(pooling: str, dtype: Any) -> None:
 def test_per_sample_weights() -> None:
     tables = tables_of(SHAPES)
     ids, offsets = bags_of([len(t) for t in tables], 60, 9)
-    weights = [np.random.default_rng(2).standard_normal(len(own)).astype(np.float32) for own in ids]
+    rng = np.random.default_rng(2)
+    weights = [rng.standard_normal(len(own)).astype(np.float32) for own in ids]
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets, weights)
     assert_close(out, pooled(tables, ids, offsets, "sum", weights))
@@ -120,6 +128,23 @@ def test_per_sample_weights() -> None:
     expected = spread(tables, ids, offsets, grad, "sum", weights)
     for one, own in zip(found, expected, strict=True):
         assert_close(one.to_dense(), own)
+
+
+def test_forms_of_weights() -> None:
+    """Of ids in one array, as those of lists; strided, or of 16 bits, which Python reads."""
+    tables = tables_of(SHAPES)
+    ids, offsets = bags_of([len(t) for t in tables], 31, 7)
+    rng = np.random.default_rng(2)
+    weights = [rng.standard_normal(len(own)).astype(np.float16) for own in ids]
+    bags = ops.EmbeddingBags()
+    wide = [own.astype(np.float32) for own in weights]
+    out = bags(tables, ids, offsets, wide)
+    every, bounds = joined(ids, offsets)
+    whole = np.concatenate(wide)
+    for factors in (whole, whole.astype(np.float16), np.repeat(whole, 2)[::2]):
+        assert_same_bits(bags(tables, every, bounds, factors), out)
+    for each in (weights, [np.repeat(own, 2)[::2] for own in wide]):
+        assert_same_bits(bags(tables, ids, offsets, each), out)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16], ids=str)
@@ -136,7 +161,12 @@ def test_gradients_of_weights(left_out: tuple[int, ...], dtype: Any) -> None:
             given[np.random.default_rng(len(given)).random(len(given)) < 0.1] = -5
     width = sum(table.shape[1] for table in own)
     grad = np.random.default_rng(1).standard_normal((300, width)).astype(np.float32)
-    found = ops.EmbeddingBags(**options).weight_gradients(tables, ids, offsets, grad)
+    bags = ops.EmbeddingBags(**options)
+    found = bags.weight_gradients(tables, ids, offsets, grad)
+    for one, other in zip(
+        found, bags.weight_gradients(tables, *joined(ids, offsets), grad), strict=True
+    ):
+        assert_same_bits(one, other)
     column = 0
     for table, given, bounds, products in zip(own, ids, offsets, found, strict=True):
         part = grad[:, column : column + table.shape[1]].astype(np.float64)
@@ -243,10 +273,7 @@ def test_forms_of_ids(index: type) -> None:
     ids, offsets = bags_of([len(t) for t in tables], batch, 7, dtype=index)
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets)
-    firsts = np.concatenate(([0], np.cumsum([len(own) for own in ids])))
-    joined = [bounds[:-1] + first for bounds, first in zip(offsets, firsts, strict=False)]
-    bounds = np.concatenate([*joined, firsts[-1:]]).astype(index)
-    assert_same_bits(bags(tables, np.concatenate(ids), bounds), out)
+    assert_same_bits(bags(tables, *joined(ids, offsets)), out)
     strided = [np.repeat(own, 2)[::2] for own in ids]
     assert_same_bits(bags(tables, strided, offsets), out)
     room = np.full(out.shape, np.nan, np.float32)
@@ -415,22 +442,63 @@ BAD = [
      {"ids": np.array([0, 1, 4, 3, 3]), "offsets": np.array([0, 9, 3, 3, 5])}),
     (ValueError, r"offsets have a wrong shape",
      {"ids": np.array([0, 1, 4, 3, 3]), "offsets": np.array([0, 3, 3, 5])}),
+    (ValueError, r"offsets do not begin at 0: expected 0, got 1",
+     {"ids": np.array([0, 1, 4, 3, 3]), "offsets": np.array([1, 2, 3, 3, 5])}),
+    (ValueError, r"offsets do not end at the number of ids: expected 5, got 4",
+     {"ids": np.array([0, 1, 4, 3, 3]), "offsets": np.array([0, 2, 3, 3, 4])}),
+    (ValueError, r"offsets\[3\] falls: expected at least 1000000, got 3",
+     {"ids": np.zeros(2_000_000, int)[:5], "offsets": np.array([0, 1, 1_000_000, 3, 5])}),
+    (ValueError, r"offsets\[0\] do not end at the number of ids: expected 3, got 0",
+     {"offsets": [np.array([0]), np.array([0])]}),
+    (ValueError, r"tables\[1\] is not contiguous",
+     {"tables": [np.zeros((5, 2), np.float32), np.zeros((4, 6), np.float32)[:, ::2]]}),
+    (ValueError, r"tables are missing", {"tables": []}),
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("padding", [None, 2])
 @pytest.mark.parametrize(("error", "text", "changed"), BAD, ids=[text for _, text, _ in BAD])
-def test_bad_input(error: type[Exception], text: str, changed: dict[str, Any]) -> None:
+def test_bad_input(
+    error: type[Exception], text: str, changed: dict[str, Any], padding: int | None
+) -> None:
     given = {**good(), "out": np.ones((2, 5), np.float32), **changed}
     with refused(error, "EmbeddingBags: .*" + text, given):
-        ops.EmbeddingBags()(**given)
+        ops.EmbeddingBags(padding_idx=padding)(**given)
 
 
-def test_an_output_in_the_memory_of_a_table() -> None:
-    room = np.zeros(40, np.float32)
-    given = {**good(), "out": room[:10].reshape(2, 5)}
-    given["tables"] = [room[4:14].reshape(5, 2), np.zeros((4, 3), np.float32)]
-    with refused(ValueError, "out shares memory with what is read", given):
-        ops.EmbeddingBags()(**given)
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"out_of_range": "drop"}], ids=str)
+def test_offsets_far_outside(options: dict[str, Any]) -> None:
+    """No id is read there, whichever thread comes to the bag, and nothing is written."""
+    tables, ids, bounds = tables_of([(5, 2)]), np.zeros(600, int), np.arange(0, 601, 3)
+    bags, room = ops.EmbeddingBags(**options), np.ones((200, 2), np.float32)
+    for k in range(len(bounds)):
+        for far in (-(2**50), 2**50):
+            offsets = bounds.copy()
+            offsets[k] = far
+            for out in (None, room):
+                with refused(ValueError, r"offsets.* (falls|begin|end)", room):
+                    bags(tables, [ids], [offsets], out=out)
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("of", ["tables", "ids", "offsets", "per_sample_weights"])
+def test_an_output_in_the_memory_of_what_is_read(of: str, is_joined: bool) -> None:
+    """Of the last table, the last ids, the last offsets, and of the weights of these ids."""
+    given, weights = good(), [np.ones(3, np.float32), np.ones(2, np.float32)]
+    if is_joined:
+        given["ids"], given["offsets"] = joined(given["ids"], given["offsets"])
+        weights = [np.concatenate(weights)]
+    given["per_sample_weights"] = weights[0] if is_joined else weights
+    is_one = isinstance(given[of], np.ndarray)
+    last = given[of] if is_one else given[of][-1]
+    for begin in (last.nbytes - 4, 0):  # the output begins with the last element, or before it
+        room = np.zeros(last.nbytes + 80, np.uint8)
+        moved = room[40 : 40 + last.nbytes].view(last.dtype).reshape(last.shape)
+        moved[...] = last
+        given[of] = moved if is_one else [*given[of][:-1], moved]
+        given["out"] = room[begin + 40 :][:40].view(np.float32).reshape(2, 5)
+        with refused(ValueError, "out shares memory with what is read", given):
+            ops.EmbeddingBags()(**given)
 
 
 @pytest.mark.parametrize(
@@ -439,8 +507,10 @@ def test_an_output_in_the_memory_of_a_table() -> None:
         (ValueError, "pooling is unknown", {"pooling": "least"}),
         (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
         (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
+        (ValueError, r"padding_idx of feature 0 is out of range", {"padding_idx": -1}),
         (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
         (ValueError, r"features\[1\] is no table", {"features": [0, 2]}),
+        (ValueError, r"features\[0\] is no table", {"features": [-1, 0]}),
         (TypeError, "features have a wrong type", {"features": 1}),
         (TypeError, "argument 'mode' is unknown", {"mode": "sum"}),
     ],

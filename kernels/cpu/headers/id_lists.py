@@ -138,7 +138,7 @@ def _reader(look: Any) -> Any:
             return 0
         for f in range(c.n):
             end = index_at(offsets, offset_bytes, (f + 1) * bags)
-            if end < begin or end > n:
+            if end < begin:  # none is beyond the last one, which has to be n
                 return 0
             own = found[f]
             own.ids, own.id_bytes, own.n = ids, id_bytes, end - begin

@@ -227,7 +227,6 @@ def next_digit(index, slot, c):
     c.shift += c.digit_bits
     if c.moved:
         c.keys, c.spare = c.spare, c.keys
-    c.moved = 0
 
 
 @part(RowCall)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,10 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
         RuntimeError: it is of another shape, or has no sparse dimension.
         IndexError: it has several, and an index is out of range.
     """
-    if gradient.shape != parameter.shape:
-        reject_shape(where, name, tuple(parameter.shape), gradient)
     bags = getattr(gradient, BAGS, None)
+    given = gradient if bags is None else bags
+    if given.shape != parameter.shape:
+        reject_shape(where, name, tuple(parameter.shape), given)
     if bags is not None:
         found: RowGradient = bags.source
         return found
@@ -77,6 +79,6 @@ def table_shape(gradient: Tensor) -> tuple[int, ...]:
     return math.prod(gradient.shape[:n_sparse]), *gradient.shape[n_sparse:]
 
 
-def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Tensor) -> None:
+def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Any) -> None:
     """Say that a tensor has not the shape that it should have."""
     reject(RuntimeError, where, name, "has a wrong shape", expected, tuple(tensor.shape))

@@ -135,7 +135,7 @@ def read_weights(
         reject(ValueError, where, name, wrong, expected, f"pooling {pooling.name!r}")
     is_listed = isinstance(weights, list | tuple)
     if (is_joined or len(lists) == 1) and not is_listed:
-        return [_weights(pooling, name, weights, lists[0].n)]
+        return [_weights(pooling, name, weights, lists[0].array.size)]
     if is_joined or not is_listed or len(weights) != len(lists):
         expected = "one array" if is_joined else f"a list of {len(lists)} arrays"
         wrong, got = "do not fit the ids", kind_of(weights)

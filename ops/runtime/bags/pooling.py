@@ -12,7 +12,7 @@ from ....kernels.cpu import bags as kernels
 from ....kernels.storage import STORAGES
 from ....kernels.tables import LARGEST, MEAN, SUM
 from .. import check
-from ..arrays import real_type
+from ..arrays import addresses_of, real_type
 from ..device import device_of, is_on_device
 from ..errors import reject
 
@@ -50,6 +50,7 @@ class Pooling:
         self.padding = self._padding(padding)
         self.leaves_out = self.drops or any(own is not None for own in self.padding)
         self.shapes: list[Any] = [table.shape for table in tables]
+        self.addresses = addresses_of(tables)
         self.real: np.dtype[Any] = np.dtype(real_type(tables[0].dtype))
         self.widths = [tables[t].shape[1] for t in self.of]
         self.columns = [0]

@@ -72,6 +72,28 @@ def test_a_step_waits_for_readers_that_are_queued() -> None:
         assert (w.asnumpy() == 3 * k + 4).all()
 
 
+def test_a_step_waits_for_its_count() -> None:
+    """One that is still to be assigned when the step begins is the one that it goes on from."""
+    n, found = 2000, []
+    x = Tensor(np.ones((n, n), np.float32))
+    for waits in (True, False):
+        w = parameter(np.ones(3))
+        optimizer, gradient = fused.Adam([w], 0.1), gradients_like([w])
+        for _ in range(2):
+            optimizer(gradient)
+        for power, beta in ((optimizer.beta1_power, 0.9), (optimizer.beta2_power, 0.999)):
+            ops.assign(power, Tensor(np.float32(beta) ** 50, mindspore.float32))
+        product, count = ops.matmul(x, x), Tensor([50], mindspore.int32)
+        ops.assign(optimizer.global_step, count)
+        if waits:
+            assert (product.asnumpy() == n).all()
+        optimizer(gradient)
+        assert optimizer.global_step.asnumpy() == 51
+        found.append((w.asnumpy(), optimizer.beta1_power.asnumpy()))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_to_memory_between_steps(seed: int) -> None:
     """Random sequences of all that moves memory or writes into it, beside arithmetic in NumPy."""

@@ -97,3 +97,17 @@ def test_without_being_told(name: str) -> None:
     assert ("'touched'" in str(error.value) and "'all'" in str(error.value)) != (name in dense_only)
     assert torch.equal(table, before)
     assert not any(optimizer.state[table].values() if table in optimizer.state else ())
+
+
+def test_rows_of_one_dimension_and_of_several_in_turn() -> None:
+    """What numbers the rows in one step is not taken over by the next."""
+    expected = torch.randn(5, 4, 3)
+    weight = torch.nn.Parameter(expected.clone())
+    optimizer = fused.SGD([weight], lr=0.5)
+    for step, n_sparse in enumerate((1, 1, 2, 2, 3, 1, 3)):
+        dense = torch.zeros(5, 4, 3)
+        dense[4, step % 4] = torch.arange(3.0)
+        weight.grad = dense.to_sparse(n_sparse)
+        optimizer.step()
+        expected -= 0.5 * dense
+        assert torch.equal(weight.detach(), expected)

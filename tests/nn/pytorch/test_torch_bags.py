@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -118,6 +119,22 @@ def test_weights_of_samples_and_longer_bags() -> None:
         torch.testing.assert_close(found, own, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradients_of_weights_are_as_these(dtype: Any) -> None:
+    """Of their shape and dtype, whatever those are."""
+    ours = fused.EmbeddingBags(modules_of())
+    ids = [torch.tensor(np.random.default_rng(n).integers(0, n, (6, 4))) for n, _ in SIZES]
+    factors = [torch.rand(6, 4, dtype=dtype, requires_grad=True) for _ in SIZES]
+    grad = torch.rand(6, 85)
+    ours(ids, None, factors).backward(grad)
+    for weight, own, factor, part in zip(
+        ours.weights, ids, factors, grad.split([d for _, d in SIZES], 1), strict=True
+    ):
+        assert (factor.grad.shape, factor.grad.dtype) == ((6, 4), dtype)
+        expected = (weight[own] * part[:, None]).sum(2).to(dtype)
+        torch.testing.assert_close(factor.grad, expected)
+
+
 @pytest.mark.parametrize("updates", [False, True])
 def test_gradients_of_weights(updates: bool) -> None:
     """As PyTorch's, also where the tables are updated in the same backward; or only they."""
@@ -174,6 +191,17 @@ def test_tensors_that_compiled_code_cannot_read() -> None:
     ]
     for change in changes:
         assert torch.equal(ours(change, offsets), out)
+    square = [torch.tensor(np.random.default_rng(n).integers(0, n, (6, 4))) for n, _ in SIZES]
+    for view in (
+        lambda own: own.t().contiguous().t(),
+        lambda own: own[:, :2],
+        lambda own: own[:, ::2],
+        lambda own: own[:1, ::2],
+        lambda own: own[:4, :1].expand(4, 4),
+        lambda own: own.reshape(-1)[:9].unfold(0, 4, 1),
+    ):
+        views = list(map(view, square))
+        assert torch.equal(ours(views), ours([own.contiguous() for own in views]))
     nothing = [torch.tensor([], dtype=torch.int64)] * 3
     assert not ours(nothing, [torch.zeros(4, dtype=torch.int64)] * 3).any()
     assert ours(nothing, nothing).shape == (0, 85)
@@ -278,6 +306,14 @@ def test_sizes_single_ids_and_last_offsets() -> None:
     torch.testing.assert_close(out, whole([ids[0]]))
     with torch.no_grad():
         assert not whole([ids[0]]).requires_grad
+    embeddings = fused.EmbeddingBags([torch.nn.Embedding(5, 3), torch.nn.Embedding(9, 4)])
+    first, second = embeddings.weights
+    expected = torch.cat([first[ids[1]], second[[8, 0]]], dim=1)
+    assert torch.equal(embeddings([ids[1], torch.tensor([8, 0])]), expected)
+    with pytest.raises(ValueError, match=r"ids\[1\] have another number of bags"):
+        embeddings([ids[1], torch.tensor([8])])
+    with pytest.raises(ValueError, match=r"ids\[0\] has a wrong shape"):
+        bags([torch.tensor([1, 8]), ids[1]])  # without offsets nobody knows what a bag is
 
 
 def test_frozen_tables() -> None:
@@ -342,6 +378,92 @@ def test_tensors_that_were_replaced() -> None:
         assert (bags.weights[0][1] != 1).all()
 
 
+def test_tables_that_became_others_at_the_same_place() -> None:
+    """Of fewer rows, of another dtype, or the other way round in memory."""
+    bags = fused.EmbeddingBags([(4, 4)])
+    (weight,), ids = bags.weights, [torch.tensor([[3, 1]])]
+    whole = weight.detach()
+    bags(ids)
+    weight.data = whole.t()
+    with pytest.raises(ValueError, match=r"tables\[0\] is not contiguous"):
+        bags(ids)
+    weight.data = whole[:3]
+    with pytest.raises(IndexError, match=r"ids\[0\]\[0\] is out of range"):
+        bags(ids)
+    weight.data = whole
+    half = torch.rand(4, 4).to(torch.float16)
+    bags = fused.EmbeddingBags([torch.nn.EmbeddingBag.from_pretrained(half, mode="sum")])
+    for dtype in (torch.float16, torch.bfloat16):
+        bags.weights[0].data = half.view(dtype)
+        expected = half.view(dtype)[[3, 1]].float().sum(0, keepdim=True).to(dtype)
+        assert torch.equal(bags(ids), expected)
+
+
+def test_a_table_that_is_wider_than_in_its_forward() -> None:
+    bags = fused.EmbeddingBags([(4, 4)])
+    bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
+    ids = [torch.tensor([[3, 1]])]
+    out = bags(ids)
+    bags.weights[0].data = wide = torch.rand(4, 8)
+    before = wide.clone()
+    bags(ids)
+    with pytest.raises(RuntimeError, match=r"has a wrong shape: expected \(4, 8\), got \(4, 4\)"):
+        out.sum().backward()
+    assert torch.equal(wide, before)
+    assert bags.weights[0].grad is None
+
+
+def test_numbers_that_are_marked_as_negative() -> None:
+    """As PyTorch marks them, instead of writing them: those that are meant are read."""
+    bags = fused.EmbeddingBags([(4, 4)])
+    ids, factors = torch.tensor([[3, 1]]), torch.rand(1, 2)
+    out, marked = bags([ids], None, [factors]), torch._neg_view
+    assert torch.equal(bags([marked(-ids)], None, [factors]), out)
+    assert torch.equal(bags([ids], None, [marked(-factors)]), out)
+    with pytest.raises(IndexError, match=r"ids\[0\]\[0\] is out of range"):
+        bags([marked(ids)])
+    for grad in (torch.ones(1, 4), marked(-torch.ones(1, 4))):
+        bags.weights[0].grad = None
+        bags([ids]).backward(grad)
+        assert bags.weights[0].grad.to_dense()[[1, 3]].tolist() == [[1] * 4] * 2
+
+
+def test_another_optimizer_takes_over() -> None:
+    """The one before takes steps again, in its own way, and none in backward."""
+    bags = fused.EmbeddingBags([(9, 4)])
+    first, second = (fused.SGD(bags.parameters(), lr=lr) for lr in (1.0, 0.5))
+    for optimizer in (first, second):
+        bags.update_in_backward(optimizer)
+    before = bags.weights[0].detach().clone()
+    bags([torch.tensor([[1]])]).sum().backward()
+    assert torch.equal(bags.weights[0][1], before[1] - 0.5)
+    bags.weights[0].grad = torch.ones(9, 4)
+    first.step()
+    with pytest.raises(RuntimeError, match="the optimizer steps in backward"):
+        second.step()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    bags = fused.EmbeddingBags([(9, 4)])
+    factors = torch.rand(1, 2, requires_grad=True)
+    out = bags([torch.tensor([[1, 2]])], None, [factors])
+    (found,) = torch.autograd.grad(out.square().sum(), factors, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        found.sum().backward()
+
+
+def test_gradients_are_let_go() -> None:
+    """With the last reference that a user has."""
+    bags = fused.EmbeddingBags([(9, 4), (5, 3)])
+    bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
+    for _ in range(2):
+        array = np.ones((1, 7), np.float32)
+        kept, grad = weakref.ref(array), torch.from_numpy(array)
+        bags([torch.tensor([[1]]), torch.tensor([[2]])]).backward(grad)
+        del array, grad
+        assert kept() is None
+
+
 def test_backward_twice_is_refused() -> None:
     bags = fused.EmbeddingBags([(9, 4)])
     bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
@@ -360,10 +482,14 @@ def test_an_error_in_backward_changes_nothing() -> None:
     before = bags.weights[0].detach().clone()
     out = bags([torch.tensor([[1]])])
     optimizer.state[bags.weights[0]] = {"step": torch.tensor(1.0)}
+    loss = out.sum()
     with pytest.raises(RuntimeError, match="lacks"):
-        out.sum().backward()
+        loss.backward(retain_graph=True)
     assert bags.weights[0].grad is None
     assert torch.equal(bags.weights[0], before)
+    optimizer.state.clear()
+    loss.backward()  # the same again, as nothing was done
+    assert (bags.weights[0][1] != before[1]).all()
 
 
 @pytest.mark.parametrize(

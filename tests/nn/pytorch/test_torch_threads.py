@@ -41,6 +41,18 @@ PROGRAM = """
             opt.step()
         return step
 
+    def bags(backward):
+        tables = ours.EmbeddingBags([(2_000, 100)])
+        tables.update_in_backward(ours.SGD(tables.parameters(), lr=0.1))
+        ids = torch.arange(70_000).reshape(-1, 10) % 2_000
+
+        def step():
+            out = tables([ids])
+            if backward:
+                asked.clear()
+                out.sum().backward()
+        return step
+
     def clipped():
         w = torch.nn.Parameter(torch.ones(N))
         w.grad = torch.ones(N)
@@ -71,6 +83,8 @@ PROGRAM = """
         "Adafactor": dense(ours.Adafactor, (400, 500)),
         "LazyAdam": rows(ours.LazyAdam),
         "all rows": rows(ours.Adam, sparse="all"),
+        "EmbeddingBags": bags(False),
+        "EmbeddingBags, backward": bags(True),
         "clip_grad_norm_": clipped(),
         "ShardedEmbedding": sharded(),
         "Thor": thor(),
