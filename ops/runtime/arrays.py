@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.cpu.threads import allocation
 from ...kernels.formula import ROUNDING
+from ...kernels.storage import STORAGES
 from .device import DeviceArray
 from .errors import reject
 from .frameworks import framework_of
@@ -22,9 +23,8 @@ def real_type(dtype: np.dtype[Any]) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def rounding(dtype: np.dtype[Any]) -> Callable[[float], float]:
-    """The rounding of numbers to the type of the arithmetic on arrays of ``dtype``."""
-    return ROUNDING[real_type(dtype)]
+ROUNDINGS = {dtype: ROUNDING[real_type(dtype)] for dtype in STORAGES}
+"""By dtype of an array, what rounds numbers to the type of the arithmetic on it."""
 
 
 def address_of(array: Any) -> int:

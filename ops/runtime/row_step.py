@@ -159,7 +159,10 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
             update.enqueue(launch)
         return
     step = update.prepared(locked=use_locking and update.touched_only)
-    locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
+    if spans is None:
+        commit([step])
+    else:
+        locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
 
 
 def row_tables(

@@ -125,7 +125,7 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 # At most so many files, those of checks too, and switches from one to another.
 WAYS = {
     lazy_adam: (12, 23),
-    fused_sparse_adam: (14, 37),
+    fused_sparse_adam: (10, 16),
     mxnet_updater: (17, 39),
     torch_adamw: (10, 16),
     torch_sparse: (15, 25),

@@ -148,8 +148,9 @@ def _is_plain(header, array_type, dtype, flags, ndim):
 
 
 @njit
-def _has_shape(header, shape):
-    for d in range(header.ndim):
+def _has_shape(header, shape, begin):
+    """Whether the sizes of an array, from one dimension on, are those at an address."""
+    for d in range(begin, header.ndim):
         if load_int64(header.shape + 8 * d) != load_int64(shape + 8 * d):
             return False
     return True
@@ -197,7 +198,7 @@ def _read_expected(query, arrays, addresses):
         flags = C_CONTIGUOUS_ALIGNED | _WRITEABLE
         if not _is_plain(header, c.array_type, form.dtype, flags, form.ndim):
             return 0
-        if header.data != form.place or not _has_shape(header, dims):
+        if header.data != form.place or not _has_shape(header, dims, 0):
             return 0
         dims += 8 * form.ndim
     return 1
@@ -259,37 +260,65 @@ class _Kind(NamedTuple):
 
 
 _kinds_at = records(_Kind)
-_KINDS = np.array([_Kind(id(dtype), dtype.itemsize) for dtype in STORAGES], np.int64)
+_INDEX_DTYPES = np.dtype(np.int32), np.dtype(np.int64)
+_KINDS = np.array([_Kind(id(x), x.itemsize) for x in (*STORAGES, *_INDEX_DTYPES)], np.int64)
+_N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_KINDS), address_of(_KINDS)
 
 
-def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
-    """Addresses of a tuple's arrays; whether they are alike, lie apart, the first ones writable."""
-    n, known, n_bytes = load_int64(arrays + LENGTH), _kinds_at(kinds, _N_KINDS), 0
-    first, out = header_of(arrays, 0), _data_of(addresses, n)
+@njit
+def _itemsize(kinds, begin, end, header):
+    """The size of the dtype of an array, if it is one of some kinds, else 0."""
+    known = _kinds_at(kinds, _N_KINDS)
+    for k in range(begin, end):
+        if known[k].dtype == header.dtype:
+            return known[k].itemsize
+    return 0
+
+
+@njit
+def _n_bytes(header, itemsize):
+    for d in range(header.ndim):
+        itemsize *= load_int64(header.shape + 8 * d)
+    return itemsize
+
+
+def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses):
+    """Addresses of a tuple's arrays; whether these are as `alike` has them."""
+    n = load_int64(arrays + LENGTH)
+    n_alike, first, out = n - 2 * has_rows, header_of(arrays, 0), _data_of(addresses, n)
     if first.type != array_type:
         return 0
-    for i in range(_N_KINDS):
-        if known[i].dtype == first.dtype:
-            n_bytes = known[i].itemsize
-    if n_bytes == 0:
-        return 0
-    for d in range(first.ndim):
-        n_bytes *= load_int64(first.shape + 8 * d)
-    for k in range(n):
+    itemsize = _itemsize(kinds, 0, _N_FLOATS, first)
+    for k in range(n_alike):
         header = header_of(arrays, k)
         flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
         if not _is_plain(header, array_type, first.dtype, flags, first.ndim):
             return 0
-        if not _has_shape(header, first.shape):
+        if itemsize == 0 or not _has_shape(header, first.shape, 0):
             return 0
         out[k] = header.data
+    sizes = _n_bytes(first, itemsize), 0, 0
+    if has_rows:
+        indices, values = header_of(arrays, n - 2), header_of(arrays, n - 1)
+        if indices.type != array_type or first.ndim == 0:
+            return 0
+        index_size, flags = _itemsize(kinds, _N_FLOATS, _N_KINDS, indices), C_CONTIGUOUS_ALIGNED
+        if index_size == 0 or not _is_plain(indices, array_type, indices.dtype, flags, 1):
+            return 0
+        if not _is_plain(values, array_type, first.dtype, flags, first.ndim):
+            return 0
+        if not (_has_shape(values, first.shape, 1) and _has_shape(indices, values.shape, 0)):
+            return 0
+        out[n - 2], out[n - 1] = indices.data, values.data
+        sizes = sizes[0], _n_bytes(indices, index_size), _n_bytes(values, itemsize)
+    for k in range(n):
+        end = out[k] + sizes[max(0, k + 1 - n_alike)]
         for j in range(k):
-            if abs(out[k] - out[j]) < n_bytes:
+            if out[j] < end and out[k] < out[j] + sizes[max(0, j + 1 - n_alike)]:
                 return 0
     return 1
 
 
-_N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
 # Where the elements of a tuple begin is baked in, and differs between versions of Python.
 _read = NativeFunction(
     _read_expected, f"array headers {ITEMS}", PythonEntry(returns=True, holds_gil=True)
@@ -302,15 +331,16 @@ _read_alike = NativeFunction(
 READERS = _read, _read_alike
 
 
-def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
+def alike(arrays: tuple[Any, ...], n_written: int, *, has_rows: bool = False) -> np.ndarray | None:
     """The int64 addresses of ``arrays`` of one floating dtype and one shape.
 
-    None where an object is no plain ndarray, an array is not contiguous or aligned, one of the
-    first ``n_written`` is read-only, dtypes or shapes differ, or two arrays overlap.
+    If the tuple ``has_rows``, its last two are indices and values of a row-sparse gradient of the
+    others. None where an object is no plain ndarray, an array is not contiguous or aligned, one of
+    the first ``n_written`` is read-only, dtypes or shapes do not fit, or two arrays overlap.
     """
     if not usable:
         return None
     addresses = np.empty(len(arrays), np.int64)
     kinds = ARRAY_TYPE, _kinds_address
-    fits = _read_alike.call(id(arrays), n_written, *kinds, id(addresses))
+    fits = _read_alike.call(id(arrays), n_written, has_rows, *kinds, id(addresses))
     return addresses if fits else None
