@@ -126,7 +126,7 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 WAYS = {
     lazy_adam: (12, 23),
     fused_sparse_adam: (10, 16),
-    mxnet_updater: (17, 39),
+    mxnet_updater: (13, 23),
     torch_adamw: (10, 16),
     torch_sparse: (15, 25),
     sharded_embedding: (29, 120),
