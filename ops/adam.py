@@ -33,8 +33,7 @@ class Corrected(NamedTuple):
     def hp(self, where: str, variables: Named) -> Numbers:
         """The scalars of a rule for these variables."""
         power, real = self.beta2_power, ROUNDINGS[variables["m"].dtype]
-        if power > 1.0:
-            reject(ValueError, where, "beta2_power", "is out of range", "at most 1", power)
+        check.in_range(where, "beta2_power", power, power <= 1.0, "at most 1")
         found = rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], self[:2])
         check.epsilon(where, "epsilon", self.epsilon, found[-1])
         return found

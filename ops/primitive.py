@@ -65,7 +65,7 @@ class Primitive:
     ) -> None:  # fmt: skip
         """Check the gradient and apply ``rule`` to the variables in place."""
         arrays = (*variables.values(), gradient)
-        addresses: Any = alike(arrays, len(variables))
+        addresses = alike(arrays, len(variables))
         if addresses is None:
             arrays, addresses = self._checked_dense(variables, name, gradient)
         tensor_step(rule, prologue, arrays, addresses, hp, use_locking=self.use_locking)
@@ -113,11 +113,9 @@ class RowPrimitive(Primitive):
     ) -> RowUpdate:  # fmt: skip
         """Check the row-sparse gradient."""
         arrays = (*variables.values(), indices, gradient)
-        found = alike(arrays, len(variables), has_rows=True)
-        if found is None:
+        addresses = alike(arrays, len(variables), has_rows=True)
+        if addresses is None:
             arrays, addresses = self._checked_rows(variables, name, gradient, indices)
-        else:
-            addresses = found.tolist()
         w, *_, index, values = arrays
         *own, index_address, values_address = addresses
         rows = RowGradient(index, values, index_address, values_address)

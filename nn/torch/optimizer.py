@@ -448,7 +448,7 @@ class Fused(_Base):
             hp, hp_of, after = self._rows(part, given, steps, before)
             numbers += after
             if part.rule.is_two_stage and not part.is_on_device:
-                own = part.dense_update(given, before, hp[hp_of], np.arange(len(hp_of)))
+                own: Any = part.update(given, before, hp[hp_of], np.arange(len(hp_of)))
                 if part.rule.scope == "step":
                     together.append(own)
                     places.append(part.places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,12 +40,16 @@ def addresses_of(arrays: Sequence[Any]) -> list[int]:
     return headers.addresses_of(arrays)
 
 
-def empty_like(array: Any) -> Any:
-    """A new array of the same shape and dtype, in the same place; a large one begins at a line."""
+def empty_like(array: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """A new array of the same dtype in the same place; a large one begins at a line.
+
+    Its shape is the same unless given.
+    """
     if isinstance(array, DeviceArray):
-        return array.empty_like()
-    make = np.empty if array.nbytes < _LINES_FROM else allocation.empty
-    return make(array.shape, array.dtype)
+        return array.empty_like(shape=shape)
+    shape = array.shape if shape is None else shape
+    is_small = math.prod(shape) * array.itemsize < _LINES_FROM
+    return (np.empty if is_small else allocation.empty)(shape, array.dtype)
 
 
 def native(array: Any) -> Any:
@@ -61,8 +66,9 @@ def adopt_anywhere(where: str, name: str, value: Any) -> Any:
     if type(value) is np.ndarray:
         return value
     inner = getattr(value, "__fusestep_array__", value)
-    on_device = DeviceArray.adopt(where, name, inner)
-    return adopt(where, name, inner) if on_device is None else on_device
+    if isinstance(inner, DeviceArray) or framework_of(inner) is not None:
+        return DeviceArray.adopt(where, name, inner)
+    return adopt(where, name, inner)
 
 
 def adopt(where: str, name: str, value: Any) -> np.ndarray:

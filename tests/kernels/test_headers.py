@@ -13,9 +13,15 @@ from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
 from fusestep.kernels.cpu.compiler.machine import PythonEntry
-from fusestep.kernels.cpu.compiler.records import overlaps
 from fusestep.kernels.cpu.headers import arrays as headers
-from fusestep.kernels.cpu.headers.arrays import ANY, SAME, ExpectedArrays, address_of, alike
+from fusestep.kernels.cpu.headers.arrays import (
+    ANY,
+    SAME,
+    ExpectedArrays,
+    address_of,
+    alike,
+    overlaps,
+)
 from fusestep.kernels.cpu.threads.counts import Count, are_equal
 from fusestep.kernels.cpu.threads.parallel import commit
 
@@ -59,7 +65,7 @@ def test_address(monkeypatch, usable):
 def test_alike_arrays(dtype, shape):
     arrays = three(shape, dtype)
     found = alike(arrays, 2)
-    assert found.tolist() == [address_of(a) for a in arrays]
+    assert found == [address_of(a) for a in arrays]
 
 
 def test_only_what_is_written_must_be_writable():
@@ -119,7 +125,7 @@ def with_rows(shape=(6, 2), n=4, index=np.int64, dtype=np.float32):
 def test_alike_arrays_with_rows(dtype, index, shape, n):
     arrays = tuple(with_rows(shape, n, index, dtype))
     found = alike(arrays, 3, has_rows=True)
-    assert found.tolist() == [address_of(a) for a in arrays]
+    assert found == [address_of(a) for a in arrays]
     assert alike((*arrays[:3], read_only().view(np.int64), np.ones((3, *shape[1:]), dtype)), 3,
                  has_rows=True) is not None  # fmt: skip
 
@@ -179,7 +185,7 @@ def row_forms():
 def test_expected_rows(n):
     arrays = (np.ones((2, 3), np.float32), np.zeros(n, np.int64), np.ones((n, 2)))
     found = ExpectedArrays(row_forms(), NOWHERE).addresses(arrays)
-    assert found.tolist() == [address_of(a) for a in arrays]
+    assert found == [address_of(a) for a in arrays]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import ctypes
 import math
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ...storage import STORAGES
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
 from ..compiler.machine import PythonEntry
-from ..compiler.records import int64s, overlaps, records
+from ..compiler.records import int64s, last_at_most, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 
@@ -161,6 +162,30 @@ def _data_of(array, n):
     return int64s(header_at(array).data, n)
 
 
+@njit
+def overlaps(stretches, begin, end):
+    """Whether ``begin .. end`` overlaps any stretch of memory.
+
+    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
+    overlap. So the last one that begins before ``end`` decides.
+    """
+    begins, ends = stretches[0], stretches[1]
+    if begins.size == 0 or begin >= end:
+        return False
+    last = last_at_most(begins, begins.size, end - 1)
+    return begins[last] < end and ends[last] > begin
+
+
+def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
+    """The same for Python: whether any byte of spans, addresses and sizes, is in a stretch."""
+    begins, ends = stretches
+    for begin, n_bytes in spans:
+        last = bisect_left(begins, begin + n_bytes) - 1
+        if n_bytes > 0 and last >= 0 and ends[last] > begin:
+            return True
+    return False
+
+
 def _read_expected(query, arrays, addresses):
     """Addresses of the arrays of a tuple, if they are as expected and lie elsewhere.
 
@@ -266,11 +291,11 @@ _N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_KINDS), address_of(_KI
 
 
 @njit
-def _itemsize(kinds, begin, end, header):
-    """The size of the dtype of an array, if it is one of some kinds, else 0."""
+def _itemsize(kinds, is_index, dtype):
+    """The size of a dtype that is a floating one, or one of indices; 0 of any other."""
     known = _kinds_at(kinds, _N_KINDS)
-    for k in range(begin, end):
-        if known[k].dtype == header.dtype:
+    for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
+        if known[k].dtype == dtype:
             return known[k].itemsize
     return 0
 
@@ -286,35 +311,27 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
     """Addresses of a tuple's arrays; whether these are as `alike` has them."""
     n = load_int64(arrays + LENGTH)
     n_alike, first, out = n - 2 * has_rows, header_of(arrays, 0), _data_of(addresses, n)
-    if first.type != array_type:
-        return 0
-    itemsize = _itemsize(kinds, 0, _N_FLOATS, first)
-    for k in range(n_alike):
-        header = header_of(arrays, k)
-        flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
-        if not _is_plain(header, array_type, first.dtype, flags, first.ndim):
-            return 0
-        if itemsize == 0 or not _has_shape(header, first.shape, 0):
-            return 0
-        out[k] = header.data
-    sizes = _n_bytes(first, itemsize), 0, 0
-    if has_rows:
-        indices, values = header_of(arrays, n - 2), header_of(arrays, n - 1)
-        if indices.type != array_type or first.ndim == 0:
-            return 0
-        index_size, flags = _itemsize(kinds, _N_FLOATS, _N_KINDS, indices), C_CONTIGUOUS_ALIGNED
-        if index_size == 0 or not _is_plain(indices, array_type, indices.dtype, flags, 1):
-            return 0
-        if not _is_plain(values, array_type, first.dtype, flags, first.ndim):
-            return 0
-        if not (_has_shape(values, first.shape, 1) and _has_shape(indices, values.shape, 0)):
-            return 0
-        out[n - 2], out[n - 1] = indices.data, values.data
-        sizes = sizes[0], _n_bytes(indices, index_size), _n_bytes(values, itemsize)
+    length = n_bytes = index_bytes = 0
     for k in range(n):
-        end = out[k] + sizes[max(0, k + 1 - n_alike)]
+        header, is_index = header_of(arrays, k), k == n_alike
+        if header.type != array_type or first.ndim < has_rows:
+            return 0
+        dtype, ndim = (header.dtype, 1) if is_index else (first.dtype, first.ndim)
+        flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
+        itemsize = _itemsize(kinds, is_index, dtype)
+        if itemsize == 0 or not _is_plain(header, array_type, dtype, flags, ndim):
+            return 0
+        if not _has_shape(header, first.shape, k >= n_alike):
+            return 0
+        if is_index:
+            length = load_int64(header.shape)
+        elif k > n_alike and load_int64(header.shape) != length:
+            return 0
+        out[k], own = header.data, _n_bytes(header, itemsize)
+        n_bytes, index_bytes = own if k == 0 else n_bytes, own if is_index else index_bytes
         for j in range(k):
-            if out[j] < end and out[k] < out[j] + sizes[max(0, j + 1 - n_alike)]:
+            other = n_bytes if j < n_alike else index_bytes
+            if out[j] < out[k] + own and out[k] < out[j] + other:
                 return 0
     return 1
 
@@ -331,8 +348,8 @@ _read_alike = NativeFunction(
 READERS = _read, _read_alike
 
 
-def alike(arrays: tuple[Any, ...], n_written: int, *, has_rows: bool = False) -> np.ndarray | None:
-    """The int64 addresses of ``arrays`` of one floating dtype and one shape.
+def alike(arrays: tuple[Any, ...], n_written: int, *, has_rows: bool = False) -> list[int] | None:
+    """The addresses of ``arrays`` of one floating dtype and one shape.
 
     If the tuple ``has_rows``, its last two are indices and values of a row-sparse gradient of the
     others. None where an object is no plain ndarray, an array is not contiguous or aligned, one of
@@ -343,4 +360,4 @@ def alike(arrays: tuple[Any, ...], n_written: int, *, has_rows: bool = False) ->
     addresses = np.empty(len(arrays), np.int64)
     kinds = ARRAY_TYPE, _kinds_address
     fits = _read_alike.call(id(arrays), n_written, has_rows, *kinds, id(addresses))
-    return addresses if fits else None
+    return addresses.tolist() if fits else None

@@ -201,12 +201,6 @@ def _kernel_arguments(
     return add, single, (*kernel_arguments, *itemsizes, address_of(_range_numbers))
 
 
-@cache
-def _updating(shares: bool, touched_only: bool) -> int:
-    """The address of the loop that updates, kept where a step finds it without a call."""
-    return (rows.TOUCHING[shares][1] if touched_only else rows.update_all).address
-
-
 class RowStep:
     """One step of a rule on tables with row-sparse gradients.
 
@@ -241,8 +235,8 @@ class RowStep:
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
-            n, most = self._size.n_parts, self._size.threads
-            self.loops = (Loop(_updating(self._shares, touched_only), n, call, min(most, n)),)
+            update = rows.TOUCHING[self._shares][1] if touched_only else rows.update_all
+            self.loops = (Loop.of(update, self._size.n_parts, call, self._size.threads),)
 
     def release(self) -> None:
         """Give the block back."""

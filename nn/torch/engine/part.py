@@ -165,19 +165,11 @@ class Part:
 
     def update(self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
-        if not self.batch.row_sparse:
-            return self.dense_update(given, before, hp, hp_of)
-        batch, rows = self.batch, self.gradients(given)
-        arguments = batch.labels, self.rule, before.prologue, batch.variables, rows
-        return RowUpdate.of(*arguments, hp, hp_of.tolist(), bool(self.choice.touched_only))
-
-    def dense_update(
-        self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray
-    ) -> DenseUpdate:
-        """The same of dense gradients."""
-        batch, addresses = self.batch, self.gradients(given)
-        arguments = self.rule, before.prologue, batch.variables, addresses
-        return DenseUpdate(*arguments, batch.g, hp, hp_of)
+        batch = self.batch
+        own = self.rule, before.prologue, batch.variables, self.gradients(given)
+        if not batch.row_sparse:
+            return DenseUpdate(*own, batch.g, hp, hp_of)
+        return RowUpdate.of(batch.labels, *own, hp, hp_of.tolist(), bool(self.choice.touched_only))
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""
