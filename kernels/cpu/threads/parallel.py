@@ -322,9 +322,9 @@ def at_most(
 def beside_openmp(
     ask: Callable[[], int], name: str
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator: loops may run on the threads of PyTorch, which tells how many there are.
+    """A decorator: loops may run on the threads of PyTorch, of which ``ask`` tells the number.
 
-    They use no more than it does, if it has fewer than now: of its function `name` errors speak.
+    Where it has fewer than now, they use no more; ``name`` is the function that was called for it.
     """
     most = ask()  # one for each physical core, which nobody has wished for
 
