@@ -158,13 +158,12 @@ class Route:
         return Arrival((), rows)
 
     def send_back(self, gradient: Any) -> Arrival[tuple[Any, ...]]:
-        """As `start_scatter`, for the arguments of the `RowTensor`."""
+        """As `start_scatter`; the arguments of the `RowTensor` arrive, which need no checks."""
         array, error = attempted(self._checked_gradient, "Route.scatter", gradient)
-        found = self._occurrences = self._occurrences or self._found_occurrences()
-        counts, order, pairs = found
-        form = _form(array)
+        self._occurrences = self._occurrences or self._found_occurrences()
+        counts, order, pairs = self._occurrences
         told = [(n, 0) for n in counts]
-        heard = agree(self._comm, "Route.scatter", form, error, told)
+        heard = agree(self._comm, "Route.scatter", _form(array), error, told)
         own_counts = heard[:, 0].tolist()
         n = sum(own_counts)
         sent, values = _rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
