@@ -185,7 +185,7 @@ def row_forms():
 def test_expected_rows(n):
     arrays = (np.ones((2, 3), np.float32), np.zeros(n, np.int64), np.ones((n, 2)))
     found = ExpectedArrays(row_forms(), NOWHERE).addresses(arrays)
-    assert found == [address_of(a) for a in arrays]
+    assert found.tolist() == [address_of(a) for a in arrays]
 
 
 @pytest.mark.parametrize(
