@@ -67,7 +67,7 @@ class TensorTable:
         self.widths = widths  # int64 [T]: elements of a row, for rules that know rows
         self.total = int(first[-1])
 
-    def move(self, addresses: Sequence[int] | np.ndarray, size: int) -> None:
+    def move(self, addresses: Sequence[int], size: int) -> None:
         """Make a table of one tensor that of another one."""
         self.addresses[0] = addresses
         self.first[1] = self.total = size

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adagrad as rules
-from .primitive import Primitive, RowPrimitive, arithmetic
+from .primitive import Primitive, RowPrimitive
 from .runtime import check
+from .runtime.arrays import ROUNDINGS
 
 
 class ApplyAdagrad(Primitive):
@@ -56,7 +57,7 @@ class ApplyAdagrad(Primitive):
         rate = check.scalar(self.name, "lr", lr)
         variables = self._variables(var=var, accum=accum)
         rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
-        hp = rules.adagrad_scalars(arithmetic(variables), rate, 0.0, 0, (), ())
+        hp = rules.adagrad_scalars(ROUNDINGS[variables["var"].dtype], rate, 0.0, 0, (), ())
         self._apply_dense(rule, variables, hp, "grad", grad)
         return var, accum
 
@@ -103,7 +104,8 @@ class ApplyProximalAdagrad(Primitive):
         """Update ``var`` and ``accum`` in place and return them; see the class."""
         lr, constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        hp = rules.proximal_adagrad_scalars(arithmetic(variables), lr, 0.0, 0, constants, ())
+        real = ROUNDINGS[variables["var"].dtype]
+        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, constants, ())
         self._apply_dense(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad)
         return var, accum
 
@@ -164,7 +166,8 @@ class SparseApplyProximalAdagrad(RowPrimitive):
         """Update ``var`` and ``accum`` in place and return them; see the class."""
         lr, constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        hp = rules.proximal_adagrad_scalars(arithmetic(variables), lr, 0.0, 0, constants, ())
+        real = ROUNDINGS[variables["var"].dtype]
+        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, constants, ())
         self._apply_rows(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad, indices)
         return var, accum
 

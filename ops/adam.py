@@ -9,9 +9,9 @@ import numpy as np
 
 from ..kernels.formula import Numbers
 from ..kernels.rules import adam as rules
-from .primitive import Named, Primitive, RowPrimitive, arithmetic
+from .primitive import Named, Primitive, RowPrimitive
 from .runtime import check
-from .runtime.arrays import empty_like, native
+from .runtime.arrays import ROUNDINGS, empty_like, native
 from .runtime.errors import RejectedValueError, reject
 
 
@@ -32,10 +32,11 @@ class Corrected(NamedTuple):
 
     def hp(self, where: str, variables: Named) -> Numbers:
         """The scalars of a rule for these variables."""
-        power, real = self.beta2_power, arithmetic(variables)
+        power, real = self.beta2_power, ROUNDINGS[variables["m"].dtype]
         check.in_range(where, "beta2_power", power, power <= 1.0, "at most 1")
-        check.epsilon(where, "epsilon", self.epsilon, real(self.epsilon))
-        return rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], self[:2])
+        found = rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], self[:2])
+        check.epsilon(where, "epsilon", self.epsilon, found[-1])
+        return found
 
 
 class Adam(Primitive):
@@ -187,7 +188,7 @@ class AdamWeightDecay(Primitive):
             lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay
         )
         variables = self._variables(var=var, m=m, v=v)
-        real = arithmetic(variables)
+        real = ROUNDINGS[variables["var"].dtype]
         check.epsilon(self.name, "epsilon", epsilon, real(epsilon))
         hp = rules.adam_weight_decay_scalars(real, lr, decay, 0, (beta1, beta2, epsilon), ())
         self._apply_dense(rules.ADAM_WEIGHT_DECAY, variables, hp, "gradient", gradient)

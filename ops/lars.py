@@ -8,7 +8,7 @@ from typing import Any
 from ..kernels.rules import lars as rules
 from .primitive import Primitive
 from .runtime import check
-from .runtime.arrays import address_of, empty_like, native, rounding
+from .runtime.arrays import ROUNDINGS, address_of, empty_like, native
 from .runtime.device import device_of
 from .runtime.errors import reject_unknown
 from .runtime.step import tensor_step
@@ -78,7 +78,7 @@ class LARSUpdate(Primitive):
         if self.use_clip:
             ratio = rules.clipped(ratio, rate)
         # The ratio is computed in float64 and rounded once, like every scalar of a rule.
-        hp = tuple(map(rounding(w.dtype), (ratio, decay)))
+        hp = tuple(map(ROUNDINGS[w.dtype], (ratio, decay)))
         g = check.gradient(self.name, "gradient", gradient, w.dtype, w.shape)
         device_of(self.name, {"result": w, "gradient": g})
         arrays = (empty_like(w), w, g)

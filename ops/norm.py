@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.compiler.records import lie_in
+from ..kernels.cpu.headers.arrays import lie_in
 from ..kernels.cpu.threads.parallel import commit
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE

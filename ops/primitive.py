@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import numpy as np
 from ..kernels.cpu.headers.arrays import address_of, alike
 from ..kernels.element import kernel
 from ..kernels.rule import Prologue, Rule
-from ..kernels.storage import STORAGES
+from ..kernels.storage import F32, STORAGES
 from .runtime import check
-from .runtime.arrays import adopt_anywhere, rounding
+from .runtime.arrays import adopt_anywhere
 from .runtime.device import device_of
 from .runtime.errors import RejectedValueError, reject, reject_unknown
 from .runtime.row_step import RowGradient, RowUpdate, row_table, table_step
@@ -65,7 +65,7 @@ class Primitive:
     ) -> None:  # fmt: skip
         """Check the gradient and apply ``rule`` to the variables in place."""
         arrays = (*variables.values(), gradient)
-        addresses: Sequence[int] | np.ndarray | None = alike(arrays, len(variables))
+        addresses = alike(arrays, len(variables))
         if addresses is None:
             arrays, addresses = self._checked_dense(variables, name, gradient)
         tensor_step(rule, prologue, arrays, addresses, hp, use_locking=self.use_locking)
@@ -94,11 +94,10 @@ class RowPrimitive(Primitive):
 
     def _variables(self, **values: Any) -> Named:
         variables = super()._variables(**values)
-        for name, array in variables.items() if self._only_float32 else ():
-            if array.dtype != np.float32:
-                fix = "; the optimizers of fusestep.nn take other dtypes"
-                wrong, got = "has a wrong dtype", array.dtype
-                reject(TypeError, self.name, name, wrong, "float32", got, fix)
+        name, w = next(iter(variables.items()))  # all are of one dtype
+        if self._only_float32 and w.dtype != F32.dtype:
+            fix = "; the optimizers of fusestep.nn take other dtypes"
+            reject(TypeError, self.name, name, "has a wrong dtype", "float32", w.dtype, fix)
         return variables
 
     def _apply_rows(self, *update: Any) -> None:
@@ -113,8 +112,25 @@ class RowPrimitive(Primitive):
         indices: Any, prologue: Prologue = (),
     ) -> RowUpdate:  # fmt: skip
         """Check the row-sparse gradient."""
-        where, arrays = self.name, tuple(variables.values())
-        w = arrays[0]
+        arrays = (*variables.values(), indices, gradient)
+        addresses = alike(arrays, len(variables), has_rows=True)
+        if addresses is None:
+            arrays, addresses = self._checked_rows(variables, name, gradient, indices)
+        w, *_, index, values = arrays
+        *own, index_address, values_address = addresses
+        rows = RowGradient(index, values, index_address, values_address)
+        s = STORAGES[w.dtype]
+        compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
+        row = np.array([hp], compiled.real.dtype)
+        tables = [row_table(own, w.shape, rows, address_of(row))]
+        use = self._touched_only, self.out_of_range == "drop"
+        return RowUpdate([self.name], compiled, tables, [rows], row, [0], *use)
+
+    def _checked_rows(
+        self, variables: Named, name: str, gradient: Any, indices: Any
+    ) -> tuple[tuple[Any, ...], list[int]]:
+        """The variables and the checked row-sparse gradient, and their addresses."""
+        where, w = self.name, next(iter(variables.values()))
         if w.ndim == 0:
             wrong, expected = "has no rows", "at least 1 dimension"
             reject(RejectedValueError, where, "var", wrong, expected, "0 dimensions")
@@ -124,18 +140,5 @@ class RowPrimitive(Primitive):
         check.row_gradient(where, name, index, values, w.shape)
         values = check.contiguous(values, where, name)
         index = check.contiguous(index, where, "indices")
-        *addresses, index_address, values_address = check.no_overlap(
-            where, [*variables, "indices", name], [*arrays, index, values]
-        )
-        rows = RowGradient(index, values, index_address, values_address)
-        s = STORAGES[w.dtype]
-        compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
-        row = np.array([hp], compiled.real.dtype)
-        tables = [row_table(addresses, w.shape, rows, address_of(row))]
-        use = self._touched_only, self.out_of_range == "drop"
-        return RowUpdate([where], compiled, tables, [rows], row, [0], *use)
-
-
-def arithmetic(variables: Named) -> Callable[[float], float]:
-    """The rounding of numbers to the type of the arithmetic on some variables."""
-    return rounding(next(iter(variables.values())).dtype)
+        arrays = (*variables.values(), index, values)
+        return arrays, check.no_overlap(where, [*variables, "indices", name], arrays)

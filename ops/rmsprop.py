@@ -6,8 +6,9 @@ from typing import Any
 
 from ..kernels.formula import Numbers
 from ..kernels.rules import rmsprop as rules
-from .primitive import Named, Primitive, arithmetic
+from .primitive import Named, Primitive
 from .runtime import check
+from .runtime.arrays import ROUNDINGS
 
 
 class ApplyRMSProp(Primitive):
@@ -111,6 +112,6 @@ class ApplyCenteredRMSProp(Primitive):
 
 def _hp(where: str, variables: Named, lr: float, *constants: float) -> Numbers:
     """The scalars of a rule; the constants are decay, epsilon and momentum."""
-    real, epsilon = arithmetic(variables), constants[1]
+    real, epsilon = ROUNDINGS[variables["var"].dtype], constants[1]
     check.epsilon(where, "epsilon", epsilon, real(epsilon))
     return rules.rmsprop_momentum_scalars(real, lr, 0.0, 0, constants, ())

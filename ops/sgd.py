@@ -7,8 +7,9 @@ from typing import Any
 from ..kernels.rule import Prologue
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
-from .primitive import Primitive, arithmetic
+from .primitive import Primitive
 from .runtime import check
+from .runtime.arrays import ROUNDINGS
 from .runtime.errors import reject
 
 
@@ -64,7 +65,8 @@ class ApplyMomentum(Primitive):
         """Update ``variable`` and ``accumulation`` in place and return them; see the class."""
         lr, mu = self._scalars(learning_rate=learning_rate, momentum=momentum)
         variables = self._variables(variable=variable, accumulation=accumulation)
-        hp = rules.momentum_scalars(arithmetic(variables), lr, 0.0, 1, (mu, 0.0), ())
+        real = ROUNDINGS[variables["variable"].dtype]
+        hp = rules.momentum_scalars(real, lr, 0.0, 1, (mu, 0.0), ())
         prologue: Prologue = ()
         if self.gradient_scale != 1.0:
             hp, prologue = (*hp, self.gradient_scale), (SCALE,)
@@ -135,7 +137,7 @@ class SGD(Primitive):
         lr = check.scalar(self.name, "learning_rate", learning_rate)
         mu = self._at_least_0("momentum", momentum)
         variables = self._variables(parameters=parameters, accum=accum, stat=stat)
-        real = arithmetic(variables)
+        real = ROUNDINGS[variables["parameters"].dtype]
         if mu == 0.0:
             # The others are checked but have no part in the step.
             check.no_overlap(self.name, list(variables), list(variables.values()))

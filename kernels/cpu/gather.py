@@ -10,6 +10,7 @@ from .compiler.compile import part
 from .compiler.intrinsics import copy_bytes
 from .compiler.lines import prefetch
 from .compiler.records import int64s
+from .headers.arrays import addresses_of
 from .threads.parallel import Arguments, get_num_threads, run
 
 _ROWS_AHEAD = 8
@@ -18,14 +19,14 @@ _PART_BYTES = 65_536
 
 
 class GatherCall(NamedTuple):
-    """Arguments of the gather loop, all ``int64``."""
+    """Arguments of the gather loop, all ``int64``; addresses."""
 
-    table: np.ndarray
-    indices: np.ndarray  # int64 [B]
     n: int
     row_bytes: int
-    out: np.ndarray
     height: int  # rows per part
+    table: int
+    indices: int  # [B]
+    out: int
 
 
 @part(GatherCall)
@@ -44,6 +45,6 @@ def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     """``out[b] = table[indices[b]]`` for contiguous arrays and int64 indices in range."""
     n, row_bytes = len(indices), out.nbytes // max(1, len(indices))
     height = max(1, _PART_BYTES // max(1, row_bytes))
-    call = Arguments(GatherCall(table, indices, n, row_bytes, out, height))
+    call = Arguments(GatherCall(n, row_bytes, height, *addresses_of((table, indices, out))))
     threads = get_num_threads() if out.nbytes >= _SERIAL_BELOW else 1
     run(gather_part, -(-n // height), call.address, threads)

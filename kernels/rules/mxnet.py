@@ -17,6 +17,7 @@ copy that is written on the way. It is never read, so the compiler leaves its lo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -95,7 +96,7 @@ def conditioning(
 
     A factor that rounds to 1, a bound of 0 or below and a decay that rounds to 0 cost nothing.
     """
-    scale = (SCALE,) if rounded(np.float64, rescale, composed=composed) != 1 else ()
+    scale = (SCALE,) if rounding(np.float64, composed=composed)(rescale) != 1 else ()
     clip = (CLIP,) if bound > 0 else ()
     added = (COUPLED_DECAY,) if to_float32(decay) > 0 else ()
     return scale + (added + clip if version == "1.9" else clip + added)
@@ -106,10 +107,11 @@ def conditioning_scalars(
     real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> tuple[Any, ...]:
     """The scalars of a `conditioning`, one after the other; the bound is float32 in any case."""
+    rounded = rounding(real, composed=composed)
     scalars = {
-        SCALE: (rounded(real, rescale, composed=composed),),
-        CLIP: (rounded(real, bound, composed=False),),
-        COUPLED_DECAY: (rounded(real, decay, composed=composed), 0.0),
+        SCALE: (rounded(rescale),),
+        CLIP: (to_float32(bound),),
+        COUPLED_DECAY: (rounded(decay), 0.0),
     }
     return tuple(x for transform in prologue for x in scalars[transform])
 
@@ -128,9 +130,9 @@ def bias_corrected(lr: float, beta1: float, beta2: float, t: int) -> float:
     return lr * (math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t))
 
 
-def rounded(real: Any, value: float, *, composed: bool) -> float:
-    """A scalar in the type of the arithmetic, by way of float32 unless ``composed``."""
-    return ROUNDING[real](value if composed else to_float32(value))
+def rounding(real: Any, *, composed: bool) -> Callable[[float], float]:
+    """What rounds to the type of the arithmetic, by way of float32 unless ``composed``."""
+    return ROUNDING[real] if composed else to_float32
 
 
 @_remembered
@@ -139,7 +141,7 @@ def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed
     if not composed:
         beta1, beta2 = to_float32(beta1), to_float32(beta2)
     betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
-    return (*betas, *(rounded(real, x, composed=composed) for x in others))
+    return (*betas, *map(rounding(real, composed=composed), others))
 
 
 MOMENTS = ("mean", "var")

@@ -9,10 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from ...kernels.cpu.gather import gather
-from ...kernels.cpu.threads import allocation
-from ...kernels.lazy import lazy
+from ...kernels.storage import STORAGES
 from ...ops.runtime import check
-from ...ops.runtime.arrays import adopt_anywhere, native
+from ...ops.runtime.arrays import adopt_anywhere, empty_like, native
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import gathered
 from ...ops.runtime.errors import reject
@@ -61,10 +60,13 @@ class Route:
     Ids and rows travel once for each process that uses them, however often they occur there.
     """
 
+    _occurrences: tuple[list[int], np.ndarray, np.ndarray] | None = None
+
     def __init__(self, shard: Shard, ids: Any) -> None:
         self._shard, self._comm = shard, shard.comm
         checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
         places = shard.places(np.empty(0, np.int64) if error else checked.reshape(-1))
+        self._rows = len(shard)
         self._distinct, inverse = np.unique(places, return_inverse=True)
         bounds = np.arange(self._comm.size + 1) * shard.height
         self._first = np.searchsorted(self._distinct, bounds)  # of each owner
@@ -106,14 +108,14 @@ class Route:
         array, error = attempted(self._checked_table, "Route.gather", table)
         agree(self._comm, "Route.gather", _form(array), error)
         sent = _rows_at(array, self._needed)
-        received = _empty_rows(array, len(self._distinct))
+        received = empty_like(array, (len(self._distinct), *array.shape[1:]))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
         return Arrival([transfer], lambda: native(_rows_at(received, self._inverse)))
 
     def _checked_table(self, where: str, table: Any) -> Any:
-        array, rows = self._checked(where, "table", table), len(self._shard)
-        if array.ndim == 0 or len(array) != rows:
-            expected = f"{rows} rows, those of this process"
+        array = self._checked(where, "table", table)
+        if array.ndim == 0 or len(array) != self._rows:
+            expected = f"{self._rows} rows, those of this process"
             reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
         if not array.flags.c_contiguous:
             expected = "a C-contiguous array"
@@ -121,11 +123,12 @@ class Route:
         return array
 
     def _checked(self, where: str, name: str, value: Any) -> Any:
-        array = adopt_anywhere(where, name, value)
+        array = value if type(value) is np.ndarray else adopt_anywhere(where, name, value)
         if isinstance(array, DeviceArray) and not self._comm.moves_device_arrays:
             expected = "an array on the host, which these processes can send"
             reject(ValueError, where, name, "is on a device", expected, "CUDA")
-        check.float_dtype(where, name, array, "a floating dtype")
+        if array.dtype not in STORAGES:
+            reject(TypeError, where, name, "has a wrong dtype", "a floating dtype", array.dtype)
         return array
 
     def scatter(self, gradient: Any) -> RowTensor:
@@ -146,30 +149,39 @@ class Route:
 
     def start_scatter(self, gradient: Any) -> Arrival[RowTensor]:
         """Send the gradients: `scatter` in two parts. The gradient may change meanwhile."""
+        sent = self.send_back(gradient)
+
+        def rows() -> RowTensor:
+            *arrays, positions, length = sent.wait()
+            return RowTensor(*arrays, positions=positions, batch_length=length)
+
+        return Arrival((), rows)
+
+    def send_back(self, gradient: Any) -> Arrival[tuple[Any, ...]]:
+        """As `start_scatter`; the arguments of the `RowTensor` arrive, which need no checks."""
         array, error = attempted(self._checked_gradient, "Route.scatter", gradient)
+        self._occurrences = self._occurrences or self._found_occurrences()
         counts, order, pairs = self._occurrences
-        form = _form(array)
         told = [(n, 0) for n in counts]
-        heard = agree(self._comm, "Route.scatter", form, error, told)
+        heard = agree(self._comm, "Route.scatter", _form(array), error, told)
         own_counts = heard[:, 0].tolist()
         n = sum(own_counts)
-        sent, values = _rows_at(array, order), _empty_rows(array, n)
+        sent, values = _rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
         places: np.ndarray = np.empty((n, 2), self._index)
         transfers = [
             self._comm.all_to_all(pairs, counts, places, own_counts),
             self._comm.all_to_all(sent, counts, values, own_counts),
         ]
 
-        def unpack() -> RowTensor:
+        def unpack() -> tuple[Any, ...]:
             rank = np.repeat(np.arange(self._comm.size), own_counts)
             first_needed = np.cumsum([0, *self._needed_counts])
             first_position = np.cumsum([0, *self._lengths.tolist()])
             rows = self._needed[first_needed[rank] + places[:, 0]]
             positions = first_position[rank] + places[:, 1]
             indices = values.holding(rows) if isinstance(values, DeviceArray) else rows
-            shape = (len(self._shard), *values.shape[1:])
-            length = int(self._lengths.sum())
-            return RowTensor(indices, values, shape, positions=positions, batch_length=length)
+            shape = self._rows, *values.shape[1:]
+            return indices, values, shape, positions, int(self._lengths.sum())
 
         return Arrival(transfers, unpack)
 
@@ -178,11 +190,11 @@ class Route:
         if array.shape[: len(shape)] != shape:
             expected = f"{shape}, then that of a row"
             reject(ValueError, where, "gradient", "has a wrong shape", expected, array.shape)
-        found = check.contiguous(array, where, "gradient")
-        return found.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements
+        if not (array.flags.c_contiguous and array.flags.aligned):
+            array = check.contiguous(array, where, "gradient")
+        return array.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements
 
-    @lazy
-    def _occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
+    def _found_occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         """The number of occurrences for each owner, their order by owner, and a pair for each.
 
         A pair, in this order, is the place among the different rows of the owner and the one in
@@ -196,14 +208,6 @@ class Route:
         pairs[:, 0] = (inverse - self._first[owner])[order]
         pairs[:, 1] = order
         return np.bincount(owner, minlength=self._comm.size).tolist(), order, pairs
-
-
-def _empty_rows(like: Any, n: int) -> Any:
-    """New rows, ``n`` of them, where ``like`` is."""
-    shape = n, *like.shape[1:]
-    if isinstance(like, DeviceArray):
-        return like.empty_like(shape=shape)
-    return allocation.empty(shape, like.dtype)
 
 
 def _rows_at(array: Any, indices: np.ndarray) -> Any:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.compiler.records import lie_in
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.lazy import lazy
 from ...kernels.rule import Prologue, Rule
@@ -109,7 +108,7 @@ class Layout:
 
     def shares_memory(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether any byte of these spans, addresses and sizes, belongs to an active variable."""
-        return lie_in(self.memory, spans)
+        return headers.lie_in(self.memory, spans)
 
     @lazy
     def has_pooled(self) -> bool:

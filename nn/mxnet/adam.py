@@ -95,17 +95,9 @@ class Adam(AdamFamily):
         if self.use_fused_step:
             return
         if lazy_update:
-            self._refuse_lazy()
+            self._is_lazy(composed=True)
         if self.compat == "1.9":
             reject(ValueError, self._name, "use_fused_step", "is not in MXNet 1.9", True, False)
-
-    def _refuse_lazy(self) -> None:
-        reject(AssertionError, self._name, "lazy_update", "needs use_fused_step", True, False)
-
-    def _touches_only_rows_of_gradient(self, composed: bool) -> bool:
-        if composed and self.lazy_update:  # one of them was assigned to
-            self._refuse_lazy()
-        return bool(self.lazy_update)
 
 
 @register

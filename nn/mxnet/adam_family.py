@@ -25,7 +25,7 @@ from ..base.parameter import Parameter
 from ..engine.host import update_of
 from ..engine.on_device import launch_updates
 from ..engine.reader import Gradients
-from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
+from .arguments import LISTS, Lists, as_lists, decay_rate, kept_epsilon
 from .bindings import Bindings
 from .optimizer import Optimizer
 
@@ -48,6 +48,7 @@ class AdamFamily(Optimizer):
     beta2 = Checked(decay_rate)
     epsilon = Checked(kept_epsilon)
     correct_bias: Any = True
+    lazy_update: Any = False
 
     def __init__(
         self, learning_rate: float | None, use_fused_step: bool, *moment_options: float, **base: Any
@@ -85,7 +86,7 @@ class AdamFamily(Optimizer):
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As `Optimizer.update`."""
-        if not is_list(index):
+        if not isinstance(index, LISTS):
             index, weight, grad, state = [index], [weight], [grad], [state]
         step = self.fused_step if self.use_fused_step else self.step
         step(index, weight, grad, state)
@@ -143,7 +144,7 @@ class AdamFamily(Optimizer):
         ]
         if not self._acts():
             return
-        lazy = self._touches_only_rows_of_gradient(composed)
+        lazy = self._is_lazy(composed)
         sparse_update = "lazy" if lazy else "dense_equivalent"
         bound, given = self._bindings.read(indices, self._label, variables, sparse_update, grads)
         active = indices
@@ -153,7 +154,11 @@ class AdamFamily(Optimizer):
         # The counts are a dict, which the compiled call cannot write: they go ahead of it, and
         # `done` goes up within it, which after an interrupt tells whether to take them back.
         before = list(map(counts.get, active))
-        done, count = counter = _counters.take()
+        try:
+            counter = _counters.free.pop()
+        except IndexError:
+            counter = _counters.take()
+        done, count = counter
         done[0] = 0
         try:
             numbers = self._advance(active)
@@ -181,9 +186,11 @@ class AdamFamily(Optimizer):
         """Whether there is an update at all."""
         return True
 
-    def _touches_only_rows_of_gradient(self, composed: bool) -> bool:  # noqa: ARG002
+    def _is_lazy(self, composed: bool) -> bool:
         """Whether a row-sparse gradient updates only the rows that occur."""
-        return False
+        if composed and self.lazy_update:
+            reject(AssertionError, self._name, "lazy_update", "needs use_fused_step", True, False)
+        return bool(self.lazy_update)
 
     def _advance(self, indices: Sequence[Any]) -> list[tuple[int, float, float]]:
         """Count an update of each index: its count, learning rate and weight decay.
@@ -249,9 +256,10 @@ def _scalars(
 ) -> np.ndarray:  # fmt: skip
     """A row of scalars, of rule and gradient transform, for the ``t``-th update of a weight."""
     where, _, rescale, bound, beta1, beta2, epsilon, correct_bias = options
-    check.scalar_at_least_0(where, _DECAY, wd)
     size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr
-    size = check.scalar_at_least_0(where, "the learning rate with its factors", size)
+    for name, value in ((_DECAY, wd), ("the learning rate with its factors", size)):
+        if not 0.0 <= value <= check.LARGEST:
+            check.scalar_at_least_0(where, name, value)
     rule_options = (size, epsilon, wd) if decays else (size, epsilon)
     transform = prologue, rescale, bound or 0.0, wd
     own = rules.adam_scalars(real, beta1, beta2, *rule_options, composed=composed)

@@ -83,18 +83,14 @@ def names(where: str, name: str, value: Any) -> dict[Any, str]:
     return dict(found)
 
 
-def is_list(index: Any) -> bool:
-    """Whether there are several indices."""
-    return isinstance(index, _LISTS)
-
-
-_LISTS = (list, tuple)
+LISTS = (list, tuple)
+"""Of which a call may give several indices, weights, gradients and states."""
 Lists = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
 
 def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> Lists:
     """Lists of equal length, of one element each where there is one index; no index repeats."""
-    if is_one := not isinstance(index, _LISTS):
+    if is_one := not isinstance(index, LISTS):
         index, weight, grad, state = [index], [weight], [grad], [state]
     try:
         n_different = len(set(index))
@@ -104,8 +100,8 @@ def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> List
     n = len(index)
     lists = () if is_one else (("weights", weight), ("grads", grad), ("states", state))
     for name, values in lists:
-        if not isinstance(values, _LISTS):
-            check_kind(where, name, values, _LISTS, "a list")
+        if not isinstance(values, LISTS):
+            check_kind(where, name, values, LISTS, "a list")
         if len(values) != n:
             wrong, expected = "has a wrong length", f"{n}, one for each index"
             reject(RejectedValueError, where, name, wrong, expected, len(values))

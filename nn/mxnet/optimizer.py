@@ -13,7 +13,7 @@ from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
 from ..base.arguments import Checked, CheckedAttributes, check_kind, count
 from . import arguments
-from .arguments import arguments_of, as_lists, is_list
+from .arguments import LISTS, arguments_of, as_lists
 from .master import as_float32, master_arguments, round_to
 
 _BASE_RATE = 0.01
@@ -273,7 +273,7 @@ class Optimizer(CheckedAttributes):
             return
         whole = [master_arguments(g, s) if self._has_master(w) else (w, g, s)
                  for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
-        given = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
+        given = map(list, zip(*whole, strict=True)) if isinstance(index, LISTS) else whole[0]
         self.update(index, *given)
         for w, master in masters:
             round_to(adopt_anywhere(self._name, "weight", w), master)
@@ -387,11 +387,11 @@ class Optimizer(CheckedAttributes):
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""
         counts, begin, largest = self._index_update_count, self.begin_num_update, self.num_update
-        for each in index if is_list(index) else [index]:
+        for each in index if isinstance(index, LISTS) else [index]:
             counts[each] = t = counts.get(each, begin) + 1
             largest = max(largest, t)
-        if largest != self.num_update:  # to set it takes longer than all else here
-            self.num_update = largest
+        if largest != self.num_update:  # a count: there is nothing to check
+            object.__setattr__(self, "num_update", largest)
 
 
 register = Optimizer.register

@@ -10,7 +10,7 @@ from ...ops.runtime import check, pending
 from ...ops.runtime.arrays import adopt_anywhere
 from ..base.arguments import check_kind
 from . import serialization
-from .arguments import as_lists, is_list
+from .arguments import LISTS, as_lists
 from .optimizer import Optimizer
 
 
@@ -61,7 +61,7 @@ class Updater:
             TypeError, ValueError, IndexError: as the optimizer. Nothing has changed then, where
                 everything goes to the optimizer in one call (``aggregate_num``).
         """
-        index = [_decoded(i) for i in index] if is_list(index) else _decoded(index)
+        index = [_decoded(i) for i in index] if isinstance(index, LISTS) else _decoded(index)
         indices, weights, grads, _ = as_lists("Updater", index, weight, grad, index)
         # A state made for no gradient would keep an old copy of its weight.
         given = [k for k, gradient in enumerate(grads) if gradient is not None]

@@ -174,11 +174,12 @@ class _Lookup(torch.autograd.Function):
         weight = ctx.weight
         if ctx.average:
             gradient = gradient / weight.row_shard.comm.size
-        rows = ctx.route.scatter(array_of(gradient.contiguous()))
+        arrival = ctx.route.send_back(array_of(gradient.contiguous()))
+        indices, values, _, *of_batch = arrival.wait()
         # A sparse tensor has no room for positions, so they go with the parameter. After a second
         # backward, which adds to the gradient, they do not fit it, and the step does without.
-        weight.row_positions = rows.positions, rows.batch_length
-        indices, values = tensor_of(rows.indices)[None], tensor_of(rows.values)
+        weight.row_positions = tuple(of_batch)
+        indices, values = tensor_of(indices)[None], tensor_of(values)
         if not len(values):  # PyTorch adds to it where it lies, and NumPy's memory cannot grow
             indices, values = indices.clone(), values.clone()
         found = torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)

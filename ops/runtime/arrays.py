@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.cpu.threads import allocation
 from ...kernels.formula import ROUNDING
+from ...kernels.storage import STORAGES
 from .device import DeviceArray
 from .errors import reject
 from .frameworks import framework_of
@@ -22,9 +24,8 @@ def real_type(dtype: np.dtype[Any]) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def rounding(dtype: np.dtype[Any]) -> Callable[[float], float]:
-    """The rounding of numbers to the type of the arithmetic on arrays of ``dtype``."""
-    return ROUNDING[real_type(dtype)]
+ROUNDINGS = {dtype: ROUNDING[real_type(dtype)] for dtype in STORAGES}
+"""By dtype of an array, what rounds numbers to the type of the arithmetic on it."""
 
 
 def address_of(array: Any) -> int:
@@ -39,12 +40,16 @@ def addresses_of(arrays: Sequence[Any]) -> list[int]:
     return headers.addresses_of(arrays)
 
 
-def empty_like(array: Any) -> Any:
-    """A new array of the same shape and dtype, in the same place; a large one begins at a line."""
+def empty_like(array: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """A new array of the same dtype in the same place; a large one begins at a line.
+
+    Its shape is the same unless given.
+    """
     if isinstance(array, DeviceArray):
-        return array.empty_like()
-    make = np.empty if array.nbytes < _LINES_FROM else allocation.empty
-    return make(array.shape, array.dtype)
+        return array.empty_like(shape=shape)
+    shape = array.shape if shape is None else shape
+    is_small = math.prod(shape) * array.itemsize < _LINES_FROM
+    return (np.empty if is_small else allocation.empty)(shape, array.dtype)
 
 
 def native(array: Any) -> Any:
@@ -61,8 +66,9 @@ def adopt_anywhere(where: str, name: str, value: Any) -> Any:
     if type(value) is np.ndarray:
         return value
     inner = getattr(value, "__fusestep_array__", value)
-    on_device = DeviceArray.adopt(where, name, inner)
-    return adopt(where, name, inner) if on_device is None else on_device
+    if isinstance(inner, DeviceArray) or framework_of(inner) is not None:
+        return DeviceArray.adopt(where, name, inner)
+    return adopt(where, name, inner)
 
 
 def adopt(where: str, name: str, value: Any) -> np.ndarray:

@@ -81,7 +81,7 @@ class RowGradient(NamedTuple):
             return found
         found.append((self.index_address, self.indices.nbytes))
         if self.positions is not None:
-            found.append((address_of(self.positions), self.positions.nbytes))
+            found.append((headers.address_of(self.positions), self.positions.nbytes))
         return found
 
 
@@ -159,7 +159,10 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
             update.enqueue(launch)
         return
     step = update.prepared(locked=use_locking and update.touched_only)
-    locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
+    if spans is None:
+        commit([step])
+    else:
+        locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
 
 
 def row_tables(
@@ -181,7 +184,7 @@ def row_table(
     ) = gradient  # fmt: skip
     matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     index_list = index_address, indices.itemsize, len(indices)
-    batch = (0, 0) if positions is None else (address_of(positions), batch_length)
+    batch = (0, 0) if positions is None else (headers.address_of(positions), batch_length)
     if rows is None:
         return RowTable(*matrix, *index_list, values_address, *batch)
     shared = rows_address, stride, weights_address if weights is not None else 0

@@ -219,7 +219,7 @@ def _steps_on_one_tensor(
 
 
 def tensor_step(
-    rule: Rule, prologue: Prologue, arrays: tuple[Any, ...], addresses: Sequence[int] | np.ndarray,
+    rule: Rule, prologue: Prologue, arrays: tuple[Any, ...], addresses: Sequence[int],
     hp: Sequence[float], *, use_locking: bool = False,
 ) -> None:  # fmt: skip
     """One step of ``rule`` on one tensor, in place; on a device it is enqueued.

@@ -13,9 +13,15 @@ from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
 from fusestep.kernels.cpu.compiler.machine import PythonEntry
-from fusestep.kernels.cpu.compiler.records import overlaps
 from fusestep.kernels.cpu.headers import arrays as headers
-from fusestep.kernels.cpu.headers.arrays import ANY, SAME, ExpectedArrays, address_of, alike
+from fusestep.kernels.cpu.headers.arrays import (
+    ANY,
+    SAME,
+    ExpectedArrays,
+    address_of,
+    alike,
+    overlaps,
+)
 from fusestep.kernels.cpu.threads.counts import Count, are_equal
 from fusestep.kernels.cpu.threads.parallel import commit
 
@@ -59,7 +65,7 @@ def test_address(monkeypatch, usable):
 def test_alike_arrays(dtype, shape):
     arrays = three(shape, dtype)
     found = alike(arrays, 2)
-    assert found.tolist() == [address_of(a) for a in arrays]
+    assert found == [address_of(a) for a in arrays]
 
 
 def test_only_what_is_written_must_be_writable():
@@ -107,6 +113,67 @@ def test_alike_arrays_that_touch():
 def test_other_numbers_are_not_alike():
     assert alike(three(dtype=np.int32), 3) is None
     assert alike(three(dtype=np.complex64), 3) is None
+
+
+def with_rows(shape=(6, 2), n=4, index=np.int64, dtype=np.float32):
+    return [*three(shape, dtype), np.zeros(n, index), np.ones((n, *shape[1:]), dtype)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize(("shape", "n"), [((6, 2), 4), ((6,), 9), ((2, 3, 0), 5), ((3, 2), 0)])
+def test_alike_arrays_with_rows(dtype, index, shape, n):
+    arrays = tuple(with_rows(shape, n, index, dtype))
+    found = alike(arrays, 3, has_rows=True)
+    assert found == [address_of(a) for a in arrays]
+    assert alike((*arrays[:3], read_only().view(np.int64), np.ones((3, *shape[1:]), dtype)), 3,
+                 has_rows=True) is not None  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [
+        (0, np.ones((6, 3), np.float32)),
+        (2, read_only().reshape(3, 2)),
+        (3, np.zeros(5, np.int64)),
+        (3, np.zeros((4, 1), np.int64)),
+        (3, np.zeros(4, np.int16)),
+        (3, np.zeros(4, np.float64)),
+        (3, np.zeros(4, ">i8")),
+        (3, np.zeros(8, np.int64)[::2]),
+        (3, np.zeros(33, np.uint8)[1:].view(np.int64)),
+        (3, [0, 1, 2, 3]),
+        (3, None),
+        (4, np.ones((5, 2), np.float32)),
+        (4, np.ones((4, 3), np.float32)),
+        (4, np.ones(4, np.float32)),
+        (4, np.ones((4, 2), np.float64)),
+        (4, np.ones((2, 4), np.float32).T),
+        (4, np.ones((4, 2), np.float32).view(Subclass)),
+        (4, 1.0),
+    ],
+)
+def test_no_rows_of_what_is_alike(place, other):
+    arrays = with_rows()
+    arrays[place] = other
+    assert alike(tuple(arrays), 3, has_rows=True) is None
+
+
+@pytest.mark.parametrize("overlap", ["indices", "values", "each other", "0-d"])
+def test_rows_apart_from_what_is_alike(overlap):
+    w, m, v, indices, values = with_rows()
+    memory = np.zeros(64, np.uint8)
+    if overlap == "indices":
+        indices = v.reshape(-1)[4:].view(np.int64)
+    elif overlap == "values":
+        values = v[2:]
+    elif overlap == "each other":
+        indices, values = memory[:32].view(np.int64), memory[28:60].view(np.float32).reshape(4, 2)
+    else:
+        w, m, v, values = (np.array(1.0, np.float32) for _ in range(4))
+    assert alike((w, m, v, indices, values), 3, has_rows=True) is None
+    touching = memory[:32].view(np.int64), memory[32:].view(np.float32).reshape(4, 2)
+    assert alike((*three((6, 2)), *touching), 3, has_rows=True) is not None
 
 
 def row_forms():

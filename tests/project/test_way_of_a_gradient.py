@@ -125,11 +125,11 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 # At most so many files, those of checks too, and switches from one to another.
 WAYS = {
     lazy_adam: (12, 23),
-    fused_sparse_adam: (14, 37),
-    mxnet_updater: (17, 39),
-    torch_adamw: (10, 16),
-    torch_sparse: (15, 25),
-    sharded_embedding: (29, 120),
+    fused_sparse_adam: (10, 17),
+    mxnet_updater: (13, 23),
+    torch_adamw: (9, 15),
+    torch_sparse: (13, 23),
+    sharded_embedding: (22, 79),
 }
 
 

@@ -108,14 +108,12 @@ class NativeFunction:
         self._entry = entry
         self._loaded: Loaded | _ByNumba | None = None
 
-    @property
+    @lazy
     def address(self) -> int:
         """The address of the machine code, compiled or read from the cache on first use."""
-        if self._loaded is None:
-            with _lock:
-                # Looked at once more: another thread may have loaded it while this one waited.
-                if self._loaded is None:
-                    self._loaded = self._load()
+        with _lock:
+            # Another thread may have loaded it while this one waited.
+            self._loaded = self._loaded or self._load()
         return self._loaded.address
 
     @property

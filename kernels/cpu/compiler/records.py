@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,27 +51,3 @@ def last_at_most(values, n, x):
         else:
             high = middle
     return low
-
-
-@njit
-def overlaps(stretches, begin, end):
-    """Whether ``begin .. end`` overlaps any stretch of memory.
-
-    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
-    overlap. So the last one that begins before ``end`` decides.
-    """
-    begins, ends = stretches[0], stretches[1]
-    if begins.size == 0 or begin >= end:
-        return False
-    last = last_at_most(begins, begins.size, end - 1)
-    return begins[last] < end and ends[last] > begin
-
-
-def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
-    """The same for Python: whether any byte of spans, addresses and sizes, is in a stretch."""
-    begins, ends = stretches
-    for begin, n_bytes in spans:
-        last = bisect_left(begins, begin + n_bytes) - 1
-        if n_bytes > 0 and last >= 0 and ends[last] > begin:
-            return True
-    return False

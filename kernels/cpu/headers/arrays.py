@@ -13,6 +13,7 @@ import ctypes
 import math
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ...storage import STORAGES
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
 from ..compiler.machine import PythonEntry
-from ..compiler.records import int64s, overlaps, records
+from ..compiler.records import int64s, last_at_most, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 
@@ -148,8 +149,9 @@ def _is_plain(header, array_type, dtype, flags, ndim):
 
 
 @njit
-def _has_shape(header, shape):
-    for d in range(header.ndim):
+def _has_shape(header, shape, begin):
+    """Whether the sizes of an array, from one dimension on, are those at an address."""
+    for d in range(begin, header.ndim):
         if load_int64(header.shape + 8 * d) != load_int64(shape + 8 * d):
             return False
     return True
@@ -158,6 +160,30 @@ def _has_shape(header, shape):
 @njit(inline="always")
 def _data_of(array, n):
     return int64s(header_at(array).data, n)
+
+
+@njit
+def overlaps(stretches, begin, end):
+    """Whether ``begin .. end`` overlaps any stretch of memory.
+
+    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
+    overlap. So the last one that begins before ``end`` decides.
+    """
+    begins, ends = stretches[0], stretches[1]
+    if begins.size == 0 or begin >= end:
+        return False
+    last = last_at_most(begins, begins.size, end - 1)
+    return begins[last] < end and ends[last] > begin
+
+
+def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
+    """The same for Python: whether any byte of spans, addresses and sizes, is in a stretch."""
+    begins, ends = stretches
+    for begin, n_bytes in spans:
+        last = bisect_left(begins, begin + n_bytes) - 1
+        if n_bytes > 0 and last >= 0 and ends[last] > begin:
+            return True
+    return False
 
 
 def _read_expected(query, arrays, addresses):
@@ -197,7 +223,7 @@ def _read_expected(query, arrays, addresses):
         flags = C_CONTIGUOUS_ALIGNED | _WRITEABLE
         if not _is_plain(header, c.array_type, form.dtype, flags, form.ndim):
             return 0
-        if header.data != form.place or not _has_shape(header, dims):
+        if header.data != form.place or not _has_shape(header, dims, 0):
             return 0
         dims += 8 * form.ndim
     return 1
@@ -259,37 +285,57 @@ class _Kind(NamedTuple):
 
 
 _kinds_at = records(_Kind)
-_KINDS = np.array([_Kind(id(dtype), dtype.itemsize) for dtype in STORAGES], np.int64)
+_INDEX_DTYPES = np.dtype(np.int32), np.dtype(np.int64)
+_KINDS = np.array([_Kind(id(x), x.itemsize) for x in (*STORAGES, *_INDEX_DTYPES)], np.int64)
+_N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_KINDS), address_of(_KINDS)
 
 
-def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
-    """Addresses of a tuple's arrays; whether they are alike, lie apart, the first ones writable."""
-    n, known, n_bytes = load_int64(arrays + LENGTH), _kinds_at(kinds, _N_KINDS), 0
-    first, out = header_of(arrays, 0), _data_of(addresses, n)
-    if first.type != array_type:
-        return 0
-    for i in range(_N_KINDS):
-        if known[i].dtype == first.dtype:
-            n_bytes = known[i].itemsize
-    if n_bytes == 0:
-        return 0
-    for d in range(first.ndim):
-        n_bytes *= load_int64(first.shape + 8 * d)
+@njit
+def _itemsize(kinds, is_index, dtype):
+    """The size of a dtype that is a floating one, or one of indices; 0 of any other."""
+    known = _kinds_at(kinds, _N_KINDS)
+    for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
+        if known[k].dtype == dtype:
+            return known[k].itemsize
+    return 0
+
+
+@njit
+def _n_bytes(header, itemsize):
+    for d in range(header.ndim):
+        itemsize *= load_int64(header.shape + 8 * d)
+    return itemsize
+
+
+def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses):
+    """Addresses of a tuple's arrays; whether these are as `alike` has them."""
+    n = load_int64(arrays + LENGTH)
+    n_alike, first, out = n - 2 * has_rows, header_of(arrays, 0), _data_of(addresses, n)
+    length = n_bytes = index_bytes = 0
     for k in range(n):
-        header = header_of(arrays, k)
+        header, is_index = header_of(arrays, k), k == n_alike
+        if header.type != array_type or first.ndim < has_rows:
+            return 0
+        dtype, ndim = (header.dtype, 1) if is_index else (first.dtype, first.ndim)
         flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
-        if not _is_plain(header, array_type, first.dtype, flags, first.ndim):
+        itemsize = _itemsize(kinds, is_index, dtype)
+        if itemsize == 0 or not _is_plain(header, array_type, dtype, flags, ndim):
             return 0
-        if not _has_shape(header, first.shape):
+        if not _has_shape(header, first.shape, k >= n_alike):
             return 0
-        out[k] = header.data
+        if is_index:
+            length = load_int64(header.shape)
+        elif k > n_alike and load_int64(header.shape) != length:
+            return 0
+        out[k], own = header.data, _n_bytes(header, itemsize)
+        n_bytes, index_bytes = own if k == 0 else n_bytes, own if is_index else index_bytes
         for j in range(k):
-            if abs(out[k] - out[j]) < n_bytes:
+            other = n_bytes if j < n_alike else index_bytes
+            if out[j] < out[k] + own and out[k] < out[j] + other:
                 return 0
     return 1
 
 
-_N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
 # Where the elements of a tuple begin is baked in, and differs between versions of Python.
 _read = NativeFunction(
     _read_expected, f"array headers {ITEMS}", PythonEntry(returns=True, holds_gil=True)
@@ -302,15 +348,16 @@ _read_alike = NativeFunction(
 READERS = _read, _read_alike
 
 
-def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
-    """The int64 addresses of ``arrays`` of one floating dtype and one shape.
+def alike(arrays: tuple[Any, ...], n_written: int, *, has_rows: bool = False) -> list[int] | None:
+    """The addresses of ``arrays`` of one floating dtype and one shape.
 
-    None where an object is no plain ndarray, an array is not contiguous or aligned, one of the
-    first ``n_written`` is read-only, dtypes or shapes differ, or two arrays overlap.
+    If the tuple ``has_rows``, its last two are indices and values of a row-sparse gradient of the
+    others. None where an object is no plain ndarray, an array is not contiguous or aligned, one of
+    the first ``n_written`` is read-only, dtypes or shapes do not fit, or two arrays overlap.
     """
     if not usable:
         return None
     addresses = np.empty(len(arrays), np.int64)
     kinds = ARRAY_TYPE, _kinds_address
-    fits = _read_alike.call(id(arrays), n_written, *kinds, id(addresses))
-    return addresses if fits else None
+    fits = _read_alike.call(id(arrays), n_written, has_rows, *kinds, id(addresses))
+    return addresses.tolist() if fits else None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from ...inner import njit
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
 from ..compiler.machine import PythonEntry
-from ..compiler.records import int64s, lie_in, overlaps, records
-from .arrays import ITEMS, LENGTH, address_of
+from ..compiler.records import int64s, records
+from .arrays import ITEMS, LENGTH, address_of, overlaps
 from .tensor_fields import Fields, layout_of, signed
 
 NONE, DENSE, ROWS, WRITTEN = range(4)
@@ -188,7 +188,7 @@ class ExpectedTensors:
         self._places = np.zeros(len(forms), np.int64)
         self.versions = np.zeros(n, np.int64)
         self._memory = np.zeros((2, len(self._apart)), np.int64)
-        self._stretches: list[list[int]] = [[], []]
+        self.stretches: list[list[int]] = [[], []]  # of what is written, as for `lie_in`
         self._is_settled = False
         tables = [np.array(t, np.int64) for t in ([*map(id, same)], forms, dims, layout.fields)]
         self._alive = tables, [type(tensor) for tensor, _ in every]
@@ -230,12 +230,8 @@ class ExpectedTensors:
         order = np.argsort(begins)
         self._memory[0] = begins[order]
         self._memory[1] = self._memory[0] + sizes[order]
-        self._stretches = self._memory.tolist()
+        self.stretches = self._memory.tolist()
         return bool((self._memory[1, :-1] <= self._memory[0, 1:]).all())
-
-    def shares_memory(self, spans: Iterable[tuple[int, int]]) -> bool:
-        """Whether any byte of these spans, addresses and sizes, belongs to what is written."""
-        return lie_in(self._stretches, spans)
 
 
 def _form(torch: Any, codes: dict[Any, int], tensor: Any, kind: int) -> _TensorForm:

@@ -36,6 +36,8 @@ class Table(NamedTuple):
     first_range: int
     range: int  # positions of a range
     n_ranges: int
+    first_part: int  # of a dense-equivalent sweep
+    part: int  # rows of a part
     positions: int  # of the occurrences in a batch that this is a part of, or 0
 
 
@@ -51,14 +53,6 @@ class HotSegment(NamedTuple):
 
 
 HOT_BYTES = 8 * len(HotSegment._fields)
-
-
-class SweepPart(NamedTuple):
-    """Rows of a table that are one part of a dense-equivalent sweep; all ``int64``."""
-
-    table: int
-    begin: int
-    end: int
 
 
 class RowCall(NamedTuple):
@@ -101,14 +95,13 @@ class RowCall(NamedTuple):
     n_valid: int  # how many of them belong to rows
     n_hot: int
     n_parts: int
-    parts: int  # [n_parts] of `SweepPart`
     measured: int  # [n] float64: at the first key of each segment what was measured of its row
 
 
 # The key list is read a little beyond its end, to prefetch.
 PADDING = 32
 
-parts_at, _tables_at, _hot_at = records(SweepPart), records(Table), records(HotSegment)
+_tables_at, _hot_at = records(Table), records(HotSegment)
 
 
 @njit(inline="always")

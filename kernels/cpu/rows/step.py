@@ -76,11 +76,12 @@ class _Sizes(NamedTuple):
     sort_parts: int
     threads: int  # of the update
     ranges: tuple[tuple[int, int], ...]  # of each table: their length, and how many there are
+    sweep: tuple[tuple[int, int], ...]  # of each table: its first part, and rows of a part
     arguments: tuple[int, ...]  # the first of `RowCall`
     places: tuple[int, ...]  # word at which each section behind `RowCall` begins
     words: int
     loops: tuple[tuple[int, int, int], ...]  # that group: addresses, how many parts, threads
-    n_parts: int  # of the update of the rows that occur
+    n_parts: int  # of the update
     told: tuple[int, ...]  # the last of `RowCall`, for this update
     carries: bool  # whether keys have the numbers of gradient rows
 
@@ -94,7 +95,7 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         n_rows += table.rows
         elements += table.rows * width
         widest = max(widest, width)
-        shapes.append((length, table.whole_length or length, width))
+        shapes.append((length, table.whole_length or length, table.rows, width))
         carried = max(carried, table.n_gradient_rows)
         carries = carries and table.gradient_rows != 0 and not (table.weights or table.winners)
     work = n * (widest + _ROW_COST) if touched_only else elements
@@ -105,20 +106,22 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
     dropped_row, carried_bits = n_rows if drop else -1, carried.bit_length() if carries else 0
     shape = n, n_rows, len(kernel.row_bytes), dropped_row, kernel.real.itemsize, carried_bits
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
-    return _sizes_of(shape, tuple(shapes), *parts, scratch + LINE)
+    return _sizes_of(shape, tuple(shapes), *parts, scratch + LINE, touched_only)
 
 
 @lru_cache(maxsize=256)
 def _sizes_of(
-    shape: tuple[int, ...], table_shapes: tuple[tuple[int, int, int], ...], sort_parts: int,
-    threads: int, scratch: int,
+    shape: tuple[int, ...], table_shapes: tuple[tuple[int, int, int, int], ...], sort_parts: int,
+    threads: int, scratch: int, touched_only: bool,
 ) -> _Sizes:  # fmt: skip
     n, n_rows, n_arrays, dropped_row, real_bytes, carried_bits = shape
-    ranges = tuple(ranges_of(whole_length) for _, whole_length, _ in table_shapes)
-    n_tables, n_ranges, hot_elements = len(table_shapes), 0, 0
-    for (length, _, width), (_, n_own) in zip(table_shapes, ranges, strict=True):
+    ranges = tuple(ranges_of(whole_length) for _, whole_length, *_ in table_shapes)
+    n_tables, n_ranges, hot_elements, n_swept, sweep = len(table_shapes), 0, 0, 0, []
+    for (length, _, height, width), (_, n_own) in zip(table_shapes, ranges, strict=True):
         n_ranges += n_own
         hot_elements += length // (HOT + 1) * n_own * width
+        sweep.append((n_swept, part := _sweep_rows(width)))
+        n_swept += -(-height // part)
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     # Of a radix digit: at most 11 bits, even passes, and no more counters than keys need.
     passes = -(-row_bits // min(11, max(4, n.bit_length() + 1)))
@@ -145,11 +148,12 @@ def _sizes_of(
     arguments = (n_tables, n, *bits, dropped_row, sort_parts, scratch_words * 8)
     loops = _grouping(sort_parts, passes, max(sort_parts, threads), n_ranges if n > HOT else 0)
     # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
-    n_parts = 1 if threads == 1 else min(n, _PARTS_PER_THREAD * threads)
+    n_touched = 1 if threads == 1 else min(n, _PARTS_PER_THREAD * threads)
+    n_parts = n_touched if touched_only else n_swept
     told = list(_UNKNOWN)
     told[_FIELD["n_parts"] - _FIELD["bad_position"]] = n_parts
     return _Sizes(
-        n, sort_parts, threads, ranges, arguments, ends[:-1], ends[-1], loops,
+        n, sort_parts, threads, ranges, tuple(sweep), arguments, ends[:-1], ends[-1], loops,
         n_parts, tuple(told), carried_bits > 0,
     )  # fmt: skip
 
@@ -197,12 +201,6 @@ def _kernel_arguments(
     return add, single, (*kernel_arguments, *itemsizes, address_of(_range_numbers))
 
 
-@cache
-def _updating(shares: bool) -> int:
-    """The address of `update_touched`, kept where a step finds it without a call."""
-    return rows.TOUCHING[shares][1].address
-
-
 class RowStep:
     """One step of a rule on tables with row-sparse gradients.
 
@@ -226,7 +224,6 @@ class RowStep:
         self._kernel, self._tables, self._shares = kernel, tables, False
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
-        self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
         kernel_arguments = _kernel_arguments(
             kernel, row_block, not touched_only, self._size.n > HOT
         )
@@ -238,24 +235,12 @@ class RowStep:
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
-            n, most = self._size.n_parts, self._size.threads
-            update = (
-                Loop(_updating(self._shares), n, call, min(most, n))
-                if touched_only
-                else self._sweep()
-            )
-            self.loops = (update,)
+            update = rows.TOUCHING[self._shares][1] if touched_only else rows.update_all
+            self.loops = (Loop.of(update, self._size.n_parts, call, self._size.threads),)
 
     def release(self) -> None:
         """Give the block back."""
         give_back(self._block)
-
-    def _set(self, field: str, value: int | np.ndarray) -> None:
-        """Write an argument of the loops, of an array the address; it is kept alive."""
-        if isinstance(value, np.ndarray):
-            self._keep.append(value)
-            value = address_of(value)
-        self._block.words[_FIELD[field]] = value
 
     def _write_arguments(
         self, kernel_arguments: tuple[int, int, tuple[int, ...]], locks: int
@@ -271,7 +256,7 @@ class RowStep:
         g, real = self._kernel.g, self._kernel.real
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
-        for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
+        for table, ranges, part in zip(tables, size.ranges, size.sweep, strict=True):
             addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
                 stride, weights, winners, first, _ = table  # fmt: skip
             source, add, block = base + 8 * len(fields), own_sum, single
@@ -293,10 +278,10 @@ class RowStep:
             fields += (
                 values, stride, rows, weights, first, source, at_addresses, add, block, hp,
                 n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
-                length, n_ranges, positions,
+                *ranges, *part, positions,
             )  # fmt: skip
             at_addresses += 8 * len(addresses)
-            first_range += n_ranges
+            first_range += ranges[1]
             first_row += n_rows
             first_position += n
         for table in tables:
@@ -309,23 +294,13 @@ class RowStep:
         # that their number fixes, whichever thread has measured which row.
         squares, threads = np.zeros(self._size.n), self._size.threads
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
-        self._set("measured", squares)
-        self._set("n_parts", n_parts)
+        words = self._block.words
+        words[_FIELD["measured"]], words[_FIELD["n_parts"]] = address_of(squares), n_parts
         run(rows.TOUCHING[self._shares][0], n_parts, self._block.address, threads)
         return float(squares.sum())
 
-    def _sweep(self) -> Loop:
-        """Dense-equivalent: one sweep over all rows."""
-        parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
-        self._set("parts", parts)
-        self._set("n_parts", len(parts))
-        return Loop.of(rows.update_all, len(parts), self._block.address, self._size.threads)
 
-
-def _sweep_parts(t: int, table: RowTable) -> np.ndarray:
-    """Row ranges of about `_SWEEP_PART` elements, in whole tiles: ``[P]`` of `SweepPart`."""
-    tile = max(1, rows.TILE // max(table.width, 1))
-    height = max(1, _SWEEP_PART // max(table.width, 1) // tile) * tile
-    begins = np.arange(0, table.rows, height)
-    ends = np.minimum(begins + height, table.rows)
-    return np.stack([np.full_like(begins, t), begins, ends], axis=1)
+def _sweep_rows(width: int) -> int:
+    """Rows of a part of a sweep: about `_SWEEP_PART` elements, in whole tiles."""
+    tile = max(1, rows.TILE // max(width, 1))
+    return max(1, _SWEEP_PART // max(width, 1) // tile) * tile

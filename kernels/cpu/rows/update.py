@@ -25,7 +25,7 @@ from ..compiler.intrinsics import (
 )
 from ..compiler.lines import LINE, prefetch
 from ..compiler.records import int64s, last_at_most
-from .layout import HOT_BYTES, PADDING, RowCall, hot_of, parts_at, tables_of
+from .layout import HOT_BYTES, PADDING, RowCall, hot_of, tables_of
 from .sort import first_key_at_least, share
 
 # Lines of parameters and states that are on their way at a time: rows lie far apart, so that
@@ -281,8 +281,9 @@ def update_all(index, slot, c):
     """
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)
-    own = parts_at(c.parts, c.n_parts)[index]
-    t, row, last = own.table, own.begin, own.end
+    t = last_at_most(tables.first_part, c.n_tables, index)
+    row = (index - tables[t].first_part) * tables[t].part
+    last = min(row + tables[t].part, tables[t].rows)
     first_row, width = tables[t].first_row, tables[t].width
     tile = max(1, TILE // max(width, 1))
     buffer = c.scratch + slot * c.scratch_bytes

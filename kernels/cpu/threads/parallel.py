@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numba
@@ -319,14 +319,30 @@ def at_most(
         _caller.limit = before
 
 
-def beside_openmp(team: int, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """The result of a function whose loops may run on the ``team`` threads of PyTorch."""
-    before = _caller.team
-    try:  # as in `at_most`
-        _caller.team = team
-        return function(*args, **kwargs)
-    finally:
-        _caller.team = before
+def beside_openmp(
+    ask: Callable[[], int], name: str
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: loops may run on the threads of PyTorch, of which ``ask`` tells the number.
+
+    Where it has fewer than now, they use no more; ``name`` is the function that was called for it.
+    """
+    most = ask()  # one for each physical core, which nobody has wished for
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def beside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if (team := ask()) < most:
+                return at_most(Limit(team, name), function, *args, **kwargs)
+            before = _caller.team
+            try:  # as in `at_most`
+                _caller.team = team
+                return function(*args, **kwargs)
+            finally:
+                _caller.team = before
+
+        return beside
+
+    return decorate
 
 
 class Arguments:
