@@ -142,7 +142,8 @@ def _loaded(
 
     With ``counts`` those of counts are int64, else of the arithmetic as well.
     """
-    values, names = [], {}
+    values: list[str] = []
+    names: dict[str, Any] = {}
     for place in kernel.places(states):
         storage = kernel.storages[place]
         number = _number_type(kernel, storage) if counts else numba_type(kernel.real)
@@ -156,7 +157,8 @@ def _stored(
     kernel: Kernel, compiler: Compiler, places: Iterable[int], values: Iterable[str]
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines that store values to element ``i`` of the arrays at some places."""
-    lines, names = [], {}
+    lines: list[str] = []
+    names: dict[str, Any] = {}
     for place, value in zip(places, values, strict=True):
         storage = kernel.storages[place]
         convert = storage.from_wide if kernel.real is F64 else storage.from_real
