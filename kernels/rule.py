@@ -209,7 +209,10 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
             [*own, *map(names.__getitem__, rule.takes)]
             for own, names in zip(given, known, strict=True)
         ]
-    return np.array([*starmap(rule.factor, given)], np.float64).reshape(len(given), -1)
+    found = np.array([*starmap(rule.factor, given)], np.float64).reshape(len(given), -1)
+    # The sign of one depends on how often Python has run the function.
+    found[np.isnan(found)] = np.nan
+    return found
 
 
 @dataclass(frozen=True, eq=False)

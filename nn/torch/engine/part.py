@@ -15,8 +15,8 @@ from ....kernels.formula import Numbers
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....kernels.state import State
-from ....ops.runtime.row_step import RowGradient, Update
-from ...engine.host import update_of
+from ....ops.runtime.row_step import RowGradient, RowUpdate, Update
+from ....ops.runtime.step import DenseUpdate
 from ...engine.layout import Batch, Layout
 
 Group = Mapping[str, Any]
@@ -165,8 +165,11 @@ class Part:
 
     def update(self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
-        how = self.rule, before.prologue, bool(self.choice.touched_only)
-        return update_of((self.batch, *how, self.gradients(given), hp, hp_of))
+        batch = self.batch
+        own = self.rule, before.prologue, batch.variables, self.gradients(given)
+        if not batch.row_sparse:
+            return DenseUpdate(*own, batch.g, hp, hp_of)
+        return RowUpdate.of(batch.labels, *own, hp, hp_of.tolist(), bool(self.choice.touched_only))
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""
