@@ -328,8 +328,9 @@ def test_a_parameter_made_read_only_is_refused() -> None:
         (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
         (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
         (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
+        (lambda w: setattr(w, "dtype", np.int32), TypeError, "parameter 'w' .* wrong dtype"),
     ],
-    ids=["read-only", "shape", "resized"],
+    ids=["read-only", "shape", "resized", "dtype"],
 )
 def test_arrays_that_were_changed_between_steps(
     change: Any, error: Any, text: str, is_sparse: bool
