@@ -264,4 +264,4 @@ def scope_storer(kernel: Kernel, compiler: Compiler, begin: int) -> Any:
     places = kernel.places(kernel.rule.factor_states)
     values = [f"values[{begin + k}]" for k in range(len(places))]
     lines, names = _stored(kernel, compiler, places, values)
-    return compiler.inlined(_written("arrays, values", ("i = 0", *lines, "return"), names))
+    return compiler.inlined(_written("arrays, values", ("i = 0", *lines), names))

@@ -115,11 +115,15 @@ def test_pooled_rows_and_gradients(pooling: str, dtype: Any) -> None:
         assert_close(found.to_dense(), own)
 
 
+def weights_of(ids: list[np.ndarray], dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(2)
+    return [rng.standard_normal(len(own)).astype(dtype) for own in ids]
+
+
 def test_per_sample_weights() -> None:
     tables = tables_of(SHAPES)
     ids, offsets = bags_of([len(t) for t in tables], 60, 9)
-    rng = np.random.default_rng(2)
-    weights = [rng.standard_normal(len(own)).astype(np.float32) for own in ids]
+    weights = weights_of(ids)
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets, weights)
     assert_close(out, pooled(tables, ids, offsets, "sum", weights))
@@ -134,8 +138,7 @@ def test_forms_of_weights() -> None:
     """Of ids in one array, as those of lists; strided, or of 16 bits, which Python reads."""
     tables = tables_of(SHAPES)
     ids, offsets = bags_of([len(t) for t in tables], 31, 7)
-    rng = np.random.default_rng(2)
-    weights = [rng.standard_normal(len(own)).astype(np.float16) for own in ids]
+    weights = weights_of(ids, np.float16)
     bags = ops.EmbeddingBags()
     wide = [own.astype(np.float32) for own in weights]
     out = bags(tables, ids, offsets, wide)
