@@ -103,8 +103,8 @@ def save_checkpoint(
     >>> save_checkpoint(folder, opt, alone(), shards)
     >>> table.data[:] = 0
     >>> load_checkpoint(folder, opt, alone(), shards)
-    >>> table.data.sum()
-    np.float32(8.0)
+    >>> float(table.data.sum())
+    8.0
     """
     where = "save_checkpoint"
     path, arrays = _given(where, folder, optimizer, shards, comm)

@@ -13,7 +13,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...kernels.state import State
 from .engine.options import arguments
-from .engine.part import Choice, Group, Method, number
+from .engine.part import Choice, Group, Method
 from .optimizer import Fused
 
 
@@ -88,7 +88,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        lr, fading = number(group["lr"]), step ** group["beta2_decay"]
+        lr, fading = group["lr"], step ** group["beta2_decay"]
         epsilon = group["eps"][0]
         if epsilon is None:  # that of the first one counts, as in PyTorch
             dtype = next(p.dtype for p in group["params"] if p.grad is not None)

@@ -82,7 +82,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        return number(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
+        return group["lr"] / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
 
 
 class Adadelta(Fused, torch.optim.Adadelta):
@@ -143,7 +143,7 @@ class Adadelta(Fused, torch.optim.Adadelta):
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `FusedOptimizer`."""
         rho = group["rho"]
-        return number(group["lr"]), rho, 1.0 - rho, group["eps"]
+        return group["lr"], rho, 1.0 - rho, group["eps"]
 
 
 _RMSPROP = {
@@ -215,7 +215,7 @@ class RMSprop(Fused, torch.optim.RMSprop):
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `FusedOptimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
-        scalars = number(group["lr"]), alpha, 1.0 - alpha, group["eps"]
+        scalars = group["lr"], alpha, 1.0 - alpha, group["eps"]
         return (*scalars, momentum) if momentum > 0 else scalars
 
 
@@ -300,7 +300,7 @@ class FTRL(Fused, torch.optim.Optimizer):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        lr = number(group["lr"])
+        lr = group["lr"]
         if lr == 0.0:
             return (0.0,)
         formula = ftrl_rules.ftrl_formula(*(group[name] for name in _FTRL_OPTIONS))

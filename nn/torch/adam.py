@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
-from .engine.part import Choice, Group, Method, betas_of, moments_of, number, shrink_of
+from .engine.part import Choice, Group, Method, moments_of, number, shrink_of
 from .optimizer import Fused
 
 
@@ -85,7 +85,7 @@ class Adam(Fused, torch.optim.Adam):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        (beta1, beta2), lr = betas_of(group), number(group["lr"])
+        (beta1, beta2), lr = group["betas"], group["lr"]
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
         # One rule for both places of epsilon: the correction of the second moment is a factor of
@@ -212,12 +212,12 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        return Method(rules.TORCH_ADAM, touches=True)
+        return Method(rules.TORCH_ADAM, couples=False, touches=True)
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        beta1, beta2 = betas_of(group)
-        size = number(group["lr"]) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+        beta1, beta2 = group["betas"]
+        size = group["lr"] * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
         return (*moments_of(beta1, beta2), size, 1.0, group["eps"], 1.0)
 
     def _new_step(self) -> Any:

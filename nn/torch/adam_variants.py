@@ -14,7 +14,7 @@ from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
 from ...kernels.rules.torch import adam as rules
 from .engine.options import Sparse, arguments, betas_in_range, not_negative, with_defaults
-from .engine.part import Group, Method, betas_of, moments_of, number, shrink_of
+from .engine.part import Group, Method, moments_of, number, shrink_of
 from .optimizer import Fused
 
 
@@ -88,7 +88,7 @@ class NAdam(Fused, torch.optim.NAdam):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        (beta1, beta2), lr = betas_of(group), number(group["lr"])
+        (beta1, beta2), lr = group["betas"], group["lr"]
         mu, mu_next = _momentum(group, step), _momentum(group, step + 1)
         product = number(self.next_numbers(group, step)["mu_product"])
         gradient_size = lr * (1.0 - mu) / (1.0 - product)
@@ -100,7 +100,7 @@ class NAdam(Fused, torch.optim.NAdam):
 
 
 def _momentum(group: Group, step: float) -> float:
-    beta1, _ = betas_of(group)
+    beta1, _ = group["betas"]
     return float(beta1 * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"])))
 
 
@@ -165,7 +165,7 @@ class RAdam(Fused, torch.optim.RAdam):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        (beta1, beta2), lr = betas_of(group), number(group["lr"])
+        (beta1, beta2), lr = group["betas"], group["lr"]
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), 1.0 - beta2**step
         longest = 2.0 / (1.0 - beta2) - 1.0
@@ -233,8 +233,8 @@ class Adamax(Fused, torch.optim.Adamax):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        beta1, beta2 = betas_of(group)
-        return 1.0 - beta1, beta2, number(group["lr"]) / (1.0 - beta1**step), group["eps"]
+        beta1, beta2 = group["betas"]
+        return 1.0 - beta1, beta2, group["lr"] / (1.0 - beta1**step), group["eps"]
 
 
 class Lion(Fused, torch.optim.Optimizer):
@@ -285,9 +285,9 @@ class Lion(Fused, torch.optim.Optimizer):
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        beta1, beta2 = betas_of(group)
-        lr, decay = number(group["lr"]), group["weight_decay"]
-        return beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, decay, 0.0, 1.0
+        beta1, beta2 = group["betas"]
+        options = group["lr"], group["weight_decay"], 0.0, 1.0
+        return (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *options)
 
 
 class Adan(Fused, torch.optim.Optimizer):
@@ -345,6 +345,5 @@ class Adan(Fused, torch.optim.Optimizer):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        constants = *betas_of(group), group["eps"]
-        lr, decay = number(group["lr"]), number(group["weight_decay"])
-        return plain_rules.adan_scalars(float, lr, decay, int(step), constants, ())
+        constants, decay = (*group["betas"], group["eps"]), group["weight_decay"]
+        return plain_rules.adan_scalars(float, group["lr"], decay, int(step), constants, ())

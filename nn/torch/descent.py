@@ -79,7 +79,7 @@ class SGD(Fused, torch.optim.SGD):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        lr, momentum = number(group["lr"]), group["momentum"]
+        lr, momentum = group["lr"], group["momentum"]
         if not momentum:
             return (lr,)
         return lr, momentum, 1.0 - (group["dampening"] if step > 1 else 0.0)
@@ -145,7 +145,7 @@ class ASGD(Fused, torch.optim.ASGD):
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
         """See `FusedOptimizer`."""
-        lr = number(group["lr"])
+        lr = group["lr"]
         eta = lr / (1.0 + group["lambd"] * lr * step) ** group["alpha"]
         return {"eta": eta, "mu": 1.0 / max(1.0, step - group["t0"])}
 
@@ -206,7 +206,7 @@ class Rprop(Fused, torch.optim.Rprop):
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        return Method(rprop_rules.RPROP)
+        return Method(rprop_rules.RPROP, couples=False)
 
     def initial(self, role: str, group: Group) -> float:
         """See `FusedOptimizer`."""
@@ -214,4 +214,4 @@ class Rprop(Fused, torch.optim.Rprop):
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        return (number(group["lr"]), *group["etas"], *group["step_sizes"], 0.0, 1.0)
+        return (group["lr"], *group["etas"], *group["step_sizes"], 0.0, 1.0)

@@ -12,7 +12,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.torch import lars as lars_rules
 from .engine.options import betas_in_range, not_negative, with_defaults
-from .engine.part import Group, Method, number
+from .engine.part import Group, Method
 from .optimizer import Fused
 
 
@@ -69,9 +69,9 @@ class Lamb(Fused, torch.optim.Optimizer):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        beta1, beta2 = map(number, group["betas"])
+        beta1, beta2 = group["betas"]
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
-        options = group["eps"], group["weight_decay"], number(group["lr"])
+        options = group["eps"], group["weight_decay"], group["lr"]
         return (1.0 - beta1, 1.0 - beta2, *corrections, *options)
 
 
@@ -138,7 +138,7 @@ class LARS(Fused, torch.optim.Optimizer):
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
         dampening = group["dampening"] if step > 1 else 0.0
-        lr, momentum = number(group["lr"]), group["momentum"]
+        lr, momentum = group["lr"], group["momentum"]
         return lr, momentum, 1.0 - dampening, 1.0, group["weight_decay"]
 
     def constants(self, group: Group) -> dict[str, float]:

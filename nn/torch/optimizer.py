@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled
+from torch.autograd import profiler
 from torch.optim import optimizer as of_torch
 
 from ...kernels.cpu.threads.counts import NumberWrite
@@ -33,7 +33,17 @@ from ..engine.on_device import launch_updates
 from .engine.binding import Binding, check_parameter
 from .engine.memory import DTYPES
 from .engine.options import OWN, Sparse, check_group, check_own, check_rows
-from .engine.part import Before, Choice, Entry, Given, Group, Method, Part, number
+from .engine.part import (
+    Before,
+    Choice,
+    Entry,
+    Given,
+    Group,
+    GroupOptions,
+    Method,
+    Part,
+    number,
+)  # fmt: skip
 from .engine.state import (
     Number,
     cast_states,
@@ -87,10 +97,13 @@ class Fused(_Base):
     defaults: dict[str, Any]
     _bindings: dict[int | None, list[Binding]]
     _clipping: Any = None
+    _options: GroupOptions | None = None  # of the last step
     _counts_updates = True  # whether there is a state "step"
     _takes_sparse = True
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
-    _looks_at_scalars = False  # whether `scalars` is a user's
+    # Whether these methods are a user's.
+    _looks_at_scalars = False
+    _has_own_method = False
 
     def __init__(
         self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
@@ -110,7 +123,7 @@ class Fused(_Base):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls._looks_at_scalars = is_own(cls.scalars)
+        cls._looks_at_scalars, cls._has_own_method = is_own(cls.scalars), is_own(cls.method)
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
             cls.__init__ = _shown(cls)  # type: ignore[method-assign]
 
@@ -124,7 +137,7 @@ class Fused(_Base):
     def scalars(self, group: Group, step: float) -> Numbers:
         """The scalars of the rule, in its order, at update ``step`` = 1, 2, ...
 
-        The group has the `numbers` of the parameter too.
+        The group has the `numbers` of the parameter too, and numbers where options are tensors.
         """
 
     def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
@@ -232,7 +245,7 @@ class Fused(_Base):
         self, group: Group, keys: Iterable[tuple[Tensor, Any]], saved: Mapping[Any, Any]
     ) -> None:
         """Refuse states of elements in the place of those of rows, and the other way round."""
-        choice = self.method(group).choice(group)
+        choice = self._choice(group)
         if choice.rule.is_elementwise:
             return  # PyTorch lets shapes be, and so does a step that finds them as they have to be
         for parameter, key in keys:
@@ -328,8 +341,12 @@ class Fused(_Base):
         factors = [factor]
         if self._clipping is not None:
             factors = [factor * own for own in self._clipping.factors(parameters, gradients)]
-        choices = [self.method(group).choice(group) for group in groups]
-        before = Before.of(groups, choices, factors)
+        options = self._options
+        if options is None or not options.are_still(groups) or self._has_own_method:
+            options = self._options = GroupOptions(groups, self._choice)
+        plain, choices, before = options.plain or groups, options.choices, options.before
+        if factors != [1.0]:
+            before = Before.of(plain, choices, factors)
         lengths = [*map(len, map(_params_of, groups))]
         known = self._bindings.get(key, [])
         for binding in known:  # parameters may have gradients in some steps and in others not
@@ -337,15 +354,18 @@ class Fused(_Base):
                 continue
             given = binding.read(self.state, parameters, gradients)
             if given is not None and (param is None or _is_in(param, groups[binding.group])):
-                self._run(binding, given, before, {})
+                self._run(binding, given, plain, before, {})
                 break
         else:
             binding, new = self._bound(parameters, gradients, choices, known)
-            if self._run(binding, binding.first(), before, new):
+            if self._run(binding, binding.first(), plain, before, new):
                 binding.keep(self.state, lengths)
                 self._bindings[key] = [binding, *known[: _KEPT_BINDINGS - 1]]
         if self._clipping is not None:
             self._clipping = self._clipping.without(param)
+
+    def _choice(self, group: Group) -> Choice:
+        return self.method(group).choice(group)
 
     @torch.no_grad()
     def _bound(
@@ -432,8 +452,9 @@ class Fused(_Base):
 
     @as_torch
     def _run(
-        self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]
-    ) -> bool:
+        self, binding: Binding, given: Given, groups: Sequence[Group], before: Before,
+        new: Mapping[Tensor, Any],
+    ) -> bool:  # fmt: skip
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
         if self.skip_nonfinite and not binding.has_finite(given):
             self.skipped_steps += 1
@@ -445,7 +466,7 @@ class Fused(_Base):
         together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
         places: list[Sequence[int]] = []
         for part in binding.parts:
-            hp, hp_of, after = self._rows(part, given, steps, before)
+            hp, hp_of, after = self._rows(part, given, groups, steps, before)
             numbers += after
             if part.rule.is_two_stage and not part.is_on_device:
                 own: Any = part.update(given, before, hp[hp_of], np.arange(len(hp_of)))
@@ -453,7 +474,7 @@ class Fused(_Base):
                     together.append(own)
                     places.append(part.places)
                 else:
-                    prepared.append(self._measured(part, own))
+                    prepared.append(self._measured(own, part.of_groups(groups)))
                 continue
             updates.append(part.update(given, before, hp, hp_of))
             if part.is_on_device:
@@ -494,8 +515,8 @@ class Fused(_Base):
         return others
 
     @quiet
-    def _measured(self, part: Part, update: DenseUpdate) -> Prepared:
-        known = [self.constants(group) for group in part.of_groups(self.param_groups)]
+    def _measured(self, update: DenseUpdate, groups: Sequence[Group]) -> Prepared:
+        known = [self.constants(group) for group in groups]
         return completed(update, *measured(update, known[0]), known)
 
     def _steps(self, binding: Binding, given: Given) -> float | list[float]:
@@ -503,8 +524,8 @@ class Fused(_Base):
         if binding.counts_updates:
             values = binding.count.values
             if binding.count.read():
-                return float(values[0]) + 1.0
-            every: list[float] = (values + 1.0).tolist()
+                return values[0] + 1.0
+            every = [value + 1.0 for value in values]
         elif self._counts_updates:
             every = [float(state["step"]) + 1.0 for state in given.states]
         elif not any(given.are_new):
@@ -514,17 +535,19 @@ class Fused(_Base):
         return every[0] if every and len(set(every)) == 1 else every
 
     def _rows(
-        self, part: Part, given: Given, steps: float | list[float], before: Before
-    ) -> tuple[np.ndarray, np.ndarray, list[Number]]:
+        self, part: Part, given: Given, groups: Sequence[Group], steps: float | list[float],
+        before: Before,
+    ) -> tuple[np.ndarray, np.ndarray, list[Number]]:  # fmt: skip
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
-        groups, scalars = self.param_groups, self.scalars
+        scalars, names = self.scalars, part.numbers
         if self._looks_at_scalars:
             scalars = partial(self._checked_scalars, part.choice.rule)
-        names = tuple(self.numbers(groups[part.groups[0]]))
         is_one = len(before.factors) == 1
         if isinstance(steps, float) and not names and is_one:
-            chosen = [groups[k] for k in part.groups]
-            rows = [scalars(group, steps) + before.scalars(group, part.choice) for group in chosen]
+            rows = [scalars(groups[k], steps) for k in part.groups]
+            if before.prologue:
+                more = [before.scalars(groups[k], part.choice) for k in part.groups]
+                rows = [own + others for own, others in zip(rows, more, strict=True)]
             return part.rounded(rows), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
         scaled = [0] * len(part.places) if is_one else part.batch.positions.tolist()
@@ -616,7 +639,7 @@ def _is_watched(optimizer: Any) -> bool:
         or optimizer._optimizer_step_post_hooks
         or of_torch._global_optimizer_pre_hooks
         or of_torch._global_optimizer_post_hooks
-        or _profiler_enabled()
+        or profiler._is_profiler_enabled
     )
 
 

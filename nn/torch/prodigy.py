@@ -127,7 +127,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
         """See `FusedOptimizer`."""
         first, (beta1, beta2) = self.param_groups[0], group["betas"]
         largest = max(number(each["lr"]) for each in self.param_groups)
-        lr = number(group["lr"])
+        lr = group["lr"]
         if lr not in (largest, 0.0):
             raise RuntimeError(
                 "Prodigy: learning rates of groups differ: expected equal ones, or 0, got "
@@ -140,7 +140,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
             (beta1, beta2, _beta3(first)), group["eps"], first["d"], first["d0"], largest,
             correction, decoupled=group["decouple"], safeguarded=group["safeguard_warmup"],
         )  # fmt: skip
-        decay = number(group["weight_decay"])
+        decay = group["weight_decay"]
         scalars: Numbers = rules.prodigy_scalars(float, lr, decay, 0, constants, ())
         return scalars
 

@@ -10,7 +10,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
 from .engine.options import Sparse, betas_in_range, not_negative, with_defaults
-from .engine.part import Group, Method, number
+from .engine.part import Group, Method
 from .optimizer import Fused
 
 
@@ -85,7 +85,7 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        lr = number(group["lr"])
+        lr = group["lr"]
         decay = (lr * group["weight_decay"],) if group["decoupled_weight_decay"] else ()
         return (group["eps"], lr, *decay)
 
@@ -154,7 +154,7 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
-        (beta1, beta2), lr = map(number, group["betas"]), number(group["lr"])
+        (beta1, beta2), lr = group["betas"], group["lr"]
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
         scalars = 1.0 / corrections[1], group["eps"], lr / corrections[0]
         return (1.0 - beta1, 1.0 - beta2, *scalars, lr * group["weight_decay"])

@@ -75,7 +75,8 @@ def adopt(where: str, name: str, value: Any) -> np.ndarray:
     """The NumPy view of ``value``, without a copy.
 
     Taken are NumPy arrays and scalars, `fusestep.nn.Parameter`, and any object on the host
-    with ``__array__`` or ``__dlpack__``.
+    with ``__array__`` or ``__dlpack__``. What has DLPack alone is read-only before NumPy 2: a
+    gradient may be so, a variable is refused.
     """
     if type(value) is np.ndarray:
         return value

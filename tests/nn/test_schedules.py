@@ -33,7 +33,7 @@ def test_recorded(name: str) -> None:
         found, relative = api(**case.hyper), 1e-15
         assert isinstance(found, list)
         assert expected.dtype == np.float64
-    np.testing.assert_allclose(found, expected, rtol=relative, atol=0, strict=False)
+    np.testing.assert_allclose(found, expected, rtol=relative, atol=0)
     assert len(found) == len(expected) >= 10
 
 

@@ -680,6 +680,9 @@ class ArrayOnly:
         return self.array
 
 
+NUMPY_1 = np.lib.NumpyVersion(np.__version__) < "2.0.0"  # whose DLPack has read-only arrays
+
+
 class DLPackOnly:
     """An array behind DLPack."""
 
@@ -721,6 +724,11 @@ def identities(result: Any) -> list[int]:
 def test_array_like_objects(operator: Operator, wrap: Any) -> None:
     """They are updated in place, and returned as they were given."""
     inputs, plain = operator.inputs(), operator.inputs()
+    if wrap is DLPackOnly and NUMPY_1:
+        variable = operator.variables[0]
+        with refused(ValueError, f"{variable} is read-only", inputs):
+            operator.call({**inputs, variable: wrap(inputs[variable])})
+        return
     wrapped = {name: wrap(inputs[name]) for name in (*operator.variables, operator.gradient)}
     result = operator.call({**inputs, **wrapped})
     expected = operator.call(plain)

@@ -209,20 +209,19 @@ class ExpectedTensors:
         It fills in the addresses. `MOVED`: those of what is written are others than before, or
         this is the first look.
         """
-        found = self._found(same, tensors)
+        found = _look.call(self._at, self._fields, id(same), id(tensors))
         if found == SAME and self._is_settled:
             return SAME
         # Addresses of this look, or of one before that ended in the middle, are not taken over yet.
         self._is_settled = False
         # A second look: which gradients overlap with what is written can be told only by the new
         # places, which the first look has found.
-        if found == OTHER or not self._settled() or self._found(same, tensors) != SAME:
+        if found == OTHER or not self._settled():
+            return OTHER
+        if _look.call(self._at, self._fields, id(same), id(tensors)) != SAME:
             return OTHER
         self._is_settled = True
         return MOVED
-
-    def _found(self, same: tuple[Any, ...], tensors: tuple[Any, ...]) -> int:
-        return _look.call(self._at, self._fields, id(same), id(tensors))
 
     def _settled(self) -> bool:
         """Take over where written tensors lie now; whether they do so apart from each other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def _read_floats(addresses, n, out):
 
 
 are_equal_floats_at = NativeFunction(
-    _read_floats, "float counts are equal", PythonEntry(returns=True)
+    _read_floats, "float counts are equal", PythonEntry(returns=True, holds_gil=True)
 )
 
 
@@ -73,9 +74,9 @@ class TensorCount:
 
     def __init__(self, counts: np.ndarray, versions: np.ndarray) -> None:
         self.counts, n = counts, len(counts)
-        self.values = np.zeros(n, np.float32)
+        self.values = array("f", bytes(4 * n))  # whose numbers are those of Python
         self._call = Arguments(TensorCountCall(counts, n, versions, len(versions)))
-        self._read = address_of(counts), n, address_of(self.values)
+        self._read = address_of(counts), n, self.values.buffer_info()[0]
         self.loops = (Loop(_count_up_tensors.address, 1, self._call.address, 1),)
 
     def read(self) -> bool:

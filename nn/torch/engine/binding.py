@@ -261,6 +261,8 @@ class Binding:
         self._places = [i for i, e in enumerate(self._entries) if e is not None]
         # The state of each among all states, which go in the order of their keys.
         self._order = [every.get(id(e.parameter), -1) for e in self.active]
+        self._is_in_order = self._order == [*range(len(states))]
+        self._is_complete = len(self._places) == len(self._parameters)
         self._has_counts_of_python = any(
             "step" in e.numbers and "step" not in own
             for e, own in zip(self.active, self._numbers, strict=True)
@@ -269,14 +271,16 @@ class Binding:
         for k, (entry, numbers) in enumerate(zip(self.active, self._numbers, strict=True)):
             if names := (*entry.shapes, *numbers):
                 by_names.setdefault(names, []).append(k)
-        self._getters = [(itemgetter(*names), len(names), own) for names, own in by_names.items()]
-        written = self._written(self._parameters, [e.state for e in self.active])
+        self._getters = [
+            (itemgetter(*names), len(names), own if len(own) < len(self.active) else None)
+            for names, own in by_names.items()
+        ]
+        _, same, written = self._found(states, self._parameters)
         gradients: list[Any] = [e and e.parameter.grad for e in self._entries]
         kinds = [
             headers.NONE if e is None else headers.ROWS if i in self._rows else headers.DENSE
             for i, e in enumerate(self._entries)
         ]
-        same = self._same(self._parameters, states)
         self._expected = headers.ExpectedTensors(torch, same, written, gradients, kinds)
         self._expected.look(same, (*written, *gradients))
         self._count(self._expected.versions)
@@ -303,32 +307,39 @@ class Binding:
         steps = [own["step"] for own in of_roles] if self.counts_updates else []
         self._steps = np.array(steps, np.int64)
 
-    def _written(self, parameters: Sequence[Tensor], states: Sequence[Any]) -> tuple[Any, ...]:
-        """The tensors that a step writes: parameters, then their states."""
-        found = [parameters[i] for i in self._places]
-        for getter, n_names, own in self._getters:
-            of_states = map(getter, states if len(own) == len(states) else [states[k] for k in own])
-            found += of_states if n_names == 1 else chain.from_iterable(of_states)
-        return tuple(found)
+    def _found(
+        self, states: States, parameters: tuple[Tensor, ...]
+    ) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
+        """The states, the objects that should be the same, and the tensors that a step writes.
 
-    def _same(self, parameters: tuple[Tensor, ...], states: States) -> tuple[Tensor, ...]:
-        return parameters if self._is_one else (*parameters, *states)
+        These are parameters, then their states.
+        """
+        if self._is_one:  # of many, whose states are not all looked at
+            same, own = parameters, [states.get(parameters[0], {})] * len(self._places)
+        else:
+            same, own = (*parameters, *states), [*states.values()]
+            if not self._is_in_order:
+                own = [own[k] if k >= 0 else {} for k in self._order]
+        written = [*parameters] if self._is_complete else [parameters[i] for i in self._places]
+        for getter, n_names, places in self._getters:
+            of_states = map(getter, own if places is None else [own[k] for k in places])
+            written += of_states if n_names == 1 else chain.from_iterable(of_states)
+        return own, same, tuple(written)
 
     def read(
         self, states: States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
     ) -> Given | None:
         """The tensors of a later step, if all else is as it was; None if it is not."""
         expected = self._expected
-        if expected is None or (len(parameters) == 1) != self._is_one:
+        if expected is None:
             return None
         try:
-            own = self._states(parameters, states)
-            written = self._written(parameters, own)
+            own, same, written = self._found(states, parameters)
         except (LookupError, TypeError):
             return None
         if self._has_counts_of_python and any(isinstance(s["step"], Tensor) for s in own):
             return None
-        found = expected.look(self._same(parameters, states), written + gradients)
+        found = expected.look(same, written + gradients)
         if found == headers.OTHER:
             return None
         if found == headers.MOVED:
@@ -343,12 +354,6 @@ class Binding:
         if spans and lie_in(expected.stretches, spans):
             return None
         return Given(expected.gradients, rows, own, (), gradients)
-
-    def _states(self, parameters: tuple[Tensor, ...], states: States) -> Sequence[Any]:
-        if self._is_one:
-            return [states.get(parameters[0], {})] * len(self._places)
-        every = [*states.values()]
-        return [every[k] if k >= 0 else {} for k in self._order]
 
     def _settle(self, written: np.ndarray) -> None:
         """Take over where parameters and states lie now."""

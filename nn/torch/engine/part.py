@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_, itemgetter
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ....kernels.formula import Numbers
@@ -28,11 +32,6 @@ def number(value: Any) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
 
 
-def betas_of(group: Group) -> Numbers:
-    """The betas of a group as numbers."""
-    return tuple(map(number, group["betas"]))
-
-
 def moments_of(beta1: float, beta2: float) -> Numbers:
     """The scalars of Adam's two moments."""
     return 1.0 - beta1, beta2, 1.0 - beta2
@@ -40,7 +39,7 @@ def moments_of(beta1: float, beta2: float) -> Numbers:
 
 def shrink_of(group: Group) -> float:
     """The factor by which a decoupled weight decay shrinks a parameter."""
-    return float(1.0 - number(group["lr"]) * number(group["weight_decay"]))
+    return float(1.0 - group["lr"] * group["weight_decay"])
 
 
 class Choice(NamedTuple):
@@ -93,8 +92,56 @@ class Before(NamedTuple):
             factor = self.factors[place]
             scalars += (-factor if group.get("maximize") else factor,)
         if COUPLED_DECAY in self.prologue:
-            scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
+            scalars += (group["weight_decay"] if choice.couples else 0.0, 0.0)
         return scalars
+
+
+_FIXED = int, float, bool, str, NoneType, torch.dtype
+_OF_TENSORS = "params", "param_names"  # of a group; its other values are options
+
+
+class GroupOptions:
+    """The options of all groups in a step, and what follows from them alone.
+
+    ``plain`` are copies of the groups with numbers for tensors; None where no value can change in
+    place, as a tensor or a list can: then all of this holds until an option is another object.
+    """
+
+    def __init__(self, groups: Sequence[Group], choose: Callable[[Group], Choice]) -> None:
+        names = [name for name in (groups[0] if groups else ("sparse",)) if name not in _OF_TENSORS]
+        is_fixed = all(_is_fixed(group) and group.keys() == groups[0].keys() for group in groups)
+        self.plain = None if is_fixed else [_plain(group) for group in groups]
+        known = groups if self.plain is None else self.plain
+        self.choices = [choose(group) for group in known]
+        self.before = Before.of(known, self.choices, (1.0,))
+        self._values_of, self._sizes = itemgetter(*names), [*map(len, groups)]
+        self._found = [*chain.from_iterable(map(self._values_of, groups))] if is_fixed else []
+
+    def are_still(self, groups: Sequence[Group]) -> bool:
+        """Whether the options of these groups are the same objects, none of which has changed."""
+        if self.plain is not None or [*map(len, groups)] != self._sizes:
+            return False
+        try:
+            return all(map(is_, self._found, chain.from_iterable(map(self._values_of, groups))))
+        except KeyError:  # in the place of an option there is another one
+            return False
+
+
+def _is_fixed(group: Group) -> bool:
+    options = [x for name, x in group.items() if name not in _OF_TENSORS]
+    parts = chain.from_iterable(x if type(x) is tuple else (x,) for x in options)
+    return all(type(part) in _FIXED for part in parts)
+
+
+def _plain(group: Group) -> dict[str, Any]:
+    return {name: x if name in _OF_TENSORS else _as_number(x) for name, x in group.items()}
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_as_number, value))
+    is_number = hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
+    return number(value) if is_number and type(value) not in _FIXED else value
 
 
 class Entry(NamedTuple):
@@ -142,6 +189,7 @@ class Part:
     groups: list[int]  # those that have parameters here
     group_of: np.ndarray  # int64 [T]: the place in ``groups`` of each tensor
     is_on_device: bool
+    numbers: tuple[str, ...]  # the states that are single numbers, but for the count
 
     @classmethod
     def of(cls, layout: Layout, batch: Batch, entries: Sequence[Any], place: Any) -> Part:
@@ -153,6 +201,7 @@ class Part:
         return cls(
             first.choice, first.rule, layout, batch, [place[i] for i in positions],
             groups.tolist(), group_of, bool(first.parameter.is_cuda),
+            tuple(name for name in first.numbers if name != "step"),
         )  # fmt: skip
 
     def rounded(self, rows: Sequence[Numbers]) -> np.ndarray:

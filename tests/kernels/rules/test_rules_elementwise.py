@@ -265,7 +265,7 @@ def test_centered_rmsprop_waits_without_a_positive_variance(with_momentum: bool)
     if with_momentum:
         assert mo[:2].tolist() == [0.5, 0.25] and np.isnan(mo[3])
         assert mo[2] == np.float32(0.8) * np.float32(0.125)
-        assert w[2] == 3.0 - mo[2]
+        assert w[2] == np.float32(3.0) - mo[2]
 
 
 @pytest.mark.parametrize("rule", [ftrl.FTRL, ftrl.FTRL_POWER], ids=["root", "power"])

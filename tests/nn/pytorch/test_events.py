@@ -149,6 +149,29 @@ class Side:
         else:
             group["lr"] = rate
 
+    def change_options_in_place(self, r: random.Random) -> None:
+        """What a group has stays the same object, and is another number."""
+        group = r.choice(self.optimizer.param_groups)
+        group["lr"] = torch.tensor(0.01, dtype=torch.float64)
+        pairs = {k: x for k, x in OPTIONS[self.name].items() if isinstance(x[0], tuple)}
+        for key, (value, _) in pairs.items():
+            group[key] = list(value)
+        for k in range(2):
+            self.step_of_all(r)
+            group["lr"].fill_((0.02, 0.03)[k])
+            for key, values in pairs.items():
+                group[key][0] = values[1 - k][0]
+        self.step_of_all(r)
+
+    def exchange_groups(self, r: random.Random) -> None:
+        """The dictionaries, or one option for another that nobody reads."""
+        groups = self.optimizer.param_groups
+        if r.random() < 0.5:
+            groups[:] = [{**group, "weight_decay": r.choice(_DECAYS)} for group in groups]
+        for group in groups:
+            group.pop("note", None)
+            group[r.choice(("note", "remark"))] = r.random()
+
     def replace_memory(self, r: random.Random) -> None:
         p = r.choice(self.parameters)
         p.data = self._moved(p.data, r)
@@ -315,10 +338,10 @@ FAULTS = [alias_of_gradient, alias_of_rows, index_out_of_range, state_of_another
 
 STEPS = ("step", "step_of_all", "steps_alike", "step_with_closure")
 OTHERS = (
-    "change_options", "change_decay", "change_direction", "change_rate", "replace_memory",
-    "replace_state", "scale_state", "exchange", "add_group", "merge_groups", "copy", "freeze",
-    "exchange_all_memory", "exchange_all_memory", "change_dtype_of_count", "fail", "fail", "fail",
-    "fork",
+    "change_options", "change_options_in_place", "change_decay", "change_direction",
+    "change_rate", "exchange_groups", "replace_memory", "replace_state", "scale_state",
+    "exchange", "add_group", "merge_groups", "copy", "freeze", "exchange_all_memory",
+    "exchange_all_memory", "change_dtype_of_count", "fail", "fail", "fail", "fork",
 )  # fmt: skip
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn.torch.engine.part import GroupOptions, Method  # noqa: E402
 
+from own_functions import PLAIN  # noqa: E402
 from test_numbers import gradient  # noqa: E402
 
 SIXTEEN_BITS = [torch.float16, torch.bfloat16]
@@ -292,3 +295,78 @@ def test_norms_of_whole_parameters_take_no_rows(name: str) -> None:
         getattr(fused, name)(mixed(), sparse="touched")
     with pytest.raises(ValueError, match="sparse is unknown"):
         getattr(fused, name)([{"params": mixed(), "sparse": "touched"}])
+
+
+@pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
+def test_a_weight_decay_that_pytorch_does_not_read(name: str) -> None:
+    """An option of a group that the class does not know changes nothing."""
+    found = []
+    for package in (fused, torch.optim):
+        w = torch.nn.Parameter(torch.ones(4, 2))
+        w.grad = torch.full((4, 2), 0.5)
+        if name == "SparseAdam":
+            w.grad = w.grad.to_sparse(1)
+        optimizer = getattr(package, name)([{"params": [w], "weight_decay": 0.3}])
+        optimizer.step()
+        optimizer.step()
+        found.append(w.detach())
+    torch.testing.assert_close(found[0], found[1])
+
+
+# What is kept of options
+
+
+def _groups() -> list[dict[str, Any]]:
+    each = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "maximize": False, "sparse": None}
+    return [dict(each), {**each, "lr": 0.2}]
+
+
+def _options_of(groups: list[dict[str, Any]]) -> GroupOptions:
+    return GroupOptions(groups, Method(PLAIN).choice)
+
+
+CHANGES: dict[str, Any] = {
+    "a number": lambda groups: groups[1].update(lr=0.3),
+    "a tuple": lambda groups: groups[0].update(betas=(0.9, 0.98)),
+    "a tensor of the same value": lambda groups: groups[1].update(lr=torch.tensor(0.2)),
+    "one more option": lambda groups: groups[1].update(capturable=False),
+    "one in the place of another": lambda groups: (
+        groups[1].pop("maximize"), groups[1].update(nesterov=False)
+    ),
+    "one more group": lambda groups: groups.append(dict(groups[0])),
+    "one group less": lambda groups: groups.pop(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_options_are_looked_at_anew_when_one_changes(change: str) -> None:
+    groups = _groups()
+    options = _options_of(groups)
+    assert options.plain is None and options.are_still(groups)
+    assert options.are_still([{**group, "params": [1]} for group in groups])
+    CHANGES[change](groups)
+    assert not options.are_still(groups)
+
+
+@pytest.mark.parametrize(
+    "own", [{"lr": torch.tensor(0.5)}, {"betas": [0.9, 0.99]}, {"betas": (torch.tensor(0.5), 0.5)},
+            {"lr": np.float32(0.5)}, {"note": {}}],
+)  # fmt: skip
+def test_what_can_change_in_place_is_read_in_each_step(own: dict[str, Any]) -> None:
+    groups = _groups()
+    groups[1].update(own)
+    options = _options_of(groups)
+    assert not options.are_still(groups)
+    assert options.plain is not None
+    found = options.plain[1]
+    assert type(found["lr"]) is float and set(map(type, found["betas"])) == {float}
+    assert found["maximize"] is False and found["params"] is groups[1]["params"]
+    assert (found["lr"], found["betas"]) == (
+        float(groups[1]["lr"]),
+        (*map(float, groups[1]["betas"]),),
+    )
+
+
+def test_no_groups_have_no_options() -> None:
+    assert _options_of([]).are_still([])
+    assert not _options_of([]).are_still(_groups())

@@ -96,3 +96,14 @@ def test_scalars_of_the_package_are_not_looked_at() -> None:
     table = _table(sparse=False)
     Same(table.parameters(), lr=torch.tensor(math.nan)).step()
     assert table.weight.isnan().all()
+
+
+def test_a_method_may_follow_from_other_things_than_options() -> None:
+    table = _table(sparse=False)
+    opt = Own(table.parameters())
+    opt.step()
+    assert set(opt.state[table.weight]) == {"step", "m"}
+    opt.rule = PLAIN
+    before = table.weight.detach().clone()
+    opt.step()
+    assert torch.equal(table.weight, before - 0.5 * table.weight.grad)

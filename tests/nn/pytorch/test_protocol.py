@@ -341,6 +341,15 @@ def test_copies_go_on_as_the_original(name: str, copied: Any) -> None:
     assert optimizer_2.param_groups[0].keys() == optimizer.param_groups[0].keys()
 
 
+def test_a_profiled_step_has_its_mark() -> None:
+    model = net()
+    optimizer = fused.AdamW(model.parameters())
+    for seen in range(2):
+        with torch.autograd.profiler.profile(enabled=bool(seen), use_kineto=False) as found:
+            train(model, optimizer, [seen])
+    assert "Optimizer.step#AdamW.step" in {event.key for event in found.key_averages()}
+
+
 # Compiled models and steps
 
 
