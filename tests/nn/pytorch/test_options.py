@@ -367,6 +367,14 @@ def test_what_can_change_in_place_is_read_in_each_step(own: dict[str, Any]) -> N
     )
 
 
+def test_groups_with_other_options_than_the_first_are_read_in_each_step() -> None:
+    groups = _groups()
+    groups[1]["mask"] = torch.ones(3)  # no number
+    assert _options_of(groups).plain[1]["mask"] is groups[1]["mask"]  # type: ignore[index]
+    groups[1]["mask"] = 0.5
+    assert not _options_of(groups).are_still(groups)
+
+
 def test_no_groups_have_no_options() -> None:
     assert _options_of([]).are_still([])
     assert not _options_of([]).are_still(_groups())
