@@ -36,16 +36,17 @@ def run(engine: str, size: int, folder: Path, *parts: str) -> None:
     assert ended == [f"done-{rank}" for rank in range(size)], done.stdout
 
 
+# The first, so that one process compiles what several would compile at the same time.
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_process(engine: str, tmp_path: Path) -> None:
+    run(engine, 1, tmp_path, *OPTIMIZERS[engine == "torch" :], *OTHERS)
+
+
 @pytest.mark.parametrize(("engine", "size"), CASES)
 def test_processes(engine: str, size: int, tmp_path: Path) -> None:
     """All that there is: what costs seconds to start does what it can."""
     saving = CHECKPOINTS if engine == "torch" else ()  # the others' are read by other processes
     run(engine, size, tmp_path, *OPTIMIZERS, *saving, *OTHERS, "groups")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_one_process(engine: str, tmp_path: Path) -> None:
-    run(engine, 1, tmp_path, *OPTIMIZERS[engine == "torch" :], *OTHERS)
 
 
 @needs_mpi
