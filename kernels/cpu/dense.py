@@ -7,6 +7,7 @@ So a sum depends on the tensor alone, not on the number of threads or on the oth
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -120,7 +121,8 @@ class DenseStep:
 
     To ask for the addresses of arrays and to write the loop's arguments takes longer than a step
     on a small tensor, so both is done once, and the object is used for many steps; but for one
-    at a time. ``give`` leaves it to later ones. ``gradients`` and ``hp`` are to be written.
+    at a time. ``give`` leaves it to later ones. ``gradients`` and ``hp`` are to be written;
+    ``scalars`` is the memory of ``hp``.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class DenseStep:
         n_tensors = len(table.addresses)
         self.table, self._give = table, give
         self.gradients = np.zeros(n_tensors, np.int64)  # addresses
-        self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
+        n_scalars, real = kernel.n_scalars, kernel.real
+        self.scalars = array(real.dtype.char, bytes(n_tensors * n_scalars * real.itemsize))
+        self.hp = np.asarray(self.scalars).reshape(n_tensors, n_scalars)
         self.hp_of = np.zeros(n_tensors, np.int64)  # the row of ``hp`` that a tensor uses
         tensors = table, self.gradients, self.hp, self.hp_of
         self._cut_for = 0, 0  # elements and threads

@@ -537,7 +537,7 @@ class Fused(_Base):
     def _rows(
         self, part: Part, given: Given, groups: Sequence[Group], steps: float | list[float],
         before: Before,
-    ) -> tuple[np.ndarray, np.ndarray, list[Number]]:  # fmt: skip
+    ) -> tuple[Any, np.ndarray, list[Number]]:  # fmt: skip
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
         scalars, names = self.scalars, part.numbers
         if self._looks_at_scalars:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -107,7 +108,9 @@ class DenseUpdate(NamedTuple):
     variables: Variables  # T tensors with their states
     gradients: np.ndarray  # int64 [T]: addresses of contiguous gradients of the tensors' sizes
     g: Storage  # of the gradients
-    hp: np.ndarray  # rows of scalars, in the type of the arithmetic: the rule's, the transforms'
+    # Rows of scalars, in the type of the arithmetic: the rule's, then the transforms'. Of what is run
+    # on the host as it is, also an ``array`` of all, which takes less time than one of NumPy.
+    hp: Any
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
 
     @property
@@ -139,7 +142,11 @@ class DenseUpdate(NamedTuple):
             step = pool.free.pop()
         except IndexError:
             step = pool.take()
-        step.gradients[:], step.hp[: len(hp)] = gradients, hp
+        step.gradients[:] = gradients
+        if type(hp) is array:
+            step.scalars[: len(hp)] = hp
+        else:
+            step.hp[: len(hp)] = hp
         if len(hp_of) > 1:  # a single tensor has the only row
             step.hp_of[:] = hp_of
         step.prepare()

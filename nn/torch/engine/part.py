@@ -189,6 +189,7 @@ class Part:
     groups: list[int]  # those that have parameters here
     group_of: np.ndarray  # int64 [T]: the place in ``groups`` of each tensor
     is_on_device: bool
+    is_plain: bool  # dense, on the host, and measures nothing: a `DenseUpdate` runs as it is
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
 
     @classmethod
@@ -197,22 +198,23 @@ class Part:
         positions = batch.positions.tolist()
         own: list[Entry] = [entries[i] for i in positions]
         groups, group_of = np.unique([e.group for e in own], return_inverse=True)
-        first = own[0]
+        first, is_on_device = own[0], bool(own[0].parameter.is_cuda)
+        is_plain = not (batch.row_sparse or is_on_device or first.rule.is_two_stage)
         return cls(
             first.choice, first.rule, layout, batch, [place[i] for i in positions],
-            groups.tolist(), group_of, bool(first.parameter.is_cuda),
+            groups.tolist(), group_of, is_on_device, is_plain,
             tuple(name for name in first.numbers if name != "step"),
         )  # fmt: skip
 
-    def rounded(self, rows: Sequence[Numbers]) -> np.ndarray:
-        """Rows of scalars in the type of the arithmetic, infinite beyond it.
+    def rounded(self, rows: Sequence[Numbers]) -> Any:
+        """Rows of scalars in the type of the arithmetic, infinite beyond it, for a `DenseUpdate`.
 
         An ``array`` rounds all of them in one call, as C does, and warns of no overflow.
         """
         flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
-        return np.asarray(flat).reshape(len(rows), -1)
+        return flat if self.is_plain else np.asarray(flat).reshape(len(rows), -1)
 
-    def update(self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
+    def update(self, given: Given, before: Before, hp: Any, hp_of: np.ndarray) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
         batch = self.batch
         own = self.rule, before.prologue, batch.variables, self.gradients(given)
