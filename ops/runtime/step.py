@@ -108,8 +108,8 @@ class DenseUpdate(NamedTuple):
     variables: Variables  # T tensors with their states
     gradients: np.ndarray  # int64 [T]: addresses of contiguous gradients of the tensors' sizes
     g: Storage  # of the gradients
-    # Rows of scalars, in the type of the arithmetic: the rule's, then the transforms'. Of what is run
-    # on the host as it is, also an ``array`` of all, which takes less time than one of NumPy.
+    # Rows of scalars, in the type of the arithmetic: the rule's, then the transforms'. Of what is
+    # run on the host as it is, also an ``array`` of all, which takes less time than one of NumPy.
     hp: Any
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
 
