@@ -263,6 +263,7 @@ class FTRL(Fused, torch.optim.Optimizer):
 
     _counts_updates = False
     _more_options = KERAS
+    _chooses_by_rate = True
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-2, lr_power: float = -0.5,

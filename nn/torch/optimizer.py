@@ -104,6 +104,7 @@ class Fused(_Base):
     # Whether these methods are a user's.
     _looks_at_scalars = False
     _has_own_method = False
+    _chooses_by_rate = False  # whether `method` follows from the rate too
 
     def __init__(
         self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
@@ -342,7 +343,8 @@ class Fused(_Base):
         if self._clipping is not None:
             factors = [factor * own for own in self._clipping.factors(parameters, gradients)]
         options = self._options
-        if options is None or not options.are_still(groups) or self._has_own_method:
+        is_kept = options is not None and not (self._has_own_method or self._chooses_by_rate)
+        if options is None or not (is_kept and options.are_still(groups)):
             options = self._options = GroupOptions(groups, self._choice)
         plain, choices, before = options.plain or groups, options.choices, options.before
         if factors != [1.0]:

@@ -96,45 +96,54 @@ class Before(NamedTuple):
         return scalars
 
 
-_FIXED = int, float, bool, str, NoneType, torch.dtype
-_OF_TENSORS = "params", "param_names"  # of a group; its other values are options
+_FIXED = frozenset((int, float, bool, str, NoneType, torch.dtype))
+# Of a group: its other values are options. A rate changes in each step where there is a scheduler,
+# and is read in each.
+_NO_OPTIONS = "params", "param_names", "lr"
+_rate_of = itemgetter("lr")
 
 
 class GroupOptions:
     """The options of all groups in a step, and what follows from them alone.
 
     ``plain`` are copies of the groups with numbers for tensors; None where no value can change in
-    place, as a tensor or a list can: then all of this holds until an option is another object.
+    place, as a tensor or a list can: then all of this holds until an option but the rate is another
+    object.
     """
 
     def __init__(self, groups: Sequence[Group], choose: Callable[[Group], Choice]) -> None:
-        names = [name for name in (groups[0] if groups else ("sparse",)) if name not in _OF_TENSORS]
-        is_fixed = all(_is_fixed(group) and group.keys() == groups[0].keys() for group in groups)
+        first = groups[0] if groups else {"sparse": None}
+        self._values_of = itemgetter(*[name for name in first if name not in _NO_OPTIONS])
+        self._sizes, self._found = [*map(len, groups)], []
+        is_fixed = all(group.keys() == first.keys() for group in groups)
+        if is_fixed:
+            self._found = [*chain.from_iterable(map(self._values_of, groups))]
+            is_fixed = _are_fixed([*self._found, *[group.get("lr") for group in groups]])
         self.plain = None if is_fixed else [_plain(group) for group in groups]
         known = groups if self.plain is None else self.plain
         self.choices = [choose(group) for group in known]
         self.before = Before.of(known, self.choices, (1.0,))
-        self._values_of, self._sizes = itemgetter(*names), [*map(len, groups)]
-        self._found = [*chain.from_iterable(map(self._values_of, groups))] if is_fixed else []
 
     def are_still(self, groups: Sequence[Group]) -> bool:
         """Whether the options of these groups are the same objects, none of which has changed."""
         if self.plain is not None or [*map(len, groups)] != self._sizes:
             return False
         try:
+            if not {*map(type, map(_rate_of, groups))} <= {float}:
+                return False
             return all(map(is_, self._found, chain.from_iterable(map(self._values_of, groups))))
         except KeyError:  # in the place of an option there is another one
             return False
 
 
-def _is_fixed(group: Group) -> bool:
-    options = [x for name, x in group.items() if name not in _OF_TENSORS]
-    parts = chain.from_iterable(x if type(x) is tuple else (x,) for x in options)
-    return all(type(part) in _FIXED for part in parts)
+def _are_fixed(values: Sequence[Any]) -> bool:
+    parts = chain.from_iterable(x for x in values if type(x) is tuple)
+    return {*map(type, values)} - {tuple} <= _FIXED and {*map(type, parts)} <= _FIXED
 
 
 def _plain(group: Group) -> dict[str, Any]:
-    return {name: x if name in _OF_TENSORS else _as_number(x) for name, x in group.items()}
+    kept = {name: x for name, x in group.items() if type(x) in _FIXED or name == "params"}
+    return {**group, **{name: _as_number(x) for name, x in group.items() if name not in kept}}
 
 
 def _as_number(value: Any) -> Any:

@@ -318,6 +318,7 @@ def test_a_weight_decay_that_pytorch_does_not_read(name: str) -> None:
 
 def _groups() -> list[dict[str, Any]]:
     each = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "maximize": False, "sparse": None}
+    each["weight_decay"] = 0.1
     return [dict(each), {**each, "lr": 0.2}]
 
 
@@ -326,7 +327,8 @@ def _options_of(groups: list[dict[str, Any]]) -> GroupOptions:
 
 
 CHANGES: dict[str, Any] = {
-    "a number": lambda groups: groups[1].update(lr=0.3),
+    "a number": lambda groups: groups[1].update(weight_decay=0.3),
+    "a rate that is no float": lambda groups: groups[1].update(lr=1),
     "a tuple": lambda groups: groups[0].update(betas=(0.9, 0.98)),
     "a tensor of the same value": lambda groups: groups[1].update(lr=torch.tensor(0.2)),
     "one more option": lambda groups: groups[1].update(capturable=False),
@@ -343,7 +345,7 @@ def test_options_are_looked_at_anew_when_one_changes(change: str) -> None:
     groups = _groups()
     options = _options_of(groups)
     assert options.plain is None and options.are_still(groups)
-    assert options.are_still([{**group, "params": [1]} for group in groups])
+    assert options.are_still([{**group, "params": [1], "lr": 0.7} for group in groups])
     CHANGES[change](groups)
     assert not options.are_still(groups)
 
@@ -378,3 +380,16 @@ def test_groups_with_other_options_than_the_first_are_read_in_each_step() -> Non
 def test_no_groups_have_no_options() -> None:
     assert _options_of([]).are_still([])
     assert not _options_of([]).are_still(_groups())
+
+
+def test_ftrl_rests_while_its_rate_is_0() -> None:
+    w = torch.nn.Parameter(torch.ones(3))
+    w.grad = torch.full((3,), 0.5)
+    optimizer = fused.FTRL([w], lr=0.1)
+    moved = []
+    for rate in (0.1, 0.0, 0.1, 0.0):
+        before = w.detach().clone()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        moved.append(not torch.equal(w.detach(), before))
+    assert moved == [True, False, True, False]
