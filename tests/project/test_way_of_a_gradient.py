@@ -127,9 +127,9 @@ WAYS = {
     lazy_adam: (12, 23),
     fused_sparse_adam: (10, 17),
     mxnet_updater: (13, 23),
-    torch_adamw: (9, 15),
-    torch_sparse: (13, 23),
-    sharded_embedding: (22, 79),
+    torch_adamw: (9, 14),
+    torch_sparse: (13, 22),
+    sharded_embedding: (22, 78),
 }
 
 
