@@ -263,7 +263,7 @@ class FTRL(Fused, torch.optim.Optimizer):
 
     _counts_updates = False
     _more_options = KERAS
-    _chooses_by_rate = True
+    _chooses_anew = True  # the rule divides by the rate
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-2, lr_power: float = -0.5,

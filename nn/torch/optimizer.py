@@ -101,10 +101,8 @@ class Fused(_Base):
     _counts_updates = True  # whether there is a state "step"
     _takes_sparse = True
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
-    # Whether these methods are a user's.
-    _looks_at_scalars = False
-    _has_own_method = False
-    _chooses_by_rate = False  # whether `method` follows from the rate too
+    _looks_at_scalars = False  # whether `scalars` is a user's
+    _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
 
     def __init__(
         self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
@@ -124,7 +122,8 @@ class Fused(_Base):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls._looks_at_scalars, cls._has_own_method = is_own(cls.scalars), is_own(cls.method)
+        cls._looks_at_scalars = is_own(cls.scalars)
+        cls._chooses_anew = cls._chooses_anew or is_own(cls.method)
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
             cls.__init__ = _shown(cls)  # type: ignore[method-assign]
 
@@ -343,8 +342,7 @@ class Fused(_Base):
         if self._clipping is not None:
             factors = [factor * own for own in self._clipping.factors(parameters, gradients)]
         options = self._options
-        is_kept = options is not None and not (self._has_own_method or self._chooses_by_rate)
-        if options is None or not (is_kept and options.are_still(groups)):
+        if options is None or self._chooses_anew or not options.are_still(groups):
             options = self._options = GroupOptions(groups, self._choice)
         plain, choices, before = options.plain or groups, options.choices, options.before
         if factors != [1.0]:

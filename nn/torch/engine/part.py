@@ -142,15 +142,16 @@ def _are_fixed(values: Sequence[Any]) -> bool:
 
 
 def _plain(group: Group) -> dict[str, Any]:
-    kept = {name: x for name, x in group.items() if type(x) in _FIXED or name == "params"}
-    return {**group, **{name: _as_number(x) for name, x in group.items() if name not in kept}}
+    return {name: x if name == "params" else _as_number(x) for name, x in group.items()}
 
 
 def _as_number(value: Any) -> Any:
+    if type(value) in _FIXED:
+        return value
     if isinstance(value, tuple | list):
         return tuple(map(_as_number, value))
     is_number = hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
-    return number(value) if is_number and type(value) not in _FIXED else value
+    return number(value) if is_number else value
 
 
 class Entry(NamedTuple):
@@ -198,7 +199,7 @@ class Part:
     groups: list[int]  # those that have parameters here
     group_of: np.ndarray  # int64 [T]: the place in ``groups`` of each tensor
     is_on_device: bool
-    is_plain: bool  # dense, on the host, and measures nothing: a `DenseUpdate` runs as it is
+    takes_array: bool  # dense, on the host, measures nothing: scalars go to the loop as they are
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
 
     @classmethod
@@ -208,10 +209,10 @@ class Part:
         own: list[Entry] = [entries[i] for i in positions]
         groups, group_of = np.unique([e.group for e in own], return_inverse=True)
         first, is_on_device = own[0], bool(own[0].parameter.is_cuda)
-        is_plain = not (batch.row_sparse or is_on_device or first.rule.is_two_stage)
+        takes_array = not (batch.row_sparse or is_on_device or first.rule.is_two_stage)
         return cls(
             first.choice, first.rule, layout, batch, [place[i] for i in positions],
-            groups.tolist(), group_of, is_on_device, is_plain,
+            groups.tolist(), group_of, is_on_device, takes_array,
             tuple(name for name in first.numbers if name != "step"),
         )  # fmt: skip
 
@@ -221,7 +222,7 @@ class Part:
         An ``array`` rounds all of them in one call, as C does, and warns of no overflow.
         """
         flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
-        return flat if self.is_plain else np.asarray(flat).reshape(len(rows), -1)
+        return flat if self.takes_array else np.asarray(flat).reshape(len(rows), -1)
 
     def update(self, given: Given, before: Before, hp: Any, hp_of: np.ndarray) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
