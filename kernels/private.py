@@ -25,7 +25,7 @@ from numba.np.ufunc import parallel as numba_threads
 __all__ = [
     "COMPILER_LOCKS", "CFunc", "Dispatcher", "NumbaError", "UnsupportedBytecodeError", "cgutils",
     "from_dtype", "get_host_cpu_features", "omp_pool", "populate_array", "register_helpers",
-    "RUNTIME_HELPERS", "tbb_pool", "numba_threads",
+    "RUNTIME_HELPERS", "tbb_pool",
 ]  # fmt: skip
 
 # What is around them in Python can be interrupted; a fork waits for the locks inside.

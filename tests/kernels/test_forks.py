@@ -52,6 +52,7 @@ FORK_BETWEEN = """
     other = {
         "compiler": compile_slowly,
         "LLVM": lambda: hold(ffi.lib._lock),
+        "first step": lambda: hold(layers._start_lock),
         "start of threads": lambda: hold(of_numba._backend_init_thread_lock),
         "workqueue": lambda: hold(layers._workqueue_lock),
     }[sys.argv[1]]
@@ -72,7 +73,9 @@ FORK_BETWEEN = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.parametrize("busy", ["compiler", "LLVM", "start of threads", "workqueue"])
+@pytest.mark.parametrize(
+    "busy", ["compiler", "LLVM", "first step", "start of threads", "workqueue"]
+)
 def test_fork_while_another_thread_holds_a_lock(busy):
     """The fork waits for it, so the child finds it free, and the parent too afterwards."""
     printed = output_of(FORK_BETWEEN, busy, NUMBA_THREADING_LAYER="workqueue")
@@ -131,12 +134,12 @@ def test_first_steps_import_nothing_beside_a_lock():
         import sys
         import numpy as np
         from fusestep import nn
+        from fusestep.kernels.cpu.threads.layers import _start_lock
         from numba.core.compiler_lock import global_compiler_lock
-        from numba.np.ufunc.parallel import _backend_init_thread_lock
 
         class Look:
             def find_spec(self, name, path=None, target=None):
-                held = (global_compiler_lock._lock, _backend_init_thread_lock)
+                held = (global_compiler_lock._lock, _start_lock)
                 if not any(lock._is_owned() for lock in held):
                     print(name)
 

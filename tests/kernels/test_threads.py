@@ -253,6 +253,37 @@ def test_a_first_step_beside_the_start_of_numbas_own_threads():
     assert output_of(program, NUMBA_NUM_THREADS="2") == "True False\n"
 
 
+def test_first_steps_of_two_threads_while_numba_makes_its_lock():
+    """Each thread that finds none makes one, also where another already waits with the first."""
+    program = """
+        import itertools, threading, time
+        import numba
+        from numba.np.ufunc import parallel as of_numba
+        from fusestep.kernels.cpu.threads import parallel
+
+        make, ask, calls = of_numba._set_init_process_lock, numba.get_num_threads, itertools.count()
+
+        def make_slowly():
+            is_second = next(calls) > 0
+            time.sleep(0.3)  # so that both threads have found none
+            with of_numba._backend_init_thread_lock:
+                time.sleep(0.3 * is_second)  # the first one waits here, its own taken
+                make()
+            time.sleep(0.3 * is_second)
+
+        def ask_slowly():
+            time.sleep(0.6)  # by then the second one waits, its own taken
+            return ask()
+
+        of_numba._set_init_process_lock, numba.get_num_threads = make_slowly, ask_slowly
+        threads = [threading.Thread(target=parallel.start_threads, daemon=True) for _ in range(2)]
+        [t.start() for t in threads]
+        [t.join(20) for t in threads]
+        print(next(calls) > 0, *(t.is_alive() for t in threads))
+    """
+    assert output_of(program, NUMBA_NUM_THREADS="2") == "True False False\n"
+
+
 # How many
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numba
 
-from ...private import numba_threads, omp_pool
+from ...private import omp_pool
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
 from ..compiler.machine import PythonEntry
@@ -29,7 +29,9 @@ from . import tbb
 
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
 _workqueue_lock = threading.RLock()
-fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
+_start_lock = threading.RLock()
+# Before those of the compiler and of Numba, which a first step takes within.
+fork_between(_workqueue_lock, _start_lock)
 _problem = ""
 # How many parallel regions run, and `CLOSED` more for each fork that has begun: who comes then
 # runs its loops alone. In a child without threads it is never less than `_WITHOUT_THREADS`.
@@ -217,10 +219,10 @@ def _start_layer() -> bool:
     chosen = str(numba.config.THREADING_LAYER).lower()
     if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
         return False
-    if not numba_threads._backend_init_process_lock:
-        numba_threads._set_init_process_lock()
-    # In Numba's order. A fork waits for the second, and so for what is imported meanwhile.
-    with numba_threads._backend_init_process_lock, numba_threads._backend_init_thread_lock:
+    # Numba's own two locks would not do: each thread that finds none makes the first one anew, and
+    # Numba asks for it while it has the second. A fork waits for this one, and so for what is
+    # imported meanwhile.
+    with _start_lock:
         if threading_layer() is None:
             openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
             before = openmp.omp_get_max_threads() if openmp else 0
