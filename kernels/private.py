@@ -20,7 +20,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
-from numba.np.ufunc import parallel as numba_threads
+from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 __all__ = [
     "COMPILER_LOCKS", "CFunc", "Dispatcher", "NumbaError", "UnsupportedBytecodeError", "cgutils",
@@ -31,7 +31,7 @@ __all__ = [
 # What is around them in Python can be interrupted; a fork waits for the locks inside.
 COMPILER_LOCKS = (
     global_compiler_lock._lock,
-    numba_threads._backend_init_thread_lock,
+    _backend_init_thread_lock,
     ffi.lib._lock._lock,
 )
 RUNTIME_HELPERS: dict[str, int] = _nrt_python.c_helpers

@@ -115,10 +115,12 @@ class GroupOptions:
         first = groups[0] if groups else {"sparse": None}
         self._values_of = itemgetter(*[name for name in first if name not in _NO_OPTIONS])
         self._sizes, self._found = [*map(len, groups)], []
+        rates = [group.get("lr") for group in groups]
+        self._types_of_rates = {*map(type, rates)}
         is_fixed = all(group.keys() == first.keys() for group in groups)
         if is_fixed:
             self._found = [*chain.from_iterable(map(self._values_of, groups))]
-            is_fixed = _are_fixed([*self._found, *[group.get("lr") for group in groups]])
+            is_fixed = _are_fixed([*self._found, *rates])
         self.plain = None if is_fixed else [_plain(group) for group in groups]
         known = groups if self.plain is None else self.plain
         self.choices = [choose(group) for group in known]
@@ -129,7 +131,7 @@ class GroupOptions:
         if self.plain is not None or [*map(len, groups)] != self._sizes:
             return False
         try:
-            if not {*map(type, map(_rate_of, groups))} <= {float}:
+            if {*map(type, map(_rate_of, groups))} != self._types_of_rates:
                 return False
             return all(map(is_, self._found, chain.from_iterable(map(self._values_of, groups))))
         except KeyError:  # in the place of an option there is another one

@@ -377,6 +377,14 @@ def test_groups_with_other_options_than_the_first_are_read_in_each_step() -> Non
     assert not _options_of(groups).are_still(groups)
 
 
+def test_rates_that_are_whole_numbers_leave_options_known() -> None:
+    groups = [{**group, "lr": 1} for group in _groups()]
+    options = _options_of(groups)
+    assert options.plain is None and options.are_still(groups)
+    assert options.are_still([{**group, "lr": 2} for group in groups])
+    assert not options.are_still(_groups())
+
+
 def test_no_groups_have_no_options() -> None:
     assert _options_of([]).are_still([])
     assert not _options_of([]).are_still(_groups())
