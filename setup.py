@@ -8,14 +8,16 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
 
 _WRITE = """
 import pathlib, sys
 from fusestep.kernels.cpu.compiler.machine import PORTABLE
 from fusestep.kernels.cpu.warmup import write_portable
 assert PORTABLE.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), PORTABLE
-write_portable(PORTABLE)
+write_portable(PORTABLE, slice(int(sys.argv[2]), None, int(sys.argv[3])))
 """
+_MOST_BUILDERS = 4  # processes, each of which takes half a gigabyte
 
 
 class Modules(build_py):
@@ -32,10 +34,16 @@ class Modules(build_py):
         if not self.editable_mode:
             paths = [str(Path(self.build_lib).resolve()), os.environ.get("PYTHONPATH", "")]
             own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "FUSESTEP_CACHE_DIR": ""}
-            subprocess.run(
-                [sys.executable, "-c", _WRITE, paths[0]],
-                check=True, cwd=self.build_lib, env={**os.environ, **own},
-            )  # fmt: skip
+            n = min(_MOST_BUILDERS, os.cpu_count() or 1)
+            builders = [
+                subprocess.Popen(
+                    [sys.executable, "-c", _WRITE, paths[0], str(k), str(n)],
+                    cwd=self.build_lib, env={**os.environ, **own},
+                )
+                for k in range(n)
+            ]  # fmt: skip
+            if [builder for builder in builders if builder.wait() != 0]:
+                raise CompileError("the loops could not be compiled; the reason is above")
 
 
 class Wheel(bdist_wheel):

@@ -77,12 +77,18 @@ def functions(
             yield from (blocks(kernel(rule, p, storage, storage, states)).update for p in own)
 
 
-def write_portable(path: Path) -> None:
-    """Write the loops of the package, which depend on no processor, for `machine.portable`."""
+def write_portable(folder: Path, part: slice = slice(None)) -> None:
+    """Write the loops of the package, which depend on no processor, for `machine.portable`.
+
+    Args:
+        folder: where each becomes a file.
+        part: which of them, where several processes share the work.
+    """
     numba.config.LOOP_VECTORIZE = numba.config.SLP_VECTORIZE = 0  # for the builder's processor
     layers.start_layer()
     wanted = {f.identity: f for f in loops(list(STORAGES.values()))}
-    machine.write_portable(path, ((name, *f.ir()) for name, f in wanted.items()))
+    own = list(wanted.items())[part]
+    machine.write_portable(folder, ((name, *f.ir()) for name, f in own))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers import more
 from subprocesses import ENVIRONMENT
 
 HERE = Path(__file__).parent
@@ -88,10 +89,11 @@ def run(program: str, *arguments: str) -> str:
 
 
 @needs_numba_cuda
+@pytest.mark.parametrize("extent", ["some", more("every")])
 @pytest.mark.parametrize("part", PARTS)
-def test_machine_code(part: str) -> None:
+def test_machine_code(part: str, extent: str) -> None:
     """Nothing spills, registers leave room for others, memory is accessed by 16 bytes."""
-    report: dict[str, dict[str, Any]] = json.loads(run("cuda_report.py", part))
+    report: dict[str, dict[str, Any]] = json.loads(run("cuda_report.py", part, extent))
     kernels = [(name, code) for codes in report.values() for name, code in codes.items()]
     assert report["9.0a"]
     for name, code in kernels:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +65,7 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a build of the package makes; of the loops for float32 where there is none."""
     if machine.PORTABLE.exists():
         return machine.PORTABLE
-    path = tmp_path_factory.mktemp("portable") / "portable.zip"
+    path = tmp_path_factory.mktemp("portable") / "portable"
     output_of(
         """
         import sys
@@ -156,14 +155,13 @@ def test_loops_of_other_sources_are_not_used(
 def test_a_damaged_file_is_as_none(
     portable: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    identity, content = sort.group_serial.identity, portable.read_bytes()
-    with zipfile.ZipFile(portable) as file:
-        entry = file.getinfo(machine._name(identity))
-    begin = entry.header_offset + 100
-    torn = content[:begin] + bytes(50) + content[begin + 50 :]
-    monkeypatch.setattr(machine, "PORTABLE", tmp_path / "damaged.zip")
+    identity = sort.group_serial.identity
+    name = machine._name(identity)
+    content = (portable / name).read_bytes()
+    torn = content[:100] + bytes(50) + content[150:]
+    monkeypatch.setattr(machine, "PORTABLE", tmp_path)
     for damaged in (b"", content[:-100], content[: len(content) // 2], torn):
-        machine.PORTABLE.write_bytes(damaged)
+        (tmp_path / name).write_bytes(damaged)
         assert machine.portable(identity) is None
 
 
@@ -171,8 +169,7 @@ def test_loops_that_have_exchanged_their_places_are_not_used(
     portable: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nor is what is no loop at all: such functions are compiled."""
-    with zipfile.ZipFile(portable) as file:
-        members = {name: file.read(name) for name in file.namelist()}
+    members = {path.name: path.read_bytes() for path in portable.iterdir()}
     is_built = portable == machine.PORTABLE
     functions = list(warmup.loops(list(STORAGES.values()) if is_built else [F32]))
     monkeypatch.setattr(machine, "PORTABLE", portable)
@@ -180,11 +177,10 @@ def test_loops_that_have_exchanged_their_places_are_not_used(
     assert {machine._name(f.identity) for f in wanted} == {*members} and len(members) > 20
     names = [*members]
     exchanged = dict(zip(names, [*names[1:], names[0]], strict=True))
-    monkeypatch.setattr(machine, "PORTABLE", tmp_path / "exchanged.zip")
+    monkeypatch.setattr(machine, "PORTABLE", tmp_path)
     for content_of in (lambda name: members[exchanged[name]], lambda name: members[name][:-8]):
-        with zipfile.ZipFile(machine.PORTABLE, "w") as file:
-            for name in names:
-                file.writestr(name, content_of(name))
+        for name in names:
+            (tmp_path / name).write_bytes(content_of(name))
         assert [machine.portable(f.identity) for f in wanted] == [None] * len(wanted)
     monkeypatch.setattr(machine, "finished", lambda _: pytest.fail("was used"))
     monkeypatch.setenv("FUSESTEP_CACHE_DIR", "")

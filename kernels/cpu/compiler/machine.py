@@ -13,8 +13,6 @@ import ctypes
 import hashlib
 import json
 import platform
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from llvmlite import binding as llvm
 from ...private import RUNTIME_HELPERS, register_helpers
 from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
-PORTABLE = Path(__file__).parents[1] / "portable.zip"
+PORTABLE = Path(__file__).parents[1] / "portable"
 """LLVM's IR of loops, `sealed` as `_name`, if the package was built and not edited since."""
 
 
@@ -216,9 +214,8 @@ def portable(identity: str) -> bytes | None:
     """The IR of a function, if the package was built from the sources that run, by this LLVM."""
     name = _name(identity)
     try:
-        with zipfile.ZipFile(PORTABLE) as file:
-            return unsealed(name, file.read(name))
-    except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return unsealed(name, (PORTABLE / name).read_bytes())
+    except OSError:
         return None
 
 
@@ -238,16 +235,16 @@ _PORTABLE_CALLS = {
 
 
 def write_portable(
-    path: Path, functions: Iterable[tuple[str, str, str, PythonEntry | None]]
+    folder: Path, functions: Iterable[tuple[str, str, str, PythonEntry | None]]
 ) -> None:
     """Write what `portable` reads: identities of functions, then what `made` gets.
 
     Those that call Numba's functions are left to it, unless they are for its version alone.
     """
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for identity, symbol, ir, entry in functions:
-            module, builder = _alone(symbol, ir, entry), _pass_builder()
-            builder.getModulePassManager().run(module, builder)
-            if numba.__version__ in identity or _PORTABLE_CALLS.issuperset(_called_by(module)):
-                name = _name(identity)
-                file.writestr(name, sealed(name, module.as_bitcode()))
+    folder.mkdir(exist_ok=True)
+    for identity, symbol, ir, entry in functions:
+        module, builder = _alone(symbol, ir, entry), _pass_builder()
+        builder.getModulePassManager().run(module, builder)
+        if numba.__version__ in identity or _PORTABLE_CALLS.issuperset(_called_by(module)):
+            name = _name(identity)
+            (folder / name).write_bytes(sealed(name, module.as_bitcode()))

@@ -21,7 +21,7 @@ OTHERS = (
 
 
 # A start costs seconds: each engine and each number of processes, and the others as `exhaustive`.
-ALWAYS = {("torch", 4), ("torch", 2), ("mpi", 4), ("mpi", 3)}
+ALWAYS = {("torch", 4), ("mpi", 3)}
 CASES = [
     pytest.param(name, size, marks=[*marks, *([] if (name, size) in ALWAYS else EXHAUSTIVE)])
     for (name,), marks, _ in ENGINES

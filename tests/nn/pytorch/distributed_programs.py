@@ -1,4 +1,4 @@
-"""What the ranks of a distributed training do; run by ``torchrun`` with the name of a function."""
+"""What the ranks of a distributed training do; run by ``torchrun`` with a folder."""
 
 from __future__ import annotations
 
@@ -186,8 +186,9 @@ def main() -> None:
     """The program of one rank."""
     dist.init_process_group("gloo")
     try:
-        {"ddp": ddp, "checkpoint": checkpoint, "fsdp": fsdp, "clip": clip}[sys.argv[1]]()
-        Path(sys.argv[2], f"{dist.get_rank()}").write_text("done")
+        for part in (ddp, checkpoint, fsdp, clip):
+            part()
+        Path(sys.argv[1], f"{dist.get_rank()}").write_text("done")
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
