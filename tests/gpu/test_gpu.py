@@ -1,6 +1,6 @@
 """On a CUDA device: rules, sizes and alignment, against references and the CPU.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations

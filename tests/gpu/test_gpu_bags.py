@@ -1,6 +1,6 @@
 """Pooled tables on a CUDA device, in bulk: outputs, steps and gradients of weights.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations

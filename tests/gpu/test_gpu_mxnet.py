@@ -1,6 +1,6 @@
 """MXNet's optimizers on a CUDA device.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Optimizers on a CUDA device: steps, states, copies, groups.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations

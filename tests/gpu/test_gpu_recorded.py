@@ -1,6 +1,6 @@
 """Recorded runs on a CUDA device, and arrays of more elements than an int32 counts.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations

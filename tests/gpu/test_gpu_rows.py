@@ -1,6 +1,6 @@
 """Row-sparse steps on a CUDA device in bulk: sums, sorts, and errors that are told later.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations

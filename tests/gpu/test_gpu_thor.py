@@ -1,6 +1,6 @@
 """THOR for parameters on a CUDA device: its arithmetic is the host's.
 
-``pytest -m gpu`` runs the tests for devices alone.
+``pytest -m gpu tests/gpu`` runs the tests for devices alone.
 """
 
 from __future__ import annotations
