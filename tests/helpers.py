@@ -45,7 +45,7 @@ def arrays_of(values: Any) -> list[np.ndarray]:
 
 
 def more(*values: Any, **options: Any) -> Any:
-    """Parameters of a test that goes on where a sample of it ends: ``pytest -m exhaustive tests``."""
+    """Parameters of a test that goes on where a sample ends: ``pytest -m exhaustive tests``."""
     return pytest.param(*values, marks=pytest.mark.exhaustive, **options)
 
 
