@@ -75,33 +75,45 @@ def mixtures(*, every: bool) -> dict[str, Any]:
     return found
 
 
-def gradient_loops() -> dict[str, Any]:
-    """The loops on whole gradients, outside of a step: sums of equal rows, centralization."""
+def gradient_loops(*, every: bool) -> dict[str, Any]:
+    """The loops on whole gradients, outside of a step: sums of equal rows, centralization.
+
+    Args:
+        every: or one of each loop alone.
+    """
     from fusestep.kernels.cuda.dense import centralize
     from fusestep.kernels.cuda.device import arrays
     from fusestep.kernels.cuda.rows import coalesce as row_sums
     from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
-    return {
-        "rows dense sums f32": row_sums.dense_sums_kernel(F32, F32, F32),
+    found = {
         "rows dense sums f32 to f64": row_sums.dense_sums_kernel(F32, F64, F64),
-        "rows distinct sums f32": row_sums.distinct_sums_kernel(F32, F32, F32),
         "rows distinct sums bf16": row_sums.distinct_sums_kernel(BF16, F32, BF16),
         "rows decayed sums f32": row_sums.decayed_sums_kernel(F32, F32, F32),
-        "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
         "rows mark firsts": rows.mark_firsts_kernel,
         "rows count firsts": rows.count_firsts_kernel,
-        "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32),
         "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16),
-        "central difference f64": centralize.subtract_kernel(F64, F64, F64),
         "central difference f32 bf16": centralize.subtract_kernel(BF16, F32, F32),
         "widen": arrays.widen_kernel,
     }
+    if every:
+        found |= {
+            "rows dense sums f32": row_sums.dense_sums_kernel(F32, F32, F32),
+            "rows distinct sums f32": row_sums.distinct_sums_kernel(F32, F32, F32),
+            "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
+            "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32),
+            "central difference f64": centralize.subtract_kernel(F64, F64, F64),
+        }
+    return found
 
 
-def other_loops() -> dict[str, Any]:
-    """The loops of row-sparse steps, of first stages and of checks."""
+def other_loops(*, every: bool) -> dict[str, Any]:
+    """The loops of row-sparse steps, of first stages and of checks.
+
+    Args:
+        every: or those of float32 alone, of the loops that depend on storage types.
+    """
     from fusestep.kernels.cuda.dense import finite, norm, row_wise, scalars, step, totals, trust
     from fusestep.kernels.cuda.device import arrays, memory
     from fusestep.kernels.cuda.rows import gather, keys, sort
@@ -117,7 +129,7 @@ def other_loops() -> dict[str, Any]:
     f64, lamb = (kernel(ADAM, (), F64, F64, (F64, F64)), kernel(LAMB, (), F32, F32, (F32, F32)))
     novo, aligned = kernel(NOVO, (), F32, F32, (F32, F32, I32)), kernel(ALIGNED, (), F32, F32, ())
     counted, constants = kernel(COUNTED, (), F32, F32, (I32,)), (step.TensorRow, ())
-    by_type = {"f32": f32, "bf16": bf16, "f64": f64}
+    by_type = {"f32": f32, "bf16": bf16, "f64": f64} if every else {"f32": f32}
     found = {f"rows lazy {name}": rows.touched_kernel(k) for name, k in by_type.items()}
     found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
     found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
@@ -199,8 +211,12 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
     }
 
 
-def scalars_loops() -> dict[str, Any]:
-    """The loops that compute the scalars of each optimizer, with every prologue."""
+def scalars_loops(*, every: bool) -> dict[str, Any]:
+    """The loops that compute the scalars of each optimizer, with every prologue.
+
+    Args:
+        every: or of each fourth optimizer alone.
+    """
     from fusestep.kernels.cuda.dense.scalars import scalars_kernel
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import F32, F64
@@ -212,6 +228,8 @@ def scalars_loops() -> dict[str, Any]:
     prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
     found = {}
     for k, (name, optimizer) in enumerate(of_formulas.values()):
+        if k % 4 and not every:
+            continue
         formula, n = optimizer.formula(), len(optimizer._rule.hp)
         sizes = len(formula.constants), len(formula.bases), n
         real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
@@ -364,19 +382,14 @@ def machine_code(library: Any, capability: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def always(loops: Callable[[], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Loops of which every capability has every one."""
-    return lambda **_: loops()
-
-
 LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "rules": rules,
     "torch": partial(rules, of_torch=True),
     "mixtures": mixtures,
-    "gradients": always(gradient_loops),
-    "others": always(other_loops),
+    "gradients": gradient_loops,
+    "others": other_loops,
     "bags": bag_loops,
-    "scalars": always(scalars_loops),
+    "scalars": scalars_loops,
     "matrices": matrix_loops,
     "row-wise": row_wise_loops,
 }
