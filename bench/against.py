@@ -116,12 +116,11 @@ def _copy(root: Path, target: Path) -> None:
 
 def measure(
     folders: tuple[Path, Path], points: Sequence[Point], seconds: float, report: Report
-) -> list[Changed]:
+) -> Iterator[Changed]:
     """Every point in both versions, interleaved: before, now, before, now, ...
 
     Each has a fresh process of both, so that no point meets the memory of another one.
     """
-    found = []
     for done, point in enumerate(points):
         progress = report(point.title, done, len(points))
         with ExitStack() as stack:
@@ -133,8 +132,8 @@ def measure(
                     text = f"--against: the version {name} does not start: {error}"
                     raise BenchError(text) from error
                 workers[name] = stack.enter_context(closing(worker))
-            found.append(_compare(workers, point, seconds, progress))
-    return found
+            changed = _compare(workers, point, seconds, progress)
+        yield changed
 
 
 def _compare(

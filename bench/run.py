@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
+from collections.abc import Iterator, Sized
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,30 +34,45 @@ def run(request: Request) -> int:
     if request.special:
         names = ", ".join(case.name for case in request.special)
         raise BenchError(f"--against {request.against}: compares steps, not {names}")
-    with against.versions(request.against) as folders, table.progress() as progress:
-        found = against.measure(folders, request.points, request.seconds, progress)
-    return table.show_changes(found, console)
+    found: list[against.Changed] = []
+    with (
+        _as_far_as_it_goes(found) as trouble,
+        against.versions(request.against) as folders,
+        table.progress() as progress,
+    ):
+        found.extend(against.measure(folders, request.points, request.seconds, progress))
+    return _status(trouble, table.show_changes(found, console))
+
+
+@contextmanager
+def _as_far_as_it_goes(found: Sized) -> Iterator[list[str]]:
+    """What has been found until an interrupt or an error is not lost; what it was, is said."""
+    trouble: list[str] = []
+    try:
+        yield trouble
+    except (KeyboardInterrupt, BenchError) as error:
+        if not found:
+            raise
+        trouble.append(str(error) or "interrupted")
+
+
+def _status(trouble: list[str], status: int = 0) -> int:
+    if trouble:
+        table.console().print(f"not all was measured: {trouble[0]}", style="bold red")
+    return 130 if trouble else status
 
 
 def _measured(request: Request) -> tuple[dict[str, Any], int]:
-    """The document of a run, printed and written, and the exit status.
-
-    What has been measured until an error is not lost.
-    """
-    load, trouble = machine.load(), ""
+    """The document of a run, printed and written, and the exit status."""
+    load = machine.load()
     results: list[document.Result] = []
     wanted: list[Point | SpecialCase] = [*request.points, *request.special]
     with closing(Peers(request.pythons)) as peers:
-        try:
-            with table.progress() as reports:
-                for one in wanted:
-                    name = one.title if isinstance(one, Point) else one.name
-                    report = reports(name, len(results), len(wanted))
-                    results.append(measure(one, request.seconds, request.threads, peers, report))
-        except (KeyboardInterrupt, BenchError) as error:
-            if not results:
-                raise
-            trouble = str(error) or "interrupted"
+        with _as_far_as_it_goes(results) as trouble, table.progress() as reports:
+            for one in wanted:
+                name = one.title if isinstance(one, Point) else one.name
+                report = reports(name, len(results), len(wanted))
+                results.append(measure(one, request.seconds, request.threads, peers, report))
         data = document.document(results, request.seconds, peers, load)
     document.check_schema(data)
     if request.json is not None:
@@ -64,9 +80,7 @@ def _measured(request: Request) -> tuple[dict[str, Any], int]:
     table.show(data, table.console())
     if request.plot is not None:
         plot.draw(data, request.plot)
-    if trouble:
-        table.console().print(f"not all was measured: {trouble}", style="bold red")
-    return data, 130 if trouble else 0
+    return data, _status(trouble)
 
 
 def measure(

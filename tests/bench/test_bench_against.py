@@ -194,7 +194,7 @@ FOLDERS = (Path("/x/before"), Path("/x/now"))
 
 
 def compared(*points: Any) -> list[Changed]:
-    return against.measure(FOLDERS, points or [point()], SECONDS, lambda *_: quiet)
+    return list(against.measure(FOLDERS, points or [point()], SECONDS, lambda *_: quiet))
 
 
 @pytest.mark.parametrize(
@@ -280,16 +280,47 @@ def test_a_version_that_does_not_start(fake: type[FakeWorker]) -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_a_slowed_version_is_the_status_of_the_command(
-    fake: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command that compares with a version that is there."""
+
     @contextmanager
     def versions(ref: str) -> Iterator[tuple[Path, Path]]:
         assert ref == "main"
         yield FOLDERS
 
     monkeypatch.setattr(against, "versions", versions)
-    given = ["bench", "--size", "900", "--against", "main", "--threads", "1", "dense/nn.Adam"]
+    return ["bench", "--size", "900", "--against", "main", "--threads", "1", "dense/nn.Adam"]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(
+    ("error", "why"), [(KeyboardInterrupt(), "interrupted"), (BenchError("lost"), "lost")]
+)
+def test_what_was_compared_before_an_interrupt_is_shown(
+    error: BaseException,
+    why: str,
+    given: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compare = against._compare
+
+    def interrupted(workers: Any, of: Any, *rest: Any) -> Changed:
+        if of.case.name == "dense/nn.SGD":
+            raise error
+        return compare(workers, of, *rest)
+
+    monkeypatch.setattr(against, "_compare", interrupted)
+    assert main.main([*given, "dense/nn.SGD"]) == 130
+    said = capsys.readouterr().out
+    assert "dense/nn.Adam 900" in said
+    assert f"not all was measured: {why}" in said
+
+
+def test_a_slowed_version_is_the_status_of_the_command(
+    fake: type[FakeWorker], given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(given) == 0
     fake.seconds["now"] = lambda _: 1.1
     assert main.main(given) == 1
