@@ -17,7 +17,7 @@ from fusestep.kernels.cpu.warmup import write_portable
 assert PORTABLE.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), PORTABLE
 write_portable(PORTABLE, slice(int(sys.argv[2]), None, int(sys.argv[3])))
 """
-_MOST_BUILDERS = 4  # processes, each of which takes half a gigabyte
+_MOST_BUILDERS = 4  # processes, each of which takes 300 MB
 
 
 class Modules(build_py):
@@ -42,7 +42,8 @@ class Modules(build_py):
                 )
                 for k in range(n)
             ]  # fmt: skip
-            if [builder for builder in builders if builder.wait() != 0]:
+            statuses = [builder.wait() for builder in builders]
+            if any(statuses):
                 raise CompileError("the loops could not be compiled; the reason is above")
 
 

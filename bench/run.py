@@ -46,7 +46,7 @@ def run(request: Request) -> int:
 
 @contextmanager
 def _as_far_as_it_goes(found: Sized) -> Iterator[list[str]]:
-    """What has been found until an interrupt or an error is not lost; what it was, is said."""
+    """Ends the block at an interrupt or an error, which it gives, if something has been found."""
     trouble: list[str] = []
     try:
         yield trouble

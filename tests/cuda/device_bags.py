@@ -316,7 +316,7 @@ def steps() -> None:
 def hot() -> None:
     """Rows that occur more than `HOT` times, whose ranges are summed; widths that are no tiles."""
     tables, batch = tables_of([(3, 4), (4, 5)]), 40
-    for name in ("sum", "max"):
+    for name in ("sum", "mean", "max"):
         ids = [np.minimum(RNG.integers(0, 30, (batch, 20)), len(t) - 1) for t in tables]
         assert max((own == len(t) - 1).sum() for own, t in zip(ids, tables, strict=True)) > HOT
         compare_steps(OPTIMIZERS[1], tables, {"pooling": name}, [(ids, None)])
@@ -330,7 +330,7 @@ def hot() -> None:
 
 def any_bags() -> None:
     """Drawn ones: shapes, features, forms, sizes of ids and offsets, what counts for nothing."""
-    for _ in range(6):
+    for _ in range(12):
         widths = RNG.choice([1, 2, 4, 5, 8, 12], RNG.integers(1, 5))
         heights = RNG.integers(1, 9, len(widths))
         tables = tables_of([(int(n), int(d)) for n, d in zip(heights, widths, strict=True)])

@@ -65,7 +65,7 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a build of the package makes; of the loops for float32 where there is none."""
     if machine.PORTABLE.exists():
         return machine.PORTABLE
-    path = tmp_path_factory.mktemp("portable") / "portable"
+    path = tmp_path_factory.mktemp("portable")
     output_of(
         """
         import sys

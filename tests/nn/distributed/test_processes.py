@@ -20,7 +20,7 @@ OTHERS = (
 )  # fmt: skip
 
 
-# A start costs seconds: each engine and each number of processes, and the others as `exhaustive`.
+# A start costs seconds: each engine with one number of processes, and the others as `exhaustive`.
 ALWAYS = {("torch", 4), ("mpi", 3)}
 CASES = [
     pytest.param(name, size, marks=[*marks, *([] if (name, size) in ALWAYS else EXHAUSTIVE)])
