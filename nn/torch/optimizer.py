@@ -332,7 +332,7 @@ class Fused(_Base):
         super().zero_grad(set_to_none)
 
     def _step(self, param: Tensor | None, factor: float) -> None:
-        groups, key = self.param_groups, None
+        groups, key, states = self.param_groups, None, self._states(param)
         if param is None:
             parameters = tuple(chain.from_iterable(map(_params_of, groups)))
         else:
@@ -352,17 +352,21 @@ class Fused(_Base):
         for binding in known:  # parameters may have gradients in some steps and in others not
             if binding.choices != choices or binding.lengths != lengths:
                 continue
-            given = binding.read(self.state, parameters, gradients)
+            given = binding.read(states, parameters, gradients)
             if given is not None and (param is None or _is_in(param, groups[binding.group])):
                 self._run(binding, given, plain, before, {})
                 break
         else:
             binding, new = self._bound(parameters, gradients, choices, known)
             if self._run(binding, binding.first(), plain, before, new):
-                binding.keep(self.state, lengths)
+                binding.keep(self._states(param), lengths)
                 self._bindings[key] = [binding, *known[: _KEPT_BINDINGS - 1]]
         if self._clipping is not None:
             self._clipping = self._clipping.without(param)
+
+    def _states(self, param: Tensor | None) -> dict[Tensor, Any]:
+        """The states of one parameter, or of all."""
+        return self.state if param is None else {param: self.state.get(param, {})}
 
     def _choice(self, group: Group) -> Choice:
         return self.method(group).choice(group)

@@ -173,6 +173,18 @@ def limit_numba(typingctx, threads):
     return types.void(types.int64), codegen
 
 
+@int64_intrinsic(types.int32)
+def next_item(context, builder, mapping, cursor):
+    """``PyDict_Next``, under the GIL: whether a ``dict`` has another item.
+
+    A cursor is three words, which begin as 0: how far it has come, and the identities of the last
+    key and value. Nothing has other items than a ``dict``.
+    """
+    places = [builder.add(cursor, ir.Constant(_I64, 8 * k)) for k in range(3)]
+    function = _declared(builder, "PyDict_Next", _I32, *[_I64] * 4)
+    return builder.call(function, [mapping, *places])
+
+
 @intrinsic
 def sleep(typingctx):
     """Give the core away for about 50 us, the shortest that systems know."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from numba import carray
 
 from ...inner import njit
 from ..compiler.compile import NativeFunction
-from ..compiler.intrinsics import as_pointer, load_int64
+from ..compiler.intrinsics import as_pointer, load_int64, next_item
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import ITEMS, LENGTH, address_of, overlaps
@@ -39,21 +39,37 @@ class _TensorForm(NamedTuple):
 
 
 class _TensorQuery(NamedTuple):
-    """Question about tuples of objects, all ``int64``; addresses."""
+    """Question about parameters, gradients and states, all ``int64``; addresses."""
 
-    n_same: int
-    same: int  # [n_same]: identities
+    n_parameters: int
+    parameters: int  # [n_parameters]: identities
+    n_states: int
+    states: int  # [n_states] of `_StateForm`
+    names: int  # of the states of all parameters: identities
     n_written: int
     n_forms: int
     forms: int  # [n_forms] of `_TensorForm`: first what is written
     dims: int  # of all forms: sizes, then strides
+    objects: int  # [n_forms]: what was found, before it was compared
     addresses: int  # [n_forms]: where each was found
     versions: int  # [n_written]: where changes are counted, or 0
     memory: int  # [2, n_stretches]: of what is written, as for `overlaps`
     n_stretches: int
+    cursors: int  # of the dict of states, and of that of a parameter: [2, 3]
 
 
-fields_at, _forms_at, _query_at = map(records, (Fields, _TensorForm, _TensorQuery))
+class _StateForm(NamedTuple):
+    """Item of the dict of states, all ``int64``."""
+
+    parameter: int  # its identity
+    n_names: int  # how many states are looked at
+
+
+fields_at, _forms_at, _states_at, _query_at = map(
+    records, (Fields, _TensorForm, _StateForm, _TensorQuery)
+)
+# Of a cursor in a dict: where it is, then the last key and the last value.
+_KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
 
 
 @njit(inline="always")
@@ -108,20 +124,66 @@ def _tensor_of(f, thing, form, dims):
     return tensor if tensor != 0 and _fits(f, tensor, form, dims) else 0
 
 
-def _look_at_tensors(query, fields, same, tensors):
+@njit
+def _rewind(cursor):
+    words = int64s(cursor, _CURSOR_BYTES // 8)
+    for k in range(words.size):
+        words[k] = 0
+
+
+@njit
+def _find_parameters(c, parameters, gradients):
+    """Fill in parameters that are written, and gradients; how many of the former, or -1."""
+    n, found = c.n_parameters, 0
+    if load_int64(parameters + LENGTH) != n or load_int64(gradients + LENGTH) != n:
+        return -1
+    known, forms = int64s(c.parameters, n), _forms_at(c.forms, c.n_forms)
+    objects = int64s(c.objects, c.n_forms)
+    for k in range(n):
+        if load_int64(parameters + ITEMS + 8 * k) != known[k]:
+            return -1
+        objects[c.n_written + k] = load_int64(gradients + ITEMS + 8 * k)
+        if forms[c.n_written + k].kind != NONE:
+            objects[found] = known[k]
+            found += 1
+    return found
+
+
+@njit
+def _find_states(c, states, found):
+    """Fill in the states behind what was found; whether their dicts have all that they had."""
+    every, names = _states_at(c.states, c.n_states), int64s(c.names, c.n_written)
+    objects, n = int64s(c.objects, c.n_forms), 0
+    one, other = c.cursors, c.cursors + _CURSOR_BYTES
+    _rewind(one)
+    for k in range(c.n_states):
+        if not next_item(states, one) or load_int64(one + _KEY) != every[k].parameter:
+            return False
+        own = load_int64(one + _VALUE)
+        _rewind(other)
+        for _ in range(every[k].n_names):
+            # Between those that are looked at a user may have others.
+            while next_item(own, other) and load_int64(other + _KEY) != names[n]:
+                pass
+            if load_int64(other + _KEY) != names[n]:
+                return False
+            objects[found + n] = load_int64(other + _VALUE)
+            n += 1
+    return not next_item(states, one)
+
+
+def _look_at_tensors(query, fields, parameters, gradients, states):
     """`SAME`, `MOVED` or `OTHER`; the addresses of tensors."""
     c, f = _query_at(query, 1)[0], fields_at(fields, 1)[0]
-    if load_int64(same + LENGTH) != c.n_same or load_int64(tensors + LENGTH) != c.n_forms:
+    n = _find_parameters(c, parameters, gradients)
+    if n < 0 or not _find_states(c, states, n):
         return OTHER
-    identities = int64s(c.same, c.n_same)
-    for k in range(c.n_same):
-        if load_int64(same + ITEMS + 8 * k) != identities[k]:
-            return OTHER
+    objects = int64s(c.objects, c.n_forms)
     forms, dims, found = _forms_at(c.forms, c.n_forms), c.dims, SAME
     addresses, versions = int64s(c.addresses, c.n_forms), int64s(c.versions, c.n_written)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
     for k in range(c.n_forms):
-        form, thing = forms[k], load_int64(tensors + ITEMS + 8 * k)
+        form, thing = forms[k], objects[k]
         if form.kind == NONE:
             if thing != form.type:
                 return OTHER
@@ -153,27 +215,35 @@ def _look_at_tensors(query, fields, same, tensors):
 _look = NativeFunction(_look_at_tensors, f"tensors {ITEMS}", PythonEntry(True, True))
 READERS = (_look,)
 
+States = Mapping[Any, dict[str, Any]]
+"""The states of parameters by their names: a ``dict``."""
+
 
 class ExpectedTensors:
     """Tensors of a step as they should be: of the same dtypes, sizes, strides and kinds.
 
     Args:
         torch: the module.
-        same: objects that should be the same.
-        written: tensors that a step writes; they may come to lie elsewhere, apart from each other.
-        gradients: tensors of the kinds of ``kinds``, or None; dense ones should not lie in the
-            memory of ``written``.
-        kinds: one for each gradient.
+        parameters: objects that should be the same.
+        gradients: of each, a tensor of the kind of ``kinds``, or None; dense ones should not lie
+            in the memory of what is written.
+        kinds: one for each gradient. Parameters of others than `NONE` are written.
+        states: the states of parameters, which should be of the same ones, in this order.
+        names: for each of them, which are written, in their order. Their tensors, as those of the
+            parameters, may be others and come to lie elsewhere, apart from each other.
 
-    Nothing is kept alive but types: who looks has the tensors.
+    Nothing is kept alive but types and names: who looks has the tensors.
     """
 
     def __init__(
-        self, torch: Any, same: Sequence[Any], written: Sequence[Any],
-        gradients: Sequence[Any], kinds: Sequence[int],
+        self, torch: Any, parameters: tuple[Any, ...], gradients: Sequence[Any],
+        kinds: Sequence[int], states: States, names: Sequence[Sequence[str]],
     ) -> None:  # fmt: skip
         layout = layout_of(torch)
         assert layout is not None
+        own = zip(states.values(), names, strict=True)
+        written = [p for p, kind in zip(parameters, kinds, strict=True) if kind != NONE]
+        written += [tensors[name] for tensors, chosen in own for name in chosen]
         every = [*zip(written, [WRITTEN] * len(written), strict=True),
                  *zip(gradients, kinds, strict=True)]  # fmt: skip
         forms, dims = [], []
@@ -190,26 +260,37 @@ class ExpectedTensors:
         self._memory = np.zeros((2, len(self._apart)), np.int64)
         self.stretches: list[list[int]] = [[], []]  # of what is written, as for `lie_in`
         self._is_settled = False
-        tables = [np.array(t, np.int64) for t in ([*map(id, same)], forms, dims, layout.fields)]
-        self._alive = tables, [type(tensor) for tensor, _ in every]
-        same_at, forms_at, dims_at, self._fields = map(address_of, tables)
-        memory_at, n_stretches = address_of(self._memory), len(self._apart)
-        places_at, versions_at = address_of(self._places), address_of(self.versions)
+        all_names = [name for chosen in names for name in chosen]
+        in_states = [_StateForm(id(p), len(own)) for p, own in zip(states, names, strict=True)]
+        objects, cursors = [0] * len(forms), [0] * (2 * _CURSOR_BYTES // 8)
+        tables = [np.array(t, np.int64) for t in (
+            [*map(id, parameters)], in_states, [*map(id, all_names)], forms, dims, objects, cursors,
+            layout.fields,
+        )]  # fmt: skip
+        self._alive = tables, [type(tensor) for tensor, _ in every], all_names
+        parameters_at, states_at, names_at, forms_at, dims_at, objects_at, cursors_at, fields_at = (
+            map(address_of, tables)
+        )
+        places_at, versions_at, memory_at = map(
+            address_of, (self._places, self.versions, self._memory)
+        )
         self._query = array("q", _TensorQuery(
-            len(same), same_at, n, len(forms), forms_at, dims_at, places_at, versions_at,
-            memory_at, n_stretches,
+            len(parameters), parameters_at, len(states), states_at, names_at, n, len(forms),
+            forms_at, dims_at, objects_at, places_at, versions_at, memory_at, len(self._apart),
+            cursors_at,
         ))  # fmt: skip
-        self._at, _ = self._query.buffer_info()
+        self._asked = self._query.buffer_info()[0], fields_at
         self.written, self.gradients = self._places[:n], self._places[n:]
         """Addresses, as they were last found; 0 of gradients that are not dense."""
 
-    def look(self, same: tuple[Any, ...], tensors: tuple[Any, ...]) -> int:
-        """`SAME`, `MOVED` or `OTHER` for what is written and the gradients behind it.
+    def look(self, parameters: tuple[Any, ...], gradients: tuple[Any, ...], states: States) -> int:
+        """`SAME`, `MOVED` or `OTHER` for what is written and the gradients.
 
         It fills in the addresses. `MOVED`: those of what is written are others than before, or
         this is the first look.
         """
-        found = _look.call(self._at, self._fields, id(same), id(tensors))
+        given = id(parameters), id(gradients), id(states)
+        found = _look.call(*self._asked, *given)
         if found == SAME and self._is_settled:
             return SAME
         # Addresses of this look, or of one before that ended in the middle, are not taken over yet.
@@ -218,7 +299,7 @@ class ExpectedTensors:
         # places, which the first look has found.
         if found == OTHER or not self._settled():
             return OTHER
-        if _look.call(self._at, self._fields, id(same), id(tensors)) != SAME:
+        if _look.call(*self._asked, *given) != SAME:
             return OTHER
         self._is_settled = True
         return MOVED

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -257,48 +255,47 @@ class Binding:
 
     def _expect(self, states: States) -> None:
         """Record what later steps have to find for the same kernel calls."""
-        self._is_one, every = len(self._parameters) == 1, {id(p): k for k, p in enumerate(states)}
-        self._places = [i for i, e in enumerate(self._entries) if e is not None]
         # The state of each among all states, which go in the order of their keys.
+        every = {id(p): k for k, p in enumerate(states)}
         self._order = [every.get(id(e.parameter), -1) for e in self.active]
         self._is_in_order = self._order == [*range(len(states))]
-        self._is_complete = len(self._places) == len(self._parameters)
         self._has_counts_of_python = any(
             "step" in e.numbers and "step" not in own
             for e, own in zip(self.active, self._numbers, strict=True)
         )
-        by_names: dict[tuple[str, ...], list[int]] = {}
-        for k, (entry, numbers) in enumerate(zip(self.active, self._numbers, strict=True)):
-            if names := (*entry.shapes, *numbers):
-                by_names.setdefault(names, []).append(k)
-        self._getters = [
-            (itemgetter(*names), len(names), own if len(own) < len(self.active) else None)
-            for names, own in by_names.items()
+        written = {
+            id(entry.parameter): {*entry.shapes, *numbers}
+            for entry, numbers in zip(self.active, self._numbers, strict=True)
+        }
+        names = [
+            [name for name in state if name in written.get(id(parameter), ())]
+            for parameter, state in states.items()
         ]
-        _, same, written = self._found(states, self._parameters)
-        gradients: list[Any] = [e and e.parameter.grad for e in self._entries]
+        gradients = tuple(e and e.parameter.grad for e in self._entries)
         kinds = [
             headers.NONE if e is None else headers.ROWS if i in self._rows else headers.DENSE
             for i, e in enumerate(self._entries)
         ]
-        self._expected = headers.ExpectedTensors(torch, same, written, gradients, kinds)
-        self._expected.look(same, (*written, *gradients))
+        given = self._parameters, gradients
+        self._expected = headers.ExpectedTensors(torch, *given, kinds, states, names)
+        self._expected.look(*given, states)
         self._count(self._expected.versions)
-        self._place(by_names)
+        self._place(dict(zip(every, names, strict=True)))
+        # Others are read with the tensors.
+        self._reads_states = not self.counts_updates or any(part.numbers for part in self.parts)
         self._of_rows = [
             (i, f"the gradient of {e.name}", gradients[i].sparse_dim())
             for i, e in enumerate(self._entries)
             if e and i in self._rows
         ]
 
-    def _place(self, by_names: Mapping[tuple[str, ...], list[int]]) -> None:
+    def _place(self, names: Mapping[int, Sequence[str]]) -> None:
         """Find the tensors of the parts, and the counts, among what is written."""
-        n = len(self.active)
-        of_roles: list[dict[str, int]] = [{} for _ in self.active]
-        for names, own in by_names.items():
-            for k in own:
-                of_roles[k] = {name: n + j for j, name in enumerate(names)}
-                n += len(names)
+        n, roles = len(self.active), {}
+        for key, own in names.items():
+            roles[key] = {name: n + j for j, name in enumerate(own)}
+            n += len(own)
+        of_roles = [roles.get(id(e.parameter), {}) for e in self.active]
         self._tables = [
             (part, np.array([[k, *(of_roles[k][role] for role in self.active[k].shapes)]
                              for k in part.places]))
@@ -307,24 +304,10 @@ class Binding:
         steps = [own["step"] for own in of_roles] if self.counts_updates else []
         self._steps = np.array(steps, np.int64)
 
-    def _found(
-        self, states: States, parameters: tuple[Tensor, ...]
-    ) -> tuple[Sequence[Any], tuple[Any, ...], tuple[Any, ...]]:
-        """The states, the objects that should be the same, and the tensors that a step writes.
-
-        These are parameters, then their states.
-        """
-        if self._is_one:  # of many, whose states are not all looked at
-            same, own = parameters, [states.get(parameters[0], {})] * len(self._places)
-        else:
-            same, own = (*parameters, *states), [*states.values()]
-            if not self._is_in_order:
-                own = [own[k] if k >= 0 else {} for k in self._order]
-        written = [*parameters] if self._is_complete else [parameters[i] for i in self._places]
-        for getter, n_names, places in self._getters:
-            of_states = map(getter, own if places is None else [own[k] for k in places])
-            written += of_states if n_names == 1 else chain.from_iterable(of_states)
-        return own, same, tuple(written)
+    def _states(self, states: States) -> Sequence[dict[str, Any]]:
+        """The states of each active parameter."""
+        every = [*states.values()]
+        return every if self._is_in_order else [every[k] if k >= 0 else {} for k in self._order]
 
     def read(
         self, states: States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
@@ -333,14 +316,11 @@ class Binding:
         expected = self._expected
         if expected is None:
             return None
-        try:
-            own, same, written = self._found(states, parameters)
-        except (LookupError, TypeError):
-            return None
-        if self._has_counts_of_python and any(isinstance(s["step"], Tensor) for s in own):
-            return None
-        found = expected.look(same, written + gradients)
+        found = expected.look(parameters, gradients, states)
         if found == headers.OTHER:
+            return None
+        own = self._states(states) if self._reads_states else ()
+        if self._has_counts_of_python and any(isinstance(s["step"], Tensor) for s in own):
             return None
         if found == headers.MOVED:
             self._settle(expected.written)

@@ -365,22 +365,25 @@ def test_memory_that_moves_onto_another_parameter() -> None:
 # -- the comparison itself ------------------------------------------------------------------------
 
 
-def expected(*gradients: Any, written: Any = ()) -> ExpectedTensors:
-    kinds = [
-        NONE if g is None else ROWS if g.layout == torch.sparse_coo else DENSE for g in gradients
-    ]
-    found = ExpectedTensors(torch, (), written, gradients, kinds)
-    assert found.look((), (*written, *gradients)) in (SAME, MOVED)
+def expected(gradient: Any, parameter: Any) -> ExpectedTensors:
+    kind = NONE if gradient is None else ROWS if gradient.layout == torch.sparse_coo else DENSE
+    found = ExpectedTensors(torch, (parameter,), (gradient,), (kind,), {}, ())
+    assert found.look((parameter,), (gradient,), {}) in (SAME, MOVED)
     return found
 
 
 def test_six_dimensions() -> None:
     parameter = torch.zeros(1, 2, 3, 1, 2, 2)
-    found = expected(torch.ones_like(parameter), written=(parameter,))
-    assert found.look((), (parameter, torch.ones_like(parameter))) == SAME
-    assert found.look((), (parameter, torch.ones(1, 3, 2, 1, 2, 2))) == OTHER
-    assert found.look((), (parameter, torch.ones(2, 3, 1, 2, 2))) == OTHER
-    assert found.look((), (torch.zeros_like(parameter), torch.ones_like(parameter))) == MOVED
+    found = expected(torch.ones_like(parameter), parameter)
+    for gradient, result in (
+        (torch.ones_like(parameter), SAME),
+        (torch.ones(1, 3, 2, 1, 2, 2), OTHER),
+        (torch.ones(2, 3, 1, 2, 2), OTHER),
+    ):
+        assert found.look((parameter,), (gradient,), {}) == result
+    assert found.look((parameter,), (torch.ones_like(parameter),), {}) == MOVED
+    parameter.data = torch.zeros_like(parameter)
+    assert found.look((parameter,), (torch.ones_like(parameter),), {}) == MOVED
 
 
 @pytest.mark.parametrize(
@@ -391,22 +394,77 @@ def test_six_dimensions() -> None:
     ids=str,
 )  # fmt: skip
 def test_other_gradients(other: Any) -> None:
-    assert expected(torch.zeros(3)).look((), (other,)) == OTHER
+    parameter = torch.zeros(3)
+    assert expected(torch.zeros(3), parameter).look((parameter,), (other,), {}) == OTHER
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.ones(4).to_sparse(),
                                    torch.ones(3).double().to_sparse(), None], ids=str)  # fmt: skip
 def test_other_rows(other: Any) -> None:
-    found = expected(torch.ones(3).to_sparse())
-    assert found.look((), (torch.zeros(3).to_sparse(),)) == SAME
-    assert found.look((), (other,)) == OTHER
-    assert expected(None).look((), (other,)) == (SAME if other is None else OTHER)
+    given = (torch.zeros(3),)
+    found = expected(torch.ones(3).to_sparse(), *given)
+    assert found.look(given, (torch.zeros(3).to_sparse(),), {}) == SAME
+    assert found.look(given, (other,), {}) == OTHER
+    assert expected(None, *given).look(given, (other,), {}) == (SAME if other is None else OTHER)
 
 
 def test_other_numbers_of_tensors() -> None:
     one = torch.zeros(3)
-    found = ExpectedTensors(torch, (one,), (), (None,), (NONE,))
-    assert found.look((one,), (None,)) == MOVED
-    assert found.look((one,), (None,)) == SAME
-    for same, tensors in (((), (None,)), ((one, one), (None,)), ((one,), ()), ((None,), (None,))):
-        assert found.look(same, tensors) == OTHER
+    found = ExpectedTensors(torch, (one,), (None,), (NONE,), {}, ())
+    assert found.look((one,), (None,), {}) == MOVED
+    assert found.look((one,), (None,), {}) == SAME
+    for parameters, gradients in (
+        ((), (None,)), ((one, one), (None,)), ((one,), ()), ((None,), (None,)),
+    ):  # fmt: skip
+        assert found.look(parameters, gradients, {}) == OTHER
+
+
+def test_other_states() -> None:
+    """Those of the same parameters, in the same order, whatever else a user keeps there."""
+    one, other = (torch.zeros(3) for _ in range(2))
+    states = {one: {"mine": 1, "sum": torch.zeros(3), "square": torch.zeros(3)}, other: {}}
+    given = (one, other), (torch.ones(3), torch.ones(3))
+    found = ExpectedTensors(torch, *given, (DENSE, DENSE), states, (("sum", "square"), ()))
+    assert [found.look(*given, states) for _ in range(2)] == [MOVED, SAME]
+    first = states[one]
+    places = [*found.written]
+    assert places == [x.data_ptr() for x in (one, other, first["sum"], first["square"])]
+    more = {"first": 0, **first, "last": None}
+    assert found.look(*given, {one: more, other: {"sum": None}}) == SAME
+    for wrong in (
+        {}, {one: first}, {other: {}, one: first}, {**states, torch.zeros(3): {}},
+        {one: {}, other: first}, {one: None, other: {}}, [one, other], None,
+        {one: dict(reversed(first.items())), other: {}},
+        {one: {"mine": 1, "sum": first["sum"]}, other: {}},
+        {one: {**first, "square": 3}, other: {}}, {one: {**first, "square": None}, other: {}},
+        {one: {**first, "sum": torch.zeros(4)}, other: {}},
+    ):  # fmt: skip
+        assert found.look(*given, wrong) == OTHER
+    assert found.look(*given, {one: {**first, "sum": torch.zeros(3)}, other: {}}) == MOVED
+    assert found.look(*given, {one: {**first, "sum": one}, other: {}}) == OTHER  # one memory twice
+
+
+@pytest.mark.parametrize("change", ["add", "exchange", "number", "delete", "reorder"])
+def test_states_that_a_user_changes(change: str, bound: list[int]) -> None:
+    results = []
+    for package in (fused, torch.optim):
+        parameters = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
+        optimizer = package.Adam(parameters, lr=0.1)
+        for k in range(6):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = torch.full((5,), 1.0 + i - k)
+            state = optimizer.state[parameters[1]]
+            if k == 3 and change == "add":
+                optimizer.state[parameters[1]] = {"of the user": [], **state, "another": 2}
+            elif k == 3 and change == "exchange":
+                state["exp_avg"] = torch.full((5,), 0.25)
+            elif k == 3 and change == "number":
+                state["step"] = torch.tensor(8.0)
+            elif k == 3 and change == "delete":
+                del optimizer.state[parameters[1]]
+            elif k == 3:
+                optimizer.state[parameters[1]] = dict(reversed(state.items()))
+            optimizer.step()
+        results.append(everything(optimizer))
+    torch.testing.assert_close(*results)
+    assert len(bound) == (2 if change in ("delete", "reorder") else 1)
