@@ -332,11 +332,15 @@ class Fused(_Base):
         super().zero_grad(set_to_none)
 
     def _step(self, param: Tensor | None, factor: float) -> None:
-        groups, key, states = self.param_groups, None, self._states(param)
+        groups, key = self.param_groups, None if param is None else id(param)
+        known = self._bindings.get(key, [])
+        if known and known[0].is_large:
+            known[0].fetch()
+        states = self._states(param)
         if param is None:
             parameters = tuple(chain.from_iterable(map(_params_of, groups)))
         else:
-            parameters, key = (param,), id(param)
+            parameters = (param,)
         gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
         if self._clipping is not None:
@@ -348,7 +352,6 @@ class Fused(_Base):
         if factors != [1.0]:
             before = Before.of(plain, choices, factors)
         lengths = [*map(len, map(_params_of, groups))]
-        known = self._bindings.get(key, [])
         for binding in known:  # parameters may have gradients in some steps and in others not
             if binding.choices != choices or binding.lengths != lengths:
                 continue

@@ -18,7 +18,7 @@ from ...storage import I32, STORAGES
 from .arrays import usable as arrays_are_read
 
 # Bytes that are searched: a tensor, a storage, and the count of changes have at least so many.
-_TENSOR, _STORAGE, _VERSION = 176, 56, 24
+TENSOR_BYTES, STORAGE_BYTES, _VERSION_BYTES = 176, 56, 24
 _WORD, _NUMBER, _CODE = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint16
 
 
@@ -67,13 +67,15 @@ def _found(torch: Any) -> TensorLayout | None:
     dtype, codes = _dtypes(torch)
     places: dict[str, int | None] = {
         "tensor": _find([id(t) for t in samples], tensors, end, start=start),
-        "storage": _find(tensors, storages_at, _TENSOR),
-        "dim": _find(tensors, [t.dim() for t in samples], _TENSOR),
-        "offset": _find(tensors, [t.storage_offset() for t in samples], _TENSOR),
+        "storage": _find(tensors, storages_at, TENSOR_BYTES),
+        "dim": _find(tensors, [t.dim() for t in samples], TENSOR_BYTES),
+        "offset": _find(tensors, [t.storage_offset() for t in samples], TENSOR_BYTES),
         "dtype": dtype,
-        "keys": _find(tensors, [torch._C._dispatch_keys(t).raw_repr() for t in samples], _TENSOR),
-        "data": _find(storages_at, [storage.data_ptr() for storage in storages], _STORAGE),
-        "n_bytes": _find(storages_at, [storage.nbytes() for storage in storages], _STORAGE),
+        "keys": _find(
+            tensors, [torch._C._dispatch_keys(t).raw_repr() for t in samples], TENSOR_BYTES
+        ),
+        "data": _find(storages_at, [storage.data_ptr() for storage in storages], STORAGE_BYTES),
+        "n_bytes": _find(storages_at, [storage.nbytes() for storage in storages], STORAGE_BYTES),
     }
     places |= _dims(samples) | _versions(torch) | _lazy(torch)
     if None in places.values():
@@ -111,7 +113,7 @@ def _find(
 
 
 def _find_dims(samples: Sequence[Any], dims: Sequence[Sequence[int]], start: int) -> int | None:
-    for place in range(start, _TENSOR - 8 * max(map(len, dims)) + 1, 8):
+    for place in range(start, TENSOR_BYTES - 8 * max(map(len, dims)) + 1, 8):
         found = [_words(t._cdata + place, t.dim()) for t in samples]
         if found == [list(own) for own in dims]:
             return place
@@ -148,7 +150,7 @@ def _versions(torch: Any) -> dict[str, int | None]:
     cut = [tensor[1:] for tensor in tensors]
     at, cut_at = [t._cdata for t in tensors], [t._cdata for t in cut]
     storages, counts = [t.untyped_storage()._cdata for t in tensors], {}
-    for place in range(8, _TENSOR, 8):
+    for place in range(8, TENSOR_BYTES, 8):
         found = _values(_WORD, at, place)
         is_shared = found == _values(_WORD, cut_at, place)
         if is_shared and found != storages and len({0, *found}) == 5:
@@ -156,7 +158,7 @@ def _versions(torch: Any) -> dict[str, int | None]:
     if len(counts) != 1:
         return {"version": None}
     ((place, found),) = counts.items()
-    number = _find(found, [t._version for t in tensors], _VERSION, _NUMBER, start=8)
+    number = _find(found, [t._version for t in tensors], _VERSION_BYTES, _NUMBER, start=8)
     return {"version": place, "changes": number}
 
 
@@ -166,7 +168,7 @@ def _dtypes(torch: Any) -> tuple[int | None, dict[Any, int]]:
     dtypes = [getattr(torch, dtype.name) for dtype in known]
     pair = [[torch.zeros(3, dtype=dtype) for dtype in dtypes] for _ in range(2)]
     at = [[tensor._cdata for tensor in tensors] for tensors in pair]
-    for place in range(0, _TENSOR, 2):
+    for place in range(0, TENSOR_BYTES, 2):
         one, other = (_values(_CODE, of, place) for of in at)
         if one == other and len({*one}) == len(dtypes):
             return place, dict(zip(dtypes, one, strict=True))
@@ -183,7 +185,7 @@ def _lazy(torch: Any) -> dict[str, int | None]:
     plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
     clones = [lazy_clone(tensor) for tensor in shared]
     plain_at, shared_at = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
-    for place in range(0, _STORAGE, 8):
+    for place in range(0, STORAGE_BYTES, 8):
         own, found = _values(_WORD, plain_at, place), _values(_WORD, shared_at, place)
         if len({*own}) == len({*found}) == 1 and own != found:
             return {"deleter": place, "lazy": signed(found[0])}

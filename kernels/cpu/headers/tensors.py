@@ -14,11 +14,12 @@ from numba import carray
 
 from ...inner import njit
 from ..compiler.compile import NativeFunction
-from ..compiler.intrinsics import as_pointer, load_int64, next_item
+from ..compiler.intrinsics import as_pointer, load_int64, next_item, prefetch_line
+from ..compiler.lines import LINE, prefetch
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import ITEMS, LENGTH, address_of, overlaps
-from .tensor_fields import Fields, layout_of, signed
+from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, layout_of, signed
 
 NONE, DENSE, ROWS, WRITTEN = range(4)
 """What a tensor is: none at all, a dense gradient, one of rows, what a step writes."""
@@ -51,6 +52,8 @@ class _TensorQuery(NamedTuple):
     forms: int  # [n_forms] of `_TensorForm`: first what is written
     dims: int  # of all forms: sizes, then strides
     objects: int  # [n_forms]: what was found, before it was compared
+    seen: int  # [n_seen] of `_Seen`: of `n_states` `_OF_STATE` each, then of forms `_OF_FORM`
+    n_seen: int
     addresses: int  # [n_forms]: where each was found
     versions: int  # [n_written]: where changes are counted, or 0
     memory: int  # [2, n_stretches]: of what is written, as for `overlaps`
@@ -65,11 +68,22 @@ class _StateForm(NamedTuple):
     n_names: int  # how many states are looked at
 
 
-fields_at, _forms_at, _states_at, _query_at = map(
-    records, (Fields, _TensorForm, _StateForm, _TensorQuery)
+class _Seen(NamedTuple):
+    """Stretch of memory that the last look has read, all ``int64``; it may be gone."""
+
+    address: int
+    n_bytes: int
+
+
+fields_at, _forms_at, _states_at, _seen_at, _query_at = map(
+    records, (Fields, _TensorForm, _StateForm, _Seen, _TensorQuery)
 )
 # Of a cursor in a dict: where it is, then the last key and the last value.
 _KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
+# Sizes of what is seen: a dict and its items, to which CPython has an address at this place (of
+# what is there elsewhere the wrong lines are fetched); an object, a tensor and a storage.
+_DICT_ITEMS = 32
+_OF_STATE, _OF_FORM = (48, 120), (24, TENSOR_BYTES, STORAGE_BYTES)
 
 
 @njit(inline="always")
@@ -154,12 +168,12 @@ def _find_states(c, states, found):
     """Fill in the states behind what was found; whether their dicts have all that they had."""
     every, names = _states_at(c.states, c.n_states), int64s(c.names, c.n_written)
     objects, n = int64s(c.objects, c.n_forms), 0
-    one, other = c.cursors, c.cursors + _CURSOR_BYTES
+    one, other, seen = c.cursors, c.cursors + _CURSOR_BYTES, _seen_at(c.seen, c.n_seen)
     _rewind(one)
     for k in range(c.n_states):
         if not next_item(states, one) or load_int64(one + _KEY) != every[k].parameter:
             return False
-        own = load_int64(one + _VALUE)
+        own, first = load_int64(one + _VALUE), n
         _rewind(other)
         for _ in range(every[k].n_names):
             # Between those that are looked at a user may have others.
@@ -169,6 +183,8 @@ def _find_states(c, states, found):
                 return False
             objects[found + n] = load_int64(other + _VALUE)
             n += 1
+        if n > first:
+            seen[2 * k].address, seen[2 * k + 1].address = own, load_int64(own + _DICT_ITEMS)
     return not next_item(states, one)
 
 
@@ -182,6 +198,7 @@ def _look_at_tensors(query, fields, parameters, gradients, states):
     forms, dims, found = _forms_at(c.forms, c.n_forms), c.dims, SAME
     addresses, versions = int64s(c.addresses, c.n_forms), int64s(c.versions, c.n_written)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
+    seen, place = _seen_at(c.seen, c.n_seen), 2 * c.n_states
     for k in range(c.n_forms):
         form, thing = forms[k], objects[k]
         if form.kind == NONE:
@@ -194,6 +211,9 @@ def _look_at_tensors(query, fields, parameters, gradients, states):
         if tensor == 0:
             return OTHER
         dims += 16 * form.dim
+        seen[place].address, seen[place + 1].address = thing, tensor
+        seen[place + 2].address = load_int64(tensor + f.storage)
+        place += 3
         if form.kind == ROWS:
             continue
         # An empty tensor may have no memory at all, and is never looked for there.
@@ -206,14 +226,25 @@ def _look_at_tensors(query, fields, parameters, gradients, states):
         else:
             version = load_int64(tensor + f.version)
             versions[k] = version + f.changes if version != 0 else 0
+            prefetch_line(version)
+            if form.n_bytes <= LINE:  # of single numbers: what is larger is read as it lies
+                prefetch_line(address)
             if addresses[k] != address:
                 found = MOVED
         addresses[k] = address
     return found
 
 
+def _fetch_seen(query):
+    c = _query_at(query, 1)[0]
+    seen = _seen_at(c.seen, c.n_seen)
+    for k in range(seen.size):
+        prefetch(seen[k].address, seen[k].n_bytes)
+
+
+_fetch = NativeFunction(_fetch_seen, "what was seen", PythonEntry(holds_gil=True))
 _look = NativeFunction(_look_at_tensors, f"tensors {ITEMS}", PythonEntry(True, True))
-READERS = (_look,)
+READERS = _look, _fetch
 
 States = Mapping[Any, dict[str, Any]]
 """The states of parameters by their names: a ``dict``."""
@@ -263,25 +294,35 @@ class ExpectedTensors:
         all_names = [name for chosen in names for name in chosen]
         in_states = [_StateForm(id(p), len(own)) for p, own in zip(states, names, strict=True)]
         objects, cursors = [0] * len(forms), [0] * (2 * _CURSOR_BYTES // 8)
+        seen = [_Seen(0, n) for n in _OF_STATE * len(states) + _OF_FORM * len(forms)]
         tables = [np.array(t, np.int64) for t in (
-            [*map(id, parameters)], in_states, [*map(id, all_names)], forms, dims, objects, cursors,
-            layout.fields,
+            [*map(id, parameters)], in_states, [*map(id, all_names)], forms, dims, objects, seen,
+            cursors, layout.fields,
         )]  # fmt: skip
         self._alive = tables, [type(tensor) for tensor, _ in every], all_names
-        parameters_at, states_at, names_at, forms_at, dims_at, objects_at, cursors_at, fields_at = (
-            map(address_of, tables)
-        )
+        (
+            parameters_at, states_at, names_at, forms_at, dims_at, objects_at, seen_at, cursors_at,
+            fields_at,
+        ) = map(address_of, tables)  # fmt: skip
         places_at, versions_at, memory_at = map(
             address_of, (self._places, self.versions, self._memory)
         )
         self._query = array("q", _TensorQuery(
             len(parameters), parameters_at, len(states), states_at, names_at, n, len(forms),
-            forms_at, dims_at, objects_at, places_at, versions_at, memory_at, len(self._apart),
-            cursors_at,
+            forms_at, dims_at, objects_at, seen_at, len(seen), places_at, versions_at, memory_at,
+            len(self._apart), cursors_at,
         ))  # fmt: skip
         self._asked = self._query.buffer_info()[0], fields_at
         self.written, self.gradients = self._places[:n], self._places[n:]
         """Addresses, as they were last found; 0 of gradients that are not dense."""
+
+    def fetch(self) -> None:
+        """Bring what `look` is going to read into the caches.
+
+        A look goes from address to address, one miss after the other; here all are on their way at
+        once. It is read where it was: what is gone is fetched in vain.
+        """
+        _fetch.call(self._asked[0])
 
     def look(self, parameters: tuple[Any, ...], gradients: tuple[Any, ...], states: States) -> int:
         """`SAME`, `MOVED` or `OTHER` for what is written and the gradients.

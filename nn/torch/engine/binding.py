@@ -39,6 +39,8 @@ from .tensors import local, reject_shape, rows_of, table_shape, wide_dtype
 
 States = Mapping[Tensor, Any]
 
+_FEW = 8  # parameters: to look at so many takes no longer than to fetch them before
+
 
 class Binding:
     """Parameters with their states and gradients, checked; what later steps look at again.
@@ -56,7 +58,7 @@ class Binding:
     ) -> None:  # fmt: skip
         self._where, self.choices = where, choices
         self.lengths: list[int] = []
-        self.group = 0
+        self.group, self.is_large = 0, False
         self._parameters, self._entries = parameters, entries
         self.active = [entry for entry in entries if entry is not None]
         # What does not lie in memory as the kernels need it: the tensor, and its copy.
@@ -245,6 +247,7 @@ class Binding:
     def keep(self, states: States, lengths: list[int]) -> None:
         """Get ready for later steps, and let go of the tensors of this one."""
         self.lengths, self.group = lengths, self.active[0].group if self.active else 0
+        self.is_large = len(self.active) > _FEW
         on_device = any(part.is_on_device for part in self.parts)
         if self._is_plain and not on_device and layout_of(torch) is not None:
             self._expect(states)
@@ -271,7 +274,7 @@ class Binding:
             [name for name in state if name in written.get(id(parameter), ())]
             for parameter, state in states.items()
         ]
-        gradients = tuple(e and e.parameter.grad for e in self._entries)
+        gradients: tuple[Any, ...] = tuple(e and e.parameter.grad for e in self._entries)
         kinds = [
             headers.NONE if e is None else headers.ROWS if i in self._rows else headers.DENSE
             for i, e in enumerate(self._entries)
@@ -308,6 +311,11 @@ class Binding:
         """The states of each active parameter."""
         every = [*states.values()]
         return every if self._is_in_order else [every[k] if k >= 0 else {} for k in self._order]
+
+    def fetch(self) -> None:
+        """Bring what `read` is going to look at into the caches."""
+        if self._expected is not None:
+            self._expected.fetch()
 
     def read(
         self, states: States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]

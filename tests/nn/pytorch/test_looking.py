@@ -468,3 +468,36 @@ def test_states_that_a_user_changes(change: str, bound: list[int]) -> None:
         results.append(everything(optimizer))
     torch.testing.assert_close(*results)
     assert len(bound) == (2 if change in ("delete", "reorder") else 1)
+
+
+def test_what_is_fetched_may_be_gone(bound: list[int]) -> None:
+    """Where tensors were is fetched before it is known whether they are still there."""
+    results = []
+    for package in (fused, torch.optim):
+        parameters = [torch.nn.Parameter(torch.full((3, k + 1), 1.0)) for k in range(40)]
+        optimizer = package.AdamW(parameters, lr=0.1)
+        for k in range(8):
+            optimizer.zero_grad()
+            for i, parameter in enumerate(parameters):
+                parameter.grad = torch.full_like(parameter, 1.0 + i - k)
+            for parameter, state in [*optimizer.state.items()][k::7]:
+                if k % 2:
+                    parameter.data = parameter.data.clone()
+                    state["exp_avg"] = state["exp_avg"].clone()
+                else:
+                    optimizer.state[parameter] = {name: x.clone() for name, x in state.items()}
+            optimizer.step()
+        results.append(everything(optimizer))
+    torch.testing.assert_close(*results)
+    assert len(bound) == 1
+
+
+def test_fetching_without_tensors() -> None:
+    states = {torch.zeros(3): {"sum": torch.zeros(3)} for _ in range(50)}
+    given = (*states,), (torch.ones(3),) * 50
+    found = ExpectedTensors(torch, *given, (DENSE,) * 50, states, [("sum",)] * 50)
+    found.fetch()  # nothing has been seen yet
+    assert found.look(*given, states) == MOVED
+    del states, given
+    for _ in range(3):
+        found.fetch()
