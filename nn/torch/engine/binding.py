@@ -307,7 +307,7 @@ class Binding:
         steps = [own["step"] for own in of_roles] if self.counts_updates else []
         self._steps = np.array(steps, np.int64)
 
-    def _states(self, states: States) -> Sequence[dict[str, Any]]:
+    def _active_states(self, states: States) -> Sequence[dict[str, Any]]:
         """The states of each active parameter."""
         every = [*states.values()]
         return every if self._is_in_order else [every[k] if k >= 0 else {} for k in self._order]
@@ -327,7 +327,7 @@ class Binding:
         found = expected.look(parameters, gradients, states)
         if found == headers.OTHER:
             return None
-        own = self._states(states) if self._reads_states else ()
+        own = self._active_states(states) if self._reads_states else ()
         if self._has_counts_of_python and any(isinstance(s["step"], Tensor) for s in own):
             return None
         if found == headers.MOVED:

@@ -421,7 +421,7 @@ def test_other_numbers_of_tensors() -> None:
 
 def test_other_states() -> None:
     """Those of the same parameters, in the same order, whatever else a user keeps there."""
-    one, other = (torch.zeros(3) for _ in range(2))
+    one, other, third = (torch.zeros(3) for _ in range(3))
     states = {one: {"mine": 1, "sum": torch.zeros(3), "square": torch.zeros(3)}, other: {}}
     given = (one, other), (torch.ones(3), torch.ones(3))
     found = ExpectedTensors(torch, *given, (DENSE, DENSE), states, (("sum", "square"), ()))
@@ -435,13 +435,21 @@ def test_other_states() -> None:
         {}, {one: first}, {other: {}, one: first}, {**states, torch.zeros(3): {}},
         {one: {}, other: first}, {one: None, other: {}}, [one, other], None,
         {one: dict(reversed(first.items())), other: {}},
-        {one: {"mine": 1, "sum": first["sum"]}, other: {}},
+        {one: {"sum": first["sum"], "cube": first["square"]}, other: {}}, {third: first, other: {}},
         {one: {**first, "square": 3}, other: {}}, {one: {**first, "square": None}, other: {}},
         {one: {**first, "sum": torch.zeros(4)}, other: {}},
     ):  # fmt: skip
         assert found.look(*given, wrong) == OTHER
     assert found.look(*given, {one: {**first, "sum": torch.zeros(3)}, other: {}}) == MOVED
     assert found.look(*given, {one: {**first, "sum": one}, other: {}}) == OTHER  # one memory twice
+
+
+def test_a_state_that_is_gone() -> None:
+    """What was last found in a dict is not taken for what is in it now."""
+    one, state = torch.zeros(3), torch.zeros(3)
+    found = ExpectedTensors(torch, (one,), (one + 1,), (DENSE,), {one: {"sum": state}}, (("sum",),))
+    assert found.look((one,), (one + 1,), {one: {"sum": state}}) == MOVED
+    assert found.look((one,), (one + 1,), {one: {}}) == OTHER
 
 
 @pytest.mark.parametrize("change", ["add", "exchange", "number", "delete", "reorder"])
