@@ -51,8 +51,7 @@ class _TensorQuery(NamedTuple):
     n_forms: int
     forms: int  # [n_forms] of `_TensorForm`: first what is written
     dims: int  # of all forms: sizes, then strides
-    objects: int  # [n_forms]: what was found, before it was compared
-    seen: int  # [n_seen] of `_Seen`: of `n_states` `_OF_STATE` each, then of forms `_OF_FORM`
+    seen: int  # [n_seen] of `_Seen`: of forms `_OF_FORM` each, then of states `_OF_STATE`
     n_seen: int
     addresses: int  # [n_forms]: where each was found
     versions: int  # [n_written]: where changes are counted, or 0
@@ -69,7 +68,7 @@ class _StateForm(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Stretch of memory that the last look has read, all ``int64``; it may be gone."""
+    """Stretch of memory that a look reads, all ``int64``; after it, it may be gone."""
 
     address: int
     n_bytes: int
@@ -80,10 +79,10 @@ fields_at, _forms_at, _states_at, _seen_at, _query_at = map(
 )
 # Of a cursor in a dict: where it is, then the last key and the last value.
 _KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
-# Sizes of what is seen: a dict and its items, to which CPython has an address at this place (of
-# what is there elsewhere the wrong lines are fetched); an object, a tensor and a storage.
-_DICT_ITEMS = 32
-_OF_STATE, _OF_FORM = (48, 120), (24, TENSOR_BYTES, STORAGE_BYTES)
+# Sizes of what is seen: an object, a tensor and a storage; a dict and its items, to which CPython
+# has an address at this place (of what is there elsewhere the wrong lines are fetched).
+_OF_FORM, _OF_STATE = (24, TENSOR_BYTES, STORAGE_BYTES), (48, 120)
+_PER_FORM, _PER_STATE, _DICT_ITEMS = len(_OF_FORM), len(_OF_STATE), 32
 
 
 @njit(inline="always")
@@ -152,13 +151,13 @@ def _find_parameters(c, parameters, gradients):
     if load_int64(parameters + LENGTH) != n or load_int64(gradients + LENGTH) != n:
         return -1
     known, forms = int64s(c.parameters, n), _forms_at(c.forms, c.n_forms)
-    objects = int64s(c.objects, c.n_forms)
+    seen = _seen_at(c.seen, c.n_seen)
     for k in range(n):
         if load_int64(parameters + ITEMS + 8 * k) != known[k]:
             return -1
-        objects[c.n_written + k] = load_int64(gradients + ITEMS + 8 * k)
+        seen[_PER_FORM * (c.n_written + k)].address = load_int64(gradients + ITEMS + 8 * k)
         if forms[c.n_written + k].kind != NONE:
-            objects[found] = known[k]
+            seen[_PER_FORM * found].address = known[k]
             found += 1
     return found
 
@@ -167,13 +166,13 @@ def _find_parameters(c, parameters, gradients):
 def _find_states(c, states, found):
     """Fill in the states behind what was found; whether their dicts have all that they had."""
     every, names = _states_at(c.states, c.n_states), int64s(c.names, c.n_written)
-    objects, n = int64s(c.objects, c.n_forms), 0
     one, other, seen = c.cursors, c.cursors + _CURSOR_BYTES, _seen_at(c.seen, c.n_seen)
+    n, place = 0, _PER_FORM * c.n_forms
     _rewind(one)
     for k in range(c.n_states):
         if not next_item(states, one) or load_int64(one + _KEY) != every[k].parameter:
             return False
-        own, first = load_int64(one + _VALUE), n
+        own = load_int64(one + _VALUE)
         _rewind(other)
         for _ in range(every[k].n_names):
             # Between those that are looked at a user may have others.
@@ -181,10 +180,11 @@ def _find_states(c, states, found):
                 pass
             if load_int64(other + _KEY) != names[n]:
                 return False
-            objects[found + n] = load_int64(other + _VALUE)
+            seen[_PER_FORM * (found + n)].address = load_int64(other + _VALUE)
             n += 1
-        if n > first:
-            seen[2 * k].address, seen[2 * k + 1].address = own, load_int64(own + _DICT_ITEMS)
+        if every[k].n_names > 0:  # so it is a dict
+            seen[place].address, seen[place + 1].address = own, load_int64(own + _DICT_ITEMS)
+        place += _PER_STATE
     return not next_item(states, one)
 
 
@@ -194,13 +194,13 @@ def _look_at_tensors(query, fields, parameters, gradients, states):
     n = _find_parameters(c, parameters, gradients)
     if n < 0 or not _find_states(c, states, n):
         return OTHER
-    objects = int64s(c.objects, c.n_forms)
     forms, dims, found = _forms_at(c.forms, c.n_forms), c.dims, SAME
     addresses, versions = int64s(c.addresses, c.n_forms), int64s(c.versions, c.n_written)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
-    seen, place = _seen_at(c.seen, c.n_seen), 2 * c.n_states
+    seen = _seen_at(c.seen, c.n_seen)
     for k in range(c.n_forms):
-        form, thing = forms[k], objects[k]
+        form, place = forms[k], _PER_FORM * k
+        thing = seen[place].address
         if form.kind == NONE:
             if thing != form.type:
                 return OTHER
@@ -211,9 +211,8 @@ def _look_at_tensors(query, fields, parameters, gradients, states):
         if tensor == 0:
             return OTHER
         dims += 16 * form.dim
-        seen[place].address, seen[place + 1].address = thing, tensor
+        seen[place + 1].address = tensor
         seen[place + 2].address = load_int64(tensor + f.storage)
-        place += 3
         if form.kind == ROWS:
             continue
         # An empty tensor may have no memory at all, and is never looked for there.
@@ -293,23 +292,21 @@ class ExpectedTensors:
         self._is_settled = False
         all_names = [name for chosen in names for name in chosen]
         in_states = [_StateForm(id(p), len(own)) for p, own in zip(states, names, strict=True)]
-        objects, cursors = [0] * len(forms), [0] * (2 * _CURSOR_BYTES // 8)
-        seen = [_Seen(0, n) for n in _OF_STATE * len(states) + _OF_FORM * len(forms)]
+        seen = [_Seen(0, size) for size in _OF_FORM * len(forms) + _OF_STATE * len(states)]
         tables = [np.array(t, np.int64) for t in (
-            [*map(id, parameters)], in_states, [*map(id, all_names)], forms, dims, objects, seen,
-            cursors, layout.fields,
+            [*map(id, parameters)], in_states, [*map(id, all_names)], forms, dims, seen,
+            [0] * (2 * _CURSOR_BYTES // 8), layout.fields,
         )]  # fmt: skip
         self._alive = tables, [type(tensor) for tensor, _ in every], all_names
-        (
-            parameters_at, states_at, names_at, forms_at, dims_at, objects_at, seen_at, cursors_at,
-            fields_at,
-        ) = map(address_of, tables)  # fmt: skip
+        parameters_at, states_at, names_at, forms_at, dims_at, seen_at, cursors_at, fields_at = map(
+            address_of, tables
+        )
         places_at, versions_at, memory_at = map(
             address_of, (self._places, self.versions, self._memory)
         )
         self._query = array("q", _TensorQuery(
             len(parameters), parameters_at, len(states), states_at, names_at, n, len(forms),
-            forms_at, dims_at, objects_at, seen_at, len(seen), places_at, versions_at, memory_at,
+            forms_at, dims_at, seen_at, len(seen), places_at, versions_at, memory_at,
             len(self._apart), cursors_at,
         ))  # fmt: skip
         self._asked = self._query.buffer_info()[0], fields_at

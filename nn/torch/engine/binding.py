@@ -37,8 +37,6 @@ from .memory import (
 from .part import Choice, Entry, Given, Part
 from .tensors import local, reject_shape, rows_of, table_shape, wide_dtype
 
-States = Mapping[Tensor, Any]
-
 _FEW = 8  # parameters: to look at so many takes no longer than to fetch them before
 
 
@@ -244,7 +242,7 @@ class Binding:
 
     # Later steps
 
-    def keep(self, states: States, lengths: list[int]) -> None:
+    def keep(self, states: headers.States, lengths: list[int]) -> None:
         """Get ready for later steps, and let go of the tensors of this one."""
         self.lengths, self.group = lengths, self.active[0].group if self.active else 0
         self.is_large = len(self.active) > _FEW
@@ -256,7 +254,7 @@ class Binding:
         self._parameters, self._entries, self.active = (), (), []
         self._copies, self._arrays, self._rows, self._memory = [], {}, {}, []
 
-    def _expect(self, states: States) -> None:
+    def _expect(self, states: headers.States) -> None:
         """Record what later steps have to find for the same kernel calls."""
         # The state of each among all states, which go in the order of their keys.
         every = {id(p): k for k, p in enumerate(states)}
@@ -307,7 +305,7 @@ class Binding:
         steps = [own["step"] for own in of_roles] if self.counts_updates else []
         self._steps = np.array(steps, np.int64)
 
-    def _active_states(self, states: States) -> Sequence[dict[str, Any]]:
+    def _active_states(self, states: headers.States) -> Sequence[dict[str, Any]]:
         """The states of each active parameter."""
         every = [*states.values()]
         return every if self._is_in_order else [every[k] if k >= 0 else {} for k in self._order]
@@ -318,7 +316,7 @@ class Binding:
             self._expected.fetch()
 
     def read(
-        self, states: States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
+        self, states: headers.States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
     ) -> Given | None:
         """The tensors of a later step, if all else is as it was; None if it is not."""
         expected = self._expected
