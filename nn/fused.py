@@ -335,7 +335,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def _all_finite(self, given: Gradients) -> bool:
         """One read of all gradients; on a device it is waited for."""
         if self._device is not None:  # the gradients are there
-            return are_finite(given)
+            return are_finite(given.by_batch, given.arrays)
         return all(all_finite(*arrays) for arrays in by_storage(given.by_batch))
 
     # What is known on a device

@@ -88,7 +88,10 @@ class SpecialCase(NamedTuple):
 SPECIAL = (
     *map(SpecialCase, ("no-cliff", "far-rows")),
     SpecialCase("first-step", is_default=True),
-    *map(SpecialCase, ("fresh-states", "thor", "training", "dlrm-training", "in-mindspore")),
+    *map(
+        SpecialCase,
+        ("fresh-states", "thor", "training", "dlrm-training", "in-mindspore", "changing-steps"),
+    ),
 )
 SUBJECTS: dict[str, Subject] = {
     **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},

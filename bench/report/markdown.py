@@ -425,6 +425,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "first-step": partial(_with_limits, name="first-step"),
     "fresh-states": _fresh_states,
     "thor": partial(_with_limits, name="thor"),
+    "changing-steps": partial(_with_limits, name="changing-steps"),
     "training": _training,
     "dlrm-training": _dlrm_training,
     "in-mindspore": _in_mindspore,

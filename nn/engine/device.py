@@ -230,7 +230,7 @@ class Device:
         known = self._programs.get(key) if is_kept else None
         if known is not None and known[0].place == tables.address:
             return known
-        batches, error = row_batches(given)
+        batches, error = row_batches(given.by_batch)
         parts = _parts(resident, plan, classes, launch, batches)
         finite = by_storage(given.by_batch) if plan.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))

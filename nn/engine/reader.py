@@ -336,7 +336,7 @@ def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexLis
         ValueError: its tables have too many rows for its sort keys.
     """
     entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
-    lists = [IndexList(label, len(g.indices), len(arrays[0])) for label, g, arrays in entries]
+    lists = [IndexList(label, len(g.indices), w.shape[0]) for label, g, (w, *_) in entries]
     check_keys(batch.labels[0], lists)
     return lists
 

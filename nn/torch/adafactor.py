@@ -82,16 +82,19 @@ class Adafactor(Fused, torch.optim.Adafactor):
     def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002
         return asked  # as in PyTorch; the step computes in the type of the arithmetic
 
-    def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
+    def _check(
+        self, group: Group, choice: Choice, name: str, parameter: Tensor, *rest: Any
+    ) -> bool:
         # An empty one has no size to step by.
-        return super()._check(group, choice, name, parameter) and parameter.numel() > 0
+        return super()._check(group, choice, name, parameter, *rest) and parameter.numel() > 0
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
         lr, fading = group["lr"], step ** group["beta2_decay"]
         epsilon = group["eps"][0]
         if epsilon is None:  # that of the first one counts, as in PyTorch
-            dtype = next(p.dtype for p in group["params"] if p.grad is not None)
+            every = group["params"]
+            dtype = next((p.dtype for p in every if p.grad is not None), every[0].dtype)
             epsilon = torch.finfo(dtype).eps
         largest = 1.0 / epsilon if epsilon else np.inf
         moments = 1.0 - fading, fading, 0.0, 0.0, epsilon, largest, 0.0, 1.0

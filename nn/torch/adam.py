@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
+from ...ops.runtime.bags.tensor import BagTensor
 from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
 from .engine.part import Choice, Group, Method, moments_of, number, shrink_of
 from .optimizer import Fused
@@ -224,10 +225,11 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         # Not a tensor as in the other classes, but an int, as PyTorch's class has it.
         return 0
 
-    def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout == torch.sparse_coo:
-            return super()._check(group, choice, name, parameter)
+    def _check(
+        self, group: Group, choice: Choice, name: str, parameter: Tensor, gradient: Any
+    ) -> bool:
+        if isinstance(gradient, BagTensor) or gradient.layout == torch.sparse_coo:
+            return super()._check(group, choice, name, parameter, gradient)
         # By such a step torch.distributed.checkpoint makes states.
         if number(group["lr"]) == 0.0 and parameter not in self.state:
             return False

@@ -15,7 +15,6 @@ from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.errors import reject
 from .engine.memory import array_of, in_memory, tensor_of
-from .engine.tensors import BAGS
 from .engine.threads import as_torch
 from .optimizer import Fused
 
@@ -174,7 +173,7 @@ class EmbeddingBags(nn.Module):
                 _WHERE, arrays, None, self.mode, padding, "raise",
                 open_ended=not self.include_last_offset,
             )  # fmt: skip
-            self._known = key, made, [_stand_in(weight) for weight in weights]
+            self._known = key, made
         return self._known[1]  # type: ignore[no-any-return]
 
     @as_torch
@@ -219,20 +218,10 @@ class EmbeddingBags(nn.Module):
     ) -> None:
         """The step of the optimizer on the tables that need gradients."""
         assert self._optimizer is not None
-        before, stand_ins = [weight.grad for weight in weights], self._known[2]
-        self._hook.remove()  # a step without hooks takes a shorter way
-        try:
-            # To make a sparse tensor for each table takes longer than a small step.
-            every = zip(weights, found, stand_ins, needs, strict=True)
-            for weight, gradient, stand_in, is_needed in every:
-                setattr(stand_in, BAGS, gradient)
-                weight.grad = stand_in if is_needed else None
-            self._optimizer.step()
-        finally:
-            self._hook = self._optimizer.register_step_pre_hook(_refuse)
-            for weight, grad, stand_in in zip(weights, before, stand_ins, strict=True):
-                weight.grad = grad
-                setattr(stand_in, BAGS, None)
+        every = zip(weights, found, needs, strict=True)
+        given = {weight: gradient for weight, gradient, is_needed in every if is_needed}
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._optimizer._step(None, 1.0, tuple(map(given.get, parameters)))
 
 
 def _refuse(*_: Any) -> None:
@@ -301,13 +290,6 @@ def _sparse(gradient: BagTensor, weight: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(
         indices, values.to(weight.dtype), tuple(weight.shape), check_invariants=False
     )
-
-
-def _stand_in(weight: Tensor) -> Tensor:
-    """A sparse gradient in whose place the step reads another; its own values are no numbers."""
-    values = torch.full((1, weight.shape[1]), torch.nan, dtype=weight.dtype)
-    indices = torch.zeros(1, 1, dtype=torch.int64)
-    return torch.sparse_coo_tensor(indices, values, tuple(weight.shape), check_invariants=False)
 
 
 def _named(tables: Any) -> dict[str, Any]:

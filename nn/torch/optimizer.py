@@ -16,34 +16,25 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import optimizer as of_torch
 
-from ...kernels.cpu.threads.counts import NumberWrite
+from ...kernels.cpu.threads.counts import NumberWrite, TensorCount
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.formula import Numbers
 from ...kernels.quiet import quiet
 from ...kernels.rule import Rule
 from ...kernels.state import PARAMETER, State
 from ...ops.runtime import check
+from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
 from ..engine.host import completed, step_together
-from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
-from .engine.binding import Binding, check_parameter
+from .engine.binding import Binding, check_parameter, finish, has_finite, on_device
 from .engine.memory import DTYPES
 from .engine.options import OWN, Sparse, check_group, check_own, check_rows
-from .engine.part import (
-    Before,
-    Choice,
-    Entry,
-    Given,
-    Group,
-    GroupOptions,
-    Method,
-    Part,
-    number,
-)  # fmt: skip
+from .engine.part import Before, Choice, Given, Group, GroupOptions, Method, Part, number
+from .engine.record import Entry
 from .engine.state import (
     Number,
     cast_states,
@@ -331,17 +322,22 @@ class Fused(_Base):
         self._clipping = None
         super().zero_grad(set_to_none)
 
-    def _step(self, param: Tensor | None, factor: float) -> None:
+    def _step(
+        self, param: Tensor | None, factor: float, gradients: tuple[Any, ...] | None = None
+    ) -> None:
+        """One step, with gradients of all parameters in order; None: those in ``.grad``."""
         groups, key = self.param_groups, None if param is None else id(param)
-        known = self._bindings.get(key, [])
-        if known and known[0].is_large:
-            known[0].fetch()
-        states = self._states(param)
+        known = self._bindings.setdefault(key, [])
+        # Taken out while it is used: a step of another thread takes another one.
+        binding = known.pop() if known else None
+        if binding is not None and binding.is_large:
+            binding.fetch()
         if param is None:
             parameters = tuple(chain.from_iterable(map(_params_of, groups)))
         else:
             parameters = (param,)
-        gradients = tuple(map(_grad_of, parameters))
+        if gradients is None:
+            gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
         if self._clipping is not None:
             factors = [factor * own for own in self._clipping.factors(parameters, gradients)]
@@ -352,18 +348,24 @@ class Fused(_Base):
         if factors != [1.0]:
             before = Before.of(plain, choices, factors)
         lengths = [*map(len, map(_params_of, groups))]
-        for binding in known:  # parameters may have gradients in some steps and in others not
-            if binding.choices != choices or binding.lengths != lengths:
-                continue
-            given = binding.read(states, parameters, gradients)
-            if given is not None and (param is None or _is_in(param, groups[binding.group])):
-                self._run(binding, given, plain, before, {})
-                break
-        else:
-            binding, new = self._bound(parameters, gradients, choices, known)
-            if self._run(binding, binding.first(), plain, before, new):
-                binding.keep(self._states(param), lengths)
-                self._bindings[key] = [binding, *known[: _KEPT_BINDINGS - 1]]
+        if binding is not None and not binding.is_for(choices, lengths):
+            binding = _exchanged(binding, known, choices, lengths)
+        given, new = None, dict[Tensor, Any]()
+        rest = parameters, gradients, self._states(param), new
+        if binding is not None and (param is None or binding.is_of(param, groups)):
+            given = binding.read(*rest, partial(self._entry, parameters, gradients, choices, new))
+        if given is None:
+            known.clear()  # of other parameters, as this one
+            self._forget_others()
+            binding = Binding(type(self).__name__, len(parameters), choices, lengths)
+            given = binding.read(*rest, partial(self._entry, parameters, gradients, choices, new))
+        assert binding is not None
+        if given is None:
+            why = "another thread changes them meanwhile"
+            raise RuntimeError(f"{type(self).__name__}: the states cannot be read: {why}")
+        if self._run(given, binding.count, plain, before, new):
+            known.append(binding)
+            del known[:-_KEPT_BINDINGS]
         if self._clipping is not None:
             self._clipping = self._clipping.without(param)
 
@@ -374,45 +376,36 @@ class Fused(_Base):
     def _choice(self, group: Group) -> Choice:
         return self.method(group).choice(group)
 
-    @torch.no_grad()
-    def _bound(
+    def _entry(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], choices: list[Choice],
-        last: Sequence[Binding],
-    ) -> tuple[Binding, dict[Tensor, Any]]:  # fmt: skip
-        """The binding for a step, and the states of parameters that had none."""
-        entries: list[Entry | None] = []
-        before = {key: kind for binding in reversed(last) for key, kind in binding.types.items()}
-        new: dict[Tensor, Any] = {}
-        where, places = type(self).__name__, places_of(self.param_groups)
+        new: dict[Tensor, Any], i: int,
+    ) -> Entry | None:  # fmt: skip
+        """A parameter that is to be recorded, checked; None where its class leaves it out.
+
+        A state that it lacks joins ``new``.
+        """
+        where, parameter = type(self).__name__, parameters[i]
+        places = places_of(self.param_groups)
         if len(parameters) == 1:
-            places = [place for place in places if place.parameter is parameters[0]]
+            places = [place for place in places if place.parameter is parameter][:1]
             if not places:
                 reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
-        for (parameter, k, name), gradient in zip(places, gradients, strict=False):
-            if gradient is None:
-                entries.append(None)
-                continue
-            group, choice = self.param_groups[k], choices[k]
-            is_active = self._check(group, choice, name, parameter)
-            kind = (parameter.dtype, parameter.device)
-            shapes = self.shapes(choice, parameter)
-            numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
-            known = self.state.get(parameter, {})
-            state = {role: x for role, x in known.items() if x is not None}
-            if is_new := not state:
-                if state := self._new_state(group, parameter, choice):
-                    new[parameter] = state
-            else:
-                state = known
-                last_kind = before.get((id(parameter), id(state)), kind)
-                if last_kind != kind:
-                    wrong = "has changed since the last step"
-                    reject(RuntimeError, where, name, wrong, last_kind, kind)
-                self._check_complete(name, state, (*shapes, *numbers))
-            entry = Entry(parameter, k, name, state, choice, shapes, numbers, is_new)
-            entries.append(entry if is_active else None)
-        self._forget_others()
-        return Binding(where, parameters, entries, choices), new
+        _, k, name = places[i if len(parameters) > 1 else 0]
+        group, choice = self.param_groups[k], choices[k]
+        is_active = self._check(group, choice, name, parameter, gradients[i])
+        shapes = self.shapes(choice, parameter)
+        numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
+        state, roles = self.state.get(parameter, {}), (*shapes, *numbers)
+        if not isinstance(state, dict):
+            expected, got = "a dict", type(state).__name__
+            reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
+        is_new = all(state.get(role) is None for role in roles)
+        if is_new and roles:  # beside what a user may have there
+            state = {**state, **self._new_state(group, parameter, choice)}
+            new[parameter] = state
+        self._check_complete(name, state, roles)
+        entry = Entry(parameter, k, name, state, choice, shapes, numbers, is_new)
+        return entry if is_active else None
 
     def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
         """Refuse a state that lacks some of its tensors: they would begin anew beside old ones."""
@@ -425,14 +418,16 @@ class Fused(_Base):
 
     def _forget_others(self) -> None:
         """Let go of the bindings of single parameters that are in no group any more."""
-        own = {id(p) for group in self.param_groups for p in group["params"]}
-        if len(self._bindings) > len(own) + 1:
-            for key in [key for key in self._bindings if key is not None and key not in own]:
-                del self._bindings[key]
+        if len(self._bindings) > 1:
+            own = {None, *(id(p) for group in self.param_groups for p in group["params"])}
+            for key in self._bindings.keys() - own:
+                self._bindings.pop(key, None)
 
-    def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
-        """Refuse what no step can take; whether it is updated."""
-        where, gradient = type(self).__name__, parameter.grad
+    def _check(
+        self, group: Group, choice: Choice, name: str, parameter: Tensor, gradient: Any
+    ) -> bool:
+        """Refuse a parameter and a gradient that no step can take; whether it is updated."""
+        where = type(self).__name__
         check_parameter(where, name, local(parameter))
         rule, states = choice.rule, dict.fromkeys(choice.states, 0.0)
         check_rule(where, rule, states, group["sparse"], couples=choice.couples)
@@ -440,7 +435,7 @@ class Fused(_Base):
         if self.skip_nonfinite and is_part(parameter):
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
-        if gradient is not None and gradient.layout == torch.sparse_coo:
+        if isinstance(gradient, BagTensor) or gradient.layout == torch.sparse_coo:
             if not self._takes_sparse:
                 raise RuntimeError(f"{where} does not support sparse gradients")
             if choice.touched_only is None:
@@ -459,20 +454,20 @@ class Fused(_Base):
 
     @as_torch
     def _run(
-        self, binding: Binding, given: Given, groups: Sequence[Group], before: Before,
+        self, given: Given, count: TensorCount, groups: Sequence[Group], before: Before,
         new: Mapping[Tensor, Any],
     ) -> bool:  # fmt: skip
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
-        if self.skip_nonfinite and not binding.has_finite(given):
+        if self.skip_nonfinite and not has_finite(given):
             self.skipped_steps += 1
             return False
-        steps, numbers = self._steps(binding, given), []
+        steps, numbers = self._steps(given, count), []
         updates: list[Update] = []  # alive until they are done: rows are found by addresses
         prepared: list[Prepared] = []
-        on_device: dict[Layout, list[Update]] = {}
+        launched: list[Update] = []
         together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
         places: list[Sequence[int]] = []
-        for part in binding.parts:
+        for part in given.parts:
             hp, hp_of, after = self._rows(part, given, groups, steps, before)
             numbers += after
             if part.rule.is_two_stage and not part.is_on_device:
@@ -481,11 +476,12 @@ class Fused(_Base):
                     together.append(own)
                     places.append(part.places)
                 else:
-                    prepared.append(self._measured(own, part.of_groups(groups)))
+                    of_each = [groups[k] for k in part.group_of.tolist()]
+                    prepared.append(self._measured(own, of_each))
                 continue
             updates.append(part.update(given, before, hp, hp_of))
             if part.is_on_device:
-                on_device.setdefault(part.layout, []).append(updates[-1])
+                launched.append(updates[-1])
             else:
                 prepared.append(updates[-1].prepared())
         if together:
@@ -494,31 +490,39 @@ class Fused(_Base):
                 return False
             of_step, steps_together = found
             prepared += steps_together
-        others = [] if binding.counts_updates else self._counted(given, numbers)
+        counted = [] if given.counts_updates else self._counted(given, numbers)
         if numbers:
-            prepared.append(NumberWrite(numbers))
+            written = [(number.tensor.data_ptr(), number.value) for number in numbers]
+            prepared.append(NumberWrite(written))
         # After all that can fail: a parameter whose first step raises still has no state.
-        self.state.update(new)
-        for layout, launched in on_device.items():
-            launch_updates(launched, binding.on_device(layout))
-        commit(prepared, binding.count)
-        for state in others:
-            state["step"] += 1
+        for parameter, state in new.items():
+            if known := self.state.get(parameter):
+                known.update(state)
+            else:
+                self.state[parameter] = state
+        if launched:
+            launch_updates(launched, *on_device(given))
+        commit(prepared, count)
+        for parameter, step in counted:
+            if isinstance(step, Tensor):
+                step.add_(1)
+            elif known := self.state.get(parameter):
+                known["step"] = step + 1
         if together:
             self.take_over(of_step)
-        if binding.active:
-            binding.finish()
+        if given.copies or given.unseen:
+            finish(given)
         return True
 
-    def _counted(self, given: Given, numbers: list[Number]) -> list[dict[str, Any]]:
-        """The states whose counts are no tensors of the host; those of others join ``numbers``."""
+    def _counted(self, given: Given, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
+        """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
         others = []
-        for state in given.states if self._counts_updates else ():
-            step = state["step"]
+        for i in given.active if self._counts_updates else ():
+            step = given.states(i)["step"]
             if isinstance(step, Tensor) and not step.is_cuda:
                 numbers.append(single_of(step, float(step) + 1.0))
             else:
-                others.append(state)
+                others.append((given.parameters[i], step))
         return others
 
     @quiet
@@ -526,15 +530,14 @@ class Fused(_Base):
         known = [self.constants(group) for group in groups]
         return completed(update, *measured(update, known[0]), known)
 
-    def _steps(self, binding: Binding, given: Given) -> float | list[float]:
+    def _steps(self, given: Given, count: TensorCount) -> float | list[float]:
         """The number of this update: one for all parameters with a gradient, or one for each."""
-        if binding.counts_updates:
-            values = binding.count.values
-            if binding.count.read():
-                return values[0] + 1.0
-            every = [value + 1.0 for value in values]
-        elif self._counts_updates:
-            every = [float(state["step"]) + 1.0 for state in given.states]
+        if given.counts_updates:
+            if count.read():
+                return count.values[0] + 1.0
+            return [value + 1.0 for value in count.values[: count.n]]
+        if self._counts_updates:
+            every = [float(given.states(i)["step"]) + 1.0 for i in given.active]
         elif not any(given.are_new):
             return 2.0
         else:  # what matters is whether there was one before
@@ -544,27 +547,32 @@ class Fused(_Base):
     def _rows(
         self, part: Part, given: Given, groups: Sequence[Group], steps: float | list[float],
         before: Before,
-    ) -> tuple[Any, np.ndarray, list[Number]]:  # fmt: skip
+    ) -> tuple[Any, Any, list[Number]]:  # fmt: skip
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
-        scalars, names = self.scalars, part.numbers
+        scalars, names, choice = self.scalars, part.numbers, part.choice
         if self._looks_at_scalars:
-            scalars = partial(self._checked_scalars, part.choice.rule)
+            scalars = partial(self._checked_scalars, choice.rule)
         is_one = len(before.factors) == 1
         if isinstance(steps, float) and not names and is_one:
             rows = [scalars(groups[k], steps) for k in part.groups]
             if before.prologue:
-                more = [before.scalars(groups[k], part.choice) for k in part.groups]
+                more = [before.scalars(groups[k], choice) for k in part.groups]
                 rows = [own + others for own, others in zip(rows, more, strict=True)]
-            return part.rounded(rows), part.group_of, []
+            return part.rounded(rows), part.row_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
-        scaled = [0] * len(part.places) if is_one else part.batch.positions.tolist()
+        each = [*zip(part.group_of.tolist(), of_each, strict=True)]
+        if not names and is_one:  # those of one group and as many updates have a row in common
+            row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
+            rows = [
+                scalars(groups[k], step) + before.scalars(groups[k], choice) for k, step in row_of
+            ]
+            return part.rounded(rows), [row_of[key] for key in each], []
         rows, after = [], []
-        for k, own_group, step, place in zip(
-            part.places, part.of_groups(groups), of_each, scaled, strict=True
-        ):
-            own = {name: given.states[k][name] for name in names}
-            group = {**own_group, **own}
-            rows.append(scalars(group, step) + before.scalars(group, part.choice, place))
+        for i, (k, step) in zip(part.batch.positions.tolist(), each, strict=True):
+            own = given.states(i)
+            group = {**groups[k], **{name: own[name] for name in names}}
+            scaled = before.scalars(group, choice, 0 if is_one else i)
+            rows.append(scalars(group, step) + scaled)
             after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return part.rounded(rows), np.arange(len(rows)), after
 
@@ -635,8 +643,18 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
         return True if cls is FusedOptimizer and Fused in other.__mro__ else NotImplemented
 
 
-def _is_in(parameter: Tensor, group: Group) -> bool:
-    return any(p is parameter for p in group["params"])
+def _exchanged(
+    binding: Binding, known: list[Binding], choices: Sequence[Choice], lengths: Sequence[int]
+) -> Binding | None:
+    """The binding among those that are known, in place of another one, for other kernels."""
+    others = [binding]
+    while known:
+        if (found := known.pop()).is_for(choices, lengths):
+            known[:0] = reversed(others)
+            return found
+        others.append(found)
+    known[:0] = reversed(others)
+    return None
 
 
 def _is_watched(optimizer: Any) -> bool:

@@ -155,19 +155,19 @@ class Prodigy(Fused, torch.optim.Optimizer):
             group.update(zip(_OF_ALL, numbers.tolist(), strict=True))
             group["k"] += 1
 
-    def _step(self, param: Tensor | None, factor: float) -> None:
+    def _step(self, param: Tensor | None, *rest: Any) -> None:
         if param is not None:
             why = "the estimate is that of all parameters"
             raise RuntimeError(f"Prodigy: step(param=...) is not supported: {why}")
-        super()._step(param, factor)
+        super()._step(param, *rest)
 
-    def _check(self, group: Group, choice: Any, name: str, parameter: Tensor) -> bool:
+    def _check(self, *rest: Any) -> bool:
         if len({self.method(each).rule for each in self.param_groups}) > 1:
             raise RuntimeError(
                 "Prodigy: groups differ in decouple, or in whether betas[0] is 0: expected the "
                 "same in all"
             )
-        return super()._check(group, choice, name, parameter)
+        return super()._check(*rest)
 
 
 def _beta3(group: Group) -> float:

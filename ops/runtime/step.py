@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from ctypes import c_char
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -53,6 +54,14 @@ class Variables:
     def move(self, addresses: np.ndarray) -> None:
         """Take over where the tensors lie now, and drop what was derived from where they lay."""
         self.table.addresses[:] = addresses
+        self._forget_places()
+
+    def put(self, t: int, k: int, address: int) -> None:
+        """Take over where one array lies now: of tensor ``t`` the parameter (0) or a state."""
+        self.table.addresses[t, k] = address
+        self._forget_places()
+
+    def _forget_places(self) -> None:
         # Its table has addresses of its own; the steps read those of this table in each call.
         vars(self).pop("matrices", None)
 
@@ -122,12 +131,13 @@ class DenseUpdate(NamedTuple):
         """The sums that a two-stage rule measures: float64 ``[T, n_measured]``."""
         return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
-    def states_of_tensors(self) -> list[tuple[State, list[Any]]]:
+    def states_of_tensors(self) -> list[tuple[State, list[np.ndarray]]]:
         """The states that have one number for each tensor, with those of all tensors."""
-        found = []
-        for k, state in enumerate(self.rule.states, start=1):
+        found, table = [], self.variables.table
+        for k, (state, own) in enumerate(zip(self.rule.states, self.variables.s, strict=True), 1):
             if state.per == "tensor":
-                found.append((state, [arrays[k] for arrays in self.variables.tensors]))
+                places = table.addresses[:, k].tolist()
+                found.append((state, [number_at(place, own.dtype) for place in places]))
         return found
 
     @property
@@ -156,6 +166,11 @@ class DenseUpdate(NamedTuple):
         """The step on a device."""
         part = dense_part(self.kernel, self.variables, self.gradients)
         cuda.device.part.run(part, self.hp, self.hp_of, launch.call)
+
+
+def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """The number at an address, as an array that keeps no memory alive."""
+    return np.frombuffer((c_char * dtype.itemsize).from_address(address), dtype)[:1].reshape(())
 
 
 def dense_part(

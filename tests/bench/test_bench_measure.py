@@ -30,6 +30,7 @@ from fusestep.bench.peer import Peers
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, fastest
 from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
 from fusestep.bench.special import (
+    changing_steps,
     dlrm_training,
     far_rows,
     first_step,
@@ -589,6 +590,35 @@ def test_programs_of_a_dlrm_train_alike(small_dlrm: Any) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert np.mean(ours[-4:]) < np.mean(ours[:4])
     assert losses[dlrm_training.LAYERS] != ours
+
+
+def test_changing_steps_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contestant takes the steps of every program, and they come to the same parameters."""
+    torch = pytest.importorskip("torch")
+    for name, value in (("TENSORS", 12), ("WARM", 1), ("ROUNDS", 5)):
+        monkeypatch.setattr(changing_steps, name, value)
+    made: dict[str, list[Any]] = {}
+    make_all = dict(changing_steps.PROGRAMS)
+
+    def watched(name: str, make: Any) -> Any:
+        def program(torch: Any) -> Any:
+            torch.manual_seed(0)
+            made.setdefault(name, []).append(make(torch))
+            return made[name][-1]
+
+        return program
+
+    watching = {name: (watched(name, make), of) for name, (make, of) in make_all.items()}
+    monkeypatch.setattr(changing_steps, "PROGRAMS", watching)
+    threads = torch.get_num_threads()
+    found = special("changing-steps", lambda _: None)
+    torch.set_num_threads(threads)
+    assert [*found.limits] == [f"{name}: {changing_steps.OURS}" for name in make_all]
+    for programs in made.values():
+        ours, loop, *_ = (program.parameters for program in programs)
+        for one, other in zip(ours, loop, strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.grad is None or not torch.equal(one, one.grad)
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,13 @@ def next_item(context, builder, mapping, cursor):
     return builder.call(function, [mapping, *places])
 
 
+@int64_intrinsic(types.void)
+def hold_item(context, builder, items, k, thing):
+    """Put an object into a ``list`` at place ``k``, under the GIL: it lives as long as that."""
+    builder.call(_declared(builder, "Py_IncRef", ir.VoidType(), _I64), [thing])
+    builder.call(_declared(builder, "PyList_SetItem", _I32, *[_I64] * 3), [items, k, thing])
+
+
 @intrinsic
 def sleep(typingctx):
     """Give the core away for about 50 us, the shortest that systems know."""

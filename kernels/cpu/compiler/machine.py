@@ -229,8 +229,8 @@ def _name(identity: str) -> str:
 # Of the C library, of Python's stable interface, and of a threading layer that has been started.
 _PORTABLE_CALLS = {
     "usleep", "Sleep", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyEval_SaveThread",
-    "PyEval_RestoreThread", "PyDict_Next", "get_num_threads", "set_num_threads", "pthread_self",
-    "pthread_getcpuclockid",
+    "PyEval_RestoreThread", "PyDict_Next", "PyList_SetItem", "Py_IncRef", "get_num_threads",
+    "set_num_threads", "pthread_self", "pthread_getcpuclockid",
 }  # fmt: skip
 
 

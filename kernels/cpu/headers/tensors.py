@@ -1,12 +1,15 @@
-"""Comparing PyTorch's tensors with what they were, without asking Python for them.
+"""Looking at PyTorch's tensors in each step without asking Python for them.
 
-`kernels.cpu.headers.tensor_fields` finds where a tensor has what is compared.
+What a step needs of a parameter, its states and its gradient is recorded once, for each parameter
+by itself. A look tells which parameters have a gradient, which of these are as recorded, and where
+their tensors lie. `kernels.cpu.headers.tensor_fields` finds where a tensor has what is compared.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,68 +17,79 @@ from numba import carray
 
 from ...inner import njit
 from ..compiler.compile import NativeFunction
-from ..compiler.intrinsics import as_pointer, load_int64, next_item, prefetch_line
+from ..compiler.intrinsics import as_pointer, hold_item, load_int64, next_item, prefetch_line
 from ..compiler.lines import LINE, prefetch
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import ITEMS, LENGTH, address_of, overlaps
 from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, layout_of, signed
 
-NONE, DENSE, ROWS, WRITTEN = range(4)
-"""What a tensor is: none at all, a dense gradient, one of rows, what a step writes."""
-OTHER, SAME, MOVED = range(3)
-"""How tensors are found: not as expected, as expected, or so but for where written ones lie."""
+WRITTEN, DENSE, ROWS, OBJECT = range(4)
+"""What a form is of: a tensor that is written, a dense gradient, one of rows, any object."""
+ABSENT, FITS, OTHER_GRADIENT, OTHER = range(4)
+"""How a parameter is found: without a gradient; as recorded; so but for the gradient; otherwise."""
+MOVED, OTHERS, UNLIKE, REORDERED, FOREIGN = 1, 2, 4, 8, 16
+"""Flags of a look. `MOVED`: written tensors lie elsewhere than at the last look. `OTHERS`: other
+parameters have gradients than then. `UNLIKE`: a parameter with a gradient does not fit. Nothing
+else is known where the dict of states is `REORDERED`, or there is another number of parameters
+(`FOREIGN`)."""
 
 
-class _TensorForm(NamedTuple):
+class TensorForm(NamedTuple):
     """Form that a tensor should have, all ``int64``."""
 
     kind: int
-    type: int  # of its object; of `NONE` the object itself
+    type: int  # identity
+    name: int = 0  # identity of the name of a state
     keys: int = 0
     dtype: int = 0
     dim: int = 0
+    dims: int = 0  # address of sizes, then strides
     itemsize: int = 0
-    n_bytes: int = 0
+    n_bytes: int = 0  # from the first to the last element
+
+
+class _Record(NamedTuple):
+    """Record of a parameter, all ``int64``."""
+
+    first: int  # number of its form; those of its states and of its gradient follow
+    n_written: int  # parameter and states; 0: nothing is recorded
+    count: int  # number of the form of its float32 count of updates; -1: it has none
 
 
 class _TensorQuery(NamedTuple):
     """Question about parameters, gradients and states, all ``int64``; addresses."""
 
     n_parameters: int
-    parameters: int  # [n_parameters]: identities
+    records: int  # [n_parameters] of `_Record`
+    none: int  # identity of None
     n_states: int
-    states: int  # [n_states] of `_StateForm`
-    names: int  # of the states of all parameters: identities
-    n_written: int
+    order: int  # [n_states]: the parameter of each item of the dict of states; -1: none
     n_forms: int
-    forms: int  # [n_forms] of `_TensorForm`: first what is written
-    dims: int  # of all forms: sizes, then strides
-    seen: int  # [n_seen] of `_Seen`: of forms `_OF_FORM` each, then of states `_OF_STATE`
-    n_seen: int
+    forms: int  # [n_forms] of `TensorForm`
     addresses: int  # [n_forms]: where each was found
-    versions: int  # [n_written]: where changes are counted, or 0
+    seen: int  # [n_seen] of `_Seen`: `_OF_STATE` for each parameter, then `_OF_FORM` for each form
+    n_seen: int
     memory: int  # [2, n_stretches]: of what is written, as for `overlaps`
     n_stretches: int
     cursors: int  # of the dict of states, and of that of a parameter: [2, 3]
-
-
-class _StateForm(NamedTuple):
-    """Item of the dict of states, all ``int64``."""
-
-    parameter: int  # its identity
-    n_names: int  # how many states are looked at
+    status: int  # [n_parameters]
+    states: int  # [n_parameters]: the dict of states of each, or 0
+    active: int  # [n_parameters]: those that fit, in order
+    counts: int  # [n_parameters]: addresses of the counts of those that have one
+    versions: int  # [n_forms]: addresses of the counts of changes of what is written
+    found: int  # [3]: how many of the last three there are
 
 
 class _Seen(NamedTuple):
-    """Stretch of memory that a look reads, all ``int64``; after it, it may be gone."""
+    """Memory range that a look reads, all ``int64``. Not valid afterwards."""
 
     address: int
     n_bytes: int
 
 
-fields_at, _forms_at, _states_at, _seen_at, _query_at = map(
-    records, (Fields, _TensorForm, _StateForm, _Seen, _TensorQuery)
+fields_at, _forms_at, _records_at, _seen_at, _query_at = map(
+    records, (Fields, TensorForm, _Record, _Seen, _TensorQuery)
 )
 # Of a cursor in a dict: where it is, then the last key and the last value.
 _KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
@@ -100,13 +114,13 @@ def place_of(f, tensor, itemsize, n_bytes):
 
 
 @njit
-def _fits(f, tensor, form, dims):
+def _fits(f, tensor, form):
     """Whether a tensor has the form: what it is, its dtype, its sizes and strides."""
     if load_int64(tensor + f.keys) != form.keys or load_int64(tensor + f.dim) != form.dim:
         return False
     if code_of(f, tensor) != form.dtype:
         return False
-    sizes, strides = tensor + f.sizes, tensor + f.strides
+    sizes, strides, dims = tensor + f.sizes, tensor + f.strides, form.dims
     if form.dim > f.inline:
         sizes = load_int64(sizes)
         strides = sizes + 8 * form.dim
@@ -120,21 +134,16 @@ def _fits(f, tensor, form, dims):
 
 
 @njit
-def _place_of(f, tensor, form):
-    """Likewise, of a form; 0 also where others would see what is written."""
-    storage = load_int64(tensor + f.storage)
-    if form.kind == WRITTEN and load_int64(storage + f.deleter) == f.lazy:
-        return 0
-    return place_of(f, tensor, form.itemsize, form.n_bytes)
-
-
-@njit
-def _tensor_of(f, thing, form, dims):
+def _tensor_of(f, thing, form, seen):
     """The address of the tensor of an object; 0 where it has not the form."""
+    seen[0].address = thing
     if load_int64(thing + 8) != form.type:
         return 0
     tensor = load_int64(thing + f.tensor)
-    return tensor if tensor != 0 and _fits(f, tensor, form, dims) else 0
+    if tensor == 0 or not _fits(f, tensor, form):
+        return 0
+    seen[1].address, seen[2].address = tensor, load_int64(tensor + f.storage)
+    return tensor
 
 
 @njit
@@ -145,93 +154,133 @@ def _rewind(cursor):
 
 
 @njit
-def _find_parameters(c, parameters, gradients):
-    """Fill in parameters that are written, and gradients; how many of the former, or -1."""
-    n, found = c.n_parameters, 0
-    if load_int64(parameters + LENGTH) != n or load_int64(gradients + LENGTH) != n:
-        return -1
-    known, forms = int64s(c.parameters, n), _forms_at(c.forms, c.n_forms)
-    seen = _seen_at(c.seen, c.n_seen)
-    for k in range(n):
-        if load_int64(parameters + ITEMS + 8 * k) != known[k]:
-            return -1
-        seen[_PER_FORM * (c.n_written + k)].address = load_int64(gradients + ITEMS + 8 * k)
-        if forms[c.n_written + k].kind != NONE:
-            seen[_PER_FORM * found].address = known[k]
-            found += 1
-    return found
+def _find_states(c, parameters, states):
+    """Find the dict of states of each parameter; whether they come in the known order."""
+    order = int64s(c.order, c.n_states)
+    found, cursor = int64s(c.states, c.n_parameters), c.cursors
+    for k in range(found.size):
+        found[k] = 0
+    _rewind(cursor)
+    for k in range(order.size):
+        if not next_item(states, cursor):
+            return False
+        if order[k] >= 0:
+            if load_int64(cursor + _KEY) != load_int64(parameters + ITEMS + 8 * order[k]):
+                return False
+            found[order[k]] = load_int64(cursor + _VALUE)
+    return not next_item(states, cursor)
 
 
 @njit
-def _find_states(c, states, found):
-    """Fill in the states behind what was found; whether their dicts have all that they had."""
-    every, names = _states_at(c.states, c.n_states), int64s(c.names, c.n_written)
-    one, other, seen = c.cursors, c.cursors + _CURSOR_BYTES, _seen_at(c.seen, c.n_seen)
-    n, place = 0, _PER_FORM * c.n_forms
-    _rewind(one)
-    for k in range(c.n_states):
-        if not next_item(states, one) or load_int64(one + _KEY) != every[k].parameter:
-            return False
-        own = load_int64(one + _VALUE)
-        _rewind(other)
-        for _ in range(every[k].n_names):
+def _find_written(c, f, r, parameter, own, held, n_versions):
+    """Look at a parameter and its states ``own``.
+
+    Returns -1 if anything is not as recorded, else whether it lies elsewhere than last time.
+    """
+    forms, addresses = _forms_at(c.forms, c.n_forms), int64s(c.addresses, c.n_forms)
+    seen, versions, cursor = _seen_at(c.seen, c.n_seen), int64s(c.versions, c.n_forms), c.cursors
+    cursor += _CURSOR_BYTES
+    has_moved, n = 0, c.n_parameters
+    if own == 0 and r.n_written > 1:
+        return -1
+    _rewind(cursor)
+    for k in range(r.n_written):
+        form, thing = forms[r.first + k], parameter
+        if k > 0:
             # Between those that are looked at a user may have others.
-            while next_item(own, other) and load_int64(other + _KEY) != names[n]:
+            while next_item(own, cursor) and load_int64(cursor + _KEY) != form.name:
                 pass
-            if load_int64(other + _KEY) != names[n]:
-                return False
-            seen[_PER_FORM * (found + n)].address = load_int64(other + _VALUE)
-            n += 1
-        if every[k].n_names > 0:  # so it is a dict
-            seen[place].address, seen[place + 1].address = own, load_int64(own + _DICT_ITEMS)
-        place += _PER_STATE
-    return not next_item(states, one)
-
-
-def _look_at_tensors(query, fields, parameters, gradients, states):
-    """`SAME`, `MOVED` or `OTHER`; the addresses of tensors."""
-    c, f = _query_at(query, 1)[0], fields_at(fields, 1)[0]
-    n = _find_parameters(c, parameters, gradients)
-    if n < 0 or not _find_states(c, states, n):
-        return OTHER
-    forms, dims, found = _forms_at(c.forms, c.n_forms), c.dims, SAME
-    addresses, versions = int64s(c.addresses, c.n_forms), int64s(c.versions, c.n_written)
-    memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
-    seen = _seen_at(c.seen, c.n_seen)
-    for k in range(c.n_forms):
-        form, place = forms[k], _PER_FORM * k
-        thing = seen[place].address
-        if form.kind == NONE:
-            if thing != form.type:
-                return OTHER
-            continue
-        if form.kind != WRITTEN and found == MOVED:
-            return MOVED  # with what has moved it is not known yet what overlaps
-        tensor = _tensor_of(f, thing, form, dims)
+            if load_int64(cursor + _KEY) != form.name:
+                return -1
+            thing = load_int64(cursor + _VALUE)
+        number = r.first + k
+        tensor = _tensor_of(f, thing, form, seen[_PER_STATE * n + _PER_FORM * number :])
         if tensor == 0:
-            return OTHER
-        dims += 16 * form.dim
-        seen[place + 1].address = tensor
-        seen[place + 2].address = load_int64(tensor + f.storage)
-        if form.kind == ROWS:
-            continue
+            return -1
+        # Others would see what is written to memory that is shared until somebody writes.
+        if load_int64(load_int64(tensor + f.storage) + f.deleter) == f.lazy:
+            return -1
         # An empty tensor may have no memory at all, and is never looked for there.
-        address = _place_of(f, tensor, form) if form.n_bytes > 0 else addresses[k]
-        if address == 0 and form.n_bytes > 0:
-            return OTHER
-        if form.kind == DENSE:
-            if overlaps(memory, address, address + form.n_bytes):
-                return OTHER
-        else:
-            version = load_int64(tensor + f.version)
-            versions[k] = version + f.changes if version != 0 else 0
-            prefetch_line(version)
-            if form.n_bytes <= LINE:  # of single numbers: what is larger is read as it lies
-                prefetch_line(address)
-            if addresses[k] != address:
-                found = MOVED
-        addresses[k] = address
-    return found
+        address = addresses[number]
+        if form.n_bytes > 0:
+            address = place_of(f, tensor, form.itemsize, form.n_bytes)
+            if address == 0:
+                return -1
+        if k > 0:  # the caller has the parameters
+            hold_item(held, n + number, thing)
+        version = load_int64(tensor + f.version)
+        versions[n_versions + k] = version + f.changes if version != 0 else 0
+        prefetch_line(version)
+        if form.n_bytes <= LINE:  # of single numbers: what is larger is read as it lies
+            prefetch_line(address)
+        if addresses[number] != address:
+            addresses[number], has_moved = address, 1
+    return has_moved
+
+
+@njit
+def _fits_gradient(c, f, number, thing):
+    """Whether a gradient is as recorded, and lies apart from what is written."""
+    form, seen = _forms_at(c.forms, c.n_forms)[number], _seen_at(c.seen, c.n_seen)
+    if form.kind == OBJECT:
+        return load_int64(thing + 8) == form.type
+    seen = seen[_PER_STATE * c.n_parameters + _PER_FORM * number :]
+    tensor = _tensor_of(f, thing, form, seen)
+    if tensor == 0 or form.kind == ROWS or form.n_bytes == 0:
+        return tensor != 0
+    address = place_of(f, tensor, form.itemsize, form.n_bytes)
+    if address == 0:
+        return False
+    memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
+    int64s(c.addresses, c.n_forms)[number] = address
+    return not overlaps(memory, address, address + form.n_bytes)
+
+
+def _look_at_tensors(query, fields, parameters, gradients, states, held):
+    c, f = _query_at(query, 1)[0], fields_at(fields, 1)[0]
+    n, every = c.n_parameters, _records_at(c.records, c.n_parameters)
+    if load_int64(parameters + LENGTH) != n or load_int64(gradients + LENGTH) != n:
+        return FOREIGN
+    if not _find_states(c, parameters, states):
+        return REORDERED
+    status, own, active = int64s(c.status, n), int64s(c.states, n), int64s(c.active, n)
+    counts, addresses = int64s(c.counts, n), int64s(c.addresses, c.n_forms)
+    seen, found = _seen_at(c.seen, c.n_seen), int64s(c.found, 3)
+    flags = n_active = n_counts = n_versions = 0
+    for k in range(n):
+        r, gradient = every[k], load_int64(gradients + ITEMS + 8 * k)
+        if (gradient == c.none) != (status[k] == ABSENT):
+            flags |= OTHERS
+        if gradient == c.none:
+            status[k] = ABSENT
+            continue
+        place = _PER_STATE * k
+        has_moved = -1
+        if r.n_written > 0:
+            parameter = load_int64(parameters + ITEMS + 8 * k)
+            has_moved = _find_written(c, f, r, parameter, own[k], held, n_versions)
+        if has_moved < 0:
+            status[k], flags = OTHER, flags | UNLIKE
+            continue
+        flags |= MOVED * has_moved
+        if own[k] != 0:
+            hold_item(held, k, own[k])
+            if r.n_written > 1:  # so it is a dict
+                seen[place].address, seen[place + 1].address = (
+                    own[k],
+                    load_int64(own[k] + _DICT_ITEMS),
+                )
+        n_versions += r.n_written
+        if r.count >= 0:
+            counts[n_counts] = addresses[r.count]
+            n_counts += 1
+        active[n_active] = k
+        n_active += 1
+        status[k] = FITS
+        if not _fits_gradient(c, f, r.first + r.n_written, gradient):
+            status[k], flags = OTHER_GRADIENT, flags | UNLIKE
+    found[0], found[1], found[2] = n_active, n_counts, n_versions
+    return flags
 
 
 def _fetch_seen(query):
@@ -249,69 +298,129 @@ States = Mapping[Any, dict[str, Any]]
 """The states of parameters by their names: a ``dict``."""
 
 
-class ExpectedTensors:
-    """Tensors of a step as they should be: of the same dtypes, sizes, strides and kinds.
+def form_of(torch: Any, tensor: Any, kind: int, name: str | None = None, **more: Any) -> TensorForm:
+    """The form of a tensor as it is, but for its dims; ``more`` replaces fields."""
+    layout = layout_of(torch)
+    assert layout is not None
+    keys, size = signed(torch._C._dispatch_keys(tensor).raw_repr()), tensor.element_size()
+    what = id(type(tensor)), 0 if name is None else id(name), keys, layout.codes[tensor.dtype]
+    return TensorForm(kind, *what, tensor.dim(), 0, size)._replace(**more)
+
+
+class RecordedTensors:
+    """What a look compares of one parameter; it keeps types and names alive, and no tensor.
 
     Args:
-        torch: the module.
-        parameters: objects that should be the same.
-        gradients: of each, a tensor of the kind of ``kinds``, or None; dense ones should not lie
-            in the memory of what is written.
-        kinds: one for each gradient. Parameters of others than `NONE` are written.
-        states: the states of parameters, which should be of the same ones, in this order.
-        names: for each of them, which are written, in their order. Their tensors, as those of the
-            parameters, may be others and come to lie elsewhere, apart from each other.
-
-    Nothing is kept alive but types and names: who looks has the tensors.
+        forms: of the parameter, its states in the order of their dict, and its gradient.
+        dims: of each, sizes and strides.
+        count: the number of the form of its float32 count of updates; -1: it has none.
+        alive: what the identities in the forms mean.
     """
 
     def __init__(
-        self, torch: Any, parameters: tuple[Any, ...], gradients: Sequence[Any],
-        kinds: Sequence[int], states: States, names: Sequence[Sequence[str]],
-    ) -> None:  # fmt: skip
-        layout = layout_of(torch)
-        assert layout is not None
-        own = zip(states.values(), names, strict=True)
-        written = [p for p, kind in zip(parameters, kinds, strict=True) if kind != NONE]
-        written += [tensors[name] for tensors, chosen in own for name in chosen]
-        every = [*zip(written, [WRITTEN] * len(written), strict=True),
-                 *zip(gradients, kinds, strict=True)]  # fmt: skip
-        forms, dims = [], []
-        for tensor, kind in every:
-            forms.append(_form(torch, layout.codes, tensor, kind))
-            if kind != NONE:
-                strides = [0] * tensor.dim() if kind == ROWS else tensor.stride()
-                dims += [*tensor.shape, *strides]
-        n = self._n = len(written)
-        self._sizes = np.array([form.n_bytes for form in forms[:n]], np.int64)
-        self._apart = np.flatnonzero(self._sizes)
-        self._places = np.zeros(len(forms), np.int64)
-        self.versions = np.zeros(n, np.int64)
-        self._memory = np.zeros((2, len(self._apart)), np.int64)
-        self.stretches: list[list[int]] = [[], []]  # of what is written, as for `lie_in`
-        self._is_settled = False
-        all_names = [name for chosen in names for name in chosen]
-        in_states = [_StateForm(id(p), len(own)) for p, own in zip(states, names, strict=True)]
-        seen = [_Seen(0, size) for size in _OF_FORM * len(forms) + _OF_STATE * len(states)]
-        tables = [np.array(t, np.int64) for t in (
-            [*map(id, parameters)], in_states, [*map(id, all_names)], forms, dims, seen,
-            [0] * (2 * _CURSOR_BYTES // 8), layout.fields,
-        )]  # fmt: skip
-        self._alive = tables, [type(tensor) for tensor, _ in every], all_names
-        parameters_at, states_at, names_at, forms_at, dims_at, seen_at, cursors_at, fields_at = map(
-            address_of, tables
-        )
-        places_at, versions_at, memory_at = map(
-            address_of, (self._places, self.versions, self._memory)
-        )
-        self._query = array("q", _TensorQuery(
-            len(parameters), parameters_at, len(states), states_at, names_at, n, len(forms),
-            forms_at, dims_at, seen_at, len(seen), places_at, versions_at, memory_at,
-            len(self._apart), cursors_at,
-        ))  # fmt: skip
-        self._asked = self._query.buffer_info()[0], fields_at
-        self.written, self.gradients = self._places[:n], self._places[n:]
-        """Addresses, as they were last found; 0 of gradients that are not dense."""
+        self, forms: Sequence[TensorForm], dims: Sequence[Sequence[int]], count: int, alive: Any
+    ) -> None:
+        flat = np.array([*chain.from_iterable(dims)], np.int64)
+        places = accumulate(map(len, dims), initial=0)
+        each, begin = zip(forms, places, strict=False), address_of(flat)
+        self.forms = np.array([form._replace(dims=begin + 8 * k) for form, k in each], np.int64)
+        self.count, self._alive = count, (flat, alive)
+
+
+class TensorLook:
+    """Looks at the tensors of ``n`` parameters, for one caller at a time.
+
+    It keeps no tensor alive, and compares no identity of one with an earlier one: another tensor
+    of the same form fits as well. Where tensors cannot be read, no parameter with a gradient does.
+
+    Attributes:
+        first: of each parameter that was recorded, the number of its form, which those of its
+            states and of its gradient follow.
+        addresses: where the tensor of each form was last found.
+        status, active, counts, versions, found: as in the last look; see `_TensorQuery`.
+    """
+
+    def __init__(self, torch: Any, n: int) -> None:
+        self._n, self._layout = n, layout_of(torch)
+        # The first form is no parameter's: those without a record have it.
+        self.first, self._n_forms, self.n_forms = np.zeros(n, np.int64), [0] * n, 1
+        self.status, self.active, self.counts = (np.zeros(n, np.int64) for _ in range(3))
+        self.found = np.zeros(3, np.int64)
+        self.addresses = np.zeros(0, np.int64)
+        records = np.array([_Record(0, 0, -1)] * n, np.int64)
+        fields = np.array(self._layout.fields if self._layout else (), np.int64)
+        self._tables = {
+            "records": records.reshape(n, 3), "order": np.zeros(0, np.int64),
+            "forms": np.zeros((0, len(TensorForm._fields)), np.int64),
+            "memory": np.zeros((2, 0), np.int64), "cursors": np.zeros(6, np.int64),
+            "status": self.status, "states": np.zeros(n, np.int64), "active": self.active,
+            "counts": self.counts, "found": self.found,
+        }  # fmt: skip
+        self._alive: list[Any] = [fields, *([None] * n)]
+        self._query = array("q", [0] * len(_TensorQuery._fields))
+        self._asked = self._query.buffer_info()[0], address_of(fields)
+        self._grow(1)
+        self._set(n_parameters=n, none=id(None))
+
+    def _grow(self, n_forms: int) -> None:
+        """Make room for so many forms."""
+        forms, n = self._tables["forms"], self._n
+        if n_forms > len(forms) or not self._query[0]:
+            room = max(2 * len(forms), n_forms)
+            old = len(forms)
+            seen = np.zeros((_PER_STATE * n + _PER_FORM * room, 2), np.int64)
+            seen[:, 1] = _OF_STATE * n + _OF_FORM * room
+            made = np.zeros((room, forms.shape[1]), np.int64)
+            made[:old] = forms
+            addresses, self.versions = np.zeros(room, np.int64), np.zeros(room, np.int64)
+            addresses[:old] = self.addresses
+            self.addresses = addresses
+            self._tables |= {"forms": made, "addresses": addresses, "versions": self.versions,
+                             "seen": seen}  # fmt: skip
+            self._set(**{name: address_of(table) for name, table in self._tables.items()})
+        self.n_forms = n_forms
+        self._set(n_forms=n_forms, n_seen=_PER_STATE * n + _PER_FORM * n_forms)
+
+    def record(self, k: int, n_forms: int, recorded: RecordedTensors | None) -> None:
+        """Take over what parameter ``k`` has to be, which has so many forms.
+
+        Without ``recorded`` it is never found to fit.
+        """
+        if n_forms != self._n_forms[k]:
+            self.first[k], self._n_forms[k] = self.n_forms, n_forms
+            self._grow(self.n_forms + n_forms)
+        first, self._alive[1 + k] = int(self.first[k]), [recorded]
+        if recorded is None:
+            self._tables["records"][k] = _Record(first, 0, -1)
+            return
+        count = first + recorded.count if recorded.count >= 0 else -1
+        self._tables["records"][k] = _Record(first, n_forms - 1, count)
+        self._tables["forms"][first : first + n_forms] = recorded.forms
+        self.addresses[first : first + n_forms] = 0
+
+    def _set(self, **values: int) -> None:
+        """Set fields of the query."""
+        for name, value in values.items():
+            self._query[_FIELDS[name]] = value
+
+    def expect_gradient(self, k: int, form: TensorForm, alive: Any) -> None:
+        """Record another kind of gradient of the same dtype and sizes."""
+        self._alive[1 + k].append(alive)
+        number = int(self.first[k]) + self._n_forms[k] - 1
+        self._tables["forms"][number, [_TYPE, _KEYS]] = form.type, form.keys
+
+    def _order(self, parameters: tuple[Any, ...], states: States) -> None:
+        """Take over in which order a dict has the states of parameters, beside other things."""
+        known = {id(parameter): k for k, parameter in enumerate(parameters)}
+        # A list of them is made in one go: another thread may change the dict.
+        places = [known.get(id(key), -1) for key in [*states]]
+        table = self._tables["order"] = np.array(places, np.int64)
+        self._set(order=address_of(table), n_states=len(places))
+
+    def keep_apart(self, memory: np.ndarray) -> None:
+        """Let no dense gradient fit that lies in these stretches; as for `overlaps`."""
+        self._tables["memory"] = memory
+        self._set(memory=address_of(memory), n_stretches=memory.shape[1])
 
     def fetch(self) -> None:
         """Bring what `look` is going to read into the caches.
@@ -319,42 +428,37 @@ class ExpectedTensors:
         A look goes from address to address, one miss after the other; here all are on their way at
         once. It is read where it was: what is gone is fetched in vain.
         """
-        _fetch.call(self._asked[0])
+        if self._layout is not None:
+            _fetch.call(self._asked[0])
 
-    def look(self, parameters: tuple[Any, ...], gradients: tuple[Any, ...], states: States) -> int:
-        """`SAME`, `MOVED` or `OTHER` for what is written and the gradients.
+    def look(
+        self, parameters: tuple[Any, ...], gradients: tuple[Any, ...], states: States,
+        held: list[Any],
+    ) -> int:  # fmt: skip
+        """Flags of what was found; fill in `status`, `addresses` and the lists.
 
-        It fills in the addresses. `MOVED`: those of what is written are others than before, or
-        this is the first look.
+        ``held`` is a list of None, one for each parameter and `n_forms`: it gets the dicts of
+        states, then the states by the numbers of their forms.
         """
-        given = id(parameters), id(gradients), id(states)
-        found = _look.call(*self._asked, *given)
-        if found == SAME and self._is_settled:
-            return SAME
-        # Addresses of this look, or of one before that ended in the middle, are not taken over yet.
-        self._is_settled = False
-        # A second look: which gradients overlap with what is written can be told only by the new
-        # places, which the first look has found.
-        if found == OTHER or not self._settled():
-            return OTHER
-        if _look.call(*self._asked, *given) != SAME:
-            return OTHER
-        self._is_settled = True
-        return MOVED
+        if self._layout is None:
+            return self._look_by_python(gradients)
+        given = id(parameters), id(gradients), id(states), id(held)
+        flags = _look.call(*self._asked, *given)
+        for _ in range(_TRIALS):
+            if flags != REORDERED:
+                break
+            self._order(parameters, states)
+            flags = _look.call(*self._asked, *given)
+        return flags
 
-    def _settled(self) -> bool:
-        """Take over where written tensors lie now; whether they do so apart from each other."""
-        begins, sizes = self.written[self._apart], self._sizes[self._apart]
-        order = np.argsort(begins)
-        self._memory[0] = begins[order]
-        self._memory[1] = self._memory[0] + sizes[order]
-        self.stretches = self._memory.tolist()
-        return bool((self._memory[1, :-1] <= self._memory[0, 1:]).all())
+    def _look_by_python(self, gradients: tuple[Any, ...]) -> int:
+        if len(gradients) != self._n:
+            return FOREIGN
+        self.status[:] = [ABSENT if gradient is None else OTHER for gradient in gradients]
+        self.found[:] = 0
+        return OTHERS | (UNLIKE if self.status.any() else 0)
 
 
-def _form(torch: Any, codes: dict[Any, int], tensor: Any, kind: int) -> _TensorForm:
-    if kind == NONE:
-        return _TensorForm(NONE, id(tensor))
-    keys, size = signed(torch._C._dispatch_keys(tensor).raw_repr()), tensor.element_size()
-    what = id(type(tensor)), keys, codes[tensor.dtype], tensor.dim()
-    return _TensorForm(kind, *what, size, 0 if kind == ROWS else tensor.numel() * size)
+_TYPE, _KEYS = (TensorForm._fields.index(name) for name in ("type", "keys"))
+_FIELDS = {name: k for k, name in enumerate(_TensorQuery._fields)}
+_TRIALS = 3  # to find the order of states, which another thread may change meanwhile

@@ -68,20 +68,29 @@ class TensorCount:
     """Counting a step of PyTorch's tensors; see `loops`.
 
     Float32 counts of updates grow by 1, and so do the counts of changes, by which autograd finds
-    that a tensor is not any more what it saved. Both are given by addresses, which may be other
-    ones in each step: ``counts`` and ``versions`` are int64 arrays.
+    that a tensor is not any more what it saved. ``counts`` and ``versions`` are int64 addresses of
+    both, of which each step has as many as `cut` says.
     """
 
     def __init__(self, counts: np.ndarray, versions: np.ndarray) -> None:
-        self.counts, n = counts, len(counts)
-        self.values = array("f", bytes(4 * n))  # whose numbers are those of Python
-        self._call = Arguments(TensorCountCall(counts, n, versions, len(versions)))
-        self._read = address_of(counts), n, self.values.buffer_info()[0]
+        self.values = array("f", bytes(4 * len(counts)))  # whose numbers are those of Python
+        self._call = Arguments(TensorCountCall(counts, 0, versions, 0))
+        self._places = address_of(counts), self.values.buffer_info()[0]
         self.loops = (Loop(_count_up_tensors.address, 1, self._call.address, 1),)
+        self.n = 0
+
+    def cut(self, n_counts: int, n_versions: int) -> None:
+        """Take so many of either, the first ones."""
+        self.n = self._call.words[_N_COUNTS] = n_counts
+        self._call.words[_N_VERSIONS] = n_versions
 
     def read(self) -> bool:
         """Fill `values` with the counts of updates; whether all of at least one are equal."""
-        return bool(are_equal_floats_at.call(*self._read))
+        counts, values = self._places
+        return bool(are_equal_floats_at.call(counts, self.n, values))
+
+
+_N_COUNTS, _N_VERSIONS = (TensorCountCall._fields.index(name) for name in ("n", "n_versions"))
 
 
 class NumberCall(NamedTuple):

@@ -1,8 +1,11 @@
-"""The tensors of a step, bound to the kernels once, and looked at again in every step."""
+"""The parameters of an optimizer, each recorded once; a step chooses those with a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,372 +13,383 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.dense import all_finite
-from ....kernels.cpu.headers import tensors as headers
 from ....kernels.cpu.headers.arrays import lie_in
-from ....kernels.cpu.headers.tensor_fields import layout_of
+from ....kernels.cpu.headers.tensors import (
+    ABSENT,
+    FITS,
+    FOREIGN,
+    MOVED,
+    OTHER,
+    OTHERS,
+    REORDERED,
+    UNLIKE,
+    States,
+    TensorLook,
+)
 from ....kernels.cpu.threads.counts import TensorCount
+from ....kernels.storage import STORAGES, real_of
+from ....kernels.tables import TensorTable, row_width
 from ....ops.runtime.errors import reject
-from ....ops.runtime.row_step import RowGradient
-from ...engine.layout import Kind, Layout, build_layout
+from ....ops.runtime.step import Variables
+from ...engine.layout import Batch
 from ...engine.on_device import are_finite
-from ...engine.reader import Gradients, by_storage
-from .memory import (
-    DTYPE_NAMES,
-    DTYPES,
-    NUMBERS,
-    Stretch,
-    array_of,
-    check_apart,
-    check_single,
-    check_there,
-    fits_order,
-    flat,
-    in_memory,
-    is_as_it_lies,
-    order_of,
-)  # fmt: skip
-from .part import Choice, Entry, Given, Part
-from .tensors import local, reject_shape, rows_of, table_shape, wide_dtype
+from ...engine.reader import by_storage
+from .memory import DTYPE_NAMES, DTYPES, Stretch, array_of, check_apart
+from .part import Choice, Given, Part
+from .record import Entry, Kind, Record
+from .tensors import local
 
 _FEW = 8  # parameters: to look at so many takes no longer than to fetch them before
+_KEPT_SETS = 16  # of parameters that had gradients: layers may take turns
 
 
 class Binding:
-    """Parameters with their states and gradients, checked; what later steps look at again.
+    """Parameters with their states, recorded as they come to have gradients.
 
-    ``entries`` has for each parameter an `Entry`, or None where there is no gradient. Between two
-    steps no tensor is kept alive: a step finds the same objects, or it is bound anew.
+    One step at a time uses it; it is dropped when that fails. Between two steps it keeps no tensor
+    alive: another parameter in the place of one fits if it lies as that one did.
 
     Raises:
-        RuntimeError: a tensor does not fit.
+        RuntimeError: a tensor does not fit; in `read`.
     """
 
     def __init__(
-        self, where: str, parameters: tuple[Tensor, ...], entries: Sequence[Entry | None],
-        choices: Sequence[Choice],
-    ) -> None:  # fmt: skip
-        self._where, self.choices = where, choices
-        self.lengths: list[int] = []
-        self.group, self.is_large = 0, False
-        self._parameters, self._entries = parameters, entries
-        self.active = [entry for entry in entries if entry is not None]
-        # What does not lie in memory as the kernels need it: the tensor, and its copy.
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._arrays: dict[int, Any] = {}  # of the gradients
-        self._memory: list[Stretch] = []
-        self._numbers: list[tuple[str, ...]] = []  # of each active parameter
-        self._dense = np.zeros(len(entries), np.int64)
-        self._rows: dict[int, RowGradient] = {}
-        self._is_plain = True  # nothing but tensors that lie as they have to
-        self._expected: headers.ExpectedTensors | None = None
-        kinds: list[Kind | None] = []
-        arrays: list[tuple[Any, ...]] = []
-        for i, entry in enumerate(entries):
-            kind, own = (None, ()) if entry is None else self._bind(i, entry)
-            kinds.append(kind)
-            arrays.append(own)
-        check_apart(where, self._memory)
-        # Whether a parameter has changed while its state did not. By identities: a weak reference
-        # would keep PyTorch from swapping tensors.
-        self.types = {
-            (id(e.parameter), id(e.state)): (e.parameter.dtype, e.parameter.device)
-            for e in self.active
-        }
-        labels = [f"{where}: gradient of {e.name}" if e else "" for e in entries]
-        self.parts = self._parts(kinds, arrays, labels)
-        self._count(np.zeros(0, np.int64))
+        self, where: str, n_parameters: int, choices: Sequence[Choice], lengths: Sequence[int]
+    ) -> None:
+        self._where, self._options = where, (choices, lengths)
+        self.is_large = n_parameters > _FEW
+        self._records: list[Any] = [None] * n_parameters
+        self._kinds: dict[Kind, int] = {}
+        # Of each parameter: the number of its kind, its group, its elements, those of a row, the
+        # form of its gradient, and those of what the rule takes.
+        self._kind_of, self._group_of, self._sizes, self._widths, self._gradient_forms = (
+            np.zeros(n_parameters, np.int64) for _ in range(5)
+        )
+        self._columns = np.zeros((n_parameters, 0), np.int64)
+        self._n_bytes = np.zeros(1, np.int64)  # of each form that is written; else 0
+        self._look = TensorLook(torch, n_parameters)
+        self.count = TensorCount(self._look.counts, self._look.versions)
+        self._sets: dict[bytes, list[Part]] = {}
+        self._last: list[Part] = []
+        self._last_key = b""
+        self._stretches: list[list[int]] = [[], []]
+        self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
+        self._has_copies = self._has_own_counts = False  # whether any record has
 
-    def _bind(self, i: int, entry: Entry) -> tuple[Kind, tuple[Any, ...]]:
-        where, name, given = self._where, entry.name, entry.parameter.grad
-        assert given is not None
-        parameter, gradient = local(entry.parameter), local(given)
-        self._is_plain &= parameter is entry.parameter and gradient is given
-        rule = entry.rule
-        if parameter is not entry.parameter and (rule.measure or not rule.is_elementwise):
-            wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
-            reject(RuntimeError, where, name, wrong, expected, type(entry.parameter).__name__)
-        is_sparse = gradient.layout == torch.sparse_coo
-        self._check_written(parameter, name)
-        order = order_of(parameter)
-        plain = tuple(range(parameter.dim()))
-        has_rows = is_sparse or rule.is_row_wise or not rule.is_elementwise
-        if order is None or not is_as_it_lies(parameter) or (has_rows and order != plain):
-            parameter, order = self._copied(parameter, in_memory(parameter.detach())), plain
-        states = [self._state(entry, role, parameter, order) for role in entry.shapes]
-        self._numbers.append(self._numbers_of(entry))
-        label = f"the gradient of {name}"
-        if is_sparse:
-            self._rows[i] = rows_of(where, label, parameter, gradient)
-            kind = Kind(self._rows[i].dtype, self._rows[i].indices.dtype)
-            self._arrays[i] = self._rows[i]
-            self._memory += [
-                Stretch(begin, begin + n_bytes, label, False, None)
-                for begin, n_bytes in self._rows[i].spans
-            ]
-        else:
-            gradient = self._dense_gradient(label, parameter, gradient, order)
-            kind = Kind(DTYPES[gradient.dtype])
-            self._dense[i] = gradient.data_ptr()
-            self._memory.append(Stretch.of(gradient, label, is_written=False))
-            self._arrays[i] = array_of(flat(gradient, order))
-        arrays = [  # of rows and columns there is one order
-            array_of(flat(x, order) if x.dim() == parameter.dim() else x.detach(), keep=False)
-            for x in (parameter, *states)
-        ]
-        if is_sparse:  # the sparse dimensions number the rows
-            arrays = [
-                array.reshape(table_shape(gradient)) if array.size == arrays[0].size else array
-                for array in arrays
-            ]
-            if rule.is_row_wise and (gradient.sparse_dim() != 1 or gradient.dim() < 2):
-                expected = "1 sparse dimension of a parameter of at least 2: a vector is one row"
-                got = f"{gradient.sparse_dim()} of {gradient.dim()}"
-                reject(RuntimeError, where, label, "has other rows", expected, got)
-        return kind, tuple(arrays)
+    def is_for(self, choices: Sequence[Choice], lengths: Sequence[int]) -> bool:
+        """Whether groups of these sizes, with these kernels, can be those of its parameters."""
+        return self._options == (choices, lengths)
 
-    def _check_written(self, tensor: Tensor, name: str) -> None:
-        check_there(self._where, name, tensor)
-        check_single(name, tensor)
-        self._memory.append(Stretch.of(tensor, name))
+    def is_of(self, parameter: Tensor, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether its only parameter is in the group in which it was recorded."""
+        (record,) = self._records
+        return record is None or any(p is parameter for p in groups[record.group]["params"])
 
-    def _state(self, entry: Entry, role: str, parameter: Tensor, order: Sequence[int]) -> Tensor:
-        state = entry.state[role]
-        label = f"state {role!r} of {entry.name}"
-        if not isinstance(state, Tensor):
-            got, fix = type(state).__name__, "; the state is of another optimizer or other options"
-            reject(RuntimeError, self._where, label, "is missing", "a tensor", got, fix)
-        found = local(state)
-        shape = entry.shapes[role] if found is state else tuple(parameter.shape)
-        if tuple(found.shape) != shape:
-            reject_shape(self._where, label, shape, found)
-        declared = entry.declared[role]
-        dtypes = DTYPES if declared.dtype is None else {wide_dtype(declared, parameter.dtype)}
-        if found.device != parameter.device or found.dtype not in dtypes:
-            expected, got = parameter.device, f"{found.dtype} on {found.device}"
-            reject(RuntimeError, self._where, label, "is elsewhere or no number", expected, got)
-        self._check_written(found, label)
-        if declared.per != "element":
-            wide = wide_dtype(declared, parameter.dtype)
-            if found.dtype != wide or not fits_order(found, range(found.dim())):
-                found = self._copied(found, found.to(wide, copy=True).contiguous())
-        elif not fits_order(found, order):
-            found = self._copied(found, torch.empty_like(parameter, dtype=found.dtype).copy_(found))
-        self._is_plain &= found is state
+    # What follows from the records
+
+    def _record(self, i: int, record: Record) -> None:
+        """Take over a parameter."""
+        look, n_forms = self._look, len(record.places) + 2
+        versions = look.versions
+        if self._records[i] is not None:
+            self._n_bytes[look.first[i] : self._gradient_forms[i]] = 0
+        look.record(i, n_forms, record.recorded)
+        if look.versions is not versions:
+            self.count = TensorCount(look.counts, look.versions)
+            more = np.zeros(len(look.versions) - len(self._n_bytes), np.int64)
+            self._n_bytes = np.concatenate((self._n_bytes, more))
+        first, columns = int(look.first[i]), record.columns
+        if len(columns) > self._columns.shape[1]:
+            more = np.zeros((len(self._records), len(columns) - self._columns.shape[1]), np.int64)
+            self._columns = np.concatenate((self._columns, more), axis=1)
+        self._records[i] = record
+        self._has_copies |= bool(record.copied)
+        self._has_own_counts |= record.has_own_count
+        self._columns[i, : len(columns)] = [first + k for k in columns]
+        self._n_bytes[first : first + n_forms - 1] = record.n_bytes
+        self._gradient_forms[i] = first + n_forms - 1
+        self._kind_of[i] = self._kinds.setdefault(record.kind, len(self._kinds))
+        self._group_of[i], self._widths[i] = record.group, row_width(record.shape)
+        self._sizes[i] = math.prod(record.shape)
+
+    def _parts_of(self, active: np.ndarray, *, is_known: bool) -> list[Part]:
+        """The kernel calls for the parameters that have a gradient; sparse ones come first."""
+        if is_known:
+            return self._last
+        key = self._last_key = active.tobytes()
+        found = self._sets.get(key)
+        if found is None:
+            kinds = self._kind_of[active]
+            each = [(k, np.flatnonzero(kinds == number)) for k, number in self._kinds.items()]
+            found = [self._part(k, active[places], places) for k, places in each if len(places)]
+            found.sort(key=lambda part: not part.batch.row_sparse)
+            if len(self._sets) >= _KEPT_SETS:
+                self._sets.clear()
+            self._sets[key] = found
+        self._last = found
         return found
 
-    def _numbers_of(self, entry: Entry) -> tuple[str, ...]:
-        """The states that are single numbers and are written with the step."""
-        names = []
-        for name in entry.numbers:
-            found, label = entry.state[name], f"state {name!r} of {entry.name}"
-            is_tensor = isinstance(found, Tensor)
-            if name == "step" and (found.is_cuda if is_tensor else isinstance(found, int | float)):
-                continue
-            if not is_tensor or found.numel() != 1 or found.dtype not in NUMBERS or found.is_cuda:
-                expected = "a tensor of one element, on the host"
-                reject(RuntimeError, self._where, label, "is no number", expected, repr(found))
-            if not is_as_it_lies(found):
-                wrong, expected = "is a view of another number", "a number in memory"
-                reject(RuntimeError, self._where, label, wrong, expected, "its negative, or a 0")
-            self._check_written(found, label)
-            names.append(name)
-        return tuple(names)
+    def _part(self, kind: Kind, positions: np.ndarray, places: np.ndarray) -> Part:
+        """The kernel call for parameters of a kind, with their places among all of the step."""
+        records = [self._records[i] for i in positions.tolist()]
+        w, *s = (STORAGES[dtype] for dtype in kind.dtypes)
+        forms = self._columns[positions, : len(kind.dtypes)]
+        first = np.zeros(len(positions) + 1, np.int64)
+        np.cumsum(self._sizes[positions], out=first[1:])
+        table = TensorTable(self._look.addresses[forms], first, self._widths[positions])
+        variables = Variables(tuple([(record,) for record in records]), w, tuple(s), table)
+        labels = tuple([f"{self._where}: {r.label}" for r in records]) if kind.is_sparse else ()
+        batch = Batch(
+            positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions, False,
+            real_of(w).carrier, labels,
+        )  # fmt: skip
+        numbers = tuple(name for name in records[0].numbers if name != "step")
+        return Part(
+            kind.choice, kind.rule, batch, forms, self._group_of[positions], numbers,
+            kind.device.type == "cuda", places.tolist(),
+        )  # fmt: skip
 
-    def _copied(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        self._copies.append((tensor, copy))
-        self._is_plain = False
-        return copy
-
-    def _dense_gradient(
-        self, label: str, parameter: Tensor, gradient: Tensor, order: Sequence[int]
-    ) -> Tensor:
-        where = self._where
-        if gradient.layout != torch.strided:
-            expected = "torch.strided or torch.sparse_coo"
-            reject(RuntimeError, where, label, "has a wrong layout", expected, gradient.layout)
-        if gradient.shape != parameter.shape:
-            reject_shape(where, label, tuple(parameter.shape), gradient)
-        if gradient.dtype not in DTYPES:
-            reject(RuntimeError, where, label, "has a wrong dtype", "a float", gradient.dtype)
-        if gradient.device != parameter.device:
-            devices = parameter.device, gradient.device
-            reject(RuntimeError, where, label, "is on another device", *devices)
-        if not gradient._is_zerotensor():
-            check_there(where, label, gradient)
-        if fits_order(gradient, order):
-            return gradient
-        self._is_plain = False
-        return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-
-    def _parts(
-        self, kinds: Sequence[Kind | None], arrays: Sequence[Any], labels: Sequence[str]
-    ) -> list[Part]:
-        different: dict[Any, list[int]] = {}
-        place: dict[int, int] = {}
-        for i, entry in enumerate(self._entries):
-            if entry is not None:
-                place[i] = len(place)
-                different.setdefault((entry.choice, entry.parameter.device), []).append(i)
-        parts = []
-        for places in different.values():
-            own = set(places)
-            layout = build_layout(
-                tuple(kind if i in own else None for i, kind in enumerate(kinds)), arrays, labels
-            )
-            parts += [Part.of(layout, batch, self._entries, place) for batch in layout.batches]
-        return sorted(parts, key=lambda part: not part.batch.row_sparse)
-
-    def _count(self, versions: np.ndarray) -> None:
-        """The counts of updates, where all are float32 tensors on the host; else they are none."""
-        steps = [e.state["step"] for e in self.active if "step" in e.numbers]
-        are_written = all("step" in names for names in self._numbers)
-        self.counts_updates = (
-            bool(steps) and are_written and {s.dtype for s in steps} == {torch.float32}
-        )
-        places = [step.data_ptr() for step in steps] if self.counts_updates else []
-        self.count = TensorCount(np.array(places, np.int64), versions)
-
-    def first(self) -> Given:
-        """The tensors with which it was bound."""
-        states, are_new = [e.state for e in self.active], [e.is_new for e in self.active]
-        return Given(self._dense, self._rows, states, are_new, self._arrays)
-
-    # Later steps
-
-    def keep(self, states: headers.States, lengths: list[int]) -> None:
-        """Get ready for later steps, and let go of the tensors of this one."""
-        self.lengths, self.group = lengths, self.active[0].group if self.active else 0
-        self.is_large = len(self.active) > _FEW
-        on_device = any(part.is_on_device for part in self.parts)
-        if self._is_plain and not on_device and layout_of(torch) is not None:
-            self._expect(states)
-        else:  # the next step binds anew
-            self.parts = []
-        self._parameters, self._entries, self.active = (), (), []
-        self._copies, self._arrays, self._rows, self._memory = [], {}, {}, []
-
-    def _expect(self, states: headers.States) -> None:
-        """Record what later steps have to find for the same kernel calls."""
-        # The state of each among all states, which go in the order of their keys.
-        every = {id(p): k for k, p in enumerate(states)}
-        self._order = [every.get(id(e.parameter), -1) for e in self.active]
-        self._is_in_order = self._order == [*range(len(states))]
-        self._has_counts_of_python = any(
-            "step" in e.numbers and "step" not in own
-            for e, own in zip(self.active, self._numbers, strict=True)
-        )
-        written = {
-            id(entry.parameter): {*entry.shapes, *numbers}
-            for entry, numbers in zip(self.active, self._numbers, strict=True)
-        }
-        names = [
-            [name for name in state if name in written.get(id(parameter), ())]
-            for parameter, state in states.items()
-        ]
-        gradients: tuple[Any, ...] = tuple(e and e.parameter.grad for e in self._entries)
-        kinds = [
-            headers.NONE if e is None else headers.ROWS if i in self._rows else headers.DENSE
-            for i, e in enumerate(self._entries)
-        ]
-        given = self._parameters, gradients
-        self._expected = headers.ExpectedTensors(torch, *given, kinds, states, names)
-        self._expected.look(*given, states)
-        self._count(self._expected.versions)
-        self._place(dict(zip(every, names, strict=True)))
-        # Others are read with the tensors.
-        self._reads_states = not self.counts_updates or any(part.numbers for part in self.parts)
-        self._of_rows = [
-            (i, f"the gradient of {e.name}", gradients[i].sparse_dim())
-            for i, e in enumerate(self._entries)
-            if e and i in self._rows
-        ]
-
-    def _place(self, names: Mapping[int, Sequence[str]]) -> None:
-        """Find the tensors of the parts, and the counts, among what is written."""
-        n, roles = len(self.active), {}
-        for key, own in names.items():
-            roles[key] = {name: n + j for j, name in enumerate(own)}
-            n += len(own)
-        of_roles = [roles.get(id(e.parameter), {}) for e in self.active]
-        self._tables = [
-            (part, np.array([[k, *(of_roles[k][role] for role in self.active[k].shapes)]
-                             for k in part.places]))
-            for part in self.parts
-        ]  # fmt: skip
-        steps = [own["step"] for own in of_roles] if self.counts_updates else []
-        self._steps = np.array(steps, np.int64)
-
-    def _active_states(self, states: headers.States) -> Sequence[dict[str, Any]]:
-        """The states of each active parameter."""
-        every = [*states.values()]
-        return every if self._is_in_order else [every[k] if k >= 0 else {} for k in self._order]
+    # Steps
 
     def fetch(self) -> None:
         """Bring what `read` is going to look at into the caches."""
-        if self._expected is not None:
-            self._expected.fetch()
+        self._look.fetch()
 
     def read(
-        self, states: headers.States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
-    ) -> Given | None:
-        """The tensors of a later step, if all else is as it was; None if it is not."""
-        expected = self._expected
-        if expected is None:
-            return None
-        found = expected.look(parameters, gradients, states)
-        if found == headers.OTHER:
-            return None
-        own = self._active_states(states) if self._reads_states else ()
-        if self._has_counts_of_python and any(isinstance(s["step"], Tensor) for s in own):
-            return None
-        if found == headers.MOVED:
-            self._settle(expected.written)
-        rows: dict[int, RowGradient] = {}
-        spans: set[tuple[int, int]] = set()  # the gradient of pooled tables is one for all of them
-        for i, name, n_sparse in self._of_rows:
-            if gradients[i].sparse_dim() != n_sparse:
-                return None
-            rows[i] = row = rows_of(self._where, name, parameters[i], gradients[i])
-            spans.update(row.spans)
-        if spans and lie_in(expected.stretches, spans):
-            return None
-        return Given(expected.gradients, rows, own, (), gradients)
+        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], states: States,
+        new: Mapping[Tensor, Any], entry_of: Callable[[int], Entry],
+    ) -> Given | None:  # fmt: skip
+        """What a step with these gradients is given; None if it has other parameters.
 
-    def _settle(self, written: np.ndarray) -> None:
-        """Take over where parameters and states lie now."""
-        for part, places in self._tables:
-            part.batch.variables.move(written[places])
-        self.count.counts[:] = written[self._steps]
-
-    # A step
-
-    def has_finite(self, given: Given) -> bool:
-        """Whether no gradient has a NaN or an infinity: one read of all of them.
-
-        On a device the host waits for the answer.
+        ``entry_of`` checks a parameter that is not recorded as it is now; where it makes a state,
+        ``new`` has that from then on.
         """
-        on_host = [(p.batch, p.gradients(given)) for p in self.parts if not p.is_on_device]
-        layouts = dict.fromkeys(part.layout for part in self.parts if part.is_on_device)
-        return all(all_finite(*found) for found in by_storage(on_host)) and all(
-            are_finite(self.on_device(layout)) for layout in layouts
-        )
+        held = self._new_list()
+        flags = self._look.look(parameters, gradients, states, held)
+        if flags & (FOREIGN | REORDERED):
+            return None
+        unlike = self._unlike(gradients, held) if flags & UNLIKE or self._has_own_counts else []
+        entries: dict[int, Entry] = {}
+        if unlike:
+            with torch.no_grad():
+                found = {i: entry_of(i) for i in unlike}
+                entries = {i: entry for i, entry in found.items() if entry is not None}
+                for i, entry in entries.items():
+                    self._record(i, Record(self._where, entry, gradients[i]))
+        if entries:
+            held = self._new_list()
+            every = {**states, **new} if new else states
+            flags = self._look.look(parameters, gradients, every, held)
+            for i, entry in entries.items():
+                held[i] = entry.state
+        left_out = [i for i in unlike if i not in entries]
+        self._look.status[left_out] = ABSENT
+        unseen = self._fill(entries, parameters, held)
+        look, n_active, n_counts, n_versions = self._look, *self._look.found.tolist()
+        active = look.active[:n_active]
+        if unseen or left_out:
+            active, n_counts = self._all_active()
+            n_active = len(active)
+        has_moved = bool(flags & MOVED or entries)
+        if has_moved:
+            self._settle(keeps_sets=not entries)
+        counts_updates = n_counts == n_active > 0
+        self.count.cut(n_counts if counts_updates else 0, n_versions)
+        chosen = active.tolist()
+        given = Given(
+            chosen, self._parts_of(active, is_known=not (has_moved or flags & OTHERS)),
+            look.addresses[self._gradient_forms], {}, counts_updates, partial(self._states, held),
+            [i in entries and entries[i].is_new for i in chosen] if entries else (),
+            [], unseen, [held], parameters, gradients,
+        )  # fmt: skip
+        self._read_gradients(given, held, needs_look=has_moved or bool(flags & UNLIKE))
+        if self._has_copies:
+            self._copy(given, held)
+        return given
 
-    def on_device(self, layout: Layout) -> Gradients:
-        """The gradients of a layout on a device, for the loops there."""
-        rows = [i for i in layout.active.tolist() if i in self._rows]
-        dense = [i for i in layout.active.tolist() if i not in self._rows]
-        arrays = [self._arrays[i] for i in layout.active.tolist()]
-        return Gradients(layout, self._dense[dense], [self._rows[i] for i in rows], arrays)
+    def _new_list(self) -> list[Any]:
+        return [None] * (len(self._records) + self._look.n_forms)
 
-    def finish(self) -> None:
-        """After a first step: copy what was updated in copies, and tell autograd."""
-        with torch.inference_mode():  # which may write to every tensor
-            for tensor, copy in self._copies:
-                tensor.copy_(copy)
-        written = [e.parameter for e in self.active]
-        for entry, numbers in zip(self.active, self._numbers, strict=True):
-            written += [entry.state[name] for name in (*entry.shapes, *numbers)]
-        torch.autograd.graph.increment_version(written)
+    def _unlike(self, gradients: tuple[Any, ...], held: list[Any]) -> list[int]:
+        """The parameters with a gradient that are not as they were recorded, or not yet."""
+        status, found = self._look.status.tolist(), []
+        for i, (own, record) in enumerate(zip(status, self._records, strict=True)):
+            if own == ABSENT:
+                continue
+            if own == OTHER or record is None or not record.takes(gradients[i]):
+                found.append(i)
+            elif record.has_own_count:
+                step = held[i].get("step")
+                if step is None or (isinstance(step, Tensor) and not step.is_cuda):
+                    found.append(i)
+        return found
+
+    def _fill(
+        self, entries: Mapping[int, Entry], parameters: Sequence[Tensor], held: list[Any]
+    ) -> list[Tensor]:
+        """Find by Python what a look cannot tell: the tensors of some new records."""
+        look, unseen = self._look, []
+        for i in entries:
+            record = self._records[i]
+            tensors, record.tensors = record.tensors, ()
+            if look.status[i] != OTHER:
+                continue
+            first, n = int(look.first[i]), len(parameters)
+            held[n + first : n + first + len(tensors)] = tensors
+            look.addresses[first : first + len(tensors)] = [t.data_ptr() for t in tensors]
+            states = entries[i].state
+            unseen += [parameters[i], *(states[name] for name in record.places)]
+        return unseen
+
+    def _all_active(self) -> tuple[np.ndarray, int]:
+        """The parameters that have a gradient, and how many of them have a count in memory."""
+        look = self._look
+        active = np.flatnonzero(look.status != ABSENT)
+        every = [self._records[i] for i in active.tolist()]
+        forms = [
+            look.first[i] + r.count for i, r in zip(active, every, strict=True) if r.count >= 0
+        ]
+        look.counts[: len(forms)] = look.addresses[forms]
+        return active, len(forms)
+
+    def _states(self, held: list[Any], i: int) -> dict[str, Any]:
+        record, first = self._records[i], len(self._records) + int(self._look.first[i])
+        found = {name: held[first + k] for name, k in record.places.items()}
+        if record.has_own_count:
+            found["step"] = held[i]["step"]
+        return found
+
+    def _tensors_of(self, given: Given, held: list[Any], i: int) -> list[Tensor]:
+        """A parameter and what a step writes of its states."""
+        first = len(self._records) + int(self._look.first[i])
+        return [given.parameters[i], *held[first + 1 : first + 1 + len(self._records[i].places)]]
+
+    # Where tensors lie
+
+    def _settle(self, *, keeps_sets: bool) -> None:
+        """Take over where parameters and states lie now."""
+        look, n = self._look, self._look.n_forms
+        begins, sizes = look.addresses[:n], self._n_bytes[:n]
+        there = np.flatnonzero((sizes > 0) & (begins != 0))
+        there = there[np.argsort(begins[there], kind="stable")]
+        begins, ends = begins[there], (begins + sizes)[there]
+        # A stretch from the first to the last element may have gaps, in which others lie.
+        reach = np.maximum.accumulate(ends)
+        starts = np.flatnonzero(np.concatenate(([True], begins[1:] >= reach[:-1]))[: len(begins)])
+        last = np.concatenate((starts[1:], [len(begins)]))[: len(starts)] - 1
+        memory = np.array([begins[starts], reach[last]], np.int64)
+        look.keep_apart(memory)
+        self._lie_apart, self._checked = len(starts) == len(begins), set()
+        self._stretches, self._sets = memory.tolist(), {}
+        if keeps_sets:  # a step of the same parameters is not made anew
+            self._sets[self._last_key] = self._last
+            for part in self._last:
+                part.batch.variables.move(look.addresses[part.forms])
+
+    def _read_gradients(self, given: Given, held: list[Any], *, needs_look: bool) -> None:
+        """Find rows, and what compiled code did not take; all apart from what is written."""
+        gradients, shares = given.gradients, False
+        for part in given.parts:
+            for i in part.batch.positions.tolist() if part.batch.row_sparse else ():
+                given.rows[i] = self._records[i].rows(given.parameters[i], gradients[i])
+        # The gradient of pooled tables is one for all of them.
+        spans = {span for row in given.rows.values() for span in row.spans}
+        if needs_look:
+            spans |= self._dense_spans(given)
+        if spans:
+            shares = lie_in(self._stretches, spans)
+        if not shares and (self._lie_apart or self._last_key in self._checked):
+            return
+        check_apart(self._where, self._all_stretches(given, held))
+        if shares:  # memory of a parameter without gradient, or that was its own once
+            self._forget_idle(given.active)
+        self._checked.add(self._last_key)
+
+    @torch.no_grad()
+    def _dense_spans(self, given: Given) -> set[tuple[int, int]]:
+        """Where the dense gradients lie; those that do not fit are replaced by copies."""
+        look, spans = self._look, set()
+        for i in given.active:
+            record, parameter, gradient = self._records[i], given.parameters[i], given.gradients[i]
+            if record.kind.is_sparse:
+                continue
+            if look.status[i] != FITS:
+                found = record.dense(parameter, gradient)
+                given.addresses[i] = found.data_ptr()
+                given.held.append(found)
+                if found is not gradient:
+                    continue
+                if form := record.form_of(gradient):
+                    look.expect_gradient(i, *form)
+            spans.add((int(given.addresses[i]), local(gradient).nbytes))
+        return spans
+
+    def _forget_idle(self, active: Sequence[int]) -> None:
+        """Forget where parameters without a gradient lay: they are found again with one."""
+        look, is_idle = self._look, np.ones(self._look.n_forms, bool)
+        for i in active:
+            is_idle[look.first[i] : self._gradient_forms[i]] = False
+        look.addresses[: look.n_forms][is_idle] = 0
+        self._settle(keeps_sets=True)
+
+    def _all_stretches(self, given: Given, held: list[Any]) -> list[Stretch]:
+        """The memory of the parameters with a gradient, of their states and of gradients."""
+        found = []
+        for i in given.active:
+            record = self._records[i]
+            named = zip(self._tensors_of(given, held, i), record.labels(), strict=True)
+            found += [Stretch.of(local(tensor), name) for tensor, name in named]
+            if i in given.rows:
+                spans = given.rows[i].spans
+                found += [Stretch(at, at + n, record.label, False, None) for at, n in spans]
+            elif given.addresses[i] == local(given.gradients[i]).data_ptr():
+                gradient = local(given.gradients[i])
+                found.append(Stretch.of(gradient, record.label, is_written=False))
+        return found
+
+    @torch.no_grad()
+    def _copy(self, given: Given, held: list[Any]) -> None:
+        """Copy what does not lie as the kernels need it; the step is one of the copies."""
+        for part in given.parts:
+            variables = part.batch.variables
+            for t, i in enumerate(part.batch.positions.tolist()):
+                record = self._records[i]
+                if not record.copied:
+                    continue
+                for k, tensor, copy in record.copies(self._tensors_of(given, held, i)):
+                    variables.put(t, record.columns.index(k), copy.data_ptr())
+                    given.copies.append((tensor, copy))
+
+
+def has_finite(given: Given) -> bool:
+    """Whether no gradient has a NaN or an infinity: one read of all of them.
+
+    On a device the host waits for the answer.
+    """
+    on_host = [(p.batch, p.gradients(given)) for p in given.parts if not p.is_on_device]
+    return all(all_finite(*found) for found in by_storage(on_host)) and are_finite(
+        *on_device(given)
+    )
+
+
+def on_device(given: Given) -> tuple[list[tuple[Batch, Any]], list[Any]]:
+    """The batches on devices with their gradients; the arrays of their parameters and gradients."""
+    parts = [part for part in given.parts if part.is_on_device]
+    places = [i for part in parts for i in part.batch.positions.tolist()]
+    parameters = [array_of(local(given.parameters[i])) for i in places]
+    gradients = [given.rows[i].arrays if i in given.rows else
+                 (array_of(local(given.gradients[i])),) for i in places]  # fmt: skip
+    by_batch = [(part.batch, part.gradients(given)) for part in parts]
+    return by_batch, [*parameters, *chain.from_iterable(gradients)]
+
+
+def finish(given: Given) -> None:
+    """After a step: copy back what was updated in copies, and tell autograd."""
+    with torch.inference_mode():  # which may write to every tensor
+        for tensor, copy in given.copies:
+            tensor.copy_(copy)
+    if given.unseen:
+        torch.autograd.graph.increment_version(given.unseen)
 
 
 def check_parameter(where: str, name: str, parameter: Tensor) -> None:

@@ -114,10 +114,10 @@ class Stretch(NamedTuple):
     def of(cls, tensor: Tensor, name: str, *, is_written: bool = True) -> Stretch:
         """The stretch of a tensor."""
         begin, size = tensor.data_ptr(), tensor.element_size()
-        return cls(begin, begin + size * _extent(tensor), name, is_written, tensor)
+        return cls(begin, begin + size * extent(tensor), name, is_written, tensor)
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Elements from the first to the last, and what lies between them."""
     if tensor.is_contiguous():
         return int(tensor.numel())
@@ -131,7 +131,7 @@ def check_there(where: str, name: str, tensor: Tensor) -> None:
     Raises:
         RuntimeError: it is.
     """
-    needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
+    needed = tensor.element_size() * (tensor.storage_offset() + extent(tensor))
     has_none = tensor._is_zerotensor() or tensor.data_ptr() == 0
     there = 0 if has_none else tensor.untyped_storage().nbytes()
     if needed > there and tensor.numel():

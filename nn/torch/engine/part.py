@@ -18,10 +18,9 @@ from torch import Tensor
 from ....kernels.formula import Numbers
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ....kernels.state import State
 from ....ops.runtime.row_step import RowGradient, RowUpdate, Update
 from ....ops.runtime.step import DenseUpdate
-from ...engine.layout import Batch, Layout
+from ...engine.layout import Batch
 
 Group = Mapping[str, Any]
 _TYPECODES: dict[Any, str] = {np.float32: "f", np.float64: "d"}
@@ -156,37 +155,26 @@ def _as_number(value: Any) -> Any:
     return number(value) if is_number else value
 
 
-class Entry(NamedTuple):
-    """A parameter that has a gradient, with its state, while it is bound."""
+@dataclass(eq=False)
+class Given:
+    """What one step is given: the parameters that have a gradient, and what lies where.
 
-    parameter: Tensor
-    group: int
-    name: str
-    state: dict[str, Any]
-    choice: Choice
-    shapes: Mapping[str, tuple[int, ...]]  # of its states, in the order of the rule
-    numbers: tuple[str, ...]  # its states that are single numbers
-    is_new: bool  # it had no state
+    ``held`` keeps alive what compiled code reads and writes: another thread may drop a state, or
+    put another gradient in the place of one, while the step runs.
+    """
 
-    @property
-    def rule(self) -> Rule:
-        """The rule of a tensor of this shape."""
-        return self.choice.rule.on(tuple(self.parameter.shape))
-
-    @property
-    def declared(self) -> dict[str, State]:
-        """The states as the rule declares them, by their names here."""
-        return dict(zip(self.shapes, self.rule.states, strict=True))
-
-
-class Given(NamedTuple):
-    """The tensors of one step: the gradients, and the states that it goes on from."""
-
+    active: list[int]  # the parameters that have a gradient
+    parts: Sequence[Part]
     addresses: np.ndarray  # int64 [P]: of the dense gradients
-    rows: Mapping[int, RowGradient]  # the sparse ones, by the place of the parameter
-    states: Sequence[dict[str, Any]]  # of each parameter that has a gradient
-    are_new: Sequence[bool] = ()  # whether these had none; empty: all had
-    keep: Any = ()  # what must stay alive until the step is done
+    rows: dict[int, RowGradient]  # the sparse ones, by parameter
+    counts_updates: bool  # whether compiled code counts the updates of all of them
+    states: Callable[[int], dict[str, Any]]  # of a parameter: all that a step writes
+    are_new: Sequence[bool]  # of each active one, whether it had no state; empty: all had
+    copies: list[tuple[Tensor, Tensor]]  # what is updated in copies: the tensor and its copy
+    unseen: Sequence[Tensor]  # what is written where compiled code counts no changes
+    held: list[Any]
+    parameters: tuple[Tensor, ...]
+    gradients: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -195,28 +183,19 @@ class Part:
 
     choice: Choice
     rule: Rule  # that of tensors of these shapes
-    layout: Layout
     batch: Batch
-    places: list[int]  # [T]: of each tensor among all that have a gradient
-    groups: list[int]  # those that have parameters here
-    group_of: np.ndarray  # int64 [T]: the place in ``groups`` of each tensor
-    is_on_device: bool
-    takes_array: bool  # dense, on the host, measures nothing: scalars go to the loop as they are
+    forms: np.ndarray  # int64 [T, 1 + states]: the forms of their tensors
+    group_of: np.ndarray  # int64 [T]: the number of the group of each tensor
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
+    is_on_device: bool
+    places: list[int]  # [T]: of each tensor among all that have a gradient
 
-    @classmethod
-    def of(cls, layout: Layout, batch: Batch, entries: Sequence[Any], place: Any) -> Part:
-        """A batch of a layout of some ``entries``; ``place`` as `places`, by their positions."""
-        positions = batch.positions.tolist()
-        own: list[Entry] = [entries[i] for i in positions]
-        groups, group_of = np.unique([e.group for e in own], return_inverse=True)
-        first, is_on_device = own[0], bool(own[0].parameter.is_cuda)
-        takes_array = not (batch.row_sparse or is_on_device or first.rule.is_two_stage)
-        return cls(
-            first.choice, first.rule, layout, batch, [place[i] for i in positions],
-            groups.tolist(), group_of, is_on_device, takes_array,
-            tuple(name for name in first.numbers if name != "step"),
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        groups, self.row_of = np.unique(self.group_of, return_inverse=True)
+        self.groups = groups.tolist()  # those that have parameters here
+        # Dense, on the host, measures nothing: scalars go to the loop as they are.
+        is_fixed = self.is_on_device or self.rule.is_two_stage
+        self.takes_array = not (self.batch.row_sparse or is_fixed)
 
     def rounded(self, rows: Sequence[Numbers]) -> Any:
         """Rows of scalars in the type of the arithmetic, infinite beyond it, for a `DenseUpdate`.
@@ -226,20 +205,17 @@ class Part:
         flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
         return flat if self.takes_array else np.asarray(flat).reshape(len(rows), -1)
 
-    def update(self, given: Given, before: Before, hp: Any, hp_of: np.ndarray) -> Update:
+    def update(self, given: Given, before: Before, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
         batch = self.batch
         own = self.rule, before.prologue, batch.variables, self.gradients(given)
         if not batch.row_sparse:
             return DenseUpdate(*own, batch.g, hp, hp_of)
-        return RowUpdate.of(batch.labels, *own, hp, hp_of.tolist(), bool(self.choice.touched_only))
+        touched_only = bool(self.choice.touched_only)
+        return RowUpdate.of(batch.labels, *own, hp, np.asarray(hp_of).tolist(), touched_only)
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""
         if self.batch.row_sparse:
             return [given.rows[i] for i in self.batch.positions.tolist()]
-        return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
-
-    def of_groups(self, groups: Sequence[Any]) -> list[Any]:
-        """The group of each tensor, of all groups."""
-        return [groups[self.groups[k]] for k in self.group_of.tolist()]
+        return given.addresses[self.batch.positions]

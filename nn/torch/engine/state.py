@@ -33,14 +33,17 @@ def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Ten
     return made.fill_(value)
 
 
-Number = tuple[int, np.ndarray]
-"""A single number that a step writes: its address, and what it becomes."""
+class Number(NamedTuple):
+    """A state that is a single number on the host, and what a step makes of it."""
+
+    tensor: Tensor
+    value: np.ndarray
 
 
 @quiet
 def single_of(state: Tensor, value: Any) -> Number:
-    """The address of a state that is a single number on the host, and its new value."""
-    return state.data_ptr(), np.array([number(value)]).astype(NUMBERS[state.dtype])
+    """A state that is a single number on the host, with its new value in its dtype."""
+    return Number(state, np.array([number(value)]).astype(NUMBERS[state.dtype]))
 
 
 def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | None) -> None:

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from ....kernels.state import State
+from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
 from .memory import DTYPES, array_of, in_memory
-
-BAGS = "_fusestep_bags"
-"""The attribute of a sparse gradient that has the `BagTensor` which is to be read in its place."""
 
 
 def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
@@ -34,20 +32,17 @@ def is_part(parameter: Tensor) -> bool:
     return local(parameter) is not parameter or (shard is not None and shard.comm.size > 1)
 
 
-def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGradient:
-    """The indices and values of a sparse gradient, coalesced or not.
+def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTensor) -> RowGradient:
+    """The indices and values of a sparse gradient, coalesced or not, or that of pooled rows.
 
     Raises:
         RuntimeError: it is of another shape, or has no sparse dimension.
         IndexError: it has several, and an index is out of range.
     """
-    bags = getattr(gradient, BAGS, None)
-    given = gradient if bags is None else bags
-    if given.shape != parameter.shape:
-        reject_shape(where, name, tuple(parameter.shape), given)
-    if bags is not None:
-        found: RowGradient = bags.source
-        return found
+    if gradient.shape != parameter.shape:
+        reject_shape(where, name, tuple(parameter.shape), gradient)
+    if isinstance(gradient, BagTensor):
+        return gradient.source
     # Those without an underscore refuse a gradient with duplicates.
     indices, values = gradient._indices(), in_memory(gradient._values())
     n_sparse, sizes = len(indices), parameter.shape
