@@ -327,7 +327,9 @@ class Fused(_Base):
     ) -> None:
         """One step, with gradients of all parameters in order; None: those in ``.grad``."""
         groups, key = self.param_groups, None if param is None else id(param)
-        known = self._bindings.setdefault(key, [])
+        known = self._bindings.get(key)
+        if known is None:
+            known = self._bindings.setdefault(key, [])
         # Taken out while it is used: a step of another thread takes another one.
         binding = known.pop() if known else None
         if binding is not None and binding.is_large:
@@ -350,22 +352,21 @@ class Fused(_Base):
         lengths = [*map(len, map(_params_of, groups))]
         if binding is not None and not binding.is_for(choices, lengths):
             binding = _exchanged(binding, known, choices, lengths)
-        given, new = None, dict[Tensor, Any]()
-        rest = parameters, gradients, self._states(param), new
+        given, rest = None, (parameters, gradients, self._states(param), choices, self._entry)
         if binding is not None and (param is None or binding.is_of(param, groups)):
-            given = binding.read(*rest, partial(self._entry, parameters, gradients, choices, new))
+            given = binding.read(*rest)
         if given is None:
-            known.clear()  # of other parameters, as this one
+            known.clear()
             self._forget_others()
             binding = Binding(type(self).__name__, len(parameters), choices, lengths)
-            given = binding.read(*rest, partial(self._entry, parameters, gradients, choices, new))
-        assert binding is not None
-        if given is None:
+            given = binding.read(*rest)
+        if given is None or binding is None:
             why = "another thread changes them meanwhile"
             raise RuntimeError(f"{type(self).__name__}: the states cannot be read: {why}")
-        if self._run(given, binding.count, plain, before, new):
+        if self._run(given, binding.count, plain, before):
             known.append(binding)
-            del known[:-_KEPT_BINDINGS]
+            if len(known) > _KEPT_BINDINGS:
+                del known[0]
         if self._clipping is not None:
             self._clipping = self._clipping.without(param)
 
@@ -377,8 +378,8 @@ class Fused(_Base):
         return self.method(group).choice(group)
 
     def _entry(
-        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], choices: list[Choice],
-        new: dict[Tensor, Any], i: int,
+        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],
+        choices: Sequence[Choice], new: dict[Tensor, Any], i: int,
     ) -> Entry | None:  # fmt: skip
         """A parameter that is to be recorded, checked; None where its class leaves it out.
 
@@ -454,9 +455,8 @@ class Fused(_Base):
 
     @as_torch
     def _run(
-        self, given: Given, count: TensorCount, groups: Sequence[Group], before: Before,
-        new: Mapping[Tensor, Any],
-    ) -> bool:  # fmt: skip
+        self, given: Given, count: TensorCount, groups: Sequence[Group], before: Before
+    ) -> bool:
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
         if self.skip_nonfinite and not has_finite(given):
             self.skipped_steps += 1
@@ -467,7 +467,7 @@ class Fused(_Base):
         launched: list[Update] = []
         together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
         places: list[Sequence[int]] = []
-        for part in given.parts:
+        for part in given.chosen.parts:
             hp, hp_of, after = self._rows(part, given, groups, steps, before)
             numbers += after
             if part.rule.is_two_stage and not part.is_on_device:
@@ -490,12 +490,12 @@ class Fused(_Base):
                 return False
             of_step, steps_together = found
             prepared += steps_together
-        counted = [] if given.counts_updates else self._counted(given, numbers)
+        counted = [] if count.n else self._counted(given, numbers)
         if numbers:
             written = [(number.tensor.data_ptr(), number.value) for number in numbers]
             prepared.append(NumberWrite(written))
         # After all that can fail: a parameter whose first step raises still has no state.
-        for parameter, state in new.items():
+        for parameter, state in given.new.items():
             if known := self.state.get(parameter):
                 known.update(state)
             else:
@@ -517,7 +517,7 @@ class Fused(_Base):
     def _counted(self, given: Given, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
         """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
         others = []
-        for i in given.active if self._counts_updates else ():
+        for i in given.chosen.active if self._counts_updates else ():
             step = given.states(i)["step"]
             if isinstance(step, Tensor) and not step.is_cuda:
                 numbers.append(single_of(step, float(step) + 1.0))
@@ -532,12 +532,12 @@ class Fused(_Base):
 
     def _steps(self, given: Given, count: TensorCount) -> float | list[float]:
         """The number of this update: one for all parameters with a gradient, or one for each."""
-        if given.counts_updates:
+        if count.n:
             if count.read():
                 return count.values[0] + 1.0
             return [value + 1.0 for value in count.values[: count.n]]
         if self._counts_updates:
-            every = [float(given.states(i)["step"]) + 1.0 for i in given.active]
+            every = [float(given.states(i)["step"]) + 1.0 for i in given.chosen.active]
         elif not any(given.are_new):
             return 2.0
         else:  # what matters is whether there was one before

@@ -8,8 +8,7 @@ their tensors lie. `kernels.cpu.headers.tensor_fields` finds where a tensor has 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,21 +39,27 @@ class TensorForm(NamedTuple):
 
     kind: int
     type: int  # identity
-    name: int = 0  # identity of the name of a state
     keys: int = 0
     dtype: int = 0
     dim: int = 0
-    dims: int = 0  # address of sizes, then strides
     itemsize: int = 0
     n_bytes: int = 0  # from the first to the last element
+    # Sizes and strides lie behind it.
+
+
+class _Expected(NamedTuple):
+    """What is expected in one place, all ``int64``."""
+
+    form: int  # address of a `TensorForm`, which tensors that are alike share
+    name: int  # identity of the name of a state
 
 
 class _Record(NamedTuple):
     """Record of a parameter, all ``int64``."""
 
-    first: int  # number of its form; those of its states and of its gradient follow
+    first: int  # its place; those of its states and of its gradient follow
     n_written: int  # parameter and states; 0: nothing is recorded
-    count: int  # number of the form of its float32 count of updates; -1: it has none
+    count: int  # the place of its float32 count of updates; -1: it has none
 
 
 class _TensorQuery(NamedTuple):
@@ -65,11 +70,11 @@ class _TensorQuery(NamedTuple):
     none: int  # identity of None
     n_states: int
     order: int  # [n_states]: the parameter of each item of the dict of states; -1: none
-    n_forms: int
-    forms: int  # [n_forms] of `TensorForm`
-    addresses: int  # [n_forms]: where each was found
-    seen: int  # [n_seen] of `_Seen`: `_OF_STATE` for each parameter, then `_OF_FORM` for each form
-    n_seen: int
+    n_places: int
+    expected: int  # [n_places] of `_Expected`
+    addresses: int  # [n_places]: where each was found that is written
+    gradients: int  # [n_parameters]: where the dense gradients that fit were found
+    seen: int  # [n_parameters] of `_SeenState`, then [n_places] of `_SeenTensor`
     memory: int  # [2, n_stretches]: of what is written, as for `overlaps`
     n_stretches: int
     cursors: int  # of the dict of states, and of that of a parameter: [2, 3]
@@ -77,26 +82,34 @@ class _TensorQuery(NamedTuple):
     states: int  # [n_parameters]: the dict of states of each, or 0
     active: int  # [n_parameters]: those that fit, in order
     counts: int  # [n_parameters]: addresses of the counts of those that have one
-    versions: int  # [n_forms]: addresses of the counts of changes of what is written
+    versions: int  # [n_places]: addresses of the counts of changes of what is written
     found: int  # [3]: how many of the last three there are
 
 
-class _Seen(NamedTuple):
-    """Memory range that a look reads, all ``int64``. Not valid afterwards."""
+class _SeenTensor(NamedTuple):
+    """Addresses that a look has read, all ``int64``. Not valid afterwards."""
 
-    address: int
-    n_bytes: int
+    thing: int
+    tensor: int
+    storage: int
 
 
-fields_at, _forms_at, _records_at, _seen_at, _query_at = map(
-    records, (Fields, TensorForm, _Record, _Seen, _TensorQuery)
+class _SeenState(NamedTuple):
+    """Addresses of a dict of states that a look has read. Not valid afterwards."""
+
+    mapping: int
+    items: int
+
+
+fields_at, _forms_at, _expected_at, _records_at, _tensors_at, _dicts_at, _query_at = map(
+    records, (Fields, TensorForm, _Expected, _Record, _SeenTensor, _SeenState, _TensorQuery)
 )
+_FORM_BYTES, _STATE_BYTES = 8 * len(TensorForm._fields), 8 * len(_SeenState._fields)
 # Of a cursor in a dict: where it is, then the last key and the last value.
 _KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
-# Sizes of what is seen: an object, a tensor and a storage; a dict and its items, to which CPython
-# has an address at this place (of what is there elsewhere the wrong lines are fetched).
-_OF_FORM, _OF_STATE = (24, TENSOR_BYTES, STORAGE_BYTES), (48, 120)
-_PER_FORM, _PER_STATE, _DICT_ITEMS = len(_OF_FORM), len(_OF_STATE), 32
+# Bytes that are read of an object, a dict and its items, to which CPython has an address at this
+# place (of what is there elsewhere the wrong lines are fetched).
+_THING_BYTES, _DICT_BYTES, _ITEMS_BYTES, _DICT_ITEMS = 24, 48, 120, 32
 
 
 @njit(inline="always")
@@ -114,13 +127,13 @@ def place_of(f, tensor, itemsize, n_bytes):
 
 
 @njit
-def _fits(f, tensor, form):
+def _fits(f, tensor, form, dims):
     """Whether a tensor has the form: what it is, its dtype, its sizes and strides."""
     if load_int64(tensor + f.keys) != form.keys or load_int64(tensor + f.dim) != form.dim:
         return False
     if code_of(f, tensor) != form.dtype:
         return False
-    sizes, strides, dims = tensor + f.sizes, tensor + f.strides, form.dims
+    sizes, strides = tensor + f.sizes, tensor + f.strides
     if form.dim > f.inline:
         sizes = load_int64(sizes)
         strides = sizes + 8 * form.dim
@@ -133,16 +146,22 @@ def _fits(f, tensor, form):
     return differ == 0
 
 
+@njit(inline="always")
+def _seen_of(c):
+    """What was seen in each place."""
+    return _tensors_at(c.seen + _STATE_BYTES * c.n_parameters, c.n_places)
+
+
 @njit
-def _tensor_of(f, thing, form, seen):
-    """The address of the tensor of an object; 0 where it has not the form."""
-    seen[0].address = thing
-    if load_int64(thing + 8) != form.type:
+def _tensor_of(f, at, seen):
+    """The address of the tensor that was seen; 0 where it has not the form at an address."""
+    form = _forms_at(at, 1)[0]
+    if load_int64(seen.thing + 8) != form.type:
         return 0
-    tensor = load_int64(thing + f.tensor)
-    if tensor == 0 or not _fits(f, tensor, form):
+    tensor = load_int64(seen.thing + f.tensor)
+    if tensor == 0 or not _fits(f, tensor, form, at + _FORM_BYTES):
         return 0
-    seen[1].address, seen[2].address = tensor, load_int64(tensor + f.storage)
+    seen.tensor, seen.storage = tensor, load_int64(tensor + f.storage)
     return tensor
 
 
@@ -172,67 +191,78 @@ def _find_states(c, parameters, states):
 
 
 @njit
-def _find_written(c, f, r, parameter, own, held, n_versions):
-    """Look at a parameter and its states ``own``.
+def _find_things(c, r, k, parameter, gradient):
+    """Find a parameter, its states and its gradient; whether the states come as recorded."""
+    expected, seen = _expected_at(c.expected, c.n_places), _seen_of(c)
+    own, cursor = int64s(c.states, k + 1)[k], c.cursors + _CURSOR_BYTES
+    seen[r.first].thing, seen[r.first + r.n_written].thing = parameter, gradient
+    if r.n_written > 1:
+        if own == 0:
+            return False
+        _rewind(cursor)
+        for j in range(1, r.n_written):
+            name = expected[r.first + j].name
+            # Between those that are looked at a user may have others.
+            while next_item(own, cursor) and load_int64(cursor + _KEY) != name:
+                pass
+            if load_int64(cursor + _KEY) != name:
+                return False
+            seen[r.first + j].thing = load_int64(cursor + _VALUE)
+        state = _dicts_at(c.seen, c.n_parameters)[k]
+        state.mapping, state.items = own, load_int64(own + _DICT_ITEMS)  # own is a dict
+    return True
+
+
+@njit
+def _look_at_written(c, f, r, held, n_versions):
+    """Look at a parameter and its states, where they were found.
 
     Returns -1 if anything is not as recorded, else whether it lies elsewhere than last time.
     """
-    forms, addresses = _forms_at(c.forms, c.n_forms), int64s(c.addresses, c.n_forms)
-    seen, versions, cursor = _seen_at(c.seen, c.n_seen), int64s(c.versions, c.n_forms), c.cursors
-    cursor += _CURSOR_BYTES
-    has_moved, n = 0, c.n_parameters
-    if own == 0 and r.n_written > 1:
-        return -1
-    _rewind(cursor)
-    for k in range(r.n_written):
-        form, thing = forms[r.first + k], parameter
-        if k > 0:
-            # Between those that are looked at a user may have others.
-            while next_item(own, cursor) and load_int64(cursor + _KEY) != form.name:
-                pass
-            if load_int64(cursor + _KEY) != form.name:
-                return -1
-            thing = load_int64(cursor + _VALUE)
-        number = r.first + k
-        tensor = _tensor_of(f, thing, form, seen[_PER_STATE * n + _PER_FORM * number :])
+    expected, addresses = _expected_at(c.expected, c.n_places), int64s(c.addresses, c.n_places)
+    every, versions, has_moved = _seen_of(c), int64s(c.versions, c.n_places), 0
+    for place in range(r.first, r.first + r.n_written):
+        at, seen = expected[place].form, every[place]
+        form, tensor = _forms_at(at, 1)[0], _tensor_of(f, at, seen)
         if tensor == 0:
             return -1
         # Others would see what is written to memory that is shared until somebody writes.
-        if load_int64(load_int64(tensor + f.storage) + f.deleter) == f.lazy:
+        if load_int64(seen.storage + f.deleter) == f.lazy:
             return -1
         # An empty tensor may have no memory at all, and is never looked for there.
-        address = addresses[number]
+        address = addresses[place]
         if form.n_bytes > 0:
             address = place_of(f, tensor, form.itemsize, form.n_bytes)
             if address == 0:
                 return -1
-        if k > 0:  # the caller has the parameters
-            hold_item(held, n + number, thing)
+        if place > r.first:  # the caller has the parameters
+            hold_item(held, c.n_parameters + place, seen.thing)
         version = load_int64(tensor + f.version)
-        versions[n_versions + k] = version + f.changes if version != 0 else 0
+        versions[n_versions] = version + f.changes if version != 0 else 0
+        n_versions += 1
         prefetch_line(version)
         if form.n_bytes <= LINE:  # of single numbers: what is larger is read as it lies
             prefetch_line(address)
-        if addresses[number] != address:
-            addresses[number], has_moved = address, 1
+        if addresses[place] != address:
+            addresses[place], has_moved = address, 1
     return has_moved
 
 
 @njit
-def _fits_gradient(c, f, number, thing):
+def _fits_gradient(c, f, k, place):
     """Whether a gradient is as recorded, and lies apart from what is written."""
-    form, seen = _forms_at(c.forms, c.n_forms)[number], _seen_at(c.seen, c.n_seen)
+    at, seen = _expected_at(c.expected, c.n_places)[place].form, _seen_of(c)[place]
+    form = _forms_at(at, 1)[0]
     if form.kind == OBJECT:
-        return load_int64(thing + 8) == form.type
-    seen = seen[_PER_STATE * c.n_parameters + _PER_FORM * number :]
-    tensor = _tensor_of(f, thing, form, seen)
+        return load_int64(seen.thing + 8) == form.type
+    tensor = _tensor_of(f, at, seen)
     if tensor == 0 or form.kind == ROWS or form.n_bytes == 0:
         return tensor != 0
     address = place_of(f, tensor, form.itemsize, form.n_bytes)
     if address == 0:
         return False
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
-    int64s(c.addresses, c.n_forms)[number] = address
+    int64s(c.gradients, c.n_parameters)[k] = address
     return not overlaps(memory, address, address + form.n_bytes)
 
 
@@ -244,9 +274,10 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
     if not _find_states(c, parameters, states):
         return REORDERED
     status, own, active = int64s(c.status, n), int64s(c.states, n), int64s(c.active, n)
-    counts, addresses = int64s(c.counts, n), int64s(c.addresses, c.n_forms)
-    seen, found = _seen_at(c.seen, c.n_seen), int64s(c.found, 3)
+    counts, found = int64s(c.counts, n), int64s(c.found, 3)
+    addresses = int64s(c.addresses, c.n_places)
     flags = n_active = n_counts = n_versions = 0
+    # All objects are found first. Then their memory is read, each without waiting for another.
     for k in range(n):
         r, gradient = every[k], load_int64(gradients + ITEMS + 8 * k)
         if (gradient == c.none) != (status[k] == ABSENT):
@@ -254,30 +285,28 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
         if gradient == c.none:
             status[k] = ABSENT
             continue
-        place = _PER_STATE * k
-        has_moved = -1
-        if r.n_written > 0:
-            parameter = load_int64(parameters + ITEMS + 8 * k)
-            has_moved = _find_written(c, f, r, parameter, own[k], held, n_versions)
+        parameter = load_int64(parameters + ITEMS + 8 * k)
+        is_known = r.n_written > 0 and _find_things(c, r, k, parameter, gradient)
+        status[k] = FITS if is_known else OTHER
+    for k in range(n):
+        if status[k] == ABSENT:
+            continue
+        r, has_moved = every[k], -1
+        if status[k] == FITS:
+            has_moved = _look_at_written(c, f, r, held, n_versions)
         if has_moved < 0:
             status[k], flags = OTHER, flags | UNLIKE
             continue
         flags |= MOVED * has_moved
         if own[k] != 0:
             hold_item(held, k, own[k])
-            if r.n_written > 1:  # so it is a dict
-                seen[place].address, seen[place + 1].address = (
-                    own[k],
-                    load_int64(own[k] + _DICT_ITEMS),
-                )
         n_versions += r.n_written
         if r.count >= 0:
             counts[n_counts] = addresses[r.count]
             n_counts += 1
         active[n_active] = k
         n_active += 1
-        status[k] = FITS
-        if not _fits_gradient(c, f, r.first + r.n_written, gradient):
+        if not _fits_gradient(c, f, k, r.first + r.n_written):
             status[k], flags = OTHER_GRADIENT, flags | UNLIKE
     found[0], found[1], found[2] = n_active, n_counts, n_versions
     return flags
@@ -285,9 +314,14 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
 
 def _fetch_seen(query):
     c = _query_at(query, 1)[0]
-    seen = _seen_at(c.seen, c.n_seen)
-    for k in range(seen.size):
-        prefetch(seen[k].address, seen[k].n_bytes)
+    states, seen = _dicts_at(c.seen, c.n_parameters), _seen_of(c)
+    for k in range(c.n_parameters):
+        prefetch(states[k].mapping, _DICT_BYTES)
+        prefetch(states[k].items, _ITEMS_BYTES)
+    for k in range(c.n_places):
+        prefetch(seen[k].thing, _THING_BYTES)
+        prefetch(seen[k].tensor, TENSOR_BYTES)
+        prefetch(seen[k].storage, STORAGE_BYTES)
 
 
 _fetch = NativeFunction(_fetch_seen, "what was seen", PythonEntry(holds_gil=True))
@@ -298,33 +332,23 @@ States = Mapping[Any, dict[str, Any]]
 """The states of parameters by their names: a ``dict``."""
 
 
-def form_of(torch: Any, tensor: Any, kind: int, name: str | None = None, **more: Any) -> TensorForm:
-    """The form of a tensor as it is, but for its dims; ``more`` replaces fields."""
+def form_of(torch: Any, tensor: Any, kind: int, **more: Any) -> TensorForm:
+    """The form of a tensor as it is; ``more`` replaces fields."""
     layout = layout_of(torch)
     assert layout is not None
     keys, size = signed(torch._C._dispatch_keys(tensor).raw_repr()), tensor.element_size()
-    what = id(type(tensor)), 0 if name is None else id(name), keys, layout.codes[tensor.dtype]
-    return TensorForm(kind, *what, tensor.dim(), 0, size)._replace(**more)
+    what = id(type(tensor)), keys, layout.codes[tensor.dtype], tensor.dim(), size
+    return TensorForm(kind, *what)._replace(**more)
 
 
-class RecordedTensors:
-    """What a look compares of one parameter; it keeps types and names alive, and no tensor.
+class RecordedTensors(NamedTuple):
+    """What a look compares of one parameter. It keeps no tensor alive."""
 
-    Args:
-        forms: of the parameter, its states in the order of their dict, and its gradient.
-        dims: of each, sizes and strides.
-        count: the number of the form of its float32 count of updates; -1: it has none.
-        alive: what the identities in the forms mean.
-    """
-
-    def __init__(
-        self, forms: Sequence[TensorForm], dims: Sequence[Sequence[int]], count: int, alive: Any
-    ) -> None:
-        flat = np.array([*chain.from_iterable(dims)], np.int64)
-        places = accumulate(map(len, dims), initial=0)
-        each, begin = zip(forms, places, strict=False), address_of(flat)
-        self.forms = np.array([form._replace(dims=begin + 8 * k) for form, k in each], np.int64)
-        self.count, self._alive = count, (flat, alive)
+    forms: list[TensorForm]  # of the parameter, its states in the order of their dict, its gradient
+    dims: list[tuple[int, ...]]  # of each, sizes and strides
+    names: list[Any]  # of the states; of the others None
+    count: int  # the number of its float32 count of updates among these; -1: it has none
+    types: list[type]  # which the forms mean
 
 
 class TensorLook:
@@ -334,80 +358,95 @@ class TensorLook:
     of the same form fits as well. Where tensors cannot be read, no parameter with a gradient does.
 
     Attributes:
-        first: of each parameter that was recorded, the number of its form, which those of its
-            states and of its gradient follow.
-        addresses: where the tensor of each form was last found.
+        first: of each parameter that was recorded, its place, which those of its states and of its
+            gradient follow.
+        addresses: where the tensor of each place was last found, but for gradients.
+        gradients: where the dense gradient of each parameter was last found to fit.
         status, active, counts, versions, found: as in the last look; see `_TensorQuery`.
     """
 
     def __init__(self, torch: Any, n: int) -> None:
         self._n, self._layout = n, layout_of(torch)
-        # The first form is no parameter's: those without a record have it.
-        self.first, self._n_forms, self.n_forms = np.zeros(n, np.int64), [0] * n, 1
-        self.status, self.active, self.counts = (np.zeros(n, np.int64) for _ in range(3))
+        # The first place is no parameter's: those without a record have it.
+        self.first, self._n_of, self.n_places = np.zeros(n, np.int64), [0] * n, 1
+        self.status, self.active, self.counts, self.gradients = (
+            np.zeros(n, np.int64) for _ in range(4)
+        )
         self.found = np.zeros(3, np.int64)
         self.addresses = np.zeros(0, np.int64)
         records = np.array([_Record(0, 0, -1)] * n, np.int64)
         fields = np.array(self._layout.fields if self._layout else (), np.int64)
         self._tables = {
             "records": records.reshape(n, 3), "order": np.zeros(0, np.int64),
-            "forms": np.zeros((0, len(TensorForm._fields)), np.int64),
+            "expected": np.zeros((0, len(_Expected._fields)), np.int64),
             "memory": np.zeros((2, 0), np.int64), "cursors": np.zeros(6, np.int64),
             "status": self.status, "states": np.zeros(n, np.int64), "active": self.active,
-            "counts": self.counts, "found": self.found,
+            "counts": self.counts, "found": self.found, "gradients": self.gradients,
         }  # fmt: skip
-        self._alive: list[Any] = [fields, *([None] * n)]
+        self._forms: dict[Any, np.ndarray] = {}
+        self._recorded: list[Any] = [None] * n
         self._query = array("q", [0] * len(_TensorQuery._fields))
-        self._asked = self._query.buffer_info()[0], address_of(fields)
+        self._alive, self._asked = fields, (self._query.buffer_info()[0], address_of(fields))
         self._grow(1)
         self._set(n_parameters=n, none=id(None))
 
-    def _grow(self, n_forms: int) -> None:
-        """Make room for so many forms."""
-        forms, n = self._tables["forms"], self._n
-        if n_forms > len(forms) or not self._query[0]:
-            room = max(2 * len(forms), n_forms)
-            old = len(forms)
-            seen = np.zeros((_PER_STATE * n + _PER_FORM * room, 2), np.int64)
-            seen[:, 1] = _OF_STATE * n + _OF_FORM * room
-            made = np.zeros((room, forms.shape[1]), np.int64)
-            made[:old] = forms
+    def _grow(self, n_places: int) -> None:
+        """Make room for so many places."""
+        expected, n = self._tables["expected"], self._n
+        if n_places > len(expected):
+            room, old = max(2 * len(expected), n_places), len(expected)
+            seen = np.zeros(len(_SeenState._fields) * n + len(_SeenTensor._fields) * room, np.int64)
+            made = np.zeros((room, expected.shape[1]), np.int64)
+            made[:old] = expected
             addresses, self.versions = np.zeros(room, np.int64), np.zeros(room, np.int64)
             addresses[:old] = self.addresses
             self.addresses = addresses
-            self._tables |= {"forms": made, "addresses": addresses, "versions": self.versions,
+            self._tables |= {"expected": made, "addresses": addresses, "versions": self.versions,
                              "seen": seen}  # fmt: skip
             self._set(**{name: address_of(table) for name, table in self._tables.items()})
-        self.n_forms = n_forms
-        self._set(n_forms=n_forms, n_seen=_PER_STATE * n + _PER_FORM * n_forms)
+        self.n_places = n_places
+        self._set(n_places=n_places)
 
-    def record(self, k: int, n_forms: int, recorded: RecordedTensors | None) -> None:
-        """Take over what parameter ``k`` has to be, which has so many forms.
+    def record(self, k: int, n_places: int, recorded: RecordedTensors | None) -> None:
+        """Take over what parameter ``k`` has to be, which has so many places.
 
         Without ``recorded`` it is never found to fit.
         """
-        if n_forms != self._n_forms[k]:
-            self.first[k], self._n_forms[k] = self.n_forms, n_forms
-            self._grow(self.n_forms + n_forms)
-        first, self._alive[1 + k] = int(self.first[k]), [recorded]
+        if n_places != self._n_of[k]:
+            self.first[k], self._n_of[k] = self.n_places, n_places
+            self._grow(self.n_places + n_places)
+        first, self._recorded[k] = int(self.first[k]), recorded
         if recorded is None:
             self._tables["records"][k] = _Record(first, 0, -1)
             return
         count = first + recorded.count if recorded.count >= 0 else -1
-        self._tables["records"][k] = _Record(first, n_forms - 1, count)
-        self._tables["forms"][first : first + n_forms] = recorded.forms
-        self.addresses[first : first + n_forms] = 0
+        self._tables["records"][k] = _Record(first, n_places - 1, count)
+        each = zip(recorded.forms, recorded.dims, recorded.names, strict=True)
+        self._tables["expected"][first : first + n_places] = [
+            _Expected(self._form_at(form, dims), 0 if name is None else id(name))
+            for form, dims, name in each
+        ]
+        self.addresses[first : first + n_places] = 0
+
+    def _form_at(self, form: TensorForm, dims: tuple[int, ...]) -> int:
+        """The address of a form, which is made once."""
+        made = self._forms.get((form, dims))
+        if made is None:
+            made = self._forms[form, dims] = np.array([*form, *dims], np.int64)
+        return address_of(made)
 
     def _set(self, **values: int) -> None:
         """Set fields of the query."""
         for name, value in values.items():
             self._query[_FIELDS[name]] = value
 
-    def expect_gradient(self, k: int, form: TensorForm, alive: Any) -> None:
-        """Record another kind of gradient of the same dtype and sizes."""
-        self._alive[1 + k].append(alive)
-        number = int(self.first[k]) + self._n_forms[k] - 1
-        self._tables["forms"][number, [_TYPE, _KEYS]] = form.type, form.keys
+    def expect_gradient(self, k: int, form: TensorForm, kind: type) -> None:
+        """Record another type of gradient, or one made in another mode."""
+        known = self._recorded[k]
+        known.types.append(kind)
+        known.forms[-1] = known.forms[-1]._replace(type=form.type, keys=form.keys)
+        place = int(self.first[k]) + self._n_of[k] - 1
+        self._tables["expected"][place, 0] = self._form_at(known.forms[-1], known.dims[-1])
 
     def _order(self, parameters: tuple[Any, ...], states: States) -> None:
         """Take over in which order a dict has the states of parameters, beside other things."""
@@ -437,8 +476,8 @@ class TensorLook:
     ) -> int:  # fmt: skip
         """Flags of what was found; fill in `status`, `addresses` and the lists.
 
-        ``held`` is a list of None, one for each parameter and `n_forms`: it gets the dicts of
-        states, then the states by the numbers of their forms.
+        ``held`` is a list of None, one for each parameter and each place: it gets the dicts of
+        states, then the states.
         """
         if self._layout is None:
             return self._look_by_python(gradients)
@@ -459,6 +498,5 @@ class TensorLook:
         return OTHERS | (UNLIKE if self.status.any() else 0)
 
 
-_TYPE, _KEYS = (TensorForm._fields.index(name) for name in ("type", "keys"))
 _FIELDS = {name: k for k, name in enumerate(_TensorQuery._fields)}
 _TRIALS = 3  # to find the order of states, which another thread may change meanwhile

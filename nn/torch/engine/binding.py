@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,7 +34,7 @@ from ...engine.layout import Batch
 from ...engine.on_device import are_finite
 from ...engine.reader import by_storage
 from .memory import DTYPE_NAMES, DTYPES, Stretch, array_of, check_apart
-from .part import Choice, Given, Part
+from .part import Choice, Chosen, Given, Part
 from .record import Entry, Kind, Record
 from .tensors import local
 
@@ -60,21 +59,22 @@ class Binding:
         self.is_large = n_parameters > _FEW
         self._records: list[Any] = [None] * n_parameters
         self._kinds: dict[Kind, int] = {}
-        # Of each parameter: the number of its kind, its group, its elements, those of a row, the
-        # form of its gradient, and those of what the rule takes.
-        self._kind_of, self._group_of, self._sizes, self._widths, self._gradient_forms = (
-            np.zeros(n_parameters, np.int64) for _ in range(5)
+        # Of each parameter: the number of its kind, its group, its elements, those of a row, and
+        # the forms of what the rule takes.
+        self._kind_of, self._group_of, self._sizes, self._widths = (
+            np.zeros(n_parameters, np.int64) for _ in range(4)
         )
         self._columns = np.zeros((n_parameters, 0), np.int64)
         self._n_bytes = np.zeros(1, np.int64)  # of each form that is written; else 0
         self._look = TensorLook(torch, n_parameters)
         self.count = TensorCount(self._look.counts, self._look.versions)
-        self._sets: dict[bytes, list[Part]] = {}
-        self._last: list[Part] = []
-        self._last_key = b""
+        self._sets: dict[bytes, Chosen] = {}
+        self._last, self._last_key = Chosen([], [], [], 0, 0), b""
         self._stretches: list[list[int]] = [[], []]
         self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
-        self._has_copies = self._has_own_counts = False  # whether any record has
+        # Whether any record has them, or both: then a look alone does not tell enough.
+        self._has_copies = self._has_own_counts = self._is_special = False
+        self._n_held = n_parameters
 
     def is_for(self, choices: Sequence[Choice], lengths: Sequence[int]) -> bool:
         """Whether groups of these sizes, with these kernels, can be those of its parameters."""
@@ -89,11 +89,12 @@ class Binding:
 
     def _record(self, i: int, record: Record) -> None:
         """Take over a parameter."""
-        look, n_forms = self._look, len(record.places) + 2
+        look, n_places = self._look, len(record.places) + 2
         versions = look.versions
         if self._records[i] is not None:
-            self._n_bytes[look.first[i] : self._gradient_forms[i]] = 0
-        look.record(i, n_forms, record.recorded)
+            old = int(look.first[i])
+            self._n_bytes[old : old + len(self._records[i].n_bytes)] = 0
+        look.record(i, n_places, record.recorded)
         if look.versions is not versions:
             self.count = TensorCount(look.counts, look.versions)
             more = np.zeros(len(look.versions) - len(self._n_bytes), np.int64)
@@ -105,28 +106,30 @@ class Binding:
         self._records[i] = record
         self._has_copies |= bool(record.copied)
         self._has_own_counts |= record.has_own_count
+        self._is_special = self._has_copies or self._has_own_counts
+        self._n_held = len(self._records) + look.n_places
         self._columns[i, : len(columns)] = [first + k for k in columns]
-        self._n_bytes[first : first + n_forms - 1] = record.n_bytes
-        self._gradient_forms[i] = first + n_forms - 1
+        self._n_bytes[first : first + n_places - 1] = record.n_bytes
         self._kind_of[i] = self._kinds.setdefault(record.kind, len(self._kinds))
         self._group_of[i], self._widths[i] = record.group, row_width(record.shape)
         self._sizes[i] = math.prod(record.shape)
 
-    def _parts_of(self, active: np.ndarray, *, is_known: bool) -> list[Part]:
-        """The kernel calls for the parameters that have a gradient; sparse ones come first."""
-        if is_known:
-            return self._last
+    def _choose(self, active: np.ndarray, n_counts: int, n_versions: int) -> Chosen:
+        """Choose the kernel calls for parameters that have a gradient; sparse ones come first."""
         key = self._last_key = active.tobytes()
         found = self._sets.get(key)
         if found is None:
             kinds = self._kind_of[active]
             each = [(k, np.flatnonzero(kinds == number)) for k, number in self._kinds.items()]
-            found = [self._part(k, active[places], places) for k, places in each if len(places)]
-            found.sort(key=lambda part: not part.batch.row_sparse)
+            parts = [self._part(k, active[places], places) for k, places in each if len(places)]
+            parts.sort(key=lambda part: not part.batch.row_sparse)
+            rows = [i for p in parts if p.batch.row_sparse for i in p.batch.positions.tolist()]
+            n_counts = n_counts if n_counts == len(active) else 0
+            found = Chosen(active.tolist(), parts, rows, n_counts, n_versions)
             if len(self._sets) >= _KEPT_SETS:
                 self._sets.clear()
             self._sets[key] = found
-        self._last = found
+        self.count.cut(found.n_counts, found.n_versions)
         return found
 
     def _part(self, kind: Kind, positions: np.ndarray, places: np.ndarray) -> Part:
@@ -138,9 +141,10 @@ class Binding:
         np.cumsum(self._sizes[positions], out=first[1:])
         table = TensorTable(self._look.addresses[forms], first, self._widths[positions])
         variables = Variables(tuple([(record,) for record in records]), w, tuple(s), table)
+        is_all = len(positions) == len(self._records)
         labels = tuple([f"{self._where}: {r.label}" for r in records]) if kind.is_sparse else ()
         batch = Batch(
-            positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions, False,
+            positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions, is_all,
             real_of(w).carrier, labels,
         )  # fmt: skip
         numbers = tuple(name for name in records[0].numbers if name != "step")
@@ -157,58 +161,68 @@ class Binding:
 
     def read(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], states: States,
-        new: Mapping[Tensor, Any], entry_of: Callable[[int], Entry],
+        choices: Sequence[Choice], entry_of: Callable[..., Entry | None],
     ) -> Given | None:  # fmt: skip
-        """What a step with these gradients is given; None if it has other parameters.
+        """What a step with these gradients is given; None if it has another number of parameters.
 
-        ``entry_of`` checks a parameter that is not recorded as it is now; where it makes a state,
-        ``new`` has that from then on.
+        ``entry_of(parameters, gradients, choices, new, i)`` checks a parameter that is not recorded
+        as it is now; where it makes a state, ``new`` has that from then on.
         """
-        held = self._new_list()
-        flags = self._look.look(parameters, gradients, states, held)
+        look, held = self._look, [None] * self._n_held
+        flags = look.look(parameters, gradients, states, held)
         if flags & (FOREIGN | REORDERED):
             return None
+        of_step = parameters, gradients, held, look.first, self._records, look.gradients, {}
+        if flags or self._is_special:
+            return self._read_anew(flags, of_step, states, choices, entry_of)
+        given = Given(self._last, *of_step)
+        if self._last.rows:
+            self._read_rows(given)
+        return given
+
+    def _read_anew(
+        self, flags: int, of_step: tuple[Any, ...], states: States, choices: Sequence[Choice],
+        entry_of: Callable[..., Entry | None],
+    ) -> Given:  # fmt: skip
+        """What a step is given that differs from the last one; as `read`."""
+        parameters, gradients, held, *rest = of_step
+        look, new, entries = self._look, dict[Tensor, Any](), dict[int, Entry]()
         unlike = self._unlike(gradients, held) if flags & UNLIKE or self._has_own_counts else []
-        entries: dict[int, Entry] = {}
         if unlike:
             with torch.no_grad():
-                found = {i: entry_of(i) for i in unlike}
+                every = parameters, gradients, choices, new
+                found = {i: entry_of(*every, i) for i in unlike}
                 entries = {i: entry for i, entry in found.items() if entry is not None}
                 for i, entry in entries.items():
                     self._record(i, Record(self._where, entry, gradients[i]))
         if entries:
-            held = self._new_list()
-            every = {**states, **new} if new else states
-            flags = self._look.look(parameters, gradients, every, held)
+            held = [None] * self._n_held
+            flags = look.look(parameters, gradients, {**states, **new} if new else states, held)
             for i, entry in entries.items():
                 held[i] = entry.state
         left_out = [i for i in unlike if i not in entries]
-        self._look.status[left_out] = ABSENT
+        look.status[left_out] = ABSENT
         unseen = self._fill(entries, parameters, held)
-        look, n_active, n_counts, n_versions = self._look, *self._look.found.tolist()
+        n_active, n_counts, n_versions = look.found.tolist()
         active = look.active[:n_active]
         if unseen or left_out:
             active, n_counts = self._all_active()
-            n_active = len(active)
         has_moved = bool(flags & MOVED or entries)
         if has_moved:
             self._settle(keeps_sets=not entries)
-        counts_updates = n_counts == n_active > 0
-        self.count.cut(n_counts if counts_updates else 0, n_versions)
-        chosen = active.tolist()
-        given = Given(
-            chosen, self._parts_of(active, is_known=not (has_moved or flags & OTHERS)),
-            look.addresses[self._gradient_forms], {}, counts_updates, partial(self._states, held),
-            [i in entries and entries[i].is_new for i in chosen] if entries else (),
-            [], unseen, [held], parameters, gradients,
-        )  # fmt: skip
-        self._read_gradients(given, held, needs_look=has_moved or bool(flags & UNLIKE))
+        if has_moved or left_out or flags & OTHERS:
+            self._last = self._choose(active, n_counts, n_versions)
+        chosen, copies = self._last, list[tuple[Tensor, Tensor]]()
+        are_new = [i in entries and entries[i].is_new for i in chosen.active] if entries else ()
+        given = Given(chosen, parameters, gradients, held, *rest, new, are_new, copies, unseen)
+        self._read_rows(given)
+        if has_moved or flags & UNLIKE:
+            self._read_dense(given)
+        if not (self._lie_apart or self._last_key in self._checked):
+            self._check_apart(given)
         if self._has_copies:
-            self._copy(given, held)
+            copies += self._copied(given)
         return given
-
-    def _new_list(self) -> list[Any]:
-        return [None] * (len(self._records) + self._look.n_forms)
 
     def _unlike(self, gradients: tuple[Any, ...], held: list[Any]) -> list[int]:
         """The parameters with a gradient that are not as they were recorded, or not yet."""
@@ -252,23 +266,11 @@ class Binding:
         look.counts[: len(forms)] = look.addresses[forms]
         return active, len(forms)
 
-    def _states(self, held: list[Any], i: int) -> dict[str, Any]:
-        record, first = self._records[i], len(self._records) + int(self._look.first[i])
-        found = {name: held[first + k] for name, k in record.places.items()}
-        if record.has_own_count:
-            found["step"] = held[i]["step"]
-        return found
-
-    def _tensors_of(self, given: Given, held: list[Any], i: int) -> list[Tensor]:
-        """A parameter and what a step writes of its states."""
-        first = len(self._records) + int(self._look.first[i])
-        return [given.parameters[i], *held[first + 1 : first + 1 + len(self._records[i].places)]]
-
     # Where tensors lie
 
     def _settle(self, *, keeps_sets: bool) -> None:
         """Take over where parameters and states lie now."""
-        look, n = self._look, self._look.n_forms
+        look, n = self._look, self._look.n_places
         begins, sizes = look.addresses[:n], self._n_bytes[:n]
         there = np.flatnonzero((sizes > 0) & (begins != 0))
         there = there[np.argsort(begins[there], kind="stable")]
@@ -283,38 +285,27 @@ class Binding:
         self._stretches, self._sets = memory.tolist(), {}
         if keeps_sets:  # a step of the same parameters is not made anew
             self._sets[self._last_key] = self._last
-            for part in self._last:
+            for part in self._last.parts:
                 part.batch.variables.move(look.addresses[part.forms])
 
-    def _read_gradients(self, given: Given, held: list[Any], *, needs_look: bool) -> None:
-        """Find rows, and what compiled code did not take; all apart from what is written."""
-        gradients, shares = given.gradients, False
-        for part in given.parts:
-            for i in part.batch.positions.tolist() if part.batch.row_sparse else ():
-                given.rows[i] = self._records[i].rows(given.parameters[i], gradients[i])
+    def _read_rows(self, given: Given) -> None:
+        """Find sparse gradients, apart from what is written."""
+        for i in given.chosen.rows:
+            record = self._records[i]
+            given.rows[i] = record.rows(given.parameters[i], given.gradients[i])
         # The gradient of pooled tables is one for all of them.
-        spans = {span for row in given.rows.values() for span in row.spans}
-        if needs_look:
-            spans |= self._dense_spans(given)
-        if spans:
-            shares = lie_in(self._stretches, spans)
-        if not shares and (self._lie_apart or self._last_key in self._checked):
-            return
-        check_apart(self._where, self._all_stretches(given, held))
-        if shares:  # memory of a parameter without gradient, or that was its own once
-            self._forget_idle(given.active)
-        self._checked.add(self._last_key)
+        self._keep_apart({span for row in given.rows.values() for span in row.spans}, given)
 
     @torch.no_grad()
-    def _dense_spans(self, given: Given) -> set[tuple[int, int]]:
-        """Where the dense gradients lie; those that do not fit are replaced by copies."""
+    def _read_dense(self, given: Given) -> None:
+        """Find dense gradients, apart from what is written; those that do not fit are copied."""
         look, spans = self._look, set()
-        for i in given.active:
-            record, parameter, gradient = self._records[i], given.parameters[i], given.gradients[i]
+        for i in given.chosen.active:
+            record, gradient = self._records[i], given.gradients[i]
             if record.kind.is_sparse:
                 continue
             if look.status[i] != FITS:
-                found = record.dense(parameter, gradient)
+                found = record.dense(given.parameters[i], gradient)
                 given.addresses[i] = found.data_ptr()
                 given.held.append(found)
                 if found is not gradient:
@@ -322,43 +313,50 @@ class Binding:
                 if form := record.form_of(gradient):
                     look.expect_gradient(i, *form)
             spans.add((int(given.addresses[i]), local(gradient).nbytes))
-        return spans
+        self._keep_apart(spans, given)
 
-    def _forget_idle(self, active: Sequence[int]) -> None:
-        """Forget where parameters without a gradient lay: they are found again with one."""
-        look, is_idle = self._look, np.ones(self._look.n_forms, bool)
-        for i in active:
-            is_idle[look.first[i] : self._gradient_forms[i]] = False
-        look.addresses[: look.n_forms][is_idle] = 0
-        self._settle(keeps_sets=True)
+    def _keep_apart(self, spans: Iterable[tuple[int, int]], given: Given) -> None:
+        """Refuse gradients in memory, by addresses and sizes, that the step writes to."""
+        if spans and lie_in(self._stretches, spans):
+            self._check_apart(given)
+            # It was that of a parameter without a gradient, which is found again with one, or that
+            # of a state that is gone.
+            look, is_idle = self._look, np.ones(self._look.n_places, bool)
+            for i in given.chosen.active:
+                is_idle[look.first[i] : look.first[i] + len(self._records[i].places) + 1] = False
+            look.addresses[: look.n_places][is_idle] = 0
+            self._settle(keeps_sets=True)
 
-    def _all_stretches(self, given: Given, held: list[Any]) -> list[Stretch]:
-        """The memory of the parameters with a gradient, of their states and of gradients."""
+    def _check_apart(self, given: Given) -> None:
+        """Refuse tensors of a step that share memory which it writes to."""
         found = []
-        for i in given.active:
+        for i in given.chosen.active:
             record = self._records[i]
-            named = zip(self._tensors_of(given, held, i), record.labels(), strict=True)
+            named = zip(given.tensors(i), record.labels(), strict=True)
             found += [Stretch.of(local(tensor), name) for tensor, name in named]
             if i in given.rows:
                 spans = given.rows[i].spans
                 found += [Stretch(at, at + n, record.label, False, None) for at, n in spans]
-            elif given.addresses[i] == local(given.gradients[i]).data_ptr():
+            elif not record.kind.is_sparse:
                 gradient = local(given.gradients[i])
-                found.append(Stretch.of(gradient, record.label, is_written=False))
-        return found
+                if given.addresses[i] == gradient.data_ptr():  # else it is copied
+                    found.append(Stretch.of(gradient, record.label, is_written=False))
+        check_apart(self._where, found)
+        self._checked.add(self._last_key)
 
     @torch.no_grad()
-    def _copy(self, given: Given, held: list[Any]) -> None:
-        """Copy what does not lie as the kernels need it; the step is one of the copies."""
-        for part in given.parts:
+    def _copied(self, given: Given) -> list[tuple[Tensor, Tensor]]:
+        """Copies of what does not lie as the kernels need it; the step is one of these."""
+        made = []
+        for part in given.chosen.parts:
             variables = part.batch.variables
             for t, i in enumerate(part.batch.positions.tolist()):
                 record = self._records[i]
-                if not record.copied:
-                    continue
-                for k, tensor, copy in record.copies(self._tensors_of(given, held, i)):
-                    variables.put(t, record.columns.index(k), copy.data_ptr())
-                    given.copies.append((tensor, copy))
+                if record.copied:
+                    for k, tensor, copy in record.copies(given.tensors(i)):
+                        variables.put(t, record.columns.index(k), copy.data_ptr())
+                        made.append((tensor, copy))
+        return made
 
 
 def has_finite(given: Given) -> bool:
@@ -366,7 +364,7 @@ def has_finite(given: Given) -> bool:
 
     On a device the host waits for the answer.
     """
-    on_host = [(p.batch, p.gradients(given)) for p in given.parts if not p.is_on_device]
+    on_host = [(p.batch, p.gradients(given)) for p in given.chosen.parts if not p.is_on_device]
     return all(all_finite(*found) for found in by_storage(on_host)) and are_finite(
         *on_device(given)
     )
@@ -374,7 +372,7 @@ def has_finite(given: Given) -> bool:
 
 def on_device(given: Given) -> tuple[list[tuple[Batch, Any]], list[Any]]:
     """The batches on devices with their gradients; the arrays of their parameters and gradients."""
-    parts = [part for part in given.parts if part.is_on_device]
+    parts = [part for part in given.chosen.parts if part.is_on_device]
     places = [i for part in parts for i in part.batch.positions.tolist()]
     parameters = [array_of(local(given.parameters[i])) for i in places]
     gradients = [given.rows[i].arrays if i in given.rows else

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,28 +156,6 @@ def _as_number(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Given:
-    """What one step is given: the parameters that have a gradient, and what lies where.
-
-    ``held`` keeps alive what compiled code reads and writes: another thread may drop a state, or
-    put another gradient in the place of one, while the step runs.
-    """
-
-    active: list[int]  # the parameters that have a gradient
-    parts: Sequence[Part]
-    addresses: np.ndarray  # int64 [P]: of the dense gradients
-    rows: dict[int, RowGradient]  # the sparse ones, by parameter
-    counts_updates: bool  # whether compiled code counts the updates of all of them
-    states: Callable[[int], dict[str, Any]]  # of a parameter: all that a step writes
-    are_new: Sequence[bool]  # of each active one, whether it had no state; empty: all had
-    copies: list[tuple[Tensor, Tensor]]  # what is updated in copies: the tensor and its copy
-    unseen: Sequence[Tensor]  # what is written where compiled code counts no changes
-    held: list[Any]
-    parameters: tuple[Tensor, ...]
-    gradients: tuple[Any, ...]
-
-
-@dataclass(eq=False)
 class Part:
     """The parameters that one kernel call updates."""
 
@@ -218,4 +196,50 @@ class Part:
         """The gradients of its parameters: addresses, or rows."""
         if self.batch.row_sparse:
             return [given.rows[i] for i in self.batch.positions.tolist()]
-        return given.addresses[self.batch.positions]
+        return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
+
+
+@dataclass(eq=False)
+class Chosen:
+    """The parameters that have a gradient in a step, and its kernel calls."""
+
+    active: list[int]
+    parts: Sequence[Part]
+    rows: Sequence[int]  # those whose gradients are sparse
+    n_counts: int  # counts that compiled code writes, of all of them or of none
+    n_versions: int
+
+
+class Given(NamedTuple):
+    """What one step is given.
+
+    ``held`` keeps alive what compiled code reads and writes: another thread may drop a state, or
+    put another gradient in the place of one, while the step runs. First it has the dict of states
+    of each parameter, then the states, from the number in ``first`` on.
+    """
+
+    chosen: Chosen
+    parameters: tuple[Tensor, ...]
+    gradients: tuple[Any, ...]
+    held: list[Any]
+    first: np.ndarray  # int64 [P]
+    records: Sequence[Any]  # the `Record` of each parameter
+    addresses: np.ndarray  # int64 [P]: of the dense gradients
+    rows: dict[int, RowGradient]  # the sparse ones, by parameter
+    new: Mapping[Tensor, Any] = MappingProxyType({})  # the states of parameters that had none
+    are_new: Sequence[bool] = ()  # of each active one, whether it had none; empty: all had
+    copies: Sequence[tuple[Tensor, Tensor]] = ()  # what is updated in copies, and the copies
+    unseen: Sequence[Tensor] = ()  # what is written where compiled code counts no changes
+
+    def tensors(self, i: int) -> list[Tensor]:
+        """A parameter and what a step writes of its states."""
+        begin = len(self.records) + int(self.first[i]) + 1
+        return [self.parameters[i], *self.held[begin : begin + len(self.records[i].places)]]
+
+    def states(self, i: int) -> dict[str, Any]:
+        """The states of a parameter that a step writes, by name."""
+        record, tensors = self.records[i], self.tensors(i)
+        found = {name: tensors[k] for name, k in record.places.items()}
+        if record.has_own_count:
+            found["step"] = self.held[i]["step"]
+        return found

@@ -264,12 +264,14 @@ class Record:
         is_plain = all(map(is_, written, self.tensors)) and given is gradient
         if not is_plain or headers.layout_of(torch) is None:
             return None
-        names = [None, *self._states]
-        forms = [_written_form(t, name) for t, name in zip(written, names, strict=True)]
+        forms = [
+            headers.form_of(torch, tensor, headers.WRITTEN, n_bytes=n_bytes)
+            for tensor, n_bytes in zip(written, self.n_bytes, strict=True)
+        ]
         dims = [(*t.shape, *t.stride()) for t in written]
         form, own, kind = self._gradient_form(entry.parameter, gradient)
-        alive = [*map(type, written), *names, kind]
-        return headers.RecordedTensors([*forms, form], [*dims, own], self.count, alive)
+        names, types = [None, *self._states, None], [*map(type, written), kind]
+        return headers.RecordedTensors([*forms, form], [*dims, own], names, self.count, types)
 
     def _gradient_form(self, parameter: Tensor, gradient: Any) -> tuple[Any, tuple[int, ...], type]:
         if self._is_bags:
@@ -292,11 +294,6 @@ class Record:
         if self.recorded is None:
             return None
         return headers.form_of(torch, gradient, headers.DENSE), type(gradient)
-
-
-def _written_form(tensor: Tensor, name: str | None) -> headers.TensorForm:
-    n_bytes = extent(tensor) * tensor.element_size()
-    return headers.form_of(torch, tensor, headers.WRITTEN, name, n_bytes=n_bytes)
 
 
 def check_written(where: str, tensor: Tensor, name: str) -> None:

@@ -373,17 +373,14 @@ def test_memory_that_moves_onto_another_parameter() -> None:
 def recorded(parameter: Any, gradient: Any, **states: Any) -> RecordedTensors:
     """A parameter with states, and a gradient of this kind, as they are."""
     own = [parameter, *states.values()]
-    names = [None, *states]
-    forms = [
-        form_of(torch, tensor, WRITTEN, name, n_bytes=tensor.nbytes)
-        for tensor, name in zip(own, names, strict=True)
-    ]
+    forms = [form_of(torch, tensor, WRITTEN, n_bytes=tensor.nbytes) for tensor in own]
     is_sparse = gradient.layout == torch.sparse_coo
     n_bytes = 0 if is_sparse else gradient.nbytes
     forms.append(form_of(torch, gradient, ROWS if is_sparse else DENSE, n_bytes=n_bytes))
     strides = [0] * gradient.dim() if is_sparse else gradient.stride()
     dims = [(*t.shape, *t.stride()) for t in own] + [(*gradient.shape, *strides)]
-    return RecordedTensors(forms, dims, -1, (own, gradient, names))
+    types = [*map(type, own), type(gradient)]
+    return RecordedTensors(forms, dims, [None, *states, None], -1, types)
 
 
 class Looked:
@@ -395,7 +392,7 @@ class Looked:
             self.look.record(k, len(own.forms), own)
 
     def __call__(self, gradients: Any, states: Any = None, parameters: Any = None) -> int:
-        self.held = [None] * (len(self.parameters) + self.look.n_forms)
+        self.held = [None] * (len(self.parameters) + self.look.n_places)
         given = self.parameters if parameters is None else parameters, tuple(gradients)
         return self.look.look(*given, {} if states is None else states, self.held)
 
@@ -530,7 +527,6 @@ def test_what_was_found_is_held() -> None:
     look = Looked((one,), {0: recorded(one, one, **states[one])})
     was = weakref.ref(states[one]["sum"])
     assert look([torch.ones(3)], states) == MOVED | OTHERS
-    look.look.record(0, 3, None)  # which holds the state in this test
     del states[one]
     assert was() is not None
     del look.held
