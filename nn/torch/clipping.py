@@ -300,14 +300,11 @@ def _given(where: str, parameters: Any) -> list[_Given]:
         found.setdefault(id(parameter), (name, parameter, gradient))
         if gradient is None:
             continue
-        kind = layout, dtype, device, is_nested = (
-            gradient.layout, gradient.dtype, gradient.device, gradient.is_nested
-        )  # fmt: skip
+        kind = layout, dtype, device = gradient.layout, gradient.dtype, gradient.device
         if kind in kinds:
             continue
-        if layout not in (torch.strided, torch.sparse_coo) or is_nested:
-            got = "nested" if is_nested else layout
-            reject(RuntimeError, where, name, "has a wrong layout", "strided or sparse_coo", got)
+        if layout not in (torch.strided, torch.sparse_coo):
+            reject(RuntimeError, where, name, "has a wrong layout", "strided or sparse_coo", layout)
         if dtype not in DTYPES:
             reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, dtype)
         if device.type not in ("cpu", "cuda"):

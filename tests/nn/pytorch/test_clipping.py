@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import random
+import re
 import threading
 import types
 import weakref
@@ -277,7 +278,7 @@ def load(parameters: list[Any], optimizer: Any) -> None:
 
 
 def remove(parameters: list[Any], optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"].remove(parameters[1])
+    optimizer.param_groups[0]["params"].pop()
     optimizer.step(param=parameters[0])
     parameters[0].data.fill_(1.0)
     optimizer.param_groups[0]["params"].append(parameters[1])
@@ -415,10 +416,6 @@ def fake(make: Any = lambda: torch.ones(6)) -> Any:
         return make()
 
 
-def of_nested() -> Any:
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-
-
 MULTI = torch.tensor([[0, 2], [1, 1]])
 WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
     "freed": lambda: cut(torch.ones(6)),
@@ -436,7 +433,6 @@ WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
     "wrapping": lambda: Wrapping(torch.ones(6)),
     "values freed": lambda: in_rows(None, cut(torch.ones(2))),
     "values shrunk": lambda: in_rows(None, cut(torch.ones(2), 4)),
-    "values wrapped": lambda: in_rows(None, Wrapping(torch.ones(2))),
     "indices freed": lambda: in_rows(cut(torch.tensor([[0, 2]]))),
     "indices shrunk": lambda: in_rows(cut(torch.tensor([[0, 2]]), 8)),
     "values of elements freed": lambda: in_rows(MULTI, cut(torch.ones(2))),
@@ -460,13 +456,14 @@ def beside(gradient: Any) -> list[Any]:
     return [first, second]
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WITHOUT_MEMORY)
 def test_gradients_without_memory_are_refused(name: str, way: str) -> None:
     parameters = beside(WITHOUT_MEMORY[name]())
     optimizer = fused.SGD(parameters, lr=1.0)
     where = "clip_grad_value_" if way == "value" else "clip_grad_norm_"
-    what = rf"(the \w+ of )?gradient 1 has no memory: expected \d+ bytes, got \d+"
+    what = r"(the \w+ of )?gradient 1 has no memory: expected \d+ bytes, got \d+"
     with pytest.raises(RuntimeError, match=f"^{where}: {what}$"):
         WAYS[way](parameters, optimizer)
     assert torch.equal(parameters[0].grad, torch.ones(3))
@@ -475,21 +472,11 @@ def test_gradients_without_memory_are_refused(name: str, way: str) -> None:
     assert torch.equal(parameters[0].detach(), torch.zeros(3))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
-def test_nested_gradients_are_refused(way: str) -> None:
-    parameters = [torch.nn.Parameter(of_nested())]
-    parameters[0].grad = of_nested()
-    with pytest.raises(RuntimeError, match="gradient 0 has a wrong layout: .* got nested"):
-        WAYS[way](parameters, fused.SGD(parameters))
-
-
 WITH_NUMBERS: dict[str, Callable[[], Any]] = {
     "zeros": lambda: torch._efficientzerotensor(6),
     "zeros, float64": lambda: torch._efficientzerotensor(6, dtype=torch.float64),
     "negated": lambda: torch._neg_view(torch.ones(6)),
     "strided": lambda: torch.ones(12)[::2],
-    "values are zeros": lambda: in_rows(None, torch._efficientzerotensor(2)),
     "values negated": lambda: in_rows(None, torch._neg_view(torch.ones(2))),
     "values of elements negated": lambda: in_rows(MULTI, torch._neg_view(torch.ones(2))),
     "indices are zeros": lambda: in_rows(torch._efficientzerotensor(1, 2, dtype=torch.int64)),
@@ -519,7 +506,9 @@ def test_gradients_of_which_the_numbers_are_known(name: str, way: str) -> None:
 def test_zeros_without_memory_cannot_become_nan() -> None:
     parameters = beside(torch._efficientzerotensor(6))
     parameters[0].grad[1] = torch.nan
-    with pytest.raises(RuntimeError, match="gradient 1 cannot be written: .* zeros without memory"):
+    with pytest.raises(
+        RuntimeError, match=r"gradient 1 cannot be written: .* zeros without memory"
+    ):
         fused.clip_grad_norm_(parameters, 0.5)
     assert parameters[0].grad.isnan().sum() == 1
 
@@ -527,13 +516,18 @@ def test_zeros_without_memory_cannot_become_nan() -> None:
 def test_gradients_that_share_memory() -> None:
     """They are read as they are, and brought into a range; what would be scaled twice raises."""
     whole = torch.ones(9)
-    for second in (whole[3:], whole[:6], whole.view(3, 3)[:, ::2], in_rows(MULTI, whole[1:3])):
+    for first, second in (
+        (whole[:3], whole[:3]),
+        (whole[:3], whole[2:]),
+        (whole[3:6], whole.view(3, 3)[:, ::2]),
+        (whole[:3], in_rows(MULTI, whole[1:3])),
+    ):
         parameters = beside(second)
-        parameters[0].grad = whole[:3] if second is not whole[3:] else whole[2:5]
-        with pytest.raises(RuntimeError, match="gradient . shares memory: .* that of gradient ."):
+        parameters[0].grad = first
+        with pytest.raises(RuntimeError, match=r"gradient . shares memory: .* that of gradient ."):
             fused.clip_grad_norm_(parameters, 0.5)
         assert torch.equal(whole, torch.ones(9))
-        n = sum(p.grad.numel() if not p.grad.is_sparse else 2 for p in parameters)
+        n = 3 + (2 if second.is_sparse else second.numel())
         found = fused.clip_grad_norm_(parameters, 0.5, optimizer=fused.SGD(parameters))
         assert found.item() == pytest.approx(math.sqrt(n))
     fused.clip_grad_value_(beside(whole[:6])[1:] + beside(whole[3:])[1:], 0.5)
@@ -548,21 +542,22 @@ def test_gradients_that_another_thread_exchanges_and_frees() -> None:
         draw = random.Random(0)
         while not is_over.is_set():
             p = draw.choice(parameters)
-            p.grad = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
-                                  cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
+            new = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
+                               cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
+            old, p.grad = p.grad, new  # PyTorch itself reads a gradient that is freed by this
+            del old
 
-    thread, reasons = threading.Thread(target=exchange), set()
+    thread = threading.Thread(target=exchange)
     thread.start()
     try:
         for k in range(400):
             try:
                 [*WAYS.values()][k % 4](parameters, optimizer)
             except RuntimeError as error:
-                reasons.add(str(error).partition(":")[2][:13].rstrip("0123456789 "))
+                assert re.search("has no memory|cannot be written", str(error))
     finally:
         is_over.set()
         thread.join()
-    assert reasons <= {" gradient"}
 
 
 # Compiled functions
