@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
+import torch.distributed.checkpoint.state_dict as of_dcp  # noqa: E402
 from torch.optim.optimizer import (  # noqa: E402
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -325,7 +328,39 @@ def by_state_dict(model: Any, optimizer: Any) -> Any:
     return fresh, again
 
 
-@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_state_dict])
+def by_checkpoint(model: Any, optimizer: Any, **given: Any) -> Any:
+    """Through a folder of torch.distributed.checkpoint, which has a new optimizer make states."""
+    fresh, options = copy.deepcopy(model), of_dcp.StateDictOptions(**given)
+    again = made(type(optimizer).__name__, fresh)
+    saved, loaded = (
+        {
+            "model": each.state_dict(),
+            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=options),
+        }
+        for each, own in ((model, optimizer), (fresh, again))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(saved, checkpoint_id=folder)
+        dcp.load(loaded, checkpoint_id=folder)
+    fresh.load_state_dict(loaded["model"])
+    of_dcp.set_optimizer_state_dict(fresh, again, loaded["optimizer"], options=options)
+    return fresh, again
+
+
+def by_flat_checkpoint(model: Any, optimizer: Any) -> Any:
+    return by_checkpoint(model, optimizer, flatten_optimizer_state_dict=True)
+
+
+def by_full_checkpoint(model: Any, optimizer: Any) -> Any:
+    return by_checkpoint(model, optimizer, full_state_dict=True, cpu_offload=True)
+
+
+COPIES = [by_deepcopy, by_pickle, by_state_dict, by_checkpoint, by_flat_checkpoint,
+          by_full_checkpoint]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*distributed is.*:UserWarning")
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", EVERY)
 def test_copies_go_on_as_the_original(name: str, copied: Any) -> None:
     model = model_for(name)
