@@ -98,7 +98,7 @@ def by_saving_itself(_: Any, optimizer: Any, __: Any, resumed: Any) -> None:
         dcp.load({"optimizer": resumed}, checkpoint_id=folder)
 
 
-def by_accelerate(_: Any, optimizer: Any, __: Any, resumed: Any) -> Any:
+def by_accelerate(_: Any, optimizer: Any, *__: Any) -> Any:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     return accelerator.prepare(optimizer).state_dict()
