@@ -15,6 +15,7 @@ from ..thor.torch import TorchThor
 from .engine.memory import array_of, tensor_of
 from .engine.options import not_negative
 from .engine.part import number
+from .engine.state import check_states
 from .engine.threads import as_torch
 
 _OF_STEP = ("damping", "momentum")
@@ -142,7 +143,8 @@ class Thor(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``, but copies of the states."""
         assert self._thor is not None
-        found, arrays = super().state_dict(), self._thor.state_dict()
+        found: dict[str, Any] = super().state_dict()
+        arrays = self._thor.state_dict()
         for key, names in enumerate(self._names()):
             own = {role: tensor_of(arrays[name]) for role, name in names.items()}
             found["state"][key] = {**found["state"].get(key, {}), **own}
@@ -171,13 +173,14 @@ class Thor(torch.optim.Optimizer):
         assert thor is not None
         if [len(group["params"]) for group in groups] != [len(self.param_groups[0]["params"])]:
             raise ValueError("loaded state dict has another group or other parameters")
+        check_states("Thor", groups[0]["params"], states)
         if "thor" in state_dict:  # as before states were those of parameters
             given = dict(state_dict["thor"])
         else:
             given, steps = thor.state_dict(), set()
             given = {name: x for name, x in given.items() if "." not in name}
             for key, names in zip(groups[0]["params"], self._names(), strict=True):
-                own = states.get(key) or {}
+                own = states.get(key, {})
                 given.update((name, own.get(role)) for role, name in names.items())
                 steps.add(number(own.get("global_step", -1)))
             if len(steps) > 1:

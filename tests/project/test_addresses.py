@@ -27,7 +27,7 @@ CHECKED = {
     "adopt of ops.runtime.arrays: what exports it holds it; tensors by check_there": {
         "ops/runtime/arrays.py": "adopt",
     },
-    "the address is not 0, and what exports it holds it": {
+    "what exports it holds it; where that is not known, it is not 0": {
         "ops/runtime/frameworks.py": "Framework.place, _CuPy.place, _CuPy.stream, _Simulator.place",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },

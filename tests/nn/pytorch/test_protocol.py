@@ -378,6 +378,42 @@ def test_copies_go_on_as_the_original(name: str, copied: Any) -> None:
     assert optimizer_2.param_groups[0].keys() == optimizer.param_groups[0].keys()
 
 
+def entries_of_others() -> dict[str, Any]:
+    rows = torch.sparse_coo_tensor([[1]], torch.ones(1), (3,), check_invariants=True)
+    return {"number": 3, "none": None, "list": [1.0, torch.ones(2, dtype=torch.float16)],
+            "dict": {"a": torch.ones(2, dtype=torch.int32)}, "vector": torch.ones(3),
+            "single": torch.tensor(2.0), "rows": rows}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_entries_of_others_go_through_states(name: str) -> None:
+    """Beside states, in the place of states that were not made yet, and under keys of their own."""
+    model, other = model_for(name), model_for(name)
+    optimizer, fresh = made(name, model), made(name, other)
+    train(model, optimizer, range(2))
+    last = optimizer.param_groups[0]["params"][-1]
+    for p in list(optimizer.state):
+        optimizer.state[p].update(entries_of_others())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] |= {"wrapper": entries_of_others(), **entries_of_others()}
+    fresh.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    for own in (fresh.state["wrapper"], fresh.state, fresh.state.get(last, entries_of_others())):
+        assert own["number"] == 3 and own["none"] is None and own["rows"].is_sparse
+        assert own["vector"].dtype == torch.float32 and len(own["list"]) == 2
+    assert fresh.state_dict()["state"]["wrapper"]["dict"]["a"].dtype == torch.int32
+    for key in ("wrapper", *entries_of_others()):
+        del fresh.state[key]
+    train(model, optimizer, range(2, 4))
+    train(other, fresh, range(2, 4))
+    assert_same_bits(model.parameters(), other.parameters())
+    before = dict(fresh.state)
+    for value in (3, None, [1]):
+        with pytest.raises(TypeError, match=f"^{name}: state of parameter 0 has a wrong type"):
+            fresh.load_state_dict({**saved, "state": {**saved["state"], 0: value}})
+    assert fresh.state.keys() == before.keys()
+
+
 def test_a_profiled_step_has_its_mark() -> None:
     model = net()
     optimizer = fused.AdamW(model.parameters())

@@ -186,7 +186,8 @@ LACKS: dict[str, tuple[Any, str]] = {
     "matrix_g_inv": (KeyError, "matrix_g_inv.0.weight"), "refreshes": (KeyError, "refreshes"),
     "global_step": (ValueError, "'global_step' differs between parameters"),
     "other counts": (ValueError, "'global_step' differs between parameters"),
-    "no tensor": (KeyError, "moments.0.bias"), "no states": ((KeyError, ValueError), "global_step"),
+    "no tensor": (KeyError, "moments.0.bias"),
+    "no states": (TypeError, "^Thor: state of parameter 1 has a wrong type: expected a dict, got"),
     "another shape": (ValueError, "moments.0.bias"), "freed": (RuntimeError, "has no memory"),
 }  # fmt: skip
 
