@@ -143,8 +143,9 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; a gradient has another
-            dtype, layout or device, or is part of a tensor, such as a table of several processes;
-            or, in the step, a gradient is another one than was measured.
+            dtype, layout or device, no memory, or is part of a tensor, such as a table of several
+            processes; it is to be written and shares memory with another; or, in the step, it is
+            another one than was measured, while of those that were some are still there.
         ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter with a gradient is
             in none of the optimizers.
         TypeError: a kind does not fit; ``optimizer`` is none of this package.
@@ -239,7 +240,7 @@ def clip_grad_value_(
     Raises:
         ValueError: ``clip_value`` is out of range.
         TypeError: a kind does not fit.
-        RuntimeError: a gradient has another dtype, layout or device.
+        RuntimeError: a gradient has another dtype, layout or device, or no memory.
         IndexError: an index of a sparse gradient is out of range.
         Nothing has changed then.
 

@@ -51,8 +51,10 @@ class Thor(torch.optim.Optimizer):
         block_size: of the diagonal blocks; None for whole factors.
         bad_factor: ``"raise"`` or ``"skip"``, for a factor that cannot be inverted.
 
-    ``lr``, ``damping`` and ``momentum`` are read from the group in every step. It takes dense
-    gradients, and cannot be copied: copy the module and load the ``state_dict``.
+    ``lr``, ``damping`` and ``momentum`` are read from the group in every step. ``state`` has the
+    states of each parameter where they lie: moments, counts, and with its weight the inverses in
+    use of a layer. It takes dense gradients, and cannot be copied: copy the module and load the
+    ``state_dict``.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the module has no layer that it knows.

@@ -65,7 +65,7 @@ class Tensor:
         self.is_cuda = is_cuda
         self.dtype = TorchDType(name or array.dtype.name)
         self.device = SimpleNamespace(type="cuda", index=0 if is_cuda else None)
-        self.shape = array.shape
+        self.shape, self.itemsize = array.shape, array.itemsize
         self.is_sparse = False
         self.n_bytes = sys.maxsize  # of its storage
         self.storage_offset = self._is_zerotensor = lambda: 0
@@ -75,9 +75,6 @@ class Tensor:
 
     def untyped_storage(self) -> Any:
         return SimpleNamespace(nbytes=lambda: self.n_bytes)
-
-    def element_size(self) -> int:
-        return self._array.itemsize
 
     def numel(self) -> int:
         return self._array.size

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 import fusestep
+from fusestep import nn, ops
 
 ROOT = Path(fusestep.__file__).parent
 TAKES = {"data_ptr", "ctypes", "ptr", "__array_interface__", "__cuda_array_interface__", "_cdata",
@@ -100,3 +106,37 @@ def test_each_place_that_takes_an_address_has_its_check() -> None:
         if (places := places_in(path))
     }
     assert found == listed
+
+
+def momentum(gradient: Any) -> None:
+    w = nn.Parameter(np.ones(6, np.float32), "w")
+    nn.Momentum([w], 0.1, 0.9)((gradient,))
+
+
+def of_rows(values: Any) -> None:
+    ops.global_norm([nn.RowTensor(np.arange(6), values, (9,))])
+
+
+TAKERS: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda t: nn.Parameter(t, "w"),
+    "gradient": momentum,
+    "operand": lambda t: ops.global_norm([t]),
+    "values of rows": of_rows,
+}
+
+
+@pytest.mark.parametrize("kind", ["freed", "shrunk", "end of a shrunk one", "functional"])
+@pytest.mark.parametrize("taker", TAKERS)
+def test_tensors_without_memory_are_no_arrays(taker: str, kind: str) -> None:
+    """NumPy would look beyond their memory, or make some of its own in its place."""
+    torch = pytest.importorskip("torch")
+    whole, given = torch.ones(12), torch.ones(6)
+    if kind == "end of a shrunk one":
+        given = whole[6:]
+        whole.untyped_storage().resize_(40)
+    elif kind == "functional":
+        given = torch._to_functional_tensor(given)
+    else:
+        given.untyped_storage().resize_(8 if kind == "shrunk" else 0)
+    with pytest.raises(RuntimeError, match=r"has no memory: expected \d+ bytes, got \d+"):
+        TAKERS[taker](given)
