@@ -140,16 +140,21 @@ class Thor(torch.optim.Optimizer):
         assert thor is not None
         arrays, self._n_shown = thor.state_arrays(), thor.n_refreshes
         for tensor, names in zip(thor.tensors, self._names(), strict=True):
-            self.state[tensor].update({role: tensor_of(arrays[x]) for role, x in names.items()})
+            own = {role: tensor_of(arrays[name]) for role, name in names.items()}
+            if isinstance(known := self.state.get(tensor), dict):
+                known.update(own)  # beside entries of others
+            else:
+                self.state[tensor] = own
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``, but copies of the states."""
         assert self._thor is not None
+        self._show()
         found: dict[str, Any] = super().state_dict()
         arrays = self._thor.state_dict()
         for key, names in enumerate(self._names()):
             own = {role: tensor_of(arrays[name]) for role, name in names.items()}
-            found["state"][key] = {**found["state"].get(key, {}), **own}
+            found["state"][key] = {**found["state"][key], **own}
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -169,7 +174,7 @@ class Thor(torch.optim.Optimizer):
         super().__setstate__(state)  # of `load_state_dict`, with copies of the states
         self._show()
 
-    def take_states(self, state_dict: Mapping[str, Any]) -> None:
+    def _take_states(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the states of a ``state_dict``, after checking all of them."""
         thor, states, groups = self._thor, state_dict["state"], state_dict["param_groups"]
         assert thor is not None
@@ -198,4 +203,4 @@ class Thor(torch.optim.Optimizer):
 
 
 def _load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    optimizer.take_states(state_dict)
+    optimizer._take_states(state_dict)

@@ -147,6 +147,8 @@ def test_states_are_named_where_they_lie() -> None:
             assert torch.equal(found[role], torch.from_numpy(arrays[f"{role}.0.weight"]))
     assert saved["state"]["wrapper"] is None
     kept = saved["state"][0]["moments"].clone()
+    optimizer.state[model[0].bias] = 3  # where a dict should be
+    assert optimizer.state_dict()["state"][1].keys() == {"global_step", "step", "moments"}
     backward(optimizer, model, 5)
     optimizer.step()
     assert torch.equal(saved["state"][0]["moments"], kept)
