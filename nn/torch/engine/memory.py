@@ -139,6 +139,8 @@ def check_single(name: str, tensor: Tensor) -> None:
 
 def is_single(tensor: Tensor) -> bool:
     """Whether all elements of a tensor lie apart."""
+    if tensor.is_contiguous():
+        return True
     dims, numel = sorted(zip(tensor.stride(), tensor.shape, strict=True)), tensor.numel()
     reach, is_sure = 0, True  # of the elements along shorter strides
     for stride, n in dims:
