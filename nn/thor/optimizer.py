@@ -258,6 +258,11 @@ class Thor(FusedOptimizer):
 
     # State
 
+    @property
+    def n_refreshes(self) -> int:
+        """How often factors of layers were computed, in arrays of their own each time."""
+        return sum(int(preconditioner.refreshes[0]) for preconditioner in self._preconditioners)
+
     def state_arrays(self) -> dict[str, np.ndarray]:
         """As `Optimizer.state_arrays`, with the factors of the layers."""
         arrays = super().state_arrays()

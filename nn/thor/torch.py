@@ -16,7 +16,7 @@ import torch
 from ...kernels.storage import FOREIGN
 from ...ops.runtime.arrays import address_of, adopt_anywhere
 from ...ops.runtime.errors import reject
-from ...ops.runtime.frameworks import framework_of
+from ...ops.runtime.frameworks import check_there, framework_of
 from ..base.parameter import Parameter
 from .arguments import NAME
 from .conv import ThorConv2d
@@ -102,8 +102,9 @@ class TorchThor(Thor):
     def _follow(self) -> None:
         """Bind parameters whose storage PyTorch has replaced to the new one."""
         for parameter, tensor in zip(self.parameters, self.tensors, strict=True):
-            view = _view(tensor)
-            found = adopt_anywhere(NAME, f"parameter {parameter.name!r}", view)
+            name = f"parameter {parameter.name!r}"
+            view = _view(tensor, name)
+            found = adopt_anywhere(NAME, name, view)
             if address_of(found) != address_of(parameter.array):
                 parameter.data = view
 
@@ -120,17 +121,18 @@ def _after_forward(
 def _capture(layer: ThorLayer, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
     if isinstance(layer, ThorConv2d) and inputs.ndim == 3:  # an image without a batch
         inputs, gradient = inputs[None], gradient[None]
-    layer.capture(_view(inputs), _view(gradient))
+    layer.capture(_view(_resolved(inputs)), _view(_resolved(gradient)))
 
 
-def _view(tensor: torch.Tensor) -> Any:
+def _view(tensor: torch.Tensor, name: str = "a tensor") -> Any:
     """The memory of a tensor as an array; one on a CUDA device is an array by itself."""
     tensor = tensor.detach()
     if framework_of(tensor) is not None:
         return tensor
     if tensor.device.type != "cpu":
         expected, got = "a tensor on the CPU or a CUDA device", str(tensor.device)
-        reject(RuntimeError, NAME, "a tensor", "is elsewhere", expected, got)
+        reject(RuntimeError, NAME, name, "is elsewhere", expected, got)
+    check_there(NAME, name, tensor)
     dtype = _FOREIGN.get(tensor.dtype)  # which NumPy takes by its bits
     if dtype is None:
         return tensor.numpy()
@@ -141,7 +143,12 @@ def _view(tensor: torch.Tensor) -> Any:
 def _gradient(tensor: torch.Tensor) -> Any:
     """A gradient as the optimizer takes it; row-sparse ones raise there."""
     gradient = tensor.grad
-    return gradient if gradient is None or gradient.is_sparse else _view(gradient)
+    return gradient if gradient is None or gradient.is_sparse else _view(_resolved(gradient))
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose numbers lie in memory, not their negatives, or zeros that lie nowhere."""
+    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_neg()
 
 
 def _entries(

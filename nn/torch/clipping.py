@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from types import GeneratorType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -20,7 +20,16 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ...ops.runtime.step import squares_at
-from .engine.memory import DTYPE_NAMES, DTYPES, array_of, is_single
+from .engine.memory import (
+    DTYPE_NAMES,
+    DTYPES,
+    Stretch,
+    array_of,
+    check_apart,
+    check_there,
+    in_memory,
+    is_single,
+)
 from .engine.part import number
 from .engine.tensors import is_part, local, rows_of, table_shape
 from .engine.threads import as_torch
@@ -34,22 +43,37 @@ class Clipping:
     """Factors for the gradients that were measured, which the next step applies."""
 
     def __init__(self) -> None:
-        # By the identity of a parameter; it stays alive with its gradient.
-        self._known: dict[int, tuple[Tensor, Tensor | None, int, float]] = {}
+        # By the identity of a parameter, which stays alive here. Its gradient does not: a training
+        # that goes on without a step would hold two of each.
+        self._measured: dict[int, tuple[Tensor, ref[Tensor], int, float]] = {}
+        self._absent: dict[int, Tensor] = {}  # parameters that had no gradient
 
-    def add(self, parameter: Tensor, factor: float) -> None:
-        """Scale the gradient that a parameter has now."""
-        gradient = parameter.grad
-        self._known[id(parameter)] = parameter, gradient, _version(gradient), factor
+    def add(self, parameter: Tensor, gradient: Tensor | None, factor: float) -> None:
+        """Scale the gradient that a parameter has."""
+        key = id(parameter)
+        if gradient is None:
+            self._measured.pop(key, None)
+            self._absent[key] = parameter
+        else:
+            self._absent.pop(key, None)
+            self._measured[key] = parameter, ref(gradient), _version(gradient), factor
 
     def known(self, parameter: Tensor, gradient: Tensor | None) -> float | None:
         """The factor for the gradient of a parameter; None: it is not the one measured."""
         # By identity and version: another tensor is the gradient of another backward, and one that
         # was written meanwhile has another norm.
-        if (found := self._known.get(id(parameter))) is None:
+        if gradient is None:
             return 1.0
+        if (found := self._measured.get(id(parameter))) is None:
+            return None if id(parameter) in self._absent else 1.0
         _, measured, version, factor = found
-        return factor if gradient is measured and _version(gradient) == version else None
+        return factor if measured() is gradient and _version(gradient) == version else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none of the gradients that were measured is left, as after a zero_grad."""
+        left = (measured() is not None for _, measured, _, _ in self._measured.values())
+        return bool(self._measured) and not any(left)
 
     def factors(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -59,6 +83,8 @@ class Clipping:
         Raises:
             RuntimeError: gradients are not those that were measured, or have changed since.
         """
+        if self.is_over:
+            return [1.0]
         found = [x for x in map(self.known, parameters, gradients) if x is not None]
         if len(found) < len(parameters):
             wrong, expected = "have changed since they were measured", "those of the norm"
@@ -71,13 +97,18 @@ class Clipping:
         """What is left after a step, of one parameter or of all."""
         if parameter is None:
             return None
-        self._known.pop(id(parameter), None)
-        return self if self._known else None
+        self._absent.clear()  # a gradient that comes after a step is one of a later backward
+        self._measured.pop(id(parameter), None)
+        return self if self._measured and not self.is_over else None
 
 
-def _version(tensor: Tensor | None) -> int:
+def _version(tensor: Tensor) -> int:
     # PyTorch counts no versions of inference tensors, and raises when asked.
-    return -1 if tensor is None or tensor.is_inference() else int(tensor._version)
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+# A name, a parameter, and its gradient, read once: another thread may exchange or free it.
+_Given = tuple[str, Tensor, Any]
 
 
 @torch.no_grad()
@@ -112,8 +143,9 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; a gradient has another
-            dtype, layout or device, or is part of a tensor, such as a table of several processes;
-            or, in the step, a gradient is another one than was measured.
+            dtype, layout or device, no memory, or is part of a tensor, such as a table of several
+            processes; it is to be written and shares memory with another; or, in the step, it is
+            another one than was measured, while of those that were some are still there.
         ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter with a gradient is
             in none of the optimizers.
         TypeError: a kind does not fit; ``optimizer`` is none of this package.
@@ -134,31 +166,35 @@ def clip_grad_norm_(
     tensor(3.1623)
     >>> optimizer.step()
     """
+    if torch.compiler.is_dynamo_compiling():
+        options = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        return _norm_outside_of_graphs(parameters, max_norm, optimizer=optimizer, **options)
     del foreach
     limit = _number(_NORM, "max_norm", max_norm)
     check.in_range(_NORM, "max_norm", limit, limit >= 0.0, "at least 0")
     order = _number(_NORM, "norm_type", norm_type)
     check.in_range(_NORM, "norm_type", order, order > 0.0, "above 0, such as 1, 2 or inf")
-    every = _parameters(_NORM, parameters)
-    measured = [p for p in every if p.grad is not None]
+    every = _given(_NORM, parameters)
+    measured = [own for own in every if own[2] is not None]
     owners = _owners(every, optimizer)
-    by_factor: dict[float, list[Tensor]] = {}
+    by_factor: dict[float, list[_Given]] = {}
     if any(each._clipping for each, _ in owners):
         before: dict[int, set[float]] = {}
-        for each, own in owners:
-            for p in own if each._clipping else ():
+        for each, has in owners:
+            for _, p, gradient in has:
                 # In memory a gradient is still that of before an earlier call for the same step.
-                if (factor := each._clipping.known(p, p.grad)) is not None:
-                    before.setdefault(id(p), set()).add(factor)
-        for p in measured:
-            known = before.get(id(p), {1.0})
-            if len(known) > 1:
-                reject(ValueError, _NORM, "optimizer", "were clipped apart", "one factor", known)
-            (factor,) = known
-            by_factor.setdefault(factor, []).append(p)
+                known = 1.0 if each._clipping is None else each._clipping.known(p, gradient)
+                before.setdefault(id(p), set()).add(1.0 if known is None else known)
+        for one in measured:
+            known_of_one = before[id(one[1])]
+            if len(known_of_one) > 1:
+                wrong, got = "were clipped apart", known_of_one
+                reject(ValueError, _NORM, "optimizer", wrong, "one factor", got)
+            (factor,) = known_of_one
+            by_factor.setdefault(factor, []).append(one)
     elif measured:
         by_factor[1.0] = measured
-    norms = [x * _norm(own, order) for x, own in by_factor.items()]
+    norms = [x * _norm(group, order) for x, group in by_factor.items()]
     norm = norms[0] if len(norms) == 1 else float(np.linalg.norm(norms, order)) if norms else 0.0
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
@@ -169,17 +205,19 @@ def clip_grad_norm_(
     factor = limit / (norm + 1e-6)
     factor = 1.0 if factor >= 1.0 else factor  # a NaN stays one
     if optimizer is None and factor != 1.0:
-        written = {id(p.grad): _writable(_NORM, p.grad) for p in measured}
-        for gradient in written.values():
+        written = _writable(_NORM, measured, zeros_stay=math.isfinite(factor))
+        check_apart(_NORM, [Stretch.of(_elements(g), name) for name, _, g in written])
+        for _, _, gradient in written:
             gradient.mul_(factor)
-    already = {id(p): x for x, own in by_factor.items() for p in own}
-    for each, own in owners:
-        each._clipping = each._clipping or Clipping()
-        for p in own:
-            each._clipping.add(p, factor * already.get(id(p), 1.0))
-    is_double = any(p.grad.dtype == torch.float64 for p in measured)
+    already = {id(p): x for x, group in by_factor.items() for _, p, _ in group}
+    for each, has in owners:
+        if each._clipping is None or each._clipping.is_over:
+            each._clipping = Clipping()
+        for _, p, gradient in has:
+            each._clipping.add(p, gradient, factor * already.get(id(p), 1.0))
+    is_double = any(g.dtype == torch.float64 for _, _, g in measured)
     kind = torch.float64 if is_double else torch.float32
-    return torch.tensor(norm, dtype=kind, device=measured[0].grad.device if measured else None)
+    return torch.tensor(norm, dtype=kind, device=measured[0][2].device if measured else None)
 
 
 @torch.no_grad()
@@ -202,7 +240,7 @@ def clip_grad_value_(
     Raises:
         ValueError: ``clip_value`` is out of range.
         TypeError: a kind does not fit.
-        RuntimeError: a gradient has another dtype, layout or device.
+        RuntimeError: a gradient has another dtype, layout or device, or no memory.
         IndexError: an index of a sparse gradient is out of range.
         Nothing has changed then.
 
@@ -219,20 +257,25 @@ def clip_grad_value_(
     tensor([[1.5000, 1.5000],
             [1.0000, 1.0000]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        _values_outside_of_graphs(parameters, clip_value)
+        return
     del foreach
     limit = _number(_VALUE, "clip_value", clip_value)
     check.in_range(_VALUE, "clip_value", limit, limit >= 0.0, "at least 0")
-    every = [p for p in _parameters(_VALUE, parameters) if p.grad is not None]
-    summed = [_summed(_VALUE, f"gradient {k}", p) for k, p in enumerate(every)]
-    for p in every:
-        _writable(_VALUE, p.grad)
-    for p, gradient in zip(every, summed, strict=True):
-        if not gradient.is_sparse:
+    every = [own for own in _given(_VALUE, parameters) if own[2] is not None]
+    summed = {id(own[2]): _summed(_VALUE, *own) for own in every if own[2].is_sparse}
+    for _, _, gradient in _writable(_VALUE, every, zeros_stay=True):
+        if (clipped := summed.get(id(gradient))) is None:
             gradient.clamp_(-limit, limit)
             continue
-        indices, values = gradient._indices(), gradient._values().clamp(-limit, limit)
+        indices, values = clipped._indices(), clipped._values().clamp(-limit, limit)
         known = {"is_coalesced": True, "check_invariants": False}
-        p.grad.copy_(torch.sparse_coo_tensor(indices, values, gradient.shape, **known))
+        gradient.copy_(torch.sparse_coo_tensor(indices, values, clipped.shape, **known))
+
+
+_norm_outside_of_graphs = torch._disable_dynamo(clip_grad_norm_)
+_values_outside_of_graphs = torch._disable_dynamo(clip_grad_value_)
 
 
 def _number(where: str, name: str, value: Any) -> float:
@@ -243,23 +286,24 @@ def _number(where: str, name: str, value: Any) -> float:
         return reject(TypeError, where, name, "is no number", "a number", value)
 
 
-def _parameters(where: str, parameters: Any) -> list[Tensor]:
-    """All parameters, each once; their gradients are of a kind that can be read."""
+def _given(where: str, parameters: Any) -> list[_Given]:
+    """All parameters, each once, with gradients of a kind that can be read."""
     every = [parameters] if isinstance(parameters, Tensor) else [*parameters]
     if not every and isinstance(parameters, GeneratorType):
         text = f"{where}: parameters is an empty generator, so nothing is clipped"
         warnings.warn(text, stacklevel=4)  # of the caller of what `no_grad` wraps
-    kinds = set()
+    kinds, found = set(), dict[int, _Given]()
     for k, parameter in enumerate(every):
         if not isinstance(parameter, Tensor):
             got = type(parameter).__name__
             reject(TypeError, where, f"parameter {k}", "has a wrong type", "a tensor", got)
-        if (gradient := parameter.grad) is None:
+        name, gradient = f"gradient {k}", parameter.grad
+        found.setdefault(id(parameter), (name, parameter, gradient))
+        if gradient is None:
             continue
         kind = layout, dtype, device = gradient.layout, gradient.dtype, gradient.device
         if kind in kinds:
             continue
-        name = f"gradient {k}"
         if layout not in (torch.strided, torch.sparse_coo):
             reject(RuntimeError, where, name, "has a wrong layout", "strided or sparse_coo", layout)
         if dtype not in DTYPES:
@@ -268,82 +312,96 @@ def _parameters(where: str, parameters: Any) -> list[Tensor]:
             expected = "the host or a CUDA device"
             reject(RuntimeError, where, name, "has a wrong device", expected, device)
         kinds.add(kind)
-    return [*{id(p): p for p in every}.values()]
+    return [*found.values()]
 
 
-def _owners(parameters: Sequence[Tensor], optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
+def _owners(given: Sequence[_Given], optimizer: Any) -> list[tuple[Any, list[_Given]]]:
     """The optimizers whose next step scales, each with those of the parameters that it has."""
+    if optimizer is None:
+        return []
     several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-    several = [] if optimizer is None else several
-    wanted, owners = {id(p) for p in parameters}, []
+    wanted, owners, found = {id(own[1]): own for own in given}, [], set[int]()
     for each in several:
         if not isinstance(each, Fused):
             expected = "an optimizer of fusestep.nn.torch (not Thor), not what wraps one"
             reject(TypeError, _NORM, "optimizer", "has a wrong type", expected, type(each).__name__)
-        every = chain.from_iterable(group["params"] for group in each.param_groups)
-        owners.append((each, [p for p in every if id(p) in wanted]))
-    found = {id(p) for _, own in owners for p in own}
-    if several and any(id(p) not in found for p in parameters if p.grad is not None):
+        keys = [id(p) for group in each.param_groups for p in group["params"]]
+        owners.append((each, [wanted[key] for key in keys if key in wanted]))
+        found.update(keys)
+    if several and any(g is not None and id(p) not in found for _, p, g in given):
         expected, got = "parameters of the optimizers", "one with a gradient that is in none"
         reject(ValueError, _NORM, "parameters", "are not those of optimizer", expected, got)
     return owners
 
 
-def _writable(where: str, gradient: Any) -> Tensor:
-    """The elements of a gradient, which can be written in place."""
-    values: Tensor = gradient._values() if gradient.layout == torch.sparse_coo else gradient
-    lies_on_itself = not is_single(values)
-    if lies_on_itself or (values.is_inference() and not torch.is_inference_mode_enabled()):
-        got = "elements that share memory" if lies_on_itself else "an inference tensor"
-        reject(RuntimeError, where, "a gradient", "cannot be written", "memory of its own", got)
+def _writable(where: str, given: Sequence[_Given], *, zeros_stay: bool) -> list[_Given]:
+    """Each gradient once, after a check that all can be written; not zeros without memory."""
+    found: dict[int, _Given] = {}
+    for own in given:
+        name, _, gradient = own
+        values = _elements(gradient)
+        if values._is_zerotensor():
+            if zeros_stay:
+                continue
+            expected, got = "memory of its own", "zeros without memory"
+            reject(RuntimeError, where, name, "cannot be written", expected, got)
+        check_there(where, name, values)
+        lies_on_itself = not is_single(values)
+        if lies_on_itself or (values.is_inference() and not torch.is_inference_mode_enabled()):
+            got = "elements that share memory" if lies_on_itself else "an inference tensor"
+            reject(RuntimeError, where, name, "cannot be written", "memory of its own", got)
+        found.setdefault(id(gradient), own)
+    return [*found.values()]
+
+
+def _elements(gradient: Any) -> Tensor:
+    """What a gradient has in memory beside indices."""
+    values: Tensor = gradient._values() if gradient.is_sparse else gradient
     return values
 
 
-def _summed(where: str, name: str, parameter: Tensor) -> Tensor:
-    """A dense gradient as it is; a sparse one coalesced, 16 bits in float32."""
-    gradient: Any = parameter.grad
-    if gradient.layout == torch.sparse_coo:
-        rows_of(where, name, parameter, gradient)  # for its checks
-        indices, shape = gradient._indices(), tuple(gradient.shape)
-        most = torch.tensor(shape[: len(indices)], device=indices.device)[:, None]
-        if ((indices < 0) | (indices >= most)).any():
-            reject(IndexError, where, name, "has an index out of range", shape, indices)
-        is_wide = gradient.dtype == torch.float64
-        gradient = (gradient if is_wide else gradient.to(torch.float32)).coalesce()
-    found: Tensor = gradient
-    return found
+def _summed(where: str, name: str, parameter: Tensor, gradient: Any) -> Tensor:
+    """A sparse gradient, coalesced, 16 bits in float32."""
+    rows_of(where, name, parameter, gradient)  # for its checks
+    indices, values = in_memory(gradient._indices()), in_memory(gradient._values())
+    shape, is_coalesced = tuple(gradient.shape), gradient.is_coalesced()
+    most = torch.tensor(shape[: len(indices)], device=indices.device)[:, None]
+    if ((indices < 0) | (indices >= most)).any():
+        reject(IndexError, where, name, "has an index out of range", shape, indices)
+    values = values if values.dtype == torch.float64 else values.to(torch.float32)
+    known = {"is_coalesced": is_coalesced, "check_invariants": False}
+    return torch.sparse_coo_tensor(indices, values, shape, **known).coalesce()
 
 
 @as_torch
 @quiet
-def _norm(parameters: Sequence[Tensor], order: float) -> float:
+def _norm(given: Sequence[_Given], order: float) -> float:
     """The norm of all gradients."""
-    for k, parameter in enumerate(parameters):
-        gradient: Any = parameter.grad
+    for name, parameter, gradient in given:
         is_dtensor = local(gradient) is not gradient
         if is_dtensor or is_part(parameter):
             wrong, expected = "is distributed", "a tensor of one process"
             fix = "; torch.nn.utils.clip_grad_norm_ takes it" if is_dtensor else ""
             got = type(gradient).__name__ if is_dtensor else "a part of a table"
-            reject(RuntimeError, _NORM, f"gradient {k}", wrong, expected, got, fix)
-    return _euclidean(parameters) if order == 2.0 else _of_order(parameters, order)
+            reject(RuntimeError, _NORM, name, wrong, expected, got, fix)
+    return _euclidean(given) if order == 2.0 else _of_order(given, order)
 
 
-def _euclidean(parameters: Sequence[Tensor]) -> float:
+def _euclidean(given: Sequence[_Given]) -> float:
     """Dense gradients on the host are read in one call a dtype."""
     spans: dict[torch.dtype, list[tuple[int, int]]] = {}
     others: list[Any] = []
-    keep = []
-    for k, parameter in enumerate(parameters):
-        gradient = parameter.grad.detach()
-        if gradient.layout == torch.sparse_coo:
-            rows = rows_of(_NORM, f"gradient {k}", parameter, gradient)
+    keep = []  # until they are read
+    for name, parameter, gradient in given:
+        if gradient.is_sparse:
+            rows = rows_of(_NORM, name, parameter, gradient)
             others.append(RowTensor(rows.indices, rows.values, table_shape(gradient)))
-        elif gradient.is_cuda:
-            others.append(array_of(gradient.contiguous()))
+            continue
+        keep.append(read := in_memory(gradient, _NORM, name))
+        if read.is_cuda:
+            others.append(array_of(read))
         else:
-            keep.append(gradient := gradient.contiguous())
-            spans.setdefault(gradient.dtype, []).append((gradient.data_ptr(), gradient.numel()))
+            spans.setdefault(read.dtype, []).append((read.data_ptr(), read.numel()))
     total = global_norm(others) ** 2 if others else 0.0
     for dtype, found in spans.items():
         addresses, sizes = np.array(found, np.int64).T
@@ -351,11 +409,12 @@ def _euclidean(parameters: Sequence[Tensor]) -> float:
     return math.sqrt(total)
 
 
-def _of_order(parameters: Sequence[Tensor], order: float) -> float:
+def _of_order(given: Sequence[_Given], order: float) -> float:
     norms = []
-    for k, parameter in enumerate(parameters):
-        gradient = _summed(_NORM, f"gradient {k}", parameter)
-        values = (gradient._values() if gradient.is_sparse else gradient).flatten()
+    for own in given:
+        name, _, g = own
+        read = _summed(_NORM, *own)._values() if g.is_sparse else in_memory(g, _NORM, name)
+        values = read.flatten()
         # Stretches, each summed by one thread: on the host PyTorch would cut by their number.
         whole = len(values) // _STRETCH * _STRETCH
         parts = (

@@ -18,7 +18,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
 from ..distributed.torch_group import over_torch
-from .engine.memory import DTYPES, array_of, tensor_of
+from .engine.memory import DTYPES, array_of, in_memory, tensor_of
 from .engine.state import order_in_state, own_rows, whole_table
 from .engine.threads import as_torch
 
@@ -174,7 +174,7 @@ class _Lookup(torch.autograd.Function):
         weight = ctx.weight
         if ctx.average:
             gradient = gradient / weight.row_shard.comm.size
-        arrival = ctx.route.send_back(array_of(gradient.contiguous()))
+        arrival = ctx.route.send_back(array_of(in_memory(gradient)))
         indices, values, _, *of_batch = arrival.wait()
         # A sparse tensor has no room for positions, so they go with the parameter. After a second
         # backward, which adds to the gradient, they do not fit it, and the step does without.

@@ -38,6 +38,7 @@ from .engine.record import Entry
 from .engine.state import (
     Number,
     cast_states,
+    check_states,
     full_like,
     keep_dtypes,
     own_rows,
@@ -215,6 +216,7 @@ class Fused(_Base):
             for group, of_file in zip(self.param_groups, found["param_groups"], strict=False):
                 known = {**group, **of_file, "params": ()}
                 check_group(type(self).__name__, known, takes_sparse=self._takes_sparse)
+                check_states(type(self).__name__, of_file["params"], found["state"])
                 self._check_shapes(known, zip(group["params"], of_file["params"], strict=False),
                                    found["state"])  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import prodigy as rules
 from ...ops.runtime import check
+from ...ops.runtime.errors import reject
 from .engine.options import betas_in_range, not_negative
 from .engine.part import Group, Method, number
 from .optimizer import Fused
@@ -160,6 +161,31 @@ class Prodigy(Fused, torch.optim.Optimizer):
             why = "the estimate is that of all parameters"
             raise RuntimeError(f"Prodigy: step(param=...) is not supported: {why}")
         super()._step(param, *rest)
+        # torch.distributed.checkpoint has an optimizer make its states by a step without a rate.
+        if self.param_groups[0]["k"] == 0 and not any(number(g["lr"]) for g in self.param_groups):
+            self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Make the states of parameters that have a gradient."""
+        for group in self.param_groups:
+            choice = self._choice(group)
+            for p in group["params"]:
+                if p.grad is not None and not self.state.get(p):
+                    self.state[p] = self._new_state(group, p, choice)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `FusedOptimizer.load_state_dict`.
+
+        Raises:
+            ValueError: a run of some steps has lost its states on the way, as through a checkpoint
+                that was loaded into an optimizer without states.
+        """
+        n = max((group.get("k", 0) for group in state_dict["param_groups"]), default=0)
+        if n and not any(state_dict["state"].values()):
+            expected = f"those of a run of {n} steps"
+            reject(ValueError, "Prodigy", "the states", "are missing", expected, "none")
+        super().load_state_dict(state_dict)
 
     def _check(self, *rest: Any) -> bool:
         if len({self.method(each).rule for each in self.param_groups}) > 1:

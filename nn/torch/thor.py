@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.runtime.errors import reject
 from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
 from ..thor.torch import TorchThor
 from .engine.memory import array_of, tensor_of
 from .engine.options import not_negative
 from .engine.part import number
+from .engine.state import check_states
 from .engine.threads import as_torch
 
 _OF_STEP = ("damping", "momentum")
@@ -49,8 +51,10 @@ class Thor(torch.optim.Optimizer):
         block_size: of the diagonal blocks; None for whole factors.
         bad_factor: ``"raise"`` or ``"skip"``, for a factor that cannot be inverted.
 
-    ``lr``, ``damping`` and ``momentum`` are read from the group in every step. It takes dense
-    gradients, and cannot be copied: copy the module and load the ``state_dict``.
+    ``lr``, ``damping`` and ``momentum`` are read from the group in every step. ``state`` has the
+    states of each parameter where they lie: moments, counts, and with its weight the inverses in
+    use of a layer. It takes dense gradients, and cannot be copied: copy the module and load the
+    ``state_dict``.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the module has no layer that it knows.
@@ -87,6 +91,7 @@ class Thor(torch.optim.Optimizer):
         thor = TorchThor(module, given)
         super().__init__(thor.tensors, {"lr": lr, "damping": damping, "momentum": momentum})
         self._thor = thor
+        self._show()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The group of the module; another one raises."""
@@ -107,18 +112,50 @@ class Thor(torch.optim.Optimizer):
         for name in _OF_STEP:
             if getattr(thor, name) != group[name]:
                 setattr(thor, name, group[name])
-        return thor.step(closure)
+        loss = thor.step(closure)
+        if thor.n_refreshes != self._n_shown:  # in new arrays
+            self._show()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what was captured with them."""
         assert self._thor is not None
         self._thor.zero_grad(set_to_none)
 
+    def _names(self) -> list[dict[str, str]]:
+        """For each parameter, by the names of its states those that `nn.thor` gives them."""
+        thor = self._thor
+        assert thor is not None
+        # What all have in common is a state of each: PyTorch saves no others everywhere.
+        names = {str(p.name): {"global_step": "global_step"} for p in thor.parameters}
+        for name in thor.state_arrays():
+            role, _, parameter = name.partition(".")
+            if parameter in names:
+                names[parameter][role] = name
+        return [*names.values()]
+
+    def _show(self) -> None:
+        """Have ``state`` name the states where they lie."""
+        thor = self._thor
+        assert thor is not None
+        arrays, self._n_shown = thor.state_arrays(), thor.n_refreshes
+        for tensor, names in zip(thor.tensors, self._names(), strict=True):
+            own = {role: tensor_of(arrays[name]) for role, name in names.items()}
+            if isinstance(known := self.state.get(tensor), dict):
+                known.update(own)  # beside entries of others
+            else:
+                self.state[tensor] = own
+
     def state_dict(self) -> dict[str, Any]:
-        """As in ``torch.optim``; the states are tensors by name, under ``"thor"``."""
+        """As in ``torch.optim``, but copies of the states."""
         assert self._thor is not None
-        states = {name: tensor_of(array) for name, array in self._thor.state_dict().items()}
-        return {**super().state_dict(), "thor": states}
+        self._show()
+        found: dict[str, Any] = super().state_dict()
+        arrays = self._thor.state_dict()
+        for key, names in enumerate(self._names()):
+            own = {role: tensor_of(arrays[name]) for role, name in names.items()}
+            found["state"][key] = {**found["state"][key], **own}
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in ``torch.optim``; the states are checked first.
@@ -126,13 +163,44 @@ class Thor(torch.optim.Optimizer):
         Raises:
             KeyError, TypeError, ValueError: they are not those of this module.
         """
-        assert self._thor is not None
-        rest = dict(state_dict)
-        states, groups, _ = rest.pop("thor"), rest["param_groups"], rest["state"]
+        # Behind the hooks of users, which may give another one; before PyTorch changes anything.
+        last = self.register_load_state_dict_pre_hook(_load)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            last.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of `load_state_dict`, with copies of the states
+        self._show()
+
+    def _take_states(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the states of a ``state_dict``, after checking all of them."""
+        thor, states, groups = self._thor, state_dict["state"], state_dict["param_groups"]
+        assert thor is not None
         if [len(group["params"]) for group in groups] != [len(self.param_groups[0]["params"])]:
             raise ValueError("loaded state dict has another group or other parameters")
-        self._thor.load_state_dict({name: array_of(tensor) for name, tensor in states.items()})
-        super().load_state_dict(rest)
+        check_states("Thor", groups[0]["params"], states)
+        if "thor" in state_dict:  # as before states were those of parameters
+            given = dict(state_dict["thor"])
+        else:
+            given, steps = thor.state_dict(), set()
+            given = {name: x for name, x in given.items() if "." not in name}
+            for key, names in zip(groups[0]["params"], self._names(), strict=True):
+                own = states.get(key, {})
+                given.update((name, own.get(role)) for role, name in names.items())
+                steps.add(number(own.get("global_step", -1)))
+            if len(steps) > 1:
+                wrong, expected = "differs between parameters", "one number"
+                reject(ValueError, "Thor", "state 'global_step'", wrong, expected, steps)
+            given = {name: x for name, x in given.items() if x is not None}
+        thor.load_state_dict(
+            {name: array_of(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Thor has hooks on its module: copy the module, and load the state_dict")
+
+
+def _load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    optimizer._take_states(state_dict)

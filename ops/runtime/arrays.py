@@ -14,7 +14,7 @@ from ...kernels.formula import ROUNDING
 from ...kernels.storage import STORAGES
 from .device import DeviceArray
 from .errors import reject
-from .frameworks import framework_of
+from .frameworks import check_there, framework_of, is_tensor
 
 _LINES_FROM = 65_536  # bytes: for less, it would cost more to find a line than it gains
 
@@ -89,7 +89,10 @@ def adopt(where: str, name: str, value: Any) -> np.ndarray:
         wrong, expected = "lives on a CUDA device", "an array on the host"
         reject(RuntimeError, where, name, wrong, expected, type(value), fix)
     if hasattr(value, "__array__"):
-        return np.asarray(value)
+        array = np.asarray(value)
+        if is_tensor(value):  # NumPy looks beyond its memory, or has made some in its place
+            check_there(where, name, value)
+        return array
     if not hasattr(value, "__dlpack__"):
         reject(TypeError, where, name, "is no array", "an array", type(value).__name__)
     return np.from_dlpack(value)

@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -47,6 +48,8 @@ class Framework:
             reject(TypeError, where, name, "is masked", "an array without a mask", "masked array")
         address, read_only = found["data"]
         address, shape, strides = address or 0, tuple(found["shape"]), found.get("strides")
+        if not address and math.prod(shape):
+            reject(RuntimeError, where, name, "has no memory", f"an array of {shape}", "address 0")
         dtype = _interface_dtype(where, name, value, found["typestr"])
         device = cuda.device.backend.device_at(address)  # for none the current one
         at = address, shape, None if strides is None else tuple(strides)
@@ -87,6 +90,7 @@ class _Torch(Framework):
         return sys.modules["torch"]
 
     def place(self, where: str, name: str, value: Any) -> Place:
+        check_there(where, name, value)
         dtype = _torch_dtype(where, name, str(value.dtype))
         strides = tuple(n * dtype.itemsize for n in value.stride())
         at = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
@@ -184,11 +188,43 @@ class _Simulator(Framework):
 _INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulator()
 
 
+def extent(tensor: Any) -> int:
+    """The elements of a tensor of PyTorch from the first to the last, and what lies between."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return int(tensor.numel())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum(int(n - 1) * int(step) for n, step in steps)
+
+
+def check_there(where: str, name: str, tensor: Any) -> None:
+    """Refuse a tensor of PyTorch whose storage is too small for it.
+
+    Its memory was let go or resized, or there never was any, as of zero tensors, fake ones, and
+    what ``torch.func`` and subclasses wrap.
+
+    Raises:
+        RuntimeError: it is too small.
+    """
+    try:  # that of a zero tensor is 0, too
+        there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    except RuntimeError:  # PyTorch itself says that there is none
+        there = 0
+    n = extent(tensor)
+    needed = tensor.itemsize * (tensor.storage_offset() + n)
+    if needed > there and n:
+        reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", there)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor of PyTorch."""
+    return isinstance(value, _class("torch", "Tensor"))
+
+
 def framework_of(value: Any) -> Framework | None:
     """The framework of an array on a CUDA device; None for everything else."""
     # The frameworks before the interface: that has no letter for bfloat16, and does not say which
     # of a framework's streams is the current one.
-    if isinstance(value, _class("torch", "Tensor")):
+    if is_tensor(value):
         return _TORCH if value.is_cuda else None
     if isinstance(value, _class("cupy", "ndarray")):
         return _CUPY

@@ -65,11 +65,19 @@ class Tensor:
         self.is_cuda = is_cuda
         self.dtype = TorchDType(name or array.dtype.name)
         self.device = SimpleNamespace(type="cuda", index=0 if is_cuda else None)
-        self.shape = array.shape
+        self.shape, self.itemsize = array.shape, array.itemsize
         self.is_sparse = False
+        self.n_bytes = sys.maxsize  # of its storage
+        self.storage_offset = self._is_zerotensor = lambda: 0
 
     def data_ptr(self) -> int:
         return self._array.ctypes.data
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(nbytes=lambda: self.n_bytes)
+
+    def numel(self) -> int:
+        return self._array.size
 
     def stride(self) -> tuple[int, ...]:
         return tuple(n // self._array.itemsize for n in self._array.strides)
@@ -303,6 +311,13 @@ def dtypes() -> None:
     for typestr in ("<c8", "|O8", "<M8"):
         with refused(TypeError, "has a wrong dtype"):
             adopted(Interface(np.zeros(3, np.uint64), typestr=typestr))
+    freed = Tensor(array(3))
+    freed.n_bytes = 0
+    nowhere = Interface(array(3))
+    nowhere.__cuda_array_interface__["data"] = (0, False)
+    for gone in (freed, nowhere):
+        with refused(RuntimeError, "has no memory"):
+            adopted(gone)
     with refused(TypeError, "is masked"):
         adopted(Interface(array(3), mask=Interface(array(3))))
     for kind in (np.complex64, np.int32, ">f4"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +14,15 @@ from ....ops.runtime import check
 from ....ops.runtime.arrays import adopt_anywhere
 from ....ops.runtime.device import DeviceArray
 from ....ops.runtime.errors import reject
+from ....ops.runtime.frameworks import check_there as check_there
+from ....ops.runtime.frameworks import extent as extent
 
 DTYPES = {getattr(torch, dtype.name): dtype for dtype in STORAGES}
 """Dtypes of parameters, states and gradients."""
 DTYPE_NAMES = ", ".join(map(str, DTYPES))
 NUMBERS = DTYPES | {getattr(torch, dtype.name): dtype for dtype in check.INDEX_DTYPES}
 """Dtypes of states that are single numbers."""
+_WHERE = "fusestep.nn.torch"
 _MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
 
 
@@ -53,9 +55,9 @@ def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
     Raises:
         RuntimeError: its memory was let go.
     """
+    check_there(_WHERE, "a tensor", tensor)
     if tensor.is_cuda:
-        return adopt_anywhere("a tensor", "on a device", tensor)
-    check_there("fusestep.nn.torch", "a tensor", tensor)
+        return adopt_anywhere(_WHERE, "a tensor", tensor)
     return np.asarray(_Memory.of(tensor, owned=keep)).view(NUMBERS[tensor.dtype])
 
 
@@ -94,11 +96,16 @@ def flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
     return tensor.detach().permute(tuple(order))
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """A contiguous tensor whose numbers are those that lie there: this one, or a copy."""
+def in_memory(tensor: Tensor, where: str = _WHERE, name: str = "a tensor") -> Tensor:
+    """A contiguous tensor whose numbers are those that lie there: this one, or a copy.
+
+    Raises:
+        RuntimeError: its memory was let go, or it never had any.
+    """
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.contiguous().resolve_conj().resolve_neg()
+    check_there(where, name, tensor)  # before PyTorch copies what is not there
+    return tensor.contiguous().resolve_neg()
 
 
 class Stretch(NamedTuple):
@@ -117,27 +124,6 @@ class Stretch(NamedTuple):
         return cls(begin, begin + size * extent(tensor), name, is_written, tensor)
 
 
-def extent(tensor: Tensor) -> int:
-    """Elements from the first to the last, and what lies between them."""
-    if tensor.is_contiguous():
-        return int(tensor.numel())
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return last + 1 if math.prod(tensor.shape) else 0
-
-
-def check_there(where: str, name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose storage is too small for it: it was let go, resized, or never there.
-
-    Raises:
-        RuntimeError: it is.
-    """
-    needed = tensor.element_size() * (tensor.storage_offset() + extent(tensor))
-    has_none = tensor._is_zerotensor() or tensor.data_ptr() == 0
-    there = 0 if has_none else tensor.untyped_storage().nbytes()
-    if needed > there and tensor.numel():
-        reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", there)
-
-
 def check_single(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that is to be written, of which two elements lie in one place.
 
@@ -153,6 +139,8 @@ def check_single(name: str, tensor: Tensor) -> None:
 
 def is_single(tensor: Tensor) -> bool:
     """Whether all elements of a tensor lie apart."""
+    if tensor.is_contiguous():
+        return True
     dims, numel = sorted(zip(tensor.stride(), tensor.shape, strict=True)), tensor.numel()
     reach, is_sure = 0, True  # of the elements along shorter strides
     for stride, n in dims:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +49,21 @@ def single_of(state: Tensor, value: Any) -> Number:
 def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | None) -> None:
     """Give the states of a parameter's shape another dtype."""
     for name, value in state.items():
-        if dtype is not None and name != "step" and value.shape == parameter.shape:
+        is_cast = dtype is not None and name != "step" and isinstance(value, Tensor)
+        if is_cast and value.shape == parameter.shape:
             state[name] = value.to(dtype)
+
+
+def check_states(where: str, keys: Iterable[Any], states: Mapping[Any, Any]) -> None:
+    """Refuse what is no dict in the place of the states of a parameter, as PyTorch does too late.
+
+    Raises:
+        TypeError: one is none.
+    """
+    for key in keys:
+        if not isinstance(found := states.get(key, {}), Mapping):
+            got = type(found).__name__
+            reject(TypeError, where, f"state of parameter {key}", "has a wrong type", "a dict", got)
 
 
 def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -61,7 +74,8 @@ def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Tensor) and loaded.dtype != value.dtype:
             state[name] = value.to(device=loaded.device, copy=True)
-        if state[name].layout == torch.sparse_coo:  # PyTorch's SGD on sparse gradients
+        # Of PyTorch's SGD on sparse gradients.
+        if name == "momentum_buffer" and state[name].layout == torch.sparse_coo:
             state[name] = state[name].to_dense()
 
 
@@ -90,6 +104,8 @@ def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:
     Where PyTorch does not know the processes, these are the rows themselves, in the order of
     their numbers if there is one process.
     """
+    if len(tensor) != len(shard):
+        return tensor  # an entry of others in a state
     group = getattr(shard.comm, "group", None)
     if group is None:
         if shard.comm.size > 1 or shard.order == "range":
@@ -148,7 +164,7 @@ def with_rows(
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(group["params"], saved["params"], strict=False):
             shard = getattr(parameter, "row_shard", None)
-            if shard is not None and key in states:
+            if shard is not None and isinstance(states.get(key), dict):
                 states[key] = {
                     name: convert(x, shard) if isinstance(x, Tensor) and x.dim() else x
                     for name, x in states[key].items()

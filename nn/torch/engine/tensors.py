@@ -44,7 +44,8 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     if isinstance(gradient, BagTensor):
         return gradient.source
     # Those without an underscore refuse a gradient with duplicates.
-    indices, values = gradient._indices(), in_memory(gradient._values())
+    indices = in_memory(gradient._indices(), where, f"the indices of {name}")
+    values = in_memory(gradient._values(), where, f"the values of {name}")
     n_sparse, sizes = len(indices), parameter.shape
     if n_sparse == 1:
         indices = indices[0]
@@ -64,7 +65,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     if of_batch is None or len(of_batch[0]) != len(values):
         of_batch = ()
     indices = in_memory(indices)
-    addresses = indices.data_ptr(), values.data_ptr()
+    addresses = indices.data_ptr(), values.data_ptr()  # of what the arrays hold
     return RowGradient(array_of(indices), array_of(values), *addresses, *of_batch)
 
 

@@ -114,6 +114,21 @@ def test_a_copy_knows_its_rows_at_once() -> None:
         assert net.words.weight.grad is None
 
 
+def test_derivatives_that_do_not_lie_in_memory() -> None:
+    """Negatives of what lies there and zeros are the numbers that they are; what is gone raises."""
+    table, ids = fused.ShardedEmbedding(10, 4, alone()), torch.tensor([1, 3, 1])
+    for derivative in (torch._neg_view(torch.ones(3, 4)), torch._efficientzerotensor((3, 4))):
+        table.zero_grad()
+        table(ids).backward(derivative)
+        found, expected = table.weight.grad.to_dense(), torch.zeros(10, 4)
+        assert torch.equal(found, expected.index_add(0, ids, derivative.clone()))
+    gone = torch.ones(4, 3)
+    turned = gone.t()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory: expected 48 bytes, got 0"):
+        table(ids).backward(turned)
+
+
 def test_it_is_shown() -> None:
     text = repr(fused.ShardedEmbedding(10, 4, alone(), order="hash"))
     assert text.startswith("ShardedEmbedding(10, 4, shard=RowShard(10 rows, 0:10, rank 0 of 1")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import pickle
+import random
+import re
+import threading
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 
@@ -224,6 +233,376 @@ def test_two_optimizers_with_one_factor() -> None:
     for optimizer in (*both, fused.SGD(other, lr=1.0)):
         optimizer.step()
     torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+# What is remembered until the step
+
+
+def both(n: int = 2) -> tuple[list[Any], Any]:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(n)]
+    for p in parameters:
+        p.grad = torch.ones(3)
+    return parameters, fused.SGD(parameters, lr=1.0)
+
+
+def drop(parameters: list[Any], _: Any) -> None:
+    for p in parameters:
+        p.grad = None
+
+
+def step_one(parameters: list[Any], optimizer: Any) -> None:
+    optimizer.step(param=parameters[0])
+    parameters[0].data.fill_(1.0)
+    drop(parameters, optimizer)
+
+
+def skip_in_scaler(parameters: list[Any], optimizer: Any) -> None:
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    del optimizer.found_inf
+    drop(parameters, optimizer)
+
+
+def skip_nonfinite(parameters: list[Any], optimizer: Any) -> None:
+    optimizer.skip_nonfinite = True
+    parameters[1].grad = None  # of which no step is taken
+    parameters[0].grad = torch.full((3,), torch.nan)
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    optimizer.step()
+    drop(parameters, optimizer)
+
+
+def load(parameters: list[Any], optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    drop(parameters, optimizer)
+
+
+def remove(parameters: list[Any], optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.step(param=parameters[0])
+    parameters[0].data.fill_(1.0)
+    optimizer.param_groups[0]["params"].append(parameters[1])
+    drop(parameters, optimizer)
+
+
+def clip_nothing(parameters: list[Any], optimizer: Any) -> None:
+    drop(parameters, optimizer)
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    optimizer.step()
+
+
+MEANWHILE = [drop, step_one, skip_in_scaler, skip_nonfinite, load, remove, clip_nothing]
+
+
+@pytest.mark.parametrize("how", MEANWHILE)
+@pytest.mark.parametrize("had_none", [False, True])
+@pytest.mark.parametrize("by_param", [False, True])
+def test_a_measurement_ends_with_its_gradients(by_param: bool, had_none: bool, how: Any) -> None:
+    """The gradients of a later backward are stepped as they are, and none is kept alive."""
+    parameters, optimizer = both()
+    if had_none:
+        parameters[1].grad = None
+    left = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    how(parameters, optimizer)
+    gc.collect()
+    assert not any(gradient() is not None for gradient in left)
+    for p in parameters:
+        p.grad = torch.ones(3)
+    for p in parameters if by_param else [None]:
+        optimizer.step(param=p)
+    assert all(torch.equal(p.detach(), torch.zeros(3)) for p in parameters)
+
+
+def test_copies_know_nothing_of_what_was_measured() -> None:
+    parameters, optimizer = both()
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        own = copied.param_groups[0]["params"]
+        for p in own:
+            p.grad = torch.ones(3)
+        copied.step()
+        assert all(torch.equal(p.detach(), torch.zeros(3)) for p in own)
+
+
+def test_gradients_that_are_dropped_are_not_missed() -> None:
+    """The others are scaled by the norm that was measured, as where gradients are written."""
+    parameters, optimizer = both()
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    parameters[1].grad = None
+    optimizer.step()
+    scaled = 1.0 - 0.5 / math.sqrt(6.0)
+    assert torch.allclose(parameters[0], torch.full((3,), scaled))
+    assert torch.equal(parameters[1].detach(), torch.ones(3))
+
+
+def test_what_changes_while_others_are_still_there() -> None:
+    parameters, optimizer = both()
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    parameters[0].grad = parameters[0].grad.clone()
+    for given in ({}, {"param": parameters[0]}):
+        with pytest.raises(RuntimeError, match="changed since they were measured"):
+            optimizer.step(**given)
+    optimizer.step(param=parameters[1])
+    optimizer.step()  # of the first one nothing is left
+    assert torch.equal(parameters[0].detach(), torch.zeros(3))
+
+
+def test_a_clip_before_backward_is_refused() -> None:
+    parameters, optimizer = both()
+    drop(parameters, optimizer)
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    parameters[0].grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="clip right before the step"):
+        optimizer.step()
+
+
+def test_optimizers_that_take_their_steps_apart() -> None:
+    parameters, one = both()
+    other = fused.SGD(parameters[1:], lr=1.0)
+    one.param_groups[0]["params"].pop()
+    for _ in range(2):  # the other one takes no step the first time
+        drop(parameters, None)
+        for p in parameters:
+            p.grad = torch.ones(3)
+        fused.clip_grad_norm_(parameters, 0.5, optimizer=[one, other])
+        one.step()
+    other.step()
+    factor = 0.5 / math.sqrt(6.0)
+    assert torch.allclose(parameters[0], torch.full((3,), 1.0 - 2.0 * factor))
+    assert torch.allclose(parameters[1], torch.full((3,), 1.0 - factor))
+    shared = fused.SGD(parameters, lr=1.0), fused.SGD(parameters, lr=1.0)
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=shared)
+    shared[0].step()
+    with pytest.raises(ValueError, match="optimizer were clipped apart"):
+        fused.clip_grad_norm_(parameters, 0.5, optimizer=shared)
+
+
+# Gradients without memory
+
+
+def cut(tensor: Any, n_bytes: int = 0, of: Any = None) -> Any:
+    """A tensor, or what it is a part ``of``, with less memory than it had."""
+    (tensor if of is None else of).untyped_storage().resize_(n_bytes)
+    return tensor
+
+
+def part(n_bytes: int, take: Callable[[Any], Any], n: int = 12) -> Any:
+    whole = torch.ones(n)
+    return cut(take(whole), n_bytes, whole)
+
+
+def in_rows(indices: Any = None, values: Any = None) -> Any:
+    indices = torch.tensor([[0, 2]]) if indices is None else indices
+    values = torch.ones(2) if values is None else values
+    shape = (6,) if len(indices) == 1 else (3, 2)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+
+
+class Wrapping(torch.Tensor):
+    """A tensor of a library, around another one."""
+
+    @staticmethod
+    def __new__(cls, inner: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(str(func))
+
+
+def fake(make: Any = lambda: torch.ones(6)) -> Any:
+    with FakeTensorMode():
+        return make()
+
+
+MULTI = torch.tensor([[0, 2], [1, 1]])
+WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
+    "freed": lambda: cut(torch.ones(6)),
+    "shrunk": lambda: cut(torch.ones(6), 8),
+    "freed, float64": lambda: cut(torch.ones(6, dtype=torch.float64)),
+    "freed, bfloat16": lambda: cut(torch.ones(6, dtype=torch.bfloat16)),
+    "of a freed one": lambda: part(0, lambda t: t[6:]),
+    "of a shrunk one": lambda: part(40, lambda t: t[6:]),
+    "strided, freed": lambda: part(0, lambda t: t[::2]),
+    "strided, shrunk": lambda: part(40, lambda t: t[::2]),
+    "expanded, freed": lambda: part(0, lambda t: t.expand(6), 1),
+    "negated, freed": lambda: part(0, torch._neg_view),
+    "fake": fake,
+    "functional": lambda: torch._to_functional_tensor(torch.ones(6)),
+    "wrapping": lambda: Wrapping(torch.ones(6)),
+    "values freed": lambda: in_rows(None, cut(torch.ones(2))),
+    "values shrunk": lambda: in_rows(None, cut(torch.ones(2), 4)),
+    "indices freed": lambda: in_rows(cut(torch.tensor([[0, 2]]))),
+    "indices shrunk": lambda: in_rows(cut(torch.tensor([[0, 2]]), 8)),
+    "values of elements freed": lambda: in_rows(MULTI, cut(torch.ones(2))),
+    "indices of elements freed": lambda: in_rows(cut(MULTI.clone())),
+    "indices of elements shrunk": lambda: in_rows(cut(MULTI.clone(), 24)),
+}
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "norm": lambda p, _: fused.clip_grad_norm_(p, 0.5),
+    "sum": lambda p, _: fused.clip_grad_norm_(p, 0.5, 1.0),
+    "on the way": lambda p, o: fused.clip_grad_norm_(p, 0.5, optimizer=o),
+    "value": lambda p, _: fused.clip_grad_value_(p, 0.5),
+}
+
+
+def beside(gradient: Any) -> list[Any]:
+    """Parameters of which the second has this gradient."""
+    first = torch.nn.Parameter(torch.ones(3))
+    first.grad = torch.ones(3)
+    second = torch.nn.Parameter(torch.ones(gradient.shape, dtype=gradient.dtype))
+    second.grad = gradient
+    return [first, second]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_gradients_without_memory_are_refused(name: str, way: str) -> None:
+    parameters = beside(WITHOUT_MEMORY[name]())
+    optimizer = fused.SGD(parameters, lr=1.0)
+    where = "clip_grad_value_" if way == "value" else "clip_grad_norm_"
+    what = r"(the \w+ of )?gradient 1 has no memory: expected \d+ bytes, got \d+"
+    with pytest.raises(RuntimeError, match=f"^{where}: {what}$"):
+        WAYS[way](parameters, optimizer)
+    assert torch.equal(parameters[0].grad, torch.ones(3))
+    parameters[1].grad = None
+    optimizer.step()  # nothing is kept for it
+    assert torch.equal(parameters[0].detach(), torch.zeros(3))
+
+
+WITH_NUMBERS: dict[str, Callable[[], Any]] = {
+    "zeros": lambda: torch._efficientzerotensor(6),
+    "zeros, float64": lambda: torch._efficientzerotensor(6, dtype=torch.float64),
+    "negated": lambda: torch._neg_view(torch.ones(6)),
+    "strided": lambda: torch.ones(12)[::2],
+    "values negated": lambda: in_rows(None, torch._neg_view(torch.ones(2))),
+    "values of elements negated": lambda: in_rows(MULTI, torch._neg_view(torch.ones(2))),
+    "indices are zeros": lambda: in_rows(torch._efficientzerotensor(1, 2, dtype=torch.int64)),
+    "empty, freed": lambda: cut(torch.ones(0)),
+    "no rows, freed": lambda: in_rows(cut(torch.zeros(1, 0, dtype=torch.int64)), torch.ones(0)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_gradients_of_which_the_numbers_are_known(name: str, way: str) -> None:
+    parameters = beside(WITH_NUMBERS[name]())
+    other = copy.deepcopy(parameters)
+    for p, q in zip(parameters, other, strict=True):
+        q.grad = p.grad.clone().to_dense() if p.grad.is_sparse else p.grad.clone()
+    found = WAYS[way](parameters, optimizer := fused.SGD(parameters, lr=1.0))
+    if way == "value":
+        theirs.clip_grad_value_(other, 0.5)
+    else:
+        expected = theirs.clip_grad_norm_(other, 0.5, 1.0 if way == "sum" else 2.0)
+        torch.testing.assert_close(found, expected)
+    optimizer.step()
+    torch.optim.SGD(other, lr=1.0).step()
+    torch.testing.assert_close(parameters, other)
+
+
+def test_zeros_without_memory_cannot_become_nan() -> None:
+    parameters = beside(torch._efficientzerotensor(6))
+    parameters[0].grad[1] = torch.nan
+    with pytest.raises(
+        RuntimeError, match=r"gradient 1 cannot be written: .* zeros without memory"
+    ):
+        fused.clip_grad_norm_(parameters, 0.5)
+    assert parameters[0].grad.isnan().sum() == 1
+
+
+def test_gradients_that_share_memory() -> None:
+    """They are read as they are, and brought into a range; what would be scaled twice raises."""
+    whole = torch.ones(9)
+    for first, second in (
+        (whole[:3], whole[:3]),
+        (whole[:3], whole[2:]),
+        (whole[3:6], whole.view(3, 3)[:, ::2]),
+        (whole[:3], in_rows(MULTI, whole[1:3])),
+    ):
+        parameters = beside(second)
+        parameters[0].grad = first
+        with pytest.raises(RuntimeError, match=r"gradient . shares memory: .* that of gradient ."):
+            fused.clip_grad_norm_(parameters, 0.5)
+        assert torch.equal(whole, torch.ones(9))
+        n = 3 + (2 if second.is_sparse else second.numel())
+        found = fused.clip_grad_norm_(parameters, 0.5, optimizer=fused.SGD(parameters))
+        assert found.item() == pytest.approx(math.sqrt(n))
+    fused.clip_grad_value_(beside(whole[:6])[1:] + beside(whole[3:])[1:], 0.5)
+    assert torch.equal(whole, torch.full((9,), 0.5))
+
+
+def test_gradients_that_another_thread_exchanges_and_frees() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2_000)) for _ in range(20)]
+    optimizer, is_over = fused.SGD(parameters, lr=0.0), threading.Event()
+
+    def exchange() -> None:
+        draw = random.Random(0)
+        while not is_over.is_set():
+            p = draw.choice(parameters)
+            new = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
+                               cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
+            old, p.grad = p.grad, new  # PyTorch itself reads a gradient that is freed by this
+            del old
+
+    thread, errors = threading.Thread(target=exchange), []
+    thread.start()
+    try:
+        for k in range(400):
+            try:
+                [*WAYS.values()][k % 4](parameters, optimizer)
+            except RuntimeError as error:
+                errors.append(str(error))
+    finally:
+        is_over.set()
+        thread.join()
+    assert all(re.search("has no memory|cannot be written", text) for text in errors)
+
+
+# Compiled functions
+
+
+class Module:
+    """What `ClippingModule` stands before."""
+
+    trainer = types.SimpleNamespace(scaler=None)
+
+    def configure_gradient_clipping(self, optimizer: Any, **given: Any) -> None:
+        theirs.clip_grad_norm_(optimizer.param_groups[0]["params"], given["gradient_clip_val"])
+
+
+class Clipped(fused.ClippingModule, Module):
+    pass
+
+
+COMPILED: dict[str, Callable[[Any, Any], Any]] = {
+    **WAYS,
+    "generator": lambda p, _: fused.clip_grad_norm_((x for x in p), 0.5),
+    "error_if_nonfinite": lambda p, _: fused.clip_grad_norm_(p, 0.5, 3.0, True, True),
+    "several optimizers": lambda p, o: fused.clip_grad_norm_(p, 0.5, optimizer=[o]),
+    "a trainer, norm": lambda _, o: Clipped().configure_gradient_clipping(o, 0.5, "norm"),
+    "a trainer, value": lambda _, o: Clipped().configure_gradient_clipping(o, 0.5, "value"),
+}
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("way", COMPILED)
+def test_compiled_functions_clip(way: str, is_sparse: bool) -> None:
+    torch._dynamo.reset()
+    both = [gradients(dense=not is_sparse) for _ in range(2)]
+    optimizers = [fused.SGD(p, lr=1.0) for p in both]
+
+    def clip_and_step(parameters: list[Any], optimizer: Any) -> Any:
+        found = COMPILED[way](parameters, optimizer)
+        optimizer.step()
+        return found
+
+    compiled = torch.compile(clip_and_step, backend="eager")
+    found = [f(*a) for f, *a in zip((clip_and_step, compiled), both, optimizers, strict=True)]
+    assert found[0] is found[1] is None or torch.equal(*found)
+    assert all(map(torch.equal, *both))
 
 
 # Bad input: one error, and nothing is written

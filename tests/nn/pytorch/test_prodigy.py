@@ -107,6 +107,34 @@ def test_it_goes_on_from_a_state_dict() -> None:
         assert torch.equal(p, q)
 
 
+def test_states_that_were_lost_are_missed() -> None:
+    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer, fresh = fused.Prodigy([p]), fused.Prodigy([q])
+    p.grad = torch.ones(2)
+    optimizer.step()
+    for states in ({}, {0: {}}):
+        saved = {**optimizer.state_dict(), "state": states}
+        with pytest.raises(
+            ValueError, match=r"the states are missing: .* a run of 1 steps, got no"
+        ):
+            fresh.load_state_dict(saved)
+        assert fresh.param_groups[0]["k"] == 0 and not fresh.state
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "decouple": False,
+                                          "safeguard_warmup": True}])  # fmt: skip
+def test_a_step_without_a_rate_makes_states_and_counts_nothing(options: Any) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = fused.Prodigy([p], **options)
+    optimizer.param_groups[0]["lr"] = 0.0
+    p.grad = torch.zeros(3)
+    optimizer.step()
+    states = dict(optimizer.state[p])
+    assert torch.equal(states.pop("p0"), torch.ones(3))
+    assert len(states) == 4 and not any(state.any() for state in states.values())
+    assert optimizer.param_groups[0]["k"] == 0 and torch.equal(p, torch.ones(3))
+
+
 def test_a_step_without_a_denominator_is_none() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = fused.Prodigy([p])

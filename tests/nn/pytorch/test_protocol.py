@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed.checkpoint as dcp  # noqa: E402
+import torch.distributed.checkpoint.state_dict as of_dcp  # noqa: E402
 from torch.optim.optimizer import (  # noqa: E402
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -325,9 +328,43 @@ def by_state_dict(model: Any, optimizer: Any) -> Any:
     return fresh, again
 
 
-@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_state_dict])
+def by_checkpoint(model: Any, optimizer: Any, **given: Any) -> Any:
+    """Through a folder of torch.distributed.checkpoint, which has a new optimizer make states."""
+    fresh, options = copy.deepcopy(model), of_dcp.StateDictOptions(**given)
+    again = made(type(optimizer).__name__, fresh)
+    saved, loaded = (
+        {
+            "model": each.state_dict(),
+            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=options),
+        }
+        for each, own in ((model, optimizer), (fresh, again))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(saved, checkpoint_id=folder)
+        dcp.load(loaded, checkpoint_id=folder)
+    fresh.load_state_dict(loaded["model"])
+    of_dcp.set_optimizer_state_dict(fresh, again, loaded["optimizer"], options=options)
+    return fresh, again
+
+
+def by_flat_checkpoint(model: Any, optimizer: Any) -> Any:
+    return by_checkpoint(model, optimizer, flatten_optimizer_state_dict=True)
+
+
+def by_full_checkpoint(model: Any, optimizer: Any) -> Any:
+    return by_checkpoint(model, optimizer, full_state_dict=True, cpu_offload=True)
+
+
+COPIES = [by_deepcopy, by_pickle, by_state_dict, by_checkpoint, by_flat_checkpoint,
+          by_full_checkpoint]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*distributed is.*:UserWarning")
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", EVERY)
 def test_copies_go_on_as_the_original(name: str, copied: Any) -> None:
+    if name == "SGD" and copied is by_full_checkpoint:
+        pytest.skip("PyTorch refuses optimizers without states there")
     model = model_for(name)
     optimizer = made(name, model)
     train(model, optimizer, range(3))
@@ -339,6 +376,42 @@ def test_copies_go_on_as_the_original(name: str, copied: Any) -> None:
     train(model_2, optimizer_2, range(3, 6))
     assert_same_bits(model.parameters(), model_2.parameters())
     assert optimizer_2.param_groups[0].keys() == optimizer.param_groups[0].keys()
+
+
+def entries_of_others() -> dict[str, Any]:
+    rows = torch.sparse_coo_tensor([[1]], torch.ones(1), (3,), check_invariants=True)
+    return {"number": 3, "none": None, "list": [1.0, torch.ones(2, dtype=torch.float16)],
+            "dict": {"a": torch.ones(2, dtype=torch.int32)}, "vector": torch.ones(3),
+            "single": torch.tensor(2.0), "rows": rows}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_entries_of_others_go_through_states(name: str) -> None:
+    """Beside states, in the place of states that were not made yet, and under keys of their own."""
+    model, other = model_for(name), model_for(name)
+    optimizer, fresh = made(name, model), made(name, other)
+    train(model, optimizer, range(2))
+    last = optimizer.param_groups[0]["params"][-1]
+    for p in list(optimizer.state):
+        optimizer.state[p].update(entries_of_others())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] |= {"wrapper": entries_of_others(), **entries_of_others()}
+    fresh.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    for own in (fresh.state["wrapper"], fresh.state, fresh.state.get(last, entries_of_others())):
+        assert own["number"] == 3 and own["none"] is None and own["rows"].is_sparse
+        assert own["vector"].dtype == torch.float32 and len(own["list"]) == 2
+    assert fresh.state_dict()["state"]["wrapper"]["dict"]["a"].dtype == torch.int32
+    for key in ("wrapper", *entries_of_others()):
+        del fresh.state[key]
+    train(model, optimizer, range(2, 4))
+    train(other, fresh, range(2, 4))
+    assert_same_bits(model.parameters(), other.parameters())
+    before = dict(fresh.state)
+    for value in (3, None, [1]):
+        with pytest.raises(TypeError, match=f"^{name}: state of parameter 0 has a wrong type"):
+            fresh.load_state_dict({**saved, "state": {**saved["state"], 0: value}})
+    assert fresh.state.keys() == before.keys()
 
 
 def test_a_profiled_step_has_its_mark() -> None:

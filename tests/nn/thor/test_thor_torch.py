@@ -329,6 +329,47 @@ def test_sparse_gradients_are_refused() -> None:
         opt.step()
 
 
+def cut(tensor: Any, n_bytes: int = 0) -> Any:
+    tensor.untyped_storage().resize_(n_bytes)
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["freed", "shrunk", "functional", "parameter"])
+def test_tensors_without_memory_are_refused(kind: str) -> None:
+    module = make_module()
+    optimizer = make(module)
+    loss_of(module, 0).backward()
+    weight = module.out.weight
+    if kind == "parameter":
+        weight.data = cut(torch.ones(4, 6))
+    else:
+        whole = torch.ones(4, 6)
+        functional = torch._to_functional_tensor(whole)
+        weight.grad = functional if kind == "functional" else cut(whole, 8 * (kind == "shrunk"))
+    before = module.conv.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"^thor: .* has no memory: expected 96 bytes, got "):
+        optimizer.step()
+    assert torch.equal(module.conv.weight, before)
+
+
+@pytest.mark.parametrize("name", ["out.bias", "conv.weight", "emb.weight"])
+def test_gradients_that_lie_as_others_do_not(name: str) -> None:
+    """Zeros without memory, and negatives of what lies there, are the numbers that they are."""
+    for is_zero in (True, False):
+        module, other = make_module(), make_module()
+        for each, is_plain in ((module, False), (other, True)):
+            optimizer = make(each)
+            loss_of(each, 0).backward()
+            parameter = each.get_parameter(name)
+            gradient = torch._neg_view(torch.ones(parameter.shape))
+            if is_zero:
+                gradient = torch._efficientzerotensor(parameter.shape)
+            parameter.grad = gradient.clone() if is_plain else gradient
+            optimizer.step()
+        pairs = zip(module.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs)
+
+
 def test_hooks_can_be_removed() -> None:
     module = make_module()
     opt = make(module)

@@ -1,0 +1,142 @@
+"""Every place that takes an address of memory, with what makes sure that the memory is there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fusestep
+from fusestep import nn, ops
+
+ROOT = Path(fusestep.__file__).parent
+TAKES = {"data_ptr", "ctypes", "ptr", "__array_interface__", "__cuda_array_interface__", "_cdata",
+         "from_address", "from_dlpack", "numpy"}  # fmt: skip
+"""Attributes by which an address or a view is taken; ``numpy`` where PyTorch is imported."""
+READS = {"place_of", "header_at", "header_of"}
+"""Functions by which compiled code reads the headers of tensors and arrays."""
+
+CHECKED = {
+    "check_there of ops.runtime.frameworks, before PyTorch or a loop reads": {
+        "ops/runtime/frameworks.py": "check_there, _Torch.place",
+        "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
+        "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
+        "nn/torch/engine/binding.py": "Binding._bind, Binding._count (by _check_written)",
+        "nn/torch/engine/state.py": "single_of (by Binding._numbers_of and each look after it)",
+        "nn/torch/clipping.py": "_euclidean (by in_memory)",
+        "nn/thor/torch.py": "_view",
+    },
+    "adopt of ops.runtime.arrays: what exports it holds it; tensors by check_there": {
+        "ops/runtime/arrays.py": "adopt",
+    },
+    "what exports it holds it; where that is not known, it is not 0": {
+        "ops/runtime/frameworks.py": "Framework.place, _CuPy.place, _CuPy.stream, _Simulator.place",
+        "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
+    },
+    "place_of compares the size of the storage with what is needed": {
+        "kernels/cpu/headers/tensors.py": "_place_of",
+        "kernels/cpu/headers/id_lists.py": "_look_at_tensor",
+    },
+    "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
+        "kernels/cpu/headers/arrays.py": "address_of, header_of, _data_of, _read_expected, "
+                                         "_read_alike_arrays, _lies_as_expected",
+        "kernels/cpu/headers/id_lists.py": "_look_at_array",
+        "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
+        "kernels/cuda/device/simulated.py": "address_of, copy_in, copy_out",
+    },
+    "the size of the storage is compared with that of the array": {
+        "nn/mindspore/binding.py": "TensorReader.read_like_last, places_of, shared_array",
+    },
+    "it is made here, and nobody else has it": {
+        "kernels/cpu/headers/id_lists.py": "_reader.read_lists",
+        "kernels/cpu/rows/sort.py": "_finish",
+        "kernels/tables.py": "RowTable.bounds",
+        "kernels/cuda/device/simulated.py": "_at, reader, storer.store",
+        "nn/torch/engine/state.py": "full_like",
+        "nn/torch/clipping.py": "_of_order",
+        "ops/runtime/frameworks.py": "_Torch.empty, _TorchSort.room, _TorchSort.sort, _CuPy.empty, "
+                                     "_CuPySort.room, _CuPySort.sort",
+        "examples/click_model/training.py": "Training.measure",
+        "examples/click_model/sharded_training.py": "ShardedTraining._sums",
+    },
+    "fields of samples that are made here": {
+        "kernels/cpu/headers/tensor_fields.py": "_dims, _dtypes, _find_dims, _found, _lazy, "
+                                                "_values, _versions, _words",
+    },
+    "nothing is read there: addresses are compared": {
+        "nn/torch/bags.py": "EmbeddingBags._pooling, _versions",
+        "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__",
+    },
+}  # fmt: skip
+
+
+def places_in(path: Path) -> set[str]:
+    """The functions of a file that take an address, by their qualified names."""
+    found = set()
+    text = path.read_text("utf-8")
+    names = TAKES if "import torch" in text else TAKES - {"numpy"}
+
+    def walk(node: ast.AST, within: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_read = path.parent.name == "headers" and getattr(child, "id", "") in READS
+            if within and (is_read or getattr(child, "attr", "") in names):
+                found.add(".".join(within))
+            is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            walk(child, (*within, child.name) if is_scope else within)
+
+    walk(ast.parse(text), ())
+    return found
+
+
+def test_each_place_that_takes_an_address_has_its_check() -> None:
+    listed: dict[str, set[str]] = {}
+    for files in CHECKED.values():
+        for file, functions in files.items():
+            names = {name.partition(" (")[0] for name in functions.split(", ")}
+            assert not names & listed.setdefault(file, set()), file
+            listed[file] |= names
+    found = {
+        path.relative_to(ROOT).as_posix(): places
+        for folder in ("kernels", "ops", "nn", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        if (places := places_in(path))
+    }
+    assert found == listed
+
+
+def momentum(gradient: Any) -> None:
+    w = nn.Parameter(np.ones(6, np.float32), "w")
+    nn.Momentum([w], 0.1, 0.9)((gradient,))
+
+
+def of_rows(values: Any) -> None:
+    ops.global_norm([nn.RowTensor(np.arange(6), values, (9,))])
+
+
+TAKERS: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda t: nn.Parameter(t, "w"),
+    "gradient": momentum,
+    "operand": lambda t: ops.global_norm([t]),
+    "values of rows": of_rows,
+}
+
+
+@pytest.mark.parametrize("kind", ["freed", "shrunk", "end of a shrunk one", "functional"])
+@pytest.mark.parametrize("taker", TAKERS)
+def test_tensors_without_memory_are_no_arrays(taker: str, kind: str) -> None:
+    """NumPy would look beyond their memory, or make some of its own in its place."""
+    torch = pytest.importorskip("torch")
+    whole, given = torch.ones(12), torch.ones(6)
+    if kind == "end of a shrunk one":
+        given = whole[6:]
+        whole.untyped_storage().resize_(40)
+    elif kind == "functional":
+        given = torch._to_functional_tensor(given)
+    else:
+        given.untyped_storage().resize_(8 if kind == "shrunk" else 0)
+    with pytest.raises(RuntimeError, match=r"has no memory: expected \d+ bytes, got \d+"):
+        TAKERS[taker](given)
