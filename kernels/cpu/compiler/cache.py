@@ -30,6 +30,7 @@ import numba
 import numpy as np
 from llvmlite import binding as llvm
 
+from ...files import check_target
 from ...private import Dispatcher, get_host_cpu_features
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -247,6 +248,7 @@ class _Folder(NamedTuple):
 
     def rename(self, old: str, new: str) -> None:
         """Let ``new`` be the file that is ``old``."""
+        check_target("an entry of the cache", self._named(new), self.handle)
         names = self._named(old), self._named(new)
         os.replace(*names, src_dir_fd=self.handle, dst_dir_fd=self.handle)
 
