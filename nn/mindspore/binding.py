@@ -102,7 +102,7 @@ class TensorReader(GradientReader):
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """As `GradientReader.read_like_last`."""
-        last, found = self._last, _looked_at(gradients)
+        last, found = self._layouts.get(None), _looked_at(gradients)
         if last is None or found is None or self._seen != found[0]:
             return None
         _, addresses, storages = found
