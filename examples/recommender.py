@@ -25,7 +25,7 @@ from .click_model.clicks import N_TABLES, ClickLog, table_sizes
 from .click_model.runs import QUICK, Run, Settings, differences, figures, picture, report
 from .errors import DemoError, status_of
 from .options import Parser, integer
-from .report import prepare_folder, write_atomically
+from .report import prepare_folder, write_files
 
 if TYPE_CHECKING:
     from .click_model.training import Training
@@ -98,15 +98,15 @@ def _run(args: argparse.Namespace) -> None:
     settings, folder = settings_of(args), Path(args.output)
     sizes = table_sizes(settings.rows)
     require_memory(settings, 3)
-    prepare_folder(folder)
+    prepare_folder(folder, [FIGURES, CURVES])
     machine = set_threads(args.threads)
     print("\n".join(heading(settings, machine["threads"])), flush=True)
     runs, best_auc = train_all(settings, sizes)
     print("\n".join(report(runs, best_auc)))
     first, *others = runs
     compared = {"differences_of_losses": {run.name: differences(first, run) for run in others}}
-    write_atomically(folder / FIGURES, figures(settings, machine, runs, best_auc, **compared))
-    write_atomically(folder / CURVES, picture(runs, best_auc))
+    found = figures(settings, machine, runs, best_auc, **compared)
+    write_files(folder, {FIGURES: found, CURVES: picture(runs, best_auc)})
     print(f"\nfigures and curves are in {folder}{os.sep}")
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
+from ..kernels.files import check_target
+from ..nn.base.checkpoint import replace_file
 from .corpus import Corpus
 from .errors import DemoError
 from .skipgram import FloatArray, SkipGram
@@ -60,8 +61,8 @@ def choose_queries(corpus: Corpus) -> list[str]:
     return (preferred + others)[:N_QUERIES] or corpus.words[:N_QUERIES]
 
 
-def prepare_folder(folder: Path, option: str = "--output") -> None:
-    """Makes the folder that an option names and tries whether a file can be written there.
+def prepare_folder(folder: Path, names: Iterable[str], option: str = "--output") -> None:
+    """Makes the folder that an option names and tries whether these files can be written there.
 
     Raises:
         DemoError: it cannot.
@@ -70,6 +71,19 @@ def prepare_folder(folder: Path, option: str = "--output") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        for name in names:
+            check_target(name, folder / name)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes], option: str = "--output") -> None:
+    """Writes files into the folder that an option names; each appears whole or not at all.
+
+    Raises:
+        DemoError: one cannot be written.
+    """
+    with _writing(folder, option):
+        for name, content in files.items():
+            replace_file(folder / name, content, name)
 
 
 def save(
@@ -79,7 +93,7 @@ def save(
     histories: dict[str, History],
     guess: float,
 ) -> None:
-    """Writes the vectors, the vocabulary and the loss curve; each file appears whole or not at all.
+    """Writes the vectors, the vocabulary and the loss curve.
 
     Row ``i`` of the two tables in the vector file belongs to word ``i`` of the vocabulary.
 
@@ -88,40 +102,21 @@ def save(
     """
     tables = {str(table.name): np.asarray(table) for table in model.parameters}
     vocabulary = {"words": corpus.words, "counts": corpus.counts.tolist()}
-    with _writing(folder):
-        write_atomically(folder / VECTORS, to_safetensors(tables))
-        write_atomically(folder / VOCABULARY, json.dumps(vocabulary, ensure_ascii=False).encode())
-        write_atomically(folder / CURVE, loss_curve(histories, guess))
+    files = {
+        VECTORS: to_safetensors(tables),
+        VOCABULARY: json.dumps(vocabulary, ensure_ascii=False).encode(),
+        CURVE: loss_curve(histories, guess),
+    }
+    write_files(folder, files)
 
 
 @contextmanager
-def _writing(folder: Path, option: str = "--output") -> Iterator[None]:
+def _writing(folder: Path, option: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise DemoError(f"{option}: cannot write to {str(folder)!r}: {reason}") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """A temporary file beside ``path``, flushed to the disk, then renamed over it."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp allows the owner only
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # it can only be read by setting it
-    os.umask(mask)
-    return mask
 
 
 def loss_curve(histories: dict[str, History], guess: float) -> bytes:

@@ -24,7 +24,7 @@ from .click_model.clicks import ClickLog, table_sizes
 from .click_model.runs import Run, Settings, figures, report_of
 from .errors import DemoError, status_of
 from .options import Parser
-from .report import prepare_folder, write_atomically
+from .report import prepare_folder, write_files
 
 WHO = "sharded_recommender"
 FIGURES = f"{WHO}.json"
@@ -74,14 +74,14 @@ def _checked(args: Namespace) -> tuple[Settings, Run]:
     """Settings and run, when all that the options name is there and fits."""
     settings, local = recommender.settings_of(args), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     recommender.require_memory(settings, local / int(os.environ.get("WORLD_SIZE", 1)))
-    prepare_folder(Path(args.output))
+    prepare_folder(Path(args.output), [FIGURES])
     run = Run(WHO, "SparseAdam and Adam")
     if args.resume is not None:
         _resume(Path(args.resume), settings, run)
     if args.checkpoint is not None:
         if (Path(args.checkpoint) / RUN).exists():
             raise DemoError(f"--checkpoint: {args.checkpoint!r} has a checkpoint already")
-        prepare_folder(Path(args.checkpoint), "--checkpoint")
+        prepare_folder(Path(args.checkpoint), [RUN], "--checkpoint")
     return settings, run
 
 
@@ -128,9 +128,9 @@ def _run(args: Namespace, settings: Settings, run: Run) -> None:
               f"tables and states, {sum(taken) / 1e6:,.1f} MB")  # fmt: skip
         print(f"  loss       {run.losses[-1]:.4f} at the end, {run.losses[0]:.4f} untrained")
         found = figures(settings, machine, [run], best_auc, bytes_of_tables=taken)
-        write_atomically(Path(args.output) / FIGURES, found)
+        write_files(Path(args.output), {FIGURES: found})
         if args.checkpoint is not None:
-            write_atomically(Path(args.checkpoint) / RUN, found)
+            write_files(Path(args.checkpoint), {RUN: found}, "--checkpoint")
         print(f"\nfigures are in {args.output}{os.sep}")
 
 

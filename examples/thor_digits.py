@@ -24,7 +24,7 @@ from .. import nn
 from .digits_nets import Classifier, FloatArray, IntArray, convnet, mlp
 from .errors import DemoError, status_of
 from .options import integer
-from .report import prepare_folder, write_atomically
+from .report import prepare_folder, write_files
 
 BATCH = 512
 TARGET = 1e-3
@@ -164,7 +164,7 @@ def _run(args: argparse.Namespace) -> None:
             ) from error
     digits = read_digits()
     folder = Path(args.output)
-    prepare_folder(folder)
+    prepare_folder(folder, [CURVES, FIGURES])
     print(f"{len(digits.labels)} images, batches of {BATCH}, steps to a loss of {TARGET:g}")
     grid = f"learning rates {LEARNING_RATES}, momenta {MOMENTA}"
     print(f"grid of Momentum: {grid}")
@@ -174,12 +174,12 @@ def _run(args: argparse.Namespace) -> None:
         thor = thor_run(NETS[name], digits, args.seed, TARGET, MOST_STEPS)
         runs[name] = (momentum, thor)
         print_runs(name, momentum, thor)
-    write_atomically(folder / CURVES, curves(runs))
     figures = {
         name: {run.label: {"steps": run.steps, "losses": run.losses} for run in pair}
         for name, pair in runs.items()
     }
-    write_atomically(folder / FIGURES, json.dumps(figures, indent=1).encode())
+    found = {CURVES: curves(runs), FIGURES: json.dumps(figures, indent=1).encode()}
+    write_files(folder, found)
     print(f"\ncurves and figures are in {folder / CURVES} and {folder / FIGURES}")
 
 

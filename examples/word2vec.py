@@ -24,7 +24,15 @@ from .. import get_num_threads, set_num_threads
 from .corpus import Corpus, read_standard_library, read_text
 from .errors import DemoError, status_of
 from .options import integer, positive
-from .report import choose_queries, nearest_neighbours, prepare_folder, save
+from .report import (
+    CURVE,
+    VECTORS,
+    VOCABULARY,
+    choose_queries,
+    nearest_neighbours,
+    prepare_folder,
+    save,
+)
 from .training import DENSE_STEPS, MAX_EPOCHS, OPTIMIZERS, TORCH, History, Settings, Trainer
 
 MIN_COUNT = 2
@@ -95,7 +103,7 @@ def _run(args: argparse.Namespace) -> None:
     settings = settings_of(args)
     corpus = read_corpus(args.text)
     folder = Path(args.output)
-    prepare_folder(folder)
+    prepare_folder(folder, [VECTORS, VOCABULARY, CURVE])
     trainer = Trainer(corpus, settings)
     print_plan(corpus, trainer, settings)
     histories = {TITLES[settings.optimizer]: _train(trainer)}

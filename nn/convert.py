@@ -67,7 +67,7 @@ def converted(source: Path, target: Path, updates: int | None = None) -> str:
         counts, num_update = dict.fromkeys(states, updates), updates
     elif updates is not None:
         raise ValueError(f"{source} has counts of updates: --updates has no use")
-    replace_file(target, serialization.dumped(states, counts, num_update))
+    replace_file(target, serialization.dumped(states, counts, num_update), "target")
     return f"states of {len(states)} weights, {num_update} updates"
 
 

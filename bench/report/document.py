@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -15,6 +15,8 @@ from typing import Any
 import jsonschema
 
 from ... import threading_layer
+from ...kernels.files import check_target
+from ...nn.base.checkpoint import replace_file
 from .. import machine
 from ..errors import BenchError
 from ..peer import Peers
@@ -115,13 +117,10 @@ def check_writable(path: Path, option: str = "--json") -> None:
     Raises:
         BenchError: it cannot.
     """
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "is a folder")
+    with _writing(path, option):
+        check_target(option, path)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-    except OSError as error:
-        raise BenchError(f"{option}: cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
@@ -130,9 +129,14 @@ def write(path: Path, document: dict[str, Any]) -> None:
     Raises:
         BenchError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with _writing(path, "--json"):
+        replace_file(path, f"{json.dumps(document, indent=1)}\n".encode(), "--json")
+
+
+@contextmanager
+def _writing(path: Path, option: str) -> Iterator[None]:
     try:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        yield
     except OSError as error:
-        raise BenchError(f"--json: cannot write {str(path)!r}: {error.strerror}") from error
+        of_system = f"{option}: cannot write {str(path)!r}: {error.strerror}"
+        raise BenchError(of_system if error.strerror else str(error)) from error

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from ...kernels.files import check_target
 from ...kernels.storage import STORAGES
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
@@ -37,6 +38,7 @@ CODES = {
 """The names of safetensors by those of NumPy."""
 _LOADED = (*CODES.values(), "C64")  # others are of 4 to 8 bits, which NumPy does not have
 _SAVE = "save_checkpoint"
+_PATH = f"{_SAVE}: path"
 _RESERVED = "__metadata__"  # no name of an array in safetensors
 
 
@@ -64,7 +66,7 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
             integers of 8 to 64 bits, float16, bfloat16, float32 and float64.
         ValueError: a parameter has no name, two have one, or a name is ``__metadata__``, which
             safetensors keeps for itself.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or ``path`` is a folder, a pipe, a socket or a device.
 
     >>> import numpy as np, tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "state.safetensors")
@@ -72,20 +74,26 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     >>> load_checkpoint(path)["a"].tolist()
     [0.0, 1.0, 2.0]
     """
+    # By the name as it was given: what /dev/stdout leads to may have no name of its own.
+    check_target(_PATH, path)
     named = _named(save_obj)
     for name, array in named:
         check_savable(_SAVE, name, array)
     arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in named}
     target = Path(os.path.realpath(path))
-    replace_file(target, save(arrays, metadata={"format": "fusestep"}))
+    replace_file(target, save(arrays, metadata={"format": "fusestep"}), _PATH)
 
 
-def replace_file(target: Path, content: bytes) -> None:
-    """Write a file atomically, as `save_checkpoint` says; in the place of a symbolic link."""
+def replace_file(target: Path, content: bytes, what: str) -> None:
+    """Write a file atomically, as `save_checkpoint` says; in the place of a symbolic link.
+
+    What is there and no regular file is refused; ``what`` says in the message what the path is.
+    """
+    old = check_target(what, target)
     # The content has to be on the disk before the name points to it, and then the folder with the
     # name: after a crash of the machine a file that was only renamed can be empty.
     _remove_abandoned(target)
-    with _temporary(target) as file:
+    with _temporary(target, old) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -108,12 +116,8 @@ def _prefix(target: Path) -> str:
 
 
 @contextmanager
-def _temporary(target: Path) -> Iterator[BinaryIO]:
+def _temporary(target: Path, old: os.stat_result | None) -> Iterator[BinaryIO]:
     """A new file beside ``target`` that takes its place in the end; after an error it is gone."""
-    try:
-        old = os.stat(target)
-    except FileNotFoundError:
-        old = None
     # A file that replaces another is its owner's alone until it has the permissions of that one:
     # nobody may open it who could not open the old one.
     with _locked(target, 0o666 if old is None else old.st_mode & 0o600) as file:

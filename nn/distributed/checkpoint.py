@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from ...kernels.files import check_target
 from ...ops.runtime.errors import reject
 from ..base.arguments import check_kind
 from ..base.checkpoint import check_savable, replace_file
@@ -33,6 +34,7 @@ from .shard import RowShard
 from .states import ShardedStates
 
 _UNFINISHED = ".unfinished-"
+_OF_INDEX = f"save_checkpoint: {INDEX}"
 
 
 class _Array(NamedTuple):
@@ -156,6 +158,7 @@ def _make_folder(where: str, path: Path, comm: Communicator, token: str) -> None
 def _make_probe(path: Path, probe: Path, rank: int) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if rank == 0:
+        check_target(_OF_INDEX, path / INDEX)
         probe.mkdir()
 
 
@@ -184,7 +187,7 @@ def _write_index(path: Path, token: str, size: int, arrays: dict[str, Any]) -> N
     """Write the index, with which the checkpoint is the new one, and remove the parts of others."""
     index, names = path / INDEX, part_names(token, size)
     try:
-        replace_file(index, index_of(path, token, size, arrays))
+        replace_file(index, index_of(path, token, size, arrays), _OF_INDEX)
     except Exception:
         with suppress(OSError):
             is_new = index.is_file() and token.encode() in index.read_bytes()

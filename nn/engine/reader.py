@@ -94,15 +94,16 @@ class GradientReader:
 
     def forget(self) -> None:
         """Drop all layouts: an address has changed."""
-        self._layouts: dict[tuple[Kind | None, ...], Layout] = {}
-        self._last: Layout | None = None
+        # A new dict: what a thread finds that has read before goes to the one of before. Under None
+        # is the last one, if `read_like_last` can take it.
+        self._layouts: dict[tuple[Kind | None, ...] | None, Layout] = {}
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients of a step if all are of the same kinds as in the step before, else None.
 
         The headers of all their arrays are read in one compiled call.
         """
-        last = self._last
+        last = self._layouts.get(None)
         if last is None or last.expected is None:
             return None
         arrays = self._arrays_like(last, gradients) if last.row_arrays else gradients
@@ -161,16 +162,17 @@ class GradientReader:
             ValueError: a shape does not fit, a gradient is row-sparse where none is taken, it
                 shares memory with a parameter or state, or one of those cannot be updated.
         """
+        layouts = self._layouts
         read, kinds = self._read_each(gradients, added)
         self._check_variables(kinds)
-        layout = self._layout(tuple(kinds))
+        layout = self._layout(layouts, tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
         addresses = [address_of(g) for g in dense]
         # A gradient in the memory of a parameter or a state would change while the step reads it.
         self._check_unshared(layout, addresses, rows)
-        # `read_like_last` takes the arrays as they are, and cannot centralize them.
-        self._last = None if self._centralized else layout
+        if not self._centralized:  # `read_like_last` takes the arrays as they are
+            layouts[None] = layout
         return Gradients(layout, np.array(addresses, np.int64), rows, read)
 
     def check_indices(self, given: Gradients) -> None:
@@ -230,14 +232,16 @@ class GradientReader:
                     wrong = "has another shape than at construction"
                     reject(ValueError, self._where, name, wrong, shape, array.shape)
 
-    def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
-        layout = self._layouts.get(kinds)
+    def _layout(
+        self, layouts: dict[tuple[Kind | None, ...] | None, Layout], kinds: tuple[Kind | None, ...]
+    ) -> Layout:
+        layout = layouts.get(kinds)
         if layout is not None and not layout.is_in_place:
-            self.forget()
+            layouts.clear()
             layout = None
         if layout is None:
-            if len(self._layouts) >= _KEPT_LAYOUTS:
-                self._layouts.clear()
+            if len(layouts) >= _KEPT_LAYOUTS:
+                layouts.clear()
             tensors = [
                 (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]
@@ -246,7 +250,7 @@ class GradientReader:
                     label, is_state = f"parameter {p.name!r} or its state", array is not p.array
                     check.variable(self._where, label, array, may_count=is_state)
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
-            layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
+            layout = layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout
 
     @quiet

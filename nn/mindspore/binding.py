@@ -60,8 +60,10 @@ def host_array(tensor: Any) -> np.ndarray:
 
 def check_memory(where: str, name: str, tensor: Any) -> None:
     """Refuse a tensor whose storage was made smaller: its address is that of freed memory."""
-    n_bytes = tensor.untyped_storage().size()
-    if n_bytes < tensor.nbytes:
+    storage = tensor.untyped_storage()
+    n_bytes = storage.size()
+    # After `set_dtype` and `set_` it may still be the one of before, which says nothing.
+    if storage.data_ptr() == tensor.data_ptr() and n_bytes < tensor.nbytes:
         expected, got = f"{tensor.nbytes} bytes", f"{n_bytes} bytes"
         reject(ValueError, where, name, "has memory that was freed", expected, got)
 
@@ -84,16 +86,13 @@ def shared_array(where: str, tensor: Any) -> np.ndarray:
     return array
 
 
-def places_of(tensors: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-    """Where tensors lie, and what decides how the memory of ``weights`` is read.
+def places_of(tensors: Sequence[Any]) -> list[Any]:
+    """Where tensors lie, and what decides how their memory is read.
 
-    Another dtype is always at another place.
+    Another dtype is always at another place. It is the tensor that is asked: its storage may be
+    the one of before.
     """
-    places: list[Any] = [
-        ((storage := tensor.untyped_storage()).data_ptr(), storage.size(), tensor.is_contiguous())
-        for tensor in tensors
-    ]
-    return places + [weight.shape for weight in weights]
+    return [(t.data_ptr(), t.untyped_storage().size(), t.is_contiguous(), t.shape) for t in tensors]
 
 
 class TensorReader(GradientReader):
@@ -103,14 +102,13 @@ class TensorReader(GradientReader):
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """As `GradientReader.read_like_last`."""
-        last = self._last
-        if last is None or self._seen is None or self._seen != _kinds(gradients):
+        last, found = self._layouts.get(None), _looked_at(gradients)
+        if last is None or found is None or self._seen != found[0]:
             return None
-        # A tensor is computed when it tells where it lies.
-        addresses = [g.data_ptr() for g in gradients]
+        _, addresses, storages = found
         if last.shares_memory(zip(addresses, last.dense_bytes, strict=True)):
             return None  # `read` says it
-        return Gradients(last, np.array(addresses, np.int64), [], gradients)
+        return Gradients(last, np.array(addresses, np.int64), [], storages)
 
     def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
         """As `GradientReader.read`."""
@@ -121,20 +119,34 @@ class TensorReader(GradientReader):
                     wrong = "has a wrong shape"
                     reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
                 check_memory(self._where, name, g)
+        found = _looked_at(gradients)
         arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
         given = super().read_like_last(arrays) or super().read(arrays, added)
-        self._seen = _kinds(gradients)
+        # Unless another thread has given a tensor other memory meanwhile.
+        is_seen = found is not None and found[1] == list(map(address_of, arrays))
+        self._seen = found[0] if found is not None and is_seen else None
         return given
 
 
-def _kinds(gradients: Iterable[Any]) -> list[Any] | None:
-    """What decides how dense gradients are read; None: they are not all plain tensors."""
-    kinds = []
+def _looked_at(gradients: Iterable[Any]) -> tuple[list[Any], list[int], list[Any]] | None:
+    """What decides how dense gradients are read, their addresses, and what holds their memory.
+
+    None: they are not all plain tensors that lie in their storages. These hold the memory when
+    another thread gives a tensor another one, as `assign_value` does.
+    """
+    kinds, addresses, storages = [], [], []
     for g in gradients:
         if type(g) is not Tensor or not g.is_contiguous():
             return None
-        kinds.append((g.untyped_storage().size(), g.shape, g.dtype))
-    return kinds
+        # A tensor is computed when it tells where it lies.
+        address, storage = g.data_ptr(), g.untyped_storage()
+        begin, n_bytes = storage.data_ptr(), storage.size()
+        if not begin <= address <= begin + n_bytes - g.nbytes:
+            return None
+        kinds.append((n_bytes, g.shape, g.dtype))
+        addresses.append(address)
+        storages.append(storage)
+    return kinds, addresses, storages
 
 
 class Binding:
@@ -215,7 +227,7 @@ class Binding:
         """
         # To tell where a tensor lies MindSpore waits only when it is first asked.
         synchronize()
-        places = places_of(self._tensors, self._weights)
+        places = places_of(self._tensors)
         if places == self._places:
             return
         arrays = [shared_array(self.where, tensor) for tensor in self._tensors]

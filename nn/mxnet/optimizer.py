@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from .arguments import LISTS, arguments_of, as_lists
 from .master import as_float32, master_arguments, round_to
 
 _BASE_RATE = 0.01
+_DECAYING = ("_weight", "_gamma")  # how names end that decay in 1.9
 _HALVES = STORAGES.keys() - REALS.keys()
 
 
@@ -328,6 +330,9 @@ class Optimizer(CheckedAttributes):
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
         """Set the factors of the learning rate by index or name; all others become 1.
 
+        A name that no weight has is a `ValueError` in the next update by an `Updater`. (Before it
+        ``idx2name`` can be assigned to. Where a str is an index there is none: it may come later.)
+
         Raises:
             TypeError, ValueError: a factor is no number of at least 0.
         """
@@ -335,14 +340,41 @@ class Optimizer(CheckedAttributes):
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
         """Set the factors of the weight decay by index or name; all others become 1 (with
-        ``compat="1.9"`` some become 0, see the class).
+        ``compat="1.9"`` some become 0, see the class). Unknown names as in `set_lr_mult`.
 
         Raises:
             TypeError, ValueError: a factor is no number of at least 0.
         """
         given = arguments.multipliers(self._name, "wd_mult", args_wd_mult)
-        exempt = (n for n in self.idx2name.values() if not n.endswith(("_weight", "_gamma")))
+        exempt = (n for n in self.idx2name.values() if not n.endswith(_DECAYING))
         self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
+
+    def check_factors(self, indices: Sequence[Any]) -> None:
+        """Refuse factors for names that no weight has, which would do nothing.
+
+        An `Updater` calls this before an update of ``indices``. Not earlier: ``idx2name`` and
+        ``param_dict`` can be assigned to. Where a str is an index, any other one may be an index
+        that comes later.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if any(isinstance(index, str) for index in (*indices, *self._index_update_count)):
+            return
+        for table in ("lr_mult", "wd_mult"):
+            for name, factor in getattr(self, table).items():
+                if not isinstance(name, str) or name in self.idx2name or name in self.param_dict:
+                    continue
+                # In 1.9 such a name has the factor 0 anyway: the table may be of other names.
+                is_exempt = table == "wd_mult" and self.compat == "1.9" and factor == 0.0
+                if (is_exempt and not name.endswith(_DECAYING)) or name in self.idx2name.values():
+                    continue
+                known = list(map(str, self.idx2name.values()))
+                near = difflib.get_close_matches(name, known, n=1)
+                fix = f"; did you mean {near[0]!r}?" if near else ""
+                expected = "an index, or a name in param_idx2name"
+                wrong = "is a factor for no weight"
+                reject(ValueError, self._name, f"{table}[{name!r}]", wrong, expected, name, fix)
 
     def _factor(self, index: Any, name: str) -> float:
         """The factor of ``param_dict``, else that of the index, else that of its name, else 1."""

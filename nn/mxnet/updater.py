@@ -13,6 +13,8 @@ from . import serialization
 from .arguments import LISTS, as_lists
 from .optimizer import Optimizer
 
+_NONE: Any = object()  # a state may be None
+
 
 class Updater:
     """Calls an optimizer with the states that belong to the indices.
@@ -63,6 +65,9 @@ class Updater:
         """
         index = [_decoded(i) for i in index] if isinstance(index, LISTS) else _decoded(index)
         indices, weights, grads, _ = as_lists("Updater", index, weight, grad, index)
+        optimizer = self.optimizer
+        if optimizer.lr_mult or optimizer.wd_mult:
+            optimizer.check_factors(indices)
         # A state made for no gradient would keep an old copy of its weight.
         given = [k for k, gradient in enumerate(grads) if gradient is not None]
         takes_all = given and self.optimizer.aggregate_num >= len(given)
@@ -74,20 +79,22 @@ class Updater:
 
     def _update(self, indices: list[Any], weights: list[Any], grads: list[Any]) -> None:
         """One call of the optimizer. If it fails, the states are as before."""
+        kept = self.states  # those of this update, though another thread drop or replace some
+        own = {i: kept.get(i, _NONE) for i in indices}
         made = {
-            i: self._state(i, w)
+            i: self._state(i, w, own[i])
             for i, w in zip(indices, weights, strict=True)
-            if i not in self.states or i in self._were_read
+            if own[i] is _NONE or i in self._were_read
         }
-        before = made and {i: self.states[i] for i in made if i in self.states}  # those were read
+        before = made and {i: own[i] for i in made if own[i] is not _NONE}  # those were read
         count_of = self.optimizer._index_update_count.get
         counts = list(map(count_of, made))
         try:
             if made:
-                self.states.update(made)
+                own.update(made)
+                kept.update(made)
                 self._were_read.difference_update(made)
-            states = list(map(self.states.__getitem__, indices))
-            call: list[Any] = [indices, weights, grads, states]
+            call: list[Any] = [indices, weights, grads, list(map(own.__getitem__, indices))]
             # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
             if self.optimizer.aggregate_num == 0 and self.optimizer.compat == "1.9":
                 call = [values[0] for values in call]
@@ -96,15 +103,15 @@ class Updater:
             # But for what has happened: an interrupt can come when it is done.
             if list(map(count_of, made)) == counts:
                 for i in made.keys() - before.keys():
-                    self.states.pop(i, None)
-                self.states.update(before)
+                    kept.pop(i, None)
+                kept.update(before)
                 self._were_read.update(before)
             raise
 
-    def _state(self, index: Any, weight: Any) -> Any:
+    def _state(self, index: Any, weight: Any, known: Any) -> Any:
         """The state of an index: a new one, or one that was read, where the weight lives."""
-        if index in self._were_read:
-            return serialization.moved(self.states[index], weight)
+        if known is not _NONE:
+            return serialization.moved(known, weight)
         return self.optimizer.create_state_multi_precision(index, weight)
 
     def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
+from ...kernels.rules.torch.adam import share_of
 from ...kernels.state import State
 from .engine.options import arguments
 from .engine.part import Choice, Group, Method
@@ -98,7 +99,8 @@ class Adafactor(Fused, torch.optim.Adafactor):
             epsilon = torch.finfo(dtype).eps
         largest = 1.0 / epsilon if epsilon else np.inf
         moments = 1.0 - fading, fading, 0.0, 0.0, epsilon, largest, 0.0, 1.0
-        return (*moments, min(lr, step**-0.5), lr * group["weight_decay"], 1.0)
+        return (*moments, min(lr, step**-0.5), lr * group["weight_decay"], 1.0, 0.0,
+                share_of(fading))  # fmt: skip
 
     def constants(self, group: Group) -> dict[str, float]:
         """See `FusedOptimizer`."""

@@ -14,6 +14,7 @@ from ...kernels.rules import adagrad as plain_rules
 from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
+from ...kernels.rules.torch.adam import share_of
 from .engine.options import KERAS, Sparse, arguments, not_negative, with_defaults
 from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
@@ -33,7 +34,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
         lr: learning rate, at least 0; a number or a tensor of one element.
         lr_decay: at least 0; see the formula.
         weight_decay: at least 0; see the formula.
-        initial_accumulator_value: at least 0: what ``A`` begins with.
+        initial_accumulator_value: at least 0: what ``A`` begins with, in all groups.
         eps: at least 0.
         foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
             skipping to the step.
@@ -76,9 +77,10 @@ class Adagrad(Fused, torch.optim.Adagrad):
         """See `FusedOptimizer`."""
         return Method(rules.TORCH_ADAGRAD, touches=not group["weight_decay"])
 
-    def initial(self, role: str, group: Group) -> float:
+    def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        return float(group["initial_accumulator_value"]) if role == "sum" else 0.0
+        # Not of the group: PyTorch's class takes the one of the constructor, of later groups too.
+        return float(self.defaults["initial_accumulator_value"])
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
@@ -216,7 +218,8 @@ class RMSprop(Fused, torch.optim.RMSprop):
         """See `FusedOptimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
         scalars = group["lr"], alpha, 1.0 - alpha, group["eps"]
-        return (*scalars, momentum) if momentum > 0 else scalars
+        scalars += (momentum,) if momentum > 0 else ()
+        return (*scalars, share_of(1.0 - alpha), 0.0) if group["centered"] else scalars
 
 
 _FTRL_OPTIONS = ("l1", "l2", "lr_power", "beta", "l2_shrinkage")

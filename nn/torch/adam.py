@@ -13,8 +13,13 @@ from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from ...ops.runtime.bags.tensor import BagTensor
 from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
-from .engine.part import Choice, Group, Method, moments_of, number, shrink_of
+from .engine.part import Choice, Group, Method, number, shrink_of
 from .optimizer import Fused
+
+
+def moments_of(beta1: float, beta2: float) -> Numbers:
+    """The scalars of Adam's two moments."""
+    return rules.share_of(1.0 - beta1), 0.0, beta2, 1.0 - beta2
 
 
 class Adam(Fused, torch.optim.Adam):
@@ -219,7 +224,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
         size = group["lr"] * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
-        return (*moments_of(beta1, beta2), size, 1.0, group["eps"], 1.0)
+        return 1.0 - beta1, 0.0, beta2, 1.0 - beta2, size, 1.0, group["eps"], 1.0
 
     def _new_step(self) -> Any:
         # Not a tensor as in the other classes, but an int, as PyTorch's class has it.

@@ -13,8 +13,9 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
 from ...kernels.rules.torch import adam as rules
+from .adam import moments_of
 from .engine.options import Sparse, arguments, betas_in_range, not_negative, with_defaults
-from .engine.part import Group, Method, moments_of, number, shrink_of
+from .engine.part import Group, Method, number, shrink_of
 from .optimizer import Fused
 
 
@@ -174,7 +175,7 @@ class RAdam(Fused, torch.optim.RAdam):
             rectification = (length - 4.0) * (length - 2.0) * longest
             rectification /= (longest - 4.0) * (longest - 2.0) * length
             size *= math.sqrt(correction) * math.sqrt(rectification)
-        return (*moments_of(beta1, beta2), size, group["eps"], shrink, float(adapts), 0.0, 1.0)
+        return (*moments_of(beta1, beta2), size, group["eps"], shrink, float(adapts), 1.0)
 
 
 class Adamax(Fused, torch.optim.Adamax):
@@ -234,7 +235,8 @@ class Adamax(Fused, torch.optim.Adamax):
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
-        return 1.0 - beta1, beta2, group["lr"] / (1.0 - beta1**step), group["eps"]
+        scalars = group["lr"] / (1.0 - beta1**step), group["eps"]
+        return (rules.share_of(1.0 - beta1), 0.0, beta2, *scalars)
 
 
 class Lion(Fused, torch.optim.Optimizer):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
-from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
+from ...kernels.rules.torch.rprop import TORCH_RPROP
 from .engine.options import Sparse, arguments
 from .engine.part import Group, Method, number
 from .optimizer import Fused
@@ -206,7 +206,7 @@ class Rprop(Fused, torch.optim.Rprop):
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        return Method(rprop_rules.RPROP, couples=False)
+        return Method(TORCH_RPROP, couples=False)
 
     def initial(self, role: str, group: Group) -> float:
         """See `FusedOptimizer`."""
@@ -214,4 +214,4 @@ class Rprop(Fused, torch.optim.Rprop):
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `FusedOptimizer`."""
-        return (group["lr"], *group["etas"], *group["step_sizes"], 0.0, 1.0)
+        return (*group["etas"], *group["step_sizes"], 0.0, 1.0)

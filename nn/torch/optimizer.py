@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -32,7 +32,14 @@ from ..engine.host import completed, step_together
 from ..engine.on_device import launch_updates
 from .engine.binding import Binding, check_parameter, finish, has_finite, on_device
 from .engine.memory import DTYPES
-from .engine.options import OWN, Sparse, check_group, check_own, check_rows
+from .engine.options import (
+    OWN,
+    Sparse,
+    as_before_after_errors,
+    check_group,
+    check_own,
+    check_rows,
+)  # fmt: skip
 from .engine.part import Before, Choice, Given, Group, GroupOptions, Method, Part, number
 from .engine.record import Entry
 from .engine.state import (
@@ -105,12 +112,14 @@ class Fused(_Base):
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
         self.skipped_steps = 0
-        super().__init__(params, *args, **kwargs)
-        self.defaults.update(own)
-        for group in self.param_groups:
-            self._complete(group)
-            for parameter in group["params"]:  # of classes that make states at once
-                cast_states(self.state.get(parameter, {}), parameter, group["state_dtype"])
+        params = list(params) if isinstance(params, Iterator) else params
+        with as_before_after_errors(() if isinstance(params, Tensor) else params):
+            super().__init__(params, *args, **kwargs)
+            self.defaults.update(own)
+            for group in self.param_groups:
+                self._complete(group)
+                for parameter in group["params"]:  # of classes that make states at once
+                    cast_states(self.state.get(parameter, {}), parameter, group["state_dtype"])
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -174,15 +183,18 @@ class Fused(_Base):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``."""
-        super().add_param_group(param_group)
         self._bindings = {}
         if "sparse" not in self.defaults:
-            return  # the constructor goes on to it
-        try:
-            self._complete(self.param_groups[-1])
-        except BaseException:
-            self.param_groups.pop()
-            raise
+            super().add_param_group(param_group)  # the constructor completes it
+            return
+        n_groups = len(self.param_groups)
+        with as_before_after_errors([param_group]):
+            try:
+                super().add_param_group(param_group)
+                self._complete(self.param_groups[-1])
+            except BaseException:
+                del self.param_groups[n_groups:]
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"skip_nonfinite": self.skip_nonfinite, "skipped_steps": self.skipped_steps}

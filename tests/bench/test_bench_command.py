@@ -217,8 +217,8 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--torch-python", "/nowhere/python"): "--torch-python: '/nowhere/python' is no Python inter",
     ("--mindspore-python", "/"): "--mindspore-python: '/' is no Python interpreter",
     ("--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file or dir",
-    ("--json", "/"): "--json: cannot write '/': is a folder",
-    ("--json", ""): "--json: cannot write '.': is a folder",
+    ("--json", "/"): "--json is a folder: expected a regular file or a name that is free, got '/'",
+    ("--json", ""): "--json is a folder: expected a regular file or a name that is free, got '.'",
     ("--plot", "x.gif"): "--plot: expected a file .png, .svg or .pdf, got 'x.gif'",
     ("--plot", "/nowhere/x.png"): "--plot: cannot write '/nowhere/x.png': No such file",
     ("--nonsense",): "unrecognized arguments: --nonsense",
@@ -236,6 +236,22 @@ def test_wrong_options_cost_one_line(
     """Before anything is measured."""
     monkeypatch.setattr(run, "run", lambda _: pytest.fail("measured"))
     assert text in refused_line(capsys, *given)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no named pipes of this kind")
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_pipe_in_the_place_of_results(
+    option: str, linked: bool, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(run, "run", lambda _: pytest.fail("measured"))
+    os.mkfifo(tmp_path / "x.svg")
+    if linked:
+        (tmp_path / "link.svg").symlink_to("x.svg")
+    path = tmp_path / ("link.svg" if linked else "x.svg")
+    expected = f"{option} is a named pipe: expected a regular file or a name that is free, got"
+    assert f"{expected} '{path}'" in refused_line(capsys, option, str(path))
 
 
 @pytest.mark.parametrize("missing", [("rich",), ("jsonschema", "psutil")])

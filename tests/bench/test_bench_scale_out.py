@@ -48,8 +48,16 @@ WRONG: dict[tuple[str, ...], str] = {
     ("2", "--seconds", "0"): "--seconds: expected a number above 0, got '0'",
     ("2", "--quick", "--seconds", "2"): "--quick: is --seconds of its own, give one of the two",
     ("2", "--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file",
-    ("2", "--json", "/"): "--json: cannot write '/': is a folder",
-    ("2", "--json", ""): "--json: cannot write '.': is a folder",
+    (
+        "2",
+        "--json",
+        "/",
+    ): "--json is a folder: expected a regular file or a name that is free",
+    (
+        "2",
+        "--json",
+        "",
+    ): "--json is a folder: expected a regular file or a name that is free",
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -17,11 +19,13 @@ import numpy as np
 import pytest
 
 from fusestep import nn
+from fusestep.nn.convert import converted
 
 from adam_family import parameters
 from helpers import STORAGE_DTYPES, assert_same_bits
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")
+MXNET_STATES = Path(__file__).parents[1] / "recorded/data/mxnet_states/adam.states"
 NUMBER = "bool, an integer, float16, bfloat16, float32 or float64"
 
 
@@ -216,6 +220,64 @@ def test_link_is_written_through(exists: bool, tmp_path: Any) -> None:
     assert not target.is_symlink()
     assert_same_bits(nn.load_checkpoint(target)["a"], ones()["a"])
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["far", "link", "x"]
+
+
+def place_node(kind: str, path: Path) -> None:
+    """Put something that is no regular file at a path."""
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(os.path.relpath(path))  # a name of a socket may have 107 characters
+    else:
+        try:
+            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        except OSError:
+            pytest.skip("only root makes devices")
+
+
+NODES = "a folder", "a named pipe", "a socket", "a device"
+
+
+@POSIX
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("writer", ["save_checkpoint", "target"])
+@pytest.mark.parametrize("kind", NODES)
+def test_what_is_no_regular_file_stays(
+    kind: str, writer: str, linked: bool, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place_node(kind, tmp_path / "node")
+    path, before = tmp_path / "node", os.lstat(tmp_path / "node")
+    if linked:
+        (path := tmp_path / "link").symlink_to("node")
+    if writer == "target":  # of a conversion
+        with pytest.raises(OSError, match=f"^target is {kind}: expected a regular file") as found:
+            converted(MXNET_STATES, path, 1)
+    else:
+        with pytest.raises(OSError, match=f"^save_checkpoint: path is {kind}: expected") as found:
+            nn.save_checkpoint(ones(), path)
+    assert str(found.value).endswith(f"got {os.fspath(path)!r}")
+    after = os.lstat(tmp_path / "node")
+    assert (after.st_mode, after.st_ino, after.st_mtime) == (
+        before.st_mode, before.st_ino, before.st_mtime
+    )  # fmt: skip
+    assert sorted(os.listdir()) == ["link"] * linked + ["node"]
+    assert path.is_symlink() == linked
+
+
+@POSIX
+def test_pipe_that_has_no_name() -> None:
+    """As /dev/stdout leads to one where a shell has made a pipe."""
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(OSError, match=r"^save_checkpoint: path is a named pipe: "):
+            nn.save_checkpoint(ones(), f"/dev/fd/{writing}")
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_name_as_long_as_they_may_be(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -435,18 +436,16 @@ def test_output_that_cannot_be_written(
     assert_one_line(run(text, occupied / "below"), capsys, "--output: cannot write")
 
 
-def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "file"
-    target.write_bytes(b"old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        report.write_atomically(target, b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert target.read_bytes() == b"old"
+@pytest.mark.skipif(os.name == "nt", reason="no named pipes of this kind")
+@pytest.mark.parametrize("name", [report.VECTORS, report.VOCABULARY, report.CURVE])
+def test_pipe_in_the_place_of_a_result(
+    name: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(word2vec, "Trainer", None)  # it must not come to the training
+    os.mkfifo(tmp_path / name)
+    assert_one_line(run(text, tmp_path), capsys, f"{name} is a named pipe: expected a regular file")
+    assert [path.name for path in tmp_path.iterdir() if path != text] == [name]
 
 
 @pytest.mark.parametrize("library", ["tqdm", "matplotlib"])

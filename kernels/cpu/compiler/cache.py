@@ -30,6 +30,7 @@ import numba
 import numpy as np
 from llvmlite import binding as llvm
 
+from ...files import check_target
 from ...private import Dispatcher, get_host_cpu_features
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -243,18 +244,19 @@ class _Folder(NamedTuple):
         """A descriptor of a file itself, not of what a link points to; waits for no writer."""
         for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
             flags |= getattr(os, flag, 0)
-        return os.open(self._named(name), flags, 0o600, dir_fd=self.handle)
+        return os.open(self.named(name), flags, 0o600, dir_fd=self.handle)
 
     def rename(self, old: str, new: str) -> None:
         """Let ``new`` be the file that is ``old``."""
-        names = self._named(old), self._named(new)
+        names = self.named(old), self.named(new)
         os.replace(*names, src_dir_fd=self.handle, dst_dir_fd=self.handle)
 
     def remove(self, name: str) -> None:
         """Remove a file itself, not what a link points to."""
-        os.unlink(self._named(name), dir_fd=self.handle)
+        os.unlink(self.named(name), dir_fd=self.handle)
 
-    def _named(self, name: str) -> str:
+    def named(self, name: str) -> str:
+        """What the functions of `os` take beside ``handle``."""
         return str(self.path / name) if self.handle is None else name
 
 
@@ -340,6 +342,7 @@ def _header(key: str, payload: bytes) -> bytes:
 
 
 def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
+    check_target("an entry of the cache", folder.named(name), folder.handle)
     temporary = f".new-{secrets.token_hex(8)}"
     # A new file under a name that nobody can guess, then renamed: readers see the old entry or the
     # new one, and one that others may have written is replaced, not written into.

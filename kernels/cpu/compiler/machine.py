@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numba
 from llvmlite import binding as llvm
 
+from ...files import check_target
 from ...private import RUNTIME_HELPERS, register_helpers
 from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
@@ -247,4 +248,5 @@ def write_portable(
         builder.getModulePassManager().run(module, builder)
         if numba.__version__ in identity or _PORTABLE_CALLS.issuperset(_called_by(module)):
             name = _name(identity)
+            check_target("portable code", folder / name)
             (folder / name).write_bytes(sealed(name, module.as_bitcode()))

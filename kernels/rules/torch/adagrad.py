@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from ...rule import Rule, product, rule_helper
+from .adam import lerp
 
 
 def adagrad(w: Any, g: Any, total: Any, hp: Any) -> Any:
@@ -50,13 +51,13 @@ def rmsprop_momentum(w: Any, g: Any, v: Any, buffer: Any, hp: Any) -> Any:
 
 def rmsprop_centered(w: Any, g: Any, v: Any, a: Any, hp: Any) -> Any:
     """Centered RMSprop."""
-    v, a = mean_square(g, v, hp), a + hp.one_minus_alpha * (g - a)
+    v, a = mean_square(g, v, hp), lerp(a, g, hp.share, hp.zero)
     return w - hp.lr * g / deviation(v, a, hp), v, a
 
 
 def rmsprop_centered_momentum(w: Any, g: Any, v: Any, buffer: Any, a: Any, hp: Any) -> Any:
     """Centered RMSprop with momentum."""
-    v, a = mean_square(g, v, hp), a + hp.one_minus_alpha * (g - a)
+    v, a = mean_square(g, v, hp), lerp(a, g, hp.share, hp.zero)
     buffer = hp.momentum * buffer + g / deviation(v, a, hp)
     return w - hp.lr * buffer, v, buffer, a
 
@@ -67,7 +68,7 @@ _SQUARE, _BUFFER, _MEAN = "square_avg", "momentum_buffer", "grad_avg"
 TORCH_ADAGRAD = Rule(adagrad, ("sum",), ("lr", "epsilon"))
 TORCH_RMSPROP = Rule(rmsprop, (_SQUARE,), _HP)
 TORCH_RMSPROP_MOMENTUM = Rule(rmsprop_momentum, (_SQUARE, _BUFFER), _MOMENTUM_HP)
-TORCH_RMSPROP_CENTERED = Rule(rmsprop_centered, (_SQUARE, _MEAN), _HP)
+TORCH_RMSPROP_CENTERED = Rule(rmsprop_centered, (_SQUARE, _MEAN), (*_HP, "share", "zero"))
 TORCH_RMSPROP_CENTERED_MOMENTUM = Rule(
-    rmsprop_centered_momentum, (_SQUARE, _BUFFER, _MEAN), _MOMENTUM_HP
+    rmsprop_centered_momentum, (_SQUARE, _BUFFER, _MEAN), (*_MOMENTUM_HP, "share", "zero")
 )

@@ -3,7 +3,7 @@
 With a step size ``l`` that holds the correction of the first moment, and ``root`` that of the
 second, ``1 / sqrt(1 - beta2**t)``::
 
-    m <- m + (1 - beta1)*(g - m)
+    m <- m + (1 - beta1)*(g - m),   from beta1 = 0.5 downwards  g - beta1*(g - m)
     v <- beta2*v + ((1 - beta2)*g)*g
     w <- shrink*w - l * m / (sqrt(v)*root + epsilon)
 
@@ -20,9 +20,23 @@ from ...rule import Rule, product, rule_helper
 
 
 @rule_helper
+def lerp(x: Any, y: Any, share: Any, zero: Any) -> Any:
+    """What is between ``x`` and ``y``, from the nearer one on: ``share`` is that of `share_of`."""
+    return (x if share > zero else y) + share * (y - x)
+
+
+def share_of(weight: float) -> float:
+    """The way to the second of two numbers as a part of their distance, from the nearer one.
+
+    From the other one the weight 1 would not always lead to the second: ``x + (y - x)`` rounds.
+    """
+    return weight if weight < 0.5 else weight - 1.0
+
+
+@rule_helper
 def average(g: Any, m: Any, hp: Any) -> Any:
     """The first moment."""
-    return m + hp.one_minus_beta1 * (g - m)
+    return lerp(m, g, hp.share, hp.zero)
 
 
 @rule_helper
@@ -74,13 +88,13 @@ def adamax(w: Any, g: Any, m: Any, u: Any, hp: Any) -> Any:
 
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_MOMENTS_HP = ("one_minus_beta1", "beta2", "one_minus_beta2")
+_MOMENTS_HP = ("share", "zero", "beta2", "one_minus_beta2")
 _HP = (*_MOMENTS_HP, "step_size", "root", "epsilon", "shrink")
-_RADAM_HP = (*_MOMENTS_HP, "step_size", "epsilon", "shrink", "adapts", "zero", "one")
+_RADAM_HP = (*_MOMENTS_HP, "step_size", "epsilon", "shrink", "adapts", "one")
 TORCH_ADAM = Rule(adam, _STATES, _HP, decays=True)
 TORCH_AMSGRAD = Rule(adam_amsgrad, (*_STATES, "max_exp_avg_sq"), _HP, decays=True)
 TORCH_NADAM = Rule(nadam, _STATES, (*_HP, "gradient_size"), decays=True)
 TORCH_RADAM = Rule(radam, _STATES, _RADAM_HP, decays=True)
 TORCH_ADAMAX = Rule(
-    adamax, ("exp_avg", "exp_inf"), ("one_minus_beta1", "beta2", "step_size", "epsilon")
+    adamax, ("exp_avg", "exp_inf"), ("share", "zero", "beta2", "step_size", "epsilon")
 )

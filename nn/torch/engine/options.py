@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -28,11 +30,28 @@ def arguments(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(names: dict[str, Any]) -> dict[str, Any]:
-    """Likewise where PyTorch has no such class: what is not handed on is the defaults of groups."""
+    """The arguments of a class that PyTorch lacks; defaults of groups are what is not handed on."""
     own = "params", "skip_nonfinite", *OWN, *names["self"]._more_options
     given = arguments(names)
     handed_on = {name: given.pop(name) for name in own if name in given}
     return {**handed_on, "defaults": given}
+
+
+@contextmanager
+def as_before_after_errors(groups: Iterable[Any]) -> Iterator[None]:
+    """Give groups of the caller the options back that they had, if an error ends the block."""
+    before = []
+    for group in (g for g in groups if isinstance(g, dict)):
+        if isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])  # it tells them only once
+        before.append((group, dict(group)))
+    try:
+        yield
+    except BaseException:
+        for group, options in before:
+            group.clear()
+            group.update(options)
+        raise
 
 
 def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:

@@ -248,12 +248,28 @@ def test_an_index_that_cannot_be_written(
     assert len(list(path.iterdir())) == 3
 
 
-def test_a_folder_in_the_place_of_the_index(tmp_path: Path) -> None:
-    (tmp_path / "index.json").mkdir()
-    before = contents(tmp_path)
-    kind, text = refused(2, lambda job: job.save(tmp_path))
-    assert kind == "OSError" and "rank 0: " in text and "index.json" in text
-    assert contents(tmp_path) == before
+@pytest.mark.parametrize("kind", ["a folder", "a named pipe"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_no_file_in_the_place_of_the_index(
+    kind: str, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before any part is written."""
+    from fusestep.nn.distributed import checkpoint
+
+    monkeypatch.setattr(checkpoint, "_write_part", None)
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    index = path / "index.json"
+    node = tmp_path / "node" if linked else index
+    node.mkdir() if kind == "a folder" else os.mkfifo(node)
+    if linked:
+        index.symlink_to(node)
+    error, text = refused(2, lambda job: job.save(path))
+    assert "rank 0: " in text and f"index.json is {kind}: expected a regular file" in text
+    assert error in ("OSError", "IsADirectoryError")
+    assert os.listdir(path) == ["index.json"]
+    assert index.is_symlink() == linked
+    assert node.is_dir() if kind == "a folder" else node.is_fifo()
 
 
 # Links, and what is no file

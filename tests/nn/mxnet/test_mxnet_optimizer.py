@@ -220,6 +220,87 @@ def test_names_without_decay_are_of_19() -> None:
     assert [opt._get_wd(i) for i in range(5)] == [0.5, 0.0, 0.5, 0.5, 0.0]
 
 
+NAMES = {0: "fc1_weight", 1: "fc1_bias"}
+
+
+@pytest.mark.parametrize("aggregate_num", [1, 4])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("setter", ["set_lr_mult", "set_wd_mult"])
+@pytest.mark.parametrize(
+    ("key", "names", "hint"),
+    [
+        ("fc1_wieght", NAMES, "; did you mean 'fc1_weight'[?]"),
+        ("other", NAMES, ""),
+        ("fc1_weight", None, ""),
+        ("fc1_weight", {}, ""),
+        ("0", NAMES, ""),
+    ],
+)
+def test_factors_for_no_weight(
+    key: str, names: Any, hint: str, setter: str, name: str, aggregate_num: int
+) -> None:
+    opt = getattr(mx, name)(param_idx2name=names, wd=0.5, aggregate_num=aggregate_num)
+    updater, g = mx.Updater(opt), [np.ones(3, np.float32)] * 2
+    w = [np.ones(3, np.float32), np.ones(3, np.float32)]
+    getattr(opt, setter)({key: 2.0})
+    text = rf"^{name}: {setter[4:]}\['{key}'\] is a factor for no weight: expected .*{key}{hint}$"
+    for call in (lambda: updater([0, 1], g, w), lambda: updater(0, g[0], w[0])):
+        with pytest.raises(ValueError, match=text):
+            call()
+        assert (w[0] == 1).all() and (w[1] == 1).all()
+        assert (updater.states, opt.num_update, opt._index_update_count) == ({}, 0, {})
+    # Names may become known later, and factors may be taken back.
+    opt.idx2name = {0: key, 1: "another"}
+    updater([0, 1], g, w)
+    rates = [(opt._get_lr(i), opt._get_wd(i)) for i in (0, 1)]
+    assert rates[0] != rates[1]
+    opt.idx2name = {}
+    getattr(opt, setter)({})
+    updater([0, 1], g, w)
+
+
+@pytest.mark.parametrize("setter", ["set_lr_mult", "set_wd_mult"])
+def test_factors_for_what_may_come_later(setter: str) -> None:
+    """Indices that have not been updated, strs among them where strs are indices."""
+    held = SimpleNamespace(lr_mult=2.0, wd_mult=2.0)
+    for index, key, options in (
+        (0, 7, {}), ("a", "b", {}), (0, 7, {"param_idx2name": NAMES}), ("a", "b", {"wd": 1.0}),
+        (0, "b", {"param_dict": {"b": held}}), (0, "b", {"param_idx2name": {"b": "x"}}),
+        ([0, "a"], "b", {}),
+    ):  # fmt: skip
+        opt, many = mx.Adam(**options), 2 if isinstance(index, list) else 1
+        getattr(opt, setter)({key: 0.0})
+        g, w = ([np.ones(3, np.float32) for _ in range(many)] for _ in "gw")
+        mx.Updater(opt)(index, *(x if many > 1 else x[0] for x in (g, w)))
+        assert opt.num_update == 1
+
+
+def test_names_without_decay_may_change() -> None:
+    """In 1.9 the table of factors has names of weights that do not decay by default."""
+    opt = mx.Adam(param_idx2name=NAMES, compat="1.9", wd=0.5)
+    assert opt.wd_mult == {"fc1_bias": 0.0}
+    opt.idx2name = {0: "fc2_weight"}
+    updater = mx.Updater(opt)
+    updater(0, np.ones(3), np.ones(3))
+    opt.set_wd_mult({"fc1_weight": 0.0})
+    with pytest.raises(ValueError, match="fc1_weight"):
+        updater(0, np.ones(3), np.ones(3))
+
+
+def test_factors_of_a_users_optimizer() -> None:
+    class Descent(mx.Optimizer):
+        def step(self, indices: Any, weights: Any, grads: Any, states: Any) -> None:  # noqa: ARG002
+            self._update_count(indices)
+            for index, weight, grad in zip(indices, weights, grads, strict=True):
+                weight -= self._get_lr(index) * grad
+
+    opt, w = Descent(param_idx2name=NAMES), np.ones(3)
+    opt.set_lr_mult({"fc2_weight": 0.0})
+    with pytest.raises(ValueError, match=r"Descent: lr_mult\['fc2_weight'\] is a factor for no w"):
+        mx.Updater(opt)(0, np.ones(3), w)
+    assert (w == 1).all() and opt.num_update == 0
+
+
 @pytest.mark.parametrize("setter", ["set_lr_mult", "set_wd_mult"])
 @pytest.mark.parametrize(
     "bad", [{0: -1.0}, {0: "2"}, {0: np.nan}, {0: None}, None, [(0, 1.0)], 2.0]

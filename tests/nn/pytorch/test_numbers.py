@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import product
+from contextlib import nullcontext
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -156,3 +157,154 @@ def test_numbers_are_those_of_pytorch(name: str, options: dict[str, Any], dtype:
         theirs.step()
         comparison.look()
     comparison.check(BOUND)
+
+
+# Edges: what is not finite, zeros of both signs, and what is too small to be normal
+
+EDGE_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((name, options) for name, options in combinations() if not options.get("maximize")),
+    *((name, {"betas": (0.0, 0.9)}) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")),
+    *((name, {"betas": (0.5, 0.9)}) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")),
+    ("SparseAdam", {"betas": (0.0, 0.9)}),
+    *(("RMSprop", {"alpha": alpha, "centered": True}) for alpha in (0.25, 0.5, 0.6)),
+    ("Rprop", {"lr": 0.0, "step_sizes": (0.0, 50)}),
+    ("Rprop", {"lr": 1e-300, "step_sizes": (0.0, 1e-3)}),
+]
+
+
+def edges(dtype: Any) -> list[float]:
+    tiny = torch.finfo(dtype).tiny
+    return [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -0.5, 1e5, tiny / 8, -tiny]
+
+
+def history(optimizer: Any, p: Any, gradients: list[Any]) -> list[dict[str, Any]]:
+    """The parameter and its states of elements after each step."""
+    found = []
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        optimizer.step()
+        kept = {name: x.clone() for name, x in tensors_of(optimizer, p).items()}
+        found.append({name: x for name, x in kept.items() if name == "parameter" or x.dim()})
+    return found
+
+
+def assert_alike(mine: list[dict[str, Any]], other: list[dict[str, Any]], bound: float) -> None:
+    """The same NaNs and infinities, and numbers that are close for what they have been."""
+    largest: dict[str, Any] = {}
+    for found, expected in zip(mine, other, strict=True):
+        assert list(found) == list(expected)
+        for name, reference in expected.items():
+            value, finite = found[name], torch.where(reference.isfinite(), reference.abs(), 0.0)
+            largest[name] = torch.maximum(largest.get(name, finite), finite)
+            same = (value == reference) | (value.isnan() & reference.isnan())
+            same |= (value - reference).abs() <= bound * largest[name].clamp(min=1e-3)
+            assert same.all(), (name, value[~same][:5], reference[~same][:5])
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(
+    ("name", "options"), [each for each in EDGE_OPTIONS if each[0] != "Adafactor"]
+)
+def test_edges_are_those_of_pytorch(name: str, options: dict[str, Any], dtype: Any) -> None:
+    """Each element has three gradients of its own, in every order, at five parameters."""
+    every = torch.tensor(list(product(edges(dtype), repeat=3)), dtype=dtype)
+    begins = torch.tensor([0.5, 0.0, -1e-3, float("inf"), float("nan")], dtype=dtype)
+    rows, found = name == "SparseAdam", []
+    gradients = [column.repeat(len(begins), 1) for column in every.T]
+    if rows:
+        ids = torch.arange(len(begins))[None]
+        gradients = [torch.sparse_coo_tensor(ids, g, check_invariants=False) for g in gradients]
+    for module in (fused, torch.optim):
+        p = torch.nn.Parameter(begins[:, None].repeat(1, len(every)))
+        found.append(history(getattr(module, name)([p], **options), p, gradients))
+    if rows:  # of an infinity PyTorch's second moment becomes a NaN, ours stays one
+        for kept in chain.from_iterable(found):
+            kept["exp_avg_sq"].masked_fill_(~kept["exp_avg_sq"].isfinite(), torch.inf)
+    assert_alike(*found, 4 * BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("shape", [(), (3,), (1, 1), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("options", [{}, {"d": 2.0, "weight_decay": 0.1}, {"eps": (1e-10, 0.0)}])
+def test_edges_of_adafactor(options: dict[str, Any], shape: tuple[int, ...], dtype: Any) -> None:
+    """Values of one element or of all, in two steps, at three parameters."""
+    places = [False, True]
+    for first, second, of_all, begin in product(edges(dtype), edges(dtype), places, (0.5, 0, "n")):
+        gradients, found = [], []
+        for value in (first, second):
+            gradients.append(torch.full(shape, 0.25, dtype=dtype))
+            flat = gradients[-1].view(-1)
+            flat[: len(flat) if of_all else 1] = value
+        for module in (fused, torch.optim):
+            p = torch.nn.Parameter(torch.full(shape, 0.5 if begin == "n" else begin, dtype=dtype))
+            if begin == "n":
+                p.data.view(-1)[0] = torch.nan
+            found.append(history(module.Adafactor([p], **options), p, gradients))
+        assert_alike(*found, 4 * BOUND[dtype])
+
+
+SIZES = ((0,), (0, 3), (3, 0), (2, 0, 3), (), (1,), (1, 1))
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [each for each in EDGE_OPTIONS if each[0] not in ("Adafactor", "SparseAdam")],
+)
+def test_sizes_of_0_and_1(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    found = []
+    gradients = [torch.full(shape, 0.3 * k * (-1) ** k) for k in (1, 2, 3)]
+    for module in (fused, torch.optim):
+        p = torch.nn.Parameter(torch.full(shape, 0.5))
+        optimizer = getattr(module, name)([p, torch.nn.Parameter(torch.ones(2))], **options)
+        found.append(history(optimizer, p, gradients))
+    assert_alike(*found, 1e-6)
+
+
+@pytest.mark.parametrize("shape", SIZES[:4])
+def test_adafactor_leaves_empty_parameters(shape: tuple[int, ...]) -> None:
+    """PyTorch's divides by their size."""
+    for module, raises in ((torch.optim, True), (fused, False)):
+        p = torch.nn.Parameter(torch.ones(shape))
+        p.grad = torch.ones(shape)
+        with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+            module.Adafactor([p]).step()
+
+
+def test_accumulators_begin_alike_in_all_groups() -> None:
+    """Of Adagrad the constructor's value counts, whatever groups say, and when they come."""
+    found = []
+    for module in (fused, torch.optim):
+        p, q, r, s = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(4))
+        groups = [{"params": [p], "initial_accumulator_value": 4.0}, {"params": [q]}]
+        optimizer = module.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5)
+        optimizer.add_param_group({"params": [r], "initial_accumulator_value": 4.0})
+        optimizer.add_param_group({"params": [s]})
+        optimizer.state.pop(q)  # it begins anew
+        for x in (p, q, r, s):
+            x.grad = torch.ones_like(x)
+        optimizer.step()
+        found.append([(x.tolist(), optimizer.state[x]["sum"].tolist()) for x in (p, q, r, s)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("Rprop", "step_size"), ("ASGD", "eta"), ("Adagrad", "sum")]
+)
+def test_states_of_later_groups_begin_with_their_options(name: str, rate: str) -> None:
+    """States that begin with an option: at the first step of their parameter, as in PyTorch."""
+    found = []
+    for module in (fused, torch.optim):
+        p, q, r = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
+        optimizer = getattr(module, name)([p], lr=0.25)
+        optimizer.add_param_group({"params": [q], "lr": 0.5})
+        optimizer.add_param_group({"params": [r], "lr": torch.tensor(0.125)})
+        for step in range(2):
+            for x in (p, q, r)[: 2 + step]:
+                x.grad = torch.ones_like(x)
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / 2
+            optimizer.step()
+        states = [torch.as_tensor(optimizer.state[x][rate]) for x in (p, q, r)]
+        found.append(torch.cat([x.detach().double().flatten() for x in (*states, p, q, r)]))
+    torch.testing.assert_close(*found, rtol=1e-7, atol=0.0)

@@ -15,6 +15,7 @@ from fusestep.nn.torch.engine.part import GroupOptions, Method  # noqa: E402
 
 from own_functions import PLAIN  # noqa: E402
 from test_numbers import gradient  # noqa: E402
+from torch_training import EVERY  # noqa: E402
 
 SIXTEEN_BITS = [torch.float16, torch.bfloat16]
 
@@ -287,6 +288,101 @@ def test_a_state_of_another_model() -> None:
 def test_bad_options(options: dict[str, Any], kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         fused.Adam(mixed(), **options)
+
+
+def group_of(*parameters: Any, **options: Any) -> dict[str, Any]:
+    made = parameters or (torch.nn.Parameter(torch.ones(2, 3)),)
+    return {"params": list(made), **options}
+
+
+SHARED = torch.nn.Parameter(torch.ones(2, 3))
+BAD_GROUPS: dict[str, Any] = {
+    "own option": lambda: [group_of(SHARED), group_of(sparse="lazy")],
+    "dtype": lambda: [group_of(SHARED, lr=0.5), group_of(state_dtype=torch.int8)],
+    "flag": lambda: [group_of(SHARED), group_of(skip_nonfinite=True)],
+    "differentiable": lambda: [group_of(SHARED), group_of(differentiable=True)],
+    "twice": lambda: [group_of(SHARED), group_of(SHARED)],
+    "no tensor": lambda: [group_of(SHARED), group_of(3)],
+    "no leaf": lambda: [group_of(SHARED), group_of(SHARED * 2)],
+    "a set": lambda: [group_of(SHARED), {"params": {SHARED}}],
+    "no dict": lambda: [group_of(SHARED), 3],
+    "names": lambda: [group_of(SHARED), group_of(("w", torch.nn.Parameter(torch.ones(2, 3))))],
+    "an iterator": lambda: [{"params": iter([SHARED])}, group_of(sparse="lazy")],
+}
+
+
+def looked_at(groups: list[Any]) -> list[Any]:
+    """Groups with what is in them, of iterators what they would give."""
+    return [
+        {
+            name: [*copy.copy(x)] if name == "params" and not isinstance(x, set) else x
+            for name, x in group.items()
+        }
+        if isinstance(group, dict)
+        else group
+        for group in groups
+    ]
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    """Compared by identity where there are tensors, and with the order of options."""
+    for one, other in zip(found, expected, strict=True):
+        if not isinstance(one, dict):
+            if one is not other:
+                return False
+        elif list(one) != list(other) or any(
+            len(x) != len(y) or any(a is not b for a, b in zip(x, y, strict=True))
+            if isinstance(x, list)
+            else x is not y
+            for x, y in zip(one.values(), other.values(), strict=True)
+        ):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("kind", BAD_GROUPS)
+@pytest.mark.parametrize("name", EVERY)
+def test_errors_leave_groups_as_they_were(name: str, kind: str) -> None:
+    cls, groups = getattr(fused, name), BAD_GROUPS[kind]()
+    before, members = looked_at(groups), list(groups)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        cls(groups)
+    assert all(a is b for a, b in zip(groups, members, strict=True))
+    assert same(looked_at(groups), before)
+    optimizer = cls([SHARED])
+    known, states = copy.copy(optimizer.param_groups), dict(optimizer.state)
+    last = groups[-1]
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        optimizer.add_param_group(last)
+    assert same(looked_at(groups), before)
+    assert same(optimizer.param_groups, known)
+    assert optimizer.state.keys() == states.keys()
+    optimizer.add_param_group(group_of())
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bad_options_leave_groups_as_they_were(name: str) -> None:
+    groups = [group_of(SHARED), {"params": SHARED, "lr": 0.5}, {"params": iter([SHARED])}]
+    before = [dict(group) for group in groups]
+    for options in ({"lr": -1.0}, {"state_dtype": 3}, {"skip_nonfinite": 3}, {"unknown": 3}):
+        with pytest.raises((TypeError, ValueError)):
+            getattr(fused, name)(groups, **options)
+        assert all(list(group) == list(old) for group, old in zip(groups, before, strict=True))
+        assert groups[0]["params"] is before[0]["params"] and groups[1]["params"] is SHARED
+        assert list(copy.copy(groups[2]["params"])) == [SHARED]
+
+
+def test_thor_that_fails_leaves_no_hooks() -> None:
+    layer = torch.nn.Linear(2, 1)
+    before = {name: dict(x) for name, x in vars(layer).items() if name.endswith("_hooks") and x}
+    wrong = {"lr": -1.0, "damping": "x", "momentum": -1.0, "weight_decay": -1.0, "batch_size": 0,
+             "frequency": 0, "block_size": 0, "bad_factor": "x"}  # fmt: skip
+    for options in ({name: value} for name, value in wrong.items()):
+        with pytest.raises((TypeError, ValueError)):
+            fused.Thor(layer, **options)
+        after = {name: dict(x) for name, x in vars(layer).items() if name.endswith("_hooks") and x}
+        assert after == before, options
 
 
 @pytest.mark.parametrize("name", ["Lamb", "LARS", "Adafactor"])

@@ -1,0 +1,34 @@
+"""What may stand where a file is to be written."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
+)  # fmt: skip
+
+
+def check_target(
+    what: str, path: str | os.PathLike[str], dir_fd: int | None = None
+) -> os.stat_result | None:
+    """The status of the regular file at ``path``, to which links may lead; None: there is none.
+
+    A file that is renamed to its place would put an end to a pipe or a device there, as root even
+    to those of the system. So whatever is written by its name is looked at first.
+
+    Raises:
+        OSError: something else is there; ``what`` says in the message what the path is.
+    """
+    try:
+        found = os.stat(path, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(found.st_mode):
+        return found
+    kind = next((name for fits, name in _KINDS if fits(found.st_mode)), "no file")
+    error = IsADirectoryError if stat.S_ISDIR(found.st_mode) else OSError
+    expected = "a regular file or a name that is free"
+    raise error(f"{what} is {kind}: expected {expected}, got {os.fspath(path)!r}")
