@@ -315,11 +315,11 @@ def test_a_fork_interrupted_at_any_moment(layer):
         import inspect, os, sys, threading
         from fusestep.kernels.cpu.compiler import compile
         from fusestep.kernels.cpu.threads import layers, parallel
-        from fusestep.kernels.private import COMPILER_LOCKS
+        from fusestep.kernels.private import compiler_locks
 
         parallel.start_threads()
         process, moment = os.getpid(), 0
-        locks = compile._lock, *COMPILER_LOCKS, layers._workqueue_lock
+        locks = compile._lock, *compiler_locks(), layers._workqueue_lock
         sys.unraisablehook = lambda *_: None
 
         def look(frame, event, _argument):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.private import find
 from ....kernels.storage import FOREIGN, STORAGES
 from ....ops.runtime import check
 from ....ops.runtime.arrays import adopt_anywhere
@@ -22,6 +23,14 @@ DTYPE_NAMES = ", ".join(map(str, DTYPES))
 NUMBERS = DTYPES | {getattr(torch, dtype.name): dtype for dtype in check.INDEX_DTYPES}
 """Dtypes of states that are single numbers."""
 _MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
+
+
+def _has_only_a_size(tensor: Tensor) -> bool:
+    return tensor.data_ptr() == 0 and tensor.untyped_storage().nbytes() > 0
+
+
+is_zerotensor: Callable[[Tensor], bool] = find("zero tensor") or _has_only_a_size
+"""Whether a tensor is one of zeros without memory."""
 
 
 class _Memory:
@@ -81,7 +90,7 @@ def order_of(tensor: Tensor) -> tuple[int, ...] | None:
 
 def is_as_it_lies(tensor: Tensor) -> bool:
     """Whether its numbers are those in its memory, not their negatives or zeros without memory."""
-    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    return not (tensor.is_neg() or tensor.is_conj() or is_zerotensor(tensor))
 
 
 def fits_order(tensor: Tensor, order: Sequence[int]) -> bool:
@@ -96,7 +105,7 @@ def flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
 
 def in_memory(tensor: Tensor) -> Tensor:
     """A contiguous tensor whose numbers are those that lie there: this one, or a copy."""
-    if tensor._is_zerotensor():
+    if is_zerotensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.contiguous().resolve_conj().resolve_neg()
 
@@ -132,7 +141,7 @@ def check_there(where: str, name: str, tensor: Tensor) -> None:
         RuntimeError: it is.
     """
     needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
-    has_none = tensor._is_zerotensor() or tensor.data_ptr() == 0
+    has_none = is_zerotensor(tensor) or tensor.data_ptr() == 0
     there = 0 if has_none else tensor.untyped_storage().nbytes()
     if needed > there and tensor.numel():
         reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", there)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels.private import parts_of
 from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
@@ -48,8 +49,8 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     if bags is not None:
         found: RowGradient = bags.source
         return found
-    # Those without an underscore refuse a gradient with duplicates.
-    indices, values = gradient._indices(), in_memory(gradient._values())
+    indices, values = parts_of(gradient)
+    values = in_memory(values)
     n_sparse, sizes = len(indices), parameter.shape
     if n_sparse == 1:
         indices = indices[0]
