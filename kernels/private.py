@@ -55,7 +55,11 @@ NAMES = {
     "keys": Name("torch._C:_dispatch_keys", _TENSORS),
     "tensor address": Name("torch:Tensor._cdata", _TENSORS),
     "storage address": Name("torch:UntypedStorage._cdata", _TENSORS),
-    "version": Name("torch:Tensor._version", _TENSORS),
+    "version": Name(
+        "torch:Tensor._version",
+        f"{_TENSORS}; what changes tensors between clip and step, or forward and backward, is not "
+        "noticed",
+    ),
     "lazy clone": Name("torch:_lazy_clone", _TENSORS),
     "zero tensor": Name("torch:Tensor._is_zerotensor", "tensors are asked for their memory"),
     "indices": Name("torch:Tensor._indices", _ROWS),
@@ -131,20 +135,25 @@ def compiler_locks() -> list[Any]:
 def parts_of(gradient: Any) -> tuple[Any, Any]:
     """Indices and values of a sparse gradient of PyTorch, whether it is coalesced or not."""
     # The documented accessors refuse a gradient that is not.
-    for name in ("indices", "values"):
-        if not hasattr(gradient, f"_{name}"):
-            lose(name)
-            gradient = gradient.coalesce()
-            return gradient.indices(), gradient.values()
-    return gradient._indices(), gradient._values()
+    missing = [name for name in ("indices", "values") if not hasattr(gradient, f"_{name}")]
+    if not missing:
+        return gradient._indices(), gradient._values()
+    for name in missing:
+        lose(name)
+    gradient = gradient.coalesce()
+    return gradient.indices(), gradient.values()
+
+
+def version_of(tensor: Any) -> int:
+    """How often PyTorch has counted a change of a tensor; 0 where it does not say."""
+    return 0 if find("version") is None else int(tensor._version)
 
 
 def watching() -> Callable[[Any], bool]:
     """A function of an optimizer of PyTorch: whether its step has hooks or is measured."""
-    hooks = [find("hooks before"), find("hooks after")]
-    if None in hooks or find("profiler") is None:
+    before, after, is_profiled = map(find, ("hooks before", "hooks after", "profiler"))
+    if before is None or after is None or is_profiled is None:
         return lambda _: True
-    before, after = hooks
     profiler = import_module("torch.autograd.profiler")
 
     def is_watched(optimizer: Any) -> bool:
