@@ -19,12 +19,12 @@ import numba
 
 TRIED = {
     "Python": ("3.11", "3.12", "3.13"),
-    "NumPy": ("1.26", "2.4", "2.5"),
-    "Numba": ("0.62", "0.68"),
-    "llvmlite": ("0.45", "0.50"),
+    "NumPy": ("1.26", "2.0", "2.1", "2.2", "2.3", "2.4", "2.5"),
+    "Numba": ("0.62", "0.63", "0.64", "0.65", "0.66", "0.67", "0.68"),
+    "llvmlite": ("0.45", "0.46", "0.47", "0.48", "0.49", "0.50"),
     "PyTorch": ("2.13",),
 }
-"""Minor versions that the tests have passed on; the page on new versions says how it grows."""
+"""Minor versions that were tried, as the page on new versions says, and how the list grows."""
 
 
 class Name(NamedTuple):
