@@ -175,7 +175,7 @@ def watching() -> Callable[[Any], bool]:
 def watched(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step of PyTorch's optimizers with its hooks and the mark of its profiler."""
     around = find("watched step")
-    return step if around is None else around(step)  # type: ignore[no-any-return]
+    return step if around is None else around(step)
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

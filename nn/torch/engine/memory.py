@@ -26,7 +26,7 @@ _MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
 
 
 def _has_only_a_size(tensor: Tensor) -> bool:
-    return tensor.data_ptr() == 0 and tensor.untyped_storage().nbytes() > 0
+    return bool(tensor.data_ptr() == 0 and tensor.untyped_storage().nbytes() > 0)
 
 
 is_zerotensor: Callable[[Tensor], bool] = find("zero tensor") or _has_only_a_size
