@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.private import parts_of, version_of
 from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
 from ...ops.norm import global_norm
@@ -77,7 +78,7 @@ class Clipping:
 
 def _version(tensor: Tensor | None) -> int:
     # PyTorch counts no versions of inference tensors, and raises when asked.
-    return -1 if tensor is None or tensor.is_inference() else int(tensor._version)
+    return -1 if tensor is None or tensor.is_inference() else version_of(tensor)
 
 
 @torch.no_grad()
@@ -230,7 +231,7 @@ def clip_grad_value_(
         if not gradient.is_sparse:
             gradient.clamp_(-limit, limit)
             continue
-        indices, values = gradient._indices(), gradient._values().clamp(-limit, limit)
+        indices, values = gradient.indices(), gradient.values().clamp(-limit, limit)
         known = {"is_coalesced": True, "check_invariants": False}
         p.grad.copy_(torch.sparse_coo_tensor(indices, values, gradient.shape, **known))
 
@@ -291,7 +292,7 @@ def _owners(parameters: Sequence[Tensor], optimizer: Any) -> list[tuple[Any, lis
 
 def _writable(where: str, gradient: Any) -> Tensor:
     """The elements of a gradient, which can be written in place."""
-    values: Tensor = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    values: Tensor = parts_of(gradient)[1] if gradient.layout == torch.sparse_coo else gradient
     lies_on_itself = not is_single(values)
     if lies_on_itself or (values.is_inference() and not torch.is_inference_mode_enabled()):
         got = "elements that share memory" if lies_on_itself else "an inference tensor"
@@ -304,7 +305,7 @@ def _summed(where: str, name: str, parameter: Tensor) -> Tensor:
     gradient: Any = parameter.grad
     if gradient.layout == torch.sparse_coo:
         rows_of(where, name, parameter, gradient)  # for its checks
-        indices, shape = gradient._indices(), tuple(gradient.shape)
+        indices, shape = parts_of(gradient)[0], tuple(gradient.shape)
         most = torch.tensor(shape[: len(indices)], device=indices.device)[:, None]
         if ((indices < 0) | (indices >= most)).any():
             reject(IndexError, where, name, "has an index out of range", shape, indices)
@@ -355,7 +356,7 @@ def _of_order(parameters: Sequence[Tensor], order: float) -> float:
     norms = []
     for k, parameter in enumerate(parameters):
         gradient = _summed(_NORM, f"gradient {k}", parameter)
-        values = (gradient._values() if gradient.is_sparse else gradient).flatten()
+        values = (gradient.values() if gradient.is_sparse else gradient).flatten()
         # Stretches, each summed by one thread: on the host PyTorch would cut by their number.
         whole = len(values) // _STRETCH * _STRETCH
         parts = (

@@ -155,11 +155,6 @@ OF_OBJECTS = "hooks of one"
 APART = {*ALONE, OF_OBJECTS}
 TORCH = [name for name, (place, _) in NAMES.items() if place.startswith("torch")]
 NUMBA = [name for name in NAMES if name not in TORCH]
-NOT_YET = {
-    "zero tensor", "hooks before", "hooks after", "hooks of one", "profiler", "watched step",
-    "outside of graphs",
-}  # fmt: skip
-TORCH = [name for name in TORCH if name not in NOT_YET]
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
 
 
@@ -263,17 +258,13 @@ def private_uses(path: Path) -> set[str]:
 
 # Files that use names after `find` has found them.
 GUARDED = {"kernels/private.py", "kernels/cpu/headers/tensor_fields.py"}
-BARE = {
-    "kernels/cpu/headers/tensors.py", "nn/torch/bags.py", "nn/torch/clipping.py",
-    "nn/torch/engine/binding.py", "nn/torch/optimizer.py",
-}  # fmt: skip
 
 
 def test_no_other_file_uses_a_private_name() -> None:
     for layer in ("kernels", "ops", "nn"):
         for path in (ROOT / layer).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
-            assert name in GUARDED | BARE or private_uses(path) == set(), name
+            assert name in GUARDED or private_uses(path) == set(), name
 
 
 def test_the_page_on_new_versions_lists_every_name() -> None:

@@ -19,7 +19,7 @@ from ..compiler.lines import LINE, prefetch
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import ITEMS, LENGTH, address_of, overlaps
-from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, layout_of, signed
+from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, keys_of, layout_of
 
 NONE, DENSE, ROWS, WRITTEN = range(4)
 """What a tensor is: none at all, a dense gradient, one of rows, what a step writes."""
@@ -355,6 +355,6 @@ class ExpectedTensors:
 def _form(torch: Any, codes: dict[Any, int], tensor: Any, kind: int) -> _TensorForm:
     if kind == NONE:
         return _TensorForm(NONE, id(tensor))
-    keys, size = signed(torch._C._dispatch_keys(tensor).raw_repr()), tensor.element_size()
+    keys, size = keys_of(tensor), tensor.element_size()
     what = id(type(tensor)), keys, codes[tensor.dtype], tensor.dim()
     return _TensorForm(kind, *what, size, 0 if kind == ROWS else tensor.numel() * size)

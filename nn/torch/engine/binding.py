@@ -32,6 +32,7 @@ from .memory import (
     flat,
     in_memory,
     is_as_it_lies,
+    is_zerotensor,
     order_of,
 )  # fmt: skip
 from .part import Choice, Entry, Given, Part
@@ -200,7 +201,7 @@ class Binding:
         if gradient.device != parameter.device:
             devices = parameter.device, gradient.device
             reject(RuntimeError, where, label, "is on another device", *devices)
-        if not gradient._is_zerotensor():
+        if not is_zerotensor(gradient):
             check_there(where, label, gradient)
         if fits_order(gradient, order):
             return gradient
