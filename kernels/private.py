@@ -1,57 +1,194 @@
-"""Private interfaces of Numba and llvmlite: all that this package stands on, and nothing else.
+"""Private names of Numba, llvmlite and PyTorch: all that this package stands on, and nothing else.
 
-The page on new versions says what each is for, and which test tells that it has changed. Their
-documented interfaces (`numba.extending`, `llvmlite.ir`, `llvmlite.binding`) are imported where they
-are used.
+What is documented is imported where it is used. What is not is looked up here: where a new version
+has a name no more, something is slower or left out, and one warning says so. The page on new
+versions says what each name is for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from llvmlite.binding import ffi
-from numba.core import cgutils
-from numba.core.ccallback import CFunc
-from numba.core.codegen import get_host_cpu_features
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.dispatcher import Dispatcher
-from numba.core.errors import NumbaError, UnsupportedBytecodeError
-from numba.core.registry import cpu_target
-from numba.core.runtime import _nrt_python
-from numba.np.arrayobj import populate_array
-from numba.np.numpy_support import from_dtype
-from numba.np.ufunc.parallel import _backend_init_thread_lock
+import llvmlite
+import numba
 
-__all__ = [
-    "COMPILER_LOCKS", "CFunc", "Dispatcher", "NumbaError", "UnsupportedBytecodeError", "cgutils",
-    "from_dtype", "get_host_cpu_features", "omp_pool", "populate_array", "register_helpers",
-    "RUNTIME_HELPERS", "tbb_pool",
-]  # fmt: skip
-
-# What is around them in Python can be interrupted; a fork waits for the locks inside.
-COMPILER_LOCKS = (
-    global_compiler_lock._lock,
-    _backend_init_thread_lock,
-    ffi.lib._lock._lock,
-)
-RUNTIME_HELPERS: dict[str, int] = _nrt_python.c_helpers
-"""Addresses of Numba's own functions that compiled code may call, by name."""
+TRIED = {
+    "Python": ("3.11", "3.12", "3.13"),
+    "NumPy": ("1.26", "2.0", "2.1", "2.2", "2.3", "2.4", "2.5"),
+    "Numba": ("0.62", "0.63", "0.64", "0.65", "0.66", "0.67", "0.68"),
+    "llvmlite": ("0.45", "0.46", "0.47", "0.48", "0.49", "0.50"),
+    "PyTorch": ("2.13",),
+}
+"""Minor versions that were tried, as the page on new versions says, and how the list grows."""
 
 
-def register_helpers() -> None:
-    """Let LLVM know all functions that Numba's compiled code may call."""
-    cpu_target.target_context.refresh()
+class Name(NamedTuple):
+    """A private name, and what follows where there is none."""
+
+    place: str  # a module, or one and a path of attributes: "numba.core:errors"
+    without: str
 
 
-def omp_pool() -> Any:
-    """The module of Numba's OpenMP layer; an `ImportError` where there is none."""
-    from numba.np.ufunc import omppool
+# Without these nothing can be compiled.
+NEEDED = ("numba.np.arrayobj:populate_array",)
+_FORK = "a child of a fork may wait for ever for another thread of its parent"
+_TENSORS = "each step reads its tensors through Python, and is slower"
+_ROWS = "PyTorch coalesces each sparse gradient first"
+_HOOKS = "each step looks for hooks through Python, and is slower"
+NAMES = {
+    # What is around these locks in Python can be interrupted; a fork waits for those inside.
+    "compiler lock": Name("numba.core.compiler_lock:global_compiler_lock._lock", _FORK),
+    "layer lock": Name("numba.np.ufunc.parallel:_backend_init_thread_lock", _FORK),
+    "llvm lock": Name("llvmlite.binding.ffi:lib._lock._lock", _FORK),
+    # Addresses of Numba's own functions that compiled code may call, by name.
+    "helpers": Name("numba.core.runtime._nrt_python:c_helpers", "a start takes longer"),
+    "omp": Name(
+        "numba.np.ufunc.omppool",
+        "where Numba's loops run on OpenMP, it sets the number of threads of other libraries too",
+    ),
+    "tbb": Name("numba.np.ufunc.tbbpool", "a child of a fork runs steps on one thread"),
+    "keys": Name("torch._C:_dispatch_keys", _TENSORS),
+    "tensor address": Name("torch:Tensor._cdata", _TENSORS),
+    "storage address": Name("torch:UntypedStorage._cdata", _TENSORS),
+    "version": Name(
+        "torch:Tensor._version",
+        f"{_TENSORS}; what changes tensors between clip and step, or forward and backward, is not "
+        "noticed",
+    ),
+    "lazy clone": Name("torch:_lazy_clone", _TENSORS),
+    "zero tensor": Name("torch:Tensor._is_zerotensor", "tensors are asked for their memory"),
+    "indices": Name("torch:Tensor._indices", _ROWS),
+    "values": Name("torch:Tensor._values", _ROWS),
+    "hooks before": Name("torch.optim.optimizer:_global_optimizer_pre_hooks", _HOOKS),
+    "hooks after": Name("torch.optim.optimizer:_global_optimizer_post_hooks", _HOOKS),
+    "hooks of one": Name("torch.optim.optimizer:Optimizer._optimizer_step_pre_hooks", _HOOKS),
+    "profiler": Name("torch.autograd.profiler:_is_profiler_enabled", _HOOKS),
+    "watched step": Name(
+        "torch.optim.optimizer:Optimizer.profile_hook_step", "hooks on steps are not called"
+    ),
+    "outside of graphs": Name("torch:_disable_dynamo", "the import takes seconds longer"),
+}
+_found: dict[str, Any] = {}
 
-    return omppool
+
+def look_up(place: str) -> Any:
+    """What is at the place of a `Name`, or None."""
+    module, _, path = place.partition(":")
+    try:
+        found = import_module(module)
+        return attrgetter(path)(found) if path else found
+    except (ImportError, AttributeError):
+        return None
 
 
-def tbb_pool() -> Any:
-    """The module of Numba's TBB layer; an `ImportError` where there is none."""
-    from numba.np.ufunc import tbbpool
+def find(name: str) -> Any:
+    """What has one of `NAMES`; None, and one warning in a process, where there is none."""
+    if name not in _found:
+        found = look_up(NAMES[name].place)
+        if found is None:
+            lose(name)
+        _found[name] = found
+    return _found[name]
 
-    return tbbpool
+
+def lose(name: str) -> None:
+    """Warn that there is none of one of `NAMES`, once in a process."""
+    if name in _found:
+        return
+    _found[name] = None
+    place, without = NAMES[name]
+    package = place.replace(":", ".").split(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", "")
+    warnings.warn(
+        f"fusestep: {package} {version} has no {place.replace(':', '.')}: {without}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _needed() -> list[Any]:
+    found = {place.replace(":", "."): look_up(place) for place in NEEDED}
+    missing = ", ".join(name for name, value in found.items() if value is None)
+    if missing:
+        tried = [f"{name} {TRIED[name][0]} to {TRIED[name][-1]}" for name in ("Numba", "llvmlite")]
+        raise ImportError(
+            f"fusestep: {missing} is missing: expected {' and '.join(tried)}, which were tried, "
+            f"got {numba.__version__} and {llvmlite.__version__}"
+        )
+    return [*found.values()]
+
+
+(populate_array,) = _needed()
+
+
+def compiler_locks() -> list[Any]:
+    """Locks of Numba and llvmlite that a thread may hold while another one forks."""
+    found = map(find, ("compiler lock", "layer lock", "llvm lock"))
+    return [lock for lock in found if lock is not None]
+
+
+def parts_of(gradient: Any) -> tuple[Any, Any]:
+    """Indices and values of a sparse gradient of PyTorch, whether it is coalesced or not."""
+    # The documented accessors refuse a gradient that is not.
+    missing = [name for name in ("indices", "values") if not hasattr(gradient, f"_{name}")]
+    if not missing:
+        return gradient._indices(), gradient._values()
+    for name in missing:
+        lose(name)
+    gradient = gradient.coalesce()
+    return gradient.indices(), gradient.values()
+
+
+def zero_tensors() -> Callable[[Any], bool]:
+    """A function of a tensor of PyTorch: whether it is one of zeros without memory."""
+
+    def has_only_a_size(tensor: Any) -> bool:
+        return bool(tensor.data_ptr() == 0 and tensor.untyped_storage().nbytes() > 0)
+
+    return find("zero tensor") or has_only_a_size
+
+
+def version_of(tensor: Any) -> int:
+    """How often PyTorch has counted a change of a tensor; 0 where it does not say."""
+    return 0 if find("version") is None else int(tensor._version)
+
+
+def watching() -> Callable[[Any], bool]:
+    """A function of an optimizer of PyTorch: whether its step has hooks or is measured."""
+    before, after, is_profiled = map(find, ("hooks before", "hooks after", "profiler"))
+    if before is None or after is None or is_profiled is None:
+        return lambda _: True
+    profiler = import_module("torch.autograd.profiler")
+
+    def is_watched(optimizer: Any) -> bool:
+        try:
+            return bool(
+                optimizer._optimizer_step_pre_hooks
+                or optimizer._optimizer_step_post_hooks
+                or before
+                or after
+                or profiler._is_profiler_enabled
+            )
+        except AttributeError:
+            lose("hooks of one")
+            return True
+
+    return is_watched
+
+
+def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of PyTorch's optimizers with its hooks and the mark of its profiler."""
+    around = find("watched step")
+    return step if around is None else around(step)
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that PyTorch's compiler does not look into."""
+    # What is documented loads the compiler at once, not when the function is first called.
+    disable = find("outside of graphs") or import_module("torch.compiler").disable
+    return disable(function)  # type: ignore[no-any-return]

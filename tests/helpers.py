@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -105,6 +106,13 @@ def refused(error: type[BaseException], match: str, *values: Any) -> Iterator[No
     __tracebackhide__ = True
     with unchanged(*values), pytest.raises(error, match=match):
         yield
+
+
+def assign(array: np.ndarray, **attributes: Any) -> None:
+    """Set `shape` or `dtype` of an array, which NumPy advises against, and programs do."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        for name, value in attributes.items():
+            setattr(array, name, value)
 
 
 def assert_same_bits(actual: Any, expected: Any, label: str = "") -> None:

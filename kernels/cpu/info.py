@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import warnings
+from importlib import import_module
 
 import llvmlite
 import numba
@@ -53,10 +54,25 @@ def facts() -> dict[str, str]:
         "threads": "; ignored: ".join((count, *layers.ignored_variables())),
         "threading layer": layer,
         "PyTorch threads": shared,
-        "array headers": "read directly" if arrays.usable else "read through Python (slower)",
+        "array headers": _way(arrays.obstacle),
+        "tensor headers": _tensor_headers(),
         "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),
     }
+
+
+def _way(obstacle: str) -> str:
+    return f"read through Python (slower): {obstacle}" if obstacle else "read directly"
+
+
+def _tensor_headers() -> str:
+    from .headers.tensor_fields import layout_or_obstacle
+
+    try:
+        found = layout_or_obstacle(import_module("torch"))
+    except (ImportError, OSError) as error:
+        return f"none: {str(error).splitlines()[0]}"
+    return _way(found if isinstance(found, str) else "")
 
 
 def _cache_state() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.private import zero_tensors
 from ...kernels.storage import FOREIGN
 from ...ops.runtime.arrays import address_of, adopt_anywhere
 from ...ops.runtime.errors import reject
@@ -23,6 +24,8 @@ from .conv import ThorConv2d
 from .layers import ThorDense, ThorEmbedding, ThorLayer, ThorLayerNorm
 from .net import Declared
 from .optimizer import Thor
+
+_is_zerotensor = zero_tensors()
 
 
 class TorchThor(Thor):
@@ -148,7 +151,7 @@ def _gradient(tensor: torch.Tensor) -> Any:
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose numbers lie in memory, not their negatives, or zeros that lie nowhere."""
-    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor.resolve_neg()
+    return torch.zeros_like(tensor) if _is_zerotensor(tensor) else tensor.resolve_neg()
 
 
 def _entries(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...kernels.private import version_of
 from ...ops.runtime.bags.ids import find_error, read, read_plain
 from ...ops.runtime.bags.pooled import Pooled
 from ...ops.runtime.bags.pooling import Pooling
@@ -280,7 +281,7 @@ class _Pooling(torch.autograd.Function):
 
 def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Where tables lie, and how often they have changed."""
-    return [(weight.data_ptr(), weight._version) for weight in weights]
+    return [(weight.data_ptr(), version_of(weight)) for weight in weights]
 
 
 def _sparse(gradient: BagTensor, weight: Tensor) -> Tensor:

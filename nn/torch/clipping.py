@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.private import outside_of_graphs, parts_of, version_of
 from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
 from ...ops.norm import global_norm
@@ -29,6 +30,7 @@ from .engine.memory import (
     check_there,
     in_memory,
     is_single,
+    is_zerotensor,
 )
 from .engine.part import number
 from .engine.tensors import is_part, local, rows_of, table_shape
@@ -104,7 +106,7 @@ class Clipping:
 
 def _version(tensor: Tensor) -> int:
     # PyTorch counts no versions of inference tensors, and raises when asked.
-    return -1 if tensor.is_inference() else int(tensor._version)
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 # A name, a parameter, and its gradient, read once: another thread may exchange or free it.
@@ -269,13 +271,13 @@ def clip_grad_value_(
         if (clipped := summed.get(id(gradient))) is None:
             gradient.clamp_(-limit, limit)
             continue
-        indices, values = clipped._indices(), clipped._values().clamp(-limit, limit)
+        indices, values = clipped.indices(), clipped.values().clamp(-limit, limit)
         known = {"is_coalesced": True, "check_invariants": False}
         gradient.copy_(torch.sparse_coo_tensor(indices, values, clipped.shape, **known))
 
 
-_norm_outside_of_graphs = torch._disable_dynamo(clip_grad_norm_)
-_values_outside_of_graphs = torch._disable_dynamo(clip_grad_value_)
+_norm_outside_of_graphs = outside_of_graphs(clip_grad_norm_)
+_values_outside_of_graphs = outside_of_graphs(clip_grad_value_)
 
 
 def _number(where: str, name: str, value: Any) -> float:
@@ -340,7 +342,7 @@ def _writable(where: str, given: Sequence[_Given], *, zeros_stay: bool) -> list[
     for own in given:
         name, _, gradient = own
         values = _elements(gradient)
-        if values._is_zerotensor():
+        if is_zerotensor(values):
             if zeros_stay:
                 continue
             expected, got = "memory of its own", "zeros without memory"
@@ -356,14 +358,14 @@ def _writable(where: str, given: Sequence[_Given], *, zeros_stay: bool) -> list[
 
 def _elements(gradient: Any) -> Tensor:
     """What a gradient has in memory beside indices."""
-    values: Tensor = gradient._values() if gradient.is_sparse else gradient
+    values: Tensor = parts_of(gradient)[1] if gradient.is_sparse else gradient
     return values
 
 
 def _summed(where: str, name: str, parameter: Tensor, gradient: Any) -> Tensor:
     """A sparse gradient, coalesced, 16 bits in float32."""
     rows_of(where, name, parameter, gradient)  # for its checks
-    indices, values = in_memory(gradient._indices()), in_memory(gradient._values())
+    indices, values = map(in_memory, parts_of(gradient))
     shape, is_coalesced = tuple(gradient.shape), gradient.is_coalesced()
     most = torch.tensor(shape[: len(indices)], device=indices.device)[:, None]
     if ((indices < 0) | (indices >= most)).any():
@@ -413,7 +415,7 @@ def _of_order(given: Sequence[_Given], order: float) -> float:
     norms = []
     for own in given:
         name, _, g = own
-        read = _summed(_NORM, *own)._values() if g.is_sparse else in_memory(g, _NORM, name)
+        read = _summed(_NORM, *own).values() if g.is_sparse else in_memory(g, _NORM, name)
         values = read.flatten()
         # Stretches, each summed by one thread: on the host PyTorch would cut by their number.
         whole = len(values) // _STRETCH * _STRETCH

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import profiler
-from torch.optim import optimizer as of_torch
 
 from ...kernels.cpu.threads.counts import NumberWrite, TensorCount
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.formula import Numbers
+from ...kernels.private import outside_of_graphs, watched, watching
 from ...kernels.quiet import quiet
 from ...kernels.rule import Rule
 from ...kernels.state import PARAMETER, State
@@ -671,20 +670,10 @@ def _exchanged(
     return None
 
 
-def _is_watched(optimizer: Any) -> bool:
-    """Whether anyone has hooks on the step, or measures it."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or of_torch._global_optimizer_pre_hooks
-        or of_torch._global_optimizer_post_hooks
-        or profiler._is_profiler_enabled
-    )
+_is_watched = watching()
+_watched_step = watched(Fused._plain_step)
 
 
-_watched_step = torch.optim.Optimizer.profile_hook_step(Fused._plain_step)
-
-
-@torch._disable_dynamo
+@outside_of_graphs
 def _outside_of_graphs(optimizer: Fused, closure: Any, param: Any) -> Any:
     return type(optimizer).step(optimizer, closure, param=param)

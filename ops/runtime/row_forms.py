@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.private import parts_of
 from ...kernels.storage import STORAGES, Storage
 from . import device_gradient
 from .bags.tensor import BagTensor
@@ -82,11 +83,10 @@ def as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
 
 
 def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
-    # The accessors with an underscore also work on a tensor that is not coalesced.
-    indices = tensor._indices()
+    indices, values = parts_of(tensor)
     if len(indices) != 1:
         reject(ValueError, where, name, "has a wrong layout", "1 sparse dimension", len(indices))
-    return RowTensor(indices[0], tensor._values().detach(), tuple(tensor.shape))
+    return RowTensor(indices[0], values.detach(), tuple(tensor.shape))
 
 
 def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:

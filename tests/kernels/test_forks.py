@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from importlib.util import find_spec
 
 import pytest
+
+from fusestep.kernels.cpu.threads import layers, parallel, tbb
 
 from helpers import more
 from subprocesses import output_of, run_python
@@ -315,11 +318,11 @@ def test_a_fork_interrupted_at_any_moment(layer):
         import inspect, os, sys, threading
         from fusestep.kernels.cpu.compiler import compile
         from fusestep.kernels.cpu.threads import layers, parallel
-        from fusestep.kernels.private import COMPILER_LOCKS
+        from fusestep.kernels.private import compiler_locks
 
         parallel.start_threads()
         process, moment = os.getpid(), 0
-        locks = compile._lock, *COMPILER_LOCKS, layers._workqueue_lock
+        locks = compile._lock, *compiler_locks(), layers._workqueue_lock
         sys.unraisablehook = lambda *_: None
 
         def look(frame, event, _argument):
@@ -364,3 +367,14 @@ def test_a_fork_interrupted_at_any_moment(layer):
     """
     printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
     assert printed == "2\n"
+
+
+@pytest.mark.skipif("tbb" not in LAYERS, reason="needs TBB")
+def test_a_module_of_tbb_without_a_definition(monkeypatch):
+    """As one that is made in another way: TBB is left to Numba."""
+    parallel.start_threads()
+    if layers.threading_layer() != "tbb":
+        pytest.skip("another layer runs")
+    assert tbb._library() is not None
+    monkeypatch.setattr(tbb, "_definition_of", lambda _: ctypes.POINTER(tbb._Definition)())
+    assert tbb._library.__wrapped__() is None

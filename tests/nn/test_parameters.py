@@ -11,7 +11,7 @@ import pytest
 from fusestep import nn
 
 from adam_family import EACH, EACH_CLASS, gradients_of, ones, parameters, rows
-from helpers import assert_same_bits, refused, unchanged
+from helpers import assert_same_bits, assign, refused, unchanged
 
 # Groups
 
@@ -328,7 +328,7 @@ def test_a_parameter_made_read_only_is_refused() -> None:
         (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
         (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
         (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
-        (lambda w: setattr(w, "dtype", np.int32), TypeError, "parameter 'w' .* wrong dtype"),
+        (lambda w: assign(w, dtype=np.int32), TypeError, "parameter 'w' .* wrong dtype"),
     ],
     ids=["read-only", "shape", "resized", "dtype"],
 )

@@ -4,6 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -41,6 +42,14 @@ def test_info():
     assert fusestep.__version__ in done.stdout
     assert "threads:" in done.stdout
     assert "array headers:   read directly" in done.stdout
+    tensors = "read directly" if find_spec("torch") else "none: No module named 'torch'"
+    assert f"tensor headers:  {tensors}" in done.stdout
+
+
+def test_info_of_fields_that_are_not_read():
+    done = command("info", FUSESTEP_READ_HEADERS="0")
+    assert done.stderr == ""
+    assert "array headers:   read through Python (slower): FUSESTEP_READ_HEADERS=0" in done.stdout
 
 
 def test_info_of_a_layer_that_cannot_be_loaded():

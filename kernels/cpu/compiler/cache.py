@@ -31,11 +31,11 @@ import numpy as np
 from llvmlite import binding as llvm
 
 from ...files import check_target
-from ...private import Dispatcher, get_host_cpu_features
 
 PACKAGE = Path(__file__).resolve().parents[2]
 _MAGIC = b"fusestep kernel 2\n"
 _SUFFIX = ".kernel"
+_Dispatcher = type(numba.njit(lambda: None))
 _problems: dict[Path, str] = {}  # folders that this process does without, and why
 
 
@@ -129,7 +129,7 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
     digest.update(f"{function.__module__} ".encode())
     _feed_code(digest, function.__code__)
     for value in _reached_values(function):
-        if isinstance(value, types.FunctionType | Dispatcher):
+        if isinstance(value, types.FunctionType | _Dispatcher):
             _feed_function(digest, value, seen)
         elif isinstance(value, np.ndarray):
             digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
@@ -159,7 +159,7 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
         members = [getattr(module, name, None) for name in names]
         values += members
         modules += [m for m in members if isinstance(m, types.ModuleType) and m not in modules]
-    return [v for v in values if isinstance(v, constants | types.FunctionType | Dispatcher)]
+    return [v for v in values if isinstance(v, constants | types.FunctionType | _Dispatcher)]
 
 
 def load(identity: str) -> bytes | None:
@@ -210,8 +210,16 @@ def processor() -> dict[str, str]:
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     return {
         "cpu": llvm.get_host_cpu_name() if name is None else name,
-        "features": get_host_cpu_features() if features is None else features,
+        "features": _host_features() if features is None else features,
     }
+
+
+def _host_features() -> str:
+    """As Numba has them, which can be told to do without AVX."""
+    found = llvm.get_host_cpu_features()
+    if not numba.config.ENABLE_AVX:
+        found.update({name: False for name in found if name.startswith("avx")})
+    return str(found.flatten())
 
 
 def _path(key: str) -> Path | None:

@@ -16,7 +16,7 @@ from numba import types
 
 from ...inner import njit
 from ...lazy import lazy
-from ...private import COMPILER_LOCKS, CFunc
+from ...private import compiler_locks
 from ..process.forks import fork_between
 from ..process.room import require_room
 from . import cache as on_disk
@@ -36,7 +36,7 @@ if numba.config.DISABLE_JIT:
     )
 
 
-fork_between(_lock, *COMPILER_LOCKS)
+fork_between(_lock, *compiler_locks())
 
 
 _TRIAL = "a trial of the engine"
@@ -78,7 +78,7 @@ def engine_works() -> bool:
 class _ByNumba:
     """A function as Numba itself compiles and calls it, in the place of `Loaded`."""
 
-    def __init__(self, compiled: CFunc, entry: PythonEntry | None) -> None:
+    def __init__(self, compiled: Any, entry: PythonEntry | None) -> None:
         self._compiled, self._entry = compiled, entry
         self.address: int = compiled.address
 
@@ -151,17 +151,14 @@ class NativeFunction:
         compiled = self._compile()
         return compiled.native_name, compiled.inspect_llvm(), self._entry
 
-    def _compile(self) -> CFunc:
+    def _compile(self) -> Any:
         result = _I64 if self._entry and self._entry.returns else types.void
         arguments = (_I64,) * self._function.__code__.co_argcount
-        compiled = CFunc(self._function, (arguments, result), {}, {"error_model": "numpy"})
-        compiled.compile()
-        return compiled
+        return numba.cfunc(result(*arguments), error_model="numpy")(self._function)
 
     def assembly(self) -> str:
         """The assembly text of a fresh compilation (what is kept has none)."""
-        text: str = self._compile()._library.get_asm_str()
-        return text
+        return machine.assembly(self._compile().inspect_llvm())
 
 
 PARTS: list[NativeFunction] = []

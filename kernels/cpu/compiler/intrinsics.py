@@ -6,13 +6,14 @@ import platform
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, types
 from numba.extending import intrinsic, models, register_model
 
-from ...private import cgutils, from_dtype, populate_array
+from ...private import populate_array
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
+_POINTER = ir.IntType(8).as_pointer()
 
 
 def int64_intrinsic(result):
@@ -24,7 +25,7 @@ def int64_intrinsic(result):
         @intrinsic
         def compiled(typingctx, *arguments):
             def codegen(context, builder, signature, args):
-                values = cgutils.unpack_tuple(builder, args[0], count)
+                values = _unpacked(builder, args[0], count)
                 made = emit(context, builder, *values)
                 return context.get_dummy_value() if result == types.void else made
 
@@ -35,6 +36,10 @@ def int64_intrinsic(result):
     return decorate
 
 
+def _unpacked(builder, values, count):
+    return [builder.extract_value(values, k) for k in range(count)]
+
+
 def _pointer(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 
@@ -42,7 +47,7 @@ def _pointer(builder, address, kind):
 @int64_intrinsic(types.voidptr)
 def as_pointer(context, builder, address):
     """An address as a ``void*``, for ``carray``."""
-    return builder.inttoptr(address, cgutils.voidptr_t)
+    return builder.inttoptr(address, _POINTER)
 
 
 @int64_intrinsic(types.int32)
@@ -123,7 +128,7 @@ def call_address(typingctx, function, *arguments):
 
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(ir.VoidType(), [_I64] * count)
-        values = cgutils.unpack_tuple(builder, args[1], count)
+        values = _unpacked(builder, args[1], count)
         builder.call(_pointer(builder, args[0], kind), values)
         return context.get_dummy_value()
 
@@ -148,7 +153,8 @@ def store_clock(context, builder, address):
 
 
 def _declared(builder, name, result, *arguments):
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @intrinsic
@@ -260,20 +266,20 @@ def prefetch_line(context, builder, address):
 
     More lines can be on their way there than to the first, which is near enough from there.
     """
-    kinds = cgutils.voidptr_t, _I32, _I32, _I32
+    kinds = _POINTER, _I32, _I32, _I32
     declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
     # (address, 0: to read, 2: keep in all caches but the first, 1: data)
     flags = [ir.Constant(_I32, k) for k in (0, 2, 1)]
-    builder.call(declared, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
+    builder.call(declared, [builder.inttoptr(address, _POINTER), *flags])
 
 
 @int64_intrinsic(types.void)
 def copy_bytes(context, builder, target, source, n_bytes):
     """Copy memory that does not overlap."""
-    pointers = cgutils.voidptr_t, cgutils.voidptr_t
+    pointers = _POINTER, _POINTER
     kinds = *pointers, _I64, ir.IntType(1)
     declared = _declared(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *kinds)
-    places = [builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source)]
+    places = [builder.inttoptr(address, _POINTER) for address in (target, source)]
     builder.call(declared, [*places, n_bytes, ir.Constant(ir.IntType(1), 0)])
 
 

@@ -21,7 +21,7 @@ import numba
 from llvmlite import binding as llvm
 
 from ...files import check_target
-from ...private import RUNTIME_HELPERS, register_helpers
+from ...private import find
 from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
 PORTABLE = Path(__file__).parents[1] / "portable"
@@ -137,6 +137,11 @@ def _code(symbol: str, module: Any) -> Code:
     return Code(symbol, _called_by(module), object_file)
 
 
+def assembly(ir: str) -> str:
+    """The text of the machine code for this processor of a module that Numba has finished."""
+    return str(_target_machine(**processor()).emit_assembly(llvm.parse_assembly(ir)))
+
+
 def _called_by(module: Any) -> tuple[str, ...]:
     """Functions of other libraries that the code of a module calls."""
     declared = {f.name for f in module.functions if f.is_declaration}
@@ -150,6 +155,10 @@ def _called_by(module: Any) -> tuple[str, ...]:
     return tuple(sorted({name for name in calls if name in declared and name[:5] != "llvm."}))
 
 
+def _nothing() -> None:
+    return
+
+
 class Loaded:
     """A function that can be called as long as the process lives."""
 
@@ -157,11 +166,11 @@ class Loaded:
         for name in code.called:
             # Numba registers them too, but when its compiler starts, which takes a third of a
             # second.
-            helper = RUNTIME_HELPERS.get(name.removeprefix("NRT_"))
+            helper = (find("helpers") or {}).get(name.removeprefix("NRT_"))
             if helper and not _is_known(name):
                 llvm.add_symbol(name, helper)
         if not all(map(_is_known, code.called)):
-            register_helpers()
+            numba.cfunc("void()")(_nothing)
         unknown = [name for name in code.called if not _is_known(name)]
         if unknown:  # LLVM would end the process
             names = ", ".join(unknown)

@@ -13,11 +13,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import llvmlite
+import numba
 from numba import types
 
 from ...formula import Formula
 from ...inner import njit
-from ...private import NumbaError, UnsupportedBytecodeError
 from ...rule import RULE_FLAGS, Rule, hp_type
 from ...storage import Storage, numba_type
 from . import cache as on_disk
@@ -93,7 +93,7 @@ def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
         raise CompilationError(f"it cannot be looked at with llvmlite {llvmlite.__version__}")
     try:
         found = _compiled(function, arguments, name)
-    except (NumbaError, UnsupportedBytecodeError) as error:
+    except (numba.NumbaError, numba.UnsupportedBytecodeError) as error:
         raise CompilationError(_reason(error)) from error
     on_disk.save(name, json.dumps(found).encode())
     return found

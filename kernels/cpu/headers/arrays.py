@@ -3,15 +3,18 @@
 Asking Python for the address, shape and flags of 200 gradients takes longer than the whole
 optimizer step, and the address of a single array, by ``array.ctypes.data``, three times as long
 as Adam on 1024 elements. The fields of a NumPy array object lie at fixed places, which every
-extension module that was compiled against NumPy relies on; they are tested on real arrays before
-they are used, and where they lie elsewhere everything goes the slow way.
+extension module that was compiled against NumPy relies on. They are read in versions that were
+tried, and are tested on real arrays before; where they lie elsewhere everything goes the slow way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
+import platform
 import sys
+import warnings
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -21,6 +24,7 @@ import numpy as np
 from numba import carray
 
 from ...inner import njit
+from ...private import TRIED
 from ...storage import STORAGES
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
@@ -101,15 +105,64 @@ def _test_arrays() -> list[np.ndarray]:
     return [base, shaped, base[5:9], base[:0], shaped.T, base[::2], read_only, unaligned]
 
 
-# An object begins with a count of references and its type, 16 bytes, as `_FIELDS` has it. In a
-# build of Python where it begins with more, nothing would lie where it is looked for.
-usable = (
-    sys.implementation.name == "cpython"
-    and np.dtype(np.intp).itemsize == 8
-    and object.__basicsize__ == 16
-    and all(_lies_as_expected(array) for array in _test_arrays())
-)
+VARIABLE = "FUSESTEP_READ_HEADERS"
+
+
+def is_switched_off() -> bool:
+    """Whether the user wants no fields of objects to be read."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(
+            f"fusestep: {VARIABLE} has a wrong value: expected 0, 1 or nothing, got {wanted!r}"
+        )
+    return wanted == "0"
+
+
+def untried(**versions: str) -> str:
+    """Say which of these versions have not been tried; "" where all were, or the user insists."""
+    if os.environ.get(VARIABLE) == "1":
+        return ""
+    minors = {name: ".".join(version.split(".")[:2]) for name, version in versions.items()}
+    new = [f"{name} {minor}" for name, minor in minors.items() if minor not in TRIED[name]]
+    return f"not tried with {' and '.join(new)}" if new else ""
+
+
+def _obstacle() -> str:
+    if is_switched_off():
+        return f"{VARIABLE}=0"
+    # An object begins with a count of references and its type, 16 bytes, as `_FIELDS` has it. In a
+    # build of Python where it begins with more, nothing would lie where it is looked for.
+    if (
+        sys.implementation.name != "cpython"
+        or np.dtype(np.intp).itemsize != 8
+        or object.__basicsize__ != 16
+    ):
+        return "another kind of Python"
+    if new := untried(Python=platform.python_version(), NumPy=np.__version__):
+        return new
+    is_known = all(_lies_as_expected(array) for array in _test_arrays())
+    return "" if is_known else f"they lie elsewhere in NumPy {np.__version__}"
+
+
+obstacle = _obstacle()
+"""Why the headers of arrays are not read; "" where they are."""
+usable = not obstacle
 """Whether the headers of this NumPy and this Python lie as this module expects them."""
+
+
+def warn_of(what: str, why: str) -> None:
+    """Warn that objects are read through Python, unless the user wants it."""
+    if not is_switched_off():
+        warnings.warn(
+            f"fusestep reads {what} through Python, which is slower: {why} ({VARIABLE}=0: no "
+            "warning)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+if obstacle:
+    warn_of("arrays", obstacle)
 
 
 def address_of(array: np.ndarray) -> int:

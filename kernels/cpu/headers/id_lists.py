@@ -15,7 +15,7 @@ from ..compiler.machine import PythonEntry
 from ..compiler.records import index_at, records
 from . import arrays
 from .arrays import C_CONTIGUOUS_ALIGNED, ITEMS, header_at
-from .tensor_fields import layout_of, signed
+from .tensor_fields import keys_of, layout_of
 from .tensors import code_of, fields_at, place_of
 
 FIXED, LISTED, OPEN, JOINED, SINGLE = range(5)
@@ -205,7 +205,7 @@ def _tensor_kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | N
     keys = []
     for is_inference in (False, True):
         with torch.inference_mode(is_inference):
-            keys.append(signed(torch._C._dispatch_keys(torch.zeros(1)).raw_repr()))
+            keys.append(keys_of(torch.zeros(1)))
     fields = array("q", layout.fields)
     known = *codes, fields.buffer_info()[0], *keys
     kinds = _Kinds(id(torch.Tensor), real.itemsize, *known)

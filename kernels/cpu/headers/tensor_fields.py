@@ -1,8 +1,9 @@
 """Places where PyTorch keeps what a step has to know of a tensor.
 
 To ask 200 tensors for address, sizes and strides by Python takes longer than to update them. What
-a step has to know lies at fixed places of a tensor and its storage. They are found on real tensors,
-which differ in all that is looked for; where one is not found, every step goes through Python.
+a step has to know lies at fixed places of a tensor and its storage. In versions that were tried
+they are found on real tensors, which differ in all that is looked for, and the one that is written
+to is tried. Where one is not found, every step goes through Python.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...private import NAMES, find
 from ...storage import I32, STORAGES
-from .arrays import usable as arrays_are_read
+from . import arrays
 
 # Bytes that are searched: a tensor, a storage, and the count of changes have at least so many.
 TENSOR_BYTES, STORAGE_BYTES, _VERSION_BYTES = 176, 56, 24
@@ -51,12 +53,41 @@ class TensorLayout(NamedTuple):
 
 @cache
 def layout_of(torch: Any) -> TensorLayout | None:
-    """The layout of the tensors of this PyTorch; None where they cannot be read."""
-    if not arrays_are_read:
-        return None
+    """The layout of the tensors of this PyTorch; None where they are not read."""
+    found = layout_or_obstacle(torch)
+    if isinstance(found, TensorLayout):
+        return found
+    if arrays.usable and not _missing():  # else a warning has said so
+        arrays.warn_of("tensors", found)
+    return None
+
+
+@cache
+def layout_or_obstacle(torch: Any) -> TensorLayout | str:
+    """The layout of the tensors of this PyTorch, or why they are not read."""
+    version = torch.__version__
+    if obstacle := arrays.obstacle or arrays.untried(PyTorch=version):
+        return obstacle
+    if missing := _missing():
+        return f"PyTorch {version} has no {' and no '.join(missing)}"
     # What is made within inference mode has no counts of changes.
     with torch.inference_mode(False):
-        return _found(torch)
+        layout = _found(torch)
+        if layout is None:
+            return f"their fields were not found in PyTorch {version}"
+        if not _counts_changes(torch, layout.fields):
+            return f"changes are not counted where it seems in PyTorch {version}"
+    return layout
+
+
+def _missing() -> list[str]:
+    names = "keys", "tensor address", "storage address", "version", "lazy clone"
+    return [NAMES[name].place.replace(":", ".") for name in names if find(name) is None]
+
+
+def keys_of(tensor: Any) -> int:
+    """What a tensor of PyTorch is and where, in one number."""
+    return signed(find("keys")(tensor).raw_repr())
 
 
 def _found(torch: Any) -> TensorLayout | None:
@@ -71,9 +102,7 @@ def _found(torch: Any) -> TensorLayout | None:
         "dim": _find(tensors, [t.dim() for t in samples], TENSOR_BYTES),
         "offset": _find(tensors, [t.storage_offset() for t in samples], TENSOR_BYTES),
         "dtype": dtype,
-        "keys": _find(
-            tensors, [torch._C._dispatch_keys(t).raw_repr() for t in samples], TENSOR_BYTES
-        ),
+        "keys": _find(tensors, [keys_of(t) for t in samples], TENSOR_BYTES, ctypes.c_int64),
         "data": _find(storages_at, [storage.data_ptr() for storage in storages], STORAGE_BYTES),
         "n_bytes": _find(storages_at, [storage.nbytes() for storage in storages], STORAGE_BYTES),
     }
@@ -95,7 +124,7 @@ def _samples(torch: Any) -> list[Any]:
         torch.zeros(9)[5],
         torch.zeros(4, 3, 2, 5, 6)[2:].transpose(1, 3),
         torch.from_numpy(np.zeros(17))[3:],
-        torch._neg_view(torch.zeros(29)[7:]),
+        torch.zeros(29, dtype=torch.complex64).conj().imag[7:],  # whose numbers are negated
     ]
 
 
@@ -175,15 +204,38 @@ def _dtypes(torch: Any) -> tuple[int | None, dict[Any, int]]:
     return None, {}
 
 
+def _counts_changes(torch: Any, f: Fields) -> bool:
+    """Whether a write where changes seem to be counted is one more, and changes nothing else."""
+    tensors = [torch.arange(6.0) for _ in range(2)]
+    tensors += [tensor.view(2, 3)[1:] for tensor in tensors]
+    for tensor in tensors[:2]:
+        tensor.add_(1.0)
+    before, versions = _all_of(tensors), [t._version for t in tensors]
+    (count,) = _words(tensors[0]._cdata + f.version, 1)
+    number, words = _NUMBER.from_address(count + f.changes), _words(count, _VERSION_BYTES // 8)
+    number.value += 1
+    is_counted = [t._version for t in tensors] == [n + (k % 2 == 0) for k, n in enumerate(versions)]
+    is_alone = _all_of(tensors) == before
+    number.value -= 1
+    return is_counted and is_alone and _words(count, _VERSION_BYTES // 8) == words
+
+
+def _all_of(tensors: Sequence[Any]) -> list[Any]:
+    """All that these tensors are but their counts of changes, as memory and as PyTorch says it."""
+    memory = [_words(t._cdata, TENSOR_BYTES // 8) for t in tensors]
+    memory += [_words(t.untyped_storage()._cdata, STORAGE_BYTES // 8) for t in tensors]
+    said = [
+        (t.shape, t.stride(), t.dtype, t.data_ptr(), t.tolist(), t.requires_grad) for t in tensors
+    ]
+    return [*memory, *said]
+
+
 def _lazy(torch: Any) -> dict[str, int | None]:
     """The place of the function that lets memory go, and the one where copies share memory."""
-    lazy_clone = getattr(torch, "_lazy_clone", None)
-    if lazy_clone is None:
-        return {"deleter": 0, "lazy": -1}
     # A lazy clone shares its memory until PyTorch writes to one of the two, and is known by the
     # function that will let the memory go. A step writes by address, and would change both.
     plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
-    clones = [lazy_clone(tensor) for tensor in shared]
+    clones = [find("lazy clone")(tensor) for tensor in shared]
     plain_at, shared_at = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
     for place in range(0, STORAGE_BYTES, 8):
         own, found = _values(_WORD, plain_at, place), _values(_WORD, shared_at, place)

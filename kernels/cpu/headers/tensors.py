@@ -21,7 +21,7 @@ from ..compiler.lines import LINE, prefetch
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import ITEMS, LENGTH, address_of, overlaps
-from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, layout_of, signed
+from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, keys_of, layout_of
 
 WRITTEN, DENSE, ROWS, OBJECT = range(4)
 """What a form is of: a tensor that is written, a dense gradient, one of rows, any object."""
@@ -336,7 +336,7 @@ def form_of(torch: Any, tensor: Any, kind: int, **more: Any) -> TensorForm:
     """The form of a tensor as it is; ``more`` replaces fields."""
     layout = layout_of(torch)
     assert layout is not None
-    keys, size = signed(torch._C._dispatch_keys(tensor).raw_repr()), tensor.element_size()
+    keys, size = keys_of(tensor), tensor.element_size()
     what = id(type(tensor)), keys, layout.codes[tensor.dtype], tensor.dim(), size
     return TensorForm(kind, *what)._replace(**more)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numba
 
-from ...private import omp_pool
+from ...private import NAMES, look_up, lose
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
 from ..compiler.machine import PythonEntry
@@ -230,6 +230,8 @@ def _start_layer() -> bool:
             if openmp and threading_layer() == "omp":
                 # Numba sets it when its layer starts, for other libraries of this thread too.
                 openmp.omp_set_num_threads(before)
+            elif threading_layer() == "omp" and look_up(NAMES["omp"].place) is None:
+                lose("omp")  # where another layer runs, there may be none
         if _uses_tbb():
             tbb.hold()
     available_threads.call  # noqa: B018  (compiles)
@@ -272,10 +274,10 @@ def _load_tbb(chosen: str) -> bool:
 
 def _openmp() -> Any:
     """The library of OpenMP that Numba's layer uses, or would: PyTorch's, if that came first."""
-    try:
-        library = ctypes.CDLL(omp_pool().__file__)
-    except ImportError:
+    pool = look_up(NAMES["omp"].place)
+    if pool is None:
         return None
+    library = ctypes.CDLL(pool.__file__)
     return library if hasattr(library, "omp_set_num_threads") else None
 
 

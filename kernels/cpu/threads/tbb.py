@@ -14,7 +14,7 @@ import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
-from ...private import tbb_pool
+from ...private import find
 
 
 class _Definition(ctypes.Structure):
@@ -52,8 +52,11 @@ _SIGNATURES = "3getERNS0_2d121task_scheduler_handleE", "8finalizeERNS0_2d121task
 @cache
 def _library() -> _Library | None:
     """TBB, once Numba's handle is given up; None where that cannot be done."""
-    tbbpool = tbb_pool()
-    loaded, give_up = ctypes.CDLL(tbbpool.__file__), _definition_of(tbbpool).contents.free
+    tbbpool = find("tbb")
+    if tbbpool is None:
+        return None
+    loaded, definition = ctypes.CDLL(tbbpool.__file__), _definition_of(tbbpool)
+    give_up = definition.contents.free if definition else None
     try:
         get, finalize = (loaded[_SYMBOL.format(rest)] for rest in _SIGNATURES)
     except AttributeError:

@@ -11,10 +11,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, types
+from numba import cuda, from_dtype, types
 
 from ...element import Kernel, adder, element_of, scope_loader, scope_storer, values_of
-from ...private import from_dtype
 from ...storage import F64, Storage, numba_type
 from ..device.backend import on_device, reader, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function

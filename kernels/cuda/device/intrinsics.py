@@ -12,7 +12,6 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from ...private import cgutils
 from ...rule import product
 
 _I32 = ir.IntType(32)
@@ -166,7 +165,8 @@ def rounded_product(typingctx, x, y):
     def codegen(context, builder, signature, args):
         kind = args[0].type
         function = ir.FunctionType(kind, [kind, kind])
-        return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
+        known = builder.module.globals.get(name)
+        return builder.call(known or ir.Function(builder.module, function, name), args)
 
     return x(x, y), codegen
 

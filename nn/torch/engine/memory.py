@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.private import zero_tensors
 from ....kernels.storage import FOREIGN, STORAGES
 from ....ops.runtime import check
 from ....ops.runtime.arrays import adopt_anywhere
@@ -24,6 +25,10 @@ NUMBERS = DTYPES | {getattr(torch, dtype.name): dtype for dtype in check.INDEX_D
 """Dtypes of states that are single numbers."""
 _WHERE = "fusestep.nn.torch"
 _MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
+
+
+is_zerotensor = zero_tensors()
+"""Whether a tensor is one of zeros without memory."""
 
 
 class _Memory:
@@ -83,7 +88,7 @@ def order_of(tensor: Tensor) -> tuple[int, ...] | None:
 
 def is_as_it_lies(tensor: Tensor) -> bool:
     """Whether its numbers are those in its memory, not their negatives or zeros without memory."""
-    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+    return not (tensor.is_neg() or tensor.is_conj() or is_zerotensor(tensor))
 
 
 def fits_order(tensor: Tensor, order: Sequence[int]) -> bool:
@@ -102,7 +107,7 @@ def in_memory(tensor: Tensor, where: str = _WHERE, name: str = "a tensor") -> Te
     Raises:
         RuntimeError: its memory was let go, or it never had any.
     """
-    if tensor._is_zerotensor():
+    if is_zerotensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     check_there(where, name, tensor)  # before PyTorch copies what is not there
     return tensor.contiguous().resolve_neg()

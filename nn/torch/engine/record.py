@@ -24,6 +24,7 @@ from .memory import (
     extent,
     fits_order,
     is_as_it_lies,
+    is_zerotensor,
     order_of,
 )  # fmt: skip
 from .part import Choice
@@ -196,7 +197,7 @@ class Record:
         if gradient.device != parameter.device:
             devices = parameter.device, gradient.device
             reject(RuntimeError, where, label, "is on another device", *devices)
-        if not gradient._is_zerotensor():
+        if not is_zerotensor(gradient):
             check_there(where, label, gradient)
 
     # Gradients of a step

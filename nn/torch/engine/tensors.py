@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels.private import parts_of
 from ....kernels.state import State
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
@@ -43,9 +44,9 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
         reject_shape(where, name, tuple(parameter.shape), gradient)
     if isinstance(gradient, BagTensor):
         return gradient.source
-    # Those without an underscore refuse a gradient with duplicates.
-    indices = in_memory(gradient._indices(), where, f"the indices of {name}")
-    values = in_memory(gradient._values(), where, f"the values of {name}")
+    indices, values = parts_of(gradient)
+    indices = in_memory(indices, where, f"the indices of {name}")
+    values = in_memory(values, where, f"the values of {name}")
     n_sparse, sizes = len(indices), parameter.shape
     if n_sparse == 1:
         indices = indices[0]

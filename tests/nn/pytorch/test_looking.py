@@ -63,11 +63,34 @@ def test_the_fields_of_tensors_are_known_here() -> None:
 def test_a_first_step_in_inference_mode() -> None:
     """Tensors that are made there have no counts of changes."""
     tensor_fields.layout_of.cache_clear()
+    tensor_fields.layout_or_obstacle.cache_clear()
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     with torch.inference_mode():
         fused.SGD([parameter], lr=1.0).step()
     assert tensor_fields.layout_of(torch) is not None
+
+
+@pytest.mark.parametrize("place", [8, 12, 20])
+def test_a_wrong_place_of_the_count_of_changes_is_found_out(place: int) -> None:
+    fields = tensor_fields.layout_of(torch).fields  # type: ignore[union-attr]
+    assert tensor_fields._counts_changes(torch, fields)
+    assert not tensor_fields._counts_changes(torch, fields._replace(changes=place))
+    assert tensor_fields._counts_changes(torch, fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "text"),
+    [("_found", None, "were not found"), ("_counts_changes", False, "changes are not counted")],
+)
+def test_tensors_are_not_read_where_fields_lie_elsewhere(
+    name: str, found: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_fields, name, lambda *_: found)
+    looked_for = tensor_fields.layout_or_obstacle.__wrapped__
+    monkeypatch.setattr(tensor_fields, "layout_or_obstacle", looked_for)
+    with pytest.warns(RuntimeWarning, match=f"reads tensors through Python, .*{text}"):
+        assert tensor_fields.layout_of.__wrapped__(torch) is None
 
 
 # -- what a gradient may be in a later step -------------------------------------------------------
