@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -23,6 +24,7 @@ from ...kernels.quiet import quiet
 from ...kernels.rule import Rule
 from ...kernels.state import PARAMETER, State
 from ...ops.runtime import check
+from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measured
@@ -56,7 +58,7 @@ from .engine.state import (
     whole_table,
     with_rows,
 )  # fmt: skip
-from .engine.tensors import is_part, local, wide_dtype
+from .engine.tensors import BAGS, is_part, local, wide_dtype
 from .engine.threads import as_torch
 
 _KEPT_BINDINGS = 4
@@ -103,6 +105,7 @@ class Fused(_Base):
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
     _looks_at_scalars = False  # whether `scalars` is a user's
     _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
+    _in_backward: Any = None  # a weak reference to the `EmbeddingBags` whose backward is the step
 
     def __init__(
         self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
@@ -302,6 +305,10 @@ class Fused(_Base):
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, closure, param)
+        if self._in_backward is not None and self._in_backward() is not None:
+            fix = "update_in_backward(None) leaves gradients for it"
+            wrong = "the optimizer steps in backward, not by step()"
+            raise RuntimeError(f"EmbeddingBags: {wrong}: {fix}")
         if _is_watched(self):
             return _watched_step(self, closure, param=param)
         return self._plain_step(closure, param=param)
@@ -331,7 +338,17 @@ class Fused(_Base):
         self._clipping = None
         super().zero_grad(set_to_none)
 
-    def _step(self, param: Tensor | None, factor: float) -> None:
+    def _step(
+        self, param: Tensor | None, factor: float, gradients: tuple[Any, ...] | None = None
+    ) -> None:
+        """A step; ``gradients``: of all parameters of all groups, in the place of their ``.grad``.
+
+        Each is a tensor, a `BagTensor` or None.
+        """
+        if gradients is not None:
+            with _placed(self, gradients):
+                self._step(param, factor)
+            return
         groups, key = self.param_groups, None if param is None else id(param)
         known = self._bindings.get(key, [])
         if known and known[0].is_large:
@@ -633,6 +650,28 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     def __subclasshook__(cls, other: type) -> bool:
         """Every class of this package is one, but for `Thor`."""
         return True if cls is FusedOptimizer and Fused in other.__mro__ else NotImplemented
+
+
+@contextmanager
+def _placed(optimizer: Fused, gradients: tuple[Any, ...]) -> Iterator[None]:
+    """Gradients in the places of those of parameters; a stand-in for each `BagTensor`."""
+    parameters = tuple(chain.from_iterable(map(_params_of, optimizer.param_groups)))
+    before = [*map(_grad_of, parameters)]
+    try:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if isinstance(gradient, BagTensor):
+                stand_in = torch.sparse_coo_tensor(
+                    torch.zeros(1, 1, dtype=torch.int64), p.detach()[:1], tuple(p.shape),
+                    check_invariants=False,
+                )  # fmt: skip
+                setattr(stand_in, BAGS, gradient)
+                p.grad = stand_in
+            else:
+                p.grad = gradient
+        yield
+    finally:
+        for p, gradient in zip(parameters, before, strict=True):
+            p.grad = gradient
 
 
 def _is_in(parameter: Tensor, group: Group) -> bool:
