@@ -88,7 +88,7 @@ def average_bags(
     """
     forms = [[*own.dense_shape, own.unit, str(own.dtype)] for own in gradients]
     agree(comm, where, {"tables": forms}, error)
-    own = joined([gradients])
+    own = joined([[gradient] for gradient in gradients])
     n, is_weighted = [len(g.indices) for g in own], any(g.weights is not None for g in own)
     told = np.empty((comm.size, len(own) + 2), np.int64)
     comm.all_gather(np.array([own[0].values.size, is_weighted, *n]), told).wait()
@@ -110,7 +110,7 @@ def average_bags(
             g.with_arrays(i, values[r], places, w)
             for g, i, places, w in zip(*of_tables, strict=True)
         ])  # fmt: skip
-    return joined(calls, comm.size)
+    return joined([*zip(*calls, strict=True)], comm.size)
 
 
 def _read(where: str, gradients: Any, average: Any) -> list[Any]:

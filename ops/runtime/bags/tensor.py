@@ -157,21 +157,20 @@ class BagTensor:
 
 
 @quiet
-def joined(calls: Sequence[Sequence[BagTensor | None]], divisor: int = 1) -> list[BagTensor | None]:
-    """The gradients of tables that were pooled in several calls, those of a later one behind.
+def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagTensor]:
+    """The gradient of each table, from those of several calls, those of a later one behind.
 
     Args:
-        calls: of each call the gradients of the same tables, on the host; None: there is none.
+        tables: of each table its gradients, on the host.
         divisor: what the values are divided by.
 
     Raises:
         ValueError: rows of gradients could not be numbered.
     """
-    every = [[own and own.without_winners() for own in call] for call in calls]
+    every = [[own.without_winners() for own in table] for table in tables]
     begins: dict[int, int] = {}  # of values, by the identity of arrays that ``every`` keeps
-    arrays, n, unit = [], 0, 1
-    for own in filter(None, chain.from_iterable(every)):
-        unit = own.unit
+    arrays, n, unit = [], 0, every[0][0].unit
+    for own in chain.from_iterable(every):
         if id(own.values) not in begins:
             begins[id(own.values)] = n // unit
             arrays.append(own.values.reshape(-1))
@@ -183,15 +182,11 @@ def joined(calls: Sequence[Sequence[BagTensor | None]], divisor: int = 1) -> lis
     if divisor != 1:
         real = real_type(values.dtype)
         values = (values.astype(real, copy=False) / real(divisor)).astype(values.dtype)
-    found: list[BagTensor | None] = []
-    for column in zip(*every, strict=True):
-        each = [own for own in column if own is not None]
-        if not each:
-            found.append(None)
-            continue
-        rows = [own.rows + np.int32(begins[id(own.values)]) for own in each]
-        is_weighted = any(own.weights is not None for own in each)
-        weights = np.concatenate([own.factors for own in each]) if is_weighted else None
-        indices = np.concatenate([own.indices for own in each])
-        found.append(each[0].with_arrays(indices, values, np.concatenate(rows), weights))
+    found = []
+    for table in every:
+        rows = [own.rows + np.int32(begins[id(own.values)]) for own in table]
+        is_weighted = any(own.weights is not None for own in table)
+        weights = np.concatenate([own.factors for own in table]) if is_weighted else None
+        indices = np.concatenate([own.indices for own in table])
+        found.append(table[0].with_arrays(indices, values, np.concatenate(rows), weights))
     return found
