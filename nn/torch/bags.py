@@ -337,7 +337,6 @@ class _Updates:
         return found
 
     @as_torch
-    @torch.no_grad()
     def take(self, calls: Sequence[tuple[Any, dict[Tensor, BagTensor]]]) -> None:
         """One step with the gradients of all calls, and with what lies in ``.grad``."""
         contexts, optimizer = [ctx for ctx, _ in calls], self.optimizer
@@ -353,7 +352,9 @@ class _Updates:
 
             def step(*_: Any, **__: Any) -> None:
                 every = _parameters_of(optimizer)
-                optimizer._step(None, 1.0, tuple(_with_others(p, found.get(p)) for p in every))
+                with torch.no_grad():
+                    given = tuple(_with_others(p, found.get(p)) for p in every)
+                    optimizer._step(None, 1.0, given)
                 for ctx in contexts:
                     ctx.is_taken = True
                 for weight in found:

