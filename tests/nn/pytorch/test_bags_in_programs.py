@@ -816,8 +816,10 @@ def test_tables_that_are_parametrized_later() -> None:
 # Ids
 
 
-OTHERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64,
-          torch.bool, torch.float32, torch.float16, torch.float8_e5m2, torch.complex64]  # fmt: skip
+OTHERS = [
+    torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.float32, torch.float16, torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
