@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -178,13 +179,16 @@ class EmbeddingBags(nn.Module):
             optimizer: one of `nn.torch` that has the tables as its parameters, and no others.
 
         Raises:
-            TypeError: it is none.
+            TypeError: it is none, or of a subclass with a step of its own.
             ValueError: it has other parameters, or steps in the backward of another module.
         """
         if optimizer is not None:
             if not isinstance(optimizer, Fused):
                 expected, got = "an optimizer of nn.torch", type(optimizer).__name__
                 reject(TypeError, _WHERE, "optimizer", "has a wrong type", expected, got)
+            if type(optimizer).step is not Fused.step:
+                wrong, expected = "has a step of its own", "that of nn.torch: it is not called"
+                reject(TypeError, _WHERE, "optimizer", wrong, expected, type(optimizer).__name__)
             own, weights = _parameters_of(optimizer), self.weights
             if {*map(id, own)} != {*map(id, weights)}:
                 wrong, expected = "has other parameters", f"the {len(weights)} tables"
@@ -375,6 +379,9 @@ class _Updates:
             RuntimeError, ValueError: there is no step with these.
         """
         known, found = {*map(id, _parameters_of(self.optimizer))}, dict[Tensor, list[BagTensor]]()
+        if len(known) > len(calls[0][0].weights):
+            wrong, expected = "has other parameters", f"the {len(calls[0][0].weights)} tables"
+            reject(ValueError, _WHERE, "optimizer", wrong, expected, f"{len(known)} parameters")
         for ctx, own in calls:
             if ctx.is_taken:
                 wrong = "backward has updated the tables already"
@@ -454,6 +461,7 @@ class _Pooling(torch.autograd.Function):
         if updates is None:
             are_taken = (False,) * n
         else:
+            _check_engine()
             uses = [_use_of(node) for node, _ in ctx.next_functions[:n]]
             are_left = [use == _RETURNED for use in uses]
             are_taken = [use == _ACCUMULATED for use in uses]
@@ -506,6 +514,22 @@ def _use_of(node: Any) -> int:
         return _ACCUMULATED if torch._C._will_engine_execute_node(node) else _UNUSED
     except RuntimeError:  # of `torch.autograd.grad` for a leaf
         return _RETURNED
+
+
+def _check_engine() -> None:
+    """Refuse a compiled backward, which calls nothing at its end.
+
+    Raises:
+        RuntimeError: this is called in one.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (
+        getattr(compiled, "compiled_autograd_enabled", False)
+        or getattr(compiled, "in_compiled_autograd_region", False)
+    ):
+        wrong, expected = "is compiled", "one of PyTorch's engine, whose end is the step"
+        fix = "; update_in_backward(None) leaves gradients"
+        reject(RuntimeError, _WHERE, "backward", wrong, expected, "compiled autograd", fix)
 
 
 _NO_BACKWARD = -1
