@@ -410,10 +410,9 @@ class _Step:
         self.calls: list[tuple[Any, dict[Tensor, BagTensor]]] = []
 
     def __call__(self) -> None:
-        self.is_over = True
-        calls, self.calls = self.calls, []
-        if calls:
-            self._updates.take(calls)
+        self.is_over = True  # a hook that goes backward itself takes a step of its own
+        if self.calls:
+            self._updates.take(self.calls)
 
 
 class _Pooling(torch.autograd.Function):
