@@ -155,13 +155,11 @@ class Prodigy(Fused, torch.optim.Optimizer):
             group.update(zip(_OF_ALL, numbers.tolist(), strict=True))
             group["k"] += 1
 
-    def _step(
-        self, param: Tensor | None, factor: float, gradients: tuple[Any, ...] | None = None
-    ) -> None:
+    def _step(self, param: Tensor | None, *rest: Any) -> None:
         if param is not None:
             why = "the estimate is that of all parameters"
             raise RuntimeError(f"Prodigy: step(param=...) is not supported: {why}")
-        super()._step(param, factor, gradients)
+        super()._step(param, *rest)
 
     def _check(self, group: Group, choice: Any, name: str, parameter: Tensor) -> bool:
         if len({self.method(each).rule for each in self.param_groups}) > 1:
