@@ -36,6 +36,7 @@ _of_embedding = attrgetter(*_OPTIONS)
 _of_bag = attrgetter(*_OPTIONS, "mode", "include_last_offset")
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _hooks_of = attrgetter(*_HOOKS)
+_hooks_of_weight = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class EmbeddingBags(nn.Module):
@@ -228,7 +229,11 @@ class EmbeddingBags(nn.Module):
             for w, m in zip(weights, modules, strict=True)
         ]  # fmt: skip
         known = self._known
-        if known is not None and known[0] == key and not any(map(_is_changed, modules)):
+        # As calls of C: this is done for each table in each forward.
+        are_called = any(chain.from_iterable(map(_hooks_of, modules))) or any(
+            "forward" in m.__dict__ for m in modules
+        )
+        if known is not None and known[0] == key and not are_called:
             return known  # type: ignore[no-any-return]
         for k, (name, module) in enumerate(self._modules.items()):
             _check_module(name, module)
@@ -325,11 +330,11 @@ class _Updates:
                 if weight.requires_grad and id(weight) not in own:
                     _reject_weight(k)
             self._weights = weights
-        for k, weight in enumerate(weights):
-            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-                wrong = "has hooks, which would see no gradient"
-                expected, got = "none, or update_in_backward(None)", "some"
-                reject(ValueError, _WHERE, f"the weight of table {k}", wrong, expected, got)
+        if any(chain.from_iterable(map(_hooks_of_weight, weights))):
+            k = next(k for k, weight in enumerate(weights) if any(_hooks_of_weight(weight)))
+            wrong = "has hooks, which would see no gradient"
+            expected, got = "none, or update_in_backward(None)", "some"
+            reject(ValueError, _WHERE, f"the weight of table {k}", wrong, expected, got)
 
     def step(self) -> _Step:
         """The step at the end of the backward that this is called in."""
@@ -386,20 +391,21 @@ class _Updates:
             if ctx.is_taken:
                 wrong = "backward has updated the tables already"
                 raise RuntimeError(f"{_WHERE}: {wrong}: once a forward")
-            for k, weight in enumerate(ctx.weights):
-                if weight not in own:
-                    continue
-                if id(weight) not in known:
-                    _reject_weight(k)
+            if not known.issuperset(map(id, own)):
+                _reject_weight(next(
+                    k for k, w in enumerate(ctx.weights) if w in own and id(w) not in known
+                ))  # fmt: skip
+            for weight, gradient in own.items():
                 if is_shared and not _is_empty(weight.grad):
+                    k = next(k for k, w in enumerate(ctx.weights) if w is weight)
                     wrong, expected = "has a gradient from elsewhere", "bags alone: only these meet"
                     fix = "; update_in_backward(None) leaves all to DistributedDataParallel"
                     got, name = tuple(weight.grad.shape), f"the weight of table {k}"
                     reject(RuntimeError, _WHERE, name, wrong, expected, got, fix)
-                found.setdefault(weight, []).append(own[weight])
+                found.setdefault(weight, []).append(gradient)
         if len(calls) > 1:
             return dict(zip(found, joined([*found.values()]), strict=True))
-        return {weight: gradient for weight, (gradient,) in found.items()}
+        return calls[0][1]
 
 
 class _Step:
@@ -630,11 +636,6 @@ def _check_module(name: str, module: Any) -> None:
     if "forward" in vars(module) or type(module).forward is not kind.forward:
         wrong, expected = "has a forward of its own", f"that of {kind.__name__}: it is not called"
         reject(TypeError, _WHERE, where, wrong, expected, type(module).__name__)
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Whether something is to be called that was not there when it was checked."""
-    return any(_hooks_of(module)) or "forward" in vars(module)
 
 
 def _padding(k: int, module: Any, rows: int) -> int | None:
