@@ -10,6 +10,7 @@ import numpy as np
 from ...kernels.quiet import quiet
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt, real_type
+from ...ops.runtime.bags.tensor import BagTensor, joined
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows
 from ...ops.runtime.row_tensor import RowTensor
@@ -67,6 +68,51 @@ def all_reduce(
     return tuple(found)
 
 
+def average_bags(
+    where: str, gradients: Sequence[BagTensor], comm: Communicator, error: Exception | None = None
+) -> list[BagTensor]:
+    """The means over all processes of the gradients of pooled tables; all processes call this.
+
+    Those of outputs are divided, and put one behind the other in the order of the ranks: a step
+    with them is one with the whole batch. They never become rows of ids.
+
+    Args:
+        where: how errors name the caller.
+        gradients: of each table one, on the host.
+        comm: the processes.
+        error: what this process has found wrong.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: a process has found an error, or tables differ.
+        LostProcessError: a process has ended.
+    """
+    forms = [[*own.dense_shape, own.unit, str(own.dtype)] for own in gradients]
+    agree(comm, where, {"tables": forms}, error)
+    own = joined([[gradient] for gradient in gradients])
+    n, is_weighted = [len(g.indices) for g in own], any(g.weights is not None for g in own)
+    told = np.empty((comm.size, len(own) + 2), np.int64)
+    comm.all_gather(np.array([own[0].values.size, is_weighted, *n]), told).wait()
+    ids = told[:, 2:].sum(1).tolist()
+
+    def of_all(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
+        return np.split(_of_all(np.concatenate(arrays), counts, comm), np.cumsum(counts)[:-1])
+
+    values = of_all([own[0].values], told[:, 0].tolist())
+    indices = of_all([g.indices for g in own], ids)
+    rows = of_all([g.rows for g in own], ids)
+    weights = of_all([g.factors for g in own], ids) if told[:, 1].any() else None
+    calls = []
+    for r, counts in enumerate(told[:, 2:]):
+        cuts = np.cumsum(counts)[:-1]
+        factors = [None] * len(own) if weights is None else np.split(weights[r], cuts)
+        of_tables = own, np.split(indices[r], cuts), np.split(rows[r], cuts), factors
+        calls.append([
+            g.with_arrays(i, values[r], places, w)
+            for g, i, places, w in zip(*of_tables, strict=True)
+        ])  # fmt: skip
+    return joined([*zip(*calls, strict=True)], comm.size)
+
+
 def _read(where: str, gradients: Any, average: Any) -> list[Any]:
     check.flag(where, "average", average)
     if not isinstance(gradients, list | tuple):
@@ -117,21 +163,25 @@ def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarra
     return received.reshape(-1)[: len(flat)]
 
 
+def _of_all(array: np.ndarray, counts: Sequence[int], comm: Communicator) -> np.ndarray:
+    """The rows of all processes one behind the other: so many of each rank."""
+    received = np.empty((sum(counts), *array.shape[1:]), array.dtype)
+    parts = np.split(received, np.cumsum(counts)[:-1])
+    parts[comm.rank][...] = array
+    transfers = [comm.broadcast(part, r) for r, part in enumerate(parts) if part.size]
+    for transfer in transfers:
+        transfer.wait()
+    return received
+
+
 @quiet
 def _rows_of_all(gradient: RowTensor, comm: Communicator, *, average: bool) -> RowTensor:
     lengths = np.empty((comm.size, 2), np.int64)
     comm.all_gather(np.array([len(gradient.indices), gradient.batch_length]), lengths).wait()
     counts = lengths[:, 0].tolist()
-    arrays = []
     places = [] if gradient.positions is None else [np.asarray(gradient.positions)]
-    for array in (gradient.indices, gradient.values, *places):
-        received = np.empty((sum(counts), *array.shape[1:]), array.dtype)
-        parts = np.split(received, np.cumsum(counts)[:-1])
-        parts[comm.rank][...] = array
-        transfers = [comm.broadcast(part, r) for r, part in enumerate(parts) if part.size]
-        for transfer in transfers:
-            transfer.wait()
-        arrays.append(received)
+    every = gradient.indices, gradient.values, *places
+    arrays = [_of_all(array, counts, comm) for array in every]
     indices, values, *places = arrays
     if average:
         real = real_type(values.dtype)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 
 from ...kernels.private import version_of
 from ...ops.runtime.bags.ids import find_error, read, read_plain
 from ...ops.runtime.bags.pooled import Pooled
 from ...ops.runtime.bags.pooling import Pooling
-from ...ops.runtime.bags.tensor import BagTensor
+from ...ops.runtime.bags.tensor import BagTensor, joined
 from ...ops.runtime.errors import reject
-from .engine.memory import array_of, in_memory, tensor_of
+from ..distributed.agreement import attempted
+from ..distributed.reduction import average_bags
+from ..distributed.torch_group import over_torch
+from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
 from .engine.threads import as_torch
-from .optimizer import Fused
+from .optimizer import Fused, _is_watched
 
 _WHERE = "EmbeddingBags"
+_MODES = "sum", "mean", "max"
+# What a module may change between two calls.
+_OPTIONS = "__class__", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse"
+_of_embedding = attrgetter(*_OPTIONS)
+_of_bag = attrgetter(*_OPTIONS, "mode", "include_last_offset")
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_hooks_of = attrgetter(*_HOOKS)
+_hooks_of_weight = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class EmbeddingBags(nn.Module):
@@ -50,15 +68,20 @@ class EmbeddingBags(nn.Module):
     ``ModuleDict``, list or dict. So this can take the place of a list, with the same
     ``state_dict``, and a file of either is one of the other.
 
-    Backward leaves sparse gradients in ``.grad`` as PyTorch's with ``sparse=True`` does, with a row
-    for each id, for whatever takes these: accumulation, `clip_grad_norm_`, ``GradScaler``, any
-    optimizer. After `update_in_backward` it takes the step of an optimizer instead, which reads the
-    gradient of the output in place. On the host only.
+    Of modules weights and options are read in each forward, so a change acts or raises. They are
+    not called: those with hooks or a forward of their own raise. Parametrized weights have dense
+    gradients. The padding row of an ``nn.Embedding`` is read as it is, and has no gradient.
+
+    Backward leaves sparse gradients in ``.grad`` as PyTorch's with ``sparse=True`` does (modules
+    that are adopted say ``sparse=True`` from then on), with a row for each id, for whatever takes
+    these: accumulation, `clip_grad_norm_`, ``GradScaler``, DistributedDataParallel, any optimizer.
+    After `update_in_backward` it takes the step of an optimizer instead, which reads the gradient
+    of the output in place. On the host only.
 
     Raises:
         TypeError: a kind or dtype does not fit.
-        ValueError: a value, shape or offset does not fit, or a module has an option that is not
-            supported: ``max_norm``, ``scale_grad_by_freq``.
+        ValueError: a value, shape or offset does not fit, or a module has what is not supported:
+            ``max_norm``, ``scale_grad_by_freq``, hooks.
         IndexError: an id is out of range.
         RuntimeError: a tensor is on a device.
 
@@ -75,6 +98,10 @@ class EmbeddingBags(nn.Module):
     >>> out.sum().backward()
     """
 
+    _updates: _Updates | None = None
+    _known: Any = None
+    _ddp: Any = None
+
     def __init__(
         self,
         tables: Any,
@@ -84,110 +111,164 @@ class EmbeddingBags(nn.Module):
     ) -> None:
         super().__init__()
         named = _named(tables)
-        chosen = {m.mode for m in named.values() if isinstance(m, nn.EmbeddingBag)}
-        lasts = {bool(m.include_last_offset) for m in named.values()
-                 if isinstance(m, nn.EmbeddingBag)}  # fmt: skip
-        self.mode = _one_of("mode", chosen, mode, "sum")
-        if self.mode not in ("sum", "mean", "max"):
-            expected = "'sum', 'mean' or 'max'"
-            reject(ValueError, _WHERE, "mode", "is not supported", expected, self.mode)
-        self.include_last_offset = _one_of("include_last_offset", lasts, include_last_offset, False)
+        bags = [m for m in named.values() if isinstance(m, nn.EmbeddingBag)]
+        # Of modules that are made here, and where none has an option of its own.
+        self._mode = _one_of("mode", {m.mode for m in bags}, mode, "sum")
+        if self._mode not in _MODES:
+            reject(ValueError, _WHERE, "mode", "is not supported", _MODES, self._mode)
+        lasts = {bool(m.include_last_offset) for m in bags}
+        self._last = _one_of("include_last_offset", lasts, include_last_offset, False)
         for name, table in named.items():
             if not isinstance(table, nn.EmbeddingBag | nn.Embedding):
-                n, width = _size(name, table)
-                table = nn.EmbeddingBag(n, width, mode=self.mode)
-            _check_options(name, table)
+                options = {"mode": self._mode, "include_last_offset": self._last}
+                table = nn.EmbeddingBag(*_size(name, table), **options)
+            table.sparse = True
+            _check_module(name, table)
             self.add_module(name, table)
-        self._optimizer: Fused | None = None
-        self._hook: Any = None
-        self._known: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The optimizer has the parameters of this one, not those of a copy.
-        return {**vars(self), "_optimizer": None, "_hook": None, "_known": None}
+        return {**vars(self), "_updates": None, "_known": None, "_ddp": None}
 
     def extra_repr(self) -> str:
         """The options, for ``print``."""
-        return f"mode={self.mode!r}"
+        return f"mode={' or '.join(map(repr, sorted(self._options('mode')))) or repr(self._mode)}"
+
+    @property
+    def mode(self) -> str:
+        """How bags are pooled: as the modules say."""
+        found: str = _one_of("mode", self._options("mode"), None, self._mode)
+        return found
+
+    @property
+    def include_last_offset(self) -> bool:
+        """Whether the last of the offsets is the number of ids: as the modules say."""
+        found = self._options("include_last_offset")
+        return bool(_one_of("include_last_offset", found, None, self._last))
+
+    def _options(self, name: str) -> set[Any]:
+        """The values of an option that modules have."""
+        return {getattr(m, name) for m in self.children() if isinstance(m, nn.EmbeddingBag)}
 
     @property
     def weights(self) -> list[nn.Parameter]:
         """The tables."""
-        return [module.weight for module in self._modules.values()]
-
-    @property
-    def _are_single(self) -> bool:
-        """Whether each table has one id a bag, where no offsets are given."""
-        return all(type(module) is nn.Embedding for module in self._modules.values())
+        modules = self._modules.values()
+        # As an attribute, which it is where it is computed, it is found in three times the time.
+        if all("weight" in m._parameters for m in modules):
+            return [m._parameters["weight"] for m in modules]
+        return [m.weight for m in modules]
 
     def update_in_backward(self, optimizer: Fused | None) -> None:
         """Let every backward from now on take a step of an optimizer; None: leave gradients again.
+
+        The step is the end of the backward, and one for all calls of this in its forward. What lies
+        in ``.grad`` of their tables then, such as the gradient of a penalty or of a module with the
+        same weight, acts in it too; afterwards ``.grad`` is None. Hooks of the optimizer's step see
+        no more than that in ``.grad``. What `torch.autograd.grad` returns takes no step.
 
         Learning-rate schedulers of the optimizer act. Calls of its ``step`` raise, and so do those
         of a ``GradScaler``: a gradient is used as it comes, so the loss must not be scaled.
         ``clip_grad_norm_`` finds no gradient: there is none that outlives backward.
 
+        In DistributedDataParallel the step is one with the mean over all processes, to the bits of
+        `ShardedEmbedding` with ``average``. ``no_sync`` and ``join`` raise in backward.
+
+        A copy or a pickle of this leaves gradients: it has no optimizer. A weight that was replaced
+        raises in the next forward, unless the optimizer has the new one.
+
         Args:
             optimizer: one of `nn.torch` that has the tables as its parameters, and no others.
 
         Raises:
-            TypeError: it is none.
-            ValueError: it has other parameters.
+            TypeError: it is none, or of a subclass with a step of its own.
+            ValueError: it has other parameters, or steps in the backward of another module.
         """
-        if optimizer is None:
-            self._leave_gradients()
-            return
-        if not isinstance(optimizer, Fused):
-            expected, got = "an optimizer of nn.torch", type(optimizer).__name__
-            reject(TypeError, _WHERE, "optimizer", "has a wrong type", expected, got)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        if {*map(id, own)} != {*map(id, self.weights)}:
-            wrong, expected = "has other parameters", f"the {len(self.weights)} tables"
-            reject(ValueError, _WHERE, "optimizer", wrong, expected, f"{len(own)} parameters")
-        self._leave_gradients()
-        self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(_refuse)
-
-    def _leave_gradients(self) -> None:
-        if self._optimizer is not None:
-            self._hook.remove()
-        self._optimizer = self._hook = None
+        if optimizer is not None:
+            if not isinstance(optimizer, Fused):
+                expected, got = "an optimizer of nn.torch", type(optimizer).__name__
+                reject(TypeError, _WHERE, "optimizer", "has a wrong type", expected, got)
+            if type(optimizer).step is not Fused.step:
+                wrong, expected = "has a step of its own", "that of nn.torch: it is not called"
+                reject(TypeError, _WHERE, "optimizer", wrong, expected, type(optimizer).__name__)
+            own, weights = _parameters_of(optimizer), self.weights
+            if {*map(id, own)} != {*map(id, weights)}:
+                wrong, expected = "has other parameters", f"the {len(weights)} tables"
+                reject(ValueError, _WHERE, "optimizer", wrong, expected, f"{len(own)} parameters")
+            other = optimizer._in_backward and optimizer._in_backward()
+            if other is not None and other is not self:
+                wrong, expected = "steps in backward already", "one that no other module has"
+                reject(ValueError, _WHERE, "optimizer", wrong, expected, f"that of {other}")
+        if self._updates is not None:
+            self._updates.optimizer._in_backward = None
+            self._updates = None
+        if optimizer is not None:
+            optimizer._in_backward = weakref.ref(self)
+            self._updates = _Updates(optimizer, weights)
 
     def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Pool rows of all tables; see the class."""
-        factors = per_sample_weights
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_graphs(self, ids, offsets, per_sample_weights)
+        factors, weights = per_sample_weights, self.weights
         if isinstance(factors, Tensor):
             factors = [factors]
+        if self._updates is not None and torch.is_grad_enabled():
+            self._updates.check(weights)
         given = ids, offsets, per_sample_weights
-        out: Tensor = _Pooling.apply(self, given, *self.weights, *(factors or ()))
+        out: Tensor = _Pooling.apply(self, given, *weights, *(factors or ()))
         return out
 
-    def _pooling(self, weights: Sequence[Tensor]) -> Pooling:
-        """The tables as they are now, and how they are pooled."""
-        key = [(w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights]
-        if self._known is None or self._known[0] != key:
-            for k, weight in enumerate(weights):
-                _check_tensor(f"the weight of table {k}", weight)
-            arrays = [array_of(weight.detach(), keep=False) for weight in weights]
-            padding = [module.padding_idx for module in self.children()]
-            made = Pooling(
-                _WHERE, arrays, None, self.mode, padding, "raise",
-                open_ended=not self.include_last_offset,
-            )  # fmt: skip
-            self._known = key, made
-        return self._known[1]  # type: ignore[no-any-return]
+    def _now(self, weights: Sequence[Tensor]) -> tuple[Any, Pooling, bool, dict[int, int]]:
+        """The tables as they are: a key, how they are pooled, whether each table has one id a bag
+        where no offsets are given, and ids of tables that have no gradient.
+        """
+        modules = self._modules.values()
+        key = [
+            (w.data_ptr(), w.shape, w.stride(), w.dtype,
+             (_of_bag if isinstance(m, nn.EmbeddingBag) else _of_embedding)(m))
+            for w, m in zip(weights, modules, strict=True)
+        ]  # fmt: skip
+        known = self._known
+        # As calls of C: this is done for each table in each forward.
+        are_called = any(chain.from_iterable(map(_hooks_of, modules))) or any(
+            "forward" in m.__dict__ for m in modules
+        )
+        if known is not None and known[0] == key and not are_called:
+            return known  # type: ignore[no-any-return]
+        for k, (name, module) in enumerate(self._modules.items()):
+            _check_module(name, module)
+            _check_tensor(f"the weight of table {k}", weights[k])
+        padding = [
+            _padding(k, m, len(w)) for k, (m, w) in enumerate(zip(modules, weights, strict=True))
+        ]
+        are_bags = [isinstance(m, nn.EmbeddingBag) for m in modules]
+        # Its memory is that of the key for as long as this is known.
+        arrays = [array_of(weight.detach()) for weight in weights]
+        pooling = Pooling(
+            _WHERE, arrays, None, self.mode,
+            [own if is_bag else None for own, is_bag in zip(padding, are_bags, strict=True)],
+            "raise", open_ended=not self.include_last_offset,
+        )  # fmt: skip
+        dropped = {k: own for k, own in enumerate(padding) if own is not None and not are_bags[k]}
+        self._known = known = key, pooling, not any(are_bags), dropped
+        return known
 
     @as_torch
-    def _pooled(self, given: tuple[Any, Any, Any], weights: Sequence[Tensor]) -> Pooled:
-        pooling, arrays = self._pooling(weights), None
-        found = read_plain(pooling, *given, torch, singles=self._are_single)
+    def _pooled(
+        self, given: tuple[Any, Any, Any], weights: Sequence[Tensor]
+    ) -> tuple[Pooled, dict[int, int]]:
+        """Rows of the tables, pooled, and ids of tables that have no gradient."""
+        _, pooling, are_single, dropped = self._now(weights)
+        arrays = None
+        found = read_plain(pooling, *given, torch, singles=are_single)
         if found is None:
             arrays = self._arrays(given)
             found = read(pooling, *arrays)
         pooled = Pooled(pooling, found)
         if pooled.is_bad:
             find_error(pooling, *(arrays or self._arrays(given))[:2])
-        return pooled
+        return pooled, dropped
 
     def _arrays(self, given: tuple[Any, Any, Any]) -> list[Any]:
         """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
@@ -213,21 +294,132 @@ class EmbeddingBags(nn.Module):
             ]
         return found
 
+    def _parallel(self) -> DistributedDataParallel | None:
+        """The wrapper that calls this, or, where a backward computes anew, that has called it."""
+        active = DistributedDataParallel._active_ddp_module
+        known = None if self._ddp is None else self._ddp()
+        if active is None:
+            return known if known is not None and _backward() != _NO_BACKWARD else None
+        if active is not known:
+            if not any(module is self for module in active.module.modules()):
+                return None
+            self._ddp = weakref.ref(active)
+        return active
+
+
+_outside_of_graphs: Any = torch._disable_dynamo(EmbeddingBags.forward)
+
+
+class _Updates:
+    """The steps of an optimizer in backward: one for each, with all that has come in it."""
+
+    def __init__(self, optimizer: Fused, weights: Sequence[Tensor]) -> None:
+        self.optimizer, self._weights = optimizer, weights
+        # Of threads, one at a time; hooks of a step may go backward themselves.
+        self._lock = threading.RLock()
+        self._steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
+
+    def check(self, weights: Sequence[Tensor]) -> None:
+        """Refuse tables that the optimizer does not have, or with hooks that would see nothing.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if not all(map(is_, weights, self._weights)):
+            own = {*map(id, _parameters_of(self.optimizer))}
+            for k, weight in enumerate(weights):
+                if weight.requires_grad and id(weight) not in own:
+                    _reject_weight(k)
+            self._weights = weights
+        if any(chain.from_iterable(map(_hooks_of_weight, weights))):
+            k = next(k for k, weight in enumerate(weights) if any(_hooks_of_weight(weight)))
+            wrong = "has hooks, which would see no gradient"
+            expected, got = "none, or update_in_backward(None)", "some"
+            reject(ValueError, _WHERE, f"the weight of table {k}", wrong, expected, got)
+
+    def step(self) -> _Step:
+        """The step at the end of the backward that this is called in."""
+        key = _backward()
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = _Step(self)
+            _at_the_end_of_backward(found)
+        return found
+
     @as_torch
-    def _take(
-        self, found: Sequence[BagTensor], weights: Sequence[Tensor], needs: Sequence[bool]
-    ) -> None:
-        """The step of the optimizer on the tables that need gradients."""
-        assert self._optimizer is not None
-        every = zip(weights, found, needs, strict=True)
-        given = {weight: gradient for weight, gradient, is_needed in every if is_needed}
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        self._optimizer._step(None, 1.0, tuple(map(given.get, parameters)))
+    def take(self, calls: Sequence[tuple[Any, dict[Tensor, BagTensor]]]) -> None:
+        """One step with the gradients of all calls, and with what lies in ``.grad``."""
+        contexts, optimizer = [ctx for ctx, _ in calls], self.optimizer
+        parallel = next((ctx.parallel for ctx in contexts if ctx.parallel is not None), None)
+        with self._lock:
+            if parallel is None:
+                found = self._found(calls)
+            else:
+                mine, error = attempted(partial(self._found, calls, is_shared=True))
+                comm, mine = over_torch(parallel.process_group), mine or {}
+                means = average_bags(_WHERE, [*mine.values()], comm, error)
+                found = dict(zip(mine, means, strict=True))
+
+            def step(*_: Any, **__: Any) -> None:
+                every = _parameters_of(optimizer)
+                with torch.no_grad():
+                    given = tuple(_with_others(p, found.get(p)) for p in every)
+                    optimizer._step(None, 1.0, given)
+                for ctx in contexts:
+                    ctx.is_taken = True
+                for weight in found:
+                    weight.grad = None
+
+            optimizer._opt_called = True  # schedulers ask whether a step came before theirs
+            if _is_watched(optimizer):
+                torch.optim.Optimizer.profile_hook_step(step)(optimizer)
+            else:
+                step()
+
+    def _found(
+        self, calls: Sequence[tuple[Any, dict[Tensor, BagTensor]]], *, is_shared: bool = False
+    ) -> dict[Tensor, BagTensor]:
+        """The gradients of tables, of all calls together.
+
+        Raises:
+            RuntimeError, ValueError: there is no step with these.
+        """
+        known, found = {*map(id, _parameters_of(self.optimizer))}, dict[Tensor, list[BagTensor]]()
+        if len(known) > len(calls[0][0].weights):
+            wrong, expected = "has other parameters", f"the {len(calls[0][0].weights)} tables"
+            reject(ValueError, _WHERE, "optimizer", wrong, expected, f"{len(known)} parameters")
+        for ctx, own in calls:
+            if ctx.is_taken:
+                wrong = "backward has updated the tables already"
+                raise RuntimeError(f"{_WHERE}: {wrong}: once a forward")
+            if not known.issuperset(map(id, own)):
+                _reject_weight(next(
+                    k for k, w in enumerate(ctx.weights) if w in own and id(w) not in known
+                ))  # fmt: skip
+            for weight, gradient in own.items():
+                if is_shared and not _is_empty(weight.grad):
+                    k = next(k for k, w in enumerate(ctx.weights) if w is weight)
+                    wrong, expected = "has a gradient from elsewhere", "bags alone: only these meet"
+                    fix = "; update_in_backward(None) leaves all to DistributedDataParallel"
+                    got, name = tuple(weight.grad.shape), f"the weight of table {k}"
+                    reject(RuntimeError, _WHERE, name, wrong, expected, got, fix)
+                found.setdefault(weight, []).append(gradient)
+        if len(calls) > 1:
+            return dict(zip(found, joined([*found.values()]), strict=True))
+        return calls[0][1]
 
 
-def _refuse(*_: Any) -> None:
-    fix = "update_in_backward(None) leaves gradients for it"
-    raise RuntimeError(f"{_WHERE}: the optimizer steps in backward, not by step(): {fix}")
+class _Step:
+    """The gradients of one backward, which calls this at its end, and alone keeps it alive."""
+
+    def __init__(self, updates: _Updates) -> None:
+        self._updates, self.is_over = updates, False
+        self.calls: list[tuple[Any, dict[Tensor, BagTensor]]] = []
+
+    def __call__(self) -> None:
+        self.is_over = True  # a hook that goes backward itself takes a step of its own
+        if self.calls:
+            self._updates.take(self.calls)
 
 
 class _Pooling(torch.autograd.Function):
@@ -237,11 +429,18 @@ class _Pooling(torch.autograd.Function):
     def forward(ctx: Any, module: EmbeddingBags, given: Any, *tensors: Tensor) -> Tensor:
         weights = tensors[: len(module._modules)]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
+        ctx.parallel, ctx.is_synced, ctx.step = module._parallel(), True, None
+        if ctx.parallel is not None:
+            ctx.is_synced = ctx.parallel.require_backward_grad_sync
+        if module._updates is not None and _backward() != _NO_BACKWARD:
+            # A backward that computes anew what it needs: the step is its end, not that of the one
+            # within it.
+            ctx.step = weakref.ref(module._updates.step())
         factors = tensors[len(weights) :]
         ctx.factors, ctx.versions = [(t.shape, t.dtype) for t in factors], None
         if any(t.requires_grad for t in factors):  # whose gradients follow from the tables
             ctx.versions = _versions(weights)
-        ctx.pooled = module._pooled(given, weights)
+        ctx.pooled, ctx.dropped = module._pooled(given, weights)
         dtypes = {weight.dtype for weight in weights}
         out = tensor_of(ctx.pooled.out)
         return out.to(dtypes.pop()) if len(dtypes) == 1 else out
@@ -249,13 +448,13 @@ class _Pooling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        module, weights = ctx.module, ctx.weights
-        needs, needs_factors = ctx.needs_input_grad[2:], ctx.needs_input_grad[2 + len(weights) :]
+        weights, updates = ctx.weights, ctx.module._updates
+        n, needs = len(weights), ctx.needs_input_grad[2:]
         if not any(needs):
             return (None,) * (2 + len(needs))
         grad = array_of(in_memory(grads[0].detach()))
-        of_factors: list[Any] = [None] * len(needs_factors)
-        if any(needs_factors):  # before the tables change
+        of_factors: list[Any] = [None] * (len(needs) - n)
+        if any(needs[n:]):
             if ctx.versions != _versions(weights):
                 wrong = "the tables have changed since the forward"
                 raise RuntimeError(f"{_WHERE}: no gradients of per_sample_weights: {wrong}")
@@ -264,19 +463,94 @@ class _Pooling(torch.autograd.Function):
                 products = [torch.cat(products)]
             each = zip(products, ctx.factors, strict=True)
             of_factors = [x.reshape(shape).to(dtype) for x, (shape, dtype) in each]
-        needs = needs[: len(weights)]
-        if not any(needs):
-            return None, None, *(None for _ in weights), *of_factors
-        found = ctx.pooled.gradients(grad)
-        if module._optimizer is None:
-            every = zip(found, weights, needs, strict=True)
-            tables = [_sparse(g, w) if is_needed else None for g, w, is_needed in every]
-            return None, None, *tables, *of_factors
-        if ctx.is_taken:
-            raise RuntimeError(f"{_WHERE}: backward has updated the tables already: once a forward")
-        module._take(found, weights, needs)
-        ctx.is_taken = True
-        return None, None, *(None for _ in weights), *of_factors
+        are_left = are_taken = needs[:n]
+        if updates is None:
+            are_taken = (False,) * n
+        else:
+            _check_engine()
+            uses = [_use_of(node) for node, _ in ctx.next_functions[:n]]
+            are_left = [use == _RETURNED for use in uses]
+            are_taken = [use == _ACCUMULATED for use in uses]
+        of_tables: list[Any] = [None] * n
+        if any(are_left) or any(are_taken):
+            found = ctx.pooled.gradients(grad)
+            for k, row in ctx.dropped.items():
+                found[k] = found[k].without(row)
+            if any(are_taken):
+                _collect(ctx, updates, found, are_taken)
+            for k, weight in enumerate(weights):
+                if are_left[k]:
+                    of_tables[k] = _as_torch(found[k], weight)
+                elif are_taken[k] and ctx.parallel is not None:  # which waits for one
+                    of_tables[k] = _empty(weight)
+        return None, None, *of_tables, *of_factors
+
+
+def _collect(
+    ctx: Any, updates: _Updates, found: Sequence[BagTensor], are_taken: Sequence[bool]
+) -> None:
+    """Give the gradients of a call to the step of this backward.
+
+    Raises:
+        RuntimeError: processes do not meet in it.
+    """
+    if not ctx.is_synced:
+        wrong, expected = "is called in no_sync", "a backward of all processes, whose end is a step"
+        fix = "; leave no_sync out, or accumulate after update_in_backward(None)"
+        reject(RuntimeError, _WHERE, "the module", wrong, expected, "one without an exchange", fix)
+    if ctx.parallel is not None and ctx.parallel._join_config.enable:
+        wrong, expected = "is called in join", "as many batches on all processes"
+        reject(RuntimeError, _WHERE, "the module", wrong, expected, "uneven ones")
+    step = None if ctx.step is None else ctx.step()
+    if step is None or step.is_over:
+        step = updates.step()
+    every = zip(ctx.weights, found, are_taken, strict=True)
+    step.calls.append((ctx, {weight: own for weight, own, is_taken in every if is_taken}))
+
+
+_ACCUMULATED, _RETURNED, _UNUSED = range(3)
+"""What a backward does with the gradient of a tensor."""
+
+
+def _use_of(node: Any) -> int:
+    """What the backward that this is called in does with the gradient that a node gets."""
+    if node is None:
+        return _UNUSED
+    try:
+        return _ACCUMULATED if torch._C._will_engine_execute_node(node) else _UNUSED
+    except RuntimeError:  # of `torch.autograd.grad` for a leaf
+        return _RETURNED
+
+
+def _check_engine() -> None:
+    """Refuse a compiled backward, which calls nothing at its end.
+
+    Raises:
+        RuntimeError: this is called in one.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (
+        getattr(compiled, "compiled_autograd_enabled", False)
+        or getattr(compiled, "in_compiled_autograd_region", False)
+    ):
+        wrong, expected = "is compiled", "one of PyTorch's engine, whose end is the step"
+        fix = "; update_in_backward(None) leaves gradients"
+        reject(RuntimeError, _WHERE, "backward", wrong, expected, "compiled autograd", fix)
+
+
+_NO_BACKWARD = -1
+_backward = torch._C._current_graph_task_id
+_at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def _parameters_of(optimizer: Fused) -> list[Tensor]:
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+
+
+def _reject_weight(k: int) -> None:
+    fix = "; call update_in_backward with an optimizer of the weights as they are now"
+    wrong, expected = "was replaced", "a parameter of the optimizer"
+    reject(ValueError, _WHERE, f"the weight of table {k}", wrong, expected, "another tensor", fix)
 
 
 def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -284,13 +558,30 @@ def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), version_of(weight)) for weight in weights]
 
 
-def _sparse(gradient: BagTensor, weight: Tensor) -> Tensor:
-    """The gradient as PyTorch's, a row for each id."""
+def _as_torch(gradient: BagTensor, weight: Tensor) -> Tensor:
+    """The gradient as PyTorch's, a row for each id; dense where it goes on from there."""
     rows = gradient.to_rows()
     indices, values = tensor_of(rows.indices).long()[None], tensor_of(rows.values)
-    return torch.sparse_coo_tensor(
+    found = torch.sparse_coo_tensor(
         indices, values.to(weight.dtype), tuple(weight.shape), check_invariants=False
     )
+    return found if weight.is_leaf else found.to_dense()
+
+
+def _with_others(weight: Tensor, gradient: BagTensor | None) -> Any:
+    """The gradient of a table with what lies in ``.grad``; None for one that rests."""
+    if gradient is None or _is_empty(weight.grad):
+        return gradient
+    return weight.grad + _as_torch(gradient, weight)
+
+
+def _empty(weight: Tensor) -> Tensor:
+    """A sparse gradient without rows."""
+    return torch.sparse_coo_tensor(tuple(weight.shape), dtype=weight.dtype)
+
+
+def _is_empty(gradient: Tensor | None) -> bool:
+    return gradient is None or (gradient.is_sparse and gradient._nnz() == 0)
 
 
 def _named(tables: Any) -> dict[str, Any]:
@@ -304,9 +595,8 @@ def _named(tables: Any) -> dict[str, Any]:
         reject(TypeError, _WHERE, "tables", "have a wrong type", expected, got)
     if not named:
         reject(ValueError, _WHERE, "tables", "are missing", "at least one", "none")
-    if len({id(m.weight) for m in named.values() if isinstance(m, nn.Module)}) < sum(
-        isinstance(m, nn.Module) for m in named.values()
-    ):
+    weights = [m.weight for m in named.values() if isinstance(m, nn.EmbeddingBag | nn.Embedding)]
+    if len({*map(id, weights)}) < len(weights):
         wrong, expected = "share a weight", "a weight of its own for each"
         reject(ValueError, _WHERE, "tables", wrong, expected, "one twice")
     return named
@@ -329,13 +619,37 @@ def _size(name: str, table: Any) -> tuple[int, int]:
     return n, width
 
 
-def _check_options(name: str, module: nn.EmbeddingBag | nn.Embedding) -> None:
-    for option, is_used in (
-        ("max_norm", module.max_norm is not None), ("scale_grad_by_freq", module.scale_grad_by_freq)
-    ):  # fmt: skip
-        if is_used:
-            wrong, expected = f"has {option}", "a module without"
-            reject(ValueError, _WHERE, f"table {name!r}", wrong, expected, getattr(module, option))
+def _check_module(name: str, module: Any) -> None:
+    where = f"table {name!r}"
+    if not isinstance(module, nn.EmbeddingBag | nn.Embedding):
+        reject(TypeError, _WHERE, where, "has a wrong type", "a table", type(module).__name__)
+    for option in ("max_norm", "scale_grad_by_freq"):
+        value = getattr(module, option)
+        if value is not None and value is not False:
+            reject(ValueError, _WHERE, where, f"has {option}", "a module without", value)
+    if not module.sparse:
+        wrong, expected = "is not sparse, as its gradients are", "sparse=True"
+        reject(ValueError, _WHERE, where, wrong, expected, module.sparse)
+    if any(_hooks_of(module)):
+        wrong, expected = "has hooks, or is pruned", "a module without: it is not called"
+        reject(ValueError, _WHERE, where, wrong, expected, "some")
+    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    if "forward" in vars(module) or type(module).forward is not kind.forward:
+        wrong, expected = "has a forward of its own", f"that of {kind.__name__}: it is not called"
+        reject(TypeError, _WHERE, where, wrong, expected, type(module).__name__)
+
+
+def _padding(k: int, module: Any, rows: int) -> int | None:
+    """The id of a table that has no gradient; a negative one is counted from the end."""
+    own, name = module.padding_idx, f"padding_idx of table {k}"
+    if own is None:
+        return None
+    if isinstance(own, bool) or not isinstance(own, int):
+        expected, got = "an int or None", type(own).__name__
+        reject(TypeError, _WHERE, name, "has a wrong type", expected, got)
+    if not -rows <= own < rows:
+        reject(ValueError, _WHERE, name, "is out of range", f"-{rows} <= id < {rows}", own)
+    return own % rows
 
 
 def _array(name: str, tensor: Any) -> Any:
@@ -349,6 +663,7 @@ def _check_tensor(name: str, tensor: Any) -> None:
     if tensor.device.type != "cpu":
         expected, got = "a tensor on the host", tensor.device
         reject(RuntimeError, _WHERE, name, "is on a device, where there are no bags", expected, got)
-    if tensor.dtype.is_complex or tensor.dtype == torch.bool or tensor.layout != torch.strided:
-        expected, got = "numbers in a dense tensor", f"{tensor.dtype}, {tensor.layout}"
+    if tensor.dtype not in NUMBERS or tensor.layout != torch.strided:
+        expected = "int32, int64 or a float, in a dense tensor"
+        got = f"{tensor.dtype}, {tensor.layout}"
         reject(TypeError, _WHERE, name, "has a wrong dtype", expected, got)

@@ -101,6 +101,7 @@ class Fused(_Base):
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
     _looks_at_scalars = False  # whether `scalars` is a user's
     _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
+    _in_backward: Any = None  # a weak reference to the `EmbeddingBags` whose backward is the step
 
     def __init__(
         self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
@@ -306,6 +307,10 @@ class Fused(_Base):
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, closure, param)
+        if self._in_backward is not None and self._in_backward() is not None:
+            fix = "update_in_backward(None) leaves gradients for it"
+            wrong = "the optimizer steps in backward, not by step()"
+            raise RuntimeError(f"EmbeddingBags: {wrong}: {fix}")
         if _is_watched(self):
             return _watched_step(self, closure, param=param)
         return self._plain_step(closure, param=param)

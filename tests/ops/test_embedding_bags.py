@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fusestep
-from fusestep import ops
+from fusestep import nn, ops
+from fusestep.ops.runtime.bags.tensor import BagTensor
+from fusestep.ops.runtime.bags.tensor import joined as joined_gradients
 
 from helpers import BF16, assert_same_bits, refused
 
@@ -536,3 +538,59 @@ def test_bad_gradients(error: type[Exception], text: str, grad: Any) -> None:
     given = good()
     with pytest.raises(error, match=text):
         ops.EmbeddingBags().gradients(given["tables"], given["ids"], given["offsets"], grad)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("weighted", ["none", "some", "all"])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_gradients_of_several_calls(pooling: str, weighted: str, dtype: Any) -> None:
+    """Joined they are the rows of each call, one behind the other; a step has the same bits."""
+    if weighted != "none" and pooling != "sum":
+        return
+    rng, shapes = np.random.default_rng(0), SHAPES[:4]
+    tables, bags, calls = tables_of(shapes, dtype), ops.EmbeddingBags(pooling), list[Any]()
+    for k, batch in enumerate((5, 1, 300)):
+        ids, offsets = bags_of([n for n, _ in shapes], batch, 4, seed=k)
+        factors = None
+        if weighted == "all" or (weighted == "some" and k == 1):
+            factors = [rng.random(len(own)).astype(dtype) for own in ids]
+        grad = rng.standard_normal((batch, sum(d for _, d in shapes))).astype(dtype)
+        calls.append(bags.gradients(tables, ids, offsets, grad, factors))
+    columns: list[tuple[BagTensor, ...]] = list(zip(*calls, strict=True))
+    for divisor in (1, 4):  # powers of 2 round nothing
+        for found, column in zip(joined_gradients(columns, divisor), columns, strict=True):
+            rows, each = found.to_rows(), [own.to_rows() for own in column]
+            assert_same_bits(rows.indices, np.concatenate([own.indices for own in each]))
+            values = np.concatenate([own.values for own in each])
+            if divisor == 1 or dtype != np.float16:
+                assert_same_bits(rows.values, (values / dtype(divisor)).astype(dtype))
+    own, others = (tables_of(shapes, np.promote_types(dtype, np.float32)) for _ in range(2))
+    nn.SGD(own, learning_rate=0.1)(tuple(joined_gradients(columns)))
+    lists = [list(column) for column in columns]
+    nn.SGD(others, learning_rate=0.1)(tuple(lists))
+    for one, other in zip(own, others, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 if dtype != np.float16 else 0.1)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("row", [0, 3, 16])
+def test_gradients_without_a_row(row: int, pooling: str) -> None:
+    """Those of all other occurrences, as they are; without any the same object."""
+    tables, (ids, offsets) = tables_of([(17, 5)]), bags_of([17], 200, 4)
+    grad = np.random.default_rng(1).standard_normal((200, 5)).astype(np.float32)
+    (whole,) = ops.EmbeddingBags(pooling).gradients(tables, ids, offsets, grad)
+    rows, left = whole.to_rows(), whole.without(row).to_rows()
+    keeps = rows.indices != row
+    assert 0 < keeps.sum() < len(keeps)
+    assert_same_bits(left.indices, rows.indices[keeps])
+    assert_same_bits(left.values, rows.values[keeps])
+    without = whole.without(row)
+    assert without.without(row) is without
+
+
+def test_joined_outputs_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, (ids, offsets) = tables_of([(17, 5)]), bags_of([17], 20, 4)
+    found = ops.EmbeddingBags().gradients(tables, ids, offsets, np.ones((20, 5), np.float32))
+    monkeypatch.setattr("fusestep.ops.runtime.bags.tensor.MOST", 19)
+    with pytest.raises(ValueError, match="EmbeddingBags: the outputs are too large together"):
+        joined_gradients([found * 2])

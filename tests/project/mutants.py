@@ -99,8 +99,16 @@ MUTANTS = (
      "test_options_of_the_optimizer"),
     (", w.stride(), w.dtype", ", w.stride()", "",
      "test_tables_that_became_others_at_the_same_place"),
-    ("given = gradient if bags is None else bags", " if bags is None else bags", "",
-     "test_a_table_that_is_wider_than_in_its_forward"),
+    ("if step is None or step.is_over:", " or step.is_over", "",
+     "test_a_hook_of_a_step_may_go_backward"),
+    ("for weight in found:\n                    weight.grad = None", "weight.grad = None", "pass",
+     "test_gradients_from_elsewhere_act"),
+    ("[use == _ACCUMULATED for use", "use == _ACCUMULATED", "True",
+     "test_gradients_that_are_asked_for_take_no_step"),
+    ("own.rows + np.int32(begins[id(own.values)])", " + np.int32(begins[id(own.values)])", "",
+     "test_gradients_of_several_calls"),
+    ("found[k] = found[k].without(row)", ".without(row)", "",
+     "test_the_padding_row_of_an_embedding"),
 )  # fmt: skip
 
 

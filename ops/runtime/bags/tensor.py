@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from ....kernels.cpu.bags import MOST
 from ....kernels.quiet import quiet
-from ..arrays import real_type
+from ..arrays import address_of, real_type
 from ..device import is_on_device
 from ..errors import reject
 from ..row_step import RowGradient
@@ -117,3 +120,73 @@ class BagTensor:
         """The dense ``[N, D]`` array; as `RowTensor.to_dense`."""
         dense: np.ndarray = self.to_rows().to_dense()
         return dense
+
+    # What follows is for those on the host.
+
+    @property
+    def factors(self) -> Any:
+        """The weights, also where all are 1."""
+        if self.weights is None:
+            return np.ones(len(self.indices), real_type(self.dtype))
+        return self.weights
+
+    def with_arrays(self, indices: Any, values: Any, rows: Any, weights: Any) -> BagTensor:
+        """A gradient of the same table, of other occurrences; not one of maxima."""
+        at_weights = 0 if weights is None else address_of(weights)
+        of_rows = rows, address_of(rows), self.unit * values.itemsize
+        source = RowGradient.of(indices, values, None, 0, *of_rows, weights, at_weights)
+        return BagTensor(source, self.unit, self.dense_shape)
+
+    def without(self, row: int) -> BagTensor:
+        """The same without the occurrences of a row."""
+        keeps = self.indices != row
+        if keeps.all():
+            return self
+        own = self.without_winners()
+        weights = None if own.weights is None else own.weights[keeps]
+        return self.with_arrays(own.indices[keeps], own.values, own.rows[keeps], weights)
+
+    def without_winners(self) -> BagTensor:
+        """The same; one of maxima with a row of values for each occurrence."""
+        if self.winners is None:
+            return self
+        values = self.to_rows().values
+        n, width = values.shape
+        rows = np.arange(n, dtype=np.int32) * np.int32(width // self.unit)
+        return self.with_arrays(self.indices, values, rows, None)
+
+
+@quiet
+def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagTensor]:
+    """The gradient of each table, from those of several calls, those of a later one behind.
+
+    Args:
+        tables: of each table its gradients, on the host.
+        divisor: what the values are divided by.
+
+    Raises:
+        ValueError: rows of gradients could not be numbered.
+    """
+    every = [[own.without_winners() for own in table] for table in tables]
+    begins: dict[int, int] = {}  # of values, by the identity of arrays that ``every`` keeps
+    arrays, n, unit = [], 0, every[0][0].unit
+    for own in chain.from_iterable(every):
+        if id(own.values) not in begins:
+            begins[id(own.values)] = n // unit
+            arrays.append(own.values.reshape(-1))
+            n += own.values.size
+    if n // unit > MOST:
+        wrong, expected = "are too large together", f"at most {MOST} parts of rows"
+        reject(ValueError, "EmbeddingBags", "the outputs", wrong, expected, n // unit)
+    values = np.concatenate(arrays)
+    if divisor != 1:
+        real = real_type(values.dtype)
+        values = (values.astype(real, copy=False) / real(divisor)).astype(values.dtype)
+    found = []
+    for table in every:
+        rows = [own.rows + np.int32(begins[id(own.values)]) for own in table]
+        is_weighted = any(own.weights is not None for own in table)
+        weights = np.concatenate([own.factors for own in table]) if is_weighted else None
+        indices = np.concatenate([own.indices for own in table])
+        found.append(table[0].with_arrays(indices, values, np.concatenate(rows), weights))
+    return found

@@ -1,0 +1,888 @@
+"""Bags in programs that call them twice, compile, copy, wrap, replace or change something."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
+from torch.optim.optimizer import (  # noqa: E402
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from fusestep.nn import torch as fused  # noqa: E402
+
+SIZES = [(9, 4), (30, 8)]
+IDS = [torch.tensor([[1, 2, 2], [5, 8, 1]]), torch.tensor([[7, 7, 29], [0, 3, 7]])]
+
+
+def modules_of(mode: str = "sum", dtype: Any = torch.float64, kind: Any = None) -> Any:
+    torch.manual_seed(0)
+    if kind is torch.nn.Embedding:
+        return torch.nn.ModuleList(kind(n, d, dtype=dtype) for n, d in SIZES)
+    return torch.nn.ModuleList(
+        torch.nn.EmbeddingBag(n, d, mode=mode, dtype=dtype) for n, d in SIZES
+    )
+
+
+def pair(mode: str = "sum", dtype: Any = torch.float64) -> tuple[Any, Any, Any, Any]:
+    """PyTorch's modules with its Adagrad, and bags that step in backward, from one start."""
+    theirs = modules_of(mode, dtype)
+    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
+    dense = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    optimizer = fused.Adagrad(ours.parameters(), lr=0.1)
+    ours.update_in_backward(optimizer)
+    return theirs, dense, ours, optimizer
+
+
+def stepping(kind: Any = fused.LazyAdam, **options: Any) -> tuple[Any, Any]:
+    """Bags of float32 that step in backward."""
+    bags = fused.EmbeddingBags(modules_of(dtype=torch.float32))
+    optimizer = kind(bags.parameters(), lr=0.1, **options)
+    bags.update_in_backward(optimizer)
+    return bags, optimizer
+
+
+def pooled(modules: Any, ids: Any, factors: Any = None) -> Any:
+    each = factors or [None] * len(ids)
+    return torch.cat(
+        [m(i, per_sample_weights=f) for m, i, f in zip(modules, ids, each, strict=True)], dim=1
+    )
+
+
+def assert_close(one: Any, other: Any, **options: Any) -> None:
+    __tracebackhide__ = True
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), **options)
+
+
+def before(bags: Any) -> list[Any]:
+    return [w.detach().clone() for w in bags.parameters()]
+
+
+def assert_as(bags: Any, tables: list[Any]) -> None:
+    __tracebackhide__ = True
+    for weight, table in zip(bags.parameters(), tables, strict=True):
+        assert torch.equal(weight.detach(), table)
+
+
+# One step for all that comes in a backward
+
+
+def flipped(ids: Any) -> Any:
+    return [own.flip(1)[:, :2].contiguous() for own in ids]
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "two": lambda f: f(IDS).square().sum() + f(flipped(IDS)).sum(),
+    "three": lambda f: f(IDS).square().sum() + f(flipped(IDS)).sum() + f(IDS).tanh().sum(),
+    "two of other batches": lambda f: f(IDS).square().sum() + f([i[:1] for i in IDS]).sum(),
+    "one after the other": lambda f: f([i + (f(IDS).sum() > 1e9).long() for i in IDS]).sum(),
+    "a product": lambda f: (f(IDS) * f(flipped(IDS))).sum(),
+    "with and without a gradient": lambda f: f(IDS).square().sum() + f(IDS).detach().sum(),
+    "one of no bag": lambda f: f(IDS).square().sum() + f([i[:0] for i in IDS]).sum(),
+}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("calls", CALLS)
+def test_calls_of_one_forward_act_together(calls: str, mode: str) -> None:
+    theirs, dense, ours, optimizer = pair(mode)
+    for step in range(3):
+        dense.zero_grad()
+        CALLS[calls](lambda ids: pooled(theirs, ids)).backward()
+        dense.step()
+        CALLS[calls](ours).backward()
+        assert all(w.grad is None for w in ours.weights)
+        assert all(s["step"] == step + 1 for s in optimizer.state.values())
+    assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", ["first", "second", "both"])
+def test_calls_with_factors_act_together(weighted: str) -> None:
+    theirs, dense, ours, _ = pair()
+    torch.manual_seed(1)
+    given = [[torch.rand(2, 3, dtype=torch.float64, requires_grad=True) for _ in SIZES]
+             for _ in range(2)]  # fmt: skip
+    copies = [[f.detach().clone().requires_grad_() for f in own] for own in given]
+    uses = [weighted != "second", weighted != "first"]
+
+    def loss(f: Any, factors: Any) -> Any:
+        first, second = (own if is_used else None for own, is_used in zip(factors, uses))  # noqa: B905
+        return f(IDS, first).square().sum() + f([i.flip(1) for i in IDS], second).sum()
+
+    loss(lambda ids, own: pooled(theirs, ids, own), copies).backward()
+    dense.step()
+    loss(lambda ids, own: ours(ids, None, own), given).backward()
+    assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    for own, is_used, other in zip(given, uses, copies, strict=True):
+        for a, b in zip(own, other, strict=True):
+            if is_used:
+                torch.testing.assert_close(a.grad, b.grad)
+            else:
+                assert a.grad is None
+
+
+def embedding(weight: Any, *, sparse: bool) -> Any:
+    return torch.nn.functional.embedding(torch.tensor([1, 1, 4]), weight, sparse=sparse).sum()
+
+
+TERMS: dict[str, Callable[[Any], Any]] = {
+    "a penalty": lambda w: 0.5 * w.square().sum(),
+    "a penalty of the first": lambda w: w.square().sum() * (w.shape[0] == 9),
+    "a penalty of a row": lambda w: w[3].square().sum(),
+    "a product with the table": lambda w: (torch.ones(1, w.shape[1], dtype=w.dtype) @ w.T).sum(),
+    "a dense module with the same weight": lambda w: embedding(w, sparse=False),
+    "a sparse module with the same weight": lambda w: embedding(w, sparse=True),
+    "both": lambda w: embedding(w, sparse=True) + w.square().sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("term", TERMS)
+def test_gradients_from_elsewhere_act(term: str, dtype: Any) -> None:
+    theirs, dense, ours, _ = pair()
+    ours.to(dtype)
+    for _ in range(3):
+        dense.zero_grad()
+        loss = pooled(theirs, IDS).square().sum()
+        (loss + sum(TERMS[term](m.weight).to_dense() for m in theirs)).backward()
+        dense.step()
+        loss = ours(IDS).square().sum() + sum(map(TERMS[term], ours.weights))
+        if dtype == torch.float16 and term == "a sparse module with the same weight":
+            tables = before(ours)
+            with pytest.raises(NotImplementedError, match="Half"):  # of PyTorch's sum of such
+                loss.backward()
+            assert_as(ours, tables)
+            return
+        loss.backward()
+        assert all(w.grad is None for w in ours.weights)
+    close = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    each = zip(ours.parameters(), theirs.parameters(), strict=True)
+    for own, other in each:
+        torch.testing.assert_close(own.detach().double(), other.detach(), **close)
+
+
+@pytest.mark.parametrize("calls", ["two", "a product"])
+def test_gradients_from_elsewhere_act_with_those_of_calls(calls: str) -> None:
+    theirs, dense, ours, optimizer = pair()
+    for _ in range(3):
+        dense.zero_grad()
+        (CALLS[calls](lambda i: pooled(theirs, i)) + theirs[1].weight.square().sum()).backward()
+        dense.step()
+        (CALLS[calls](ours) + ours.weights[1].square().sum()).backward()
+    assert_close(ours, theirs)
+    assert all(s["step"] == 3 for s in optimizer.state.values())
+
+
+def test_a_gradient_that_was_left_acts_in_the_next_step() -> None:
+    theirs, dense, ours, _ = pair()
+    for _ in range(2):
+        dense.zero_grad()
+        theirs[0].weight.square().sum().backward()
+        pooled(theirs, IDS).square().sum().backward()
+        dense.step()
+        ours.weights[0].square().sum().backward()
+        assert ours.weights[0].grad is not None
+        ours(IDS).square().sum().backward()
+        assert ours.weights[0].grad is None
+    assert_close(ours, theirs)
+
+
+def test_a_gradient_that_no_step_takes_changes_nothing() -> None:
+    """A class for sparse gradients alone refuses a penalty, and keeps it in ``.grad``."""
+    bags, optimizer = stepping(fused.SparseAdam)
+    tables = before(bags)
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        (bags(IDS).sum() + bags.weights[1].square().sum()).backward()
+    assert_as(bags, tables)
+    assert not optimizer.state
+    assert torch.equal(bags.weights[1].grad, 2 * tables[1])
+    bags.weights[1].grad = None
+    bags(IDS).sum().backward()
+    assert len(optimizer.state) == 2
+
+
+def test_each_backward_is_a_step() -> None:
+    bags, optimizer = stepping()
+    one, other = bags(IDS).sum(), bags(IDS).square().sum()
+    one.backward()
+    other.backward()
+    assert all(s["step"] == 2 for s in optimizer.state.values())
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_checkpoints(calls: int, is_reentrant: bool) -> None:
+    """Forwards within a backward, and backwards within it, are parts of one step."""
+    theirs, dense, ours, optimizer = pair()
+
+    def loss(f: Any, is_kept: bool) -> Any:
+        total, one = torch.zeros(()), torch.ones((), requires_grad=True)
+        for k in range(calls):
+
+            def part(x: Any, k: int = k) -> Any:
+                return (f([i.roll(k) for i in IDS]) * x).square().sum()
+
+            kept = {"use_reentrant": is_reentrant}
+            total = total + (checkpoint(part, one, **kept) if is_kept else part(one))
+        return total
+
+    for _ in range(3):
+        dense.zero_grad()
+        loss(lambda ids: pooled(theirs, ids), False).backward()
+        dense.step()
+        loss(ours, True).backward()
+    assert_close(ours, theirs)
+    assert all(s["step"] == 3 for s in optimizer.state.values())
+
+
+def test_a_backward_that_fails_leaves_nothing_for_the_next() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(*_: Any) -> Any:
+            raise ArithmeticError
+
+    theirs, dense, ours, _ = pair()
+    x = torch.ones((), requires_grad=True)
+    for _ in range(3):
+        tables = before(ours)
+        y = Failing.apply(x)  # whose node comes after that of the bags
+        with pytest.raises(ArithmeticError):
+            (ours(IDS) * y).sum().backward()
+        assert_as(ours, tables)
+        dense.zero_grad()
+        pooled(theirs, IDS).sum().backward()
+        dense.step()
+        ours(IDS).sum().backward()
+        assert_close(ours, theirs)
+
+
+# What a backward is asked for
+
+
+def test_gradients_that_are_asked_for_take_no_step() -> None:
+    bags, optimizer = stepping()
+    tables, factors = before(bags), [torch.rand(2, 3, requires_grad=True) for _ in SIZES]
+
+    def out() -> Any:
+        return bags(IDS, None, factors).sum()
+
+    found = torch.autograd.grad(out(), factors)
+    for own, table, ids in zip(found, tables, IDS, strict=True):
+        torch.testing.assert_close(own, table[ids].sum(2))
+    (left,) = torch.autograd.grad(bags(IDS).sum(), [bags.weights[1]])
+    assert left.to_dense().sum() == 6 * 8
+    both = torch.autograd.grad(out(), [factors[0], bags.weights[0]])
+    assert [x.is_sparse for x in both] == [False, True]
+    out().backward(inputs=factors)
+    assert_as(bags, tables)
+    assert not optimizer.state
+    assert all(w.grad is None for w in bags.weights)
+    out().backward(inputs=[bags.weights[1]])
+    assert torch.equal(bags.weights[0], tables[0])
+    assert not torch.equal(bags.weights[1], tables[1])
+    loss = out()
+    torch.autograd.grad(loss, factors, retain_graph=True)
+    loss.backward()
+    assert not torch.equal(bags.weights[0], tables[0])
+
+
+# Hooks, and steps of others
+
+
+def test_hooks_of_a_step_see_no_stand_in() -> None:
+    bags, optimizer = stepping()
+    seen: list[Any] = []
+
+    def see(name: str) -> Any:
+        def hook(one: Any, args: Any, kwargs: Any) -> None:
+            assert one is optimizer
+            assert (args, kwargs) == ((optimizer,), {})
+            seen.append((name, [w.grad for w in bags.weights]))
+
+        return hook
+
+    handles = [
+        optimizer.register_step_pre_hook(see("pre")),
+        optimizer.register_step_post_hook(see("post")),
+        register_optimizer_step_pre_hook(see("all, pre")),
+        register_optimizer_step_post_hook(see("all, post")),
+    ]
+    try:
+        bags(IDS).sum().backward()
+        assert [name for name, _ in seen] == ["all, pre", "pre", "post", "all, post"]
+        assert all(grads == [None, None] for _, grads in seen)
+        seen.clear()
+        (bags(IDS).sum() + bags.weights[0].sum()).backward()
+        grads = dict(seen)
+        assert torch.equal(grads["pre"][0], torch.ones(9, 4))
+        assert grads["pre"][1] is None
+        assert grads["post"] == [None, None]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_hook_may_change_what_came_from_elsewhere() -> None:
+    bags, optimizer = stepping(fused.SGD)
+    tables = before(bags)
+    optimizer.register_step_pre_hook(lambda *_: setattr(bags.weights[0], "grad", None))
+    (bags(IDS).sum() + bags.weights[0].sum()).backward()
+    counts = torch.bincount(IDS[0].reshape(-1), minlength=9)[:, None]
+    torch.testing.assert_close(bags.weights[0].detach(), tables[0] - 0.1 * counts)
+
+
+def test_a_hook_that_raises_stops_the_step() -> None:
+    bags, optimizer = stepping()
+    tables = before(bags)
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle = optimizer.register_step_pre_hook(stop)
+    loss = bags(IDS).sum()
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    assert_as(bags, tables)
+    handle.remove()
+    loss.backward()
+    assert not torch.equal(bags.weights[0], tables[0])
+
+
+def test_a_hook_of_a_step_may_go_backward() -> None:
+    bags, optimizer = stepping()
+    depth = []
+
+    def again(*_: Any) -> None:
+        if len(depth) < 2:
+            depth.append(1)
+            with torch.enable_grad():
+                bags(IDS).sum().backward()
+
+    optimizer.register_step_post_hook(again)
+    bags(IDS).sum().backward()
+    assert all(s["step"] == 3 for s in optimizer.state.values())
+
+
+def test_who_may_step() -> None:
+    bags, optimizer = stepping()
+    first = bags.weights[0]
+    for call in (
+        optimizer.step,
+        lambda: optimizer.step(param=first),
+        lambda: optimizer.step(lambda: first.sum()),
+        lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1).optimizer.step(),
+    ):
+        with pytest.raises(RuntimeError, match="the optimizer steps in backward, not by step"):
+            call()
+    other = fused.EmbeddingBags(list(bags.children()))
+    with pytest.raises(ValueError, match="optimizer steps in backward already"):
+        other.update_in_backward(optimizer)
+    bags.update_in_backward(optimizer)  # once more
+    bags(IDS).sum().backward()
+    copied = copy.deepcopy(optimizer)
+    copied.step()  # has no gradients
+    del bags  # nobody steps in its backward any more
+    optimizer.step()
+    other.update_in_backward(optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+def test_schedulers_know_of_steps() -> None:
+    bags, optimizer = stepping()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
+        bags(IDS).sum().backward()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_in_backward(threads: int) -> None:
+    """Every backward is a step, and none is lost."""
+    bags, optimizer = stepping(fused.LazyAdam)
+    errors: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            for i in range(60):
+                loss = bags([own.roll(k) for own in IDS]).sum()
+                if i % 3 == 0:
+                    loss = loss + bags(IDS).sum()
+                loss.backward()
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        every = [threading.Thread(target=work, args=(k,)) for k in range(threads)]
+        for thread in every:
+            thread.start()
+        for thread in every:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert all(s["step"] == 60 * threads for s in optimizer.state.values())
+    assert all(w.grad is None and w.isfinite().all() for w in bags.weights)
+    bags(IDS).sum().backward()
+
+
+# Weights that were replaced, and copies
+
+
+def assigned(bags: Any) -> None:
+    bags.load_state_dict({f"{k}.weight": torch.rand(n, d) for k, (n, d) in enumerate(SIZES)},
+                         assign=True)  # fmt: skip
+
+
+def assigned_before(bags: Any) -> None:
+    modules = modules_of(dtype=torch.float32)
+    state = modules.state_dict()
+    modules.load_state_dict(state, assign=True)  # puts parameters into it
+    bags.load_state_dict(state)
+
+
+def grown(bags: Any) -> None:
+    bags.get_submodule("0").weight = torch.nn.Parameter(torch.rand(20, 4))
+
+
+def another_module(bags: Any) -> None:
+    setattr(bags, "1", torch.nn.EmbeddingBag(30, 8, mode="sum", sparse=True))
+
+
+def converted(bags: Any) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        bags.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+REPLACED = [assigned, assigned_before, grown, another_module, converted]
+
+
+@pytest.mark.parametrize("replace", REPLACED, ids=lambda f: f.__name__)
+def test_replaced_weights_are_refused_until_the_optimizer_has_them(replace: Any) -> None:
+    bags, optimizer = stepping()
+    bags(IDS).sum().backward()
+    replace(bags)
+    tables = before(bags)
+    for _ in range(2):
+        if all(a is b for a, b in zip(bags.weights, optimizer.param_groups[0]["params"])):  # noqa: B905
+            break  # what was loaded was copied
+        with pytest.raises(ValueError, match=r"the weight of table \d was replaced"):
+            bags(IDS)
+        with torch.no_grad():
+            assert bags(IDS).shape == (2, 12)
+    assert_as(bags, tables)
+    optimizer.param_groups[0]["params"] = bags.weights
+    bags(IDS).sum().backward()
+    assert not torch.equal(bags.weights[0], tables[0])
+    bags.update_in_backward(None)
+    bags(IDS).sum().backward()
+    assert all(w.grad is not None for w in bags.weights)
+
+
+def test_weights_that_are_replaced_between_forward_and_backward() -> None:
+    bags, _ = stepping()
+    old = bags.weights
+    tables = before(bags)
+    out = bags(IDS).sum()
+    grown(bags)
+    fused_anew = fused.LazyAdam(bags.parameters(), lr=0.1)
+    bags.update_in_backward(fused_anew)
+    with pytest.raises(ValueError, match="the weight of table 0 was replaced"):
+        out.backward()
+    for weight, table in zip(old, tables, strict=True):
+        assert torch.equal(weight.detach(), table)
+
+
+def test_functional_calls() -> None:
+    bags, _ = stepping()
+    tables = before(bags)
+    given = {f"{k}.weight": w.clone().requires_grad_() for k, w in enumerate(tables)}
+    with pytest.raises(ValueError, match="the weight of table 0 was replaced"):
+        torch.func.functional_call(bags, given, (IDS,))
+    frozen = {name: w.detach() for name, w in given.items()}
+    assert torch.equal(torch.func.functional_call(bags, frozen, (IDS,)), bags(IDS))
+    bags.update_in_backward(None)
+    torch.func.functional_call(bags, given, (IDS,)).sum().backward()
+    assert all(w.grad.is_sparse for w in given.values())
+    assert_as(bags, tables)
+
+
+def saved(bags: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(bags, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "save": saved,
+    "of a model": lambda bags: copy.deepcopy(torch.nn.Sequential(bags))[0],
+    "save of a model": lambda bags: saved(torch.nn.Sequential(bags))[0],
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_train(way: str) -> None:
+    """They leave gradients, and then step in backward too, as the first one still does."""
+    bags, optimizer = stepping()
+    bags(IDS).sum().backward()
+    tables = before(bags)
+    copied = COPIES[way](bags)
+    copied(IDS).sum().backward()
+    assert all(w.grad.is_sparse for w in copied.weights)
+    own = fused.LazyAdam(copied.parameters(), lr=0.1)
+    own.step()
+    own.zero_grad()
+    assert_as(bags, tables)
+    copied.load_state_dict(bags.state_dict())
+    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copied.update_in_backward(own)
+    for module in (bags, copied):
+        module(IDS).sum().backward()
+    assert_as(bags, before(copied))
+    assert not torch.equal(bags.weights[0], tables[0])
+
+
+def test_an_average_of_models() -> None:
+    bags, _ = stepping()
+    averaged = torch.optim.swa_utils.AveragedModel(bags)
+    bags(IDS).sum().backward()
+    averaged.update_parameters(bags)
+    with torch.no_grad():
+        assert torch.equal(averaged(IDS), bags(IDS))
+
+
+# Modules that change
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "values"),
+    [
+        (torch.nn.EmbeddingBag, "padding_idx", (2, -8, None, 0)),
+        (torch.nn.EmbeddingBag, "mode", ("mean", "max", "sum")),
+        (torch.nn.EmbeddingBag, "include_last_offset", (True, False)),
+        (torch.nn.Embedding, "padding_idx", (2, -8, None, 0)),
+    ],
+)
+def test_options_that_change_act(kind: Any, option: str, values: Any) -> None:
+    modules = modules_of(kind=kind)
+    bags = fused.EmbeddingBags(copy.deepcopy(modules))
+    is_single = kind is torch.nn.Embedding
+    ids = [own[:, 1].contiguous() for own in IDS] if is_single else [i.reshape(-1) for i in IDS]
+    offsets = None if is_single else [torch.tensor([0, 3, 6])] * 2
+
+    def theirs() -> Any:
+        if is_single:
+            return torch.cat([m(i) for m, i in zip(modules, ids, strict=True)], 1)
+        each = zip(modules, ids, offsets, strict=True)
+        return torch.cat([m(i, o) for m, i, o in each], 1)
+
+    for value in (getattr(modules[0], option), *values):
+        for module in (*modules, *bags.children()):
+            setattr(module, option, value)
+            module.weight.grad = None
+        expected, out = theirs(), bags(ids, offsets)
+        torch.testing.assert_close(out, expected)
+        expected.square().sum().backward()
+        out.square().sum().backward()
+        for own, module in zip(bags.weights, modules, strict=True):
+            torch.testing.assert_close(own.grad.to_dense(), module.weight.grad)
+    if option != "padding_idx":
+        assert getattr(bags, option) == values[-1]
+        assert "sum" in repr(bags)
+        setattr(bags.get_submodule("0"), option, {"mode": "mean"}.get(option, True))
+        with pytest.raises(ValueError, match=f"{option} differs"):
+            bags(ids, offsets)
+        assert repr(bags)
+        with pytest.raises(AttributeError):
+            setattr(bags, option, values[0])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("form", ["single", "square", "offsets"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_padding_row_of_an_embedding(padding: int, form: str, mode: str) -> None:
+    """It is read as it is, and neither a gradient nor a lazy step touches it."""
+    torch.manual_seed(0)
+    tables = [torch.nn.Embedding(5, 4, padding_idx=padding, dtype=torch.float64) for _ in range(2)]
+    for table in tables:
+        torch.nn.init.normal_(table.weight)
+    bags = fused.EmbeddingBags(copy.deepcopy(tables), mode)
+    optimizer = fused.SGD(bags.parameters(), lr=0.1, momentum=0.9, sparse="touched")
+    ids = [torch.tensor([[0, 3, 1], [3, 3, 0], [2, 4, 3]]), torch.randint(5, (3, 3))]
+    offsets = None
+    if form == "single":
+        ids = [own[:, 1].contiguous() for own in ids]
+    elif form == "offsets":
+        ids, offsets = [own.reshape(-1) for own in ids], [torch.tensor([0, 3, 6])] * 2
+
+    def theirs(table: Any, own: Any) -> Any:
+        rows = table(own.reshape(3, -1))
+        return rows.amax(1) if mode == "max" else getattr(rows, mode)(1)
+
+    pools = torch.nn.functional.embedding_bag  # whose maxima have one gradient each
+    for _ in range(2):
+        bags.update_in_backward(None)
+        out = bags(ids, offsets)
+        expected = torch.cat([theirs(t, i) for t, i in zip(tables, ids, strict=True)], 1)
+        torch.testing.assert_close(out, expected)
+        out.square().sum().backward()
+        for table, own, weight in zip(tables, ids, bags.weights, strict=True):
+            assert padding not in weight.grad._indices()
+            table.weight.grad = None
+            pools(own.reshape(3, -1), table.weight, mode=mode).square().sum().backward()
+            table.weight.grad[padding] = 0
+            torch.testing.assert_close(weight.grad.to_dense(), table.weight.grad)
+            weight.grad = None
+        bags.update_in_backward(optimizer)
+        rows = [w.detach()[padding].clone() for w in bags.weights]
+        bags(ids, offsets).square().sum().backward()
+        assert all(torch.equal(w[padding], row) for w, row in zip(bags.weights, rows, strict=True))
+        for table, weight in zip(tables, bags.weights, strict=True):
+            assert not torch.equal(table.weight, weight)
+            table.load_state_dict({"weight": weight.detach()})
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after the first forward"])
+@pytest.mark.parametrize(
+    ("option", "value", "error", "text"),
+    [
+        ("max_norm", 1.0, ValueError, "has max_norm"),
+        ("scale_grad_by_freq", True, ValueError, "has scale_grad_by_freq"),
+        ("padding_idx", 9, ValueError, "padding_idx of table 0 is out of range"),
+        ("padding_idx", -10, ValueError, "padding_idx of table 0 is out of range"),
+        ("padding_idx", 1.0, TypeError, "padding_idx of table 0 has a wrong type"),
+        ("padding_idx", True, TypeError, "padding_idx of table 0 has a wrong type"),
+        ("mode", "least", ValueError, "mode differs|pooling is unknown"),
+        ("sparse", False, ValueError, "is not sparse"),
+        ("forward", lambda *_: None, TypeError, "has a forward of its own"),
+    ],
+)
+def test_options_that_are_refused(
+    option: str, value: Any, error: Any, text: str, after: bool
+) -> None:
+    bags, _ = stepping()
+    tables = before(bags)
+    if after:
+        bags(IDS).sum().backward()
+        tables = before(bags)
+    module = bags.get_submodule("0")
+    earlier = getattr(module, option)
+    setattr(module, option, value)
+    for _ in range(2):
+        with pytest.raises(error, match=f"EmbeddingBags: .*({text})"):
+            bags(IDS)
+    assert_as(bags, tables)
+    setattr(module, option, earlier)
+    vars(module).pop("forward", None)
+    bags(IDS).sum().backward()
+
+
+class OwnForward(torch.nn.EmbeddingBag):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda m: m.register_forward_hook(lambda *_: None),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda m: m.register_full_backward_hook(lambda *_: None),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+    "pruning": lambda m: prune.random_unstructured(m, "weight", 0.5),
+    "weight norm": lambda m: torch.nn.utils.weight_norm(m),
+    "spectral norm": lambda m: torch.nn.utils.spectral_norm(m),
+}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after the first forward"])
+@pytest.mark.parametrize("kind", [torch.nn.EmbeddingBag, torch.nn.Embedding])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_hooks_of_modules_are_refused(hook: str, kind: Any, after: bool) -> None:
+    modules = modules_of("sum", kind=kind)
+    if not after:
+        HOOKS[hook](modules[1])
+        with pytest.raises(ValueError, match="EmbeddingBags: table '1' has hooks, or is pruned"):
+            fused.EmbeddingBags(modules)
+        return
+    bags = fused.EmbeddingBags(modules)
+    bags(IDS)
+    HOOKS[hook](modules[1])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="EmbeddingBags: table '1' has hooks, or is pruned"):
+            bags(IDS)
+
+
+def test_pruning_that_was_made_permanent_acts() -> None:
+    modules = modules_of()
+    for module in modules:
+        prune.random_unstructured(module, "weight", 0.5)
+        prune.remove(module, "weight")
+    expected = pooled(modules, IDS)
+    torch.testing.assert_close(fused.EmbeddingBags(modules)(IDS), expected)
+
+
+def test_a_module_with_a_forward_of_its_own() -> None:
+    with pytest.raises(TypeError, match="table '0' has a forward of its own"):
+        fused.EmbeddingBags([OwnForward(3, 2)])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_weights(register: str) -> None:
+    """They act where gradients are left, and a step in backward refuses them."""
+    bags, _ = stepping()
+    seen: list[Any] = []
+    handle = getattr(bags.weights[1], register)(seen.append)
+    with pytest.raises(
+        ValueError, match="the weight of table 1 has hooks, which would see no gradient"
+    ):
+        bags(IDS)
+    bags.update_in_backward(None)
+    bags(IDS).sum().backward()
+    assert len(seen) == 1
+    handle.remove()
+    bags.zero_grad()
+    bags.update_in_backward(fused.LazyAdam(bags.parameters(), lr=0.1))
+    bags(IDS).sum().backward()
+
+
+class Twice(torch.nn.Module):
+    def forward(self, w: Any) -> Any:
+        return 2 * w
+
+
+PARAMETRIZATIONS: dict[str, Callable[[Any], Any]] = {
+    "twice": lambda m: parametrize.register_parametrization(m, "weight", Twice()),
+    "twice two times": lambda m: [
+        parametrize.register_parametrization(m, "weight", Twice()) for _ in range(2)
+    ],
+    "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("way", PARAMETRIZATIONS)
+def test_parametrized_tables(way: str, mode: str) -> None:
+    """Their gradients go on to what they are computed from, and steps are those of optimizers."""
+    modules = modules_of(mode)
+    for module in modules:
+        PARAMETRIZATIONS[way](module)
+    bags = fused.EmbeddingBags(copy.deepcopy(modules))
+    optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (modules, bags)]
+    for _ in range(3):
+        for out, optimizer in zip((pooled(modules, IDS), bags(IDS)), optimizers, strict=True):
+            optimizer.zero_grad()
+            out.square().sum().backward()
+            optimizer.step()
+    assert_close(bags, modules)
+    with pytest.raises(ValueError, match="optimizer has other parameters"):
+        bags.update_in_backward(fused.Adagrad(bags.parameters(), lr=0.1))
+
+
+def test_tables_that_are_parametrized_later() -> None:
+    bags, _ = stepping()
+    out = bags(IDS).detach().clone()
+    parametrize.register_parametrization(bags.get_submodule("1"), "weight", Twice())
+    with pytest.raises(ValueError, match="the weight of table 1 was replaced"):
+        bags(IDS)
+    bags.update_in_backward(None)
+    doubled = out * torch.tensor([1.0] * 4 + [2.0] * 8)
+    torch.testing.assert_close(bags(IDS), doubled)
+
+
+# Ids
+
+
+OTHERS = [
+    torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.float32, torch.float16, torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_other_dtypes_of_ids_and_offsets(dtype: Any) -> None:
+    bags, _ = stepping()
+    flat, bounds = [i.reshape(-1) for i in IDS], [torch.tensor([0, 3])] * 2
+    other_ids, other_bounds = IDS[1].to(dtype), bounds[1].to(dtype)
+    joined = torch.cat(flat), torch.tensor([0, 3, 6, 9, 12])
+    calls: list[tuple[str, Any]] = [
+        (r"ids\[1\]", ([IDS[0], other_ids],)),
+        (r"ids\[1\]", ([flat[0], other_ids.reshape(-1)], bounds)),
+        (r"offsets\[1\]", (flat, [bounds[0], other_bounds])),
+        ("ids", (joined[0].to(dtype), joined[1])),
+        ("offsets", (joined[0], joined[1].to(dtype))),
+    ]
+    for name, arguments in calls:
+        with pytest.raises(TypeError, match=f"EmbeddingBags: {name} has a wrong dtype"):
+            bags(*arguments)
+    factors = [torch.ones(2, 3), torch.ones(2, 3).to(dtype)]
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        with pytest.raises(TypeError, match=r"per_sample_weights\[1\] has a wrong dtype"):
+            bags(IDS, None, factors)
+    assert torch.equal(bags([i.int() for i in IDS]), bags(IDS))
+
+
+# Compiled models
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = fused.EmbeddingBags(modules_of(dtype=torch.float32))
+        self.head = torch.nn.Linear(12, 1)
+
+    def forward(self, *ids: Any) -> Any:
+        return self.head(torch.relu(self.bags([*ids]) * 2))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the bags' output, as Dynamo asks
+def test_compiled_models(in_backward: bool, backend: str) -> None:
+    """With a break at the bags: the numbers of the model that is not compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model()
+    other = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend)
+    optimizers = [fused.Adagrad(m.bags.parameters(), lr=0.1) for m in (model, other)]
+    for one, optimizer in zip((model, other), optimizers, strict=True):
+        if in_backward:
+            one.bags.update_in_backward(optimizer)
+    for step in range(3):
+        for call, optimizer in zip((compiled, other), optimizers, strict=True):
+            call(*[i.roll(step) for i in IDS]).square().sum().backward()
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_close(model, other)
+    assert all(s["step"] == 3 for s in optimizers[0].state.values())
+    for a, b in zip(model.head.parameters(), other.head.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend=backend, fullgraph=True)(*IDS)
+    torch._dynamo.reset()
