@@ -185,7 +185,8 @@ def clip_grad_norm_(
         for each, has in owners:
             for _, p, gradient in has:
                 # In memory a gradient is still that of before an earlier call for the same step.
-                known = 1.0 if each._clipping is None else each._clipping.known(p, gradient)
+                clipping = each._clipping
+                known = 1.0 if clipping is None else clipping.known(p, gradient)
                 before.setdefault(id(p), set()).add(1.0 if known is None else known)
         for one in measured:
             known_of_one = before[id(one[1])]
@@ -213,10 +214,11 @@ def clip_grad_norm_(
             gradient.mul_(factor)
     already = {id(p): x for x, group in by_factor.items() for _, p, _ in group}
     for each, has in owners:
-        if each._clipping is None or each._clipping.is_over:
-            each._clipping = Clipping()
+        clipping = each._clipping  # which a step of another thread may end
+        if clipping is None or clipping.is_over:
+            clipping = each._clipping = Clipping()
         for _, p, gradient in has:
-            each._clipping.add(p, gradient, factor * already.get(id(p), 1.0))
+            clipping.add(p, gradient, factor * already.get(id(p), 1.0))
     is_double = any(g.dtype == torch.float64 for _, _, g in measured)
     kind = torch.float64 if is_double else torch.float32
     return torch.tensor(norm, dtype=kind, device=measured[0][2].device if measured else None)

@@ -359,8 +359,9 @@ class Fused(_Base):
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
-        if self._clipping is not None:
-            factors = [factor * own for own in self._clipping.factors(parameters, gradients)]
+        clipping = self._clipping  # which another thread may exchange
+        if clipping is not None:
+            factors = [factor * own for own in clipping.factors(parameters, gradients)]
         options = self._options
         if options is None or self._chooses_anew or not options.are_still(groups):
             options = self._options = GroupOptions(groups, self._choice)
@@ -370,14 +371,17 @@ class Fused(_Base):
         lengths = [*map(len, map(_params_of, groups))]
         if binding is not None and not binding.is_for(choices, lengths):
             binding = _exchanged(binding, known, choices, lengths)
-        given, rest = None, (parameters, gradients, self._states(param), choices, self._entry)
+        states, given = self.state if param is None else self._state_of(param), None
         if binding is not None and (param is None or binding.is_of(param, groups)):
-            given = binding.read(*rest)
+            given = binding.read(parameters, gradients, states, choices, self._entry)
         if given is None:
             known.clear()
             self._forget_others()
+            if param is not None and not any(param is p for g in groups for p in g["params"]):
+                where = type(self).__name__
+                reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
             binding = Binding(type(self).__name__, len(parameters), choices, lengths)
-            given = binding.read(*rest)
+            given = binding.read(parameters, gradients, states, choices, self._entry)
         if given is None or binding is None:
             why = "another thread changes them meanwhile"
             raise RuntimeError(f"{type(self).__name__}: the states cannot be read: {why}")
@@ -385,12 +389,12 @@ class Fused(_Base):
             known.append(binding)
             if len(known) > _KEPT_BINDINGS:
                 del known[0]
-        if self._clipping is not None:
-            self._clipping = self._clipping.without(param)
+        if clipping is not None and self._clipping is clipping:
+            self._clipping = clipping.without(param)
 
-    def _states(self, param: Tensor | None) -> dict[Tensor, Any]:
-        """The states of one parameter, or of all."""
-        return self.state if param is None else {param: self.state.get(param, {})}
+    def _state_of(self, param: Tensor) -> dict[Tensor, Any]:
+        """The state of one parameter, in the form of all."""
+        return {param: self.state.get(param, {})}
 
     def _choice(self, group: Group) -> Choice:
         return self.method(group).choice(group)
@@ -406,22 +410,21 @@ class Fused(_Base):
         where, parameter = type(self).__name__, parameters[i]
         places = places_of(self.param_groups)
         if len(parameters) == 1:
-            places = [place for place in places if place.parameter is parameter][:1]
-            if not places:
-                reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
-        _, k, name = places[i if len(parameters) > 1 else 0]
+            places = [place for place in places if place.parameter is parameter]
+        _, k, name = places[i]
         group, choice = self.param_groups[k], choices[k]
         is_active = self._check(group, choice, name, parameter, gradients[i])
         shapes = self.shapes(choice, parameter)
         numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
-        state, roles = self.state.get(parameter, {}), (*shapes, *numbers)
-        if not isinstance(state, dict):
-            expected, got = "a dict", type(state).__name__
+        known, roles = self.state.get(parameter, {}), (*shapes, *numbers)
+        if not isinstance(known, dict):
+            expected, got = "a dict", type(known).__name__
             reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
-        is_new = all(state.get(role) is None for role in roles)
-        if is_new and roles:  # beside what a user may have there
-            state = {**state, **self._new_state(group, parameter, choice)}
-            new[parameter] = state
+        state = dict(known)  # which another thread may change meanwhile
+        # A rule that rests has no roles, and may still begin a state.
+        is_new = all(state.get(role) is None for role in roles or state)
+        if is_new and (made := self._new_state(group, parameter, choice)):
+            state = new[parameter] = {**state, **made}  # beside what a user may have there
         self._check_complete(name, state, roles)
         entry = Entry(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None

@@ -60,6 +60,8 @@ class _Record(NamedTuple):
     first: int  # its place; those of its states and of its gradient follow
     n_written: int  # parameter and states; 0: nothing is recorded
     count: int  # the place of its float32 count of updates; -1: it has none
+    held: int  # where in a list the first of its states is held
+    holds_dict: int  # whether its dict of states is held too
 
 
 class _TensorQuery(NamedTuple):
@@ -236,7 +238,7 @@ def _look_at_written(c, f, r, held, n_versions):
             if address == 0:
                 return -1
         if place > r.first:  # the caller has the parameters
-            hold_item(held, c.n_parameters + place, seen.thing)
+            hold_item(held, r.held + place - r.first - 1, seen.thing)
         version = load_int64(tensor + f.version)
         versions[n_versions] = version + f.changes if version != 0 else 0
         n_versions += 1
@@ -298,7 +300,7 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
             status[k], flags = OTHER, flags | UNLIKE
             continue
         flags |= MOVED * has_moved
-        if own[k] != 0:
+        if r.holds_dict != 0 and own[k] != 0:
             hold_item(held, k, own[k])
         n_versions += r.n_written
         if r.count >= 0:
@@ -349,6 +351,7 @@ class RecordedTensors(NamedTuple):
     names: list[Any]  # of the states; of the others None
     count: int  # the number of its float32 count of updates among these; -1: it has none
     types: list[type]  # which the forms mean
+    holds_dict: bool = False  # whether a step needs what else is in the dict of states
 
 
 class TensorLook:
@@ -360,6 +363,7 @@ class TensorLook:
     Attributes:
         first: of each parameter that was recorded, its place, which those of its states and of its
             gradient follow.
+        held, n_held: where the first of its states is held in a list, and how long that is.
         addresses: where the tensor of each place was last found, but for gradients.
         gradients: where the dense gradient of each parameter was last found to fit.
         status, active, counts, versions, found: as in the last look; see `_TensorQuery`.
@@ -369,15 +373,16 @@ class TensorLook:
         self._n, self._layout = n, layout_of(torch)
         # The first place is no parameter's: those without a record have it.
         self.first, self._n_of, self.n_places = np.zeros(n, np.int64), [0] * n, 1
+        self.held, self.n_held = [0] * n, n
         self.status, self.active, self.counts, self.gradients = (
             np.zeros(n, np.int64) for _ in range(4)
         )
         self.found = np.zeros(3, np.int64)
         self.addresses = np.zeros(0, np.int64)
-        records = np.array([_Record(0, 0, -1)] * n, np.int64)
+        records = np.zeros((n, len(_Record._fields)), np.int64)
         fields = np.array(self._layout.fields if self._layout else (), np.int64)
         self._tables = {
-            "records": records.reshape(n, 3), "order": np.zeros(0, np.int64),
+            "records": records, "order": np.zeros(0, np.int64),
             "expected": np.zeros((0, len(_Expected._fields)), np.int64),
             "memory": np.zeros((2, 0), np.int64), "cursors": np.zeros(6, np.int64),
             "status": self.status, "states": np.zeros(n, np.int64), "active": self.active,
@@ -413,14 +418,16 @@ class TensorLook:
         Without ``recorded`` it is never found to fit.
         """
         if n_places != self._n_of[k]:
-            self.first[k], self._n_of[k] = self.n_places, n_places
+            self.first[k], self._n_of[k], self.held[k] = self.n_places, n_places, self.n_held
+            self.n_held += n_places - 2
             self._grow(self.n_places + n_places)
         first, self._recorded[k] = int(self.first[k]), recorded
         if recorded is None:
-            self._tables["records"][k] = _Record(first, 0, -1)
+            self._tables["records"][k] = _Record(first, 0, -1, 0, 0)
             return
         count = first + recorded.count if recorded.count >= 0 else -1
-        self._tables["records"][k] = _Record(first, n_places - 1, count)
+        own = self.held[k], recorded.holds_dict
+        self._tables["records"][k] = _Record(first, n_places - 1, count, *own)
         each = zip(recorded.forms, recorded.dims, recorded.names, strict=True)
         self._tables["expected"][first : first + n_places] = [
             _Expected(self._form_at(form, dims), 0 if name is None else id(name))
@@ -476,8 +483,8 @@ class TensorLook:
     ) -> int:  # fmt: skip
         """Flags of what was found; fill in `status`, `addresses` and the lists.
 
-        ``held`` is a list of None, one for each parameter and each place: it gets the dicts of
-        states, then the states.
+        ``held`` is a list of `n_held` times None. It gets the states, and before them, for each
+        parameter that asks for it, the dict of states.
         """
         if self._layout is None:
             return self._look_by_python(gradients)

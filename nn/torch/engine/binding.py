@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -73,8 +73,7 @@ class Binding:
         self._stretches: list[list[int]] = [[], []]
         self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
         # Whether any record has them, or both: then a look alone does not tell enough.
-        self._has_copies = self._has_own_counts = self._is_special = False
-        self._n_held = n_parameters
+        self._has_copies = self._has_own_counts = self._has_rows = self._is_special = False
 
     def is_for(self, choices: Sequence[Choice], lengths: Sequence[int]) -> bool:
         """Whether groups of these sizes, with these kernels, can be those of its parameters."""
@@ -106,8 +105,8 @@ class Binding:
         self._records[i] = record
         self._has_copies |= bool(record.copied)
         self._has_own_counts |= record.has_own_count
+        self._has_rows |= record.kind.is_sparse
         self._is_special = self._has_copies or self._has_own_counts
-        self._n_held = len(self._records) + look.n_places
         self._columns[i, : len(columns)] = [first + k for k in columns]
         self._n_bytes[first : first + n_places - 1] = record.n_bytes
         self._kind_of[i] = self._kinds.setdefault(record.kind, len(self._kinds))
@@ -168,14 +167,18 @@ class Binding:
         ``entry_of(parameters, gradients, choices, new, i)`` checks a parameter that is not recorded
         as it is now; where it makes a state, ``new`` has that from then on.
         """
-        look, held = self._look, [None] * self._n_held
+        look = self._look
+        held = [None] * look.n_held
         flags = look.look(parameters, gradients, states, held)
         if flags & (FOREIGN | REORDERED):
             return None
-        of_step = parameters, gradients, held, look.first, self._records, look.gradients, {}
+        if not flags and self._has_other_rows(gradients):
+            flags = UNLIKE
         if flags or self._is_special:
+            of_step = parameters, gradients, held, self._records, look.held
             return self._read_anew(flags, of_step, states, choices, entry_of)
-        given = Given(self._last, *of_step)
+        of_step = parameters, gradients, held, self._records, look.held, look.gradients
+        given = Given(self._last, *of_step, {})
         if self._last.rows:
             self._read_rows(given)
         return given
@@ -183,38 +186,39 @@ class Binding:
     def _read_anew(
         self, flags: int, of_step: tuple[Any, ...], states: States, choices: Sequence[Choice],
         entry_of: Callable[..., Entry | None],
-    ) -> Given:  # fmt: skip
+    ) -> Given | None:  # fmt: skip
         """What a step is given that differs from the last one; as `read`."""
         parameters, gradients, held, *rest = of_step
-        look, new, entries = self._look, dict[Tensor, Any](), dict[int, Entry]()
-        unlike = self._unlike(gradients, held) if flags & UNLIKE or self._has_own_counts else []
-        if unlike:
+        look, new, entries = self._look, dict[Tensor, Any](), dict[int, Entry | None]()
+        must_look = flags & UNLIKE or self._has_own_counts or self._has_rows
+        # Another thread may change states meanwhile: what a look has not found to fit is recorded.
+        while must_look and (unlike := self._unlike(gradients, held, entries)):
             with torch.no_grad():
-                every = parameters, gradients, choices, new
-                found = {i: entry_of(*every, i) for i in unlike}
-                entries = {i: entry for i, entry in found.items() if entry is not None}
-                for i, entry in entries.items():
-                    self._record(i, Record(self._where, entry, gradients[i]))
-        if entries:
-            held = [None] * self._n_held
+                for i in unlike:
+                    entry = entries[i] = entry_of(parameters, gradients, choices, new, i)
+                    if entry is not None:
+                        self._record(i, Record(self._where, entry, gradients[i]))
+            held = [None] * look.n_held
             flags = look.look(parameters, gradients, {**states, **new} if new else states, held)
-            for i, entry in entries.items():
-                held[i] = entry.state
-        left_out = [i for i in unlike if i not in entries]
+            if flags & (FOREIGN | REORDERED):
+                return None
+        recorded = {i: entry for i, entry in entries.items() if entry is not None}
+        left_out = [i for i in entries if i not in recorded]
         look.status[left_out] = ABSENT
-        unseen = self._fill(entries, parameters, held)
+        unseen = self._fill(recorded, parameters, held)
         n_active, n_counts, n_versions = look.found.tolist()
         active = look.active[:n_active]
         if unseen or left_out:
             active, n_counts = self._all_active()
-        has_moved = bool(flags & MOVED or entries)
+        has_moved = bool(flags & MOVED or recorded)
         if has_moved:
-            self._settle(keeps_sets=not entries)
+            self._settle(keeps_sets=not recorded)
         if has_moved or left_out or flags & OTHERS:
             self._last = self._choose(active, n_counts, n_versions)
         chosen, copies = self._last, list[tuple[Tensor, Tensor]]()
-        are_new = [i in entries and entries[i].is_new for i in chosen.active] if entries else ()
-        given = Given(chosen, parameters, gradients, held, *rest, new, are_new, copies, unseen)
+        are_new = [i in recorded and recorded[i].is_new for i in chosen.active] if recorded else ()
+        of_step = parameters, gradients, held, *rest, look.gradients, {}
+        given = Given(chosen, *of_step, new, are_new, copies, unseen)
         self._read_rows(given)
         if has_moved or flags & UNLIKE:
             self._read_dense(given)
@@ -224,11 +228,18 @@ class Binding:
             copies += self._copied(given)
         return given
 
-    def _unlike(self, gradients: tuple[Any, ...], held: list[Any]) -> list[int]:
-        """The parameters with a gradient that are not as they were recorded, or not yet."""
+    def _has_other_rows(self, gradients: tuple[Any, ...]) -> bool:
+        """Whether the sparse dimensions of a gradient, which no look compares, are others."""
+        every, rows = self._records, self._last.rows
+        return any(not every[i].takes(gradients[i]) for i in rows) if rows else False
+
+    def _unlike(
+        self, gradients: tuple[Any, ...], held: list[Any], known: Container[int]
+    ) -> list[int]:
+        """The parameters with a gradient, beside known ones, that are not as they were recorded."""
         status, found = self._look.status.tolist(), []
         for i, (own, record) in enumerate(zip(status, self._records, strict=True)):
-            if own == ABSENT:
+            if own == ABSENT or i in known:
                 continue
             if own == OTHER or record is None or not record.takes(gradients[i]):
                 found.append(i)
@@ -246,10 +257,11 @@ class Binding:
         for i in entries:
             record = self._records[i]
             tensors, record.tensors = record.tensors, ()
+            held[i] = entries[i].state
             if look.status[i] != OTHER:
                 continue
-            first, n = int(look.first[i]), len(parameters)
-            held[n + first : n + first + len(tensors)] = tensors
+            first, begin = int(look.first[i]), look.held[i]
+            held[begin : begin + len(tensors) - 1] = tensors[1:]
             look.addresses[first : first + len(tensors)] = [t.data_ptr() for t in tensors]
             states = entries[i].state
             unseen += [parameters[i], *(states[name] for name in record.places)]

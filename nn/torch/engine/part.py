@@ -215,15 +215,15 @@ class Given(NamedTuple):
 
     ``held`` keeps alive what compiled code reads and writes: another thread may drop a state, or
     put another gradient in the place of one, while the step runs. First it has the dict of states
-    of each parameter, then the states, from the number in ``first`` on.
+    of each parameter that needs it, then the states, from the number in ``begins`` on.
     """
 
     chosen: Chosen
     parameters: tuple[Tensor, ...]
     gradients: tuple[Any, ...]
     held: list[Any]
-    first: np.ndarray  # int64 [P]
     records: Sequence[Any]  # the `Record` of each parameter
+    begins: Sequence[int]
     addresses: np.ndarray  # int64 [P]: of the dense gradients
     rows: dict[int, RowGradient]  # the sparse ones, by parameter
     new: Mapping[Tensor, Any] = MappingProxyType({})  # the states of parameters that had none
@@ -233,7 +233,7 @@ class Given(NamedTuple):
 
     def tensors(self, i: int) -> list[Tensor]:
         """A parameter and what a step writes of its states."""
-        begin = len(self.records) + int(self.first[i]) + 1
+        begin = self.begins[i]
         return [self.parameters[i], *self.held[begin : begin + len(self.records[i].places)]]
 
     def states(self, i: int) -> dict[str, Any]:

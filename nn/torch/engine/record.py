@@ -83,7 +83,7 @@ class Record:
         self._where, self.name, self.group, self._entry = where, entry.name, entry.group, entry
         self.label = f"the gradient of {entry.name}"
         parameter, given = local(entry.parameter), local(gradient)
-        rule = entry.choice.rule
+        rule = entry.choice.rule.on(tuple(entry.parameter.shape))
         if parameter is not entry.parameter and (rule.measure or not rule.is_elementwise):
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
             reject(RuntimeError, where, entry.name, wrong, expected, type(entry.parameter).__name__)
@@ -124,8 +124,7 @@ class Record:
         declared = entry.declared
         self._declared = {self.places[role]: state for role, state in declared.items()}
         dtypes = tuple(NUMBERS[self._dtype(k, self.tensors[k], parameter)] for k in self.columns)
-        own_rule = rule.on(tuple(entry.parameter.shape))
-        self.kind = Kind(entry.choice, own_rule, parameter.device, is_sparse, dtype, dtypes)
+        self.kind = Kind(entry.choice, rule, parameter.device, is_sparse, dtype, dtypes)
         self.recorded = self._recorded(entry, gradient, given)
         del self._entry
 
@@ -177,10 +176,8 @@ class Record:
 
     def _check_rows(self, gradient: Tensor) -> None:
         """Take over which rows the sparse dimensions of a gradient number."""
-        rule, self.n_sparse, self.shape = (
-            self._entry.choice.rule, gradient.sparse_dim(), table_shape(gradient)
-        )  # fmt: skip
-        if rule.is_row_wise and (self.n_sparse != 1 or gradient.dim() < 2):
+        self.n_sparse, self.shape = gradient.sparse_dim(), table_shape(gradient)
+        if self._entry.choice.rule.is_row_wise and (self.n_sparse != 1 or gradient.dim() < 2):
             expected = "1 sparse dimension of a parameter of at least 2: a vector is one row"
             got = f"{self.n_sparse} of {gradient.dim()}"
             reject(RuntimeError, self._where, self.label, "has other rows", expected, got)
@@ -272,7 +269,8 @@ class Record:
         dims = [(*t.shape, *t.stride()) for t in written]
         form, own, kind = self._gradient_form(entry.parameter, gradient)
         names, types = [None, *self._states, None], [*map(type, written), kind]
-        return headers.RecordedTensors([*forms, form], [*dims, own], names, self.count, types)
+        every = [*forms, form], [*dims, own], names, self.count, types, self.has_own_count
+        return headers.RecordedTensors(*every)
 
     def _gradient_form(self, parameter: Tensor, gradient: Any) -> tuple[Any, tuple[int, ...], type]:
         if self._is_bags:

@@ -403,7 +403,7 @@ def recorded(parameter: Any, gradient: Any, **states: Any) -> RecordedTensors:
     strides = [0] * gradient.dim() if is_sparse else gradient.stride()
     dims = [(*t.shape, *t.stride()) for t in own] + [(*gradient.shape, *strides)]
     types = [*map(type, own), type(gradient)]
-    return RecordedTensors(forms, dims, [None, *states, None], -1, types)
+    return RecordedTensors(forms, dims, [None, *states, None], -1, types, True)
 
 
 class Looked:
@@ -415,7 +415,7 @@ class Looked:
             self.look.record(k, len(own.forms), own)
 
     def __call__(self, gradients: Any, states: Any = None, parameters: Any = None) -> int:
-        self.held = [None] * (len(self.parameters) + self.look.n_places)
+        self.held = [None] * self.look.n_held
         given = self.parameters if parameters is None else parameters, tuple(gradients)
         return self.look.look(*given, {} if states is None else states, self.held)
 
@@ -509,7 +509,7 @@ def test_other_states() -> None:
         {other: None, one: own}, {"of the user": 3, one: own, third: {}},
     ):  # fmt: skip
         assert look(given, fine) == 0, fine
-        assert look.held[2:] == [None, None, own["sum"], own["square"], *[None] * 3]
+        assert look.held[2:] == [own["sum"], own["square"]]
     for wrong in (
         {}, {other: {}}, {one: {}, other: own}, {one: None, other: {}},
         {one: dict(reversed(own.items())), other: {}}, {third: own, other: {}},
@@ -568,8 +568,9 @@ def test_records_that_are_exchanged() -> None:
         look(gradients, states)
         assert look(gradients, states) == 0
         first = int(look.look.first[k])
-        places = look.look.addresses[first : first + len(own) + 2].tolist()
-        assert places == [x.data_ptr() for x in (parameters[k], *own.values(), gradients[k])]
+        places = look.look.addresses[first : first + len(own) + 1].tolist()
+        assert places == [x.data_ptr() for x in (parameters[k], *own.values())]
+        assert look.look.gradients[k] == gradients[k].data_ptr()
         assert look.look.active[: look.look.found[0]].tolist() == [
             j for j, gradient in enumerate(gradients) if gradient is not None
         ]

@@ -148,9 +148,13 @@ MEETING = """
             if isinstance(state.get(name), torch.Tensor):
                 state[name] = state[name].clone()
 
+    # PyTorch itself reads a gradient that another thread has just let go of.
+    kept = []
+
     def give(r):
         for p in r.sample(parameters, 3):
-            p.grad = gradient_of(p, r)
+            kept.append(gradient_of(p, r))
+            p.grad = kept[-1]
 
     def take(r):
         r.choice(parameters).grad = None
@@ -194,7 +198,8 @@ MEETING = """
 
     def alone(package, parameters, optimizer):
         for p in parameters:
-            p.grad = torch.full(p.shape, 0.25)
+            kept.append(torch.full(p.shape, 0.25))
+            p.grad = kept[-1]
         counts = [optimizer.state[p].get("step", 0) for p in parameters]
         counts = [float(count) for count in counts]
         for _ in range(3):
@@ -212,7 +217,8 @@ MEETING = """
                       for s in SHAPES]
         optimizer = getattr(ours, name)(parameters, lr=1e-3, **options)
         for p in parameters:
-            p.grad = torch.randn(p.shape)
+            kept.append(torch.randn(p.shape))
+            p.grad = kept[-1]
         gate = threading.Barrier(n_threads)
         threads = [threading.Thread(target=work, args=(random.Random(draw.random()),))
                    for _ in range(n_threads)]
