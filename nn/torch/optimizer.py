@@ -48,7 +48,8 @@ from .engine.state import (
     full_like,
     keep_dtypes,
     own_rows,
-    places_of,
+    place_at,
+    place_of,
     single,
     single_of,
     whole_table,
@@ -377,7 +378,7 @@ class Fused(_Base):
         if given is None:
             known.clear()
             self._forget_others()
-            if param is not None and not any(param is p for g in groups for p in g["params"]):
+            if param is not None and place_of(groups, param) is None:
                 where = type(self).__name__
                 reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
             binding = Binding(type(self).__name__, len(parameters), choices, lengths)
@@ -407,11 +408,10 @@ class Fused(_Base):
 
         A state that it lacks joins ``new``.
         """
-        where, parameter = type(self).__name__, parameters[i]
-        places = places_of(self.param_groups)
+        where, parameter, number = type(self).__name__, parameters[i], i
         if len(parameters) == 1:
-            places = [place for place in places if place.parameter is parameter]
-        _, k, name = places[i]
+            number = place_of(self.param_groups, parameter) or 0
+        _, k, name = place_at(self.param_groups, number)
         group, choice = self.param_groups[k], choices[k]
         is_active = self._check(group, choice, name, parameter, gradients[i])
         shapes = self.shapes(choice, parameter)

@@ -237,11 +237,13 @@ class Binding:
         self, gradients: tuple[Any, ...], held: list[Any], known: Container[int]
     ) -> list[int]:
         """The parameters with a gradient, beside known ones, that are not as they were recorded."""
-        status, found = self._look.status.tolist(), []
-        for i, (own, record) in enumerate(zip(status, self._records, strict=True)):
-            if own == ABSENT or i in known:
+        status, found = self._look.status, []
+        fits = ABSENT if self._has_own_counts or self._has_rows else FITS
+        for i in np.flatnonzero(status > fits).tolist():
+            record = self._records[i]
+            if i in known:
                 continue
-            if own == OTHER or record is None or not record.takes(gradients[i]):
+            if status[i] == OTHER or record is None or not record.takes(gradients[i]):
                 found.append(i)
             elif record.has_own_count:
                 step = held[i].get("step")

@@ -87,15 +87,21 @@ class Place(NamedTuple):
     name: str
 
 
-def places_of(groups: Sequence[Mapping[str, Any]]) -> list[Place]:
-    """The parameters of all groups, in order."""
-    places: list[Place] = []
+def place_at(groups: Sequence[Mapping[str, Any]], number: int) -> Place:
+    """The parameter of a number, among those of all groups in order."""
+    j = number
     for k, group in enumerate(groups):
-        names = group.get("param_names") or ()
-        for j, parameter in enumerate(group["params"]):
-            name = names[j] if names else len(places)
-            places.append(Place(parameter, k, f"parameter {name}"))
-    return places
+        if j < len(group["params"]):
+            names = group.get("param_names") or ()
+            return Place(group["params"][j], k, f"parameter {names[j] if names else number}")
+        j -= len(group["params"])
+    raise IndexError(number)
+
+
+def place_of(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> int | None:
+    """The number of a parameter among those of all groups; None where it is none of them."""
+    every = (p for group in groups for p in group["params"])
+    return next((number for number, p in enumerate(every) if p is parameter), None)
 
 
 def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:

@@ -65,7 +65,6 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     of_batch = getattr(parameter, "row_positions", None)
     if of_batch is None or len(of_batch[0]) != len(values):
         of_batch = ()
-    indices = in_memory(indices)
     addresses = indices.data_ptr(), values.data_ptr()  # of what the arrays hold
     return RowGradient(array_of(indices), array_of(values), *addresses, *of_batch)
 
