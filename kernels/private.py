@@ -39,6 +39,7 @@ NEEDED = ("numba.np.arrayobj:populate_array",)
 _FORK = "a child of a fork may wait for ever for another thread of its parent"
 _TENSORS = "each step reads its tensors through Python, and is slower"
 _ROWS = "PyTorch coalesces each sparse gradient first"
+_BAGS = "EmbeddingBags step in no backward"
 _HOOKS = "each step looks for hooks through Python, and is slower"
 NAMES = {
     # What is around these locks in Python can be interrupted; a fork waits for those inside.
@@ -71,6 +72,8 @@ NAMES = {
     "watched step": Name(
         "torch.optim.optimizer:Optimizer.profile_hook_step", "hooks on steps are not called"
     ),
+    "graph task": Name("torch._C:_current_graph_task_id", _BAGS),
+    "engine node": Name("torch._C:_will_engine_execute_node", _BAGS),
     "outside of graphs": Name("torch:_disable_dynamo", "the import takes seconds longer"),
 }
 _found: dict[str, Any] = {}
@@ -156,6 +159,11 @@ def zero_tensors() -> Callable[[Any], bool]:
 def version_of(tensor: Any) -> int:
     """How often PyTorch has counted a change of a tensor; 0 where it does not say."""
     return 0 if find("version") is None else int(tensor._version)
+
+
+def backward_of_now() -> Callable[[], int]:
+    """A function that gives the number of the backward that it is called in, or -1."""
+    return find("graph task") or (lambda: -1)
 
 
 def watching() -> Callable[[Any], bool]:

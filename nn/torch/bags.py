@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from ...kernels.private import version_of
+from ...kernels.private import backward_of_now, find, outside_of_graphs, version_of, watched
 from ...ops.runtime.bags.ids import find_error, read, read_plain
 from ...ops.runtime.bags.pooled import Pooled
 from ...ops.runtime.bags.pooling import Pooling
@@ -185,6 +185,8 @@ class EmbeddingBags(nn.Module):
             ValueError: it has other parameters, or steps in the backward of another module.
         """
         if optimizer is not None:
+            if find("graph task") is None or _is_run is None:
+                raise RuntimeError(f"{_WHERE}: this PyTorch does not tell which backward runs")
             if not isinstance(optimizer, Fused):
                 expected, got = "an optimizer of nn.torch", type(optimizer).__name__
                 reject(TypeError, _WHERE, "optimizer", "has a wrong type", expected, got)
@@ -307,7 +309,7 @@ class EmbeddingBags(nn.Module):
         return active
 
 
-_outside_of_graphs: Any = torch._disable_dynamo(EmbeddingBags.forward)
+_outside_of_graphs: Any = outside_of_graphs(EmbeddingBags.forward)
 
 
 class _Updates:
@@ -372,7 +374,7 @@ class _Updates:
 
             optimizer._opt_called = True  # schedulers ask whether a step came before theirs
             if _is_watched(optimizer):
-                torch.optim.Optimizer.profile_hook_step(step)(optimizer)
+                watched(step)(optimizer)
             else:
                 step()
 
@@ -517,7 +519,7 @@ def _use_of(node: Any) -> int:
     if node is None:
         return _UNUSED
     try:
-        return _ACCUMULATED if torch._C._will_engine_execute_node(node) else _UNUSED
+        return _ACCUMULATED if _is_run(node) else _UNUSED
     except RuntimeError:  # of `torch.autograd.grad` for a leaf
         return _RETURNED
 
@@ -539,7 +541,7 @@ def _check_engine() -> None:
 
 
 _NO_BACKWARD = -1
-_backward = torch._C._current_graph_task_id
+_backward, _is_run = backward_of_now(), find("engine node")
 _at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 

@@ -170,7 +170,8 @@ class DenseUpdate(NamedTuple):
 
 def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
     """The number at an address, as an array that keeps no memory alive."""
-    return np.frombuffer((c_char * dtype.itemsize).from_address(address), dtype)[:1].reshape(())
+    memory: Any = (c_char * dtype.itemsize).from_address(address)
+    return np.ndarray((), dtype, memory)
 
 
 def dense_part(

@@ -25,10 +25,13 @@ CHECKED = {
         "ops/runtime/frameworks.py": "check_there, _Torch.place",
         "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
         "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
-        "nn/torch/engine/binding.py": "Binding._bind, Binding._count (by _check_written)",
-        "nn/torch/engine/state.py": "single_of (by Binding._numbers_of and each look after it)",
+        "nn/torch/engine/binding.py": "Binding._fill (by check_written), Binding._read_dense (by "
+                                      "Record.dense), Binding._check_apart (compared only), "
+                                      "Binding._copied (made there)",
+        "nn/torch/optimizer.py": "Fused._run (of numbers: by check_written and each look)",
         "nn/torch/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
+        "ops/runtime/step.py": "number_at (of states that a step writes)",
     },
     "adopt of ops.runtime.arrays: what exports it holds it; tensors by check_there": {
         "ops/runtime/arrays.py": "adopt",
@@ -38,7 +41,7 @@ CHECKED = {
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "place_of compares the size of the storage with what is needed": {
-        "kernels/cpu/headers/tensors.py": "_place_of",
+        "kernels/cpu/headers/tensors.py": "_look_at_written, _fits_gradient",
         "kernels/cpu/headers/id_lists.py": "_look_at_tensor",
     },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
@@ -49,7 +52,7 @@ CHECKED = {
         "kernels/cuda/device/simulated.py": "address_of, copy_in, copy_out",
     },
     "the size of the storage is compared with that of the array": {
-        "nn/mindspore/binding.py": "TensorReader.read_like_last, places_of, shared_array",
+        "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array",
     },
     "it is made here, and nobody else has it": {
         "kernels/cpu/headers/id_lists.py": "_reader.read_lists",
@@ -64,11 +67,13 @@ CHECKED = {
         "examples/click_model/sharded_training.py": "ShardedTraining._sums",
     },
     "fields of samples that are made here": {
-        "kernels/cpu/headers/tensor_fields.py": "_dims, _dtypes, _find_dims, _found, _lazy, "
-                                                "_values, _versions, _words",
+        "kernels/cpu/headers/tensor_fields.py": "_all_of, _counts_changes, _dims, _dtypes, "
+                                                "_find_dims, _found, _lazy, _values, _versions, "
+                                                "_words",
     },
     "nothing is read there: addresses are compared": {
-        "nn/torch/bags.py": "EmbeddingBags._pooling, _versions",
+        "kernels/private.py": "zero_tensors.has_only_a_size",
+        "nn/torch/bags.py": "EmbeddingBags._now, _versions",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__",
     },
 }  # fmt: skip

@@ -38,7 +38,8 @@ PYTHON = re.compile(
     r"(?:<!-- (run|not run): ([^>\n]+) -->\n)?```(?:python|py)\n(.*?)```", re.DOTALL
 )
 SIMULATOR, ALSO, TORCH = "under the simulator", "also under the simulator", "with torch"
-NOT_RUN = {"needs a GPU": 3, "MindSpore": 3, "MXNet": 1, "needs transformers and lightning": 1}
+NOT_RUN = {"needs a GPU": 3, "MindSpore": 3, "MXNet": 1, "needs transformers and lightning": 1,
+           "needs a process group": 1}  # fmt: skip
 
 
 class Block(NamedTuple):

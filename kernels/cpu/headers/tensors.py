@@ -21,7 +21,8 @@ from ..compiler.lines import LINE, prefetch
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import ITEMS, LENGTH, address_of, overlaps
-from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, keys_of, layout_of
+from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, keys_of
+from .tensor_fields import layout_of as layout_of
 
 WRITTEN, DENSE, ROWS, OBJECT = range(4)
 """What a form is of: a tensor that is written, a dense gradient, one of rows, any object."""
@@ -59,7 +60,7 @@ class _Record(NamedTuple):
 
     first: int  # its place; those of its states and of its gradient follow
     n_written: int  # parameter and states; 0: nothing is recorded
-    count: int  # the place of its float32 count of updates; -1: it has none
+    counter: int  # the place of its float32 count of updates; -1: it has none
     held: int  # where in a list the first of its states is held
     holds_dict: int  # whether its dict of states is held too
 
@@ -303,8 +304,8 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
         if r.holds_dict != 0 and own[k] != 0:
             hold_item(held, k, own[k])
         n_versions += r.n_written
-        if r.count >= 0:
-            counts[n_counts] = addresses[r.count]
+        if r.counter >= 0:
+            counts[n_counts] = addresses[r.counter]
             n_counts += 1
         active[n_active] = k
         n_active += 1
@@ -349,7 +350,7 @@ class RecordedTensors(NamedTuple):
     forms: list[TensorForm]  # of the parameter, its states in the order of their dict, its gradient
     dims: list[tuple[int, ...]]  # of each, sizes and strides
     names: list[Any]  # of the states; of the others None
-    count: int  # the number of its float32 count of updates among these; -1: it has none
+    counter: int  # the number of its float32 count of updates among these; -1: it has none
     types: list[type]  # which the forms mean
     holds_dict: bool = False  # whether a step needs what else is in the dict of states
 
@@ -423,11 +424,11 @@ class TensorLook:
             self._grow(self.n_places + n_places)
         first, self._recorded[k] = int(self.first[k]), recorded
         if recorded is None:
-            self._tables["records"][k] = _Record(first, 0, -1, 0, 0)
+            self._tables["records"][k] = np.array(_Record(first, 0, -1, 0, 0))
             return
-        count = first + recorded.count if recorded.count >= 0 else -1
+        counter = first + recorded.counter if recorded.counter >= 0 else -1
         own = self.held[k], recorded.holds_dict
-        self._tables["records"][k] = _Record(first, n_places - 1, count, *own)
+        self._tables["records"][k] = np.array(_Record(first, n_places - 1, counter, *own))
         each = zip(recorded.forms, recorded.dims, recorded.names, strict=True)
         self._tables["expected"][first : first + n_places] = [
             _Expected(self._form_at(form, dims), 0 if name is None else id(name))

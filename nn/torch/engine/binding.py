@@ -175,10 +175,11 @@ class Binding:
         if not flags and self._has_other_rows(gradients):
             flags = UNLIKE
         if flags or self._is_special:
-            of_step = parameters, gradients, held, self._records, look.held
+            of_step = parameters, gradients, held
             return self._read_anew(flags, of_step, states, choices, entry_of)
-        of_step = parameters, gradients, held, self._records, look.held, look.gradients
-        given = Given(self._last, *of_step, {})
+        given = Given(
+            self._last, parameters, gradients, held, self._records, look.held, look.gradients, {}
+        )
         if self._last.rows:
             self._read_rows(given)
         return given
@@ -188,7 +189,7 @@ class Binding:
         entry_of: Callable[..., Entry | None],
     ) -> Given | None:  # fmt: skip
         """What a step is given that differs from the last one; as `read`."""
-        parameters, gradients, held, *rest = of_step
+        parameters, gradients, held = of_step
         look, new, entries = self._look, dict[Tensor, Any](), dict[int, Entry | None]()
         must_look = flags & UNLIKE or self._has_own_counts or self._has_rows
         # Another thread may change states meanwhile: what a look has not found to fit is recorded.
@@ -217,8 +218,10 @@ class Binding:
             self._last = self._choose(active, n_counts, n_versions)
         chosen, copies = self._last, list[tuple[Tensor, Tensor]]()
         are_new = [i in recorded and recorded[i].is_new for i in chosen.active] if recorded else ()
-        of_step = parameters, gradients, held, *rest, look.gradients, {}
-        given = Given(chosen, *of_step, new, are_new, copies, unseen)
+        given = Given(
+            chosen, parameters, gradients, held, self._records, look.held, look.gradients, {},
+            new, are_new, copies, unseen,
+        )  # fmt: skip
         self._read_rows(given)
         if has_moved or flags & UNLIKE:
             self._read_dense(given)
