@@ -1,4 +1,4 @@
-"""A lowered number of threads of PyTorch limits steps in its form, and no others."""
+"""Threads that meet in an optimizer, and PyTorch's number of threads as a limit of steps."""
 
 from __future__ import annotations
 
