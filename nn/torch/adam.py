@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
-from ...ops.runtime.bags.tensor import BagTensor
+from ..engine.reader import is_row_sparse
 from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
 from .engine.part import Choice, Group, Method, number, shrink_of
 from .optimizer import Fused
@@ -233,7 +233,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
     def _check(
         self, group: Group, choice: Choice, name: str, parameter: Tensor, gradient: Any
     ) -> bool:
-        if isinstance(gradient, BagTensor) or gradient.layout == torch.sparse_coo:
+        if is_row_sparse(gradient):
             return super()._check(group, choice, name, parameter, gradient)
         # By such a step torch.distributed.checkpoint makes states.
         if number(group["lr"]) == 0.0 and parameter not in self.state:

@@ -22,13 +22,13 @@ from ...kernels.quiet import quiet
 from ...kernels.rule import Rule
 from ...kernels.state import PARAMETER, State
 from ...ops.runtime import check
-from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
 from ..engine.host import completed, step_together
 from ..engine.on_device import launch_updates
+from ..engine.reader import is_row_sparse
 from .engine.binding import Binding, check_parameter, finish, has_finite, on_device
 from .engine.memory import DTYPES
 from .engine.options import (
@@ -411,7 +411,7 @@ class Fused(_Base):
         where, parameter, number = type(self).__name__, parameters[i], i
         if len(parameters) == 1:
             number = place_of(self.param_groups, parameter) or 0
-        _, k, name = place_at(self.param_groups, number)
+        k, name = place_at(self.param_groups, number)
         group, choice = self.param_groups[k], choices[k]
         is_active = self._check(group, choice, name, parameter, gradients[i])
         shapes = self.shapes(choice, parameter)
@@ -457,7 +457,7 @@ class Fused(_Base):
         if self.skip_nonfinite and is_part(parameter):
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
-        if isinstance(gradient, BagTensor) or gradient.layout == torch.sparse_coo:
+        if is_row_sparse(gradient):
             if not self._takes_sparse:
                 raise RuntimeError(f"{where} does not support sparse gradients")
             if choice.touched_only is None:

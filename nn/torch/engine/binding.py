@@ -60,12 +60,12 @@ class Binding:
         self._records: list[Any] = [None] * n_parameters
         self._kinds: dict[Kind, int] = {}
         # Of each parameter: the number of its kind, its group, its elements, those of a row, and
-        # the forms of what the rule takes.
+        # the places in a look of what the rule takes.
         self._kind_of, self._group_of, self._sizes, self._widths = (
             np.zeros(n_parameters, np.int64) for _ in range(4)
         )
         self._columns = np.zeros((n_parameters, 0), np.int64)
-        self._n_bytes = np.zeros(1, np.int64)  # of each form that is written; else 0
+        self._n_bytes = np.zeros(1, np.int64)  # of each place that is written; else 0
         self._look = TensorLook(torch, n_parameters)
         self.count = TensorCount(self._look.counts, self._look.versions)
         self._sets: dict[bytes, Chosen] = {}
@@ -135,10 +135,10 @@ class Binding:
         """The kernel call for parameters of a kind, with their places among all of the step."""
         records = [self._records[i] for i in positions.tolist()]
         w, *s = (STORAGES[dtype] for dtype in kind.dtypes)
-        forms = self._columns[positions, : len(kind.dtypes)]
+        columns = self._columns[positions, : len(kind.dtypes)]
         first = np.zeros(len(positions) + 1, np.int64)
         np.cumsum(self._sizes[positions], out=first[1:])
-        table = TensorTable(self._look.addresses[forms], first, self._widths[positions])
+        table = TensorTable(self._look.addresses[columns], first, self._widths[positions])
         variables = Variables(tuple([(record,) for record in records]), w, tuple(s), table)
         is_all = len(positions) == len(self._records)
         labels = tuple([f"{self._where}: {r.label}" for r in records]) if kind.is_sparse else ()
@@ -148,7 +148,7 @@ class Binding:
         )  # fmt: skip
         numbers = tuple(name for name in records[0].numbers if name != "step")
         return Part(
-            kind.choice, kind.rule, batch, forms, self._group_of[positions], numbers,
+            kind.choice, kind.rule, batch, columns, self._group_of[positions], numbers,
             kind.device.type == "cuda", places.tolist(),
         )  # fmt: skip
 
@@ -216,20 +216,18 @@ class Binding:
             self._settle(keeps_sets=not recorded)
         if has_moved or left_out or flags & OTHERS:
             self._last = self._choose(active, n_counts, n_versions)
-        chosen, copies = self._last, list[tuple[Tensor, Tensor]]()
-        are_new = [i in recorded and recorded[i].is_new for i in chosen.active] if recorded else ()
+        every = self._last.active if recorded else []
+        are_new = [i in recorded and recorded[i].is_new for i in every]
         given = Given(
-            chosen, parameters, gradients, held, self._records, look.held, look.gradients, {},
-            new, are_new, copies, unseen,
+            self._last, parameters, gradients, held, self._records, look.held, look.gradients, {},
+            new, are_new, unseen=unseen,
         )  # fmt: skip
         self._read_rows(given)
         if has_moved or flags & UNLIKE:
             self._read_dense(given)
         if not (self._lie_apart or self._last_key in self._checked):
             self._check_apart(given)
-        if self._has_copies:
-            copies += self._copied(given)
-        return given
+        return given._replace(copies=self._copied(given)) if self._has_copies else given
 
     def _has_other_rows(self, gradients: tuple[Any, ...]) -> bool:
         """Whether the sparse dimensions of a gradient, which no look compares, are others."""
@@ -262,13 +260,12 @@ class Binding:
         for i in entries:
             record = self._records[i]
             tensors, record.tensors = record.tensors, ()
-            held[i] = entries[i].state
+            states = held[i] = entries[i].state
             if look.status[i] != OTHER:
                 continue
             first, begin = int(look.first[i]), look.held[i]
             held[begin : begin + len(tensors) - 1] = tensors[1:]
             look.addresses[first : first + len(tensors)] = [t.data_ptr() for t in tensors]
-            states = entries[i].state
             unseen += [parameters[i], *(states[name] for name in record.places)]
         return unseen
 
@@ -277,11 +274,11 @@ class Binding:
         look = self._look
         active = np.flatnonzero(look.status != ABSENT)
         every = [self._records[i] for i in active.tolist()]
-        forms = [
+        counts = [
             look.first[i] + r.count for i, r in zip(active, every, strict=True) if r.count >= 0
         ]
-        look.counts[: len(forms)] = look.addresses[forms]
-        return active, len(forms)
+        look.counts[: len(counts)] = look.addresses[counts]
+        return active, len(counts)
 
     # Where tensors lie
 
@@ -303,7 +300,7 @@ class Binding:
         if keeps_sets:  # a step of the same parameters is not made anew
             self._sets[self._last_key] = self._last
             for part in self._last.parts:
-                part.batch.variables.move(look.addresses[part.forms])
+                part.batch.variables.move(look.addresses[part.columns])
 
     def _read_rows(self, given: Given) -> None:
         """Find sparse gradients, apart from what is written."""

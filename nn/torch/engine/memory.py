@@ -61,6 +61,11 @@ def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
         RuntimeError: its memory was let go.
     """
     check_there(_WHERE, "a tensor", tensor)
+    return array_there(tensor, keep=keep)
+
+
+def array_there(tensor: Tensor, *, keep: bool = True) -> Any:
+    """The array of a tensor that was checked to lie in memory; as `array_of`."""
     if tensor.is_cuda:
         return adopt_anywhere(_WHERE, "a tensor", tensor)
     return np.asarray(_Memory.of(tensor, owned=keep)).view(NUMBERS[tensor.dtype])

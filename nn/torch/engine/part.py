@@ -31,11 +31,6 @@ def number(value: Any) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
 
 
-def moments_of(beta1: float, beta2: float) -> Numbers:
-    """The scalars of Adam's two moments."""
-    return 1.0 - beta1, beta2, 1.0 - beta2
-
-
 def shrink_of(group: Group) -> float:
     """The factor by which a decoupled weight decay shrinks a parameter."""
     return float(1.0 - group["lr"] * group["weight_decay"])
@@ -162,7 +157,7 @@ class Part:
     choice: Choice
     rule: Rule  # that of tensors of these shapes
     batch: Batch
-    forms: np.ndarray  # int64 [T, 1 + states]: the forms of their tensors
+    columns: np.ndarray  # int64 [T, 1 + states]: the places of their tensors in a look
     group_of: np.ndarray  # int64 [T]: the number of the group of each tensor
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
     is_on_device: bool

@@ -16,6 +16,7 @@ from ....kernels.state import State
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
+from ...engine.reader import is_row_sparse
 from .memory import (
     DTYPES,
     NUMBERS,
@@ -88,7 +89,7 @@ class Record:
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
             reject(RuntimeError, where, entry.name, wrong, expected, type(entry.parameter).__name__)
         self._is_bags = isinstance(given, BagTensor)
-        is_sparse = self._is_bags or given.layout == torch.sparse_coo
+        is_sparse = is_row_sparse(given)
         check_written(where, parameter, entry.name)
         order, plain = order_of(parameter), tuple(range(parameter.dim()))
         has_rows = is_sparse or rule.is_row_wise or not rule.is_elementwise

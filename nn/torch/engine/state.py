@@ -79,21 +79,13 @@ def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             state[name] = state[name].to_dense()
 
 
-class Place(NamedTuple):
-    """A parameter, the number of its group, and its name."""
-
-    parameter: Tensor
-    group: int
-    name: str
-
-
-def place_at(groups: Sequence[Mapping[str, Any]], number: int) -> Place:
-    """The parameter of a number, among those of all groups in order."""
+def place_at(groups: Sequence[Mapping[str, Any]], number: int) -> tuple[int, str]:
+    """The group and the name of a parameter, by its number among those of all groups."""
     j = number
     for k, group in enumerate(groups):
         if j < len(group["params"]):
             names = group.get("param_names") or ()
-            return Place(group["params"][j], k, f"parameter {names[j] if names else number}")
+            return k, f"parameter {names[j] if names else number}"
         j -= len(group["params"])
     raise IndexError(number)
 

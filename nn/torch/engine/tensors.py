@@ -13,7 +13,7 @@ from ....kernels.state import State
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
-from .memory import DTYPES, array_of, in_memory
+from .memory import DTYPES, array_there, in_memory
 
 
 def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
@@ -66,7 +66,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     if of_batch is None or len(of_batch[0]) != len(values):
         of_batch = ()
     addresses = indices.data_ptr(), values.data_ptr()  # of what the arrays hold
-    return RowGradient(array_of(indices), array_of(values), *addresses, *of_batch)
+    return RowGradient(array_there(indices), array_there(values), *addresses, *of_batch)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:
