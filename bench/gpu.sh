@@ -1,93 +1,51 @@
 #!/usr/bin/env bash
-# Tests and benchmark on a CUDA device; see usage below.
+# The first ten minutes on a machine with a CUDA device; see usage below.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bench/gpu.sh [cuda12 | cuda13] [POINT ...]
+usage: bench/gpu.sh FOLDER [--wheels FOLDER] [option ...]
 
-Makes a virtual environment with numba-cuda for that version of CUDA (default: cuda13), runs the
-tests that need a device, some of them again under compute-sanitizer where that is on the PATH, and
-the benchmark, all points or those named (such as 'dense/*'). The results go to
-bench/results/<name of the device>.json.
+Needs a clone, a driver, and a Python with numba-cuda, pytest and jsonschema; no network. Tries one
+kernel, then checks steps of all kinds against results of the CPU that are in the clone, some of
+them under compute-sanitizer, and measures. FOLDER gets results.jsonl and bench.json while it runs;
+a second run with the same FOLDER does what the first did not reach. Options are those of
+'python -m fusestep.bench.gpu.first_run': --seconds, --point-seconds, --no-sanitizer, --no-bench.
 
-  FUSESTEP_GPU_PYTHON=python3   use this Python as it is, without the network: it must have
-                                numba-cuda, pytest, and what the benchmark needs
-  FUSESTEP_GPU_WITH='torch'     further packages to install, such as torch or cupy-cuda13x
-  FUSESTEP_GPU_LARGE_TESTS=1    also the tests that need tens of gigabytes on the device
+  --wheels FOLDER               wheels of packages that the Python lacks, or has in other versions
+  FUSESTEP_GPU_PYTHON=python3   the Python
+  CUDA_HOME=/usr/local/cuda     the toolkit, where NVVM is no package of that Python
 
-Exits with the status of the first part that failed; the parts after it are run all the same.
+All tests on the device: pytest -m gpu tests/gpu
 TEXT
 }
 
-extra=cuda13
 case "${1:-}" in
     -h | --help)
         usage
         exit 0
         ;;
-    cuda12 | cuda13)
-        extra=$1
-        shift
-        ;;
-    -*)
+    '' | -*)
         usage >&2
         exit 2
         ;;
 esac
+folder=$(realpath -m "$1")
+shift
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cd "$root"
-
-step() { printf '\n== %s (%s s)\n' "$1" "$SECONDS"; }
-
-if [ -n "${FUSESTEP_GPU_PYTHON:-}" ]; then
-    python=$(command -v "$FUSESTEP_GPU_PYTHON")
-    ln -s "$root" "$work/fusestep"  # the root of the repository is the package
-    export PYTHONPATH="$work${PYTHONPATH:+:$PYTHONPATH}"
-else
-    step "environment: $extra ${FUSESTEP_GPU_WITH:-}"
-    python3 -m venv "$work/venv"
-    python="$work/venv/bin/python"
-    # Editable, so that the results know the commit. Word splitting is what we want here.
-    # shellcheck disable=SC2086
-    "$python" -m pip install --quiet -e ".[$extra,test,bench]" ${FUSESTEP_GPU_WITH:-}
+python=$(command -v "${FUSESTEP_GPU_PYTHON:-python3}")
+ln -s "$root" "$work/fusestep" # the root of the repository is the package
+export PYTHONPATH="$work${PYTHONPATH:+:$PYTHONPATH}"
+if [ -z "${CUDA_HOME:-}" ] && [ -d /usr/local/cuda ]; then
+    export CUDA_HOME=/usr/local/cuda
 fi
-
-# Without the current folder on the path: its folders have common names.
-run() { "$python" -P -m "$@"; }
-
-name=$("$python" -P - <<'PYTHON'
-import re
-import sys
-
-from numba import cuda
-
-if not cuda.is_available():
-    sys.exit("bench/gpu.sh: Numba finds no CUDA device")
-name = cuda.get_current_device().name
-name = name.decode() if isinstance(name, bytes) else name
-print(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"))
-PYTHON
-)
-
-status=0
-
-step "tests on $name"
-run pytest -m gpu -p no:cacheprovider --continue-on-collection-errors tests/gpu || status=$?
-
-if sanitizer=$(command -v compute-sanitizer); then
-    step "some of them under compute-sanitizer"
-    few="numba and (many_tensors_of_all_shapes or row_operators or finite or summed_as_on_the_cpu)"
-    "$sanitizer" --error-exitcode 1 --target-processes all \
-        "$python" -P -m pytest -q -m gpu -p no:cacheprovider -k "$few" tests/gpu ||
-        status=$((status ? status : $?))
+if [ "${1:-}" = --wheels ]; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "$2"/*.whl
+    export PYTHONPATH="$work/site:$PYTHONPATH"
+    shift 2
 fi
-
-step "benchmark"
-run fusestep.bench.gpu --json "bench/results/$name.json" "$@" || status=$((status ? status : $?))
-
-step "done: bench/results/$name.json"
-exit "$status"
+cd "$work"
+"$python" -P -m fusestep.bench.gpu.first_run "$folder" "$@"

@@ -24,7 +24,7 @@ from ..cases import indices, model_shapes
 from ..cases.traffic import Traffic
 from ..report.result import OURS
 from .clock import BFLOAT16, copy_on_device, new_array, normal_array
-from .point import SMALL, TORCH, Bench, Point
+from .point import NN_TORCH, SMALL, SPARSE_ADAM, TORCH, Bench, Point
 
 LEAST_ELEMENTS, LEAST_ROWS = 1 << 16, 1 << 10
 MATRIX_WIDTH = 4_096
@@ -45,33 +45,85 @@ def _step(make: Callable[..., Any], parameters: Sequence[Any]) -> Callable[[], o
     return lambda: optimizer(gradients)
 
 
-def _torch_adam(torch: Any, shapes: Sequence[Any]) -> Callable[[], object]:
-    """A step of torch's fused Adam."""
-    parameters = []
-    for shape in shapes:
-        parameter = torch.zeros(shape, device="cuda").requires_grad_()
-        parameter.grad = torch.randn(shape, device="cuda")
-        parameters.append(parameter)
-    optimizer = torch.optim.Adam(parameters, lr=1e-3, eps=1e-8, fused=True)
-    step: Callable[[], object] = optimizer.step
+def _of_torch(torch: Any, make: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], object]:
+    """A step of an optimizer of PyTorch's kind with dense gradients."""
+    parameters = [tensor.detach().requires_grad_() for tensor in tensors]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    step: Callable[[], object] = make(parameters).step
     return step
 
 
-def dense_adam(bench: Bench, wanted: int, dtype: str) -> Point:
-    """``nn.Adam`` on one large tensor; 16-bit parameters have float32 moments."""
-    storage = np.dtype(np.float32) if dtype == "float32" else BFLOAT16
-    # Torch keeps its moments in the type of the parameter, which is another task in 16 bit.
-    torch = bench.torch if dtype == "float32" else None
-    n = bench.fits(wanted, (2 * storage.itemsize + 8) * (2 if torch else 1), LEAST_ELEMENTS)
-    make = partial(nn.Adam, learning_rate=1e-3, state_dtype=np.float32)
-    jobs: Jobs = {OURS: _step(make, [new_array(n, dtype=storage)])}
-    moved = {OURS: n * (2 * storage.itemsize + 16 + storage.itemsize)}
-    if torch:
-        jobs[TORCH], moved[TORCH] = _torch_adam(torch, [n]), moved[OURS]
-    size = {"elements": n}
-    point = bench.measure(f"dense/nn.Adam {dtype}", size, jobs, moved, ("elements", wanted))
+def _beside_torch(bench: Bench, name: str, shapes: Sequence[Any], dtype: str) -> Jobs:
+    """A class of ``nn.torch`` and PyTorch's fused one, on tensors of PyTorch."""
+    torch = bench.torch
+    if torch is None:
+        return {}
+    from ...nn import torch as fused
+
+    def tensors() -> list[Any]:
+        return [torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for shape in shapes]
+
+    ours, theirs = getattr(fused, name), partial(getattr(torch.optim, name), fused=True)
+    return {
+        NN_TORCH: _of_torch(torch, partial(ours, lr=1e-3), tensors()),
+        TORCH: _of_torch(torch, partial(theirs, lr=1e-3), tensors()),
+    }
+
+
+# Of PyTorch's class: that of `nn`, and the states.
+_KINDS = {
+    "sgd": ("SGD", partial(nn.SGD, learning_rate=1e-3), 0),
+    "adam": ("Adam", partial(nn.Adam, learning_rate=1e-3, state_dtype=np.float32), 2),
+    "adamw": (
+        "AdamW",
+        partial(nn.AdamWeightDecay, learning_rate=1e-3, weight_decay=0.01, state_dtype=np.float32),
+        2,
+    ),
+}
+
+
+def dense(bench: Bench, kind: str, wanted: int, dtype: str) -> Point:
+    """An optimizer on one large tensor; those of `nn` have float32 moments, torch's the tensor's.
+
+    The moments of ``nn.torch`` are those of torch.
+    """
+    name, make, n_states = _KINDS[kind]
+    storage = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    of_nn, of_torch = (2 * storage.itemsize + n_states * s for s in (4, storage.itemsize))
+    n = bench.fits(wanted, of_nn + (2 * of_torch if bench.torch else 0), LEAST_ELEMENTS)
+    jobs: Jobs = {
+        OURS: _step(make, [new_array(n, dtype=storage)]),
+        **_beside_torch(bench, name, [n], dtype),
+    }
+    moved = {
+        label: n
+        * (3 * storage.itemsize + 2 * n_states * (4 if label == OURS else storage.itemsize))
+        for label in jobs
+    }
+    case = f"dense/{name} {dtype}"
+    point = bench.measure(case, {"elements": n}, jobs, moved, ("elements", wanted))
     point.aim_at_copy(OURS, 0.93)
-    point.aim_at_torch()
+    if NN_TORCH in jobs:
+        point.aim_at_copy(NN_TORCH, 0.93)
+        point.aim_at_torch(NN_TORCH)
+    return point
+
+
+def gpt2(bench: Bench) -> Point:
+    """AdamW on the 148 tensors of GPT-2 small, in float32."""
+    shapes = model_shapes.gpt2_small()
+    make = partial(nn.AdamWeightDecay, learning_rate=1e-3, weight_decay=0.01)
+    jobs: Jobs = {
+        OURS: _step(make, [new_array(shape) for shape in shapes]),
+        **_beside_torch(bench, "AdamW", shapes, "float32"),
+    }
+    n = sum(int(np.prod(shape)) for shape in shapes)
+    size = {"tensors": len(shapes), "elements": n}
+    point = bench.measure("model/AdamW GPT-2", size, jobs, dict.fromkeys(jobs, 28 * n))
+    point.aim_at_copy(OURS, 0.9)
+    if NN_TORCH in jobs:
+        point.aim_at_torch(NN_TORCH)
     return point
 
 
@@ -97,8 +149,7 @@ def small_adam(bench: Bench, count: int) -> Point:
     shapes = model_shapes.many_small(SMALL)[:count]
     make = partial(nn.Adam, learning_rate=1e-3)
     jobs: Jobs = {OURS: _step(make, [new_array(shape) for shape in shapes]), **_launches(shapes)}
-    if bench.torch is not None:
-        jobs[TORCH] = _torch_adam(bench.torch, shapes)
+    jobs |= _beside_torch(bench, "Adam", shapes, "float32")
     size = {"tensors": count, "elements": sum(shape[0] for shape in shapes)}
     point = bench.measure(f"{count} small/nn.Adam float32", size, jobs, {})
     if count == SMALL:
@@ -211,6 +262,69 @@ def lazy_rows(bench: Bench, distribution: str) -> Point:
     point.aim_at_copy("update alone", 0.6)
     point.aim_at_copy(OURS, 0.4)
     return point
+
+
+def table(bench: Bench, distribution: str, batch: int) -> Point:
+    """``LazyAdam`` on a table of 10^6 x 64, beside torch's SparseAdam."""
+    n, d = 10**6, 64
+    drawn = indices.draw(distribution, n, batch)
+    unique = int(np.unique(drawn).size)
+    values, ids = normal_array((batch, d)), cuda.to_device(drawn)
+    optimizer = nn.LazyAdam([nn.Parameter(new_array((n, d)), "table")], 1e-3)
+    gradient = (nn.RowTensor(ids, values, (n, d)),)
+    jobs: Jobs = {OURS: lambda: optimizer(gradient)}
+    if (torch := bench.torch) is not None:
+        from ...nn import torch as fused
+
+        def of(make: Any) -> Callable[[], object]:
+            parameter = torch.zeros(n, d, device="cuda", requires_grad=True)
+            where = torch.from_numpy(drawn)[None].cuda()
+            rows = torch.randn(batch, d, device="cuda")
+            parameter.grad = torch.sparse_coo_tensor(where, rows, (n, d), check_invariants=False)
+            step: Callable[[], object] = make([parameter], lr=1e-3).step
+            return step
+
+        jobs |= {NN_TORCH: of(fused.SparseAdam), SPARSE_ADAM: of(torch.optim.SparseAdam)}
+    moved = dict.fromkeys((OURS,), Traffic(updated=3).touched_rows(unique, d, batch, 4))
+    size = {"rows": n, "width": d, "occurrences": batch, "different rows": unique}
+    return bench.measure(f"table/LazyAdam {distribution}", size, jobs, moved)
+
+
+def bags(bench: Bench) -> Point:
+    """26 tables of 10^5 x 64 with 20 ids in each of 2,048 bags: forward, and a step of LazyAdam."""
+    n, d, batch, each, count = 10**5, 64, 2_048, 20, 26
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(0, n, batch * each) for _ in range(count)]
+    tables = [nn.Parameter(new_array((n, d), 0.5), f"t{k}") for k in range(count)]
+    pooled = nn.EmbeddingBags(tables, nn.LazyAdam(tables, 1e-3))
+    ids = [cuda.to_device(own) for own in drawn]
+    offsets = [cuda.to_device(np.arange(0, batch * each + 1, each))] * count
+    out = normal_array((batch, count * d))
+
+    def step() -> None:
+        pooled(ids, offsets)
+        pooled.backward(out)
+
+    jobs: Jobs = {OURS: step, "forward alone": lambda: pooled(ids, offsets)}
+    if (torch := bench.torch) is not None:
+        functional, made = torch.nn.functional, torch.randn(batch, d, device="cuda")
+        weights = [torch.zeros(n, d, device="cuda", requires_grad=True) for _ in range(count)]
+        given = [torch.from_numpy(own).cuda().reshape(batch, each) for own in drawn]
+        optimizer = torch.optim.SparseAdam(weights, lr=1e-3)
+
+        def theirs() -> None:
+            optimizer.zero_grad()
+            for weight, own in zip(weights, given, strict=True):
+                functional.embedding_bag(own, weight, mode="sum", sparse=True).backward(made)
+            optimizer.step()
+
+        jobs[SPARSE_ADAM] = theirs
+    unique = sum(int(np.unique(own).size) for own in drawn)
+    read = count * batch * (each * (4 * d + 8) + 4 * d)  # rows and ids, and the output is written
+    step_bytes = count * batch * (4 * d + 8 * each) + 24 * d * unique
+    moved = {OURS: read + step_bytes, "forward alone": read}
+    size = {"tables": count, "rows": n, "width": d, "bags": batch, "ids of a bag": each}
+    return bench.measure("bags/LazyAdam", size, jobs, moved)
 
 
 def _parts(tables: Tables) -> Jobs:

@@ -136,7 +136,7 @@ class DeviceArray:
         place = Place(self.address, (self.nbytes,), None, np.dtype(np.uint8), *like)
         return DeviceArray(self.owner, self.framework, place)
 
-    def reshape(self, *shape: int) -> DeviceArray:
+    def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
         """A view of a contiguous array in another shape."""
         like = self.dtype, self.device, self.flags.writeable, self.stream
         return DeviceArray(self.owner, self.framework, Place(self.address, shape, None, *like))

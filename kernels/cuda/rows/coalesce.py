@@ -168,7 +168,7 @@ class DeviceRows(NamedTuple):
 def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:
     """The launch of a loop with a thread for each tile of ``n`` rows."""
     tiles, lanes, groups = tile_grid(rows.table.width, tile_length(rows.g, out), GEOMETRY.rows)
-    return on_grid(loop, (-(-n // lanes), groups), (tiles, lanes), stream)
+    return on_grid(loop, (max(1, -(-n // lanes)), groups), (tiles, lanes), stream)
 
 
 def dense_sums(rows: DeviceRows, out: Storage, result: int, *, guard: int, stream: Any) -> None:

@@ -187,10 +187,12 @@ class KeySort:
         for table, scalars in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
             source: tuple[int, ...] = (0, table.width, 0, 0, 0)
-            own = -first_position * strides[0]
+            own, wide = -first_position * strides[0], [table.values, *table.addresses]
             if table.gradient_rows:
                 own, strides[0], source = 0, table.stride, self._source(table, first_position)
-            is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
+                # Of a pooled gradient's elements the winners, int32, are read as wide.
+                wide += [table.winners, 4 * source[1]] if table.winners else []
+            is_aligned = are_aligned(np.array([*wide, *strides]))
             values = table.values + own
             firsts = table.rows, table.width, first_row, first_position
             indices = table.indices - first_position * table.index_bytes, table.index_bytes

@@ -35,7 +35,8 @@ class _RowLoops(KeySort):
         real_bytes, itemsizes = kernel.real.itemsize, element_bytes(kernel).tolist()
         super().__init__(tables, itemsizes, real_bytes=real_bytes, **options)
         self._kernel, self._length = kernel, length_of(kernel)
-        *self._block, self._tile_groups = tile_grid(self.widest, self._length, GEOMETRY.rows)
+        across, along, groups = tile_grid(self.widest, self._length, GEOMETRY.rows)
+        self._block, self._tile_groups = (across, along), groups
         self._most_ranges = max(table.ranges[1] for table in tables)
         # The sums of every probe begin at a whole vector, whatever the widths.
         self._hot_stride = self._most_ranges * -(-self.widest // WIDEST) * WIDEST
