@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import fnmatch
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -143,10 +144,10 @@ def environment(run: Run) -> bool:
     return run.keep(run.start("environment", [sys.executable, "-P", "-c", PROBE], 60))
 
 
-def measure(run: Run, seconds: float) -> None:
+def measure(run: Run, seconds: float, patterns: Sequence[str]) -> None:
     """The points of the benchmark, the most important ones first."""
-    names = named_points()
-    for name in (*FIRST, *(name for name in names if name not in FIRST)):
+    every = [*FIRST, *(name for name in named_points() if name not in FIRST)]
+    for name in (name for pattern in patterns for name in every if fnmatch(name, pattern)):
         if not run.is_due(f"bench {name}") or run.left < 20:
             continue
         own = run.folder / "point.json"
@@ -193,6 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--point-seconds", type=float, default=1.0, help="of a measurement (default: 1)"
     )
+    parser.add_argument(
+        "--points", nargs="+", default=["*"], metavar="NAME", help="of the benchmark; patterns"
+    )
     parser.add_argument("--no-sanitizer", action="store_true", help="leave out compute-sanitizer")
     parser.add_argument("--no-bench", action="store_true", help="leave out what is measured")
     args = parser.parse_args(arguments)
@@ -210,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         run.side_by_side(parts, SANITIZER_SECONDS)
     if not args.no_bench:
-        measure(run, args.point_seconds)
+        measure(run, args.point_seconds, args.points)
         profile(run)
     print(f"{len(run.failed)} failed{': ' if run.failed else ''}{', '.join(run.failed)}")
     return 1 if run.failed else 0

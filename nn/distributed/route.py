@@ -192,7 +192,9 @@ class Route:
             reject(ValueError, where, "gradient", "has a wrong shape", expected, array.shape)
         if not (array.flags.c_contiguous and array.flags.aligned):
             array = check.contiguous(array, where, "gradient")
-        return array.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements
+        return array.reshape(
+            (math.prod(shape), *array.shape[len(shape) :])
+        )  # also without elements
 
     def _found_occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         """The number of occurrences for each owner, their order by owner, and a pair for each.

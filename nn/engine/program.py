@@ -13,8 +13,7 @@ import numpy as np
 
 from ...kernels.cuda.dense import scalars
 from ...kernels.cuda.dense.finite import FiniteCheck
-from ...kernels.cuda.device.backend import prepare
-from ...kernels.cuda.device.launch import on_grid
+from ...kernels.cuda.device.backend import launcher, prepare
 from ...kernels.cuda.device.memory import ALIGN, Places
 from ...kernels.cuda.device.part import DevicePart, LaunchContext
 from ...kernels.cuda.device.records import size_of, table_of
@@ -64,7 +63,7 @@ class Scalars:
     def enqueue(self, settings: int, state: int, stream: Any, *, counts_step: bool) -> None:
         """Enqueue counting the updates of the tensors, and their scalars."""
         blocks = -(-self._n_tensors // scalars.THREADS)
-        on_grid(self.loop, blocks, scalars.THREADS, stream)(
+        launcher(self.loop, blocks, scalars.THREADS, stream)(
             self._table, self._n_tensors, settings, state, int(counts_step)
         )
 
@@ -140,6 +139,6 @@ class Program:
         for k, (_, own) in enumerate(self._parts):
             own.enqueue(settings, state, stream, counts_step=k == 0)
         if not self._parts:
-            on_grid(scalars.count_kernel, 1, 1, stream)(state)
+            launcher(scalars.count_kernel, 1, 1, stream)(state)
         for part, _ in self._parts:
             part.enqueue(call)

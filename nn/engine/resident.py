@@ -18,9 +18,8 @@ import numpy as np
 from numba import cuda
 
 from ...kernels.cuda.dense import scalars
-from ...kernels.cuda.device.backend import copy_in, copy_out, new_event
+from ...kernels.cuda.device.backend import copy_in, copy_out, launcher, new_event
 from ...kernels.cuda.device.guard import FOUND, NOTHING
-from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import WORDS, Held, key_of, store_words
 from ...kernels.cuda.device.records import FLOAT64, KINDS, size_of
 from ...ops.runtime.device import DeviceArray
@@ -177,7 +176,7 @@ class Resident:
 
     def _begin(self, origin: int, found_inf: DeviceArray | None, stream: Any) -> None:
         place, kind = _place_of(found_inf)
-        on_grid(scalars.begin_kernel, 1, 1, stream)(self.state, place, kind, origin)
+        launcher(scalars.begin_kernel, 1, 1, stream)(self.state, place, kind, origin)
 
 
 def _put(words: np.ndarray, k: int, number: Number, place: int) -> None:

@@ -29,7 +29,7 @@ from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
 from ..engine.host import completed, step_together
 from ..engine.on_device import launch_updates
 from ..engine.reader import is_row_sparse
-from .engine.binding import Binding, check_parameter, finish, has_finite, on_device
+from .engine.binding import Binding, check_parameter, finish, has_finite, on_devices
 from .engine.memory import DTYPES
 from .engine.options import (
     OWN,
@@ -485,13 +485,13 @@ class Fused(_Base):
         steps, numbers = self._steps(given, count), []
         updates: list[Update] = []  # alive until they are done: rows are found by addresses
         prepared: list[Prepared] = []
-        launched: list[Update] = []
+        launched: dict[Part, Update] = {}
         together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
         places: list[Sequence[int]] = []
         for part in given.chosen.parts:
             hp, hp_of, after = self._rows(part, given, groups, steps, before)
             numbers += after
-            if part.rule.is_two_stage and not part.is_on_device:
+            if part.rule.is_two_stage and part.device is None:
                 own: Any = part.update(given, before, hp[hp_of], np.arange(len(hp_of)))
                 if part.rule.scope == "step":
                     together.append(own)
@@ -501,10 +501,10 @@ class Fused(_Base):
                     prepared.append(self._measured(own, of_each))
                 continue
             updates.append(part.update(given, before, hp, hp_of))
-            if part.is_on_device:
-                launched.append(updates[-1])
-            else:
+            if part.device is None:
                 prepared.append(updates[-1].prepared())
+            else:
+                launched[part] = updates[-1]
         if together:
             found = step_together(together, places, self.known_of_step())
             if found is None:
@@ -522,7 +522,8 @@ class Fused(_Base):
             else:
                 self.state[parameter] = state
         if launched:
-            launch_updates(launched, *on_device(given))
+            for parts, *there in on_devices(given):
+                launch_updates([launched[part] for part in parts], *there)
         commit(prepared, count)
         for parameter, step in counted:
             if isinstance(step, Tensor):

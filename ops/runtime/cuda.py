@@ -17,9 +17,10 @@ class _Later:
 
     def __getattr__(self, name: str) -> Any:
         package = import_module(self._package, __package__)
-        if hasattr(package, name):
-            return getattr(package, name)
-        return import_module(f"{package.__name__}.{name}")
+        if not hasattr(package, name):
+            import_module(f"{package.__name__}.{name}")
+        found = self.__dict__[name] = getattr(package, name)
+        return found
 
 
 numba = _Later("numba.cuda")

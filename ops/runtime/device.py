@@ -136,8 +136,9 @@ class DeviceArray:
         place = Place(self.address, (self.nbytes,), None, np.dtype(np.uint8), *like)
         return DeviceArray(self.owner, self.framework, place)
 
-    def reshape(self, shape: tuple[int, ...]) -> DeviceArray:
-        """A view of a contiguous array in another shape."""
+    def reshape(self, *lengths: Any) -> DeviceArray:
+        """A view of a contiguous array in another shape, given as numbers or as one tuple."""
+        shape = lengths[0] if isinstance(lengths[0], tuple) else lengths
         like = self.dtype, self.device, self.flags.writeable, self.stream
         return DeviceArray(self.owner, self.framework, Place(self.address, shape, None, *like))
 

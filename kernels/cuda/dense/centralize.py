@@ -15,8 +15,8 @@ import numpy as np
 from numba import cuda, float64
 
 from ...storage import Storage, numba_type
-from ..device.backend import GEOMETRY, store_float64
-from ..device.launch import on_grid, tile_grid
+from ..device.backend import GEOMETRY, launcher, store_float64
+from ..device.launch import tile_grid
 from ..device.memory import room_of
 from ..device.sums import add_lanes, strided_sum
 from .tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
@@ -136,5 +136,5 @@ def centralize(
     arguments = values, n_rows, width, chunk, rows_are_aligned(width, (values, g), (result, out))
     with room_of(stream) as room:
         parts = room.take(8 * n_rows * grid[1])
-        on_grid(chunk_sums_kernel(g, real, out), grid, block, stream)(*arguments, parts)
-        on_grid(subtract_kernel(g, real, out), grid, block, stream)(*arguments, parts, result)
+        launcher(chunk_sums_kernel(g, real, out), grid, block, stream)(*arguments, parts)
+        launcher(subtract_kernel(g, real, out), grid, block, stream)(*arguments, parts, result)

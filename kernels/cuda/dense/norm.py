@@ -14,9 +14,16 @@ from ...element import Kernel, kernel
 from ...rules.norm import SCALED
 from ...storage import F64, Storage, real_of
 from ..device import backend
-from ..device.backend import GEOMETRY, copy_in, copy_out, load_float64, store_float32, store_float64
+from ..device.backend import (
+    GEOMETRY,
+    copy_in,
+    copy_out,
+    launcher,
+    load_float64,
+    store_float32,
+    store_float64,
+)
 from ..device.guard import NOTHING, is_closed
-from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
 from ..device.records import Real, Word, offsets_of
 from ..device.sums import add_tree, share_of_parts
@@ -153,5 +160,5 @@ def global_norm(
             if of.n_parts:
                 of.enqueue(place, stream)
                 place += of.n_parts * 8
-        on_grid(total_kernel, 1, THREADS, stream)(first, n_parts, base + at_totals, guard)
+        launcher(total_kernel, 1, THREADS, stream)(first, n_parts, base + at_totals, guard)
         yield GlobalNorm(base + at_totals, stream)

@@ -16,10 +16,10 @@ import numpy as np
 from numba import cuda, float64
 
 from ...element import Kernel, following, scaling
-from ..device.backend import GEOMETRY, on_device
+from ..device.backend import GEOMETRY, launcher, on_device
 from ..device.functions import DEVICE
 from ..device.guard import is_closed
-from ..device.launch import on_grid, tile_grid
+from ..device.launch import tile_grid
 from ..device.part import LaunchContext
 from ..device.records import Word, hp_reader, row_finder, size_of, table_of
 from ..device.sums import add_lanes, putter, taker
@@ -200,5 +200,5 @@ class RowWiseStep:
     def enqueue(self, call: LaunchContext) -> None:
         """See `DevicePart`."""
         if self._n_blocks:
-            loop = on_grid(self._update, self._n_blocks, THREADS, call.stream)
+            loop = launcher(self._update, self._n_blocks, THREADS, call.stream)
             loop(self._table, self._n_tensors, call.guard)

@@ -17,9 +17,8 @@ import numpy as np
 from numba import cuda, float64
 
 from ...element import Kernel
-from ..device.backend import GEOMETRY
+from ..device.backend import GEOMETRY, launcher
 from ..device.guard import is_closed
-from ..device.launch import on_grid
 from ..device.memory import Places
 from ..device.part import LaunchContext
 from ..device.records import (
@@ -88,7 +87,7 @@ class Chunks:
     def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
         if self.n_blocks:
-            on_grid(loop, self.n_blocks, self._threads, stream)(*arguments)
+            launcher(loop, self.n_blocks, self._threads, stream)(*arguments)
 
 
 @cache

@@ -262,8 +262,6 @@ class Sums(NamedTuple):
     """Sums of gradients in registers, a tile of each; ``g`` is where one lies."""
 
     start: Any  # start(total, g, i): the sum is what is there
-    add: Any  # add(total, g, i): and a further one
-    add_4: Any  # add_4(total, i, g0, g1, g2, g3): and four, in this order, loaded at once
     store: Any  # store(total, address, i)
 
 
@@ -280,33 +278,48 @@ def sums(g: Storage, real: Storage, length: int) -> Sums:
         for k in range(length):
             total[k] = to_kind(to_real(d[k]))
 
-    return sums_from(start, real, length)
+    return Sums(start, access(real, length).store)
 
 
-def sums_from(start: Any, real: Storage, length: int) -> Sums:
-    """Sums of what ``start`` brings."""
-    kind, _, store = access(real, length)
+def add_next(start: Any, place_of: Any, real: Storage, length: int, n: int) -> Any:
+    """``run(total, i, k, *source)``: add what lies at the places of numbers ``k`` to ``k + n - 1``.
 
-    @cuda.jit(device=True)
-    def add(total, g, i):
-        d = cuda.local.array(length, kind)
-        start(d, g, i)
-        for k in range(length):
-            total[k] += d[k]
+    ``place_of(k, *source)`` is one of them. All are loaded at once, that their way from memory is
+    waited for less often, and added in order.
+    """
+    kind = numba_type(real)
 
     @cuda.jit(device=True)
-    def add_4(total, i, g0, g1, g2, g3):
-        a, b = cuda.local.array(length, kind), cuda.local.array(length, kind)
-        c, d = cuda.local.array(length, kind), cuda.local.array(length, kind)
-        start(a, g0, i)
-        start(b, g1, i)
-        start(c, g2, i)
-        start(d, g3, i)
-        for k in range(length):
-            # From left to right, as `add` would four times: loading at once leaves the order.
-            total[k] = total[k] + a[k] + b[k] + c[k] + d[k]
+    def run(total, i, k, *source):
+        tiles = cuda.local.array((n, length), kind)
+        for j in range(n):
+            start(tiles[j], place_of(k + j, *source), i)
+        for j in range(n):
+            for c in range(length):
+                total[c] += tiles[j, c]
 
-    return Sums(start, add, add_4, store)
+    return run
+
+
+def add_between(start: Any, place_of: Any, real: Storage, length: int, at_once: int) -> Any:
+    """``run(total, i, k, end, *source)``: as `add_next`, up to ``end``.
+
+    So many are loaded ``at_once``, of the rest a quarter of that, and so on.
+    """
+    if at_once == 0:
+        return on_device(lambda total, i, k, end, *source: None)  # noqa: ARG005
+    add = add_next(start, place_of, real, length, at_once)
+    fewer = max(1, at_once // 4) if at_once > 1 else 0
+    add_rest = add_between(start, place_of, real, length, fewer)
+
+    @cuda.jit(device=True)
+    def run(total, i, k, end, *source):
+        while k + at_once <= end:
+            add(total, i, k, *source)
+            k += at_once
+        add_rest(total, i, k, end, *source)
+
+    return run
 
 
 def narrow_storer(real: Storage, out: Storage, length: int) -> Any:

@@ -15,10 +15,9 @@ from numba import cuda, float64, types
 
 from ...element import Kernel, following, scaling
 from ...storage import numba_type
-from ..device.backend import GEOMETRY, reader, store_float64, storer
+from ..device.backend import GEOMETRY, launcher, reader, store_float64, storer
 from ..device.functions import DEVICE
 from ..device.guard import is_closed
-from ..device.launch import on_grid
 from ..device.part import LaunchContext
 from ..device.records import hp_reader, row_reader
 from ..device.sums import add_tree, putter, share_of_parts, taker
@@ -96,11 +95,11 @@ class Totals:
 
     def follow(self, table: int, n_blocks: int, parts: int, new: int, call: LaunchContext) -> None:
         """Enqueue all but the new states, given the parts of so many blocks; addresses."""
-        loop = on_grid(self._follow, self._n, THREADS, call.stream)
+        loop = launcher(self._follow, self._n, THREADS, call.stream)
         loop(table, self._n, n_blocks, parts, new, call.guard)
 
     def store(self, table: int, new: int, call: LaunchContext) -> None:
         """Enqueue what comes after the update."""
         if self._store:
-            loop = on_grid(self._store, -(-self._n // THREADS), THREADS, call.stream)
+            loop = launcher(self._store, -(-self._n // THREADS), THREADS, call.stream)
             loop(table, self._n, new, call.guard)

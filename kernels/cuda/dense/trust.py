@@ -11,10 +11,9 @@ from numba import cuda, float64
 
 from ...rules import lars
 from ...storage import Storage
-from ..device.backend import GEOMETRY
+from ..device.backend import GEOMETRY, launcher
 from ..device.functions import device_function
 from ..device.guard import is_closed
-from ..device.launch import on_grid
 from ..device.part import LaunchContext
 from ..device.records import Word, multiplier, row_reader, size_of, table_of
 from ..device.sums import add_tree, share_of_parts
@@ -109,4 +108,4 @@ class TrustRatios:
         squares_w, squares_g = self._squares
         squares_w.launch(call.scratch, call.stream)
         squares_g.launch(call.scratch + squares_w.n_parts * 8, call.stream)
-        on_grid(self._loop, n_acting, THREADS, call.stream)(self._table, call.scratch, call.guard)
+        launcher(self._loop, n_acting, THREADS, call.stream)(self._table, call.scratch, call.guard)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from numba import cuda, types
+from cuda.core import LaunchConfig, Stream, launch
+from numba import config, cuda, types
 
 from .geometry import Geometry
 
@@ -29,7 +32,10 @@ def address_of(array: Any) -> int:
 
 def device_id() -> int:
     """The number of the current device."""
-    return int(cuda.get_current_device().id)
+    error, device = driver.cuCtxGetDevice()
+    if error == driver.CUresult.CUDA_SUCCESS:
+        return int(device)
+    return int(cuda.get_current_device().id)  # nothing has been done on any yet
 
 
 def device_at(address: int) -> int:
@@ -51,14 +57,51 @@ def handle_of(stream: Any) -> int:
 
 
 def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
-    """The launch of a loop, to be called with its arguments."""
-    return loop[grid, block, stream]
+    """The launch of a loop, to be called with its arguments, which are all ``int64``."""
+    compiled, config, on = prepare(loop), _config(grid, block), _stream(handle_of(stream))
+
+    # The bindings take a number as it comes: a bool would be one byte of the eight.
+    def run(*arguments: int) -> None:
+        launch(on, config, compiled, *map(int, arguments))
+
+    return run
 
 
-def prepare(loop: Any) -> None:
-    """Compile and load a loop whose arguments are all ``int64``, so that a launch cannot fail."""
-    if not loop.overloads:
+def launch_words(loop: Any, stream: Any, address: int, words: tuple[int, ...]) -> None:
+    """Launch a loop of one thread that takes a tuple."""
+    with _lock:  # Numba would warn of a small grid; the setting is the process's
+        before = config.CUDA_LOW_OCCUPANCY_WARNINGS
+        config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+        try:
+            loop[1, 1, stream](address, words)
+        finally:
+            config.CUDA_LOW_OCCUPANCY_WARNINGS = before
+
+
+_lock = threading.Lock()
+
+
+@lru_cache(1 << 12)
+def _config(grid: Any, block: Any) -> Any:
+    return LaunchConfig(grid=grid, block=block)
+
+
+_stream = lru_cache(1 << 8)(Stream.from_handle)
+_compiled: dict[Any, Any] = {}
+
+
+def prepare(loop: Any) -> Any:
+    """Compile and load a loop whose arguments are all ``int64``, so that a launch cannot fail.
+
+    What Numba does for a launch takes the host ten times as long as the bindings.
+    """
+    key = loop, device_id()
+    found = _compiled.get(key)
+    if found is None:
         loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
+        (kernel,) = loop.overloads.values()
+        found = _compiled[key] = kernel._codelibrary.get_cufunc().kernel
+    return found
 
 
 def is_capturing(stream: Any) -> bool:

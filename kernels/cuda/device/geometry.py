@@ -48,6 +48,7 @@ class Geometry(NamedTuple):
     finite: ChunkGeometry = ChunkGeometry(256, 8)
     central: ChunkGeometry = ChunkGeometry(256, 8, most=4_096)
     rows: int = 256  # and of copies
+    hot: int = 64  # of rows that occur often
     totals: int = 256  # where a block adds up the sums of others
     scalars: int = 64
     matrices: MatrixGeometry = MatrixGeometry()

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from .backend import address_of, copy_in, device_id, handle_of, new_event, storer
-from .launch import on_grid
+from .backend import address_of, copy_in, device_id, handle_of, launch_words, new_event, storer
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
@@ -120,7 +119,7 @@ def store_words(address: int, words: np.ndarray, stream: Any) -> None:
     for begin in range(0, len(padded), WORDS):
         first = min(begin, len(padded) - WORDS)
         values = tuple(padded[first : first + WORDS].tolist())
-        on_grid(words_kernel, 1, 1, stream)(address + 8 * first, values)
+        launch_words(words_kernel, stream, address + 8 * first, values)
 
 
 _rooms: dict[tuple[int, ...], Room] = {}

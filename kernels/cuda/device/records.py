@@ -37,6 +37,7 @@ def _kind_of(record: Any, n_words: int) -> Any:
     return types.NamedTuple([words if k is types.UniTuple else k for k in kinds], record)
 
 
+@cache
 def size_of(record: Any, n_words: int = 0) -> int:
     """Bytes of a row."""
     return 8 * sum(getattr(kind, "count", 1) for kind in _kind_of(record, n_words))

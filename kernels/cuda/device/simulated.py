@@ -25,6 +25,7 @@ GEOMETRY = Geometry(
     finite=ChunkGeometry(threads=4, tiles=1),
     central=ChunkGeometry(threads=8, tiles=1, most=20),
     rows=8,
+    hot=4,
     totals=4,
     scalars=4,
     # Tiles of 2 threads by 2, rounds of 2 rows; lines that 2 threads share; chunks of 8 rows.
@@ -170,6 +171,10 @@ def launcher(loop, grid, block, stream):
         loop[grid, block, stream](*arguments)  # which is one object, whatever the grid
 
     return partial(_enqueue, launch)
+
+
+def launch_words(loop, stream, address, words):
+    launcher(loop, 1, 1, stream)(address, words)
 
 
 def prepare(loop):

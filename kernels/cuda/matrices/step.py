@@ -15,7 +15,7 @@ from ...element import Kernel
 from ...tables import MatrixTensor
 from ..dense.tiles import length_of
 from ..dense.totals import Constants, Totals
-from ..device.launch import on_grid
+from ..device.backend import launcher
 from ..device.part import LaunchContext
 from ..device.records import size_of
 from .layout import THREADS, MatrixTables, TileRow
@@ -68,4 +68,4 @@ class MatrixStep:
         self._launch(self._update, tables.n_blocks, call, tiles, n, scratch)
 
     def _launch(self, loop: Any, blocks: int, call: LaunchContext, *arguments: int) -> None:
-        on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)
+        launcher(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

@@ -20,10 +20,11 @@ from numba import cuda, int32
 
 from ...storage import F64, Storage, numba_type
 from ...tables import LARGEST, MEAN
-from ..dense.tiles import by_tiles, sums, sums_from, tile_length
+from ..dense.tiles import add_next, by_tiles, sums, tile_length
 from ..device.backend import (
     GEOMETRY,
     copy_in,
+    launcher,
     load_float32,
     load_float64,
     load_int32,
@@ -36,12 +37,14 @@ from ..device.backend import (
     tile_storer,
 )
 from ..device.guard import FOUND, INDEX, NOTHING, is_closed
-from ..device.launch import on_elements, on_grid, tile_grid
+from ..device.launch import on_elements, tile_grid
 from ..device.memory import room_of
 from ..device.records import Word, row_finder, row_reader
 from .kernels import thread_place
 from .keys import LEFT_OUT, Keys, index_at, lower_bound
 from .sources import weighted_start
+
+AT_ONCE = 4  # rows that are on their way from memory together
 
 
 class Feature(NamedTuple):
@@ -180,20 +183,19 @@ def keep_kernel(features, n_features, bounds, n_bags, n, guard):
 def _summed(w: Storage, real: Storage, length: int, *, weighted: bool) -> Any:
     """``run(total, winners, column, feature, lists, k, end)``: a sum; how many ids counted."""
     start = weighted_start(w, real, length) if weighted else sums(w, real, length).start
-    _, add, add_4, _ = sums_from(start, real, length)
     load, real_bytes = load_float64 if real is F64 else load_float32, real.itemsize
     w_bytes, kind = w.itemsize, numba_type(real)
 
     @cuda.jit(device=True)
-    def plain_place(feature, lists, k, index):
-        return feature.table + index * (feature.width * w_bytes)
+    def plain_place(k, feature, lists):
+        return feature.table + load_int32(lists.ids + 4 * k) * (feature.width * w_bytes)
 
     @cuda.jit(device=True)
-    def weighted_place(feature, lists, k, index):
-        row = feature.table + index * (feature.width * w_bytes)
-        return row, load(lists.weights + real_bytes * k)
+    def weighted_place(k, feature, lists):
+        return plain_place(k, feature, lists), load(lists.weights + real_bytes * k)
 
     place_of = weighted_place if weighted else plain_place
+    add_one, add_some = (add_next(start, place_of, real, length, n) for n in (1, AT_ONCE))
 
     @cuda.jit(device=True)
     def run(total, winners, column, feature, lists, k, end):
@@ -203,26 +205,20 @@ def _summed(w: Storage, real: Storage, length: int, *, weighted: bool) -> Any:
             for c in range(length):
                 total[c] = kind(0)
             return 0
-        start(total, place_of(feature, lists, k, load_int32(lists.ids + 4 * k)), column)
+        start(total, place_of(k, feature, lists), column)
         k, count = k + 1, 1
         while k < end:
-            i0 = load_int32(lists.ids + 4 * k)
-            if k + 4 <= end:
-                i1, i2 = load_int32(lists.ids + 4 * (k + 1)), load_int32(lists.ids + 4 * (k + 2))
-                i3 = load_int32(lists.ids + 4 * (k + 3))
-                if i0 >= 0 and i1 >= 0 and i2 >= 0 and i3 >= 0:
-                    add_4(
-                        total,
-                        column,
-                        place_of(feature, lists, k, i0),
-                        place_of(feature, lists, k + 1, i1),
-                        place_of(feature, lists, k + 2, i2),
-                        place_of(feature, lists, k + 3, i3),
-                    )
-                    k, count = k + 4, count + 4
+            lowest = load_int32(lists.ids + 4 * k)
+            if k + AT_ONCE <= end:
+                for j in range(1, AT_ONCE):
+                    lowest = min(lowest, load_int32(lists.ids + 4 * (k + j)))
+                if lowest >= 0:
+                    add_some(total, column, k, feature, lists)
+                    k, count = k + AT_ONCE, count + AT_ONCE
                     continue
-            if i0 >= 0:
-                add(total, place_of(feature, lists, k, i0), column)
+                lowest = load_int32(lists.ids + 4 * k)
+            if lowest >= 0:
+                add_one(total, column, k, feature, lists)
                 count += 1
             k += 1
         return count
@@ -425,13 +421,13 @@ def pool(
             lay_out = on_elements(lay_out_kernel, n, stream)
             given = gradient_rows, weights, n, int(real is F64), int(drops)
             lay_out(*at, n_bags, ids, *given, guard)
-        on_grid(keep_kernel, 1, 1, stream)(*at, n_bags, n, guard)
+        launcher(keep_kernel, 1, 1, stream)(*at, n_bags, n, guard)
         for w, begin, end, widest in launches:
             kernel = pool_kernel(w, real, pooling, weighted)
             tiles, lanes, groups = tile_grid(widest, tile_length(w), GEOMETRY.rows)
             grid, block = (-(-(end - begin) // lanes), groups), (tiles, lanes)
             chosen = ids, weights, begin, end, int(fills)
-            on_grid(kernel, grid, block, stream)(*at, n_bags, *chosen, guard)
+            launcher(kernel, grid, block, stream)(*at, n_bags, *chosen, guard)
 
 
 def mean_weights(lists: Lists, real: Storage, stream: Any) -> None:

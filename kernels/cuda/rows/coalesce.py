@@ -20,10 +20,18 @@ from ...rules.norm import SCALED
 from ...storage import Storage, numba_type
 from ...tables import RowTable
 from ..dense.tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
-from ..device.backend import GEOMETRY, copy_in, copy_out, load_int64, store_int32, store_int64
+from ..device.backend import (
+    GEOMETRY,
+    copy_in,
+    copy_out,
+    launcher,
+    load_int64,
+    store_int32,
+    store_int64,
+)
 from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
-from ..device.launch import on_elements, on_grid, tile_grid
+from ..device.launch import on_elements, tile_grid
 from ..device.part import LaunchContext, Sorter, placed
 from ..device.records import hp_reader, row_reader
 from . import kernels
@@ -132,7 +140,7 @@ def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
 
 def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
     """``run(column, keys, k, table, place, w_row, hp)``: the sum of a row, decayed."""
-    sum_of_row, (load_w, _, _, store) = _sum_of_row(g, real, length), sums(w, real, length)
+    sum_of_row, (load_w, store) = _sum_of_row(g, real, length), sums(w, real, length)
     kind, decay = numba_type(real), device_function(COUPLED_DECAY.apply)
 
     @cuda.jit(device=True)
@@ -168,7 +176,7 @@ class DeviceRows(NamedTuple):
 def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:
     """The launch of a loop with a thread for each tile of ``n`` rows."""
     tiles, lanes, groups = tile_grid(rows.table.width, tile_length(rows.g, out), GEOMETRY.rows)
-    return on_grid(loop, (max(1, -(-n // lanes)), groups), (tiles, lanes), stream)
+    return launcher(loop, (max(1, -(-n // lanes)), groups), (tiles, lanes), stream)
 
 
 def dense_sums(rows: DeviceRows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
@@ -221,7 +229,7 @@ class DistinctRows:
         )
         on_elements(kernels.mark_firsts_kernel, n, stream)(*sorted_keys, words)
         self._firsts = sort_keys(words, spare, scratch, n, kernels.OTHER_BIT, 1, stream)
-        on_grid(kernels.count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
+        launcher(kernels.count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
 
     def count(self) -> tuple[int, int]:
         """How many rows occur, and the position of a bad index or -1; the host waits for it."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from ..device.backend import GEOMETRY, lower_int64, store_int64, tile_loader, tile_storer
+from ..device.backend import GEOMETRY, launcher, lower_int64, store_int64, tile_loader, tile_storer
 from ..device.guard import FOUND
-from ..device.launch import on_grid, tile_grid
+from ..device.launch import tile_grid
 from .keys import index_at
 
 # A row is copied in pieces of this many bytes, the longest that divides all rows and addresses.
@@ -64,5 +64,5 @@ def gather(
     piece = next(size for size in PIECES if not (row_bytes | table | out) % size)
     n_pieces = row_bytes // piece
     pieces, lanes, _ = tile_grid(n_pieces, 1, GEOMETRY.rows)
-    loop = on_grid(gather_kernel(piece), -(-n // lanes), (pieces, lanes), stream)
+    loop = launcher(gather_kernel(piece), -(-n // lanes), (pieces, lanes), stream)
     loop(table, n_rows, n_pieces, *index_place, *results)

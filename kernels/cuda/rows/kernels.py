@@ -21,15 +21,27 @@ from ...element import Kernel
 from ...storage import Storage, numba_type
 from ...tables import HOT
 from ..dense.row_wise import Lane, row_updater
-from ..dense.tiles import by_tiles, length_of, sums, sums_from, update_summed_tile, with_sum
-from ..device.backend import GEOMETRY, for_blocks, load_int64, store_int64
+from ..dense.tiles import (
+    add_between,
+    add_next,
+    by_tiles,
+    length_of,
+    sums,
+    update_summed_tile,
+    with_sum,
+)
+from ..device.backend import GEOMETRY, for_blocks, load_int64, on_device, store_int64
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
 from .keys import Keys, TableRow, is_first, key_at, lower_bound, may_not_write, position_at, row_at
-from .sources import CHOSEN, OWN, Form
+from .sources import CHOSEN, OWN, WEIGHTED, Form
 
 THREADS = GEOMETRY.rows
+AT_ONCE, HOT_AT_ONCE, HOT_THREADS = 4, 32, GEOMETRY.hot
+"""Rows of gradients that are on their way from memory together, to a thread of a row and to one of
+a hot row: few threads add those up, so that they may have many registers, and small blocks of
+them, so that many multiprocessors take part."""
 _of_row = row_finder(TableRow, "first_row")
 OTHER_BIT = 62
 """Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""
@@ -57,38 +69,38 @@ def thread_place():
 def add_up_rows(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     """``run(total, keys, k, limit, table, column)``: a sum of gradient rows.
 
-    It begins with key ``k`` and ends before the first key that is ``limit`` or more. Four rows
-    are loaded at once, so that their way from memory is not waited for four times.
+    It begins with key ``k`` and ends before the first key that is ``limit`` or more.
     """
     place_of, start = form.place(g, real), form.start(g, real, length)
-    _, add, add_4, _ = sums_from(start, real, length)
+    of_key = _of_key(place_of)
+    add_one, add_some = (add_next(start, of_key, real, length, n) for n in (1, AT_ONCE))
 
     @cuda.jit(device=True)
     def run(total, keys, k, limit, table, column):
         start(total, place_of(table, position_at(keys, k)), column)
         k += 1
-        while k + 4 <= keys.n and key_at(keys, k + 3) < limit:
-            add_4(
-                total,
-                column,
-                place_of(table, position_at(keys, k)),
-                place_of(table, position_at(keys, k + 1)),
-                place_of(table, position_at(keys, k + 2)),
-                place_of(table, position_at(keys, k + 3)),
-            )
-            k += 4
+        while k + AT_ONCE <= keys.n and key_at(keys, k + AT_ONCE - 1) < limit:
+            add_some(total, column, k, keys, table)
+            k += AT_ONCE
         while k < keys.n and key_at(keys, k) < limit:
-            add(total, place_of(table, position_at(keys, k)), column)
+            add_one(total, column, k, keys, table)
             k += 1
 
     return run
 
 
+def _of_key(place_of: Any) -> Any:
+    """``run(k, keys, table)``: where the gradient of a key lies."""
+    return on_device(lambda k, keys, table: place_of(table, position_at(keys, k)))
+
+
 @cache
 def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     """``run(total, keys, k, table, column, hot)``: the row whose first key is ``k``; 0 for -1."""
-    add_up, (start, add, _, _) = add_up_rows(g, real, length, form), sums(real, real, length)
+    add_up, start = add_up_rows(g, real, length, form), sums(real, real, length).start
     real_type, real_bytes = numba_type(real), real.itemsize
+    of_range = on_device(lambda r, place, width: place + r * width * real_bytes)
+    add_ranges = add_between(start, of_range, real, length, AT_ONCE)
 
     @cuda.jit(device=True)
     def run(total, keys, k, table, column, hot):
@@ -102,8 +114,7 @@ def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
             probe = (k + HOT - 1) // HOT
             place = hot.place + probe * hot.stride * real_bytes
             start(total, place, column)
-            for r in range(1, table.n_ranges):
-                add(total, place + r * table.width * real_bytes, column)
+            add_ranges(total, column, 1, table.n_ranges, place, table.width)
         else:
             add_up(total, keys, k, (row + 1) << keys.bits, table, column)
 
@@ -112,21 +123,24 @@ def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
 
 def _sum_of_range(g: Storage, real: Storage, length: int, form: Form) -> Any:
     """``run(column, keys, begin, row, table, number, place)``: what a row has in a range."""
-    add_up, store = add_up_rows(g, real, length, form), sums(g, real, length).store
-    real_type = numba_type(real)
+    place_of, start = form.place(g, real), form.start(g, real, length)
+    at_once = HOT_AT_ONCE if length > 1 else AT_ONCE
+    add_all = add_between(start, _of_key(place_of), real, length, at_once)
+    store, real_type = sums(g, real, length).store, numba_type(real)
 
     @cuda.jit(device=True)
     def run(column, keys, begin, row, table, number, place):
-        bound = table.bounds + 8 * number
-        first = (row << keys.bits) + load_int64(bound)
-        limit = (row << keys.bits) + load_int64(bound + 8)
-        k = lower_bound(keys, begin, keys.n, first)
+        bound, first = table.bounds + 8 * number, row << keys.bits
+        low, high = load_int64(bound), load_int64(bound + 8)
+        k = lower_bound(keys, begin, keys.n, first + low)
+        end = lower_bound(keys, k, min(keys.n, k + high - low), first + high)
         total = cuda.local.array(length, real_type)
-        if k == keys.n or key_at(keys, k) >= limit:
+        if k == end:
             for c in range(length):
                 total[c] = real_type(0)
         else:
-            add_up(total, keys, k, limit, table, column)
+            start(total, place_of(table, position_at(keys, k)), column)
+            add_all(total, column, k + 1, end, keys, table)
         store(total, place, column)
 
     return run
@@ -138,7 +152,7 @@ def hot_kernel(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     sum_range = by_tiles(lambda n: _sum_of_range(g, real, n, form), length)
     real_bytes = real.itemsize
 
-    @cuda.jit
+    @for_blocks(HOT_THREADS, 1)
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard):
         keys, probe = Keys(keys, n, bits), np.int64(cuda.blockIdx.x)
         k, number = probe * HOT, np.int64(cuda.blockIdx.y) * cuda.blockDim.y + cuda.threadIdx.y
@@ -211,29 +225,34 @@ def _row_wise_update(kernel: Kernel, form: Form) -> Any:
 
 def _updater(kernel: Kernel, form: Form) -> tuple[Any, Any]:
     """The function that updates a tile, and the decorator of the loop."""
+    # As many blocks as there are registers for: the way to a shared row takes some, a weight more,
+    # a maximum most, and so do two sums of a row, above all those of eight columns.
+    blocks = {WEIGHTED: 3, CHOSEN: 2}.get(form, 4)
     if kernel.rule.is_row_wise:
-        # With two sums of rows it would take so many registers that there is room for two.
-        return _row_wise_update(kernel, form), for_blocks(THREADS, 2 if form is CHOSEN else 3)
-    if form is OWN:
-        return _row_update(kernel, form), cuda.jit
-    # The way to a shared row takes registers too; that of maxima would not do with as few.
-    return _row_update(kernel, form), for_blocks(THREADS, 2 if form is CHOSEN else 4)
+        blocks = 2 if form is CHOSEN or length_of(kernel) > 4 else 3
+        return _row_wise_update(kernel, form), for_blocks(THREADS, blocks)
+    return _row_update(kernel, form), for_blocks(THREADS, blocks)
 
 
 @cache
 def touched_kernel(kernel: Kernel, form: Form = OWN) -> Any:
-    """The lazy loop: a thread has a tile of one key, and works if its row begins there."""
+    """The lazy loop: a thread has a tile of ``each`` keys, and works where their rows begin."""
     update, compiled = _updater(kernel, form)
 
     @compiled
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base):
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, each):
         if may_not_write(guard, base, n, tables, n_tables):
             return
-        keys, (k, tile), row = Keys(keys, n, bits), thread_place(), n_rows
-        if k < n and is_first(keys, k):
-            row = row_at(keys, k)
-        hot = HotSums(hot_sums, hot_stride)
-        update(row < n_rows, keys, k, row, tables, n_tables, tile, hot)
+        keys, (place, tile), hot = (
+            Keys(keys, n, bits),
+            thread_place(),
+            HotSums(hot_sums, hot_stride),
+        )
+        for k in range(place * each, (place + 1) * each):
+            row = n_rows
+            if k < n and is_first(keys, k):
+                row = row_at(keys, k)
+            update(row < n_rows, keys, k, row, tables, n_tables, tile, hot)
 
     return loop
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from numba import cuda, int32, int64, uint32
 
-from ..device.backend import GEOMETRY, load_int64, store_int64
-from ..device.launch import on_grid
+from ..device.backend import GEOMETRY, launcher, load_int64, store_int64
 
 DIGIT_BITS, _SPLIT_BITS, THREADS, GROUP, KEYS_PER_THREAD, _COUNTS_PER_THREAD, LINE_BITS = (
     GEOMETRY.sort
@@ -62,9 +61,9 @@ def sort_keys(
     n_tiles = _n_tiles(n)
     for done in range(0, n_bits, DIGIT_BITS):
         shift, mask = first_bit + done, (1 << min(DIGIT_BITS, n_bits - done)) - 1
-        on_grid(count_kernel, n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
-        on_grid(scan_kernel, _DIGITS, THREADS, stream)(scratch, n_tiles)
-        on_grid(scatter_kernel, n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
+        launcher(count_kernel, n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
+        launcher(scan_kernel, _DIGITS, THREADS, stream)(scratch, n_tiles)
+        launcher(scatter_kernel, n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
         keys, spare = spare, keys
     return keys
 

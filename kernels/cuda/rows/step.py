@@ -10,13 +10,16 @@ import numpy as np
 from ...element import Kernel
 from ...tables import HOT, RowTable
 from ..dense.tiles import WIDEST, element_bytes, length_of
-from ..device.backend import GEOMETRY, copy_in, fill_ones
-from ..device.launch import on_elements, on_grid, tile_grid
+from ..device.backend import GEOMETRY, copy_in, fill_ones, launcher
+from ..device.launch import on_elements, tile_grid
 from ..device.memory import room_of
 from ..device.part import LaunchContext, placed
 from . import kernels as rows
 from .keys import KeySort
 from .sources import form_of
+
+EACH, MANY = 4, 1 << 17
+"""Keys of a thread, where there are many."""
 
 
 def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: Any) -> None:
@@ -45,23 +48,28 @@ class _RowLoops(KeySort):
         self._at_hot, shape = self.places.add(hot_bytes), (kernel.g, kernel.real, self._length)
         self._form = form_of(tables)
         self._hot_loop = rows.hot_kernel(*shape, self._form)
+        self._hot_grid = tile_grid(self.widest, self._length, rows.HOT_THREADS)
         self.loops += [self._hot_loop] if self._n_probes else []
 
-    def _launch(self, loop: Any, grid: tuple[int, ...], call: LaunchContext, *more: int) -> None:
+    def _launch(
+        self, loop: Any, grid: Any, block: tuple[int, int], call: LaunchContext, *more: int
+    ) -> None:
         """A loop on so many groups of keys, rows or ranges, and of tiles."""
         hot_sums = call.scratch + self._at_hot, self._hot_stride
-        launch = on_grid(loop, grid, self._block, call.stream)
+        launch = launcher(loop, grid, block, call.stream)
         tables = self.table, len(self._tables), self.n_rows
         launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
     def _over(self, loop: Any, n: int, tile_groups: int, call: LaunchContext, *more: int) -> None:
         if n:
-            self._launch(loop, (-(-n // self._block[1]), tile_groups), call, self._base, *more)
+            grid = -(-n // self._block[1]), tile_groups
+            self._launch(loop, grid, self._block, call, self._base, *more)
 
     def _sum_hot(self, call: LaunchContext) -> None:
         if self._n_probes:
-            groups = -(-self._most_ranges // self._block[1])
-            self._launch(self._hot_loop, (self._n_probes, groups, self._tile_groups), call)
+            *block, tile_groups = self._hot_grid
+            grid = self._n_probes, -(-self._most_ranges // block[1]), tile_groups
+            self._launch(self._hot_loop, grid, (block[0], block[1]), call)
 
 
 class RowStep(_RowLoops):
@@ -97,7 +105,10 @@ class RowStep(_RowLoops):
         """Enqueue the rule, on rows whose keys are sorted."""
         self._sum_hot(call)
         if self._touched_only:
-            self._over(self._update, self.n, self._groups, call)
+            # Most keys of a long list are not the first of their row, and a thread that looks at
+            # some of them costs as much as one that looks at one.
+            each = EACH if self.n > MANY else 1
+            self._over(self._update, -(-self.n // each), self._groups, call, each)
         else:
             self._sweep(call)
 

@@ -149,7 +149,7 @@ class Binding:
         numbers = tuple(name for name in records[0].numbers if name != "step")
         return Part(
             kind.choice, kind.rule, batch, columns, self._group_of[positions], numbers,
-            kind.device.type == "cuda", places.tolist(),
+            kind.device.index if kind.device.type == "cuda" else None, places.tolist(),
         )  # fmt: skip
 
     # Steps
@@ -378,21 +378,30 @@ def has_finite(given: Given) -> bool:
 
     On a device the host waits for the answer.
     """
-    on_host = [(p.batch, p.gradients(given)) for p in given.chosen.parts if not p.is_on_device]
-    return all(all_finite(*found) for found in by_storage(on_host)) and are_finite(
-        *on_device(given)
+    parts = given.chosen.parts
+    on_host = [(part.batch, part.gradients(given)) for part in parts if part.device is None]
+    return all(all_finite(*found) for found in by_storage(on_host)) and all(
+        are_finite(by_batch, arrays) for _, by_batch, arrays in on_devices(given)
     )
 
 
-def on_device(given: Given) -> tuple[list[tuple[Batch, Any]], list[Any]]:
-    """The batches on devices with their gradients; the arrays of their parameters and gradients."""
-    parts = [part for part in given.chosen.parts if part.is_on_device]
-    places = [i for part in parts for i in part.batch.positions.tolist()]
-    parameters = [array_of(local(given.parameters[i])) for i in places]
-    gradients = [given.rows[i].arrays if i in given.rows else
-                 (array_of(local(given.gradients[i])),) for i in places]  # fmt: skip
-    by_batch = [(part.batch, part.gradients(given)) for part in parts]
-    return by_batch, [*parameters, *chain.from_iterable(gradients)]
+def on_devices(given: Given) -> list[tuple[list[Part], list[tuple[Batch, Any]], list[Any]]]:
+    """By device the parts there, their batches with their gradients, and one of the parameters.
+
+    All are PyTorch's, so that one tells on which stream they are used.
+    """
+    found: dict[int, list[Part]] = {}
+    for part in given.chosen.parts:
+        if part.device is not None:
+            found.setdefault(part.device, []).append(part)
+    return [
+        (
+            parts,
+            [(part.batch, part.gradients(given)) for part in parts],
+            [array_of(local(given.parameters[int(parts[0].batch.positions[0])]))],
+        )
+        for parts in found.values()
+    ]
 
 
 def finish(given: Given) -> None:

@@ -160,14 +160,14 @@ class Part:
     columns: np.ndarray  # int64 [T, 1 + states]: the places of their tensors in a look
     group_of: np.ndarray  # int64 [T]: the number of the group of each tensor
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
-    is_on_device: bool
+    device: int | None  # the number of the CUDA device; None for the host
     places: list[int]  # [T]: of each tensor among all that have a gradient
 
     def __post_init__(self) -> None:
         groups, self.row_of = np.unique(self.group_of, return_inverse=True)
         self.groups = groups.tolist()  # those that have parameters here
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
-        is_fixed = self.is_on_device or self.rule.is_two_stage
+        is_fixed = self.device is not None or self.rule.is_two_stage
         self.takes_array = not (self.batch.row_sparse or is_fixed)
 
     def rounded(self, rows: Sequence[Numbers]) -> Any:
