@@ -61,16 +61,18 @@ class Device(Host):
     torch = "cuda"
 
     def put(self, array: np.ndarray) -> Any:
+        """A copy there, also of what `numba.cuda.to_device` does not know."""
         from numba import cuda
 
         from ...kernels.cuda.device.backend import address_of, copy_in
 
-        there = cuda.device_array(array.shape, array.dtype)  # `to_device` knows no bfloat16
+        there = cuda.device_array(array.shape, array.dtype)
         if array.size:
             copy_in(address_of(there), np.ascontiguousarray(array), cuda.default_stream())
         return there
 
     def get(self, array: Any) -> np.ndarray:
+        """A copy on the host."""
         from ...ops.runtime.device import DeviceArray
 
         found = array
@@ -80,6 +82,7 @@ class Device(Host):
         return found.numpy()
 
     def sort(self, keys: np.ndarray, bits: int, row_bits: int) -> np.ndarray:
+        """Keys that this package has sorted there."""
         from numba import cuda
 
         from ...kernels.cuda.device.backend import address_of
@@ -305,7 +308,8 @@ CHECKS: dict[str, tuple[Check, np.dtype[Any]]] = {
     "rows/LazyAdam/hot": (rows(_lazy, hot=6_000, ids=np.int32), F32),
     "rows/LazyAdam/bfloat16": (rows(_lazy, dtype=BFLOAT16), BFLOAT16),
     "rows/Adam/every row": (rows(_sweeping), F32),
-    "rows/RowWiseAdagrad": (rows(lambda p: nn.RowWiseAdagrad(p, learning_rate=0.1), hot=2_000), F32),
+    "rows/RowWiseAdagrad": (
+        rows(lambda p: nn.RowWiseAdagrad(p, learning_rate=0.1), hot=2_000), F32),
     "rows/FTRL": (rows(lambda p: nn.FTRL(p, learning_rate=0.1), 7, hot=600), F32),
     **{f"bags/{pooling}": (bags(pooling), F32) for pooling in ("sum", "mean", "max")},
     "bags/max/float64 gradient": (bags("max", F64, (2, 4, 6)), F32),

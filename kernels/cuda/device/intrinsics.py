@@ -171,18 +171,23 @@ def rounded_product(typingctx, x, y):
     return x(x, y), codegen
 
 
-@intrinsic
-def lower_int64(typingctx, address, value):
-    """Make the ``int64`` at an address the smaller of itself and ``value``, atomically."""
+def _atomic(operation):
+    """``run(address, value)``: change the ``int64`` at an address; what was there before."""
 
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
-        # Atomics are on integers alone, whose sums and minima are the same in any order; those of
-        # floats would show in the last bits.
-        builder.atomic_rmw("min", pointer, args[1], "monotonic")
-        return context.get_dummy_value()
+    # On integers alone, whose sums and minima are the same in any order; those of floats would show
+    # in the last bits.
+    @intrinsic
+    def run(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
+            return builder.atomic_rmw(operation, pointer, args[1], "monotonic")
 
-    return types.void(types.int64, types.int64), codegen
+        return types.int64(types.int64, types.int64), codegen
+
+    return run
+
+
+add_int64, lower_int64 = _atomic("add"), _atomic("min")
 
 
 REPLACED = {product: rounded_product}

@@ -105,9 +105,17 @@ def storer(kind):
 _, store_int32, store_int64, store_float32, store_float64 = map(storer, _NUMBERS)
 
 
-def lower_int64(address, value):
-    with _one_at_a_time:
-        store_int64(address, min(load_int64(address), int(value)))
+def _atomic(operation):
+    def run(address, value):
+        with _one_at_a_time:
+            before = load_int64(address)
+            store_int64(address, operation(before, int(value)))
+        return before
+
+    return run
+
+
+add_int64, lower_int64 = _atomic(lambda a, b: a + b), _atomic(min)
 
 
 def address_of(array):

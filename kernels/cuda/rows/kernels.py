@@ -30,7 +30,14 @@ from ..dense.tiles import (
     update_summed_tile,
     with_sum,
 )
-from ..device.backend import GEOMETRY, for_blocks, load_int64, on_device, store_int64
+from ..device.backend import (
+    GEOMETRY,
+    add_int64,
+    for_blocks,
+    load_int64,
+    on_device,
+    store_int64,
+)
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
@@ -146,31 +153,47 @@ def _sum_of_range(g: Storage, real: Storage, length: int, form: Form) -> Any:
     return run
 
 
+@cuda.jit
+def find_hot_kernel(keys, n, bits, n_rows, found, guard):
+    """List the hot rows: of each the first probe that it covers, and its first key.
+
+    Those of row ``i`` lie at ``found + 16 * (i + 1)``. At ``found`` lies the number of rows less 1,
+    which is -1 before. The order is any.
+    """
+    k, keys = cuda.grid(1) * HOT, Keys(keys, n, bits)
+    if k >= n or is_closed(guard):
+        return
+    row = row_at(keys, k)
+    if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
+        return
+    begin = lower_bound(keys, max(0, k - HOT), k, row << bits)
+    if begin + HOT < n and row_at(keys, begin + HOT) == row:
+        place = found + 16 * (add_int64(found, 1) + 2)
+        store_int64(place, k // HOT)
+        store_int64(place + 8, begin)
+
+
 @cache
 def hot_kernel(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
-    """``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``: sums of hot rows."""
+    """``loop[(rows, groups of ranges, groups of tiles), (tiles, ranges)]``: sums of hot rows."""
     sum_range = by_tiles(lambda n: _sum_of_range(g, real, n, form), length)
     real_bytes = real.itemsize
 
     @for_blocks(HOT_THREADS, 1)
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard):
-        keys, probe = Keys(keys, n, bits), np.int64(cuda.blockIdx.x)
-        k, number = probe * HOT, np.int64(cuda.blockIdx.y) * cuda.blockDim.y + cuda.threadIdx.y
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, found):
+        keys = Keys(keys, n, bits)
+        number = np.int64(cuda.blockIdx.y) * cuda.blockDim.y + cuda.threadIdx.y
         tile = np.int64(cuda.blockIdx.z) * cuda.blockDim.x + cuda.threadIdx.x
-        if k >= n or is_closed(guard):
-            return
-        row = row_at(keys, k)
-        # Of the probes that a hot row covers the first one works, for all its ranges.
-        if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
-            return
-        begin = lower_bound(keys, max(0, k - HOT), k, row << bits)
-        if begin + HOT >= n or row_at(keys, begin + HOT) != row:
-            return
-        table = _of_row(tables, n_tables, row)
-        if number < table.n_ranges:
-            column, width, is_aligned = tile * length, table.width, table.is_aligned
-            place = hot_sums + (probe * hot_stride + number * width) * real_bytes
-            sum_range(column, width, is_aligned, keys, begin, row, table, number, place)
+        i, n_hot = np.int64(cuda.blockIdx.x), load_int64(found) + 1
+        while i < n_hot:
+            probe, begin = load_int64(found + 16 * (i + 1)), load_int64(found + 16 * (i + 1) + 8)
+            row = row_at(keys, begin)
+            table = _of_row(tables, n_tables, row)
+            if number < table.n_ranges:
+                column, width, is_aligned = tile * length, table.width, table.is_aligned
+                place = hot_sums + (probe * hot_stride + number * width) * real_bytes
+                sum_range(column, width, is_aligned, keys, begin, row, table, number, place)
+            i += cuda.gridDim.x
 
     return loop
 

@@ -18,8 +18,10 @@ from . import kernels as rows
 from .keys import KeySort
 from .sources import form_of
 
-EACH, MANY = 4, 1 << 17
+EACH, MANY = 8, 1 << 17
 """Keys of a thread, where there are many."""
+HOT_BLOCKS = 2_048
+"""Blocks that add up hot rows, at most: as many as a device can have at a time, and some."""
 
 
 def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: Any) -> None:
@@ -49,7 +51,8 @@ class _RowLoops(KeySort):
         self._form = form_of(tables)
         self._hot_loop = rows.hot_kernel(*shape, self._form)
         self._hot_grid = tile_grid(self.widest, self._length, rows.HOT_THREADS)
-        self.loops += [self._hot_loop] if self._n_probes else []
+        self._at_found = self.places.add(16 * (self._n_probes + 1) if self._n_probes else 0)
+        self.loops += [rows.find_hot_kernel, self._hot_loop] if self._n_probes else []
 
     def _launch(
         self, loop: Any, grid: Any, block: tuple[int, int], call: LaunchContext, *more: int
@@ -67,9 +70,15 @@ class _RowLoops(KeySort):
 
     def _sum_hot(self, call: LaunchContext) -> None:
         if self._n_probes:
+            found, stream = call.scratch + self._at_found, call.stream
+            fill_ones(found, 8, stream)
+            find = on_elements(rows.find_hot_kernel, self._n_probes, stream)
+            find(*self.sorted, self.n_rows, found, call.guard)
             *block, tile_groups = self._hot_grid
-            grid = self._n_probes, -(-self._most_ranges // block[1]), tile_groups
-            self._launch(self._hot_loop, grid, (block[0], block[1]), call)
+            groups = -(-self._most_ranges // block[1])
+            n_rows = min(self._n_probes, max(1, HOT_BLOCKS // groups))
+            grid = n_rows, groups, tile_groups
+            self._launch(self._hot_loop, grid, (block[0], block[1]), call, found)
 
 
 class RowStep(_RowLoops):
