@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatch
 from pathlib import Path
@@ -124,7 +124,7 @@ class Run:
         print(found["verdict"], f"{found['seconds']} s", found["name"], last[:160], flush=True)
         return is_right
 
-    def side_by_side(self, parts: dict[str, Sequence[str]], seconds: float) -> None:
+    def side_by_side(self, parts: Mapping[str, Sequence[str]], seconds: float) -> None:
         """Several parts at once, each kept when it ends."""
         due = {name: command for name, command in parts.items() if self.is_due(name)}
         with ThreadPoolExecutor(max(2, min(AT_ONCE, (os.cpu_count() or 2) - 2))) as pool:

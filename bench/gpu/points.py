@@ -72,7 +72,7 @@ def _beside_torch(bench: Bench, name: str, shapes: Sequence[Any], dtype: str) ->
 
 
 # Of PyTorch's class: that of `nn`, and the states.
-_KINDS = {
+_KINDS: dict[str, tuple[str, Callable[..., Any], int]] = {
     "sgd": ("SGD", partial(nn.SGD, learning_rate=1e-3), 0),
     "adam": ("Adam", partial(nn.Adam, learning_rate=1e-3, state_dtype=np.float32), 2),
     "adamw": (
@@ -252,12 +252,6 @@ def lazy_rows(bench: Bench, distribution: str) -> Point:
     bytes_ = Traffic(updated=3).touched_rows(tables.size["different rows"], d, BATCH, 4)
     moved = dict.fromkeys((OURS, "update alone"), bytes_)
     jobs: Jobs = {OURS: tables.step(operator), **_parts(tables)}
-    if (torch := bench.torch) is not None:  # the same memory, but the keys are sorted by torch
-        var, m, v, values, rows = (
-            torch.as_tensor(a, device="cuda")
-            for a in (*tables.arrays, tables.values, tables.indices)
-        )
-        jobs[f"{OURS}, sort of torch"] = lambda: operator(var, m, v, *_SCALARS, values, rows)
     point = tables.measure(bench, f"{operator.name} {distribution}", jobs, moved)
     point.aim_at_copy("update alone", 0.6)
     point.aim_at_copy(OURS, 0.4)
@@ -335,7 +329,7 @@ def _parts(tables: Tables) -> Jobs:
     )
     compiled, hp = _compiled_adam()
     one = [RowTable((w, m, v), 0, n, d, rows, 8, tables.drawn.size, values)]
-    step = RowStep(compiled, one, touched_only=True, sorts=True)
+    step = RowStep(compiled, one, touched_only=True)
     scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)
     table, hp_at = cuda.device_array(step.n_words, np.int64), np.array([address_of(scalars)])
     table.copy_to_device(step.words(int(address_of(table)), hp_at))

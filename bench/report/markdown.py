@@ -27,13 +27,13 @@ from ..special import dlrm_training, far_rows, in_mindspore, training
 from ..special.fresh_states import LATER_STEP
 from . import catalogue, document, table
 from .catalogue import markdown
-from .result import OURS
+from .result import BOUND, OURS
 from .table import IN_WORDS, Point, seconds, size, size_in_words
 
 DOCUMENTS = (
     "README.md",
     *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers")),
-    *(f"docs/guides/{name}.md" for name in ("embedding-tables", "threads")),
+    *(f"docs/guides/{name}.md" for name in ("embedding-tables", "gpu", "threads")),
     "docs/moving/mindspore.md",
     "docs/moving/torch.md",
     "docs/scale_out.md",
@@ -41,7 +41,7 @@ DOCUMENTS = (
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 _SHOWN = ("rows/nn.LazyAdam", "rows/nn.SGD", "rows/nn.Adam", "dense/nn.Adam", "many-small/nn.Adam")
 _SUMMARISED = ("loop", "busy", "pause20")
-_WITHOUT_SCHEMA = ("recommender", "scale-out", "scale-out-model")
+_WITHOUT_SCHEMA = ("gpu", "recommender", "scale-out", "scale-out-model")
 _LOST = "**{}**"
 _COLUMNS = 8  # more are cut off on a screen
 
@@ -387,6 +387,27 @@ def _dlrm_training(data: dict[str, Any]) -> str:
     return f"{markdown(head, rows)}\n\n{_setting(data)}"
 
 
+def _gpu(data: dict[str, Any]) -> str:
+    """The points of a CUDA device; the copies themselves are left out."""
+    rows = []
+    for point in data["points"]:
+        ours = point["device"][OURS]["median"]
+        for label, times in point["device"].items():
+            if label.startswith(BOUND):
+                continue
+            share = point["of_copy"].get(label)
+            rows.append([
+                f"{point['case']}" if label == OURS else "",
+                label,
+                seconds(times["median"]),
+                f"{share:.0%}" if share else "",
+                f"{times['median'] / ours:.2f}",
+                seconds(point["host"][label]["median"]),
+            ])  # fmt: skip
+    head = ("step", "", "on the device", "of a copy's speed", "x ours", "enqueued by the host in")
+    return markdown(head, rows, 2)
+
+
 def _in_mindspore(data: dict[str, Any]) -> str:
     """Of each model and optimizer the step and the iteration, and how much faster than theirs."""
     times, _ = _special("in-mindspore", data)
@@ -429,6 +450,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "training": _training,
     "dlrm-training": _dlrm_training,
     "in-mindspore": _in_mindspore,
+    "gpu": _gpu,
     "bytes": catalogue.traffic,
     "lines": catalogue.line_counts,
     "optimizers": catalogue.optimizers,

@@ -165,7 +165,7 @@ class Device:
         resident, kinds = self._resident, _kinds(plan)
         assert resident is not None
         if launch.is_captured:
-            self._check_captured(plan, launch.sorter)
+            self._check_captured(plan)
             if kinds not in self._ran:
                 self._refuse_first()
         resident.follow_last(launch)
@@ -179,14 +179,11 @@ class Device:
 
     # What cannot become part of a CUDA graph, said before anything of it does
 
-    def _check_captured(self, plan: Plan, sorter: Any) -> None:
+    def _check_captured(self, plan: Plan) -> None:
         if plan.classes.follow_steps:
             wrong, got = "follows the number of the step", "a list or a schedule of the host"
             expected = "a number, or an array on the device"
             self._refuse_graph("a rate or decay", wrong, expected, got)
-        if plan.given.rows and sorter is not None and not sorter.can_be_captured:
-            wrong, expected = "cannot use this framework's sort", "arrays of torch or Numba"
-            self._refuse_graph("a row-sparse step", wrong, expected, type(sorter).__name__)
         if any(row.rows is not None for row in plan.given.rows):
             wrong, expected = "has the gradient of pooled rows", "a RowTensor"
             self._refuse_graph("a row-sparse step", wrong, expected, "a BagTensor")
@@ -223,7 +220,6 @@ class Device:
             addresses,
             conditioning.acts(given.layout.active).tobytes(),
             classes,
-            launch.sorter is None,
         )
         # The tables of a program hold addresses and lengths, which are its key. They also lie at an
         # address of their own, which changes when a larger table takes more memory.
@@ -231,7 +227,7 @@ class Device:
         if known is not None and known[0].place == tables.address:
             return known
         batches, error = row_batches(given.by_batch)
-        parts = _parts(resident, plan, classes, launch, batches)
+        parts = _parts(resident, plan, classes, batches)
         finite = by_storage(given.by_batch) if plan.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
         origin = resident.remember(error, capturing=capturing) if given.rows else 0
@@ -268,7 +264,7 @@ def _kinds(plan: Plan) -> Any:
 
 
 def _parts(
-    resident: Resident, plan: Plan, classes: int, launch: Launch, first_of: dict[Batch, int]
+    resident: Resident, plan: Plan, classes: int, first_of: dict[Batch, int]
 ) -> list[tuple[DevicePart, Scalars]]:
     """The batches of a step; of a row-sparse one its positions come after others."""
     update, given, conditioning = plan.update, plan.given, plan.conditioning
@@ -283,7 +279,6 @@ def _parts(
                 row_tables(variables, given.rows_of(batch)),
                 base=first_of[batch],
                 touched_only=plan.touched_only,
-                sorts=launch.sorter is None,
             )
         else:
             gradients = given.addresses_of(batch)

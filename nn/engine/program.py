@@ -125,9 +125,9 @@ class Program:
             check.enqueue(place, found, stream)
             place += check.table.nbytes
 
-    def run(self, settings: int, state: int, scratch: int, sorter: Any, stream: Any) -> None:
+    def run(self, settings: int, state: int, scratch: int, stream: Any) -> None:
         """Enqueue the rest: nothing is counted or written before all indices are checked."""
-        call = LaunchContext(stream, state, sorter, scratch)
+        call = LaunchContext(stream, state, scratch)
         # A single row-sparse part checks its indices when it is sorted, before anything is written.
         # Of several the first would be written before the last is sorted: all are checked ahead.
         if len(self._rows) == 1:

@@ -165,7 +165,7 @@ class Resident:
         # A step before a run of a graph may have been skipped, even if none could be until now.
         if self.may_skip or program.has_rows or capturing:
             self._begin(origin, found_inf, stream)
-        program.run(self._settings.address, self.state, scratch, launch.sorter, stream)
+        program.run(self._settings.address, self.state, scratch, stream)
         self._was_captured |= capturing
         if not capturing:
             self._n_unsettled += 1

@@ -140,7 +140,7 @@ def dense(gradient: RowGradient, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     made: DeviceArray = gradient.values.filled_like(0.0, dtype, shape)
     error = bad_index_error([IndexList("RowTensor", len(gradient.indices), shape[0])])
     with checked_launch([made, *gradient.arrays], error) as launch:
-        rows = _rows_of(gradient, shape, _real(dtype), 0, launch.sorter)
+        rows = _rows_of(gradient, shape, _real(dtype), 0)
         cuda.rows.coalesce.dense_sums(
             rows, STORAGES[dtype], made.address, guard=launch.guard, stream=launch.stream
         )
@@ -154,7 +154,7 @@ def coalesced(gradient: RowGradient, shape: tuple[int, ...]) -> tuple[DeviceArra
     if len(indices) == 0:
         return indices.copy(), values.copy()
     with launch_on(gradient.arrays, None) as launch:
-        rows = _rows_of(gradient, shape, _real(values.dtype), 0, launch.sorter)
+        rows = _rows_of(gradient, shape, _real(values.dtype), 0)
         with cuda.rows.coalesce.distinct_rows(rows, launch.stream) as distinct:
             n, bad = distinct.count()
             if bad >= 0:
@@ -173,7 +173,7 @@ def decayed_rows(gradient: RowGradient, w: DeviceArray, factor: float) -> Device
     real = _real(w.dtype)
     made = w.filled_like(0.0, real, gradient.values.shape)
     with launch_on([made, w, *gradient.arrays], None) as launch:
-        rows = _rows_of(gradient, w.shape, real, w.address, launch.sorter)
+        rows = _rows_of(gradient, w.shape, real, w.address)
         scalars = np.array([1.0, factor, 0.0], real)
         cuda.rows.coalesce.decayed_sums(
             rows, STORAGES[w.dtype], scalars, made.address, launch.stream
@@ -186,10 +186,8 @@ def _contiguous(gradient: RowGradient) -> RowGradient:
     return RowGradient.of(*(array.contiguous("RowTensor", name) for array, name in named))
 
 
-def _rows_of(
-    gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any], w: int, sorter: Any
-) -> Any:
+def _rows_of(gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any], w: int) -> Any:
     """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
     table = row_table((w,), shape, gradient)
     check_keys("RowTensor", [table])
-    return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)
+    return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real])

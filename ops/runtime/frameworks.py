@@ -77,10 +77,6 @@ class Framework:
         """A C-contiguous copy of a strided array, or None: there is no way to make one."""
         return None
 
-    def sorter(self, device: int) -> Any:  # noqa: ARG002
-        """The framework's `kernels.cuda.device.part.Sorter`; None: this package sorts."""
-        return None
-
 
 class _Torch(Framework):
     keeps_memory_of_graphs = True  # ``torch.cuda.graph`` has a pool of its own
@@ -107,27 +103,6 @@ class _Torch(Framework):
     def contiguous(self, value: Any) -> Any:
         return value.detach().contiguous()
 
-    def sorter(self, device: int) -> Any:
-        return _TorchSort(self._torch, device)
-
-
-class _TorchSort:
-    """Sorts keys by torch; its allocator gives memory back in the order of the stream."""
-
-    can_be_captured = _Torch.keeps_memory_of_graphs
-
-    def __init__(self, torch: Any, device: int) -> None:
-        self._torch = torch
-        self._device = f"cuda:{device}"
-
-    def room(self, n: int) -> int:
-        self._keys = self._torch.empty(n, dtype=self._torch.int64, device=self._device)
-        return int(self._keys.data_ptr())
-
-    def sort(self) -> int:
-        self._keys = self._torch.sort(self._keys).values
-        return int(self._keys.data_ptr())
-
 
 class _CuPy(Framework):
     @property
@@ -151,29 +126,6 @@ class _CuPy(Framework):
     def contiguous(self, value: Any) -> Any:
         with value.device:
             return self._cupy.ascontiguousarray(value)
-
-    def sorter(self, device: int) -> Any:
-        return _CuPySort(self._cupy, device)
-
-
-class _CuPySort:
-    """Sorts keys by CuPy, whose pool gives memory back in the order of the stream."""
-
-    can_be_captured = False  # the pool would give the memory of a graph to others
-
-    def __init__(self, cupy: Any, device: int) -> None:
-        self._cupy = cupy
-        self._device = device
-
-    def room(self, n: int) -> int:
-        with self._cupy.cuda.Device(self._device):
-            self._keys = self._cupy.empty(n, np.int64)
-        return int(self._keys.data.ptr)
-
-    def sort(self) -> int:
-        with self._cupy.cuda.Device(self._device):
-            self._keys.sort()
-        return int(self._keys.data.ptr)
 
 
 class _Simulator(Framework):

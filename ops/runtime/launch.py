@@ -16,7 +16,6 @@ class Launch(NamedTuple):
     """The stream of a call, and the condition under which it writes."""
 
     stream: Any  # of Numba
-    sorter: Any  # of the framework whose stream that is, or None
     guard: int = 0  # its address on the device, or 0 for a call that cannot fail
     base: int = 0  # added to a bad position that it finds
     is_captured: bool = False  # it becomes part of a CUDA graph
@@ -24,7 +23,7 @@ class Launch(NamedTuple):
     @property
     def call(self) -> Any:
         """The context of the launches of a `DevicePart`."""
-        return cuda.device.part.LaunchContext(self.stream, self.guard, self.sorter)
+        return cuda.device.part.LaunchContext(self.stream, self.guard)
 
 
 @contextmanager
@@ -41,8 +40,7 @@ def launch_on(
         if capturing and not (can_be_captured and lock_spans is None):
             raise cannot_be_captured()
         with nullcontext() if lock_spans is None else in_order(lock_spans, stream):
-            sorter = arrays[0].framework.sorter(arrays[0].device)
-            yield Launch(stream, sorter, is_captured=capturing)
+            yield Launch(stream, is_captured=capturing)
 
 
 @contextmanager

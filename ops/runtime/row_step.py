@@ -139,7 +139,7 @@ class RowUpdate(NamedTuple):
         """The step on a device, where bad indices are found; whoever launches locks."""
         step = cuda.rows.step.RowStep(
             self.kernel, self.tables, touched_only=self.touched_only, drop=self.drop,
-            sorts=launch.sorter is None, base=launch.base,
+            base=launch.base,
         )  # fmt: skip
         cuda.device.part.run(step, self.hp, self.hp_of, launch.call)
 

@@ -149,18 +149,6 @@ def unaligned() -> None:
 Tables = Sequence[tuple[int, int, int]]
 
 
-class NumPySort:
-    """A sorter as a framework has one."""
-
-    def room(self, n: int) -> int:
-        self.keys = np.zeros(n, np.int64)
-        return self.keys.ctypes.data
-
-    def sort(self) -> int:
-        self.keys.sort()
-        return self.keys.ctypes.data
-
-
 class RowCase:
     """Tables with row-sparse gradients, the same twice; the parameters of one are stepped."""
 
@@ -202,9 +190,7 @@ class RowCase:
             made.append(RowTable(places, hp, n, d, place, index.itemsize, b, values, *of_batch))
         return made
 
-    def step_on_device(
-        self, *, touched_only: bool, drop: bool = False, own_sort: bool = False
-    ) -> np.ndarray:
+    def step_on_device(self, *, touched_only: bool, drop: bool = False) -> np.ndarray:
         """One step, and the guard after it."""
         guard = np.array([NOTHING, 0], np.int64)
         assert len(guard) == WORDS
@@ -213,11 +199,9 @@ class RowCase:
             self.tables(self.found),
             touched_only=touched_only,
             drop=drop,
-            sorts=own_sort,
             base=1_000,
         )
-        sorter = None if own_sort else NumPySort()
-        run(step, self.hp, self.hp_of, LaunchContext(0, guard.ctypes.data, sorter))
+        run(step, self.hp, self.hp_of, LaunchContext(0, guard.ctypes.data))
         return guard
 
     def step_on_host(self, *, touched_only: bool, drop: bool = False) -> None:
@@ -236,16 +220,14 @@ class RowCase:
                 np.testing.assert_allclose(a.astype(float), b.astype(float), unit, unit)
 
 
-def compare_rows(
-    tables: Tables, own_sort: bool = False, drop: bool = False, **options: Any
-) -> None:
+def compare_rows(tables: Tables, drop: bool = False, **options: Any) -> None:
     """Both updates, on the device as on the host."""
     for touched_only in (True, False):
         case = RowCase(tables, **options)
         if drop:
             for index, (n, _, _) in zip(case.indices, tables, strict=True):
                 index[::3] = [n, -1, n + 7][: len(index[::3])] + [n] * (len(index[::3]) - 3)
-        guard = case.step_on_device(touched_only=touched_only, drop=drop, own_sort=own_sort)
+        guard = case.step_on_device(touched_only=touched_only, drop=drop)
         assert guard[0] == NOTHING
         case.step_on_host(touched_only=touched_only, drop=drop)
         case.compare()
@@ -258,7 +240,7 @@ def row_steps() -> None:
     compare_rows([(6, 40, 10)], shift=1, index_dtype=np.int32)
     compare_rows([(4, 4, 0)])
     compare_rows([(4, 5, 12)], drop=True)
-    compare_rows([(5, 3, 7), (9, 16, 30)], own_sort=True)
+    compare_rows([(5, 3, 7), (9, 16, 30)])
 
 
 def row_storage_types() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from fusestep.bench.gpu import __main__ as gpu
+from fusestep.bench.gpu import checks, first_run
 from fusestep.bench.gpu import point as gpu_point
 from fusestep.bench.gpu.point import Point
 from fusestep.bench.report.result import BOUND, OURS
@@ -77,6 +80,42 @@ def test_names(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert gpu.main(["nothing"]) == 2
     assert "no point is called nothing" in capsys.readouterr().err
+
+
+def test_checks_find_what_is_wrong() -> None:
+    """Of a result some elements are known, and the sums of blocks of the others."""
+    name = "dense/SGD/float32"
+    results = checks.CHECKS[name][0](checks.Host())
+    assert checks.compare(name, results)["off"] == 0
+    for place, change in (((0, 0), 1e-3), ((100, 33), 1.0), ((256, 63), np.nan)):
+        changed = [array.copy() for array in results]
+        changed[0][place] += np.float32(change)
+        found = checks.compare(name, changed)
+        assert found["off"] > 1, place
+        assert found["wrong"] >= 1
+    assert checks.compare(name, [*results, results[0]])["off"] is None
+    bits = "rows/LazyAdam/bfloat16", "sort/2048", "bad index"
+    for name in bits:
+        assert checks.compare(name, checks.CHECKS[name][0](checks.Host()))["is_same"], name
+    assert checks.KNOWN.stat().st_size < 1 << 20
+
+
+def test_a_second_run_does_what_is_left(tmp_path: Path) -> None:
+    run = first_run.Run(tmp_path, 60.0)
+    parts = {
+        "a": [sys.executable, "-c", "print('found')"],
+        "b": [sys.executable, "-c", f"import sys; sys.exit({checks.WRONG})"],
+        "c": [sys.executable, "-c", f"import sys; sys.exit({checks.NOT_COMPUTED})"],
+        "d": [sys.executable, "-c", "import time; time.sleep(30)"],
+    }
+    run.side_by_side(parts, 4.0)
+    assert sorted(run.failed) == ["b", "d"]
+    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    verdicts = {found["name"]: found["verdict"] for found in map(json.loads, lines)}
+    assert verdicts == {"a": "right", "b": "wrong", "c": "not computed", "d": "stopped after 4 s"}
+    again = first_run.Run(tmp_path, 60.0)
+    assert [name for name in parts if again.is_due(name)] == ["b", "d"]
+    assert first_run.Run(tmp_path, 4.0).start("a", parts["a"], 4.0) is None  # no time is left
 
 
 @pytest.mark.skipif(not gpu_arrays.missing(), reason="there is a CUDA device")

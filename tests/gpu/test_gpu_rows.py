@@ -14,7 +14,6 @@ import pytest
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.tables import HOT, range_length
-from fusestep.ops.runtime.launch import launch_on
 
 import gpu_arrays
 from gpu_arrays import Maker, adopted, copies
@@ -191,22 +190,6 @@ def test_own_sort(numba_maker: Maker, n: int) -> None:
         order = np.argsort(keys >> first_bit & (1 << n_bits) - 1, kind="stable")
         np.testing.assert_array_equal(found[addresses.index(place)][:n], keys[order])
         assert all(buffer[-1] == -7 for buffer in found)
-
-
-@pytest.mark.parametrize("n", SORTED)
-def test_sorts_of_frameworks(maker: Maker, n: int) -> None:
-    from fusestep.kernels.cuda.device.backend import copy_in, copy_out
-
-    array = adopted(maker.put(np.zeros(1, np.float32)))
-    sorter = array.framework.sorter(array.device)
-    if sorter is None:
-        pytest.skip("it has none: this package's is used")
-    keys = np.random.default_rng(n).integers(0, 1 << 62, n)
-    with launch_on([array], None) as launch:
-        copy_in(sorter.room(n), keys, launch.stream)
-        found: np.ndarray = np.empty(n, np.int64)
-        copy_out(found, sorter.sort(), launch.stream)
-    np.testing.assert_array_equal(found, np.sort(keys))
 
 
 @pytest.mark.parametrize("bad", [-1, 6, 2**31 - 1])

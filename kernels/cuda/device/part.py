@@ -12,25 +12,11 @@ from .backend import copy_in
 from .memory import Places, room_of
 
 
-class Sorter(Protocol):
-    """A sort of int64 keys that a framework has."""
-
-    can_be_captured: bool
-    """Whether its memory is kept for a CUDA graph that holds it."""
-
-    def room(self, n: int) -> int:
-        """The address of room for ``n`` keys."""
-
-    def sort(self) -> int:
-        """Enqueue the sort of the keys there; the address at which they will lie."""
-
-
 class LaunchContext(NamedTuple):
-    """The stream, the guard, the sort and the scratch memory of launches."""
+    """The stream, the guard and the scratch memory of launches."""
 
     stream: Any  # of Numba
     guard: int = 0  # address of the guard (`guard`), or 0: the call cannot fail
-    sorter: Sorter | None = None  # of the keys; None: the sort of this package
     scratch: int = 0  # address of as much memory as is needed
 
 

@@ -32,7 +32,7 @@ from ..device.backend import (
 from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, tile_grid
-from ..device.part import LaunchContext, Sorter, placed
+from ..device.part import LaunchContext, placed
 from ..device.records import hp_reader, row_reader
 from . import kernels
 from .kernels import add_up_rows, thread_place
@@ -161,12 +161,10 @@ class DeviceRows(NamedTuple):
     table: RowTable  # where its indices and values lie, and the shape of what it is of
     g: Storage  # of the values
     real: Storage  # of the arithmetic
-    sorter: Sorter | None  # as `LaunchContext`
 
     def keys(self, *, drop: bool = False) -> KeySort:
         """Keys of the table; no loop on them reads a parameter through it."""
-        sorts = self.sorter is None
-        return KeySort([self.table], (self.g.itemsize,), drop=drop, sorts=sorts)
+        return KeySort([self.table], (self.g.itemsize,), drop=drop)
 
     def are_aligned(self, *arrays: tuple[int, Storage]) -> int:
         """Whether all rows of the values, and of arrays of their width, begin at whole vectors."""
@@ -184,7 +182,7 @@ def dense_sums(rows: DeviceRows, out: Storage, result: int, *, guard: int, strea
     keys, n = rows.keys(), rows.table.length
     if n == 0:
         return
-    with placed(keys, _NO_SCALARS, [0], LaunchContext(stream, guard, rows.sorter)) as call:
+    with placed(keys, _NO_SCALARS, [0], LaunchContext(stream, guard)) as call:
         sorted_keys, is_aligned = keys.sort(call), rows.are_aligned((result, out))
         # One block looks at the guard even where there are no columns.
         loop = _launcher(dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
@@ -200,7 +198,7 @@ def decayed_sums(rows: DeviceRows, w: Storage, hp: np.ndarray, result: int, stre
     keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
     if n == 0 or rows.table.width == 0:
         return
-    with placed(keys, hp[None], [0], LaunchContext(stream, 0, rows.sorter)) as call:
+    with placed(keys, hp[None], [0], LaunchContext(stream)) as call:
         sorted_keys = keys.sort(call)
         is_aligned = rows.are_aligned((parameter, w), (result, rows.real))
         loop = _launcher(decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
@@ -252,6 +250,6 @@ class DistinctRows:
 def distinct_rows(rows: DeviceRows, stream: Any) -> Iterator[DistinctRows]:
     """The rows that occur in a gradient, of one index at least; ``with`` holds the room."""
     found = DistinctRows(rows)
-    with placed(found.keys, _NO_SCALARS, [0], LaunchContext(stream, 0, rows.sorter)) as call:
+    with placed(found.keys, _NO_SCALARS, [0], LaunchContext(stream)) as call:
         found.enqueue(call)
         yield found

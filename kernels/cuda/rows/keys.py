@@ -152,7 +152,6 @@ class KeySort:
         itemsizes: Sequence[int] = (0,),  # of the gradient, the parameter, and each state
         *,
         drop: bool = False,  # leave out indices outside of [0, N) instead of closing the guard
-        sorts: bool = True,  # whether the keys are sorted by this package
         base: int = 0,  # added to the position of a bad index
         real_bytes: int = 0,  # of weights
     ) -> None:
@@ -168,9 +167,9 @@ class KeySort:
         list_words = sum(len(table.addresses) + table.ranges[1] + 1 for table in tables)
         self.n_words = len(tables) * size_of(TableRow) // 8 + list_words
         self.places = Places()
-        words = (n, n, scratch_words(n)) if sorts else ()
+        words = n, n, scratch_words(n)
         self._sections = [self.places.add(8 * count) for count in words]
-        sort_loops = (count_kernel, scan_kernel, scatter_kernel) if n and sorts else ()
+        sort_loops = (count_kernel, scan_kernel, scatter_kernel) if n else ()
         self.loops: list[Any] = [check_kernel, *sort_loops]
         self.table = 0
         self.sorted: tuple[int, ...] = ()  # what `sort` says
@@ -224,14 +223,9 @@ class KeySort:
 
     def sort(self, call: LaunchContext) -> tuple[int, ...]:
         """Enqueue making and sorting the keys: their address, how many, bits of positions."""
-        if call.sorter is not None:
-            self.check(call, call.sorter.room(self.n))
-            place = call.sorter.sort()
-        else:
-            keys, spare, scratch = (call.scratch + at for at in self._sections)
-            self.check(call, keys)
-            # Positions are in order before and stay so.
-            bits = self.bits, self._row_bits
-            place = sort_keys(keys, spare, scratch, self.n, *bits, call.stream)
+        keys, spare, scratch = (call.scratch + at for at in self._sections)
+        self.check(call, keys)
+        # Positions are in order before and stay so.
+        place = sort_keys(keys, spare, scratch, self.n, self.bits, self._row_bits, call.stream)
         self.sorted = place, self.n, self.bits
         return self.sorted

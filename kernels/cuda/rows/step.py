@@ -139,7 +139,7 @@ class RowSquares(_RowLoops):
     def __init__(
         self, kernel: Kernel, tables: Sequence[RowTable], call: LaunchContext, base: int
     ) -> None:
-        super().__init__(kernel, tables, sorts=call.sorter is None, base=base)
+        super().__init__(kernel, tables, base=base)
         self._call, self.n_parts = call, -(-self.n // self._block[1]) * self._tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
