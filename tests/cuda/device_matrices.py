@@ -259,7 +259,7 @@ def guards() -> None:
     step.words(table.ctypes.data, scalars)
     for found in (0, NOTHING):
         guard = np.array([found, 0])
-        step.enqueue(LaunchContext(0, guard.ctypes.data, None, scratch.ctypes.data))
+        step.enqueue(LaunchContext(0, guard.ctypes.data, scratch.ctypes.data))
         same = [np.array_equal(a, b) for a, b in zip(arrays, before, strict=True)]
         assert same == [found == 0] * 4 + [True]
 
