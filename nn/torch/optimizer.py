@@ -353,10 +353,11 @@ class Fused(_Base):
         binding = known.pop() if known else None
         if binding is not None and binding.is_large:
             binding.fetch()
-        if param is None:
-            parameters = tuple(chain.from_iterable(map(_params_of, groups)))
+        lists = [*map(_params_of, groups)]
+        if param is not None:
+            parameters: tuple[Tensor, ...] = (param,)
         else:
-            parameters = (param,)
+            parameters = tuple(lists[0] if len(lists) == 1 else chain.from_iterable(lists))
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
@@ -369,7 +370,7 @@ class Fused(_Base):
         plain, choices, before = options.plain or groups, options.choices, options.before
         if factors != [1.0]:
             before = Before.of(plain, choices, factors)
-        lengths = [*map(len, map(_params_of, groups))]
+        lengths = [*map(len, lists)]
         if binding is not None and not binding.is_for(choices, lengths):
             binding = _exchanged(binding, known, choices, lengths)
         states, given = self.state if param is None else self._state_of(param), None
@@ -516,11 +517,12 @@ class Fused(_Base):
             written = [(number.tensor.data_ptr(), number.value) for number in numbers]
             prepared.append(NumberWrite(written))
         # After all that can fail: a parameter whose first step raises still has no state.
-        for parameter, state in given.new.items():
-            if known := self.state.get(parameter):
-                known.update(state)
-            else:
-                self.state[parameter] = state
+        if given.new:
+            for parameter, state in given.new.items():
+                if known := self.state.get(parameter):
+                    known.update(state)
+                else:
+                    self.state[parameter] = state
         if launched:
             for parts, *there in on_devices(given):
                 launch_updates([launched[part] for part in parts], *there)

@@ -491,11 +491,10 @@ class TensorLook:
             return self._look_by_python(gradients)
         given = id(parameters), id(gradients), id(states), id(held)
         flags = _look.call(*self._asked, *given)
-        for _ in range(_TRIALS):
-            if flags != REORDERED:
-                break
+        tried = 0
+        while flags == REORDERED and tried < _TRIALS:
             self._order(parameters, states)
-            flags = _look.call(*self._asked, *given)
+            flags, tried = _look.call(*self._asked, *given), tried + 1
         return flags
 
     def _look_by_python(self, gradients: tuple[Any, ...]) -> int:

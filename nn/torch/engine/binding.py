@@ -171,7 +171,7 @@ class Binding:
         flags = look.look(parameters, gradients, states, held)
         if flags & (FOREIGN | REORDERED):
             return None
-        if not flags and self._has_other_rows(gradients):
+        if not flags and self._last.rows and self._has_other_rows(gradients):
             flags = UNLIKE
         if flags or self._is_special:
             of_step = parameters, gradients, held
@@ -230,8 +230,8 @@ class Binding:
 
     def _has_other_rows(self, gradients: tuple[Any, ...]) -> bool:
         """Whether the sparse dimensions of a gradient, which no look compares, are others."""
-        every, rows = self._records, self._last.rows
-        return any(not every[i].takes(gradients[i]) for i in rows) if rows else False
+        every = self._records
+        return any(not every[i].takes(gradients[i]) for i in self._last.rows)
 
     def _unlike(
         self, gradients: tuple[Any, ...], held: list[Any], known: Container[int]
