@@ -1,0 +1,100 @@
+"""The real stack of CUDA under a driver without a device: what launches, and with what."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fusestep.bench.gpu.checks import CHECKS
+
+HERE = Path(__file__).parent / "driver"
+sys.path.insert(0, str(HERE))
+import stub  # noqa: E402
+
+pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
+# Of each kind of kernel one; all of them are run by `bench/gpu.sh` under this driver.
+SAMPLE = (
+    "dense/Adam/bfloat16", "dense/Lamb", "dense/centralized", "rows/LazyAdam/hot",
+    "rows/RowWiseAdagrad", "bags/max/float64 gradient", "ops/RowTensor.coalesce",
+    "ops/clip_by_global_norm", "bad index",
+)  # fmt: skip
+OF_TORCH = ("torch/AdamW", "torch/LazyAdam/sparse", "torch/GradScaler")
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has it."""
+    return stub.environment(stub.build(tmp_path_factory.mktemp("driver")))
+
+
+def run(
+    driver: dict[str, str], *arguments: str, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, **driver, **settings}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("names", [SAMPLE[:3], SAMPLE[3:5], SAMPLE[5:], OF_TORCH], ids="+".join)
+def test_steps_are_enqueued(driver: dict[str, str], names: tuple[str, ...]) -> None:
+    """Nothing raises between a step and the driver; no launch names memory that was freed."""
+    if names == OF_TORCH and not find_spec("torch"):
+        pytest.skip("torch is not installed")
+    assert set(names) <= set(CHECKS)
+    done = run(driver, str(HERE / "run_checks.py"), *names)
+    assert done.returncode == 0, done.stderr[-3_000:]
+    launched = {k: n for line in done.stdout.splitlines() for k, n in json.loads(line).items()}
+    assert list(launched) == list(names)
+    assert all(launched.values())
+
+
+PROGRAM = """
+import numpy as np
+from numba import cuda
+from fusestep import nn
+from fusestep.kernels.cuda.device import driver
+
+table = nn.Parameter(cuda.device_array((50, 4), np.float32), "table")
+optimizer = nn.LazyAdam([table], 0.1)
+values = cuda.device_array((5, 4), np.float32)
+gradient = nn.RowTensor(cuda.to_device(np.arange(5)), values, (50, 4))
+optimizer((gradient,))
+launch, calls = driver.launch, []
+def failing(*arguments):
+    calls.append(arguments)
+    if len(calls) == 2:
+        raise RuntimeError("the second launch of the step")
+    launch(*arguments)
+before = int(optimizer.global_step[0])
+driver.launch = failing
+try:
+    optimizer((gradient,))
+except RuntimeError as error:
+    print(error, int(optimizer.global_step[0]) - before)
+driver.launch = launch
+optimizer((gradient,))
+print(int(optimizer.global_step[0]) - before)
+"""
+
+
+def test_a_launch_that_fails_counts_nothing(driver: dict[str, str]) -> None:
+    done = run(driver, "-c", PROGRAM)
+    assert done.returncode == 0, done.stderr[-3_000:]
+    assert done.stdout.splitlines() == ["the second launch of the step 0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "text"),
+    [("cuLaunchKernelEx:2:719", "OF_THE_STUB"), ("cuMemcpyHtoDAsync_v2:1:700", "ILLEGAL_ADDRESS")],
+)
+def test_errors_of_the_driver(driver: dict[str, str], fails: str, text: str) -> None:
+    program = PROGRAM.split("launch, calls")[0]
+    done = run(driver, "-c", program, FUSESTEP_STUB_FAILS=fails)
+    assert done.returncode == 1
+    assert text in done.stderr.splitlines()[-1], done.stderr[-2_000:]
