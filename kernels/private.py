@@ -53,6 +53,10 @@ NAMES = {
         "where Numba's loops run on OpenMP, it sets the number of threads of other libraries too",
     ),
     "tbb": Name("numba.np.ufunc.tbbpool", "a child of a fork runs steps on one thread"),
+    "kernel": Name(
+        "numba.cuda.codegen:CUDACodeLibrary.get_cufunc",
+        "a launch on a device takes the host longer",
+    ),
     "keys": Name("torch._C:_dispatch_keys", _TENSORS),
     "tensor address": Name("torch:Tensor._cdata", _TENSORS),
     "storage address": Name("torch:UntypedStorage._cdata", _TENSORS),
@@ -133,6 +137,19 @@ def compiler_locks() -> list[Any]:
     """Locks of Numba and llvmlite that a thread may hold while another one forks."""
     found = map(find, ("compiler lock", "layer lock", "llvm lock"))
     return [lock for lock in found if lock is not None]
+
+
+def kernel_of(loop: Any) -> Any:
+    """What the bindings of CUDA launch of a compiled loop, on the current device, or None."""
+    if find("kernel") is None:
+        return None
+    try:
+        (compiled,) = loop.overloads.values()
+        return compiled._codelibrary.get_cufunc().kernel
+    except (AttributeError, ValueError):
+        _found.pop("kernel")
+        lose("kernel")
+        return None
 
 
 def parts_of(gradient: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -197,6 +198,8 @@ def lacks() -> str:
     """The package or driver that arrays on devices lack, and where to get it; "" for none."""
     if find_spec("numba_cuda") is None:
         return "for arrays on devices: pip install 'fusestep[cuda13]' (or cuda12)"
+    if version("numba-cuda").startswith("0.30.") and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
+        return "numba-cuda 0.30 does not run with this NumPy: pip install 'numpy<2.5'"
     return "" if cuda.numba.is_available() else "Numba finds no CUDA driver"
 
 

@@ -404,8 +404,8 @@ def main() -> None:
 
     device = SimpleNamespace(compute_capability=CAPABILITIES["9.0a"])
     numba.cuda.dispatcher.get_current_device = lambda: device
-    made = LOOPS[sys.argv[1]]
-    chosen = {"9.0a": made(every=sys.argv[2] == "every"), "8.0": made(every=False)}
+    made, every = LOOPS[sys.argv[1]], sys.argv[2] == "every"
+    chosen = {"9.0a": made(every=every), "8.0": made(every=False) if every else {}}
     report: dict[str, dict[str, Any]] = {capability: {} for capability in chosen}
     for name, loop in chosen["9.0a"].items():
         arrays = arrays_of(name, loop) if isinstance(loop, Kernel) else {}

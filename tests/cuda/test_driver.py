@@ -89,6 +89,14 @@ def test_a_launch_that_fails_counts_nothing(driver: dict[str, str]) -> None:
     assert done.stdout.splitlines() == ["the second launch of the step 0", "1"]
 
 
+def test_a_launch_by_numba(driver: dict[str, str]) -> None:
+    """Where Numba has no kernel for the bindings."""
+    program = PROGRAM.split("launch, calls")[0]
+    without = "from fusestep.kernels import private\nprivate._found['kernel'] = None\n"
+    done = run(driver, "-W", "error", "-c", without + program)
+    assert done.returncode == 0, done.stderr[-3_000:]
+
+
 @pytest.mark.parametrize(
     ("fails", "text"),
     [("cuLaunchKernelEx:2:719", "OF_THE_STUB"), ("cuMemcpyHtoDAsync_v2:1:700", "ILLEGAL_ADDRESS")],
@@ -98,3 +106,13 @@ def test_errors_of_the_driver(driver: dict[str, str], fails: str, text: str) -> 
     done = run(driver, "-c", program, FUSESTEP_STUB_FAILS=fails)
     assert done.returncode == 1
     assert text in done.stderr.splitlines()[-1], done.stderr[-2_000:]
+
+
+def test_numpy_that_does_not_fit(driver: dict[str, str]) -> None:
+    """It is said before anything is compiled."""
+    program = PROGRAM.split("launch, calls")[0].replace(
+        "import numpy as np", "import numpy as np\nnp.__version__ = '2.5.2'", 1
+    )
+    done = run(driver, "-c", program)
+    assert done.returncode == 1
+    assert "pip install 'numpy<2.5'" in done.stderr.splitlines()[-1], done.stderr[-2_000:]

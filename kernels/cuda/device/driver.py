@@ -11,6 +11,7 @@ from cuda.bindings import driver
 from cuda.core import LaunchConfig, Stream, launch
 from numba import config, cuda, types
 
+from ...private import kernel_of
 from .geometry import Geometry
 
 GEOMETRY = Geometry()
@@ -58,24 +59,33 @@ def handle_of(stream: Any) -> int:
 
 def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
     """The launch of a loop, to be called with its arguments, which are all ``int64``."""
-    compiled, config, on = prepare(loop), _config(grid, block), _stream(handle_of(stream))
+    compiled = prepare(loop)
+    if compiled is None:
+        return _by_numba(loop, grid, block, stream)
+    shape, on = _config(grid, block), _stream(handle_of(stream))
 
     # The bindings take a number as it comes: a bool would be one byte of the eight.
     def run(*arguments: int) -> None:
-        launch(on, config, compiled, *map(int, arguments))
+        launch(on, shape, compiled, *map(int, arguments))
 
     return run
 
 
-def launch_words(loop: Any, stream: Any, address: int, words: tuple[int, ...]) -> None:
-    """Launch a loop of one thread that takes a tuple."""
-    with _lock:  # Numba would warn of a small grid; the setting is the process's
+def _by_numba(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
+    # A grid of few blocks is right for a few small tensors, but Numba would warn of it. The setting
+    # is the process's, so it is changed for the moment that counts only.
+    with _lock:
         before = config.CUDA_LOW_OCCUPANCY_WARNINGS
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
         try:
-            loop[1, 1, stream](address, words)
+            return loop[grid, block, stream]
         finally:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
+
+
+def launch_words(loop: Any, stream: Any, address: int, words: tuple[int, ...]) -> None:
+    """Launch a loop of one thread that takes a tuple."""
+    _by_numba(loop, 1, 1, stream)(address, words)
 
 
 _lock = threading.Lock()
@@ -93,15 +103,14 @@ _compiled: dict[Any, Any] = {}
 def prepare(loop: Any) -> Any:
     """Compile and load a loop whose arguments are all ``int64``, so that a launch cannot fail.
 
-    What Numba does for a launch takes the host ten times as long as the bindings.
+    What Numba does for a launch takes the host ten times as long as the bindings, which launch what
+    this returns; None where Numba has to.
     """
     key = loop, device_id()
-    found = _compiled.get(key)
-    if found is None:
+    if key not in _compiled:
         loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
-        (kernel,) = loop.overloads.values()
-        found = _compiled[key] = kernel._codelibrary.get_cufunc().kernel
-    return found
+        _compiled[key] = kernel_of(loop)
+    return _compiled[key]
 
 
 def is_capturing(stream: Any) -> bool:
