@@ -6,11 +6,11 @@ usage() {
     cat <<'TEXT'
 usage: bench/gpu.sh FOLDER [--wheels FOLDER] [option ...]
 
-Needs a clone, a driver, and a Python with numba-cuda, pytest and jsonschema; no network. Tries one
+Needs a clone, a driver, and a Python with numba-cuda, jsonschema and rich; no network. Tries one
 kernel, then checks steps of all kinds against results of the CPU that are in the clone, some of
 them under compute-sanitizer, and measures. FOLDER gets results.jsonl and bench.json while it runs;
 a second run with the same FOLDER does what the first did not reach. Options are those of
-'python -m fusestep.bench.gpu.first_run': --seconds, --point-seconds, --no-sanitizer, --no-bench.
+'python -m fusestep.bench.gpu.first_run', which --help lists.
 
   --wheels FOLDER               wheels of packages that the Python lacks, or has in other versions
   FUSESTEP_GPU_PYTHON=python3   the Python

@@ -140,14 +140,11 @@ def compiler_locks() -> list[Any]:
 
 
 def kernel_of(loop: Any) -> Any:
-    """What the bindings of CUDA launch of a compiled loop, on the current device, or None."""
-    if find("kernel") is None:
-        return None
+    """The kernel of a compiled loop on the current device, for NVIDIA's bindings; or None."""
     try:
         (compiled,) = loop.overloads.values()
         return compiled._codelibrary.get_cufunc().kernel
     except (AttributeError, ValueError):
-        _found.pop("kernel")
         lose("kernel")
         return None
 

@@ -22,6 +22,8 @@ import numpy as np
 import fusestep
 from fusestep import nn, ops
 
+from ...kernels.storage import STORAGES
+
 KNOWN = Path(__file__).parent / "checks.npz"
 WRONG, NOT_COMPUTED = 3, 4  # exit statuses
 STUB = "driver without a device"
@@ -31,9 +33,8 @@ SAMPLES, BLOCKS = 192, 16  # of a result
 # hides the others. Compilers choose for themselves which products and sums become one FMA.
 ULPS = {False: 64.0, True: 6.0}
 SHAPES = ((257, 64), (1_003,), (3, 5, 7), ())
-BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-F16, F32, F64 = (np.dtype(d) for d in (np.float16, np.float32, np.float64))
-DTYPES = {"float32": F32, "bfloat16": BFLOAT16, "float16": F16, "float64": F64}
+DTYPES = {dtype.name: dtype for dtype in STORAGES}
+BFLOAT16, F32, F64 = (DTYPES[name] for name in ("bfloat16", "float32", "float64"))
 _finfo: Callable[[Any], Any] = ml_dtypes.finfo
 EPSILON = {dtype: float(_finfo(dtype).eps) for dtype in DTYPES.values()}
 
@@ -330,7 +331,7 @@ CHECKS: dict[str, tuple[Check, np.dtype[Any]]] = {
 
 def digest(results: Sequence[np.ndarray], narrowest: np.dtype[Any]) -> tuple[np.ndarray, ...]:
     """Elements and sums of blocks of all results, and the error that each may have."""
-    found, allowed = [np.array([array.size for array in results], np.float64)], [np.zeros(1)]
+    found = [np.array([array.size for array in results], np.float64)]
     allowed = [np.zeros(len(results))]
     for array in results:
         flat = array.reshape(-1)
@@ -349,7 +350,7 @@ def digest(results: Sequence[np.ndarray], narrowest: np.dtype[Any]) -> tuple[np.
 
 
 def write_known() -> None:
-    """What the host gives of all checks, into the file that is committed."""
+    """Write the results of the host of all checks to the file that is committed."""
     known: dict[str, Any] = {}
     for name, (check, narrowest) in CHECKS.items():
         values, allowed = digest(check(Host()), narrowest)

@@ -24,7 +24,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from ...nn.base.checkpoint import replace_file
+from ..report import document
 from .checks import CHECKS, NOT_COMPUTED, WRONG
 from .point import named_points
 
@@ -138,7 +138,7 @@ def _module(name: str, *arguments: str) -> list[str]:
 
 
 def environment(run: Run) -> bool:
-    """What is installed, and one kernel; without it nothing else makes sense."""
+    """Find out what is installed, and run one kernel: without it nothing else makes sense."""
     if smi := which("nvidia-smi"):
         run.keep(run.start("nvidia-smi", [smi], 20))
     return run.keep(run.start("environment", [sys.executable, "-P", "-c", PROBE], 60))
@@ -160,11 +160,11 @@ def measure(run: Run, seconds: float, patterns: Sequence[str]) -> None:
 
 def _add(path: Path, other: Path) -> None:
     """The point of one document, added to another one."""
-    data = json.loads(other.read_text(encoding="utf-8"))
+    data = document.read(other, "--json", has_schema=False)
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = document.read(path, "bench.json", has_schema=False)
         data["points"] = [*before["points"], *data["points"]]
-    replace_file(path, f"{json.dumps(data, indent=1)}\n".encode(), "bench.json")
+    document.write(path, data)
     other.unlink()
 
 
@@ -175,7 +175,7 @@ def profile(run: Run) -> None:
         if run.is_due(f"ncu {name}") and run.left > 30:
             options = ["--clock-control", "none", "--launch-skip", "20", "--launch-count", "25",
                        "--metrics", ",".join(METRICS), "--csv"]  # fmt: skip
-            command = [str(ncu), *options, *_module("", name, "--seconds", "0")]
+            command = [str(ncu), *options, *_module("", name, "--seconds", "0.01")]
             found = run.start(f"ncu {name}", command, NCU_SECONDS)
             if found:
                 (run.folder / f"ncu-{name.split('/')[0]}.csv").write_text(found["out"])

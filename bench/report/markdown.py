@@ -397,7 +397,7 @@ def _gpu(data: dict[str, Any]) -> str:
                 continue
             share = point["of_copy"].get(label)
             rows.append([
-                f"{point['case']}" if label == OURS else "",
+                point["case"] if label == OURS else "",
                 label,
                 seconds(times["median"]),
                 f"{share:.0%}" if share else "",

@@ -139,6 +139,7 @@ def other_loops(*, every: bool) -> dict[str, Any]:
         "count": scalars.count_kernel,
         "words by value": memory.words_kernel,
         "rows check": keys.check_kernel,
+        "rows find hot": rows.find_hot_kernel,
         "rows mark": rows.mark_kernel,
         "sort count": sort.count_kernel,
         "sort scan": sort.scan_kernel,

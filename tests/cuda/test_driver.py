@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import stub
 
 from fusestep.bench.gpu.checks import CHECKS
 
 HERE = Path(__file__).parent / "driver"
-sys.path.insert(0, str(HERE))
-import stub  # noqa: E402
-
 pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
 # Of each kind of kernel one; all of them are run by `bench/gpu.sh` under this driver.
 SAMPLE = (
@@ -36,8 +33,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(
     driver: dict[str, str], *arguments: str, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    environment = {**os.environ, **driver, **settings}
+    command, environment = [sys.executable, *arguments], {**driver, **settings}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -92,7 +88,9 @@ def test_a_launch_that_fails_counts_nothing(driver: dict[str, str]) -> None:
 def test_a_launch_by_numba(driver: dict[str, str]) -> None:
     """Where Numba has no kernel for the bindings."""
     program = PROGRAM.split("launch, calls")[0]
-    without = "from fusestep.kernels import private\nprivate._found['kernel'] = None\n"
+    without = (
+        "from fusestep.kernels.cuda.device import driver\ndriver.kernel_of = lambda loop: None\n"
+    )
     done = run(driver, "-W", "error", "-c", without + program)
     assert done.returncode == 0, done.stderr[-3_000:]
 

@@ -43,9 +43,9 @@ class Maker:
 
     def put(self, array: np.ndarray) -> Any:
         """A copy on the device."""
-        from numba import cuda
+        from fusestep.bench.gpu.checks import Device
 
-        return cuda.to_device(array.copy())
+        return Device().put(array)
 
     def get(self, array: Any) -> np.ndarray:
         """A copy on the host, of what the array holds when all work on the device is done."""

@@ -19,14 +19,14 @@ from ..device.backend import GEOMETRY, launcher, store_float64
 from ..device.launch import tile_grid
 from ..device.memory import room_of
 from ..device.sums import add_lanes, strided_sum
-from .tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
+from .tiles import by_tiles, narrow_storer, rows_are_aligned, tile_length, wide_loader
 
 THREADS, _TILES, _MOST_CHUNKS = GEOMETRY.central
 
 
 def _add_tile(g: Storage, real: Storage, length: int) -> Any:
     """``add(column, first, values, own)``: elements of the row that begins there, to a float64."""
-    kind, load = numba_type(real), sums(g, real, length).start
+    kind, load = numba_type(real), wide_loader(g, real, length)
 
     @cuda.jit(device=True)
     def add(column, first, values, own):
@@ -40,7 +40,7 @@ def _add_tile(g: Storage, real: Storage, length: int) -> Any:
 
 def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> Any:
     """``write(column, first, values, mean, out)``: elements of a row, less the mean."""
-    kind, load = numba_type(real), sums(g, real, length).start
+    kind, load = numba_type(real), wide_loader(g, real, length)
     store = narrow_storer(real, out, length)
 
     @cuda.jit(device=True)

@@ -31,8 +31,8 @@ from .tiles import (
     length_of,
     measured_summed_tile,
     scope_states,
-    sums,
     update_summed_tile,
+    wide_loader,
     with_sum,
 )
 
@@ -132,7 +132,7 @@ class RowsRow(NamedTuple):
 
 def _dense_gradient(kernel: Kernel, length: int) -> Any:
     """``load(total, column, first, values)``: as `with_sum` takes it."""
-    start = sums(kernel.g, kernel.real, length).start
+    start = wide_loader(kernel.g, kernel.real, length)
 
     @cuda.jit(device=True)
     def load(total, column, first, values):

@@ -258,27 +258,20 @@ def scope_states(kernel: Kernel, begin: int) -> ScopeStates:
     return ScopeStates(loaded, in_registers(accesses, 1, to_tiles, stored=written))
 
 
-class Sums(NamedTuple):
-    """Sums of gradients in registers, a tile of each; ``g`` is where one lies."""
-
-    start: Any  # start(total, g, i): the sum is what is there
-    store: Any  # store(total, address, i)
-
-
 @cache
-def sums(g: Storage, real: Storage, length: int) -> Sums:
-    """Sums in the type ``real`` of gradients stored as ``g``, which lie at addresses."""
+def wide_loader(g: Storage, real: Storage, length: int) -> Any:
+    """``run(total, address, i)``: load a tile stored as ``g`` as numbers of the type ``real``."""
     (g_type, load, _), to_kind = access(g, length), numba_type(real)
     to_real = device_function(g.to_real)
 
     @cuda.jit(device=True)
-    def start(total, g, i):
+    def run(total, address, i):
         d = cuda.local.array(length, g_type)
-        load(d, g, i)
+        load(d, address, i)
         for k in range(length):
             total[k] = to_kind(to_real(d[k]))
 
-    return Sums(start, access(real, length).store)
+    return run
 
 
 def add_next(start: Any, place_of: Any, real: Storage, length: int, n: int) -> Any:

@@ -20,7 +20,7 @@ from numba import cuda, int32
 
 from ...storage import F64, Storage, numba_type
 from ...tables import LARGEST, MEAN
-from ..dense.tiles import add_next, by_tiles, sums, tile_length
+from ..dense.tiles import access, add_next, by_tiles, tile_length, wide_loader
 from ..device.backend import (
     GEOMETRY,
     copy_in,
@@ -40,11 +40,9 @@ from ..device.guard import FOUND, INDEX, NOTHING, is_closed
 from ..device.launch import on_elements, tile_grid
 from ..device.memory import room_of
 from ..device.records import Word, row_finder, row_reader
-from .kernels import thread_place
+from .kernels import AT_ONCE, thread_place
 from .keys import LEFT_OUT, Keys, index_at, lower_bound
 from .sources import weighted_start
-
-AT_ONCE = 4  # rows that are on their way from memory together
 
 
 class Feature(NamedTuple):
@@ -182,7 +180,7 @@ def keep_kernel(features, n_features, bounds, n_bags, n, guard):
 
 def _summed(w: Storage, real: Storage, length: int, *, weighted: bool) -> Any:
     """``run(total, winners, column, feature, lists, k, end)``: a sum; how many ids counted."""
-    start = weighted_start(w, real, length) if weighted else sums(w, real, length).start
+    start = weighted_start(w, real, length) if weighted else wide_loader(w, real, length)
     load, real_bytes = load_float64 if real is F64 else load_float32, real.itemsize
     w_bytes, kind = w.itemsize, numba_type(real)
 
@@ -243,7 +241,7 @@ def _mean(w: Storage, real: Storage, length: int) -> Any:
 
 def _largest(w: Storage, real: Storage, length: int) -> Any:
     """The same, of maxima, and to ``winners`` the places that they are from."""
-    start, kind, w_bytes = sums(w, real, length).start, numba_type(real), w.itemsize
+    start, kind, w_bytes = wide_loader(w, real, length), numba_type(real), w.itemsize
 
     @cuda.jit(device=True)
     def run(total, winners, column, feature, lists, k, end):
@@ -276,7 +274,7 @@ def _tile_of_bag(w: Storage, real: Storage, pooling: int, length: int, *, weight
         pool = _mean(w, real, length)
     else:
         pool = _summed(w, real, length, weighted=weighted)
-    kind, store, is_largest = numba_type(real), sums(real, real, length).store, pooling == LARGEST
+    kind, store, is_largest = numba_type(real), access(real, length).store, pooling == LARGEST
     store_winners = tile_storer(length, 4)
 
     @cuda.jit(device=True)
@@ -341,7 +339,7 @@ def mean_weights_kernel(real: Storage) -> Any:
 
 def _product_of_tile(w: Storage, g: Storage, real: Storage, length: int) -> Any:
     """``run(column, row, gradient, total)``: added to a number."""
-    of_w, of_g = sums(w, real, length).start, sums(g, real, length).start
+    of_w, of_g = wide_loader(w, real, length), wide_loader(g, real, length)
     kind = numba_type(real)
 
     @cuda.jit(device=True)

@@ -19,7 +19,14 @@ from ...rules.gradient import COUPLED_DECAY
 from ...rules.norm import SCALED
 from ...storage import Storage, numba_type
 from ...tables import RowTable
-from ..dense.tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
+from ..dense.tiles import (
+    access,
+    by_tiles,
+    narrow_storer,
+    rows_are_aligned,
+    tile_length,
+    wide_loader,
+)
 from ..device.backend import (
     GEOMETRY,
     copy_in,
@@ -140,7 +147,8 @@ def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
 
 def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
     """``run(column, keys, k, table, place, w_row, hp)``: the sum of a row, decayed."""
-    sum_of_row, (load_w, store) = _sum_of_row(g, real, length), sums(w, real, length)
+    sum_of_row, load_w = _sum_of_row(g, real, length), wide_loader(w, real, length)
+    store = access(real, length).store
     kind, decay = numba_type(real), device_function(COUPLED_DECAY.apply)
 
     @cuda.jit(device=True)
@@ -172,7 +180,7 @@ class DeviceRows(NamedTuple):
 
 
 def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:
-    """The launch of a loop with a thread for each tile of ``n`` rows."""
+    """The launch of a loop with a thread for each tile of ``n`` rows, one block at least."""
     tiles, lanes, groups = tile_grid(rows.table.width, tile_length(rows.g, out), GEOMETRY.rows)
     return launcher(loop, (max(1, -(-n // lanes)), groups), (tiles, lanes), stream)
 

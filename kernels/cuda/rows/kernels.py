@@ -22,12 +22,13 @@ from ...storage import Storage, numba_type
 from ...tables import HOT
 from ..dense.row_wise import Lane, row_updater
 from ..dense.tiles import (
+    access,
     add_between,
     add_next,
     by_tiles,
     length_of,
-    sums,
     update_summed_tile,
+    wide_loader,
     with_sum,
 )
 from ..device.backend import (
@@ -104,7 +105,7 @@ def _of_key(place_of: Any) -> Any:
 @cache
 def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     """``run(total, keys, k, table, column, hot)``: the row whose first key is ``k``; 0 for -1."""
-    add_up, start = add_up_rows(g, real, length, form), sums(real, real, length).start
+    add_up, start = add_up_rows(g, real, length, form), wide_loader(real, real, length)
     real_type, real_bytes = numba_type(real), real.itemsize
     of_range = on_device(lambda r, place, width: place + r * width * real_bytes)
     add_ranges = add_between(start, of_range, real, length, AT_ONCE)
@@ -133,7 +134,7 @@ def _sum_of_range(g: Storage, real: Storage, length: int, form: Form) -> Any:
     place_of, start = form.place(g, real), form.start(g, real, length)
     at_once = HOT_AT_ONCE if length > 1 else AT_ONCE
     add_all = add_between(start, _of_key(place_of), real, length, at_once)
-    store, real_type = sums(g, real, length).store, numba_type(real)
+    store, real_type = access(real, length).store, numba_type(real)
 
     @cuda.jit(device=True)
     def run(column, keys, begin, row, table, number, place):
@@ -266,11 +267,8 @@ def touched_kernel(kernel: Kernel, form: Form = OWN) -> Any:
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, each):
         if may_not_write(guard, base, n, tables, n_tables):
             return
-        keys, (place, tile), hot = (
-            Keys(keys, n, bits),
-            thread_place(),
-            HotSums(hot_sums, hot_stride),
-        )
+        keys, hot = Keys(keys, n, bits), HotSums(hot_sums, hot_stride)
+        place, tile = thread_place()
         for k in range(place * each, (place + 1) * each):
             row = n_rows
             if k < n and is_first(keys, k):

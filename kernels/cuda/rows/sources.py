@@ -15,7 +15,7 @@ from numba import cuda, int32
 from ...rule import product
 from ...storage import F64, Storage, numba_type
 from ...tables import RowTable
-from ..dense.tiles import sums
+from ..dense.tiles import wide_loader
 from ..device.backend import load_float32, load_float64, load_int32, tile_loader
 from ..device.functions import device_function
 
@@ -95,12 +95,12 @@ def _weight(real: Storage) -> Any:
 
 
 def _plain_start(g: Storage, real: Storage, length: int) -> Any:
-    return sums(g, real, length).start
+    return wide_loader(g, real, length)
 
 
 def weighted_start(g: Storage, real: Storage, length: int) -> Any:
     """``run(total, place, column)``: a tile times a weight; ``place`` is an address and that."""
-    start, multiply = sums(g, real, length).start, device_function(product)
+    start, multiply = wide_loader(g, real, length), device_function(product)
 
     @cuda.jit(device=True)
     def run(total, place, column):

@@ -202,18 +202,15 @@ class Record:
 
     def takes(self, gradient: Any) -> bool:
         """Whether a gradient is of this kind, so that nothing else has to be found anew."""
-        if type(gradient) is Tensor and gradient.is_sparse:
-            is_known = self.kind.is_sparse and gradient.sparse_dim() == self.n_sparse
-            return bool(is_known and DTYPES.get(gradient.dtype) == self.kind.gradient)
-        given = local(gradient)
+        given = gradient if type(gradient) is Tensor else local(gradient)
         if self._is_bags or isinstance(given, BagTensor):
             is_bags = self._is_bags and isinstance(given, BagTensor)
             return is_bags and given.dtype == self.kind.gradient
         if DTYPES.get(given.dtype) != self.kind.gradient:
             return False
-        if given.layout == torch.sparse_coo:
-            return bool(self.kind.is_sparse and given.sparse_dim() == self.n_sparse)
-        return bool(given.layout == torch.strided and not self.kind.is_sparse)
+        if not self.kind.is_sparse:
+            return bool(given.layout == torch.strided)
+        return bool(given.layout == torch.sparse_coo and given.sparse_dim() == self.n_sparse)
 
     def dense(self, parameter: Tensor, gradient: Any) -> Tensor:
         """A dense gradient, checked, as the kernels need it: itself, or a copy.

@@ -36,6 +36,6 @@ def build(folder: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """That of a process to which it is the driver; ``devices``, ``fails`` and so on as it says."""
+    """The environment of a process to which it is the driver."""
     known = {k: v for k, v in os.environ.items() if k != "NUMBA_ENABLE_CUDASIM"}
     return {**known, "LD_LIBRARY_PATH": str(folder)}
