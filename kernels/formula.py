@@ -29,12 +29,11 @@ ROUNDING: dict[Any, Callable[[float], float]] = {np.float32: to_float32, np.floa
 
 
 class Formula(NamedTuple):
-    """The scalars of a rule as a function, which runs on the host and is compiled for devices.
+    """The scalars of a rule as a function.
 
-    ``function(real, lr, decay, step, constants, powers)`` returns the scalars. It is compilable by
-    Numba, with functions of `math` only. ``real`` rounds a number: it is the type of the arithmetic
-    on a device, and one of `ROUNDING` on the host, where a result that is a sum may be left to be
-    rounded by whoever stores it.
+    ``function(real, lr, decay, step, constants, powers)`` returns the scalars. ``real`` is one of
+    `ROUNDING`: it rounds a number to the type of the arithmetic. A result that is a sum may be left
+    to be rounded by whoever stores it.
     """
 
     function: Callable[..., Any]

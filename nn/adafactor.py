@@ -10,11 +10,10 @@ import numpy as np
 from ..kernels.formula import Formula
 from ..kernels.rules import adafactor as rules
 from ..kernels.state import State
-from ..ops.runtime import check, pending
+from ..ops.runtime import check
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, base_arguments, non_negative_float, open_unit, positive_float
 from .base.groups import Groups
-from .base.numbers import Number
 from .engine.plan import Update
 from .fused import FusedOptimizer, declared
 from .schedules.decay import LearningRateSchedule
@@ -59,6 +58,9 @@ class AdaFactor(FusedOptimizer):
         u <- a * u / max(1, |u| / clip_threshold)
         M <- beta1*M + (1 - beta1)*u       (M = u without beta1)
         w <- w - M - weight_decay*a*w
+
+    States and arithmetic are on the host: parameters on a CUDA device and their gradients come
+    there in each step, as those of `AdamOffload`.
 
     All parameters take the passes together. The gradient of a matrix is read three times, its
     parameter twice, and written once; sums are float64, in an order that does not depend on the
@@ -105,6 +107,7 @@ class AdaFactor(FusedOptimizer):
      [0.9 0.9]]
     """
 
+    _stays_on_host = True  # sums over rows and columns are taken there
     relative_step = Fixed(check.flag)
     warmup_init = Fixed(check.flag)
     _filter_names = False
@@ -183,8 +186,6 @@ class AdaFactor(FusedOptimizer):
             TypeError, ValueError: as at construction.
         """
         checked = _beta1(self._name, beta1)
-        if self._device is not None:
-            pending.settle()  # what was skipped on the device still counts
         self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states(declared(self._rule))
@@ -209,7 +210,7 @@ class AdaFactor(FusedOptimizer):
 
     # The step
 
-    def _check_used_rates(self, _rates: Sequence[Number]) -> None:
+    def _check_used_rates(self, _rates: Sequence[float]) -> None:
         # It can be assigned to after construction.
         if self.beta1 and "exp_avg" not in self._states:
             wrong, expected = "needs a first moment", "init_ada_factor_state, which makes one"

@@ -57,9 +57,8 @@ class EmbeddingBags:
         ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``.
 
     On a CUDA device calls are enqueued, as `ops.EmbeddingBags` says. After a bad id or offset
-    `backward` changes nothing either, and later steps of the optimizer do not until
-    `fusestep.synchronize` has raised the error. A step with ``optimizer.target == "CPU"``, and one
-    that becomes part of a CUDA graph, take no gradients of bags there.
+    `backward` changes nothing either. A step with ``optimizer.target == "CPU"`` takes no gradients
+    of bags there.
 
     Raises:
         TypeError: a kind or dtype does not fit.

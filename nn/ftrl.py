@@ -15,7 +15,6 @@ from ..ops.runtime.check import LARGEST
 from ..ops.runtime.errors import reject
 from .base.arguments import base_arguments, check_kind, non_negative_float
 from .base.groups import Groups
-from .base.numbers import Number, number_of
 from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
@@ -129,8 +128,8 @@ class FTRL(FusedOptimizer):
         """See `FusedOptimizer`."""
         return ftrl_formula(self.l1, self.l2, self.lr_power, self.beta, self.l2_shrinkage)
 
-    def _check_used_rates(self, rates: Sequence[Number]) -> None:
-        # They can be assigned to after construction; none is on a device.
+    def _check_used_rates(self, rates: Sequence[float]) -> None:
+        # They can be assigned to after construction.
         for name, field, plain in _OWN_RULES:
             value = getattr(self, name)
             if (value != plain) != (field in self._rule.hp):
@@ -138,7 +137,7 @@ class FTRL(FusedOptimizer):
                 expected = f"an optimizer that was made with it: {plain} has a rule of its own"
                 reject(ValueError, self._name, name, wrong, expected, value)
         for rate in rates:
-            self._check_ranges(number_of(rate))
+            self._check_ranges(rate)
 
     moments = StateOfEach("moments", "The accumulated squares of each parameter.")
     linear = StateOfEach("linear", "The linear coefficient of each parameter.")

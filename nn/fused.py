@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +21,20 @@ from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, clip_limit, gradients_of, next_step
-from .base.numbers import FLOATS, Number, check_place, number_of, on_device
+from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer, States
 from .engine.conditioning import Clipping, Conditioning
+from .engine.device import Device, are_finite
 from .engine.host import Host
-from .engine.layout import KernelCall
 from .engine.offload import Offload
-from .engine.on_device import are_finite
 from .engine.plan import Classes, Counts, Plan, Stepper, Together, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
 
-if TYPE_CHECKING:
-    from .engine.device import Device
-
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
+_NO_TURN: Any = nullcontext()
 
 
 class FusedOptimizer(StatefulOptimizer, ABC):
@@ -168,7 +166,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """The update of a step, with the options as they are now."""
         return Update(self._rule, self.formula())
 
-    def _check_used_rates(self, rates: Sequence[Number]) -> None:
+    def _check_used_rates(self, rates: Sequence[float]) -> None:
         """Refuse learning rates that are out of the range of a subclass; before every step."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -183,24 +181,14 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         where, counts = self._name, Counts(self._global_step, self._skipped, self._steps)
         self._host = Host(where, counts)
         self._classes = Classes(where, self._groups.options)
-        self._on_device: Device | None = None
-        if self._device is not None:
-            from .engine.device import Device  # needs numba-cuda, which is there then
-
-            centralizes = any(option.centralize for option in self._groups.options)
-            self._on_device = Device(where, self.parameters, self._host, centralizes=centralizes)
         self._condition()
         self._read_anew()
 
     def _read_anew(self) -> None:
         """Derive anew what follows from states and their places, which have changed."""
         self._stepper: Stepper = self._host
-        if self._on_device is not None:
-            self._on_device.forget()
-            self._stepper = self._on_device
-            self._on_device.is_in_use = not self._works_on_host
-            if self._works_on_host:
-                self._stepper = Offload(self._host, self.parameters[0])
+        if self._device is not None:
+            self._stepper = (Offload if self._works_on_host else Device)(self._host)
         self._reader = self.reader_type(
             self._name,
             self.parameters,
@@ -249,21 +237,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         update: Update | None = vars(self)["_known_update"]
         stepper = self._stepper
         if update is None:
-            update, dtypes = self._update(), [p.dtype for p in self.parameters]
-            formula = checked_formula(
-                self._name, update.rule, update.formula, dtypes, on_device=not self._works_on_host
-            )
+            update = self._update()
+            formula = checked_formula(self._name, update.rule, update.formula)
             update = vars(self)["_known_update"] = update._replace(formula=formula)
-        # On a device a step takes its turn in any case: no other thread may settle the counts
-        # between its plan and its launches. On the host only `use_locking` asks for that.
-        if self._device is None and not self.use_locking:
-            plan = self._plan(gradients, update, conditioning)
-            if plan is not None:
-                stepper.run(plan)
-            return (True,) * len(self.parameters)
-        with stepper.turn():
-            may_skip = self.skip_nonfinite or self._found_inf is not None
-            stepper.ready(update, self._classes, may_skip=may_skip)
+        with stepper.turn() if self.use_locking else _NO_TURN:
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
                 stepper.run(plan)
@@ -275,8 +252,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             plan = self._own_plan(*arguments)
         else:
             plan = self.together.agreed(partial(self._own_plan, *arguments), self._step)
-        # A device decides by itself whether it skips, and counts that in its own memory: here are
-        # the skips that the host has decided.
         if plan is None:
             self._skipped[0] += 1
         return plan
@@ -289,38 +264,30 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
             self.check_kept(gradients)
-        classes, on_host = self._classes, self._stepper.works_on_host
+        classes = self._classes
         step = next_step(self._name, self._global_step)
         rate_step = max(0, step - self._rate_lag)
         if rate_step < step:
-            classes.rates.as_given(step)  # a list that is used up raises here
-        rates: list[Any]
-        if on_host:
-            rates, decays = classes.at(rate_step, step)
-        else:
-            rates, decays = classes.rates.as_given(rate_step), classes.decays.at(step)
-            for rate in rates:
-                check_place(self._name, "learning_rate", rate, self._device)
+            classes.rates.at(step)  # a list that is used up raises here
+        rates, decays = classes.at(rate_step, step)
         self._check_used_rates(rates)
         given = self._reader.read_like_last(gradients) or self._reader.read(
             gradients, lambda i: conditioning.centralized_with(i, decays[classes.of[i]])
         )
         if self.together is not None:  # a bad index is found before they agree
             self._reader.check_indices(given)
-        calls: list[KernelCall] = []
+        # Asked when all has been read: a gradient that does not fit is an error in a step that
+        # would be skipped, too.
+        if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
+            return None
         touched_only = self.sparse_update == "lazy"
-        if on_host:
-            # Asked when all has been read: a gradient that does not fit is an error in a step that
-            # would be skipped, too.
-            if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
-                return None
-            calls = calls_of(
-                given, update, conditioning, classes, (rates, decays), self._steps,
-                touched_only=touched_only,
-            )  # fmt: skip
+        calls = calls_of(
+            given, update, conditioning, classes, (rates, decays), self._steps,
+            touched_only=touched_only,
+        )  # fmt: skip
         return Plan(
-            given, update, conditioning, classes, rates, decays, touched_only, self.use_locking,
-            self.skip_nonfinite, self._found_inf, calls,
+            given, update, conditioning, rates, decays, touched_only, self.skip_nonfinite,
+            self.use_locking, calls,
         )  # fmt: skip
 
     def _is_skipped(self, given: Gradients) -> bool:
@@ -344,8 +311,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def found_inf(self) -> Any:
         """An array of one element on the device of the parameters, or None.
 
-        Steps in which it is not 0 change nothing and are counted in `skipped_steps`; it is read
-        where it is. float32, float64 or bool: what a loss scaler has.
+        Steps in which it is not 0 change nothing and are counted in `skipped_steps`; each waits
+        for it. float32, float64 or bool: what a loss scaler has.
 
         Raises:
             TypeError: what is assigned is no such array.
@@ -364,9 +331,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped; of steps on a device it waits for them."""
-        if self._device is not None:
-            pending.settle()
+        """Steps that were skipped."""
         return int(self._skipped[0])
 
     # Where it runs
@@ -395,7 +360,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             # All of it or nothing: there may be no room.
             self._states, self._moved_to_host = moved, to_host
             self._read_anew()
-            self._load_counts()
 
     # State
 
@@ -432,19 +396,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._states, self._global_step = states, global_step
         self._derive()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `StatefulOptimizer.load_state_dict`."""
-        super().load_state_dict(state)
-        self._load_counts()
-
-    def _load_counts(self) -> None:
-        if self._on_device is not None:
-            self._on_device.load_counts()
-
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
         self._reader.forget()
-        self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         # The counts of a copy are those of the host, which has to hear of the device's first.
@@ -460,7 +414,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 # What a copy makes anew. `together` is left out for good: other processes know nothing of the
 # copy, which would wait for them in a round that they never begin.
 _DERIVED = {
-    "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
+    "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
     "sends_parameters", "together",
 }  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,9 @@ from ..kernels.rule import Prologue
 from ..kernels.rules import lars as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
 from ..ops.lars import LARSUpdate
-from ..ops.runtime import check, cuda
-from ..ops.runtime.arrays import adopt
-from ..ops.runtime.device import DeviceArray
-from ..ops.runtime.device_gradient import converted
+from ..ops.runtime import check, device_norm
+from ..ops.runtime.arrays import adopt, adopt_anywhere
+from ..ops.runtime.device import is_on_device
 from ..ops.runtime.errors import reject, reject_unknown
 from ..ops.runtime.step import squares_at
 from .base.arguments import check_kind, non_negative_float
@@ -28,9 +28,6 @@ from .engine.conditioning import Conditioning
 from .engine.layout import Batch, KernelCall
 from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
-
-if TYPE_CHECKING:
-    from ..kernels.cuda.device.part import DevicePart
 
 
 def default_filter(parameter: Parameter) -> bool:
@@ -237,13 +234,10 @@ class LayerwiseConditioning(Conditioning):
 
     is_measured = True
     leaves_decay = False
-    scales_decay = False
 
     def __init__(self, lars: LARS, acts: np.ndarray, gradients: tuple[Any, ...]) -> None:
         self._lars, self._acts, self._gradients = lars, acts, gradients
-        self.options_on_device = lars.coefficient, lars.epsilon, lars.use_clip
         super().__init__(lars._groups.options, lars._loss_scale, coupled=True)
-        self._plain: list[DeviceArray] = []
 
     def _parts(self, decays: bool) -> Prologue:
         return self._scaling + ((COUPLED_DECAY,) if decays else ()) + (TRUST,)
@@ -256,19 +250,21 @@ class LayerwiseConditioning(Conditioning):
         """The scalars of a parameter on which LARS does not act; `complete` has the others."""
         return self._of_parts(0.0, self._scale)
 
-    def acts(self, positions: np.ndarray) -> np.ndarray:
-        """Whether LARS acts on each parameter, and its gradient does not hold the decay already."""
-        acts: np.ndarray = self._acts[positions] & super().acts(positions)
-        return acts
+    @property
+    def joins(self) -> np.ndarray:
+        """As `Conditioning.joins`; only where LARS acts."""
+        joins: np.ndarray = self._acts & super().joins
+        return joins
 
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in decay and factor of the parameters on which LARS acts."""
         batch, hp, decays = call.batch, call.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table
-        sizes = np.diff(table.first)
-        w_squares = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
-        g_squares = squares_at(batch.g, call.gradients, sizes)
-        centralized = self._plain_squares(batch, g_squares)
+        sizes, w = np.diff(table.first), batch.variables.tensors[0][0]
+        squares = partial(device_norm.squares_at, w) if is_on_device(w) else squares_at
+        w_squares = squares(batch.variables.w, table.addresses[:, 0], sizes)
+        g_squares = squares(batch.g, call.gradients, sizes)
+        self._put_plain(batch, g_squares)
         lars = self._lars
         w_norms, g_norms = np.sqrt(w_squares), np.sqrt(g_squares) / self._scale
         ratio = rules.lars_ratio(w_norms, g_norms, decays, lars.coefficient, lars.epsilon)
@@ -277,48 +273,15 @@ class LayerwiseConditioning(Conditioning):
         hp[acts, column["trust_ratio"]] = ratio[acts]
         if COUPLED_DECAY in self.prologue:
             # A centralized gradient already holds the decay.
-            hp[:, column["weight_decay"]] = np.where(acts & ~centralized, decays, 0.0)
+            joins = self.joins[batch.positions]
+            hp[:, column["weight_decay"]] = np.where(joins, decays, 0.0)
 
-    def measured_on_device(
-        self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
-    ) -> DevicePart:
-        """The factors; see `Conditioning.measured_on_device`."""
-        variables, table = batch.variables, batch.variables.table
-        sizes, gradients, norm = np.diff(table.first), gradients.copy(), cuda.dense.norm
+    def _put_plain(self, batch: Batch, g_squares: np.ndarray) -> None:
+        """Put the squares of plain gradients in the place of those of centralized ones."""
         for k, i in enumerate(batch.positions.tolist()):
-            if self._options[i].centralize:
-                plain = _of_dtype(self._gradients[i], batch.g.dtype)
-                # Enqueued before the step, whose end need not be waited for to let go of it.
-                self._plain.append(plain)
-                gradients[k] = plain.address
-        trust = cuda.dense.trust
-        ratios: DevicePart = trust.TrustRatios(
-            norm.DenseGradients(variables.w, table.addresses[:, 0], sizes),
-            norm.DenseGradients(batch.g, gradients, sizes),
-            self._acts[batch.positions],
-            trust.TrustOptions(*self.options_on_device),
-            variables.real,
-            column["trust_ratio"],
-        )
-        return ratios
-
-    @property
-    def is_of_one_step(self) -> bool:  # type: ignore[override]
-        """Whether any gradient is centralized: the gradients of before are held here."""
-        return not self._joins.all()
-
-    def _plain_squares(self, batch: Batch, g_squares: np.ndarray) -> np.ndarray:
-        """Put right the squares of gradients that were centralized; returns which they are."""
-        centralized: np.ndarray = ~self._joins[batch.positions]
-        for k in np.flatnonzero(centralized).tolist():
-            plain = adopt("LARS", "a gradient", self._gradients[batch.positions[k]])
+            if not self._options[i].centralize:
+                continue
+            plain = adopt_anywhere("LARS", "a gradient", self._gradients[i])
+            if is_on_device(plain):
+                plain = plain.numpy()
             g_squares[k] = np.square(plain, dtype=np.float64).sum()
-        return centralized
-
-
-def _of_dtype(gradient: Any, dtype: np.dtype[Any]) -> DeviceArray:
-    """A gradient of the user's, in the type in which the others of its batch are."""
-    adopted = DeviceArray.adopt("LARS", "a gradient", gradient)
-    assert adopted is not None
-    array = adopted.contiguous("LARS", "a gradient")
-    return array if array.dtype == dtype else converted(array, dtype)

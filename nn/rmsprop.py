@@ -17,7 +17,6 @@ from .base.arguments import (
     non_negative_float,
     positive_float,
 )
-from .base.numbers import Number
 from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
@@ -101,7 +100,7 @@ class RMSProp(FusedOptimizer):
         states = {role: _INITIAL[role] for role in rule.names}
         super().__init__(**base, rule=rule, states=states)
 
-    def _check_used_rates(self, _rates: Sequence[Number]) -> None:
+    def _check_used_rates(self, _rates: Sequence[float]) -> None:
         # It can be assigned to after construction.
         if self.momentum > 0.0 and "moment" not in self._states:
             wrong, expected = "needs a moment", "an optimizer that was made with a momentum"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...kernels.quiet import quiet
 from ...ops.runtime import device_gradient
-from ...ops.runtime.arrays import adopt_anywhere, real_type
+from ...ops.runtime.arrays import adopt_anywhere, native, real_type
 from ...ops.runtime.device import device_of, is_on_device
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import concatenated, with_values
@@ -63,10 +63,10 @@ def centralized(gradient: Any) -> Any:
         values = centralized(gradient.values)
         return with_values(gradient, values)
     g = adopt_anywhere("gradients_centralization", "gradients", gradient)
-    if is_on_device(g):
-        return device_gradient.centralized(g).native()
     if g.ndim < 2 or g.size == 0:
-        return g
+        return native(g)
+    if is_on_device(g):  # by way of the host, which waits
+        return g.holding(centralized(g.numpy())).native()
     wide = g.astype(real_type(g.dtype))
     mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
     return (wide - mean.astype(wide.dtype)).astype(g.dtype)

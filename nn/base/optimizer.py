@@ -31,7 +31,7 @@ class Optimizer(CheckedAttributes):
         learning_rate: float or int >= 0, a 0-d or 1-d array or an iterable of floats (step s
             uses element s), a `LearningRateSchedule`, a callable of the step 0, 1, 2, ..., or a
             float32 or float64 array of one element on the CUDA device of the parameters, which
-            every step reads there.
+            every step reads and waits for.
         parameters: a list of `Parameter` (arrays are wrapped), or of dicts with the keys
             ``params``, ``lr``, ``weight_decay``, ``grad_centralization``; a further dict with
             the only key ``order_params`` gives the order.
@@ -129,7 +129,7 @@ class Optimizer(CheckedAttributes):
         """The number by which gradients are divided; it can be assigned to between steps.
 
         A float, or the array of one element on the device of the parameters that was assigned.
-        Steps on that device read it there.
+        Each step reads it, and waits for it.
 
         Raises:
             TypeError: a value that is assigned is no number.

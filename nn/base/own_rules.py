@@ -311,7 +311,7 @@ def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> 
 
 
 class OwnFormula(Formula):
-    """A user's formula, whose scalars are looked at before a step on the host has them."""
+    """A user's formula, whose scalars are looked at before a step has them."""
 
     where: str
     names: tuple[str, ...]
@@ -338,13 +338,11 @@ class OwnFormula(Formula):
         return map(ROUNDING[real], checked_scalars(where, what, found, self.names))
 
 
-def checked_formula(
-    where: str, rule: Rule, formula: Formula, dtypes: Iterable[np.dtype[Any]], *, on_device: bool
-) -> Formula:
+def checked_formula(where: str, rule: Rule, formula: Formula) -> Formula:
     """The formula for a rule; a user's as one that looks at its scalars.
 
     Raises:
-        TypeError, ValueError: it is none, or not one for the device on which it is to run.
+        TypeError, ValueError: it is none, or its numbers are none.
     """
     check_kind(where, "what formula() returns", formula, Formula, "a Formula")
     if not is_own(formula.function):
@@ -356,8 +354,4 @@ def checked_formula(
         for value in values:
             if not is_int(value):
                 check_kind(where, what, value, float | np.floating, "a tuple of numbers")
-    for real in _reals(dtypes) if on_device else ():
-        found = _traits(where, "formula", formula.function, traits.of_formula, formula, real)
-        what = _named("formula", formula.function)
-        _check_returned(where, what, found, rule.hp, always_tuple=True, kinds=_NUMBERS)
     return OwnFormula.of(where, formula, rule.hp)

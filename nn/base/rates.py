@@ -15,7 +15,7 @@ from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import message, reject
 from .arguments import check_kind
-from .numbers import Number, number_of, on_device
+from .numbers import number_of, on_device
 from .parameter import Parameter
 
 Schedule = Callable[[int], Any]
@@ -122,27 +122,6 @@ class Values:
         """The value of each owner at ``step``; a schedule that several share is asked once."""
         values = [value_at(self._where, self._name, rate, step) for rate in self._rates]
         return values if self._all_differ else [values[k] for k in self._places]
-
-    def as_given(self, step: int) -> list[Number]:
-        """As `at`, but those on a device as they are: they are not waited for."""
-        values = [self._as_given(rate, step) for rate in self._rates]
-        return [values[k] for k in self._places]
-
-    def _as_given(self, rate: Rate | float, step: int) -> Number:
-        there = None
-        if isinstance(rate, Parameter) and rate.is_on_device:
-            there = on_device(self._where, self._name, rate.array)
-        return value_at(self._where, self._name, rate, step) if there is None else there
-
-    @property
-    def follow_steps(self) -> bool:
-        """Whether any is a list or a schedule, for which the number of the step must be known."""
-        return any(
-            rate.ndim == 1 and not rate.is_on_device
-            if isinstance(rate, Parameter)
-            else not isinstance(rate, float)
-            for rate in self._rates
-        )
 
 
 def _scheduled(where: str, name: str, value: Any) -> float:

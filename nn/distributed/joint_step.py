@@ -48,7 +48,7 @@ class Agreement:
         shared = (
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
             *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
-            plan.conditioning.acts(np.arange(len(plan.classes.of))).tolist(),
+            plan.conditioning.joins.tolist(),
             [rows.batch_length for rows in plan.given.rows] if self._share_batches else [],
         )
         return int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:8], signed=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from ..base.numbers import number_of
 from .layout import Batch, KernelCall
 from .reader import index_lists
 
-if TYPE_CHECKING:
-    from ...kernels.cuda.device.part import DevicePart
-
 
 class Conditioning:
     """MindSpore's order: coupled weight decay, then the loss scale.
@@ -32,11 +28,8 @@ class Conditioning:
 
     is_measured = False  # whether `complete` has to be called, with scalars for each tensor
     leaves_decay = True  # whether the rule applies the weight decays, if it has any
-    scales_decay = True  # whether a decay that joins the gradient is multiplied by the loss scale
     measures_rows = False  # whether of row-sparse gradients too
     bound = 0.0  # of elements, where they are clipped
-    options_on_device: tuple[Any, ...] = ()  # on which `measured_on_device` depends too
-    is_of_one_step = False  # whether what that returns is of no use in another step
 
     def __init__(
         self,
@@ -46,9 +39,6 @@ class Conditioning:
         coupled: bool,
     ) -> None:
         self._options, self.loss_scale, self._is_coupled = options, loss_scale, coupled
-        # The mean is taken of decay and gradient together, as in MindSpore: where a gradient is
-        # centralized the decay has joined it before the kernel reads it.
-        self._joins = np.array([not option.centralize for option in options])
         # Compiled in front of the rule. Whether a decay acts is decided once for all parameters,
         # or each subset with a gradient would have a kernel of its own.
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
@@ -58,7 +48,7 @@ class Conditioning:
 
     @property
     def _scaling(self) -> Prologue:
-        # What is on a device may become another one.
+        # One on a device may become another number in each step.
         is_one = not isinstance(self.loss_scale, DeviceArray) and self.loss_scale == 1.0
         return () if is_one else (SCALE,)
 
@@ -76,29 +66,21 @@ class Conditioning:
         if not self.prologue:
             return ()
         scale = self._scale
-        # A centralized gradient already holds the decay: it is centralized with it.
+        # A centralized gradient already holds the decay: as in MindSpore, the mean is taken of both
+        # together.
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
         scalars = [part.scalars(decay, scale, self.bound) for part in self.prologue]
         return tuple(itertools.chain.from_iterable(scalars))
 
-    def acts(self, positions: np.ndarray) -> np.ndarray:
-        """Whether the weight decay of each parameter is part of its gradient transform; bool."""
-        acts: np.ndarray = self._joins[positions]
-        return acts
+    @property
+    def joins(self) -> np.ndarray:
+        """Whether the weight decay of each parameter would join its gradient in the step; bool."""
+        return np.array([not option.centralize for option in self._options])
 
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in, in their columns, the scalars of dense tensors that have to be measured."""
-
-    def measured_on_device(
-        self,
-        batch: Batch,  # noqa: ARG002
-        gradients: np.ndarray,  # noqa: ARG002
-        column: dict[str, int],  # noqa: ARG002
-    ) -> DevicePart | None:
-        """The launches that fill in these scalars on a device, for gradients at some addresses."""
-        return None
 
 
 class Clipping(Conditioning):
@@ -108,8 +90,6 @@ class Clipping(Conditioning):
     each tensor, which is measured first: then the scale of the gradient has the factor. A gradient
     is centralized before, and without the decay.
     """
-
-    scales_decay = False
 
     def __init__(
         self,
@@ -123,7 +103,6 @@ class Clipping(Conditioning):
         self.bound, self.limit = bound or 0.0, limit or 0.0
         self.is_measured = self.measures_rows = limit is not None
         super().__init__(options, loss_scale, coupled=coupled)
-        self._joins[:] = True
 
     def _parts(self, decays: bool) -> Prologue:
         clip = (SCALE,) if self.is_measured else (*self._scaling, CLIP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...ops.runtime.row_step import RowUpdate
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import factors_of
 from .layout import NOTHING, KernelCall, Layout
-from .plan import Classes, Counts, Plan, Update
+from .plan import Counts, Plan
 
 Constants = Mapping[str, float]
 
@@ -39,12 +39,6 @@ class Host:
     def turn(self) -> Any:
         """One step after the other: the scalars follow from the number of steps before."""
         return locks.entered(self._lock, self._where)
-
-    def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:
-        """Preparations for the plan of a step: the host needs none."""
-
-    def forget(self) -> None:
-        """Addresses of parameters are no part of what is kept here: there is nothing to drop."""
 
     def run(self, plan: Plan) -> None:
         """Write and count, in one compiled call after all that can fail.
@@ -66,6 +60,16 @@ class Host:
             total = self.counts.global_step
             known = self._counted = layout, Count(self.counts.steps, active, total)
         return known[1]
+
+    def undo(self, layout: Layout) -> Callable[[], None]:
+        """What takes back the count of a step with gradients of this layout."""
+        total, _, steps = self.counts
+
+        def undo() -> None:
+            steps[layout.active] -= 1
+            total[0] -= 1
+
+        return undo
 
 
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
@@ -90,7 +94,7 @@ def _write(plan: Plan, count: Count) -> None:
     update, places = plan.update, [call.batch.positions for call in plan.calls]
     known = {**dict(update.constants), **{name: x.item() for name, x in update.numbers.items()}}
     # All dense: of row-sparse gradients no such sums are taken.
-    updates: list[Any] = [_conditioned(call, plan) for call in plan.calls]
+    updates: list[Any] = [conditioned(call, plan) for call in plan.calls]
     found = step_together(updates, places, known)
     # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
     # are written with the loops: an interrupt must not find the one without the other.
@@ -120,7 +124,7 @@ def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
 @quiet  # what is infinite or NaN reaches the parameter: no reason to stop half way
 def _prepared_measured(call: KernelCall, plan: Plan) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
-    update = _conditioned(call, plan)
+    update = conditioned(call, plan)
     if isinstance(update, RowUpdate) or not update.rule.is_two_stage:
         return update.prepared()
     known = dict(plan.update.constants)
@@ -128,7 +132,7 @@ def _prepared_measured(call: KernelCall, plan: Plan) -> Prepared:
     return completed(update, step, sums, [known] * len(sums))
 
 
-def _conditioned(call: KernelCall, plan: Plan) -> DenseUpdate | RowUpdate:
+def conditioned(call: KernelCall, plan: Plan) -> DenseUpdate | RowUpdate:
     """The update of a call, with the measured scalars of its gradient transform."""
     if plan.conditioning.is_measured:
         plan.conditioning.complete(call, columns(call.rule, call.prologue))

@@ -16,15 +16,13 @@ from ...kernels.cpu.threads.parallel import commit
 from ...kernels.storage import Piece
 from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.device import cannot_be_captured, is_captured
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
-from ..base.parameter import Parameter
 from .host import Host, prepared
 from .layout import NOTHING, Batch, KernelCall
-from .plan import Classes, Plan, Update
+from .plan import Plan
 from .reader import check_rows
 
 CHUNK = 1 << 22
@@ -32,24 +30,12 @@ CHUNK = 1 << 22
 
 
 class Offload:
-    """Steps of parameters on a device, with states and arithmetic on the host.
-
-    ``parameter`` is one that lives where all do.
-    """
+    """Steps of parameters on a device, with states and arithmetic on the host."""
 
     works_on_host = True
 
-    def __init__(self, host: Host, parameter: Parameter) -> None:
-        self._host, self._parameter = host, parameter
-        self.turn = host.turn
-
-    def forget(self) -> None:
-        """Addresses of parameters are no part of what is kept here: there is nothing to drop."""
-
-    def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:  # noqa: ARG002
-        """Refuse to become part of a CUDA graph: the step waits for the device."""
-        if is_captured(self._parameter.array):
-            raise cannot_be_captured()
+    def __init__(self, host: Host) -> None:
+        self._host, self.turn = host, host.turn
 
     def run(self, plan: Plan) -> None:
         """Take a step: parameters and gradients come to the host, and the parameters go back."""

@@ -13,7 +13,6 @@ from ...kernels.cpu.threads.counts import are_equal
 from ...kernels.formula import ROUNDING, Formula
 from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST
-from ...ops.runtime.device import DeviceArray
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import Values
@@ -82,11 +81,6 @@ class Classes:
             rates.append(float(array))
         return rates
 
-    @property
-    def follow_steps(self) -> bool:
-        """Whether the number of a step has to be known to tell its learning rates and decays."""
-        return self.rates.follow_steps or self.decays.follow_steps
-
 
 class Plan(NamedTuple):
     """A step that has been read and checked."""
@@ -94,14 +88,12 @@ class Plan(NamedTuple):
     given: Gradients
     update: Update
     conditioning: Conditioning  # what happens to the gradients before
-    classes: Classes  # of the parameters
-    rates: Sequence[Any]  # of each class: a float, or a `Number` on the device of the step
-    decays: Sequence[float]  # of each class
+    rates: Sequence[float]  # of each class of parameters
+    decays: Sequence[float]
     touched_only: bool  # whether row-sparse gradients update only the rows that occur
+    skip_nonfinite: bool  # whether it would have been skipped for a gradient that is not finite
     use_locking: bool  # whether its memory is held exclusively
-    skip_nonfinite: bool  # whether a device is to skip it where a gradient is not finite
-    found_inf: DeviceArray | None  # not 0 where a device is to skip it
-    calls: Sequence[KernelCall] = ()  # of the host; empty where a device works out the scalars
+    calls: Sequence[KernelCall]
 
 
 def calls_of(
@@ -114,7 +106,7 @@ def calls_of(
     *,
     touched_only: bool,
 ) -> list[KernelCall]:
-    """The kernel calls of a step on the host; as `Plan`.
+    """The kernel calls of a step, whose scalars are worked out here.
 
     ``numbers`` are the learning rates and weight decays of the classes, ``steps`` (int64 ``[P]``)
     the updates of each parameter before this one.
@@ -173,16 +165,8 @@ class Together(Protocol):
 class Stepper(Protocol):
     """A runner of the steps of an optimizer: on the host, on a device, or on both."""
 
-    works_on_host: bool  # whether the arithmetic is done there
-
     def turn(self) -> AbstractContextManager[Any]:
         """Within it, no other thread takes a step of the optimizer."""
 
-    def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:
-        """Within a turn, before a step is planned, which may be skipped for what it is given."""
-
     def run(self, plan: Plan) -> None:
         """Take a step, and count it."""
-
-    def forget(self) -> None:
-        """An address has changed: nothing that was derived from it stays."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from ...kernels.quiet import quiet
 from ...kernels.storage import Storage
-from ...ops.runtime import check, pending
-from ...ops.runtime import device_gradient as on_device
+from ...ops.runtime import check
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.device import DeviceArray, device_of
@@ -256,9 +255,12 @@ class GradientReader:
     @quiet
     def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
-        if parameter.is_on_device:
-            return self._centralize_on_device(parameter.array, gradient, factor)
-        w = parameter.data
+        if parameter.is_on_device:  # by way of the host, which waits
+            found = self._centralize_on_host(parameter.asnumpy(), _on_host(gradient), factor)
+            return _on_device_of(parameter.array, found)
+        return self._centralize_on_host(parameter.data, gradient, factor)
+
+    def _centralize_on_host(self, w: np.ndarray, gradient: Any, factor: float) -> Any:
         # In the type of the arithmetic, so that nothing is rounded twice.
         real = real_type(w.dtype)
         if not isinstance(gradient, RowGradient):
@@ -268,30 +270,13 @@ class GradientReader:
             )
         values = gradient.values.astype(real, copy=False)
         positions, n = gradient.positions, gradient.batch_length
-        rows = RowTensor(
-            gradient.indices, values, parameter.shape, positions=positions, batch_length=n
-        )
+        rows = RowTensor(gradient.indices, values, w.shape, positions=positions, batch_length=n)
         if factor and self._sparse_update != "lazy":
             # Every row decays, so every row has a gradient to centralize.
             return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
         central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
         central.values = np.ascontiguousarray(central.values)
         return row_gradient(central)
-
-    def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
-        """The centralized gradient, enqueued, in a new array of the parameter's framework."""
-        if not isinstance(gradient, RowGradient):
-            return _centralized(gradient, w, factor)
-        if not factor:
-            return gradient.with_values(on_device.centralized(gradient.values, w))
-        if self._sparse_update == "lazy":
-            values = on_device.decayed_rows(gradient, w, factor)
-            on_device.centralize(values, values)
-            return gradient.with_values(values)
-        gradient = on_device.dense(gradient, w.shape, np.dtype(real_type(w.dtype)))
-        # It has no indices any more by which the step could tell that it may not write.
-        pending.settle()
-        return _centralized(gradient, w, factor)
 
     def _check_unshared(
         self, layout: Layout, addresses: Sequence[int], rows: Sequence[RowGradient]
@@ -305,13 +290,19 @@ class GradientReader:
             reject(ValueError, self._where, "a gradient", wrong, expected, got)
 
 
-def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
-    """A dense gradient on a device, first joined by ``factor * w``."""
-    if not factor:
-        return on_device.centralized(gradient, w)
-    joined = on_device.decayed(gradient, w, factor)
-    on_device.centralize(joined, joined)
-    return joined
+def _on_host(gradient: Any) -> Any:
+    """A copy on the host of a gradient on a device."""
+    if not isinstance(gradient, RowGradient):
+        return gradient.numpy()
+    return gradient._replace(indices=gradient.indices.numpy(), values=gradient.values.numpy())
+
+
+def _on_device_of(w: DeviceArray, gradient: Any) -> Any:
+    """A copy on the device of a parameter, in arrays of its framework."""
+    if not isinstance(gradient, RowGradient):
+        return w.holding(gradient)
+    arrays = w.holding(gradient.indices), w.holding(gradient.values)
+    return RowGradient.of(*arrays, gradient.positions, gradient.batch_length)
 
 
 def by_storage(

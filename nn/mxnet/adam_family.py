@@ -22,8 +22,8 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
+from ..engine.device import launch_updates
 from ..engine.host import update_of
-from ..engine.on_device import launch_updates
 from ..engine.reader import Gradients
 from .arguments import LISTS, Lists, as_lists, decay_rate, kept_epsilon
 from .bindings import Bindings

@@ -26,8 +26,8 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
+from ..engine.device import launch_updates
 from ..engine.host import completed, step_together
-from ..engine.on_device import launch_updates
 from ..engine.reader import is_row_sparse
 from .engine.binding import Binding, check_parameter, finish, has_finite, on_devices
 from .engine.memory import DTYPES

@@ -24,6 +24,4 @@ class _Later:
 
 
 numba = _Later("numba.cuda")
-matrices, dense, device, rows = (
-    _Later(f"...kernels.cuda.{name}") for name in ("matrices", "dense", "device", "rows")
-)
+dense, device, rows = (_Later(f"...kernels.cuda.{name}") for name in ("dense", "device", "rows"))

@@ -85,7 +85,7 @@ class DeviceArray:
         """Itself, or a C-contiguous copy, if the framework has a way to make one."""
         if self.flags.c_contiguous and self.flags.aligned:
             return self
-        self._check_memory()
+        refuse_capture(self)
         copied, made = self.framework.contiguous(self.owner), self
         if copied is not None:
             made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
@@ -109,14 +109,9 @@ class DeviceArray:
         self, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
     ) -> DeviceArray:
         """A new array in the same framework, of the same dtype and shape but for what is given."""
-        self._check_memory()
+        refuse_capture(self)
         shape = self.shape if shape is None else shape
         return _new(self.framework, shape, dtype or self.dtype, self.device)
-
-    def _check_memory(self) -> None:
-        """A CUDA graph would use new memory after it is given to others."""
-        if not self.framework.keeps_memory_of_graphs and is_captured(self):
-            raise cannot_be_captured()
 
     def holding(self, array: np.ndarray) -> DeviceArray:
         """A new array in the same framework with the contents of one of the host."""
@@ -253,11 +248,8 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
         own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
         stream = stream_of(device, own)
         elsewhere = [stream_of(device, handle) for handle in others]
-        if others and any(map(is_capturing, (stream, *elsewhere))):
-            raise RuntimeError(
-                "fusestep: a CUDA graph is being captured on the stream of one of the arrays; "
-                "those whose frameworks use other streams cannot be part of it"
-            )
+        if any(map(is_capturing, (stream, *elsewhere))):
+            raise _captured()
         for other in elsewhere:
             follow(stream, other)
         try:
@@ -267,19 +259,24 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
                 follow(other, stream)
 
 
-def is_captured(array: DeviceArray) -> bool:
-    """Whether what is launched for a variable becomes part of a CUDA graph."""
+def refuse_capture(array: DeviceArray) -> None:
+    """Refuse to enqueue what would become part of a CUDA graph.
+
+    Raises:
+        RuntimeError: the stream of the array is being captured.
+    """
     device = array.device
     with on_device(device):
         stream = stream_of(device, _handle(array.framework, array.stream, device))
-        return bool(cuda.device.backend.is_capturing(stream))
+        if cuda.device.backend.is_capturing(stream):
+            raise _captured()
 
 
-def cannot_be_captured() -> RuntimeError:
-    """The error of what would become part of a CUDA graph and must not."""
+def _captured() -> RuntimeError:
+    # Scalars and tables come from the host, which a graph that runs again does not ask.
     return RuntimeError(
-        "fusestep: a CUDA graph is being captured; it can hold steps of optimizers without "
-        "use_locking, of contiguous gradients and no lists of them, and no other calls"
+        "fusestep: a CUDA graph is being captured, of which no call of this package can be a "
+        "part; capture forward and backward, and step after the replay"
     )
 
 

@@ -49,32 +49,6 @@ def decayed(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray
     return made
 
 
-def centralized(gradient: DeviceArray, w: DeviceArray | None = None) -> DeviceArray:
-    """The gradient less its means over all axes but the first, or itself below two dimensions.
-
-    With a parameter ``w`` the result has its framework and the type of the arithmetic on it.
-    """
-    if gradient.ndim < 2 or gradient.size == 0:
-        return gradient
-    made = w.empty_like(_real(w.dtype), gradient.shape) if w is not None else gradient.empty_like()
-    centralize(gradient, made)
-    return made
-
-
-def centralize(gradient: DeviceArray, out: DeviceArray) -> None:
-    """As `centralized`, into an array whose dtype decides the type of the arithmetic.
-
-    ``out`` may be ``gradient``; below two dimensions it has to be.
-    """
-    if gradient.ndim < 2 or gradient.size == 0:
-        return
-    gradient = gradient.contiguous("gradients_centralization", "gradients")
-    shape = len(gradient), gradient.size // len(gradient)
-    storages = (STORAGES[x] for x in (gradient.dtype, _real(out.dtype), out.dtype))
-    with launching([out, gradient]) as stream:
-        cuda.dense.centralize.centralize(storages, gradient.address, shape, out.address, stream)
-
-
 def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
     """The rows of ``table`` at ``index``, and the indices that were read, as int64.
 
@@ -140,7 +114,7 @@ def dense(gradient: RowGradient, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     made: DeviceArray = gradient.values.filled_like(0.0, dtype, shape)
     error = bad_index_error([IndexList("RowTensor", len(gradient.indices), shape[0])])
     with checked_launch([made, *gradient.arrays], error) as launch:
-        rows = _rows_of(gradient, shape, _real(dtype), 0)
+        rows = _rows_of(gradient, shape, _real(dtype))
         cuda.rows.coalesce.dense_sums(
             rows, STORAGES[dtype], made.address, guard=launch.guard, stream=launch.stream
         )
@@ -154,7 +128,7 @@ def coalesced(gradient: RowGradient, shape: tuple[int, ...]) -> tuple[DeviceArra
     if len(indices) == 0:
         return indices.copy(), values.copy()
     with launch_on(gradient.arrays, None) as launch:
-        rows = _rows_of(gradient, shape, _real(values.dtype), 0)
+        rows = _rows_of(gradient, shape, _real(values.dtype))
         with cuda.rows.coalesce.distinct_rows(rows, launch.stream) as distinct:
             n, bad = distinct.count()
             if bad >= 0:
@@ -164,30 +138,13 @@ def coalesced(gradient: RowGradient, shape: tuple[int, ...]) -> tuple[DeviceArra
     return own
 
 
-def decayed_rows(gradient: RowGradient, w: DeviceArray, factor: float) -> DeviceArray:
-    """The values with ``factor * w`` once in each row that occurs, without a wait.
-
-    Indices that are out of range do no harm. The first occurrence of a row has all of it, the
-    others 0, in the type of the arithmetic on ``w``.
-    """
-    real = _real(w.dtype)
-    made = w.filled_like(0.0, real, gradient.values.shape)
-    with launch_on([made, w, *gradient.arrays], None) as launch:
-        rows = _rows_of(gradient, w.shape, real, w.address)
-        scalars = np.array([1.0, factor, 0.0], real)
-        cuda.rows.coalesce.decayed_sums(
-            rows, STORAGES[w.dtype], scalars, made.address, launch.stream
-        )
-    return made
-
-
 def _contiguous(gradient: RowGradient) -> RowGradient:
     named = (gradient.indices, "indices"), (gradient.values, "values")
     return RowGradient.of(*(array.contiguous("RowTensor", name) for array, name in named))
 
 
-def _rows_of(gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any], w: int) -> Any:
-    """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
-    table = row_table((w,), shape, gradient)
+def _rows_of(gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any]) -> Any:
+    """A gradient as kernels see it."""
+    table = row_table((0,), shape, gradient)
     check_keys("RowTensor", [table])
     return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real])

@@ -12,7 +12,7 @@ from ...kernels.element import kernel
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import Storage, real_of
 from . import cuda, pending
-from .device import DeviceArray
+from .device import DeviceArray, launching
 from .launch import Launch, checked_launch
 from .row_forms import by_storage, index_lists, row_gradient, values_by_storage, values_of
 from .row_step import IndexList, bad_index_error, check_keys, row_table
@@ -49,6 +49,19 @@ def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
     """Addresses and sizes."""
     addresses = np.array([array.address for array in arrays], np.int64)
     return addresses, np.array([array.size for array in arrays], np.int64)
+
+
+def squares_at(
+    like: DeviceArray, storage: Storage, addresses: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """The float64 sum of squares of each of some contiguous arrays on the device of ``like``.
+
+    They are given by int64 addresses and numbers of elements. The host waits for the sums.
+    """
+    norm = cuda.dense.norm
+    with launching([like]) as stream:
+        found: np.ndarray = norm.squares(norm.DenseGradients(storage, addresses, sizes), stream)
+    return found
 
 
 @contextmanager

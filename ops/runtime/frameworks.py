@@ -39,9 +39,6 @@ class Framework:
     for Numba's own arrays. Streams are given by their handle.
     """
 
-    keeps_memory_of_graphs = False
-    """Whether memory that is taken while a CUDA graph is being captured stays the graph's."""
-
     def place(self, where: str, name: str, value: Any) -> Place:
         """The place of ``value``."""
         found = value.__cuda_array_interface__
@@ -80,8 +77,6 @@ class Framework:
 
 
 class _Torch(Framework):
-    keeps_memory_of_graphs = True  # ``torch.cuda.graph`` has a pool of its own
-
     @property
     def _torch(self) -> Any:
         return sys.modules["torch"]

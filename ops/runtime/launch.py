@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from . import cuda, pending
-from .device import DeviceArray, cannot_be_captured, launching
+from .device import DeviceArray, launching
 from .locks import Span, overlaps
 
 
@@ -18,7 +18,6 @@ class Launch(NamedTuple):
     stream: Any  # of Numba
     guard: int = 0  # its address on the device, or 0 for a call that cannot fail
     base: int = 0  # added to a bad position that it finds
-    is_captured: bool = False  # it becomes part of a CUDA graph
 
     @property
     def call(self) -> Any:
@@ -27,20 +26,16 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def launch_on(
-    arrays: Sequence[DeviceArray], lock_spans: list[Span] | None, *, can_be_captured: bool = False
-) -> Iterator[Launch]:
+def launch_on(arrays: Sequence[DeviceArray], lock_spans: list[Span] | None) -> Iterator[Launch]:
     """A launch on the stream of the first of all arrays that a call reads or writes.
 
-    With ``lock_spans`` no other such call uses this memory at the same time. A call that would
-    become part of a CUDA graph, and cannot, is an error.
+    With ``lock_spans`` no other such call uses this memory at the same time.
     """
-    with launching(arrays) as stream:
-        capturing = cuda.device.backend.is_capturing(stream)
-        if capturing and not (can_be_captured and lock_spans is None):
-            raise cannot_be_captured()
-        with nullcontext() if lock_spans is None else in_order(lock_spans, stream):
-            yield Launch(stream, is_captured=capturing)
+    with (
+        launching(arrays) as stream,
+        nullcontext() if lock_spans is None else in_order(lock_spans, stream),
+    ):
+        yield Launch(stream)
 
 
 @contextmanager

@@ -12,8 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -63,22 +61,7 @@ class _Guards:
         ]
 
 
-class Owner(Protocol):
-    """An optimizer, whose steps on a device are counted there."""
-
-    @property
-    def is_unsettled(self) -> bool:
-        """Whether its device may know of something that the host does not."""
-
-    def settle(self) -> Exception | None:
-        """Learn it; what went wrong there."""
-
-
 _lock = threading.RLock()
-_owners: WeakKeyDictionary[Owner, None] = WeakKeyDictionary()  # in the order of creation
-# Apart from the owners, which are held weakly: what the steps of one have found may be told after
-# it has gone.
-_bequeathed: list[Callable[[], Exception | None]] = []
 _guards: dict[int, _Guards] = {}
 
 
@@ -109,55 +92,31 @@ def held() -> Iterator[None]:
         yield
 
 
-def register(owner: Owner) -> None:
-    """Have `synchronize` settle ``owner`` too, which is held weakly."""
-    with _lock:
-        _owners[owner] = None
-
-
-def bequeath(settle: Callable[[], Exception | None]) -> None:
-    """Have `synchronize` call ``settle`` once: what is left of an owner that is gone."""
-    _bequeathed.append(settle)  # no lock: the garbage collector may call this at any time
-
-
 def synchronize() -> None:
     """Wait for all calls on CUDA devices, and raise what they have found.
 
     A row-sparse call on device arrays returns before its indices are checked. One with an index
-    out of range writes nothing, and neither do later steps of the same optimizer, also those of
-    CUDA graphs; its counters are as if they had not been called. The error is raised here, or by
-    the next call that waits for the device anyway (``state_dict``, ``load_state_dict``,
-    ``skipped_steps``, every 1,024th row-sparse call). What the host does not know of steps that
-    ran in a graph, or that were skipped on the device, it learns here too. Without calls on a
-    device there is nothing to wait for.
+    out of range writes nothing; of a step of `fusestep.nn` that is no tensor of the step, and the
+    counts of updates go back by it. Later steps have counted it until then. The error is raised
+    here, or by the next call that waits for all of them anyway (``state_dict``,
+    ``load_state_dict``, every 1,024th row-sparse call). Without calls on a device there is nothing
+    to wait for.
 
     Raises:
         IndexError: an index was out of range. Further errors are in its notes.
     """
-    errors = _settle_all()
+    with _lock:
+        errors = [error for guards in _guards.values() for error in guards.settle()]
     if errors:
         for other in errors[1:]:
             errors[0].add_note(f"also: {other}")
         raise errors[0]
 
 
-def _settle_all() -> list[Exception]:
-    # Apart from who raises what is found: a traceback would keep the owners alive.
-    with _lock:
-        errors = [error for guards in _guards.values() for error in guards.settle()]
-        left = [_bequeathed.pop(0) for _ in range(len(_bequeathed))]
-        left += [owner.settle for owner in list(_owners) if owner.is_unsettled]
-        return errors + [error for settle in left for error in [settle()] if error is not None]
-
-
 def settle() -> None:
     """As `synchronize`, where anything is pending."""
     with _lock:
-        if (
-            _bequeathed
-            or any(guards.calls for guards in _guards.values())
-            or any(owner.is_unsettled for owner in list(_owners))
-        ):
+        if any(guards.calls for guards in _guards.values()):
             synchronize()
 
 
@@ -166,8 +125,6 @@ def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.RLock()
     _guards.clear()
-    _owners.clear()
-    _bequeathed.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -121,6 +121,7 @@ class DenseUpdate(NamedTuple):
     # run on the host as it is, also an ``array`` of all, which takes less time than one of NumPy.
     hp: Any
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
+    constants: tuple[tuple[str, float], ...] = ()  # of a device: numbers that `Rule.factor` takes
 
     @property
     def kernel(self) -> Kernel:
@@ -146,7 +147,7 @@ class DenseUpdate(NamedTuple):
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`."""
-        rule, prologue, variables, gradients, g, hp, hp_of = self
+        rule, prologue, variables, gradients, g, hp, hp_of, _ = self
         pool = variables.steps.get((rule, prologue, g)) or variables.new_steps(rule, prologue, g)
         try:
             step = pool.free.pop()
@@ -164,7 +165,7 @@ class DenseUpdate(NamedTuple):
 
     def enqueue(self, launch: Launch) -> None:
         """The step on a device."""
-        part = dense_part(self.kernel, self.variables, self.gradients)
+        part = dense_part(self.kernel, self.variables, self.gradients, self.constants)
         cuda.device.part.run(part, self.hp, self.hp_of, launch.call)
 
 
@@ -182,9 +183,6 @@ def dense_part(
 ) -> Any:
     """The `DevicePart` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
     table, rule = variables.table, kernel.rule
-    if rule.lines:
-        tensors = variables.as_matrices
-        return cuda.matrices.step.MatrixStep(kernel, tensors, gradients, constants)
     sizes = np.diff(table.first)
     if rule.is_row_wise:
         shapes = sizes, table.widths

@@ -76,34 +76,27 @@ def mixtures(*, every: bool) -> dict[str, Any]:
 
 
 def gradient_loops(*, every: bool) -> dict[str, Any]:
-    """The loops on whole gradients, outside of a step: sums of equal rows, centralization.
+    """The loops on whole gradients, outside of a step: sums of equal rows.
 
     Args:
         every: or one of each loop alone.
     """
-    from fusestep.kernels.cuda.dense import centralize
     from fusestep.kernels.cuda.device import arrays
     from fusestep.kernels.cuda.rows import coalesce as row_sums
     from fusestep.kernels.cuda.rows import kernels as rows
-    from fusestep.kernels.storage import BF16, F16, F32, F64
+    from fusestep.kernels.storage import BF16, F32, F64
 
     found = {
         "rows dense sums f32 to f64": row_sums.dense_sums_kernel(F32, F64, F64),
         "rows distinct sums bf16": row_sums.distinct_sums_kernel(BF16, F32, BF16),
-        "rows decayed sums f32": row_sums.decayed_sums_kernel(F32, F32, F32),
         "rows mark firsts": rows.mark_firsts_kernel,
         "rows count firsts": rows.count_firsts_kernel,
-        "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16),
-        "central difference f32 bf16": centralize.subtract_kernel(BF16, F32, F32),
         "widen": arrays.widen_kernel,
     }
     if every:
         found |= {
             "rows dense sums f32": row_sums.dense_sums_kernel(F32, F32, F32),
             "rows distinct sums f32": row_sums.distinct_sums_kernel(F32, F32, F32),
-            "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
-            "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32),
-            "central difference f64": centralize.subtract_kernel(F64, F64, F64),
         }
     return found
 
@@ -114,8 +107,8 @@ def other_loops(*, every: bool) -> dict[str, Any]:
     Args:
         every: or those of float32 alone, of the loops that depend on storage types.
     """
-    from fusestep.kernels.cuda.dense import finite, norm, row_wise, scalars, step, totals, trust
-    from fusestep.kernels.cuda.device import arrays, memory
+    from fusestep.kernels.cuda.dense import finite, norm, row_wise, step, totals
+    from fusestep.kernels.cuda.device import arrays
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.element import kernel
@@ -135,9 +128,6 @@ def other_loops(*, every: bool) -> dict[str, Any]:
     found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
     found |= {f"finite {s.name}": finite.finite_kernel(s) for s in (F32, F64, F16)}
     return found | {
-        "begin": scalars.begin_kernel,
-        "count": scalars.count_kernel,
-        "words by value": memory.words_kernel,
         "rows check": keys.check_kernel,
         "rows find hot": rows.find_hot_kernel,
         "rows mark": rows.mark_kernel,
@@ -155,7 +145,6 @@ def other_loops(*, every: bool) -> dict[str, Any]:
         "lazy counted rows": rows.touched_kernel(counted),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
-        "trust": trust.trust_kernel(F32, trust.TrustOptions(0.1, 0.1, True)),
         "gather": gather.gather_kernel(16),
         "fill": arrays.fill_kernel,
     }
@@ -212,76 +201,6 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
     }
 
 
-def scalars_loops(*, every: bool) -> dict[str, Any]:
-    """The loops that compute the scalars of each optimizer, with every prologue.
-
-    Args:
-        every: or of each fourth optimizer alone.
-    """
-    from fusestep.kernels.cuda.dense.scalars import scalars_kernel
-    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
-    from fusestep.kernels.storage import F32, F64
-
-    from optimizers import ON_DEVICES, inner, make, parameters
-
-    made = {form: inner(make(form, parameters())) for form in reversed(ON_DEVICES)}
-    of_formulas = {opt.formula().function: (form, opt) for form, opt in made.items()}
-    prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
-    found = {}
-    for k, (name, optimizer) in enumerate(of_formulas.values()):
-        if k % 4 and not every:
-            continue
-        formula, n = optimizer.formula(), len(optimizer._rule.hp)
-        sizes = len(formula.constants), len(formula.bases), n
-        real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
-        loop = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)
-        found[f"scalars {name}"] = loop
-    return found
-
-
-def matrix_loops(*, every: bool) -> dict[str, Any]:
-    """The loops of rules on matrices, and what completes their scalars.
-
-    Args:
-        every: or those alone that have the most registers.
-    """
-    from fusestep.kernels.cuda.dense.totals import totals_kernel
-    from fusestep.kernels.cuda.matrices.layout import TileRow
-    from fusestep.kernels.cuda.matrices.lines import lines_kernel, row_factors_kernel
-    from fusestep.kernels.cuda.matrices.passes import measure_kernel, terms_kernel, update_kernel
-    from fusestep.kernels.element import kernel
-    from fusestep.kernels.rules.adafactor import ADAFACTOR_MATRIX, ADAFACTOR_PLAIN_MATRIX
-    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
-    from fusestep.kernels.storage import BF16, F16, F32, F64, real_of
-
-    kinds: list[tuple[str, Any, Any, Any]] = [("f32", (), F32, F32), ("f16", (), F16, F16)]
-    if every:
-        kinds += [
-            ("plain", (), F32, None),
-            ("in LARS", (SCALE, COUPLED_DECAY, TRUST), F32, F32),
-            ("f64", (), F64, F64),
-            ("bf16", (), BF16, F32),
-        ]
-    found = {}
-    for name, prologue, w, s in kinds:
-        rule, states = ADAFACTOR_MATRIX if s else ADAFACTOR_PLAIN_MATRIX, (real_of(w),) * 2
-        compiled = kernel(rule, prologue, w, w, (s, *states) if s else states)
-        found |= {
-            f"matrix terms {name}": terms_kernel(compiled),
-            f"matrix measure {name}": measure_kernel(compiled, True),
-            f"matrix update {name}": update_kernel(compiled),
-        }
-    constants = ("epsilon2", 1e-3), ("clip_threshold", 1.0), ("scale_parameter", True)
-    for real in (F32, F64) if every else (F32,):
-        compiled = kernel(ADAFACTOR_MATRIX, (), real, real, (real,) * 3)
-        found |= {
-            f"matrix lines {real.name}": lines_kernel(compiled.rule, (), real),
-            f"matrix rows {real.name}": row_factors_kernel(compiled.rule, (), real),
-            f"totals {real.name}": totals_kernel(compiled, TileRow, constants),
-        }
-    return found
-
-
 def row_wise_loops(*, every: bool) -> dict[str, Any]:
     """The loops of rules that measure rows: dense, lazy, dense-equivalent.
 
@@ -333,18 +252,11 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 
 
 def library_of(function: Any) -> Any:
-    """A kernel before it is compiled for a device.
-
-    Its arguments are ``int64``; that of `words_kernel` is a tuple of them.
-    """
+    """A kernel, whose arguments are ``int64``, before it is compiled for a device."""
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    from fusestep.kernels.cuda.device.memory import WORDS, words_kernel
-
     arguments = [types.int64] * function.py_func.__code__.co_argcount
-    if function is words_kernel:
-        arguments[1] = types.UniTuple(types.int64, WORDS)
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func,
         types.void(*arguments),
@@ -392,8 +304,6 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "gradients": gradient_loops,
     "others": other_loops,
     "bags": bag_loops,
-    "scalars": scalars_loops,
-    "matrices": matrix_loops,
     "row-wise": row_wise_loops,
 }
 

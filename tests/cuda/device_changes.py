@@ -1,40 +1,227 @@
-"""What changes between steps, and around graphs."""
+"""What changes between steps: numbers on the device, options, where the work is done."""
 
 from __future__ import annotations
 
-from simulator import Graph, run_check  # isort: split
+from simulator import capture, run_check  # isort: split
 
 import copy
 import gc
-import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 import fusestep
-from fusestep import nn
-from fusestep.nn.engine import resident
+from fusestep import nn, ops
 
-from device_arrays import F32, Run, gradient, on_device, on_host, positive, refused, rows
-from device_graphs import assert_same, captured, put
+from device_arrays import (
+    BETAS,
+    F32,
+    F64,
+    Run,
+    assert_close,
+    gradient,
+    on_device,
+    on_host,
+    positive,
+    refused,
+    rows,
+)
+
+SHAPES = ((5, 4), (7,), (0, 3))
+Make = Callable[[Any, Any, Any], Any]
+
+# Of parameters, learning rate and loss scale.
+OPTIMIZERS: tuple[Make, ...] = (
+    lambda p, lr, scale: nn.Adam(p, lr, weight_decay=0.1, loss_scale=scale),
+    lambda p, lr, _: nn.AdamWeightDecay(
+        [{"params": p[:1], "lr": lr, "weight_decay": 0.2}, {"params": p[1:]}], 0.05
+    ),
+    lambda p, lr, scale: nn.Momentum(p, lr, 0.9, loss_scale=scale),
+    lambda p, lr, scale: nn.SGD(p, lr, momentum=0.9, dampening=0.1, loss_scale=scale),
+    lambda p, lr, scale: nn.RMSProp(p, lr, momentum=0.5, loss_scale=scale),
+    lambda p, lr, scale: nn.Adagrad(p, learning_rate=lr, loss_scale=scale),
+    lambda p, lr, scale: nn.ProximalAdagrad(p, learning_rate=lr, l1=0.01, loss_scale=scale),
+    lambda p, lr, _: nn.Lamb(p, lr, weight_decay=0.1),
+    lambda p, lr, scale: nn.AdaFactor(
+        p, lr, scale_parameter=False, relative_step=False, beta1=0.9, loss_scale=scale
+    ),
+    lambda p, lr, scale: nn.LARS(
+        nn.SGD(p, lr, weight_decay=0.1, loss_scale=scale), coefficient=0.1, use_clip=True
+    ),
+)
 
 
-def skips_after_a_capture() -> None:
-    """A graph that was captured when no step could be skipped is not closed by one that was."""
-    g, flag = on_device(gradient((7,))), on_device(np.ones(1, F32))
-    one, other = (nn.Adam(on_device([np.ones(7, F32)])) for _ in range(2))
-    for opt in (one, other):
-        opt((g,))
-    graph = captured(lambda: one((g,)))
-    one.found_inf = flag
-    one((g,))
-    graph.replay()
-    other((g,))
-    assert one.skipped_steps == 1 and one.global_step == 2
-    assert_same(one, other)
+def steps_of(n: int) -> list[list[np.ndarray]]:
+    return [[gradient(shape) for shape in SHAPES] for _ in range(n)]
+
+
+def put(there: Any, value: Any) -> None:
+    """Change what lies on the device."""
+    there = getattr(there, "owner", there)
+    cuda.to_device(np.asarray(value, there.dtype), to=there)
+
+
+def numbers() -> None:
+    """A rate and a loss scale on the device are as those of the host, and may change there."""
+    variables = [positive(shape) for shape in SHAPES]
+    for dtype in (F32, F64):
+        for make in OPTIMIZERS[:: 1 if dtype == F32 else 4]:
+            lr, scale = on_device([np.array(0.125, dtype), np.array([8.0], dtype)])
+            one, w = make(on_device(variables), lr, scale), [v.copy() for v in variables]
+            theirs = make(w, 0.125, 8.0)
+            for k, step in enumerate(steps_of(3)):
+                if k == 2:
+                    put(lr, 0.25)
+                    put(scale, [2.0])
+                    made = make(w, 0.25, 2.0)
+                    made.load_state_dict(theirs.state_dict() | rates(made))
+                    theirs = made
+                one(tuple(on_device(step)))
+                theirs(tuple(step))
+            assert one.get_lr() == theirs.get_lr()
+            for p, v in zip(one.parameters, w, strict=True):
+                assert_close(p.asnumpy(), v, repr(one))
+            expected = theirs.state_dict()
+            for name, array in one.state_dict().items():
+                if not name.startswith("learning_rate"):
+                    assert_close(array, expected[name], name)
+    # On the host: the array is read there, and waited for.
+    lr, scale = on_device([np.array(0.125, F32), np.array(8.0, F32)])
+    w = [v.copy() for v in variables]
+    ours, theirs = nn.Adam(w, 0.125, loss_scale=8.0), nn.Adam(on_device(variables), lr)
+    theirs.loss_scale, theirs.target = scale, "CPU"
+    (step,) = steps_of(1)
+    ours(tuple(step))
+    theirs(tuple(on_device(step)))
+    for p, v in zip(theirs.parameters, w, strict=True):
+        assert_close(p.asnumpy(), v)
+
+
+def rates(optimizer: Any) -> dict[str, np.ndarray]:
+    state = optimizer.state_dict()
+    return {name: array for name, array in state.items() if name.startswith("learning_rate")}
+
+
+def rates_in_states() -> None:
+    """A rate on the device is part of the state, copied to the host and taken back."""
+    lr = on_device(np.array(0.125, F32))
+    opt = nn.Adam(on_device([positive((3,))]), lr)
+    state = opt.state_dict()
+    assert state["learning_rate"] == np.float32(0.125)
+    put(lr, 0.5)
+    assert opt.get_lr() == 0.5
+    opt.load_state_dict(state)
+    assert opt.get_lr() == 0.125 and on_host(lr) == np.float32(0.125)
+
+
+def overflows() -> None:
+    """Steps in which `found_inf` is not 0 change nothing and are counted as skipped."""
+    for dtype, target in ((F32, "GPU"), (F64, "GPU"), (np.dtype(bool), "GPU"), (F32, "CPU")):
+        run, flag = Run(), on_device(np.zeros(1, dtype))
+        run.opt.target = target
+        run.opt.found_inf = flag
+        assert run.opt.found_inf is flag
+        run.step([1, 2])
+        run.before = run.opt.state_dict()
+        put(flag, [1])
+        run.step([0, 2])
+        run.step(None)
+        run.assert_as_before()
+        assert run.opt.skipped_steps == 2 and run.opt.global_step == 2
+        put(flag, [0])
+        run.step([0, 2])
+        run.opt.found_inf = None
+        run.step(None)
+        fusestep.synchronize()
+        assert run.opt.skipped_steps == 2 and run.opt.global_step == 4
+    # A skipped step finds nothing.
+    run.opt.target = "GPU"
+    run.opt.found_inf = flag
+    put(flag, [1])
+    run.step([9])
+    fusestep.synchronize()
+    put(flag, [0])
+    run.step([8], dense=False)
+    put(flag, [1])
+    run.step([1])
+    with refused(IndexError, "got 8", *run.w):
+        fusestep.synchronize()
+    assert run.opt.skipped_steps == 4
+
+
+def schedules_and_skips() -> None:
+    """A schedule of the host follows the steps that were taken."""
+    for options in ({"skip_nonfinite": True}, {}):
+        asked: list[int] = []
+        opt = nn.SGD(on_device([positive((3,))]), lambda k, a=asked: a.append(k) or 0.1, **options)
+        flag = on_device(np.zeros(1, F32))
+        if not options:
+            opt.found_inf = flag
+        for bad in (False, True, True, False, False):
+            put(flag, [bad])
+            is_bad = bad and bool(options)
+            opt((on_device(np.full(3, np.inf if is_bad else 1.0, F32)),))
+        assert asked == [0, 1, 1, 1, 2] and opt.skipped_steps == 2
+
+
+def wrong_numbers() -> None:
+    """Numbers of another kind, or that live elsewhere."""
+    w, host = on_device([positive((7,))]), [positive((7,))]
+    opt = nn.Adam(w)
+    two, whole, one = on_device([np.ones(2, F32), np.ones((), np.int32), np.ones((), F32)])
+    for error, text, call in (
+        (ValueError, "learning_rate has a wrong shape", lambda: nn.Adam(w, two)),
+        (TypeError, "learning_rate has a wrong dtype", lambda: nn.Adam(w, whole)),
+        (ValueError, "learning_rate lives elsewhere", lambda: nn.Adam(host, one)),
+        (ValueError, "learning_rate lives elsewhere",
+         lambda: nn.Adam([{"params": host, "lr": one}])),
+        (ValueError, "loss_scale lives elsewhere", lambda: nn.Adam(host, loss_scale=one)),
+        (ValueError, "loss_scale has a wrong shape", lambda: nn.Adam(w, loss_scale=two)),
+        (TypeError, "loss_scale has a wrong dtype", lambda: setattr(opt, "loss_scale", whole)),
+        (TypeError, "found_inf has a wrong dtype", lambda: setattr(opt, "found_inf", whole)),
+        (ValueError, "found_inf has a wrong shape", lambda: setattr(opt, "found_inf", two)),
+        (TypeError, "found_inf has a wrong type", lambda: setattr(opt, "found_inf", True)),
+        (ValueError, "found_inf lives elsewhere",
+         lambda: setattr(nn.Adam(host), "found_inf", one)),
+    ):  # fmt: skip
+        with refused(error, text):
+            call()
+    assert opt.loss_scale == 1.0 and opt.found_inf is None
+    # A rate that is assigned later is looked at by the step.
+    opt.learning_rate.data = on_device(np.array(-0.1, F32))
+    with refused(ValueError, "learning_rate is out of range", *w):
+        opt((on_device(gradient((7,))),))
+    opt.learning_rate.data = on_device(np.array(0.1, F32))
+    opt((on_device(gradient((7,))),))
+    assert opt.global_step == 1
+
+
+def changed_options() -> None:
+    """What is assigned between two steps counts from the next one on, as on the host."""
+    w = [positive(shape) for shape in SHAPES]
+    ours, theirs = nn.Adam(on_device(w), 0.1), nn.Adam(w, 0.1)
+    for k, step in enumerate(steps_of(8)):
+        for opt in (ours, theirs):
+            if k == 1:
+                opt.beta1 = 0.5
+            if k == 2:
+                opt.loss_scale = 4.0
+            if k == 3:
+                opt.learning_rate.data = np.array(0.25)
+            if k == 4:
+                opt.eps, opt.beta2, opt.loss_scale = 1e-3, 0.9, 1.0
+            if k in (5, 6) and opt is ours:
+                opt.target = ("CPU", "GPU")[k - 5]
+        ours(tuple(on_device(step)))
+        theirs(tuple(step))
+    for p, v in zip(ours.parameters, w, strict=True):
+        assert_close(p.asnumpy(), v)
+    expected = theirs.state_dict()
+    for name, array in ours.state_dict().items():
+        assert_close(array, expected[name], name)
 
 
 def options() -> None:
@@ -73,113 +260,73 @@ def options() -> None:
 
 
 def targets() -> None:
-    """Counts of steps on the host are not those that the device had before."""
+    """The work can go to the host and back; no step is lost."""
     g = on_device(gradient((7,)))
     opt = nn.Adam(on_device([positive((7,))]))
-    opt((g,))
-    graph = captured(lambda: opt((g,)))
-    graph.replay()
-    opt.target = "CPU"
-    assert opt.global_step == 2
-    opt((g,))
-    fusestep.synchronize()
-    assert opt.global_step == 3 and opt.state_dict()["step.parameter_0"] == 3
-    opt.target = "GPU"
-    opt((g,))
-    fusestep.synchronize()
-    assert opt.global_step == 4 and opt.state_dict()["step.parameter_0"] == 4
+    for step, target in enumerate(("GPU", "CPU", "GPU", "GPU"), 1):
+        opt.target = target
+        opt((g,))
+        assert opt.global_step == step and opt.state_dict()["step.parameter_0"] == step
 
 
 def nothing_is_kept() -> None:
-    """Gradients of earlier steps are let go of, and so is what was known of their kinds."""
-    w = on_device([positive((3, 2))])
-    opt = nn.LARS(nn.SGD([{"params": w, "grad_centralization": True}], 0.1))
-    seen = []
-    for _ in range(3):
-        g = on_device(gradient((3, 2)))
-        seen.append(weakref.ref(g))
-        opt((g,))
-    del g
-    gc.collect()
-    assert not any(ref() is not None for ref in seen)
-    many = nn.SGD(on_device([positive((2,)) for _ in range(8)]), 0.1)
-    of_each = on_device([gradient((2,)) for _ in range(8)])
-    for k in range(1, 120):
-        many(tuple(g if k >> i & 1 else None for i, g in enumerate(of_each)))
-    assert len(many._on_device._ran) <= 64
+    """Gradients of earlier steps are let go of."""
+    for make in (nn.LARS, lambda opt: opt):
+        w = on_device([positive((3, 2))])
+        opt = make(nn.SGD([{"params": w, "grad_centralization": make is nn.LARS}], 0.1))
+        seen = []
+        for _ in range(3):
+            g = on_device(gradient((3, 2)))
+            seen.append(weakref.ref(g))
+            opt((g,))
+        del g
+        gc.collect()
+        assert not any(ref() is not None for ref in seen)
 
 
 def no_gradients() -> None:
-    """A step without any gradient counts, in a graph too."""
+    """A step without any gradient counts."""
     opt = nn.Adam(on_device([positive((3,)), positive((0,))]))
     opt((None, None))
-    graph = captured(lambda: opt((None, None)))
-    assert all(call.args[0] for call in graph.calls)  # addresses  # type: ignore[attr-defined]
-    graph.replay()
-    fusestep.synchronize()
-    assert opt.global_step == 2 and opt.state_dict()["step.parameter_0"] == 0
+    assert opt.global_step == 1 and opt.state_dict()["step.parameter_0"] == 0
 
 
-def early_refusals() -> None:
-    """What cannot be captured says so before it takes memory or waits."""
-    g, lr = on_device(gradient((5, 3))), on_device(np.array(0.125, F32))
-    w, text = on_device([positive((5, 3))]), "CUDA graph is being captured"
+def captures() -> None:
+    """What would become part of a CUDA graph is refused; it enqueues and counts nothing."""
+    w, g = on_device([positive((5, 3))]), on_device(gradient((5, 3)))
+    part, lr = on_device(rows([1, 2], (5, 3))), on_device(np.array(0.125, F32))
     host = nn.Adam(w, lr)
     host.target = "CPU"
-    centralized = [{"params": w, "grad_centralization": True}]
-    decayed = [{"params": w, "grad_centralization": True, "weight_decay": 0.1}]
-    part = on_device(rows([1, 2], (5, 3)))
-    for opt, given, expected in (
-        (nn.AdamOffload(w, lr), g, text),
-        (host, g, text),
-        (nn.SGD(centralized, 0.1), g, "centralizes gradients"),
-        (nn.SGD(decayed, 0.1, loss_scale=lr), g, "centralizes gradients"),
-        (nn.LazyAdam(w), [part, part], text),
-    ):
-        opt((given,))
-        with refused(RuntimeError, expected, *w), Graph() as graph:
-            opt((given,))
-        assert not graph.calls, type(opt).__name__
+    centralized = [{"params": w, "grad_centralization": True, "weight_decay": 0.1}]
+    calls: list[Callable[[], Any]] = []
+    optimizers = [
+        (nn.Adam(w), g), (nn.Adam(w, use_locking=True), g), (nn.AdamOffload(w, lr), g), (host, g),
+        (nn.SGD(centralized, 0.1), g), (nn.LARS(nn.SGD(w, 0.1)), g), (nn.AdaFactor(w), g),
+        (nn.LazyAdam(w), part), (nn.LazyAdam(w), [part, part]), (nn.RowWiseAdagrad(w), part),
+        (nn.SGD(w, 0.1, skip_nonfinite=True), g),
+    ]  # fmt: skip
+    for opt, given in optimizers:
+        calls.append(lambda o=opt, x=given: o((x,)))
+    table = on_device([positive((5, 3)) for _ in range(3)])
+    calls += [
+        lambda: ops.Adam()(*table, *BETAS, g),
+        lambda: ops.FusedSparseLazyAdam()(*table, *BETAS, part.values, part.indices),
+        lambda: ops.clip_by_global_norm([g], 1.0),
+        lambda: ops.clip_by_global_norm([g], 1.0, in_place=True),
+        lambda: ops.global_norm([g]),
+        lambda: ops.EmbeddingBags()(w, [part.indices], [on_device(np.array([0, 2]))]),
+        part.to_dense,
+        part.coalesce,
+    ]
+    for call in calls:
+        call()
         fusestep.synchronize()
-        assert opt.global_step == 1
-
-
-def events_of_the_device() -> None:
-    """An event belongs to the device on which it will be recorded."""
-    inside = [False]
-    whole, new_event = resident.on_device, resident.new_event
-
-    @contextmanager
-    def tracked(device: int) -> Iterator[None]:
-        inside[0] = True
-        with whole(device):
-            yield
-        inside[0] = False
-
-    def made() -> Any:
-        assert inside[0]
-        return new_event()
-
-    resident.on_device, resident.new_event = tracked, made
-    nn.SGD(on_device([positive((3,))]), 0.1)((on_device(gradient((3,))),))
-    resident.on_device, resident.new_event = whole, new_event
-
-
-def forks() -> None:
-    """What a child inherits it does not ask the device about."""
-    run = Run()
-    run.step([1])
-    child = os.fork()
-    if child == 0:
-        asked: list[Any] = []
-        try:
-            resident.Resident.settle = lambda self: asked.append(self) or (None, None)
-            del run
-            gc.collect()
-            fusestep.synchronize()
-        finally:
-            os._exit(bool(asked))
-    assert os.waitpid(child, 0)[1] == 0
+        text = "a CUDA graph is being captured"
+        with refused(RuntimeError, text, *w, *table, g), capture() as enqueued:
+            call()
+        assert not enqueued
+    for opt, _ in optimizers:
+        assert opt.global_step == 1, repr(opt)
 
 
 def copies() -> None:
@@ -205,6 +352,7 @@ def new_states() -> None:
 
 if __name__ == "__main__":
     run_check(
-        options=(options, copies, targets, new_states, nothing_is_kept, forks),
-        graphs=(skips_after_a_capture, no_gradients, early_refusals, events_of_the_device),
+        numbers=(numbers, rates_in_states, overflows, schedules_and_skips, wrong_numbers),
+        options=(changed_options, options, copies, targets, new_states, nothing_is_kept),
+        captures=(no_gradients, captures),
     )

@@ -13,8 +13,6 @@ from numba import cuda
 import fusestep
 from fusestep import nn
 from fusestep.kernels.tables import HOT
-from fusestep.ops.runtime import device_gradient, pending
-from fusestep.ops.runtime.row_step import RowGradient
 
 from device_arrays import (
     BF16,
@@ -198,27 +196,6 @@ def steps_of_custom_optimizers() -> None:
         opt.decay_weight((on_device(rows([5], (5, 4))),))
 
 
-def long_rows() -> None:
-    """More chunks than a block has threads along a row, and chunks of more than one round."""
-    for shape in ((2, 330), (1, 700)):
-        params, g = [on_device(positive(shape))], gradient(shape)
-        opt = nn.Optimizer(0.1, [{"params": params, "grad_centralization": True}])
-        (found,) = opt.gradients_centralization((on_device(g),))
-        assert_close(on_host(found), g - g.mean(1, keepdims=True, dtype=np.float64).astype(F32))
-
-
-def not_finite() -> None:
-    """An infinity spoils its row and no other; large values do not overflow their mean."""
-    g = gradient((4, 20))
-    g[1, 3], g[2, :] = np.inf, 3e38
-    opt = nn.Optimizer(0.1, [{"params": [on_device(g)], "grad_centralization": True}])
-    (found,) = opt.gradients_centralization((on_device(g),))
-    array = on_host(found)
-    np.testing.assert_array_equal(array[1], [np.nan if k == 3 else -np.inf for k in range(20)])
-    assert not array[2].any()
-    assert np.isfinite(array[[0, 3]]).all()
-
-
 def centralized(params: Any, decay: float = 0.0) -> list[dict[str, Any]]:
     return [
         {"params": params[:2], "grad_centralization": True, "weight_decay": decay},
@@ -284,19 +261,6 @@ def ratios() -> None:
             assert_close(on_host(a), b)
 
 
-def joined_rows() -> None:
-    """The decay of a row is in the place of its first occurrence; a bad index has no row."""
-    host, w = rows([1, 5, 1, -2, 0], (5, 4)), nn.Parameter(on_device(positive((5, 4))))
-    given = on_device(host)
-    gradient = RowGradient.of(given.indices, given.values)
-    found = device_gradient.decayed_rows(gradient, w.array, 0.5)
-    sums = host.values.copy()
-    sums[0] += sums[2] + np.float32(0.5) * w.asnumpy()[1]
-    sums[4] += np.float32(0.5) * w.asnumpy()[0]
-    sums[1:4] = 0
-    assert_close(on_host(found), sums)
-
-
 def errors_of_centralized_steps() -> None:
     """A bad index writes nothing, and its error comes when that of the step comes, or earlier."""
     for make in (nn.LazyAdam, nn.Adam):
@@ -317,29 +281,8 @@ def errors_of_centralized_steps() -> None:
             assert opt.global_step == 2
     empty = on_device([positive((0, 3))])
     opt = nn.LazyAdam([{"params": empty, "grad_centralization": True, "weight_decay": 0.1}], 0.1)
-    opt((on_device(rows([2], (0, 3))),))
     with refused(IndexError, "expected 0 <= index < 0, got 2"):
-        fusestep.synchronize()
-
-
-def waits() -> None:
-    """The host waits for the gradients of a step in one case only."""
-    settle, settled = pending.settle, []
-    w = on_device([positive((5, 4))])
-    sparse, dense = on_device(rows([1, 1], (5, 4))), on_device(gradient((5, 4)))
-    pending.settle = lambda: settled.append(None)
-    try:
-        for make in (nn.LazyAdam, nn.Adam):
-            for decay in (0.0, 0.3):
-                groups = [{"params": w, "grad_centralization": True, "weight_decay": decay}]
-                opt = make(groups, 0.1)
-                for g, n in ((dense, 0), (sparse, 1 if decay and make is nn.Adam else 0)):
-                    del settled[:]
-                    opt((g,))
-                    assert len(settled) == n
-    finally:
-        pending.settle = settle
-    fusestep.synchronize()
+        opt((on_device(rows([2], (0, 3))),))
 
 
 if __name__ == "__main__":
@@ -347,12 +290,8 @@ if __name__ == "__main__":
         row_tensors=(row_sums, hot_rows, bad_rows, lists_of_rows),
         centralization=(
             steps_of_custom_optimizers,
-            long_rows,
-            not_finite,
             optimizers,
             ratios,
-            joined_rows,
             errors_of_centralized_steps,
-            waits,
         ),
     )

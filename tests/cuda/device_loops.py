@@ -113,7 +113,7 @@ SIZES = (37, 0, 16, 1, 5, 64, 3)
 
 
 def every_rule() -> None:
-    """All rules of elements and tensors: see `device_matrices.py` and `device_row_wise.py`.
+    """All rules of elements and tensors: see `device_row_wise.py`.
 
     The variance of made-up states may be negative, of which Python takes no root.
     """

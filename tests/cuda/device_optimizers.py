@@ -75,14 +75,13 @@ def compare_optimizer(
     return on_gpu, theirs
 
 
-# One for each rule; those of AdaFactor are in device_matrices.py, those of rows in
-# device_row_wise.py.
+# One for each rule; those of rows are in device_row_wise.py.
 OF_RULES = {
     new_optimizer(form, parameters())._rule: partial(
         new_optimizer, form, **decayed_and_scaled(form)
     )
     for form in ON_DEVICES
-    if FORMS[form][0] not in ("LARS", "AdaFactor") and not is_row_wise(form)
+    if FORMS[form][0] != "LARS" and not is_row_wise(form)
 }
 DENSE_OPTIMIZERS: tuple[Callable[[Any], Any], ...] = (
     *OF_RULES.values(),

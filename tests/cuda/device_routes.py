@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator import Graph, run_check  # isort: split
+from simulator import run_check  # isort: split
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def parts() -> None:
 
 
 def refusals() -> None:
-    """Processes that cannot send arrays of devices, and a gradient that cannot be in a graph."""
+    """Processes that cannot send arrays of devices."""
     table = on_device(np.zeros((N, 2), np.float32))
 
     def program(comm: ThreadCommunicator) -> None:
@@ -95,11 +95,6 @@ def refusals() -> None:
     route = RowShard(N, alone()).route(np.array([1, 2]))
     with refused(ValueError, "table has a wrong shape", table):
         route.gather(on_device(np.zeros((N + 1, 2), np.float32)))
-    opt = nn.LazyAdam([table], 0.1)
-    rows = route.scatter(on_device(np.ones((2, 2), np.float32)))
-    opt((rows,))
-    with refused(RuntimeError, "has positions, which lie on the host", table), Graph():
-        opt((rows,))
 
 
 if __name__ == "__main__":

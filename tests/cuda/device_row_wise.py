@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator import Graph, run_check  # isort: split
+from simulator import run_check  # isort: split
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -175,26 +175,10 @@ def guards() -> None:
         opt((on_device(rows([2], (7,))),))
 
 
-def graphs() -> None:
-    """Steps of a graph, which count by themselves, are those without one."""
-    shapes = ((5, 4), (7,))
-    for make in (*LAZY, partial(Own, of=OF_TENSORS[0])):
-        start, step = [positive(s) for s in shapes], on_device([gradient(s) for s in shapes])
-        one, other = make(on_device(start)), make(on_device(start))
-        for opt in (one, other):
-            opt(tuple(step))
-        with Graph() as graph:
-            one(tuple(step))
-        for _ in range(2):
-            graph.replay()
-            other(tuple(step))
-        assert_same(one, other)
-
-
 if __name__ == "__main__":
     run_check(
         dense=(dense, types),
         rows=(sparse, hot_rows, shared_launches),
-        tensors=(tensors, graphs),
+        tensors=(tensors,),
         others=(offloaded, guards),
     )

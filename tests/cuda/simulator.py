@@ -2,7 +2,7 @@
 
 Blocks are small there (`kernels.cuda.device.simulated`), device arrays lie on the host, and have to
 be short. The simulator has to be switched on before Numba is imported. So a file of checks, which
-imports this first, is a program, ``python device_graphs.py graphs``, and a process of its own.
+imports this first, is a program, ``python device_loops.py rows``, and a process of its own.
 
 The simulator's own threads of a block all run at once, are polled, and put their ``cuda`` into a
 module whenever they call a function of it. Here they take turns, each up to the next barrier. What
@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -39,23 +39,15 @@ def run_check(**checks: Sequence[Callable[[], Any]]) -> None:
     print("right")
 
 
-class Graph:
-    """What was enqueued in ``with graph:``, to be run as often as `replay` is called."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Graph:
-        simulated.recording.append(self.calls)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        simulated.recording.clear()
-
-    def replay(self) -> None:
-        """Run everything, in order."""
-        for call in self.calls:
-            call()
+@contextmanager
+def capture() -> Iterator[list[str]]:
+    """A context in which every stream is being captured, with what is enqueued meanwhile."""
+    enqueued: list[str] = []
+    simulated.captures.append(enqueued)
+    try:
+        yield enqueued
+    finally:
+        simulated.captures.pop()
 
 
 def _closed() -> threading.Lock:

@@ -27,23 +27,18 @@ CHECKS = (
     ("device_bags.py", "steps"),
     ("device_bags.py", "pooling"),
     ("device_bags.py", "hot"),
-    ("device_matrices.py", "values"),
     ("device_loops.py", "hot_rows"),
     ("device_mxnet.py", "optimizers"),
     ("device_optimizers.py", "dense_optimizers"),
-    ("device_graphs.py", "graphs"),
     ("device_gradients.py", "row_tensors"),
-    ("device_matrices.py", "types"),
     ("device_loops.py", "loops"),
     ("device_loops.py", "rows"),
     ("device_operators.py", "operators"),
     ("device_optimizers.py", "row_optimizers"),
     ("device_optimizers.py", "copies"),
-    ("device_graphs.py", "numbers"),
     ("device_changes.py", "options"),
-    ("device_changes.py", "graphs"),
-    ("device_matrices.py", "shapes"),
-    ("device_matrices.py", "states"),
+    ("device_changes.py", "numbers"),
+    ("device_changes.py", "captures"),
     ("device_row_wise.py", "tensors"),
     ("device_row_wise.py", "others"),
     ("device_bags.py", "forms"),
@@ -60,13 +55,11 @@ CHECKS = (
     ("device_thor.py", "errors"),
     ("device_frameworks.py", "arrays"),
     ("device_frameworks.py", "steps"),
-    ("device_frameworks.py", "graphs"),
+    ("device_frameworks.py", "captures"),
     ("device_frameworks.py", "gradients"),
     ("device_frameworks.py", "thor"),
 )
-PARTS = (
-    "row-wise", "bags", "rules", "others", "torch", "matrices", "mixtures", "gradients", "scalars",
-)  # fmt: skip
+PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures", "gradients")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 4 blocks of 256 threads at 64, 3 at 65 to 85, and 2 at up to 128.
 MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
@@ -132,13 +125,8 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
         return 3, 1 if name.endswith("f64") else 2
     if name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
         return 6, 1
-    if name.startswith(("rows hot", "finite", "central", "matrix terms")):
-        return 1, int("difference" in name)
-    if name.startswith("matrix measure"):  # w, g, factors of columns
-        return 3, 0
-    if name.startswith("matrix update"):  # and the first moment, if there is one
-        n_written = 1 if name.endswith("plain") else 2
-        return 2 + n_written, n_written
+    if name.startswith(("rows hot", "finite")):
+        return 1, 0
     return 0, 0
 
 

@@ -16,7 +16,6 @@ import llvmlite
 import numba
 from numba import types
 
-from ...formula import Formula
 from ...inner import njit
 from ...rule import RULE_FLAGS, Rule, hp_type
 from ...storage import Storage, numba_type
@@ -59,14 +58,6 @@ def of_factor(rule: Rule, real: Storage) -> Traits:
     counts = {"size", *(state.name for state in rule.states if state.dtype is not None)}
     taken = [types.int64 if name in counts else numba_type(real) for name in rule.takes]
     return _traits(rule.factor, (*(types.float64,) * rule.n_measured, *taken))
-
-
-def of_formula(formula: Formula, real: Storage) -> Traits:
-    """Traits of a formula on a device."""
-    numbers = types.float64, types.float64, types.int64
-    tuples = (types.UniTuple(types.float64, len(x)) for x in (formula.constants, formula.bases))
-    real_type = types.NumberClass(numba_type(real))
-    return _traits(formula.function, (real_type, *numbers, *tuples))
 
 
 def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:

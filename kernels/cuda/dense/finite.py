@@ -15,7 +15,7 @@ from ..device.records import row_finder
 from .step import Chunks, TensorRow
 from .tiles import by_chunks, tile_length
 
-THREADS, _TILES, _ = GEOMETRY.finite
+THREADS, _TILES = GEOMETRY.finite
 _UNSIGNED: dict[int, Any] = {2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
@@ -55,28 +55,21 @@ def _chunk_of(storage: Storage) -> int:
     return THREADS * _TILES * tile_length(storage)
 
 
-class FiniteCheck(Chunks):
-    """The check of contiguous arrays: their int64 ``[T]`` addresses and numbers of elements."""
-
-    def __init__(self, storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> None:
-        super().__init__(_chunk_of(storage), addresses[:, None], sizes, THREADS)
-        self.table, self.loop = self.words(0 * sizes), finite_kernel(storage)
-
-    def enqueue(self, table: int, found: int, stream: Any) -> None:
-        """Enqueue it: the word at the address ``found`` becomes 1 at a NaN or an infinity."""
-        self.launch(self.loop, stream, table, self.n_tensors, found)
-
-
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, stream: Any) -> bool:
-    """Whether contiguous arrays hold no NaN and no infinity; the host waits. As `FiniteCheck`."""
-    check, found, places = FiniteCheck(storage, addresses, sizes), np.zeros(1, np.int64), Places()
-    if check.table.size == 0:
+    """Whether contiguous arrays hold no NaN and no infinity; the host waits.
+
+    They are given by int64 addresses and numbers of elements.
+    """
+    chunks, places = Chunks(_chunk_of(storage), addresses[:, None], sizes, THREADS), Places()
+    table, found = chunks.words(0 * sizes), np.zeros(1, np.int64)
+    if table.size == 0:
         return True
-    at_found, at_table = places.add(found.nbytes), places.add(check.table.nbytes)
+    at_found, at_table = places.add(found.nbytes), places.add(table.nbytes)
     with room_of(stream) as room:
         base = room.take(places.size)
         copy_in(base + at_found, found, stream)
-        copy_in(base + at_table, check.table, stream)
-        check.enqueue(base + at_table, base + at_found, stream)
+        copy_in(base + at_table, table, stream)
+        arguments = base + at_table, chunks.n_tensors, base + at_found
+        chunks.launch(finite_kernel(storage), stream, *arguments)
         copy_out(found, base + at_found, stream)
-    return not found[0]
+    return not int(found[0])

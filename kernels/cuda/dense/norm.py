@@ -76,26 +76,31 @@ class DenseSquares:
     """The squares of dense arrays, summed over each of their chunks."""
 
     def __init__(self, found: DenseGradients) -> None:
-        self.loop, self._table = chunk_sums_kernel(scaling(found.storage)), 0
+        self._loop = chunk_sums_kernel(scaling(found.storage))
         self._chunks = found.chunks(found.addresses)
         self.counts, self.n_parts = self._chunks.counts, self._chunks.n_blocks
 
-    def words(self, place: int) -> np.ndarray:
-        """The int64 table, to lie at an address."""
-        self._table = place
-        # No scalar is used, but they are read: the table itself is memory as good as any.
-        return self._chunks.words(np.full(len(self.counts), place))
-
-    def launch(self, parts: int, stream: Any) -> None:
-        """Enqueue writing them, the table being there, to an address."""
-        self._chunks.launch(self.loop, stream, self._table, self._chunks.n_tensors, parts, 0)
-
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `Squares`."""
+        chunks = self._chunks
         with room_of(stream) as room:
-            place = room.take(8 * self._chunks.n_words)
-            copy_in(place, self.words(place), stream)
-            self.launch(parts, stream)
+            place = room.take(8 * chunks.n_words)
+            # No scalar is used, but they are read: the table itself is memory as good as any.
+            copy_in(place, chunks.words(np.full(len(self.counts), place)), stream)
+            chunks.launch(self._loop, stream, place, chunks.n_tensors, parts, 0)
+
+
+def squares(found: DenseGradients, stream: Any) -> np.ndarray:
+    """The float64 sum of squares of each of some arrays; the host waits for them."""
+    own = DenseSquares(found)
+    parts, ends = np.zeros(own.n_parts), np.cumsum(own.counts)
+    if own.n_parts:
+        with room_of(stream, SUMS) as room:
+            place = room.take(parts.nbytes)
+            own.enqueue(place, stream)
+            copy_out(parts, place, stream)
+    spans = zip((ends - own.counts).tolist(), ends.tolist(), strict=True)
+    return np.array([parts[begin:end].sum() for begin, end in spans])
 
 
 @cuda.jit

@@ -83,11 +83,6 @@ def _by_numba(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
 
 
-def launch_words(loop: Any, stream: Any, address: int, words: tuple[int, ...]) -> None:
-    """Launch a loop of one thread that takes a tuple."""
-    _by_numba(loop, 1, 1, stream)(address, words)
-
-
 _lock = threading.Lock()
 
 

@@ -14,19 +14,6 @@ class ChunkGeometry(NamedTuple):
 
     threads: int
     tiles: int  # of a thread
-    most: int = 0  # chunks of a row, where the rows of a matrix are cut
-
-
-class MatrixGeometry(NamedTuple):
-    """Matrices are cut into tiles, and their lines into segments (`matrices.layout`)."""
-
-    threads: int = 256
-    rounds: int = 8  # rows of a thread whose sums are added up at once
-    across: int = 32  # threads across a matrix that is high enough: a warp reads one row
-    many_tiles: int = 1_024  # of a tensor: with more of them, each takes several rounds
-    most_bands: int = 16
-    neighbours: int = 8  # lines next to each other that a block has at least
-    chunk: int = 8  # lines of a thread, where a mean has become known
 
 
 class SortGeometry(NamedTuple):
@@ -46,10 +33,7 @@ class Geometry(NamedTuple):
 
     dense: ChunkGeometry = ChunkGeometry(256, 4)
     finite: ChunkGeometry = ChunkGeometry(256, 8)
-    central: ChunkGeometry = ChunkGeometry(256, 8, most=4_096)
     rows: int = 256  # and of copies
     hot: int = 64  # of rows that occur often
     totals: int = 256  # where a block adds up the sums of others
-    scalars: int = 64
-    matrices: MatrixGeometry = MatrixGeometry()
     sort: SortGeometry = SortGeometry()

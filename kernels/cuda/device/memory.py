@@ -1,9 +1,7 @@
-"""Room on the device that the calls on a stream share, what is written to it, and their order.
+"""Room on the device that the calls on a stream share, and the order of streams.
 
 A copy from ordinary host memory is staged by the driver before the call returns, so its source may
 change at once and nothing waits for the device. (On "stream 0" of Numba's own copies it would.)
-What is captured in a CUDA graph must not be copied from memory of the host that may change before
-the graph runs: it travels as the arguments of a launch, which are part of the graph.
 """
 
 from __future__ import annotations
@@ -12,18 +10,15 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import cuda, types
+from numba import cuda
 
-from .backend import address_of, copy_in, device_id, handle_of, launch_words, new_event, storer
+from .backend import address_of, device_id, handle_of, new_event
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD
 WORK, SUMS = range(2)
 """Kinds of room: for one launch or step, and for what several steps add to."""
-WORDS = 128
-"""Words that one launch writes: 1 KiB of the 4 KiB that arguments may have."""
-_store = storer(types.int64)
 
 
 class Places:
@@ -39,51 +34,7 @@ class Places:
         return place
 
 
-class Held:
-    """Memory on the device that belongs to one owner, and whose contents stay from call to call.
-
-    A CUDA graph that was captured writes the contents anew whenever it runs, so after that no
-    call relies on what was there; and it uses the memory, which is therefore kept.
-    """
-
-    def __init__(self) -> None:
-        self._array, self._size, self._is_captured = None, 0, False
-        self._content: np.ndarray = np.empty(0, np.int64)
-        self._kept: list[Any] = []
-
-    def take(self, n_bytes: int, *, capturing: bool = False) -> int:
-        """The address of at least ``n_bytes``; while a graph is captured none can be taken."""
-        if n_bytes > self._size:
-            if capturing:
-                raise RuntimeError("memory cannot be taken while a CUDA graph is being captured")
-            if self._is_captured:
-                self._kept.append(self._array)
-            self._array, self._size = None, 0  # freed when the device is done with it
-            # A power of 2, so that batches that grow from step to step seldom take new memory.
-            size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
-            self._array, self._size = cuda.device_array(size, np.uint8), size
-            self._content = np.empty(0, np.int64)
-        self._is_captured |= capturing
-        return self.address
-
-    @property
-    def address(self) -> int:
-        """Where it lies; 0 before any was taken."""
-        return 0 if self._array is None else int(address_of(self._array))
-
-    def write(self, words: np.ndarray, stream: Any, *, capturing: bool) -> None:
-        """Have int64 ``words`` there, which are copied if others were; `WORDS` are overwritten."""
-        if words.size == 0:
-            return  # there may be no memory
-        address = self.take(words.nbytes, capturing=capturing)
-        if capturing:
-            store_words(address, words, stream)
-        elif self._is_captured or not np.array_equal(words, self._content):
-            copy_in(address, words, stream)
-            self._content = words.copy()
-
-
-class Room(Held):
+class Room:
     """Memory on the device that every call on one stream uses, one after the other.
 
     What is enqueued on a stream runs in order, so a call may overwrite what an earlier one has
@@ -91,8 +42,18 @@ class Room(Held):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._array, self._size, self._address = None, 0, 0
         self._lock = threading.Lock()
+
+    def take(self, n_bytes: int) -> int:
+        """The address of at least ``n_bytes``."""
+        if n_bytes > self._size:
+            self._array, self._size = None, 0  # freed when the device is done with it
+            # A power of 2, so that batches that grow from step to step seldom take new memory.
+            size = max(_LEAST, 1 << (n_bytes - 1).bit_length())
+            self._array = cuda.device_array(size, np.uint8)
+            self._address, self._size = int(address_of(self._array)), size
+        return self._address
 
     def __enter__(self) -> Room:
         self._lock.acquire()
@@ -100,26 +61,6 @@ class Room(Held):
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-@cuda.jit
-def words_kernel(address, words):
-    """``loop[1, 1](address, words)``: write a tuple of `WORDS` int64."""
-    _store(address, words)
-
-
-def store_words(address: int, words: np.ndarray, stream: Any) -> None:
-    """Enqueue writing int64 ``words`` to an address; there has to be room for `WORDS`.
-
-    There is one kernel, for `WORDS` words, so fewer are padded, and of more of them the last launch
-    begins earlier.
-    """
-    padded = np.zeros(max(WORDS, len(words)), np.int64)
-    padded[: len(words)] = words
-    for begin in range(0, len(padded), WORDS):
-        first = min(begin, len(padded) - WORDS)
-        values = tuple(padded[first : first + WORDS].tolist())
-        launch_words(words_kernel, stream, address + 8 * first, values)
 
 
 _rooms: dict[tuple[int, ...], Room] = {}

@@ -14,16 +14,8 @@ import numpy as np
 from numba import cuda, types
 
 from ...rule import Prologue, Rule, hp_type
-from ...storage import F64, REALS, Storage, numba_type
-from .backend import (
-    load_float32,
-    load_float64,
-    load_int8,
-    load_int64,
-    reader,
-    store_float32,
-    store_float64,
-)
+from ...storage import Storage, numba_type
+from .backend import load_int64, reader
 
 # On the host a value that all rows have, or a column.
 Word = Annotated[Any, types.int64]
@@ -91,29 +83,3 @@ def table_of(rows: Any, n: int) -> np.ndarray:
     """The int64 words of ``n`` rows, given as one whose fields are columns."""
     columns = [np.broadcast_to(x, n) if np.ndim(x) < 2 else x for x in rows]
     return np.column_stack(columns).astype(np.int64, copy=False).ravel()
-
-
-# How a number lies there: its bytes.
-INT8, FLOAT32, FLOAT64 = 1, 4, 8
-KINDS = {dtype: dtype.itemsize for dtype in (np.dtype(np.bool_), *REALS)}
-
-
-@cuda.jit(device=True)
-def load_number(address, kind):
-    """The number at an address, as ``float64``."""
-    if kind == FLOAT32:
-        return np.float64(load_float32(address))
-    if kind == FLOAT64:
-        return load_float64(address)
-    return np.float64(load_int8(address))
-
-
-def multiplier(real: Storage) -> Any:
-    """``multiply(address, factor)`` by a ``float64``: a scalar of a rule, rounded once."""
-    load, store = (load_float64, store_float64) if real is F64 else (load_float32, store_float32)
-
-    @cuda.jit(device=True)
-    def multiply(address, factor):
-        store(address, np.float64(load(address)) * factor)
-
-    return multiply

@@ -18,20 +18,14 @@ import numpy as np
 from numba import cuda, types
 
 from ...storage import f16_to_f32, f32_to_f16
-from .geometry import ChunkGeometry, Geometry, MatrixGeometry, SortGeometry
+from .geometry import ChunkGeometry, Geometry, SortGeometry
 
 GEOMETRY = Geometry(
     dense=ChunkGeometry(threads=4, tiles=1),
     finite=ChunkGeometry(threads=4, tiles=1),
-    central=ChunkGeometry(threads=8, tiles=1, most=20),
     rows=8,
     hot=4,
     totals=4,
-    scalars=4,
-    # Tiles of 2 threads by 2, rounds of 2 rows; lines that 2 threads share; chunks of 8 rows.
-    matrices=MatrixGeometry(
-        4, rounds=2, across=2, many_tiles=4, most_bands=2, neighbours=2, chunk=2
-    ),
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort=SortGeometry(
         digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2
@@ -157,21 +151,14 @@ def new_event():
     return _Event()
 
 
-recording: list[list[Callable[[], object]]] = []
-"""The graph that is captured, if there is one: what is enqueued."""
+captures: list[list[str]] = []
+"""The captures that are going on, each with what was enqueued meanwhile."""
 
 
 def _enqueue(call, *arguments):
-    if recording:
-        recording[-1].append(partial(call, *arguments))
-    else:
-        call(*arguments)
-
-
-def _refuse_capture(what):
-    """As the driver does: a graph that held it would read what is no longer there."""
-    if recording:
-        raise RuntimeError(f"{what} cannot be captured")
+    for enqueued in captures:
+        enqueued.append(str(call))
+    call(*arguments)
 
 
 def launcher(loop, grid, block, stream):
@@ -181,26 +168,20 @@ def launcher(loop, grid, block, stream):
     return partial(_enqueue, launch)
 
 
-def launch_words(loop, stream, address, words):
-    launcher(loop, 1, 1, stream)(address, words)
-
-
 def prepare(loop):
     pass  # nothing is compiled
 
 
 def is_capturing(stream):
-    return bool(recording)
+    return bool(captures)
 
 
 def copy_in(address, array, stream):
-    _refuse_capture("a copy from memory of the host")
-    ctypes.memmove(int(address), array.ctypes.data, array.nbytes)
+    _enqueue(ctypes.memmove, int(address), array.ctypes.data, array.nbytes)
 
 
 def copy_out(array, address, stream):
-    _refuse_capture("waiting for a copy")
-    ctypes.memmove(array.ctypes.data, int(address), array.nbytes)
+    _enqueue(ctypes.memmove, array.ctypes.data, int(address), array.nbytes)
 
 
 start_copy_out = copy_out

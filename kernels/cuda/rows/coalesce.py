@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...rules.gradient import COUPLED_DECAY
-from ...rules.norm import SCALED
 from ...storage import Storage, numba_type
 from ...tables import RowTable
-from ..dense.tiles import (
-    access,
-    by_tiles,
-    narrow_storer,
-    rows_are_aligned,
-    tile_length,
-    wide_loader,
-)
+from ..dense.tiles import by_tiles, narrow_storer, rows_are_aligned, tile_length
 from ..device.backend import (
     GEOMETRY,
     copy_in,
@@ -36,14 +27,13 @@ from ..device.backend import (
     store_int32,
     store_int64,
 )
-from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, tile_grid
 from ..device.part import LaunchContext, placed
-from ..device.records import hp_reader, row_reader
+from ..device.records import row_reader
 from . import kernels
 from .kernels import add_up_rows, thread_place
-from .keys import Keys, KeySort, TableRow, is_first, may_not_write, position_at, row_at
+from .keys import Keys, KeySort, TableRow, is_first, may_not_write, row_at
 from .sort import scratch_words, sort_keys
 
 _table_at = row_reader(TableRow)
@@ -120,49 +110,6 @@ def distinct_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
     return loop
 
 
-@cache
-def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
-    """Sums of rows with their decay, in the place of the first occurrence of each row.
-
-    The other places, which hold 0 already, stay as they are: so do those of bad indices. The
-    result has the type of the arithmetic.
-    """
-    length, real_bytes, w_bytes = tile_length(g, w), real.itemsize, w.itemsize
-    write = by_tiles(lambda n: _write_decayed(g, real, w, n), length)
-    read_hp = hp_reader(SCALED, (COUPLED_DECAY,), real)
-
-    @cuda.jit
-    def loop(keys, n, bits, tables, out, is_aligned):
-        keys, (k, tile) = Keys(keys, n, bits), thread_place()
-        if k >= n or not is_first(keys, k):
-            return
-        table, row = _table_at(tables, 0), row_at(keys, k)
-        if row < table.rows:
-            hp, w_row = read_hp(table.hp), load_int64(table.arrays) + row * table.width * w_bytes
-            place = out + position_at(keys, k) * table.width * real_bytes
-            write(tile * length, table.width, is_aligned, keys, k, table, place, w_row, hp)
-
-    return loop
-
-
-def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
-    """``run(column, keys, k, table, place, w_row, hp)``: the sum of a row, decayed."""
-    sum_of_row, load_w = _sum_of_row(g, real, length), wide_loader(w, real, length)
-    store = access(real, length).store
-    kind, decay = numba_type(real), device_function(COUPLED_DECAY.apply)
-
-    @cuda.jit(device=True)
-    def run(column, keys, k, table, place, w_row, hp):
-        total, x = cuda.local.array(length, kind), cuda.local.array(length, kind)
-        sum_of_row(total, keys, k, table, column)
-        load_w(x, w_row, column)
-        for c in range(length):
-            total[c] = decay(total[c], x[c], hp)
-        store(total, place, column)
-
-    return run
-
-
 class DeviceRows(NamedTuple):
     """A row-sparse gradient."""
 
@@ -170,9 +117,9 @@ class DeviceRows(NamedTuple):
     g: Storage  # of the values
     real: Storage  # of the arithmetic
 
-    def keys(self, *, drop: bool = False) -> KeySort:
+    def keys(self) -> KeySort:
         """Keys of the table; no loop on them reads a parameter through it."""
-        return KeySort([self.table], (self.g.itemsize,), drop=drop)
+        return KeySort([self.table], (self.g.itemsize,))
 
     def are_aligned(self, *arrays: tuple[int, Storage]) -> int:
         """Whether all rows of the values, and of arrays of their width, begin at whole vectors."""
@@ -195,22 +142,6 @@ def dense_sums(rows: DeviceRows, out: Storage, result: int, *, guard: int, strea
         # One block looks at the guard even where there are no columns.
         loop = _launcher(dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
         loop(*sorted_keys, keys.table, result, is_aligned, guard)
-
-
-def decayed_sums(rows: DeviceRows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
-    """Enqueue the sums of rows with their decay, at the first occurrence of each row.
-
-    The table has the address of the parameter. ``result`` is that of an array of the shape of the
-    values, in the type of the arithmetic, that holds 0. Bad indices are left out.
-    """
-    keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
-    if n == 0 or rows.table.width == 0:
-        return
-    with placed(keys, hp[None], [0], LaunchContext(stream)) as call:
-        sorted_keys = keys.sort(call)
-        is_aligned = rows.are_aligned((parameter, w), (result, rows.real))
-        loop = _launcher(decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
-        loop(*sorted_keys, keys.table, result, is_aligned)
 
 
 class DistinctRows:

@@ -29,8 +29,8 @@ from ....kernels.storage import STORAGES, real_of
 from ....kernels.tables import TensorTable, row_width
 from ....ops.runtime.errors import reject
 from ....ops.runtime.step import Variables
+from ...engine.device import are_finite
 from ...engine.layout import Batch
-from ...engine.on_device import are_finite
 from ...engine.reader import by_storage
 from .memory import DTYPE_NAMES, DTYPES, Stretch, array_of, check_apart
 from .part import Choice, Chosen, Given, Part

@@ -1,1 +1,0 @@
-"""Steps on matrices whose rows and columns have states: running means of what an element gives."""
