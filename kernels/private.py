@@ -53,9 +53,9 @@ NAMES = {
         "where Numba's loops run on OpenMP, it sets the number of threads of other libraries too",
     ),
     "tbb": Name("numba.np.ufunc.tbbpool", "a child of a fork runs steps on one thread"),
-    "kernel": Name(
-        "numba.cuda.codegen:CUDACodeLibrary.get_cufunc",
-        "a launch on a device takes the host longer",
+    "cubin": Name(
+        "numba.cuda.codegen:CUDACodeLibrary.get_cubin",
+        "a launch on a device takes the host longer, and each process compiles its kernels",
     ),
     "keys": Name("torch._C:_dispatch_keys", _TENSORS),
     "tensor address": Name("torch:Tensor._cdata", _TENSORS),
@@ -139,13 +139,14 @@ def compiler_locks() -> list[Any]:
     return [lock for lock in found if lock is not None]
 
 
-def kernel_of(loop: Any) -> Any:
-    """The kernel of a compiled loop on the current device, for NVIDIA's bindings; or None."""
+def cubin_of(loop: Any) -> tuple[str, bytes] | None:
+    """The name of the kernel of a compiled loop, and its code for the current device; or None."""
     try:
         (compiled,) = loop.overloads.values()
-        return compiled._codelibrary.get_cufunc().kernel
+        library = compiled._codelibrary
+        return library._entry_name, library.get_cubin().code
     except (AttributeError, ValueError):
-        lose("kernel")
+        lose("cubin")
         return None
 
 

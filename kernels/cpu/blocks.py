@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from ..cache import fingerprint
 from ..element import (
     Compiler,
     Kernel,
@@ -39,7 +40,6 @@ from ..element import (
 from ..inner import njit
 from ..rule import PROLOGUE_FLAGS, RULE_FLAGS, hp_type
 from ..storage import Storage, numba_type
-from .compiler.cache import fingerprint
 from .compiler.compile import NativeFunction
 from .compiler.intrinsics import array_reader, as_pointer, tuple_reader
 

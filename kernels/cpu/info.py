@@ -11,7 +11,7 @@ import llvmlite
 import numba
 import numpy as np
 
-from .compiler.cache import cache_directory, cache_entries, cache_problem
+from ..cache import cache_directory, cache_entries, cache_problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,13 +8,14 @@ import itertools
 import pkgutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numba
 
 from .. import rules
-from ..element import kernel
+from ..cache import cache_directory, cache_problem, clear_cache
+from ..element import Kernel, kernel
 from ..rule import Prologue, Rule
 from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
@@ -22,7 +23,6 @@ from ..storage import STORAGES, Storage, real_of, state_storage
 from . import bags, dense, gather  # noqa: F401
 from .blocks import blocks
 from .compiler import machine
-from .compiler.cache import cache_directory, cache_problem, clear_cache
 from .compiler.compile import PARTS, NativeFunction
 from .headers import arrays, id_lists, tensors
 from .matrices import step as _matrices_step  # noqa: F401
@@ -59,6 +59,15 @@ def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
         yield sums.accumulate(real_of(storage), real_of(storage))
 
 
+def kernels(
+    chosen: Iterable[Rule], prologues: Iterable[Prologue], storages: Iterable[Storage]
+) -> Iterator[Kernel]:
+    """The kernels of some rules, with equal storage types of parameters and gradients."""
+    for rule, prologue, storage in itertools.product(chosen, prologues, storages):
+        states = tuple(state_storage(state, storage) for state in rule.states)
+        yield kernel(rule, prologue, storage, storage, states)
+
+
 def functions(
     chosen: list[Rule], storages: list[Storage], *, every_prologue: bool
 ) -> Iterator[NativeFunction]:
@@ -66,15 +75,14 @@ def functions(
     yield from loops(storages)
     yield from (gather.gather_part, *map(dense.finite_check, storages))
     prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
-    for rule, prologue, storage in itertools.product(chosen, prologues, storages):
-        states = tuple(state_storage(state, storage) for state in rule.states)
-        compiled = kernel(rule, prologue, storage, storage, states)
+    for compiled in kernels(chosen, prologues, storages):
+        rule, prologue, storage = compiled.rule, compiled.prologue, compiled.w
         yield from (block for block in (matrix_blocks if rule.lines else blocks)(compiled) if block)
         if rule.layerwise and not prologue:
             norm = blocks(kernel(SCALED, (), storage, storage, ())).measure
             yield from (norm,) if norm else ()
             own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
-            yield from (blocks(kernel(rule, p, storage, storage, states)).update for p in own)
+            yield from (blocks(other).update for other in kernels([rule], own, [storage]))
 
 
 def write_portable(folder: Path, part: slice = slice(None)) -> None:
@@ -100,6 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rule", nargs="+", choices=sorted(all_rules()), default=None, help=rule_help)
     without = "without weight decay and loss scale, which are compiled in"
     add("--plain", action="store_true", help=without)
+    add("--cuda", action="store_true", help="those of the current CUDA device, not of the CPU")
     add("--clear", action="store_true", help="first remove every kernel from the cache")
 
 
@@ -108,18 +117,41 @@ def main(args: argparse.Namespace) -> int:
     known = all_rules()
     chosen = [known[name] for name in args.rule or known]
     storages = [_BY_NAME[name] for name in args.dtype]
-    wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not args.plain)}
     begin = time.perf_counter()
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
         if args.clear:
             clear_cache()
-        layers.start_layer()
-        for function in wanted.values():
-            function.address  # noqa: B018  (compiles)
+        if args.cuda:
+            n = _prepare_on_device(chosen, storages, plain=args.plain)
+        else:
+            n = _prepare(chosen, storages, plain=args.plain)
     seconds = time.perf_counter() - begin
     place, problem = cache_directory(), cache_problem()
     kept = f"kept in {place}" if place else "not kept: FUSESTEP_CACHE_DIR is empty"
     if problem:
         kept = f"not kept in {place}: {problem}"
-    print(f"{len(wanted)} kernels ready in {seconds:.1f} s, {kept}")
+    print(f"{n} kernels ready in {seconds:.1f} s, {kept}")
     return 0
+
+
+def _prepare(chosen: list[Rule], storages: list[Storage], *, plain: bool) -> int:
+    layers.start_layer()
+    wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not plain)}
+    for function in wanted.values():
+        function.address  # noqa: B018  (compiles)
+    return len(wanted)
+
+
+def _prepare_on_device(chosen: list[Rule], storages: list[Storage], *, plain: bool) -> int:
+    try:
+        cuda = importlib.import_module("numba.cuda")
+        on_device = importlib.import_module("...cuda.warmup", __name__)
+    except ImportError as error:
+        raise SystemExit(
+            f"fusestep warmup --cuda: {error}: pip install 'fusestep[cuda13]'"
+        ) from None
+    if not cuda.is_available():
+        raise SystemExit("fusestep warmup --cuda: Numba finds no CUDA driver")
+    prologues = _PROLOGUES[:1] if plain else _PROLOGUES
+    n: int = on_device.prepare_loops(kernels(chosen, prologues, storages))
+    return n

@@ -48,7 +48,7 @@ from fusestep.bench.workers.worker_protocol import (
     samples,
     turn,
 )
-from fusestep.kernels.cpu.compiler.cache import cache_directory
+from fusestep.kernels.cache import cache_directory
 
 import bench_support
 from bench_support import FakeClock, quiet, result, special

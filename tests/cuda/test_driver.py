@@ -89,10 +89,44 @@ def test_a_launch_by_numba(driver: dict[str, str]) -> None:
     """Where Numba has no kernel for the bindings."""
     program = PROGRAM.split("launch, calls")[0]
     without = (
-        "from fusestep.kernels.cuda.device import driver\ndriver.kernel_of = lambda loop: None\n"
+        "from fusestep.kernels.cuda.device import driver\ndriver.cubin_of = lambda loop: None\n"
     )
     done = run(driver, "-W", "error", "-c", without + program)
     assert done.returncode == 0, done.stderr[-3_000:]
+
+
+OWN_RULE = """
+from fusestep.nn import Formula, FusedOptimizer, Rule
+def update(w, g, hp):
+    return w - hp.lr * g
+class Own(FusedOptimizer):
+    def formula(self):
+        return Formula(lambda real, lr, *_: (lr,))
+w = cuda.device_array(5, np.float32)
+Own(0.1, [w], rule=Rule(update, (), ("lr",)))((cuda.device_array(5, np.float32),))
+"""
+COUNT = """
+from numba.cuda.dispatcher import CUDADispatcher
+compile, names = CUDADispatcher.compile, []
+def counted(self, *arguments):
+    names.append(self.py_func.__qualname__)
+    return compile(self, *arguments)
+CUDADispatcher.compile = counted
+"""
+
+
+def test_kernels_are_compiled_once(driver: dict[str, str], tmp_path: Path) -> None:
+    """A later process compiles nothing but what has changed: a rule that was edited, say."""
+    steps = PROGRAM.split("launch, calls")[0]
+    edited = OWN_RULE.replace("w - hp.lr * g", "w - 2.0 * hp.lr * g")
+    numbers = []
+    for program in (steps + OWN_RULE, steps + OWN_RULE, steps + edited):
+        done = run(driver, "-c", COUNT + program + "print(len(names))",
+                   FUSESTEP_CACHE_DIR=str(tmp_path))  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3_000:]
+        numbers.append(int(done.stdout))
+    assert numbers[0] > 5
+    assert numbers[1:] == [0, 1]
 
 
 @pytest.mark.parametrize(

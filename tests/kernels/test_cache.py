@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.compiler import cache
+from fusestep.kernels import cache
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 
 from subprocesses import output_of, run_python
@@ -35,7 +35,7 @@ STEP = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
-    from fusestep.kernels.cpu.compiler import cache
+    from fusestep.kernels import cache
     from fusestep.kernels.cpu.blocks import blocks
     from fusestep.kernels.cpu.threads.parallel import commit
     from fusestep.kernels.element import kernel
@@ -232,7 +232,7 @@ def test_sources_that_changed_since_the_import_are_not_saved(tmp_path):
     """Which of both texts was compiled is not known, so neither is kept."""
     program = """
         import numpy as np
-        from fusestep.kernels.cpu.compiler import cache
+        from fusestep.kernels import cache
         cache.sources_hash = lambda: "edited"
         from fusestep import nn
         nn.Adam([np.ones(3, np.float32)])((np.ones(3, np.float32),))
@@ -263,7 +263,7 @@ ONE_STORAGE = """
 BOTH_STORAGES = """
     import ctypes
     import numpy as np, ml_dtypes
-    from fusestep.kernels.cpu.compiler import cache
+    from fusestep.kernels import cache
     from fusestep.kernels.cpu.rows.sums import accumulate
     from fusestep.kernels.storage import BF16, F32, STORAGES
     keys = np.zeros(100, np.int64)
@@ -394,7 +394,7 @@ def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
     program = f"""
         import warnings
         warnings.simplefilter("default")
-        from fusestep.kernels.cpu.compiler import cache
+        from fusestep.kernels import cache
         from fusestep.kernels.cpu.compiler.compile import NativeFunction
         def nothing(n):
             pass
@@ -478,7 +478,7 @@ def test_a_folder_of_another_user_is_not_used(entry):
 def test_roots_kernels_are_not_used_by_another_user(tmp_path):
     program = f"""
         import os, sys, traceback, warnings
-        from fusestep.kernels.cpu.compiler import cache
+        from fusestep.kernels import cache
         from fusestep.kernels.cpu.compiler.compile import NativeFunction
 
         def hits():

@@ -23,7 +23,7 @@ FORK_BETWEEN = """
     from numba.core import event
     from numba.np.ufunc import parallel as of_numba
     from fusestep.kernels.cpu.compiler.compile import NativeFunction
-    from fusestep.kernels.cpu.compiler import cache
+    from fusestep.kernels import cache
     from fusestep.kernels.cpu.threads import layers, parallel
 
     cache.save = lambda *_: None  # so that it is new again in the next process

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fusestep.kernels import cache
 from fusestep.kernels.cpu import warmup
-from fusestep.kernels.cpu.compiler import cache, machine
+from fusestep.kernels.cpu.compiler import machine
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import load_acquire
 from fusestep.kernels.cpu.compiler.machine import Code, Loaded, PythonEntry

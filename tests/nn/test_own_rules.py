@@ -337,7 +337,7 @@ PROGRAM = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
-    from fusestep.kernels.cpu.compiler import cache
+    from fusestep.kernels import cache
     from fusestep.kernels.cpu.compiler.compile import NativeFunction, engine_works
     from own_rules import Good, Bad
     engine_works()  # its trial is kept, too

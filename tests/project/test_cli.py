@@ -11,8 +11,8 @@ import pytest
 
 import fusestep
 from fusestep import nn
+from fusestep.kernels import cache
 from fusestep.kernels.cpu import warmup
-from fusestep.kernels.cpu.compiler import cache
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.storage import STORAGES
 
@@ -93,7 +93,7 @@ def test_warmup_fills_the_cache(tmp_path):
     In the cache of these tests: all loops of the package take long to compile.
     """
     program = """
-        from fusestep.kernels.cpu.compiler import cache
+        from fusestep.kernels import cache
         load, names = cache.load, []
         def recorded(identity):
             names.append(identity)

@@ -152,7 +152,7 @@ def assert_only_slower(names: list[str], **environment: str) -> None:
 # One is looked up where another layer runs.
 ALONE = {"omp": {"NUMBA_THREADING_LAYER": "omp"}}
 OF_OBJECTS = "hooks of one"
-ON_DEVICES = "kernel"  # `tests/cuda/test_driver.py` does without it
+ON_DEVICES = "cubin"  # `tests/cuda/test_driver.py` does without it
 APART = {*ALONE, OF_OBJECTS, ON_DEVICES}
 TORCH = [name for name, (place, _) in NAMES.items() if place.startswith("torch")]
 NUMBA = [name for name in NAMES if name not in TORCH]

@@ -14,12 +14,12 @@ import numba
 import numpy.ma  # noqa: F401  (else Numba's first call does, and a forked child waits for it)
 from numba import types
 
+from ... import cache as on_disk
 from ...inner import njit
 from ...lazy import lazy
 from ...private import compiler_locks
 from ..process.forks import fork_between
 from ..process.room import require_room
-from . import cache as on_disk
 from . import machine
 from .machine import Code, Loaded, PythonEntry
 from .records import records

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numba
 from llvmlite import binding as llvm
 
+from ...cache import IMPORTED_SOURCES, processor, sealed, unsealed
 from ...files import check_target
 from ...private import find
-from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
 PORTABLE = Path(__file__).parents[1] / "portable"
 """LLVM's IR of loops, `sealed` as `_name`, if the package was built and not edited since."""

@@ -16,10 +16,10 @@ import llvmlite
 import numba
 from numba import types
 
+from ... import cache as on_disk
 from ...inner import njit
 from ...rule import RULE_FLAGS, Rule, hp_type
 from ...storage import Storage, numba_type
-from . import cache as on_disk
 from . import machine
 from .compile import NativeFunction, engine_works
 from .intrinsics import value_reader

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from ...cache import fingerprint
 from ...element import Kernel, conditioned, element_of
 from ...inner import njit
 from ...rule import Lines
 from ...storage import F64, Storage
 from ..blocks import CPU, SUMS, identity, readers
-from ..compiler.cache import fingerprint
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, prefetch_line
 from ..compiler.lines import LINE

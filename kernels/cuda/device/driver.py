@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from cuda.core import LaunchConfig, Stream, launch
+from cuda.core import LaunchConfig, ObjectCode, Stream, launch
 from numba import config, cuda, types
 
-from ...private import kernel_of
+from ...private import cubin_of
+from . import cubins
+from .cubins import Cubin
 from .geometry import Geometry
 
 GEOMETRY = Geometry()
@@ -103,8 +105,14 @@ def prepare(loop: Any) -> Any:
     """
     key = loop, device_id()
     if key not in _compiled:
-        loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
-        _compiled[key] = kernel_of(loop)
+        capability = cuda.get_current_device().compute_capability
+        cubin = cubins.load(loop, capability)
+        if cubin is None:
+            loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
+            cubin = Cubin(*found) if (found := cubin_of(loop)) else None
+            if cubin is not None:
+                cubins.save(loop, capability, cubin)
+        _compiled[key] = cubin and ObjectCode.from_cubin(cubin.code).get_kernel(cubin.entry)
     return _compiled[key]
 
 

@@ -30,9 +30,9 @@ import numba
 import numpy as np
 from llvmlite import binding as llvm
 
-from ...files import check_target
+from .files import check_target
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parent
 _MAGIC = b"fusestep kernel 2\n"
 _SUFFIX = ".kernel"
 _Dispatcher = type(numba.njit(lambda: None))
