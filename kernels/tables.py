@@ -31,6 +31,8 @@ MOST_RANGES = 64
 
 SUM, MEAN, LARGEST = range(3)
 """How the rows of a bag are pooled."""
+LEFT_OUT = -(1 << 31)
+"""What stands on a device in a list of pooled ids for one that counts for nothing."""
 
 
 def range_length(n_positions: int) -> int:

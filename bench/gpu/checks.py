@@ -278,6 +278,38 @@ def scaled(there: Host) -> list[np.ndarray]:
     return [p.detach().cpu().numpy(), np.array([scaler.get_scale()])]
 
 
+def bags_of_torch(there: Host) -> list[np.ndarray]:
+    """`nn.torch.EmbeddingBags`: steps in backward, of one call and of two, and gradients left."""
+    import torch
+
+    from fusestep.nn import torch as fused
+
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator).to(there.torch)
+
+    def ids(*shape: int) -> Any:
+        return torch.randint(0, 50, shape, generator=generator).to(there.torch)
+
+    tables = [
+        torch.nn.EmbeddingBag(50, 16, mode="sum", _weight=drawn(50, 16), padding_idx=3),
+        torch.nn.Embedding(50, 4, padding_idx=0, _weight=drawn(50, 4)),
+    ]
+    bags = fused.EmbeddingBags(tables)
+    optimizer = fused.LazyAdam(bags.parameters(), lr=0.1)
+    offsets, singles = torch.arange(0, 300, 3).to(there.torch), torch.arange(100).to(there.torch)
+    out = bags([ids(300), ids(100)], [offsets, singles], [drawn(300), drawn(100)])
+    (out * drawn(100, 20)).sum().backward()
+    optimizer.step()
+    bags.update_in_backward(optimizer)
+    for n_calls in (1, 2):
+        calls = [bags([ids(100, 3), ids(100)]) for _ in range(n_calls)]
+        sum((own * drawn(100, 20)).sum() for own in calls).backward()
+    fusestep.synchronize()
+    return [t.detach().cpu().numpy() for t in (*bags.weights, out)]
+
+
 def _lazy(parameters: list[Any]) -> Any:
     return nn.LazyAdam(parameters, 0.1)
 
@@ -326,6 +358,7 @@ CHECKS: dict[str, tuple[Check, np.dtype[Any]]] = {
     "torch/Adagrad/sparse": (of_torch("Adagrad", sparse="touched"), F32),
     "torch/LazyAdam/sparse": (of_torch("LazyAdam", sparse="touched"), F32),
     "torch/GradScaler": (scaled, F32),
+    "torch/EmbeddingBags": (bags_of_torch, F32),
 }  # fmt: skip
 
 

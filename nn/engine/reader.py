@@ -33,10 +33,13 @@ class Gradients(NamedTuple):
     addresses: np.ndarray  # int64: of the dense ones, in order
     rows: list[RowGradient]  # the row-sparse ones, in order
     keep: Sequence[Any]  # what must stay alive until the step is done
+    streams: Sequence[DeviceArray] = ()  # of a device: one array of each stream, if that is known
 
     @property
-    def arrays(self) -> list[Any]:
-        """All arrays of the step; a parameter first, which on a device decides the stream."""
+    def arrays(self) -> Sequence[Any]:
+        """Arrays of all streams of a step on a device; a parameter first, which decides."""
+        if self.streams:
+            return self.streams
         variables = (batch.variables.tensors for batch in self.layout.batches)
         found = [arrays[0] for tensors in variables for arrays in tensors]
         for gradient in self.keep:
@@ -60,6 +63,14 @@ class Gradients(NamedTuple):
         """The gradients of a batch of row-sparse ones."""
         is_only = self.layout.n_row_batches == 1
         return self.rows if is_only else [self.rows[k] for k in batch.places]
+
+
+class _LastOnDevice(NamedTuple):
+    """The last step on a device, of dense gradients that were taken as they lay."""
+
+    layout: Layout
+    looks: Sequence[Any]  # of each gradient, or None: `DeviceArray.look`
+    streams: Sequence[DeviceArray]
 
 
 class GradientReader:
@@ -96,6 +107,7 @@ class GradientReader:
         # A new dict: what a thread finds that has read before goes to the one of before. Under None
         # is the last one, if `read_like_last` can take it.
         self._layouts: dict[tuple[Kind | None, ...] | None, Layout] = {}
+        self._on_device: _LastOnDevice | None = None
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients of a step if all are of the same kinds as in the step before, else None.
@@ -104,7 +116,7 @@ class GradientReader:
         """
         last = self._layouts.get(None)
         if last is None or last.expected is None:
-            return None
+            return self._on_device and self._read_on_device(self._on_device, gradients)
         arrays = self._arrays_like(last, gradients) if last.row_arrays else gradients
         addresses = last.expected.addresses(arrays) if arrays is not None else None
         if arrays is None or addresses is None:
@@ -125,6 +137,41 @@ class GradientReader:
         # NumPy takes longer to select nothing than all else here.
         dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
         return Gradients(last, dense, rows, arrays)
+
+    def _read_on_device(self, last: _LastOnDevice, gradients: tuple[Any, ...]) -> Gradients | None:
+        """As `read_like_last`, of dense gradients on a device."""
+        addresses = []
+        for look, gradient in zip(last.looks, gradients, strict=True):
+            if look is None:
+                if gradient is not None:
+                    return None
+                continue
+            kind, framework, expected = look
+            if type(gradient) is not kind:
+                return None
+            address, form = framework.look(gradient)
+            if form != expected:
+                return None
+            addresses.append(address)
+        layout = last.layout
+        if layout.shares_memory(zip(addresses, layout.dense_bytes, strict=True)):
+            return None
+        return Gradients(layout, np.array(addresses, np.int64), [], gradients, last.streams)
+
+    def _last_on_device(self, layout: Layout, given: Gradients) -> _LastOnDevice | None:
+        """What is known of gradients on a device; None where one is row-sparse, or was copied."""
+        if not layout.batches or layout.row_arrays or self._centralized:
+            return None
+        if not self._parameters[0].is_on_device:
+            return None
+        read = iter(given.keep)
+        looks = [None if kind is None else next(read).look for kind in layout.kinds]
+        if any(look is None and kind for look, kind in zip(looks, layout.kinds, strict=True)):
+            return None
+        streams = {(array.framework, array.stream): array for array in reversed(given.arrays)}
+        first = given.arrays[0]
+        others = [a for key, a in streams.items() if key != (first.framework, first.stream)]
+        return _LastOnDevice(layout, looks, [a.without_owner() for a in (first, *others)])
 
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The arrays of ``gradients`` that may be of the same kinds as the last ones, else None."""
@@ -172,7 +219,9 @@ class GradientReader:
         self._check_unshared(layout, addresses, rows)
         if not self._centralized:  # `read_like_last` takes the arrays as they are
             layouts[None] = layout
-        return Gradients(layout, np.array(addresses, np.int64), rows, read)
+        given = Gradients(layout, np.array(addresses, np.int64), rows, read)
+        self._on_device = self._last_on_device(layout, given)
+        return given
 
     def check_indices(self, given: Gradients) -> None:
         """Check all indices of all row-sparse gradients, before any of them is used.

@@ -88,7 +88,9 @@ class Bindings:
         if known is not None and known.identity == identity:
             self._known.move_to_end(key)
             # Where all is as in the last step, one look at gradients and weights tells it.
-            given = known.reader.read_like_last(grads)
+            given = None
+            if known.device is None or known.is_in_place:
+                given = known.reader.read_like_last(grads)
             if given is None and known.is_in_place:
                 given = known.reader.read(grads, lambda _: 0.0)
             if given is not None:

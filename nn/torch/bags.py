@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import chain
-from operator import attrgetter, is_
+from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from ...kernels.private import backward_of_now, find, outside_of_graphs, version_of, watched
+from ...kernels.tables import LEFT_OUT
 from ...ops.runtime.bags.ids import find_error, read, read_plain
-from ...ops.runtime.bags.pooled import Pooled
+from ...ops.runtime.bags.pooled import Pooled, pool
 from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.bags.tensor import BagTensor, joined
+from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import RowGradient
 from ..distributed.agreement import attempted
 from ..distributed.reduction import average_bags
 from ..distributed.torch_group import over_torch
@@ -76,14 +79,18 @@ class EmbeddingBags(nn.Module):
     that are adopted say ``sparse=True`` from then on), with a row for each id, for whatever takes
     these: accumulation, `clip_grad_norm_`, ``GradScaler``, DistributedDataParallel, any optimizer.
     After `update_in_backward` it takes the step of an optimizer instead, which reads the gradient
-    of the output in place. On the host only.
+    of the output in place.
+
+    On a CUDA device tables, ids and offsets lie there, and forward and backward are enqueued. A bad
+    id or offset is told by `fusestep.synchronize`: the output is 0 then, and no step writes. The
+    backward of ids that are one tensor waits. Processes that step in backward are on the host.
 
     Raises:
         TypeError: a kind or dtype does not fit.
         ValueError: a value, shape or offset does not fit, or a module has what is not supported:
             ``max_norm``, ``scale_grad_by_freq``, hooks.
         IndexError: an id is out of range.
-        RuntimeError: a tensor is on a device.
+        RuntimeError: a tensor is elsewhere than the tables.
 
     >>> import torch
     >>> bags = EmbeddingBags([torch.nn.EmbeddingBag(9, 4, mode="sum"), torch.nn.Embedding(5, 2)])
@@ -250,7 +257,7 @@ class EmbeddingBags(nn.Module):
         pooling = Pooling(
             _WHERE, arrays, None, self.mode,
             [own if is_bag else None for own, is_bag in zip(padding, are_bags, strict=True)],
-            "raise", open_ended=not self.include_last_offset,
+            "raise", open_ended=not (self.include_last_offset or is_on_device(arrays[0])),
         )  # fmt: skip
         dropped = {k: own for k, own in enumerate(padding) if own is not None and not are_bags[k]}
         self._known = known = key, pooling, not any(are_bags), dropped
@@ -259,9 +266,13 @@ class EmbeddingBags(nn.Module):
     @as_torch
     def _pooled(
         self, given: tuple[Any, Any, Any], weights: Sequence[Tensor]
-    ) -> tuple[Pooled, dict[int, int]]:
+    ) -> tuple[Any, dict[int, int]]:
         """Rows of the tables, pooled, and ids of tables that have no gradient."""
         _, pooling, are_single, dropped = self._now(weights)
+        if pooling.is_on_device:
+            if not self.include_last_offset and isinstance(given[1], list | tuple):
+                given = given[0], [*map(_with_end, given[1], given[0])], given[2]
+            return pool(pooling, *self._arrays(given)), dropped
         arrays = None
         found = read_plain(pooling, *given, torch, singles=are_single)
         if found is None:
@@ -291,7 +302,7 @@ class EmbeddingBags(nn.Module):
         ids, offsets, _ = found
         if offsets is None and isinstance(ids, list):
             found[0] = [
-                a[:, None] if a.ndim == 1 and isinstance(module, nn.Embedding) else a
+                a.reshape(len(a), 1) if a.ndim == 1 and isinstance(module, nn.Embedding) else a
                 for a, module in zip(ids, modules, strict=True)
             ]
         return found
@@ -380,7 +391,7 @@ class _Updates:
 
     def _found(
         self, calls: Sequence[tuple[Any, dict[Tensor, BagTensor]]], *, is_shared: bool = False
-    ) -> dict[Tensor, BagTensor]:
+    ) -> dict[Tensor, Any]:
         """The gradients of tables, of all calls together.
 
         Raises:
@@ -406,9 +417,11 @@ class _Updates:
                     got, name = tuple(weight.grad.shape), f"the weight of table {k}"
                     reject(RuntimeError, _WHERE, name, wrong, expected, got, fix)
                 found.setdefault(weight, []).append(gradient)
-        if len(calls) > 1:
-            return dict(zip(found, joined([*found.values()]), strict=True))
-        return calls[0][1]
+        if len(calls) == 1:
+            return calls[0][1]
+        if any(is_on_device(own.values) for every in found.values() for own in every):
+            return {w: _sum(_as_torch(own, w) for own in every) for w, every in found.items()}
+        return dict(zip(found, joined([*found.values()]), strict=True))
 
 
 class _Step:
@@ -477,7 +490,7 @@ class _Pooling(torch.autograd.Function):
         if any(are_left) or any(are_taken):
             found = ctx.pooled.gradients(grad)
             for k, row in ctx.dropped.items():
-                found[k] = found[k].without(row)
+                found[k] = _without(found[k], row)
             if any(are_taken):
                 _collect(ctx, updates, found, are_taken)
             for k, weight in enumerate(weights):
@@ -503,6 +516,9 @@ def _collect(
     if ctx.parallel is not None and ctx.parallel._join_config.enable:
         wrong, expected = "is called in join", "as many batches on all processes"
         reject(RuntimeError, _WHERE, "the module", wrong, expected, "uneven ones")
+    if ctx.parallel is not None and is_on_device(found[0].values):
+        wrong, expected = "steps in backward of DistributedDataParallel", "tables on the host"
+        reject(RuntimeError, _WHERE, "the module", wrong, expected, "tables on a CUDA device")
     step = None if ctx.step is None else ctx.step()
     if step is None or step.is_over:
         step = updates.step()
@@ -540,6 +556,7 @@ def _check_engine() -> None:
         reject(RuntimeError, _WHERE, "backward", wrong, expected, "compiled autograd", fix)
 
 
+_sum = partial(reduce, add)
 _NO_BACKWARD = -1
 _backward, _is_run = backward_of_now(), find("engine node")
 _at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
@@ -562,19 +579,65 @@ def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 def _as_torch(gradient: BagTensor, weight: Tensor) -> Tensor:
     """The gradient as PyTorch's, a row for each id; dense where it goes on from there."""
-    rows = gradient.to_rows()
-    indices, values = tensor_of(rows.indices).long()[None], tensor_of(rows.values)
+    if is_on_device(gradient.values):
+        indices, values = rows_of_bags(
+            gradient.source, gradient.unit, gradient.dense_shape, tensor_of
+        )
+    else:
+        rows = gradient.to_rows()
+        indices, values = tensor_of(rows.indices), tensor_of(rows.values)
     found = torch.sparse_coo_tensor(
-        indices, values.to(weight.dtype), tuple(weight.shape), check_invariants=False
+        indices.long()[None], values.to(weight.dtype), tuple(weight.shape), check_invariants=False
     )
     return found if weight.is_leaf else found.to_dense()
 
 
-def _with_others(weight: Tensor, gradient: BagTensor | None) -> Any:
+def rows_of_bags(
+    source: RowGradient, unit: int, shape: tuple[int, int], tensor_of: Callable[[Any], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The index and the row of each occurrence in a gradient of pooled rows, by PyTorch.
+
+    What counts for nothing, and what is out of range, is a row of zeros: how many there are is not
+    asked, since the answer would be waited for. ``tensor_of`` gives the tensors of arrays.
+    """
+    indices, (n_rows, width) = tensor_of(source.indices), shape
+    n, numbers = len(indices), torch.arange(len(indices), device=indices.device)[:, None]
+    places = tensor_of(source.rows).long()[:, None] + torch.arange(
+        width // unit, device=indices.device
+    )
+
+    def of_each(array: Any) -> Tensor:
+        return tensor_of(array).reshape(-1, unit)[places].reshape(n, width)
+
+    is_known = ((indices >= 0) & (indices < n_rows))[:, None]
+    places = places.clamp(0, max(0, source.values.size // unit - 1))  # those of bad ids are any
+    values = of_each(source.values)
+    if source.winners is not None:
+        is_known = is_known & (of_each(source.winners) == source.first + numbers)
+    if source.weights is not None:
+        factors = tensor_of(source.weights)
+        real = torch.promote_types(factors.dtype, values.dtype)
+        values = (values.to(real) * factors.to(real)[:, None]).to(values.dtype)
+    return indices.clamp(0, max(0, n_rows - 1)), values.where(is_known, values.new_zeros(()))
+
+
+def _without(gradient: BagTensor, row: int) -> BagTensor:
+    """The same without the occurrences of a row."""
+    if not is_on_device(gradient.values):
+        return gradient.without(row)
+    indices = tensor_of(gradient.indices)
+    own = array_of(indices.masked_fill(indices == row, LEFT_OUT))
+    source = gradient.source._replace(indices=own, index_address=own.address)
+    return BagTensor(source, gradient.unit, gradient.dense_shape)
+
+
+def _with_others(weight: Tensor, gradient: Any) -> Any:
     """The gradient of a table with what lies in ``.grad``; None for one that rests."""
     if gradient is None or _is_empty(weight.grad):
         return gradient
-    return weight.grad + _as_torch(gradient, weight)
+    if isinstance(gradient, BagTensor):
+        gradient = _as_torch(gradient, weight)
+    return weight.grad + gradient
 
 
 def _empty(weight: Tensor) -> Tensor:
@@ -654,6 +717,13 @@ def _padding(k: int, module: Any, rows: int) -> int | None:
     return own % rows
 
 
+def _with_end(offsets: Any, ids: Any) -> Any:
+    """Offsets with the number of ids behind them, as a device has them."""
+    if not (isinstance(offsets, Tensor) and isinstance(ids, Tensor) and offsets.dim() == 1):
+        return offsets  # which is refused as it is
+    return torch.cat((offsets, offsets.new_full((1,), ids.numel())))
+
+
 def _array(name: str, tensor: Any) -> Any:
     _check_tensor(name, tensor)
     return array_of(in_memory(tensor.detach()))
@@ -662,8 +732,8 @@ def _array(name: str, tensor: Any) -> Any:
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         reject(TypeError, _WHERE, name, "has a wrong type", "a tensor", type(tensor).__name__)
-    if tensor.device.type != "cpu":
-        expected, got = "a tensor on the host", tensor.device
+    if tensor.device.type not in ("cpu", "cuda"):
+        expected, got = "one on the host or a CUDA device", tensor.device
         reject(RuntimeError, _WHERE, name, "is on a device, where there are no bags", expected, got)
     if tensor.dtype not in NUMBERS or tensor.layout != torch.strided:
         expected = "int32, int64 or a float, in a dense tensor"

@@ -329,6 +329,9 @@ class Fused(_Base):
                 loss = closure()
         attributes = vars(self)
         found_inf, scale = attributes.get("found_inf"), attributes.get("grad_scale")
+        if isinstance(found_inf, Tensor) and found_inf.is_cuda and isinstance(scale, Tensor):
+            # Waited for once.
+            found_inf, scale = torch.stack((found_inf.reshape(()), scale.reshape(()))).tolist()
         # A step that a GradScaler skips changes and counts nothing.
         if found_inf is not None and number(found_inf) != 0.0:
             self._clipping = None

@@ -66,9 +66,8 @@ def adopt_anywhere(where: str, name: str, value: Any) -> Any:
     if type(value) is np.ndarray:
         return value
     inner = getattr(value, "__fusestep_array__", value)
-    if isinstance(inner, DeviceArray) or framework_of(inner) is not None:
-        return DeviceArray.adopt(where, name, inner)
-    return adopt(where, name, inner)
+    there = DeviceArray.adopt(where, name, inner)
+    return adopt(where, name, inner) if there is None else there
 
 
 def adopt(where: str, name: str, value: Any) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -53,6 +54,16 @@ class Framework:
         at = address, shape, None if strides is None else tuple(strides)
         return Place(*at, dtype, device, not read_only, found.get("stream"))
 
+    def look(self, value: Any) -> tuple[int, Any]:
+        """The address of ``value``, and all else of its place, in a form to be compared."""
+        found = value.__cuda_array_interface__
+        address, read_only = found["data"]
+        device = cuda.device.backend.device_at(address) if address else None
+        # The letter of a dtype says nothing of those that NumPy does not have.
+        form = read_only, found["typestr"], found.get("stream"), getattr(value, "dtype", None)
+        strides, is_whole = found.get("strides"), found.get("mask") is None
+        return address or 0, (tuple(found["shape"]), strides, *form, is_whole, device)
+
     def stream(self, device: int) -> int:  # noqa: ARG002
         """The handle of the framework's current stream; Numba has the default stream only."""
         return 0
@@ -88,6 +99,11 @@ class _Torch(Framework):
         at = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
         return Place(*at, dtype, value.device.index, True)
 
+    def look(self, value: Any) -> tuple[int, Any]:
+        n_bytes, offset = value.untyped_storage().nbytes(), value.storage_offset()
+        form = value.dtype, value.get_device(), value.is_contiguous()
+        return value.data_ptr(), (value.shape, n_bytes, offset, *form)
+
     def stream(self, device: int) -> int:
         return int(self._torch.cuda.current_stream(device).cuda_stream)
 
@@ -110,6 +126,10 @@ class _CuPy(Framework):
         strides = None if value.flags.c_contiguous else tuple(value.strides)
         return Place(value.data.ptr, value.shape, strides, dtype, value.device.id, True)
 
+    def look(self, value: Any) -> tuple[int, Any]:
+        data = value.data
+        return data.ptr, (value.shape, value.strides, value.dtype, data.device_id)
+
     def stream(self, device: int) -> int:
         with self._cupy.cuda.Device(device):
             return int(self._cupy.cuda.get_current_stream().ptr)
@@ -131,6 +151,10 @@ class _Simulator(Framework):
         array = value._ary
         strides = None if array.flags.c_contiguous else array.strides
         return Place(array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable)
+
+    def look(self, value: Any) -> tuple[int, Any]:
+        array = value._ary
+        return array.ctypes.data, (array.shape, array.strides, array.dtype, array.flags.writeable)
 
 
 _INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulator()
@@ -172,15 +196,25 @@ def framework_of(value: Any) -> Framework | None:
     """The framework of an array on a CUDA device; None for everything else."""
     # The frameworks before the interface: that has no letter for bfloat16, and does not say which
     # of a framework's streams is the current one.
-    if is_tensor(value):
-        return _TORCH if value.is_cuda else None
-    if isinstance(value, _class("cupy", "ndarray")):
-        return _CUPY
-    if type(value).__module__.startswith("numba.cuda.simulator."):
-        return _SIMULATOR if hasattr(value, "_ary") else None
-    if getattr(value, "__cuda_array_interface__", None) is not None:
-        return _INTERFACE
-    return None
+    kind = type(value)
+    known = _of_types.get(kind)
+    if known is None:
+        if is_tensor(value):
+            known = _of_types[kind] = _TORCH
+        elif isinstance(value, _class("cupy", "ndarray")):
+            known = _of_types[kind] = _CUPY
+        elif kind.__module__.startswith("numba.cuda.simulator."):
+            return _SIMULATOR if hasattr(value, "_ary") else None
+        elif getattr(value, "__cuda_array_interface__", None) is None:
+            return None
+        elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # each of this class has it
+            known = _of_types[kind] = _INTERFACE
+        else:
+            return _INTERFACE
+    return None if known is _TORCH and not value.is_cuda else known
+
+
+_of_types: dict[type, Framework] = {}
 
 
 def _class(module: str, name: str) -> Any:
@@ -223,7 +257,10 @@ def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtyp
 
 def on_device(device: int) -> Any:
     """A context in which a device is the current one of this thread."""
-    return cuda.numba.gpus[device]
+    return _HERE if cuda.device.backend.is_current(device) else cuda.numba.gpus[device]
+
+
+_HERE = nullcontext()
 
 
 @cache

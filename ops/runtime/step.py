@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +91,11 @@ class Variables:
         """The steps on these tensors, by rule, gradient transforms and storage of the gradients."""
         return {}
 
+    @lazy
+    def parts(self) -> dict[Any, Pool[Any]]:
+        """The parts of steps on a device, by rule, gradient transforms, storage and constants."""
+        return {}
+
     def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
         """An entry of `steps`."""
         compiled = kernel(rule, prologue, self.w, g, self.s)
@@ -165,8 +170,15 @@ class DenseUpdate(NamedTuple):
 
     def enqueue(self, launch: Launch) -> None:
         """The step on a device."""
-        part = dense_part(self.kernel, self.variables, self.gradients, self.constants)
+        key, pools = (self.rule, self.prologue, self.g, self.constants), self.variables.parts
+        table, pool = self.variables.table, pools.get(key)
+        if pool is None:
+            pool = Pool(partial(_dense_part, self.kernel, table, self.constants))
+            pool = pools.setdefault(key, pool)
+        part = pool.take()
+        part.put(table.addresses, self.gradients)
         cuda.device.part.run(part, self.hp, self.hp_of, launch.call)
+        pool.give(part)
 
 
 def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
@@ -175,19 +187,15 @@ def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
     return np.ndarray((), dtype, memory)
 
 
-def dense_part(
-    kernel: Kernel,
-    variables: Variables,
-    gradients: np.ndarray,
-    constants: tuple[tuple[str, float], ...] = (),
+def _dense_part(
+    kernel: Kernel, table: TensorTable, constants: tuple[tuple[str, float], ...]
 ) -> Any:
-    """The `DevicePart` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
-    table, rule = variables.table, kernel.rule
+    """The `DevicePart` of steps on some tensors; it is told before each where they lie."""
     sizes = np.diff(table.first)
-    if rule.is_row_wise:
-        shapes = sizes, table.widths
-        return cuda.dense.row_wise.RowWiseStep(kernel, table.addresses, gradients, *shapes)
-    return cuda.dense.step.DenseStep(kernel, table.addresses, gradients, sizes, constants)
+    arrays = table.addresses, table.addresses[:, 0]
+    if kernel.rule.is_row_wise:
+        return cuda.dense.row_wise.RowWiseStep(kernel, *arrays, sizes, table.widths)
+    return cuda.dense.step.DenseStep(kernel, *arrays, sizes, constants)
 
 
 def measured(
@@ -239,6 +247,18 @@ def _steps_on_one_tensor(
     return pool
 
 
+@lru_cache(256)
+def _parts_on_one_tensor(
+    rule: Rule, prologue: Prologue, w: np.dtype[Any], g: np.dtype[Any], size: int, width: int
+) -> Pool[Any]:
+    """Parts of steps on variables of dtype ``w`` and a gradient of dtype ``g`` on a device."""
+    s = (STORAGES[w],) * len(rule.states)
+    compiled, nowhere = kernel(rule, prologue, STORAGES[w], STORAGES[g], s), (1, 1 + len(s))
+    sizes = np.array([0, size]), np.array([width])
+    table = TensorTable(np.zeros(nowhere, np.int64), *sizes)
+    return Pool(partial(_dense_part, compiled, table, ()))
+
+
 def tensor_step(
     rule: Rule, prologue: Prologue, arrays: tuple[Any, ...], addresses: Sequence[int],
     hp: Sequence[float], *, use_locking: bool = False,
@@ -250,9 +270,13 @@ def tensor_step(
     """
     w, gradient = arrays[0], arrays[-1]
     if isinstance(w, DeviceArray):
-        update = one_tensor(rule, prologue, arrays, hp)
-        with launch_on(arrays, update.variables.spans if use_locking else None) as launch:
-            update.enqueue(launch)
+        kinds = w.dtype, gradient.dtype, w.size, row_width(w.shape)
+        pool, places = _parts_on_one_tensor(rule, prologue, *kinds), np.array([addresses], np.int64)
+        part, row = pool.take(), np.array([hp], real_of(STORAGES[w.dtype]).dtype)
+        part.put(places[:, :-1], places[:, -1])
+        with launch_on(arrays, spans_of([arrays[:-1]]) if use_locking else None) as launch:
+            cuda.device.part.run(part, row, [0], launch.call)
+        pool.give(part)
         return
     # Not given back after an error or an interrupt, which may have left its arguments half written:
     # the next call then makes another one.

@@ -76,6 +76,9 @@ class Tensor:
     def untyped_storage(self) -> Any:
         return SimpleNamespace(nbytes=lambda: self.n_bytes)
 
+    def get_device(self) -> int:
+        return self.device.index
+
     def numel(self) -> int:
         return self._array.size
 
@@ -157,7 +160,7 @@ class CuPyArray:
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
-        self.data = SimpleNamespace(ptr=array.ctypes.data)
+        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=0)
         self.shape, self.strides, self.dtype = array.shape, array.strides, array.dtype
         self.flags = SimpleNamespace(c_contiguous=array.flags.c_contiguous)
         self.device = Device(0)

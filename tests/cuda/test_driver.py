@@ -21,7 +21,7 @@ SAMPLE = (
     "rows/RowWiseAdagrad", "bags/max/float64 gradient", "ops/RowTensor.coalesce",
     "ops/clip_by_global_norm", "bad index",
 )  # fmt: skip
-OF_TORCH = ("torch/AdamW", "torch/LazyAdam/sparse", "torch/GradScaler")
+OF_TORCH = ("torch/AdamW", "torch/LazyAdam/sparse", "torch/GradScaler", "torch/EmbeddingBags")
 
 
 @pytest.fixture(scope="session")

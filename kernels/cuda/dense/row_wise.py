@@ -177,18 +177,24 @@ class RowWiseStep:
         sizes: np.ndarray,
         widths: np.ndarray,
     ) -> None:
-        self._addresses, self._update = addresses, row_wise_kernel(kernel)
+        self._update = row_wise_kernel(kernel)
         length, n, n_rows = length_of(kernel), len(sizes), sizes // widths
         lanes = (tile_grid(width, length, THREADS)[0] for width in widths.tolist())
         logs = np.array([n_lanes.bit_length() - 1 for n_lanes in lanes])
         blocks = -(-(n_rows << logs) // THREADS)
         ends = np.cumsum(blocks)
-        strides = widths[:, None] * element_bytes(kernel)
-        is_aligned = are_aligned(np.column_stack([gradients, addresses, strides]))
-        self._rows = RowsRow(0, gradients, 0, n_rows, widths, logs, ends - blocks, is_aligned)
+        self._strides = widths[:, None] * element_bytes(kernel)
+        self._rows = RowsRow(0, 0, 0, n_rows, widths, logs, ends - blocks, 0)
+        self.put(addresses, gradients)
         self._n_tensors, self._n_blocks, self._table = n, int(ends[-1]), 0
         self.n_words = n * size_of(RowsRow) // 8 + addresses.size
         self.loops, self.scratch_bytes = [self._update], 0
+
+    def put(self, addresses: np.ndarray, gradients: np.ndarray) -> None:
+        """Take over where the tensors and their gradients lie now."""
+        self._addresses = addresses
+        places = np.column_stack([gradients, addresses, self._strides])
+        self._rows = self._rows._replace(values=gradients, is_aligned=are_aligned(places))
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `DevicePart`; behind the table lies what it points at."""

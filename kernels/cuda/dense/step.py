@@ -21,14 +21,7 @@ from ..device.backend import GEOMETRY, launcher
 from ..device.guard import is_closed
 from ..device.memory import Places
 from ..device.part import LaunchContext
-from ..device.records import (
-    Word,
-    Words,
-    hp_reader,
-    row_finder,
-    size_of,
-    table_of,
-)
+from ..device.records import Word, Words, hp_reader, offsets_of, row_finder, table_of
 from ..device.sums import store_part
 from .tiles import are_aligned, by_chunks, length_of, measured_tile, update_tile
 from .totals import Constants, Totals
@@ -67,6 +60,10 @@ def _on_chunk(kernel: Kernel, make_tile: Callable[[Kernel, int], Any]) -> Any:
     return run
 
 
+_AT = offsets_of(TensorRow)
+_HP, _IS_ALIGNED, _ARRAYS = (at // 8 for at in (_AT.hp, _AT.is_aligned, _AT.arrays))
+
+
 class Chunks:
     """Tensors of a launch, int64 ``[T, n]`` arrays of ``[T]`` sizes, in chunks."""
 
@@ -76,13 +73,26 @@ class Chunks:
         self._threads = threads
         self.counts = -(-sizes // chunk)  # blocks of each tensor
         first = np.cumsum(self.counts) - self.counts
-        self._rows = TensorRow(0, sizes, first, are_aligned(arrays), arrays)
         self.n_tensors, self.n_blocks = len(sizes), int(self.counts.sum())
-        self.n_words = self.n_tensors * size_of(TensorRow, arrays.shape[1]) // 8
+        table = table_of(TensorRow(0, sizes, first, 0, arrays), self.n_tensors)
+        self._words, self.n_words = table, table.size
+        self._table = table.reshape(self.n_tensors, -1)
+        self._arrays = self._table[:, _ARRAYS:]
+        self.put(arrays)
+
+    def put(self, addresses: np.ndarray) -> None:
+        """Take over where the last arrays of each tensor lie now."""
+        self._arrays[:, -addresses.shape[1] :] = addresses
+        self._table[:, _IS_ALIGNED] = are_aligned(self._arrays)
+
+    def put_first(self, addresses: np.ndarray) -> None:
+        """Take over where the first array of each tensor lies; before `put`."""
+        self._arrays[:, 0] = addresses
 
     def words(self, hp: np.ndarray) -> np.ndarray:
-        """The int64 table; ``hp`` are the addresses of the scalars of each tensor."""
-        return table_of(self._rows._replace(hp=hp), self.n_tensors)
+        """The int64 table, until the next call; ``hp`` are the addresses of scalars by tensor."""
+        self._table[:, _HP] = hp
+        return self._words
 
     def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
@@ -151,6 +161,11 @@ class DenseStep:
             self._at_new = places.add(self._totals.scratch_bytes)
             self.loops += [self._measure, *self._totals.loops]
         self.scratch_bytes = places.size
+
+    def put(self, addresses: np.ndarray, gradients: np.ndarray) -> None:
+        """Take over where the tensors and their gradients lie now."""
+        self._chunks.put_first(gradients)
+        self._chunks.put(addresses)
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `DevicePart`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,23 @@ def device_id() -> int:
     return int(cuda.get_current_device().id)  # nothing has been done on any yet
 
 
+def is_current(device: int) -> bool:
+    """Whether a device is the current one of this thread, on which something was done already."""
+    error, current = driver.cuCtxGetDevice()
+    return bool(error == driver.CUresult.CUDA_SUCCESS and int(current) == device)
+
+
+@cache
+def _n_devices() -> int:
+    return int(_checked(driver.cuDeviceGetCount()))
+
+
 def device_at(address: int) -> int:
     """The number of the device that an address belongs to; for 0 the current one."""
     if address == 0:
         return device_id()
+    if _n_devices() == 1:
+        return 0
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(_checked(driver.cuPointerGetAttribute(attribute, address)))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .backend import copy_in
-from .memory import Places, room_of
+from .memory import Places, Room, room_of
 
 
 class LaunchContext(NamedTuple):
@@ -36,28 +36,6 @@ class DevicePart(Protocol):
         """Enqueue the launches; the tables are there."""
 
 
-class DeviceParts:
-    """Several parts, one after the other; those that are None are left out."""
-
-    def __init__(self, *parts: DevicePart | None) -> None:
-        self._parts = [part for part in parts if part is not None]
-        self.loops = [loop for part in self._parts for loop in part.loops]
-        self.scratch_bytes = max(part.scratch_bytes for part in self._parts)
-
-    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `DevicePart`."""
-        found: list[np.ndarray] = []
-        for part in self._parts:
-            found.append(part.words(place, hp))
-            place += found[-1].nbytes
-        return np.concatenate(found)
-
-    def enqueue(self, call: LaunchContext) -> None:
-        """See `DevicePart`."""
-        for part in self._parts:
-            part.enqueue(call)
-
-
 @contextmanager
 def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterator[LaunchContext]:
     """A part by itself in the room of the stream, of which the call gets the scratch memory.
@@ -65,22 +43,27 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterat
     It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
     on the host, and ``hp_of`` says which of them each tensor uses.
     """
-    scalars, places = np.ascontiguousarray(hp), Places()
-    places.add(scalars.nbytes)
-    at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
     with room_of(call.stream) as room:
-        base = room.take(places.size)
-        words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
-        # Scalars and tables in one array: one copy to the device for a step.
-        content = np.zeros(at_words + words.nbytes, np.uint8)
-        content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
-        content[at_words:] = words.view(np.uint8)
-        copy_in(base, content, call.stream)
-        yield call._replace(scratch=base + at_scratch)
+        yield _place(part, hp, hp_of, call, room)
 
 
 def run(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
     """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
     if part.n_words:
-        with placed(part, hp, hp_of, call) as there:
-            part.enqueue(there)
+        with room_of(call.stream) as room:
+            part.enqueue(_place(part, hp, hp_of, call, room))
+
+
+def _place(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext, room: Room) -> LaunchContext:
+    scalars, places = np.ascontiguousarray(hp), Places()
+    n_bytes = scalars.nbytes
+    places.add(n_bytes)
+    at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
+    base = room.take(places.size)
+    words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
+    # Scalars and tables in one array: one copy to the device for a step.
+    content = room.to_copy(at_words + words.nbytes)
+    content[:n_bytes] = scalars.reshape(-1).view(np.uint8)
+    content[at_words:] = words.view(np.uint8)
+    copy_in(base, content, call.stream)
+    return call._replace(scratch=base + at_scratch)

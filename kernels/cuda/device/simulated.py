@@ -138,6 +138,10 @@ def device_id(*_):
 device_at = handle_of = device_id  # there is one
 
 
+def is_current(device):
+    return True
+
+
 class _Event:
     """Everything that was launched is done."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from numba import cuda, int32
 
 from ...storage import F64, Storage, numba_type
-from ...tables import LARGEST, MEAN
+from ...tables import LARGEST, LEFT_OUT, MEAN
 from ..dense.tiles import access, add_next, by_tiles, tile_length, wide_loader
 from ..device.backend import (
     GEOMETRY,
@@ -41,7 +41,7 @@ from ..device.launch import on_elements, tile_grid
 from ..device.memory import room_of
 from ..device.records import Word, row_finder, row_reader
 from .kernels import AT_ONCE, thread_place
-from .keys import LEFT_OUT, Keys, index_at, lower_bound
+from .keys import Keys, index_at, lower_bound
 from .sources import weighted_start
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...tables import RowTable
+from ...tables import LEFT_OUT, RowTable
 from ..dense.tiles import are_aligned
 from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
@@ -47,8 +47,6 @@ class TableRow(NamedTuple):
     first: Word  # the number among the winners that position 0 would have
 
 
-LEFT_OUT = -(1 << 31)
-"""What stands in a list of pooled ids for one that counts for nothing."""
 _of_position = row_finder(TableRow, "first_position")
 
 

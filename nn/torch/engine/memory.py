@@ -72,10 +72,15 @@ def array_there(tensor: Tensor, *, keep: bool = True) -> Any:
 
 
 def tensor_of(array: Any) -> Tensor:
-    """The tensor of a contiguous array of the host, or of PyTorch's on a device."""
+    """The tensor of a contiguous array of the host, or of PyTorch's on a device; or itself."""
+    if isinstance(array, Tensor):
+        return array
     if isinstance(array, DeviceArray):
-        found: Tensor = array.owner
-        return found
+        owner: Tensor = array.owner
+        if array.shape == owner.shape:
+            return owner
+        begin = (array.address - owner.data_ptr()) // array.itemsize  # of a part of it
+        return owner.reshape(-1)[begin : begin + array.size].reshape(array.shape)
     if array.dtype in FOREIGN.values():  # which PyTorch takes by its bits
         bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
         return bits.view(getattr(torch, array.dtype.name))

@@ -13,7 +13,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fusestep import ops  # noqa: E402
+from fusestep.kernels.tables import LEFT_OUT  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn.torch.bags import rows_of_bags  # noqa: E402
 
 SIZES = [(40, 5), (7, 16), (300, 64)]
 
@@ -524,3 +527,27 @@ def test_an_error_in_backward_changes_nothing() -> None:
 def test_bad_input(error: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
         call()
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max", "weighted sum"])
+def test_rows_that_pytorch_makes_of_bags(pooling: str) -> None:
+    """As on a device, where ids that count for nothing, or are bad, are rows of zeros."""
+    rng = np.random.default_rng(0)
+    tables = [rng.normal(size=shape).astype(np.float32) for shape in ((50, 8), (9, 4))]
+    ids = [rng.integers(0, len(table), 30) for table in tables]
+    weights = [rng.normal(size=30).astype(np.float32)] * 2 if "weighted" in pooling else None
+    offsets, grad = [np.arange(0, 31, 3)] * 2, rng.normal(size=(10, 12)).astype(np.float32)
+    bags = ops.EmbeddingBags(pooling.removeprefix("weighted "))
+    for found in bags.gradients(tables, ids, offsets, grad, weights):
+        expected = found.to_rows()
+        of = found.source, found.unit, found.dense_shape
+        indices, values = rows_of_bags(*of, torch.from_numpy)
+        np.testing.assert_array_equal(indices.numpy(), expected.indices)
+        np.testing.assert_array_equal(values.numpy(), expected.values)
+        marked = found.indices.copy()
+        marked[3], marked[5] = LEFT_OUT, found.dense_shape[0]
+        indices, values = rows_of_bags(of[0]._replace(indices=marked), *of[1:], torch.from_numpy)
+        assert not values[[3, 5]].any()
+        assert ((indices >= 0) & (indices < found.dense_shape[0])).all()
+        others = np.delete(np.arange(30), (3, 5))
+        np.testing.assert_array_equal(values.numpy()[others], expected.values[others])
