@@ -22,7 +22,8 @@ READS = {"place_of", "header_at", "header_of"}
 
 CHECKED = {
     "check_there of ops.runtime.frameworks, before PyTorch or a loop reads": {
-        "ops/runtime/frameworks.py": "check_there, _Torch.place",
+        "ops/runtime/frameworks.py": "check_there, _Torch.place, _Torch.look (by a form that "
+                                     "_Torch.place has seen)",
         "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
         "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
         "nn/torch/engine/binding.py": "Binding._fill (by check_written), Binding._read_dense (by "
@@ -37,7 +38,8 @@ CHECKED = {
         "ops/runtime/arrays.py": "adopt",
     },
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, _CuPy.place, _CuPy.stream, _Simulator.place",
+        "ops/runtime/frameworks.py": "Framework.place, Framework.look, _CuPy.place, _CuPy.look, "
+                                     "_CuPy.stream, _Simulator.place, _Simulator.look",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "place_of compares the size of the storage with what is needed": {
@@ -73,7 +75,7 @@ CHECKED = {
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/torch/bags.py": "EmbeddingBags._now, _versions",
-        "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__",
+        "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
     },
 }  # fmt: skip
 
