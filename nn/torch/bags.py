@@ -429,9 +429,16 @@ class _Step:
 
     def __init__(self, updates: _Updates) -> None:
         self._updates, self.is_over = updates, False
+        self._has_waited = False
         self.calls: list[tuple[Any, dict[Tensor, BagTensor]]] = []
 
     def __call__(self) -> None:
+        if not self._has_waited and any(ctx.parallel is not None for ctx, _ in self.calls):
+            # DistributedDataParallel waits for its exchange at the end of backward, too, and comes
+            # to that after its last gradient: until then threads of gloo write to ``.grad``.
+            self._has_waited = True
+            _at_the_end_of_backward(self)
+            return
         self.is_over = True  # a hook that goes backward itself takes a step of its own
         if self.calls:
             self._updates.take(self.calls)
