@@ -36,6 +36,7 @@ PACKAGE = Path(__file__).resolve().parent
 _MAGIC = b"fusestep kernel 2\n"
 _SUFFIX = ".kernel"
 _Dispatcher = type(numba.njit(lambda: None))
+_CONSTANTS = int | float | bool | str | tuple | np.generic
 _problems: dict[Path, str] = {}  # folders that this process does without, and why
 
 
@@ -127,30 +128,30 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
         return
     seen.add(id(function))
     digest.update(f"{function.__module__} ".encode())
-    _feed_code(digest, function.__code__)
-    for value in _reached_values(function):
+    feed_code(digest, function.__code__)
+    for value in reached(function):
         if isinstance(value, types.FunctionType | _Dispatcher):
             _feed_function(digest, value, seen)
         elif isinstance(value, np.ndarray):
             digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
-        else:
+        elif isinstance(value, _CONSTANTS):
             digest.update(f"{type(value).__name__} {value!r}".encode())
 
 
-def _feed_code(digest: Any, code: types.CodeType) -> None:
+def feed_code(digest: Any, code: types.CodeType) -> None:
+    """Feed a digest with what a function does, and with its constants."""
     # Without line numbers: a function that has only moved within its file is the same.
     digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            _feed_code(digest, constant)
+            feed_code(digest, constant)
         else:
             digest.update(f"{type(constant).__name__} {constant!r}".encode())
 
 
-def _reached_values(function: types.FunctionType) -> list[Any]:
-    """Constants and functions that the code of ``function`` can reach by its names."""
-    constants = int | float | bool | str | tuple | np.generic | np.ndarray
-    names = function.__code__.co_names
+def reached(function: types.FunctionType) -> list[Any]:
+    """What the code of ``function`` can reach by its names; None for what is no global."""
+    names = list(dict.fromkeys(_names(function.__code__)))
     values = [function.__globals__.get(name) for name in names]
     values += [cell.cell_contents for cell in function.__closure__ or ()]
     values += function.__defaults__ or ()
@@ -159,7 +160,15 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
         members = [getattr(module, name, None) for name in names]
         values += members
         modules += [m for m in members if isinstance(m, types.ModuleType) and m not in modules]
-    return [v for v in values if isinstance(v, constants | types.FunctionType | _Dispatcher)]
+    return values
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names in the code of a function, and in that of functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def load(identity: str) -> bytes | None:

@@ -13,6 +13,7 @@ from ..tables import HOT, RowTable
 from .dense.finite import finite_kernel
 from .dense.row_wise import RowWiseStep
 from .dense.step import DenseStep
+from .device.arrays import fill_kernel
 from .device.backend import prepare
 from .rows.step import RowStep
 
@@ -23,7 +24,7 @@ def prepare_loops(kernels: Iterable[Kernel]) -> int:
     What only the host works out (`AdaFactor`, `Prodigy`, THOR) has none.
     """
     loops = dict.fromkeys(loop for kernel in kernels for loop in _loops_of(kernel))
-    loops |= dict.fromkeys(map(finite_kernel, STORAGES.values()))
+    loops |= dict.fromkeys([fill_kernel, *map(finite_kernel, STORAGES.values())])
     for loop in loops:
         prepare(loop)
     return len(loops)

@@ -100,9 +100,13 @@ class _Torch(Framework):
         return Place(*at, dtype, value.device.index, True)
 
     def look(self, value: Any) -> tuple[int, Any]:
-        n_bytes, offset = value.untyped_storage().nbytes(), value.storage_offset()
-        form = value.dtype, value.get_device(), value.is_contiguous()
-        return value.data_ptr(), (value.shape, n_bytes, offset, *form)
+        try:
+            address, n_bytes = value.data_ptr(), value.untyped_storage().nbytes()
+        except RuntimeError:  # no memory: `place` says so
+            return 0, None
+        there = n_bytes if address else 0, value.storage_offset()
+        strides = value.is_contiguous() or value.stride()
+        return address, (value.shape, *there, value.dtype, value.get_device(), strides)
 
     def stream(self, device: int) -> int:
         return int(self._torch.cuda.current_stream(device).cuda_stream)

@@ -284,6 +284,36 @@ def places() -> None:
     assert not adopted(Interface(np.zeros(9, np.uint8)[1:].view(np.float32))).flags.aligned
 
 
+def alike() -> None:
+    """One that is like another that was seen is looked at no less."""
+    whole = array(2, 2, 2)
+    for axes in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (1, 0, 2)):
+        for make in (Tensor, CuPyArray, Interface):
+            part = whole.transpose(axes)
+            assert adopted(make(part)).strides == part.strides
+    w, good = array(3), Tensor(array(3))
+    opt = nn.SGD([Tensor(w)], 0.1)
+    for _ in range(2):
+        opt((good,))
+    freed, zero = Tensor(array(3)), Tensor(array(3))
+    freed.n_bytes = 0
+    zero.data_ptr = lambda: 0  # type: ignore[method-assign]
+
+    def no_storage() -> None:
+        raise NotImplementedError
+
+    sparse = Tensor(array(3))
+    sparse.untyped_storage = no_storage  # type: ignore[method-assign]
+    before = w.copy()
+    for bad in (freed, zero, sparse):
+        with refused(RuntimeError, "has no memory"):
+            adopted(bad)
+        with refused(RuntimeError, "has no memory"):
+            opt((bad,))
+    np.testing.assert_array_equal(w, before)
+    assert opt.global_step == 2
+
+
 def dtypes() -> None:
     """Every dtype that NumPy or ml_dtypes has; bfloat16 by its two bytes."""
     for name in ("float16", "float32", "float64", "bfloat16", "int32", "int64"):
@@ -630,7 +660,7 @@ def captured_streams() -> None:
 
 if __name__ == "__main__":
     run_check(
-        arrays=(places, dtypes, other_objects),
+        arrays=(places, alike, dtypes, other_objects),
         steps=(updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
         captures=(captured_copies, captured_streams),
         gradients=(whole_gradients, mxnet_arrays),

@@ -96,9 +96,14 @@ def test_a_launch_by_numba(driver: dict[str, str]) -> None:
 
 
 OWN_RULE = """
+from types import ModuleType
 from fusestep.nn import Formula, FusedOptimizer, Rule
+settings = ModuleType("settings")
+settings.factor, half = 1.0, 0.5
 def update(w, g, hp):
-    return w - hp.lr * g
+    def scaled(x):
+        return x * half
+    return w - hp.lr * settings.factor * scaled(g)
 class Own(FusedOptimizer):
     def formula(self):
         return Formula(lambda real, lr, *_: (lr,))
@@ -118,15 +123,30 @@ CUDADispatcher.compile = counted
 def test_kernels_are_compiled_once(driver: dict[str, str], tmp_path: Path) -> None:
     """A later process compiles nothing but what has changed: a rule that was edited, say."""
     steps = PROGRAM.split("launch, calls")[0]
-    edited = OWN_RULE.replace("w - hp.lr * g", "w - 2.0 * hp.lr * g")
+    edits = ("w - hp.lr", "w - 2.0 * hp.lr"), ("factor, half = 1.0", "factor, half = 3.0"), (
+        "1.0, 0.5", "1.0, 0.25"
+    )  # fmt: skip
+    edited = [steps + OWN_RULE.replace(*edit) for edit in edits]
     numbers = []
-    for program in (steps + OWN_RULE, steps + OWN_RULE, steps + edited):
+    for program in (steps + OWN_RULE, steps + OWN_RULE, *edited):
         done = run(driver, "-c", COUNT + program + "print(len(names))",
                    FUSESTEP_CACHE_DIR=str(tmp_path))  # fmt: skip
         assert done.returncode == 0, done.stderr[-3_000:]
         numbers.append(int(done.stdout))
     assert numbers[0] > 5
-    assert numbers[1:] == [0, 1]
+    assert numbers[1:] == [0, 1, 1, 1]
+
+
+def test_kernels_are_compiled_ahead(driver: dict[str, str], tmp_path: Path) -> None:
+    """What ``fusestep warmup --cuda`` has compiled no step compiles."""
+    kept = {"FUSESTEP_CACHE_DIR": str(tmp_path)}
+    warmup = "-m", "fusestep", "warmup", "--cuda", "--plain", "--rule", "adam"
+    done = run(driver, *warmup, **kept)
+    assert done.returncode == 0, done.stderr[-3_000:]
+    assert f"kept in {tmp_path}" in done.stdout
+    done = run(driver, "-c", COUNT + PROGRAM.split("launch, calls")[0] + "print(names)", **kept)
+    assert done.returncode == 0, done.stderr[-3_000:]
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

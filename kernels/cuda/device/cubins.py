@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import types as python_types
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ... import cache as on_disk
 
 _PACKAGE = __name__.rpartition(".cuda.")[0]
 _CONSTANTS = bool | int | float | str | bytes | np.generic | np.dtype | types.Type | None
-_NAMED = type | python_types.BuiltinFunctionType | python_types.ModuleType | np.ufunc
+_NAMED = type | python_types.BuiltinFunctionType | np.ufunc
 
 
 class Cubin(NamedTuple):
@@ -47,73 +46,56 @@ def save(loop: Any, capability: Any, cubin: Cubin) -> None:
 
 
 def _identity(loop: Any, capability: Any) -> str | None:
+    digest = hashlib.sha256()
     try:
-        told = "\n".join(_told(loop, {}))
+        _feed(digest, loop, {})
     except _NoTextError:
         return None
-    digest = hashlib.sha256(told.encode()).hexdigest()
-    return f"cubin {capability} numba-cuda {version('numba-cuda')} {digest}"
+    return f"cubin {capability} numba-cuda {version('numba-cuda')} {digest.hexdigest()}"
 
 
 class _NoTextError(Exception):
     """An object of which nothing is known that stays the same from process to process."""
 
 
-def _told(value: Any, known: dict[int, tuple[int, Any]]) -> Iterator[str]:
-    """Everything that decides the machine code of a function, or of what its closure holds."""
+def _feed(digest: Any, value: Any, known: dict[int, tuple[int, Any]]) -> None:
+    """Feed all that decides the machine code of a function, or of what its closure holds."""
     if isinstance(value, _CONSTANTS):
-        yield f"{type(value).__name__} {value!r}"
+        digest.update(f"{type(value).__name__} {value!r}\n".encode())
         return
     if id(value) in known:
-        yield f"again {known[id(value)][0]}"
+        digest.update(f"again {known[id(value)][0]}\n".encode())
         return
     known[id(value)] = len(known), value  # which keeps it alive, and its number its own
     if isinstance(value, _NAMED):
         module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", repr(value))
-        yield f"{module} {name} {getattr(value, '_fields', ())}"
+        digest.update(f"{module} {name} {getattr(value, '_fields', ())}\n".encode())
+    elif isinstance(value, python_types.ModuleType):  # whose members are reached by themselves
+        digest.update(f"{value.__name__}\n".encode())
     elif isinstance(value, tuple | list):
-        yield f"{type(value).__name__} {len(value)}"
+        digest.update(f"{type(value).__name__} {len(value)}\n".encode())
         for part in value:
-            yield from _told(part, known)
+            _feed(digest, part, known)
     elif isinstance(value, python_types.FunctionType):
-        yield from _of_function(value, known)
+        digest.update(f"{value.__module__}\n".encode())
+        on_disk.feed_code(digest, value.__code__)
+        for part in _reached(value):
+            _feed(digest, part, known)
     else:
         # What `cuda.jit`, `numba.njit`, `functools.cache` or `intrinsic` was put on.
         names = "py_func", "__wrapped__", "_defn"
         inner = next((x for name in names if (x := getattr(value, name, None))), None)
         if inner is None:
             raise _NoTextError
-        yield f"{type(value).__name__} {getattr(value, 'targetoptions', '')}"
-        yield from _told(inner, known)
+        digest.update(f"{type(value).__name__} {getattr(value, 'targetoptions', '')}\n".encode())
+        _feed(digest, inner, known)
 
 
-def _of_function(function: Any, known: dict[int, tuple[int, Any]]) -> Iterator[str]:
-    code, module = function.__code__, str(function.__module__)
-    yield module
-    yield from _of_code(code)
+def _reached(function: python_types.FunctionType) -> list[Any]:
+    module = sys.modules.get(function.__module__ or "")
+    is_ours = module is not None and module.__name__.startswith(_PACKAGE)
+    if not (is_ours and function.__globals__ is vars(module)):
+        return on_disk.reached(function)
     # Global names of the sources of kernels mean what the hash of all of them says.
-    is_ours = module.startswith(_PACKAGE)
-    if not (is_ours and function.__globals__ is vars(sys.modules[module])):
-        for name in sorted({*_names(code)} & function.__globals__.keys()):
-            yield name
-            yield from _told(function.__globals__[name], known)
-    for cell in function.__closure__ or ():
-        yield from _told(cell.cell_contents, known)
-    yield from _told(function.__defaults__ or (), known)
-
-
-def _of_code(code: python_types.CodeType) -> Iterator[str]:
-    names = code.co_names, code.co_varnames, code.co_freevars
-    yield f"{code.co_code.hex()} {names}"
-    for constant in code.co_consts:
-        if isinstance(constant, python_types.CodeType):
-            yield from _of_code(constant)
-        else:
-            yield repr(constant)
-
-
-def _names(code: python_types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, python_types.CodeType):
-            yield from _names(constant)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*cells, *(function.__defaults__ or ())]
