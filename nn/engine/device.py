@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,11 +11,17 @@ from ...ops.runtime import cuda, pending
 from ...ops.runtime.device import launching
 from ...ops.runtime.launch import checked_launch, launch_on
 from ...ops.runtime.locks import Span
-from ...ops.runtime.row_step import BadIndex, IndexList, Update, bad_index_error, row_tables
+from ...ops.runtime.row_step import (
+    IndexList,
+    RowUpdate,
+    Update,
+    bad_index_error,
+    check_keys,
+)  # fmt: skip
 from .host import Host, conditioned
 from .layout import Batch
 from .plan import Plan
-from .reader import by_storage, index_lists
+from .reader import by_storage
 
 ByBatch = Sequence[tuple[Batch, Any]]
 """Batches with their gradients: addresses of dense ones, or the row-sparse ones."""
@@ -23,8 +29,6 @@ ByBatch = Sequence[tuple[Batch, Any]]
 
 class Device:
     """Steps of the parameters of an optimizer on a device; ``host`` counts them."""
-
-    works_on_host = False
 
     def __init__(self, host: Host) -> None:
         self._host, self.turn = host, host.turn
@@ -44,38 +48,45 @@ class Device:
                     updates: list[Any] = [conditioned(call, plan) for call in plan.calls]
                 if constants:  # of rules that measure tensors: all are dense
                     updates = [update._replace(constants=constants) for update in updates]
-                launch_updates(
-                    updates, given.by_batch, arrays,
-                    layout.lock_spans if plan.use_locking else None,
-                    self._host.undo(layout),
-                )  # fmt: skip
+                spans = layout.lock_spans if plan.use_locking else None
+                launch_updates(updates, arrays, spans, self._host.undo(layout))
             commit([], self._host.count(layout))
 
 
 def launch_updates(
-    updates: Sequence[Update], by_batch: ByBatch, arrays: Sequence[Any],
-    lock_spans: list[Span] | None = None, undo: Any = None,
+    updates: Sequence[Update], arrays: Sequence[Any], lock_spans: list[Span] | None = None,
+    undo: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """Enqueue the updates of the batches, whose scalars the host has worked out.
+    """Enqueue updates, whose scalars the host has worked out.
 
     They write nothing if an index turns out to be out of range; ``undo`` is called then. ``arrays``
     are all of the step; a parameter first, which decides the stream.
+
+    Raises:
+        ValueError: the tables of an update have too many rows for its sort keys.
     """
-    batches, error = row_batches(by_batch)
+    lists: list[IndexList] = []
+    bases = []  # of each update, the positions before its own
+    for update in updates:
+        bases.append(sum(own.length for own in lists))
+        if isinstance(update, RowUpdate):
+            check_keys(update.where[0], update.tables)
+            lists += update.lists
+    error = bad_index_error(lists)
 
     def found(position: int, index: int) -> IndexError:
         if undo is not None:
             undo()
         return error(position, index)
 
-    with checked_launch(arrays, found if batches else None, lock_spans) as launch:
-        if len(batches) > 1:  # one checks its indices before it writes
-            for batch, gradients in by_batch:
-                if batch.row_sparse:
-                    tables, first = row_tables(batch.variables, gradients), batches[batch]
-                    cuda.rows.step.check_indices(tables, launch.guard, first, stream=launch.stream)
-        for (batch, _), update in zip(by_batch, updates, strict=True):
-            update.enqueue(launch._replace(base=batches.get(batch, 0)))
+    rows = [(u, base) for u, base in zip(updates, bases, strict=True) if isinstance(u, RowUpdate)]
+    with checked_launch(arrays, found if rows else None, lock_spans) as launch:
+        if len(rows) > 1:  # one checks its indices before it writes
+            for update, base in rows:
+                guard, stream = launch.guard, launch.stream
+                cuda.rows.step.check_indices(update.tables, guard, base, stream=stream)
+        for any_update, base in zip(updates, bases, strict=True):
+            any_update.enqueue(launch._replace(base=base))
 
 
 def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:
@@ -85,18 +96,3 @@ def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:
     with launch_on(arrays, None) as launch:
         all_finite = cuda.dense.finite.all_finite
         return all(all_finite(*own, stream=launch.stream) for own in by_storage(by_batch))
-
-
-def row_batches(by_batch: ByBatch) -> tuple[dict[Batch, int], BadIndex]:
-    """The row-sparse batches of a step, with the positions before each, and their error.
-
-    Raises:
-        ValueError: the tables of a batch have too many rows for its sort keys.
-    """
-    found: dict[Batch, int] = {}
-    lists: list[IndexList] = []
-    for batch, gradients in by_batch:
-        if batch.row_sparse:
-            found[batch] = sum(own.length for own in lists)
-            lists += index_lists(batch, gradients)
-    return found, bad_index_error(lists)

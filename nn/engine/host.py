@@ -29,8 +29,6 @@ Constants = Mapping[str, float]
 class Host:
     """Steps of the parameters of an optimizer on the host."""
 
-    works_on_host = True
-
     def __init__(self, where: str, counts: Counts) -> None:
         self._where, self.counts, self._lock = where, counts, threading.RLock()
         _living.add(self)

@@ -32,8 +32,6 @@ CHUNK = 1 << 22
 class Offload:
     """Steps of parameters on a device, with states and arithmetic on the host."""
 
-    works_on_host = True
-
     def __init__(self, host: Host) -> None:
         self._host, self.turn = host, host.turn
 

@@ -166,7 +166,7 @@ class AdamFamily(Optimizer):
             if bound.device is None:
                 commit([update.prepared() for update in updates], count)
             elif updates:
-                launch_updates(updates, given.by_batch, given.arrays)
+                launch_updates(updates, given.arrays)
         except BaseException:
             if not done[0]:  # an interrupt may come right after it
                 self.num_update = largest

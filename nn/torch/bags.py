@@ -24,7 +24,6 @@ from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.bags.tensor import BagTensor, joined
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_step import RowGradient
 from ..distributed.agreement import attempted
 from ..distributed.reduction import average_bags
 from ..distributed.torch_group import over_torch
@@ -587,9 +586,7 @@ def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
 def _as_torch(gradient: BagTensor, weight: Tensor) -> Tensor:
     """The gradient as PyTorch's, a row for each id; dense where it goes on from there."""
     if is_on_device(gradient.values):
-        indices, values = rows_of_bags(
-            gradient.source, gradient.unit, gradient.dense_shape, tensor_of
-        )
+        indices, values = rows_of_bags(gradient, tensor_of)
     else:
         rows = gradient.to_rows()
         indices, values = tensor_of(rows.indices), tensor_of(rows.values)
@@ -599,15 +596,14 @@ def _as_torch(gradient: BagTensor, weight: Tensor) -> Tensor:
     return found if weight.is_leaf else found.to_dense()
 
 
-def rows_of_bags(
-    source: RowGradient, unit: int, shape: tuple[int, int], tensor_of: Callable[[Any], Tensor]
-) -> tuple[Tensor, Tensor]:
+def rows_of_bags(gradient: BagTensor, tensor_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
     """The index and the row of each occurrence in a gradient of pooled rows, by PyTorch.
 
     What counts for nothing, and what is out of range, is a row of zeros: how many there are is not
     asked, since the answer would be waited for. ``tensor_of`` gives the tensors of arrays.
     """
-    indices, (n_rows, width) = tensor_of(source.indices), shape
+    source, unit, (n_rows, width) = gradient.source, gradient.unit, gradient.dense_shape
+    indices = tensor_of(source.indices)
     n, numbers = len(indices), torch.arange(len(indices), device=indices.device)[:, None]
     places = tensor_of(source.rows).long()[:, None] + torch.arange(
         width // unit, device=indices.device

@@ -527,8 +527,8 @@ class Fused(_Base):
                 else:
                     self.state[parameter] = state
         if launched:
-            for parts, *there in on_devices(given):
-                launch_updates([launched[part] for part in parts], *there)
+            for parts, _, arrays in on_devices(given):
+                launch_updates([launched[part] for part in parts], arrays)
         commit(prepared, count)
         for parameter, step in counted:
             if isinstance(step, Tensor):

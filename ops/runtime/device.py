@@ -67,7 +67,7 @@ class DeviceArray:
         if made.flags.aligned:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-            _known[framework, form] = made._at(0, None)
+            _known[framework, form] = made.without_owner()
         return made
 
     def _at(self, address: int, owner: Any) -> DeviceArray:
@@ -304,11 +304,8 @@ def refuse_capture(array: DeviceArray) -> None:
     Raises:
         RuntimeError: the stream of the array is being captured.
     """
-    device = array.device
-    with on_device(device):
-        stream = stream_of(device, _handle(array.framework, array.stream, device))
-        if cuda.device.backend.is_capturing(stream):
-            raise _captured()
+    with launching([array]):
+        pass
 
 
 def _captured() -> RuntimeError:

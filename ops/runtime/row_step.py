@@ -109,7 +109,9 @@ class RowUpdate(NamedTuple):
         tables = row_tables(variables, gradients, [base + k * hp.strides[0] for k in hp_of])
         return cls(where, compiled, tables, gradients, *rest)
 
-    def _lists(self) -> list[IndexList]:
+    @property
+    def lists(self) -> list[IndexList]:
+        """The indices of each table."""
         labelled = zip(self.where, self.tables, strict=True)
         return [IndexList(label, table.length, table.rows) for label, table in labelled]
 
@@ -120,7 +122,7 @@ class RowUpdate(NamedTuple):
         Too many rows for the sort keys are an error already.
         """
         check_keys(self.where[0], self.tables)
-        return None if self.drop else bad_index_error(self._lists())
+        return None if self.drop else bad_index_error(self.lists)
 
     def prepared(self, *, locked: bool = False) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error.
@@ -132,7 +134,7 @@ class RowUpdate(NamedTuple):
         step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
         if step.bad_position >= 0:
             step.release()
-            raise first_bad_index(self._lists(), gradients, step.bad_position)
+            raise first_bad_index(self.lists, gradients, step.bad_position)
         return step
 
     def enqueue(self, launch: Launch) -> None:

@@ -78,16 +78,12 @@ class Chunks:
         self._words, self.n_words = table, table.size
         self._table = table.reshape(self.n_tensors, -1)
         self._arrays = self._table[:, _ARRAYS:]
-        self.put(arrays)
+        self.put(arrays[:, 0], arrays[:, 1:])
 
-    def put(self, addresses: np.ndarray) -> None:
-        """Take over where the last arrays of each tensor lie now."""
-        self._arrays[:, -addresses.shape[1] :] = addresses
+    def put(self, first: np.ndarray, others: np.ndarray) -> None:
+        """Take over where the first array of each tensor lies now, and where its others do."""
+        self._arrays[:, 0], self._arrays[:, 1:] = first, others
         self._table[:, _IS_ALIGNED] = are_aligned(self._arrays)
-
-    def put_first(self, addresses: np.ndarray) -> None:
-        """Take over where the first array of each tensor lies; before `put`."""
-        self._arrays[:, 0] = addresses
 
     def words(self, hp: np.ndarray) -> np.ndarray:
         """The int64 table, until the next call; ``hp`` are the addresses of scalars by tensor."""
@@ -164,8 +160,7 @@ class DenseStep:
 
     def put(self, addresses: np.ndarray, gradients: np.ndarray) -> None:
         """Take over where the tensors and their gradients lie now."""
-        self._chunks.put_first(gradients)
-        self._chunks.put(addresses)
+        self._chunks.put(gradients, addresses)
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `DevicePart`."""

@@ -152,9 +152,9 @@ def storer(kind):
     return store
 
 
-_KINDS = (types.int8, types.int32, types.int64, types.float32, types.float64)
-load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _KINDS)
-store_int32, store_int64, store_float32, store_float64 = map(storer, _KINDS[1:])
+_KINDS = (types.int32, types.int64, types.float32, types.float64)
+load_int32, load_int64, load_float32, load_float64 = map(reader, _KINDS)
+store_int32, store_int64, store_float32, store_float64 = map(storer, _KINDS)
 
 
 @intrinsic

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .backend import copy_in
-from .memory import Places, Room, room_of
+from .memory import Places, room_of
 
 
 class LaunchContext(NamedTuple):
@@ -24,6 +24,7 @@ class DevicePart(Protocol):
     """The launches of a batch of tensors after its scalars are there."""
 
     loops: list[Any]  # all that are launched
+    n_words: int  # of its tables, at most
 
     @property
     def scratch_bytes(self) -> int:
@@ -43,27 +44,23 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterat
     It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
     on the host, and ``hp_of`` says which of them each tensor uses.
     """
-    with room_of(call.stream) as room:
-        yield _place(part, hp, hp_of, call, room)
-
-
-def run(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
-    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
-    if part.n_words:
-        with room_of(call.stream) as room:
-            part.enqueue(_place(part, hp, hp_of, call, room))
-
-
-def _place(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext, room: Room) -> LaunchContext:
     scalars, places = np.ascontiguousarray(hp), Places()
     n_bytes = scalars.nbytes
     places.add(n_bytes)
     at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
-    base = room.take(places.size)
-    words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
-    # Scalars and tables in one array: one copy to the device for a step.
-    content = room.to_copy(at_words + words.nbytes)
-    content[:n_bytes] = scalars.reshape(-1).view(np.uint8)
-    content[at_words:] = words.view(np.uint8)
-    copy_in(base, content, call.stream)
-    return call._replace(scratch=base + at_scratch)
+    with room_of(call.stream) as room:
+        base = room.take(places.size)
+        words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
+        # Scalars and tables in one array: one copy to the device for a step.
+        content = room.to_copy(at_words + words.nbytes)
+        content[:n_bytes] = scalars.reshape(-1).view(np.uint8)
+        content[at_words:] = words.view(np.uint8)
+        copy_in(base, content, call.stream)
+        yield call._replace(scratch=base + at_scratch)
+
+
+def run(part: DevicePart, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
+    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
+    if part.n_words:
+        with placed(part, hp, hp_of, call) as there:
+            part.enqueue(there)

@@ -56,7 +56,6 @@ def tile_storer(count, itemsize):
 
 # How numbers lie in memory, and what they become.
 _NUMBERS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
-    types.int8: (ctypes.c_int8, int),
     types.int32: (ctypes.c_int32, int),
     types.int64: (ctypes.c_int64, int),
     types.float32: (ctypes.c_float, np.float32),
@@ -82,7 +81,7 @@ def reader(kind):
     return lambda address: made(*[read(address + first) for read, first in parts])
 
 
-load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _NUMBERS)
+load_int32, load_int64, load_float32, load_float64 = map(reader, _NUMBERS)
 
 
 def storer(kind):
@@ -96,7 +95,7 @@ def storer(kind):
     return store
 
 
-_, store_int32, store_int64, store_float32, store_float64 = map(storer, _NUMBERS)
+store_int32, store_int64, store_float32, store_float64 = map(storer, _NUMBERS)
 
 
 def _atomic(operation):

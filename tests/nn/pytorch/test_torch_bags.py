@@ -540,13 +540,14 @@ def test_rows_that_pytorch_makes_of_bags(pooling: str) -> None:
     bags = ops.EmbeddingBags(pooling.removeprefix("weighted "))
     for found in bags.gradients(tables, ids, offsets, grad, weights):
         expected = found.to_rows()
-        of = found.source, found.unit, found.dense_shape
-        indices, values = rows_of_bags(*of, torch.from_numpy)
+        indices, values = rows_of_bags(found, torch.from_numpy)
         np.testing.assert_array_equal(indices.numpy(), expected.indices)
         np.testing.assert_array_equal(values.numpy(), expected.values)
         marked = found.indices.copy()
         marked[3], marked[5] = LEFT_OUT, found.dense_shape[0]
-        indices, values = rows_of_bags(of[0]._replace(indices=marked), *of[1:], torch.from_numpy)
+        source = found.source._replace(indices=marked)
+        of_marked = ops.BagTensor(source, found.unit, found.dense_shape)
+        indices, values = rows_of_bags(of_marked, torch.from_numpy)
         assert not values[[3, 5]].any()
         assert ((indices >= 0) & (indices < found.dense_shape[0])).all()
         others = np.delete(np.arange(30), (3, 5))
