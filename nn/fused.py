@@ -372,7 +372,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return rule.shape_of(state, shape)
 
     def keep_states(self, of: Sequence[bool]) -> None:
-        """As `StatefulOptimizer.keep_states`."""
+        """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
         super().keep_states(of)
         self._read_anew()
 

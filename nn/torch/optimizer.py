@@ -192,7 +192,7 @@ class Fused(_Base):
                 check_rows(type(self).__name__, f"parameter {k} of a group", parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in ``torch.optim``."""
+        """Add a group, as in ``torch.optim``; one that is refused is not kept."""
         self._bindings = {}
         if "sparse" not in self.defaults:
             super().add_param_group(param_group)  # the constructor completes it
@@ -219,13 +219,13 @@ class Fused(_Base):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """As in ``torch.optim``; of a `ShardedEmbedding` the states of the whole table."""
+        """The state dict of ``torch.optim``; it has the whole table of a `ShardedEmbedding`."""
         return with_rows(whole_table, super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; states keep the dtype that they have in ``state_dict``.
+        """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
 
-        Options of this package that are not in it, as in one of PyTorch's, stay as they are.
+        Options of this package that it does not have, as one of PyTorch's, stay as they are.
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
@@ -349,7 +349,7 @@ class Fused(_Base):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in ``torch.optim``."""
+        """Reset all gradients, as in ``torch.optim``, and give up a clipping of them."""
         self._clipping = None
         super().zero_grad(set_to_none)
 

@@ -161,10 +161,10 @@ class Binding:
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], states: States,
         choices: Sequence[RuleChoice], entry_of: Callable[..., CheckedParameter | None],
     ) -> StepInputs | None:  # fmt: skip
-        """What a step with these gradients is given; None if it has another number of parameters.
+        """The inputs of a step with these gradients; None if the number of parameters differs.
 
         ``entry_of(parameters, gradients, choices, new, i)`` checks a parameter that is not recorded
-        as it is now; where it makes a state, ``new`` has that from then on.
+        as it is now; if it makes a state, it puts that into ``new``.
         """
         look = self._look
         held = [None] * look.n_held
@@ -187,7 +187,7 @@ class Binding:
         self, flags: int, of_step: tuple[Any, ...], states: States, choices: Sequence[RuleChoice],
         entry_of: Callable[..., CheckedParameter | None],
     ) -> StepInputs | None:  # fmt: skip
-        """What a step is given that differs from the last one; as `read`."""
+        """The inputs of a step that differs from the last one; as `read`."""
         parameters, gradients, held = of_step
         look, new, entries = self._look, dict[Tensor, Any](), dict[int, CheckedParameter | None]()
         must_look = flags & UNLIKE or self._has_own_counts or self._has_rows

@@ -1,4 +1,4 @@
-"""What a step has to know of one parameter: found and checked once, and found again by a look."""
+"""The record of one parameter, which a step needs: checked once, then compared by a look."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CheckedParameter(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What parameters of one kernel call have in common."""
+    """Properties that the parameters of one kernel call have in common."""
 
     choice: RuleChoice
     rule: Rule  # of tensors of these shapes
@@ -244,7 +244,7 @@ class Record:
         return wide_dtype(self._declared[k], parameter.dtype)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-        """Of each of its tensors that is copied the number, itself, and the copy for a step."""
+        """Number, tensor and copy for a step of each of its tensors that is copied."""
         made, parameter = [], local(tensors[0])
         for k in self.copied:
             tensor = local(tensors[k])

@@ -299,7 +299,7 @@ class DevicePooled:
         return found
 
     def weight_gradients(self, grad: Any) -> list[Any]:
-        """Those of the weights of ids, of each feature; of joined ids the host waits.
+        """The gradients of the weights of ids, by feature; for joined ids the host waits.
 
         Raises:
             TypeError, ValueError: as `Pooled.weight_gradients`.
@@ -333,7 +333,7 @@ def _stacked(like: DeviceArray, parts: Sequence[DeviceArray], width: int) -> Dev
 def pool(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
 ) -> DevicePooled:
-    """As `pooled.pool`, of tables on a device; a bad id or offset is heard of later.
+    """Pool tables on a device, as `pooled.pool`; a bad id or offset is reported later.
 
     Raises:
         TypeError, ValueError: something does not fit.

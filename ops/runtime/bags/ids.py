@@ -54,12 +54,12 @@ def read_plain(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any, torch: Any = None, *,
     singles: bool = False,
 ) -> HostIds | None:  # fmt: skip
-    """The same in one compiled call, of plain arrays or, with ``torch``, tensors; else None.
+    """The ids of plain arrays or, with ``torch``, tensors, read in one compiled call; else None.
 
     With ``singles`` each id of one dimension is a bag.
     """
     n, is_weighted = len(pooling.of), weights is not None
-    # What is refused here is not wrong yet: Python looks at it once more, and has words for it.
+    # None is no error yet: `_read_any` looks again, and says in words what is wrong.
     if not pooling.is_ordered or (is_weighted and pooling.name != "sum"):
         return None
     are_listed = [isinstance(given, list | tuple) for given in (ids, offsets, weights)]

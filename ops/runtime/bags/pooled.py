@@ -168,7 +168,7 @@ class Pooled:
         return [of_feature[f] for f in range(len(products))]
 
     def _gradient_arrays(self, grad: Any) -> tuple[list[np.ndarray], int | None]:
-        """Of each table the array in which the gradients of its features are; and their unit."""
+        """The array of each table that holds the gradients of its features; and their unit."""
         pooling = self._pooling
         if not pooling.pools:
             parts = read_gradients(pooling, grad, self._shapes)
