@@ -1,10 +1,30 @@
 """Kernels, a rule behind gradient transforms for some storage types, and their work on an element.
 
-Nothing is compiled here: a backend says how (`Compiler`).
+The work on an element is a function whose lines are generated here, since a rule has any number of
+states, scalars and transforms. A backend compiles it (`Compiler`). With ``FUSESTEP_SHOW=1`` in the
+environment, each function is printed on stderr when it is generated. For Momentum with a coupled
+weight decay, the element is::
+
+    def function(arrays, g, i, hp):
+        w = arrays[0]
+        x = real(load(w[i]))
+        d = real(load_g(g[i]))
+        d = transform0(d, x, hp)
+        new = update(x, d, number1(load1(arrays[1][i])), hp)
+        arrays[0][i] = store0(stored0(new[0]))
+        arrays[1][i] = store1(stored1(new[1]))
+
+``arrays`` are the parameter and its states, ``g`` is the gradient, ``i`` the number of the element,
+and ``hp`` has the scalars. ``x`` and ``d`` are parameter and gradient in the type of the
+arithmetic, ``d`` after the gradient transforms. Names with a number belong to the transform, or to
+the array, of that number: ``load`` and ``store`` convert from and to its storage type, ``number``
+and ``stored`` are the types in between. ``update`` is the function of the rule.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -89,18 +109,20 @@ class Compiler(NamedTuple):
     rule: Callable[..., Any]  # a function of a rule
     part: Callable[..., Any]  # a gradient transform
     conversion: Callable[..., Any]  # from or to a storage type
-    element: Callable[..., Any]  # what calls them
-    inlined: Callable[..., Any]  # the same, within others
+    element: Callable[..., Any]  # the function of an element, which calls all of them
+    inlined: Callable[..., Any]  # a function of an element that is inlined in another one
 
 
 def _written(arguments: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
     """The function of some lines, in which names stand for compiled functions and types.
 
-    A rule has any number of states, scalars and transforms. A chain of closures would say so
-    without text, but Numba translates each link anew in each kernel: half of a compilation.
+    A chain of closures would do without text, but Numba translates each link anew in each kernel:
+    half of a compilation.
     """
-    scope = dict(names)
-    exec("\n    ".join((f"def function({arguments}):", *lines)), scope)
+    text, scope = "\n    ".join((f"def function({arguments}):", *lines)), dict(names)
+    if os.environ.get("FUSESTEP_SHOW") == "1":
+        print(text, end="\n\n", file=sys.stderr)
+    exec(text, scope)
     return scope["function"]
 
 

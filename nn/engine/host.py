@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.threads.counts import Count, NumberWrite
+from ...kernels.cpu.counts import Count
+from ...kernels.cpu.numbers import NumberWrite
 from ...kernels.cpu.threads.parallel import Joined, Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rule import columns

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...kernels.cpu.threads.counts import are_equal
+from ...kernels.cpu.counts import are_equal
 from ...kernels.formula import ROUNDING, Formula
 from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST

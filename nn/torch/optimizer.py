@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.threads.counts import NumberWrite, TensorCount
+from ...kernels.cpu.numbers import NumberWrite
+from ...kernels.cpu.tensor_counts import TensorCount
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.formula import Numbers
 from ...kernels.private import outside_of_graphs, watched, watching

@@ -8,13 +8,13 @@ is taken back.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
+from ...kernels.cpu.process.forks import in_child
 from . import cuda
 from .frameworks import on_device
 
@@ -120,12 +120,9 @@ def settle() -> None:
             synchronize()
 
 
-def _after_fork_in_child() -> None:
+@in_child
+def _forget_calls() -> None:
     # A forked child cannot use the parent's devices.
     global _lock
     _lock = threading.RLock()
     _guards.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

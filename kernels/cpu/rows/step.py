@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
 from functools import cache, lru_cache
@@ -17,6 +16,7 @@ from ..blocks import blocks
 from ..compiler.compile import NativeFunction
 from ..compiler.lines import LINE
 from ..headers.arrays import address_of
+from ..process.forks import in_child
 from ..threads.parallel import Loop, get_num_threads, run, run_words
 from ..threads.workspace import borrow, give_back
 from . import sort, sums
@@ -36,9 +36,12 @@ stripes = np.zeros(rows.N_STRIPES, np.int32)
 
 _stripes_address = address_of(stripes)
 _range_numbers = np.arange(MOST_RANGES + PADDING)
-if hasattr(os, "register_at_fork"):
+
+
+@in_child
+def _free_all_rows() -> None:
     # A thread that held a row in the parent does not exist in the child.
-    os.register_at_fork(after_in_child=lambda: stripes.fill(0))
+    stripes.fill(0)
 
 
 def _whole_lines(words: int) -> int:

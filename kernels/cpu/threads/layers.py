@@ -23,7 +23,7 @@ from ...private import NAMES, look_up, lose
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
 from ..compiler.machine import PythonEntry
-from ..process.forks import during_forks, fork_between
+from ..process.forks import during_forks, fork_between, in_child
 from ..process.room import can_start
 from . import tbb
 
@@ -190,7 +190,8 @@ def _uses_tbb() -> bool:
     return threading_layer() == "tbb" and not _without_threads
 
 
-def _after_fork_in_child() -> None:
+@in_child
+def _look_for_threads_anew() -> None:
     global _tbb_has_ended, _without_threads
     if threading_layer() == "omp":  # GNU OpenMP kills a forked child at its first parallel loop
         _without_threads = "a fork after threads of omp had started"
@@ -200,10 +201,6 @@ def _after_fork_in_child() -> None:
     _tbb_has_ended = False
     regions.value = _WITHOUT_THREADS if _without_threads else 0
     limit_of_environment.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def start_layer() -> bool:

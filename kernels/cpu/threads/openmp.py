@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numba
 
+from ..process.forks import in_child
 from ..process.room import can_start
 from .layers import threading_layer
 
@@ -113,11 +114,8 @@ def seen(clock: int, was_late: int) -> None:
         _team.patience = max(0, _team.patience - 1)
 
 
-def _forget() -> None:
+@in_child
+def _forget_threads() -> None:
     global _is_forked
     _is_forked = True
     functions.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
