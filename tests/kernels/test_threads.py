@@ -17,7 +17,7 @@ import pytest
 from fusestep import get_num_threads, set_num_threads
 from fusestep.kernels.cpu.threads import layers
 from fusestep.kernels.cpu.threads.layers import Limit
-from fusestep.kernels.cpu.threads.parallel import limit_threads, deciding_limit
+from fusestep.kernels.cpu.threads.parallel import deciding_limit, limit_threads
 
 from subprocesses import ENVIRONMENT, output_of, run_python
 from test_interrupts import done_at, interrupt
