@@ -67,7 +67,7 @@ class DenseCall(NamedTuple):
         *,
         by_rows: bool = False,
     ) -> DenseCall:
-        """A call of ``block`` on tensors, for ``chunk`` elements at a time, or about so many rows."""
+        """A call of ``block`` on tensors, ``chunk`` elements at a time or so."""
         widths = table.widths if by_rows else None
         tensors = table.addresses, table.addresses.strides[0], gradients, table.first, widths
         scalars = hp, hp.strides[0], hp_of
