@@ -54,4 +54,4 @@ class NumberWrite:
         self.loops = (Loop(_write_numbers.address, 1, self._call.address, 1),)
 
     def release(self) -> None:
-        """Nothing is to be released: a write borrows no memory."""
+        """Do nothing: a write borrows no memory."""

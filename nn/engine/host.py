@@ -61,7 +61,7 @@ class Host:
         return known[1]
 
     def undo(self, layout: Layout) -> Callable[[], None]:
-        """What takes back the count of a step with gradients of this layout."""
+        """A function that takes back the count of a step with gradients of this layout."""
         total, _, steps = self.counts
 
         def undo() -> None:

@@ -42,7 +42,7 @@ def launch_on(arrays: Sequence[DeviceArray], lock_spans: list[Span] | None) -> I
 def checked_launch(
     arrays: Sequence[DeviceArray], error: pending.Error | None, lock_spans: list[Span] | None = None
 ) -> Iterator[Launch]:
-    """As `launch_on`, with a guard whose answer is waited for later, unless there is no error."""
+    """A launch (`launch_on`) with a guard, which the host reads later; no guard without error."""
     # The guards before the order of streams, as in steps of optimizers: two threads that took the
     # locks of both the other way round would wait for each other.
     with pending.held(), launch_on(arrays, lock_spans) as launch:

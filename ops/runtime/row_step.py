@@ -53,7 +53,7 @@ class RowGradient(NamedTuple):
         return cls(indices, values, address_of(indices), address_of(values), *rest)
 
     def with_values(self, values: Any) -> RowGradient:
-        """Other values of the same occurrences, which are at the same places of a batch."""
+        """This gradient with other values of its occurrences, which keep their places."""
         return self._replace(values=values, values_address=address_of(values))
 
     @property
@@ -64,7 +64,7 @@ class RowGradient(NamedTuple):
 
     @property
     def source(self) -> tuple[int, ...]:
-        """What else says where the rows of pooled ones lie: addresses, and numbers."""
+        """Rows, stride, weights, winners and first of a pooled gradient: addresses and numbers."""
         winners = 0 if self.winners is None else address_of(self.winners)
         return self.rows_address, self.stride, self.weights_address, winners, self.first
 

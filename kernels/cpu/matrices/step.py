@@ -270,4 +270,4 @@ class MatrixStep:
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:
-        """Nothing is to be released: a step borrows no memory."""
+        """Do nothing: a step borrows no memory."""
