@@ -27,7 +27,7 @@ class Primitive:
     """A stateless operator that updates its variables in place.
 
     Attributes:
-        use_locking: whether concurrent calls on overlapping memory are serialised
+        use_locking: whether calls are serialised with others that say so
             (`fusestep.ops.runtime.locks`).
         name: the operator's name, for messages.
     """

@@ -41,14 +41,10 @@ class Host:
     def run(self, plan: Plan) -> None:
         """Write and count, in one compiled call after all that can fail.
 
-        With locking, also what is measured is measured while nobody else has the memory.
+        With locking, also what is measured is measured while no other such call writes.
         """
         count = self.count(plan.given.layout)
-        if plan.use_locking:
-            work = partial(_write, plan, count)
-            locks.serialized(work, plan.given.layout.lock_spans, shared=False)
-        else:
-            _write(plan, count)
+        locks.serialized(partial(_write, plan, count), plan.use_locking)
 
     def count(self, layout: Layout) -> Count:
         """The count of a step with gradients of this layout; the last one is kept."""

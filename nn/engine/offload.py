@@ -39,7 +39,7 @@ class Offload:
         """Take a step: parameters and gradients come to the host, and the parameters go back."""
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
-            with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
+            with launch_on(arrays, plan.use_locking) as launch:
                 # Of all batches, before the first chunk: chunks are written one by one, and a bad
                 # index in a later one would leave half a step.
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}

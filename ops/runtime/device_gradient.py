@@ -127,7 +127,7 @@ def coalesced(gradient: RowGradient, shape: tuple[int, ...]) -> tuple[DeviceArra
     indices, values, *_ = gradient
     if len(indices) == 0:
         return indices.copy(), values.copy()
-    with launch_on(gradient.arrays, None) as launch:
+    with launch_on(gradient.arrays) as launch:
         rows = _rows_of(gradient, shape, _real(values.dtype))
         with cuda.rows.coalesce.distinct_rows(rows, launch.stream) as distinct:
             n, bad = distinct.count()

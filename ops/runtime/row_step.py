@@ -23,7 +23,7 @@ from .check import index_error
 from .device import DeviceArray
 from .errors import reject
 from .launch import Launch, checked_launch
-from .step import DenseUpdate, Variables, spans_of
+from .step import DenseUpdate, Variables
 
 
 class RowGradient(NamedTuple):
@@ -124,14 +124,11 @@ class RowUpdate(NamedTuple):
         check_keys(self.where[0], self.tables)
         return None if self.drop else bad_index_error(self.lists)
 
-    def prepared(self, *, locked: bool = False) -> Prepared:
-        """The step on the host, to be run by `commit`; an index out of range is an error.
-
-        With ``locked`` each row has a lock of its own, for lazy steps that share a table.
-        """
+    def prepared(self) -> Prepared:
+        """The step on the host, to be run by `commit`; an index out of range is an error."""
         where, compiled, tables, gradients, *_, touched_only, drop = self
         check_keys(where[0], tables)
-        step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
+        step = RowStep(compiled, tables, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
             raise first_bad_index(self.lists, gradients, step.bad_position)
@@ -152,19 +149,14 @@ Update = DenseUpdate | RowUpdate
 def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bool = False) -> None:
     """One step on one table with its states, in place; on a device it is enqueued.
 
-    With ``use_locking`` lazy steps share the table and lock its rows, others hold it exclusively.
+    With ``use_locking`` it runs alone (`locks`).
     """
-    spans = spans_of([variables]) if use_locking else None
     if isinstance(variables[0], DeviceArray):
         arrays = *variables, *update.gradients[0].arrays
-        with checked_launch(arrays, update.error, spans) as launch:
+        with checked_launch(arrays, update.error, use_locking) as launch:
             update.enqueue(launch)
         return
-    step = update.prepared(locked=use_locking and update.touched_only)
-    if spans is None:
-        commit([step])
-    else:
-        locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
+    locks.serialized(partial(commit, [update.prepared()]), use_locking)
 
 
 def row_tables(

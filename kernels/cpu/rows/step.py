@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
 from functools import cache, lru_cache
@@ -31,14 +30,7 @@ _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
 _LINE_WORDS = LINE // 8  # int64
 _KEY_BITS = 63  # the sign of a key stays 0, so that keys sort as the numbers that they are
 
-stripes = np.zeros(rows.N_STRIPES, np.int32)
-"""Row locks of all calls of the process; 0 is free."""
-
-_stripes_address = address_of(stripes)
 _range_numbers = np.arange(MOST_RANGES + PADDING)
-if hasattr(os, "register_at_fork"):
-    # A thread that held a row in the parent does not exist in the child.
-    os.register_at_fork(after_in_child=lambda: stripes.fill(0))
 
 
 def _whole_lines(words: int) -> int:
@@ -219,7 +211,6 @@ class RowStep:
         *,
         touched_only: bool,
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
-        locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
         self._kernel, self._tables, self._shares = kernel, tables, False
         self._size = _sizes(kernel, tables, touched_only, drop)
@@ -227,7 +218,7 @@ class RowStep:
         kernel_arguments = _kernel_arguments(
             kernel, row_block, not touched_only, self._size.n > HOT
         )
-        self._write_arguments(kernel_arguments, _stripes_address if locked else 0)
+        self._write_arguments(kernel_arguments)
         call = self._block.address
         loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
         run_words(array("q", loops))
@@ -242,9 +233,7 @@ class RowStep:
         """Give the block back."""
         give_back(self._block)
 
-    def _write_arguments(
-        self, kernel_arguments: tuple[int, int, tuple[int, ...]], locks: int
-    ) -> None:
+    def _write_arguments(self, kernel_arguments: tuple[int, int, tuple[int, ...]]) -> None:
         """`RowCall`, then the tables, then all their addresses.
 
         They are packed at once, which is ten times as fast as NumPy's assignment.
@@ -252,7 +241,7 @@ class RowStep:
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
         own_sum, single, call_arguments = kernel_arguments
-        fields = [*size.arguments, *call_arguments, *sections, locks, *size.told]
+        fields = [*size.arguments, *call_arguments, *sections, *size.told]
         g, real = self._kernel.g, self._kernel.real
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0

@@ -317,7 +317,7 @@ class DevicePooled:
             features.append(own._replace(out=out, is_aligned=int(is_aligned)))
             found.append(native(made))
         launches = self._launches(features)
-        with launch_on([*pooling.arrays, values], None) as launch:
+        with launch_on([*pooling.arrays, values]) as launch:
             cuda.rows.bags.multiply(
                 features, self._lists(weighted=False), launches, values.address, pooling.unit,
                 g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,
