@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -12,6 +13,7 @@ from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -316,7 +318,25 @@ class EmbeddingBags(nn.Module):
             if not any(module is self for module in active.module.modules()):
                 return None
             self._ddp = weakref.ref(active)
+            _warn_of_exchange(active, [*self.parameters()])
         return active
+
+
+def _warn_of_exchange(parallel: DistributedDataParallel, weights: Sequence[Tensor]) -> None:
+    """Warn where PyTorch exchanges sparse gradients of tables over gloo, which is not safe."""
+    group, ignored = parallel.process_group, parallel.parameters_to_ignore
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+        return
+    known, named = {*map(id, weights)}, parallel.module.named_parameters()
+    names = [name for name, p in named if id(p) in known and name not in ignored]
+    if names:
+        warnings.warn(
+            f"{_WHERE}: DistributedDataParallel exchanges sparse gradients over gloo, which "
+            f"corrupts memory now and then in PyTorch 2.13: before you wrap the model, set "
+            f"model._ddp_params_and_buffers_to_ignore = {names}, and use update_in_backward",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 _outside_of_graphs: Any = outside_of_graphs(EmbeddingBags.forward)
