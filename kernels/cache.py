@@ -150,7 +150,7 @@ def feed_code(digest: Any, code: types.CodeType) -> None:
 
 
 def reached(function: types.FunctionType) -> list[Any]:
-    """What the code of ``function`` can reach by its names; None for what is no global."""
+    """The values that ``function`` can reach by the names in its code; None for no global."""
     names = list(dict.fromkeys(_names(function.__code__)))
     values = [function.__globals__.get(name) for name in names]
     values += [cell.cell_contents for cell in function.__closure__ or ()]
@@ -224,7 +224,7 @@ def processor() -> dict[str, str]:
 
 
 def _host_features() -> str:
-    """As Numba has them, which can be told to do without AVX."""
+    """The features of this CPU that Numba compiles for; it can be told to do without AVX."""
     found = llvm.get_host_cpu_features()
     if not numba.config.ENABLE_AVX:
         found.update({name: False for name in found if name.startswith("avx")})
@@ -273,7 +273,7 @@ class _Folder(NamedTuple):
         os.unlink(self.named(name), dir_fd=self.handle)
 
     def named(self, name: str) -> str:
-        """What the functions of `os` take beside ``handle``."""
+        """The path of a file in the folder, which the functions of `os` take with ``handle``."""
         return str(self.path / name) if self.handle is None else name
 
 

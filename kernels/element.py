@@ -30,7 +30,7 @@ class Kernel:
     s: tuple[Storage, ...]  # of each state
 
     def with_gradient(self, g: Storage) -> Kernel:
-        """The same for another storage of the gradient."""
+        """This kernel for another storage of the gradient."""
         return kernel(self.rule, self.prologue, self.w, g, self.s)
 
     @lazy
@@ -40,12 +40,12 @@ class Kernel:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Those of the arrays: the parameter, then the states."""
+        """The storages of the arrays: the parameter, then the states."""
         return self.w, *self.s
 
     @property
     def per(self) -> tuple[str, ...]:
-        """As `State.per`, of each array: the parameter, then the states."""
+        """`State.per` of each array: the parameter, then the states."""
         return "element", *(state.per for state in self.rule.states)
 
     @lazy

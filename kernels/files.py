@@ -1,4 +1,4 @@
-"""What may stand where a file is to be written."""
+"""Check that a file can be written at a path: nothing else stands there."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ _found: dict[str, Any] = {}
 
 
 def look_up(place: str) -> Any:
-    """What is at the place of a `Name`, or None."""
+    """The object at the place of a `Name`, or None."""
     module, _, path = place.partition(":")
     try:
         found = import_module(module)
@@ -94,7 +94,7 @@ def look_up(place: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """What has one of `NAMES`; None, and one warning in a process, where there is none."""
+    """The object of one of `NAMES`; None, and one warning in a process, where it is missing."""
     if name not in _found:
         found = look_up(NAMES[name].place)
         if found is None:

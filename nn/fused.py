@@ -29,7 +29,7 @@ from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite
 from .engine.host import Host
 from .engine.offload import Offload
-from .engine.plan import Classes, Counts, Plan, Stepper, Together, Update, calls_of
+from .engine.plan import Classes, Counts, Plan, StepAgreement, Stepper, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
@@ -90,7 +90,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
-    together: Together | None = None  # with the optimizers of other processes
+    together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of one element of the step
     reader_type: type[GradientReader] = GradientReader  # of gradients that are no arrays, another
     _rate_lag = 0  # a step uses the learning rate of the step so many before
@@ -372,7 +372,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return rule.shape_of(state, shape)
 
     def keep_states(self, of: Sequence[bool]) -> None:
-        """As `StatefulOptimizer.keep_states`."""
+        """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
         super().keep_states(of)
         self._read_anew()
 

@@ -154,7 +154,7 @@ class LARS(Optimizer):
         return self.opt.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As the optimizer's ``load_state_dict``."""
+        """Load the state of the wrapped optimizer: its ``load_state_dict``."""
         self.opt.load_state_dict(state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class LayerwiseConditioning(Conditioning):
 
     @property
     def joins(self) -> np.ndarray:
-        """As `Conditioning.joins`; only where LARS acts."""
+        """Whether the decay joins each gradient: only where LARS acts (`Conditioning.joins`)."""
         joins: np.ndarray = self._acts & super().joins
         return joins
 

@@ -159,7 +159,7 @@ class Prodigy(FusedOptimizer):
     # State
 
     def state_arrays(self) -> dict[str, Any]:
-        """As `Optimizer.state_arrays`, with the numbers of the estimate."""
+        """The arrays of `Optimizer.state_arrays`, with the numbers of the estimate."""
         return {**super().state_arrays(), **self.numbers}
 
     def keep_states(self, of: Sequence[bool]) -> None:  # noqa: ARG002

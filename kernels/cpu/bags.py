@@ -37,7 +37,7 @@ _SERIAL_BELOW = 8_192  # ids
 
 
 class Feature(NamedTuple):
-    """What is known of a feature before any ids are, all ``int64``."""
+    """Properties of a feature that do not depend on its ids, all ``int64``."""
 
     table: int
     row_bytes: int
@@ -129,7 +129,7 @@ _arranged = NativeFunction(_arrange, "arranged bags", PythonEntry(holds_gil=True
 
 @njit(inline="always")
 def _own(c, index):
-    """Of a part the feature, its ids and place, and the first and last of its bags."""
+    """The feature of a part, with its ids and place, and the first and last of its bags."""
     places = _places_at(c.places, c.n_features)
     f = last_at_most(places.first_part, c.n_features, index)
     given = _lists_at(c.given, c.n_features)[f]

@@ -119,7 +119,7 @@ def _block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
 
 @cache
 def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
-    """The same row by row, each of which is measured first."""
+    """The block of a rule that measures rows: each row is measured, then updated."""
     rule, g_type, g_bytes = kernel.rule.update, kernel.g.carrier, kernel.g.itemsize
     element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
     read_hp, read_arrays = readers(kernel)

@@ -110,7 +110,7 @@ def adam_scalars(
 def adam_weight_decay_scalars(
     real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
-    """As `adam_scalars`, for the rule without bias correction."""
+    """The scalars of Adam without bias correction."""
     beta1, beta2, epsilon = constants
     complements = _complement(real, beta1), _complement(real, beta2)
     return (*complements, real(lr), real(epsilon), real(decay))
@@ -119,7 +119,7 @@ def adam_weight_decay_scalars(
 def adamax_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
-    """As `adam_scalars`; the second moment, a maximum, needs no correction."""
+    """The scalars of AdaMax, whose second moment, a maximum, needs no correction."""
     beta1, beta2, epsilon = constants
     step_size = float(real(lr)) / (1.0 - float(real(powers[0])))
     betas = real(beta1), _complement(real, beta1), real(beta2)

@@ -70,7 +70,7 @@ def ftrl_scalars(
 def ftrl_last_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
-    """As `ftrl_scalars`, with the power or the doubled shrinkage."""
+    """`ftrl_scalars`, then the power or the doubled shrinkage."""
     l1, l2, beta, last = constants
     return (*ftrl_scalars(real, lr, decay, step, (l1, l2, beta), powers), real(last))
 
@@ -78,7 +78,7 @@ def ftrl_last_scalars(
 def ftrl_power_shrunk_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
-    """As `ftrl_scalars`, with the power and the doubled shrinkage."""
+    """`ftrl_scalars`, then the power and the doubled shrinkage."""
     l1, l2, beta, power, twice = constants
     scalars = ftrl_scalars(real, lr, decay, step, (l1, l2, beta), powers)
     return (*scalars, real(power), real(twice))

@@ -71,7 +71,7 @@ def ratio(square_of_w: Any, square_of_u: Any) -> Any:
 
 
 def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
-    """The same in [0, 10], from the sums of `lamb_clipped_norms`."""
+    """The trust ratio within [0, 10], from the sums of `lamb_clipped_norms`."""
     norm_w, norm_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
     if not (norm_w > 0.0 and square_of_g > 0.0):
         return 1.0

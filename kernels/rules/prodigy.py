@@ -60,7 +60,7 @@ def progress_plain(w: Any, g: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
 
 
 def progress(w: Any, g: Any, m: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
-    """The same beside a first moment."""
+    """`progress_plain` of a rule that has a first moment too."""
     return progress_plain(w, g, v, s, p0, hp)
 
 
@@ -83,7 +83,7 @@ def distance_plain(
     gained: Any, length: Any, d: Any, d_max: Any, d_numerator: Any, beta3: Any, d0: Any,
     d_coef: Any, growth_rate: Any,
 ) -> Any:  # fmt: skip
-    """The same, and the factor of the gradient that is the direction."""
+    """`distance` of a rule whose direction is the gradient, with the factor of that."""
     arguments = gained, length, d, d_max, d_numerator, beta3, d0, d_coef, growth_rate
     d, _, d_max, d_numerator = distance(*arguments)
     return d, d, d, d_max, d_numerator

@@ -69,7 +69,7 @@ def rmsprop_scalars(
 def rmsprop_momentum_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
-    """As `rmsprop_scalars`, with a momentum."""
+    """`rmsprop_scalars`, then the momentum."""
     rho, epsilon, momentum = constants
     return (*rmsprop_scalars(real, lr, decay, step, (rho, epsilon), powers), real(momentum))
 

@@ -79,7 +79,7 @@ def adagrad_scalars(
 def adagrad_decoupled_scalars(
     real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
-    """The same, and the part of the parameter that decays."""
+    """The scalars of Adagrad, then the share of the parameter that decays."""
     (epsilon,) = constants
     return real(epsilon), real(lr), real(lr * decay)
 

@@ -48,7 +48,7 @@ def sgd_first_step(w: Any, g: Any, a: Any, stat: Any, hp: Any) -> Any:
 
 
 def sgd_first_step_nesterov(w: Any, g: Any, a: Any, stat: Any, hp: Any) -> Any:
-    """As `sgd_first_step`, with Nesterov's step."""
+    """`sgd_first_step` with Nesterov's step."""
     a, stat = first_or_later(g, a, stat, hp)
     return w - hp.lr * (g + hp.momentum * a), a, stat
 
@@ -81,7 +81,7 @@ def momentum_scalars(
 def first_step_scalars(
     real: Any, lr: float, decay: float, _step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
-    """As `momentum_scalars`, of a rule that knows by itself which update is the first."""
+    """`momentum_scalars` of a rule that knows by itself which update is the first."""
     return (*momentum_scalars(real, lr, decay, 2, constants, powers), real(0.0))
 
 

@@ -1,1 +1,1 @@
-"""What every optimizer is: parameters, groups, learning rates, states, checkpoints."""
+"""The base of every optimizer: parameters, groups, learning rates, states, checkpoints."""

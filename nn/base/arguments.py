@@ -23,9 +23,10 @@ _OF_BASE = (
 
 
 def base_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """What a constructor, of whose ``locals()`` it is, hands on to that of `FusedOptimizer`.
+    """The arguments of `FusedOptimizer` among the ``locals()`` of a subclass's constructor.
 
-    Unknown keywords are refused.
+    Raises:
+        TypeError: there is an unknown keyword.
     """
     reject_unknown(given["self"]._name, given["unknown"], given["__class__"])
     return {"parameters": given["params"], **{n: given[n] for n in _OF_BASE if n in given}}
@@ -208,7 +209,7 @@ class Fixed(Checked):
         self._is_fixed = is_fixed
 
     def accepted(self, instance: Any, value: Any) -> Any:
-        """As `Checked.accepted`."""
+        """The checked value (`Checked.accepted`), which can no longer change once it is fixed."""
         if self._name in vars(instance) and self._is_fixed(instance):
             wrong, expected = "is fixed at construction", "an optimizer that is made with it"
             reject(AttributeError, instance._name, self._name, wrong, expected, value)

@@ -16,7 +16,7 @@ from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
-from .rates import Rate, Values
+from .rates import PerOwnerRates, Rate
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 
@@ -232,11 +232,11 @@ class Optimizer(CheckedAttributes):
 
     def _rates_at(self, step: int) -> list[float]:
         rates = [option.rate for option in self._groups.options]
-        return Values(self._name, "learning_rate", rates).at(step)
+        return PerOwnerRates(self._name, "learning_rate", rates).at(step)
 
     def _decays_at(self, step: int) -> list[float]:
         decays = [option.decay for option in self._groups.options]
-        return Values(self._name, "weight_decay", decays).at(step)
+        return PerOwnerRates(self._name, "weight_decay", decays).at(step)
 
     # Gradients, as separate steps for custom optimizers
 

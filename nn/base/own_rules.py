@@ -277,7 +277,7 @@ def _check_returned(
 
 
 def factors_of(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """As `factors`, saying where an exception is from."""
+    """The factors of `factors`; an exception says from which function it comes."""
     try:
         return factors(rule, sums, known)
     except Exception as error:
@@ -318,13 +318,13 @@ class OwnFormula(Formula):
 
     @classmethod
     def of(cls, where: str, formula: Formula, names: tuple[str, ...]) -> OwnFormula:
-        """The same for an optimizer, and a rule with scalars of some ``names``."""
+        """The formula for an optimizer, and a rule with scalars of some ``names``."""
         own = cls(*formula)
         own.where, own.names = where, names
         return own
 
     def at(self, real: Any, lr: float, decay: float, step: int) -> Any:
-        """As `Formula.at`.
+        """The checked scalars of an update, as `Formula.at`.
 
         Raises:
             TypeError, ValueError: as `checked_scalars`.

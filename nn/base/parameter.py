@@ -180,5 +180,5 @@ def writable(array: Any) -> Any:
 
 
 def at_line(array: Any) -> Any:
-    """As `writable`, for parameters and states: those on the host begin at a cache line."""
+    """``array``, or a copy on the host that can be updated and begins at a cache line."""
     return array if isinstance(array, DeviceArray) else allocation.at_line(array)

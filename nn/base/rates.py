@@ -104,8 +104,8 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
     return _finite(where, name, float(array[step]))
 
 
-class Values:
-    """The learning rates, or the weight decays, of several owners.
+class PerOwnerRates:
+    """The learning rates, or the weight decays, of several owners, one each.
 
     ``where`` and ``name`` say in errors who asks for what; ``rates`` has one for each owner.
     """

@@ -129,7 +129,7 @@ class StatefulOptimizer(Optimizer):
         return {label: state for label, state in named if state is not None}
 
     def state_arrays(self) -> dict[str, Any]:
-        """As `Optimizer.state_arrays`, with the states and counts of each parameter."""
+        """The arrays of `Optimizer.state_arrays`, with the states and counts of each parameter."""
         arrays = super().state_arrays()
         for role, states in self._states.items():
             for parameter, state in zip(self.parameters, states, strict=True):
@@ -202,7 +202,7 @@ class StatefulOptimizer(Optimizer):
                 check.in_range(self._name, f"state {name!r}", count, is_count, expected)
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
-        """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""
+        """Check a new array of a parameter: it overlaps no state either."""
         super().check_rebinding(parameter, array)
         states = [state for states in self._states_of_each() for state in states]
         names = [f"a state of {self._name}"] * len(states)

@@ -21,7 +21,7 @@ _WHERE = "together"
 
 
 class Agreement:
-    """The steps of the optimizers of all processes: a `Together`."""
+    """The steps of the optimizers of all processes: a `StepAgreement`."""
 
     def __init__(self, where: str, comm: Communicator, *, share_batches: bool) -> None:
         self._where, self.comm, self._share_batches = where, comm, share_batches

@@ -113,7 +113,7 @@ class Clipping(Conditioning):
         return 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
-        """As `Conditioning.scalars`; `complete` has the factors of norms."""
+        """The scalars of the parts but for the factors of norms, which `complete` gives."""
         return self._of_parts(decay, self._scale)
 
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:

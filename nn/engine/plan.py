@@ -15,7 +15,7 @@ from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
-from ..base.rates import Values
+from ..base.rates import PerOwnerRates
 from .conditioning import Conditioning
 from .layout import Batch, KernelCall
 from .reader import Gradients
@@ -57,15 +57,15 @@ class Classes:
         self.of = np.array(of, np.int64)  # the class of each parameter
         examples = [options[i] for i in self.examples]
         self._rates, decays = zip(*((o.rate, o.decay) for o in examples), strict=True)
-        self.rates = Values(where, "learning_rate", self._rates)
-        self.decays = Values(where, "weight_decay", decays)
+        self.rates = PerOwnerRates(where, "learning_rate", self._rates)
+        self.decays = PerOwnerRates(where, "weight_decay", decays)
         self._fixed_decays = list(decays) if all(type(d) is float for d in decays) else None
 
     def at(self, rate_step: int, step: int) -> tuple[list[float], list[float]]:
         """Learning rates and weight decays for a step on the host.
 
         Raises:
-            RuntimeError, TypeError, ValueError: as `Values.at`.
+            RuntimeError, TypeError, ValueError: as `PerOwnerRates.at`.
         """
         rates = self._fixed_rates() or self.rates.at(rate_step)
         return rates, self._fixed_decays or self.decays.at(step)
@@ -75,7 +75,7 @@ class Classes:
         rates = []
         for rate in self._rates:
             array = rate.array if type(rate) is Parameter else None
-            # Out of range is for `Values` to say, which names it; here it is only found.
+            # Out of range is for `PerOwnerRates` to say, which names it; here it is only found.
             if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
                 return None
             rates.append(float(array))
@@ -155,8 +155,8 @@ def _rows_of(
     return [divmod(code, n_classes) for code in codes.tolist()], hp_of
 
 
-class Together(Protocol):
-    """The optimizers of several processes, which take a step all or none."""
+class StepAgreement(Protocol):
+    """The agreement of several processes on a step: all of their optimizers take it, or none."""
 
     def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
         """The plan of a step, when all processes have theirs; None where one of them skips it."""

@@ -139,7 +139,7 @@ class GradientReader:
         return Gradients(last, dense, rows, arrays)
 
     def _read_on_device(self, last: _LastOnDevice, gradients: tuple[Any, ...]) -> Gradients | None:
-        """As `read_like_last`, of dense gradients on a device."""
+        """The dense gradients on a device if they are like the last ones (`read_like_last`)."""
         addresses = []
         for look, gradient in zip(last.looks, gradients, strict=True):
             if look is None:
@@ -159,7 +159,7 @@ class GradientReader:
         return Gradients(layout, np.array(addresses, np.int64), [], gradients, last.streams)
 
     def _last_on_device(self, layout: Layout, given: Gradients) -> _LastOnDevice | None:
-        """What is known of gradients on a device; None where one is row-sparse, or was copied."""
+        """A record of gradients on a device; None if one is row-sparse, or was copied."""
         if not layout.batches or layout.row_arrays or self._centralized:
             return None
         if not self._parameters[0].is_on_device:

@@ -101,7 +101,7 @@ class TensorReader(GradientReader):
     _seen: list[Any] | None = None
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
-        """As `GradientReader.read_like_last`."""
+        """The gradients if they are like the last ones (`GradientReader.read_like_last`)."""
         last, found = self._layouts.get(None), _looked_at(gradients)
         if last is None or found is None or self._seen != found[0]:
             return None
@@ -111,7 +111,7 @@ class TensorReader(GradientReader):
         return Gradients(last, np.array(addresses, np.int64), [], storages)
 
     def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
-        """As `GradientReader.read`."""
+        """The gradients, checked (`GradientReader.read`)."""
         for p, g in zip(self._parameters, gradients, strict=True):
             if isinstance(g, Tensor):
                 name = f"gradient of {p.name!r}"
@@ -129,10 +129,10 @@ class TensorReader(GradientReader):
 
 
 def _looked_at(gradients: Iterable[Any]) -> tuple[list[Any], list[int], list[Any]] | None:
-    """What decides how dense gradients are read, their addresses, and what holds their memory.
+    """Kinds and addresses of dense gradients, and the storages that hold their memory.
 
-    None: they are not all plain tensors that lie in their storages. These hold the memory when
-    another thread gives a tensor another one, as `assign_value` does.
+    None if they are not all plain tensors that lie in their storages. A storage holds the memory
+    when another thread gives the tensor another one, as `assign_value` does.
     """
     kinds, addresses, storages = [], [], []
     for g in gradients:

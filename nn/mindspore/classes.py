@@ -64,7 +64,7 @@ class ASGD(Fused, nn.ASGD, step=sgd.ASGD):
 
     @classmethod
     def _follows(cls, inner: Any, step: int) -> Mapping[str, Any]:
-        """What the next step of MindSpore begins with: its size, and the share of the average."""
+        """The numbers with which MindSpore's next step begins: its size, the average's share."""
         mu, rates = 1.0 / max(1.0, step - inner.t0) if step else 1.0, [0.0] * len(inner.parameters)
         if step:
             lrs = inner._rates_at(step - 1)

@@ -115,7 +115,7 @@ class Fused(nn.Optimizer):
 
     @classmethod  # a binding that held its optimizer would keep it until it is collected
     def _follows(cls, inner: FusedOptimizer, step: int) -> Mapping[str, Any]:
-        """What MindSpore keeps of ``step`` updates beside the states, by name."""
+        """The numbers that MindSpore keeps of ``step`` updates beside the states, by name."""
         return inner._derived_state(step)
 
     @property

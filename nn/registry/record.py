@@ -1,4 +1,4 @@
-"""What is known about an optimizer class beside its code: one row for each class."""
+"""Facts about an optimizer class beside its code: one row for each class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MINDSPORE = "MindSpore 2.10"
 
 
 class Large(NamedTuple):
-    """What an element does after a gradient whose square is infinite: in that step, and later."""
+    """Fate of an element after a gradient whose square is infinite: in that step, and later."""
 
     in_step: str
     later: str

@@ -264,7 +264,7 @@ class Thor(FusedOptimizer):
         return sum(int(preconditioner.refreshes[0]) for preconditioner in self._preconditioners)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """As `Optimizer.state_arrays`, with the factors of the layers."""
+        """The arrays of `Optimizer.state_arrays`, with the factors of the layers."""
         arrays = super().state_arrays()
         for preconditioner in self._preconditioners:
             name = self.parameters[next(iter(preconditioner.positions))].name
@@ -285,7 +285,7 @@ class Thor(FusedOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `Optimizer.load_state_dict`, factors included."""
+        """Load a state of this optimizer, factors included (`Optimizer.load_state_dict`)."""
         super().load_state_dict(state)
         self._is_requested = False
         self.clear_captured()

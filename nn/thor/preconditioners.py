@@ -136,7 +136,7 @@ class EmbeddingPreconditioner(Preconditioner):
     """An embedding: ``g <- (Ainv[:, None] * g) Ginv`` with a diagonal A."""
 
     def inverted(self, options: LayerOptions) -> Inverses:
-        """As `Preconditioner.inverted`."""
+        """Return the inverses of A and G, each as an array; that of A has its diagonal alone."""
         a, a_weight, g, g_weight = self.layer.covariances
         root = math.sqrt(options.damping)
         frequencies = a.astype(np.float64) / a_weight
@@ -158,7 +158,7 @@ class LayerNormPreconditioner(Preconditioner):
     """A layer normalization: ``g <- g / (F + damping)`` with diagonal factors F."""
 
     def inverted(self, options: LayerOptions) -> Inverses:
-        """As `Preconditioner.inverted`."""
+        """Return the inverses of the diagonal factors of weight and bias."""
         a, weight, g, _ = self.layer.covariances
         found = []
         for name, squares in (("weight", a), ("bias", g)):

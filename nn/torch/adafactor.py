@@ -14,7 +14,7 @@ from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...kernels.rules.torch.adam import share_of
 from ...kernels.state import State
 from .engine.options import arguments
-from .engine.part import Choice, Group, Method
+from .engine.part import Group, Method, RuleChoice
 from .optimizer import Fused
 
 
@@ -73,7 +73,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
         """See `FusedOptimizer`."""
         return Method(TORCH_ADAFACTOR, couples=False)
 
-    def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+    def shapes(self, choice: RuleChoice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """See `FusedOptimizer`."""
         if choice.rule.on(tuple(parameter.shape)) is choice.rule:
             return super().shapes(choice, parameter)
@@ -84,7 +84,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
         return asked  # as in PyTorch; the step computes in the type of the arithmetic
 
     def _check(
-        self, group: Group, choice: Choice, name: str, parameter: Tensor, *rest: Any
+        self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, *rest: Any
     ) -> bool:
         # An empty one has no size to step by.
         return super()._check(group, choice, name, parameter, *rest) and parameter.numel() > 0

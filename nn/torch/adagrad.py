@@ -16,7 +16,7 @@ from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
 from ...kernels.rules.torch.adam import share_of
 from .engine.options import KERAS, Sparse, arguments, not_negative, with_defaults
-from .engine.part import Choice, Group, Method, number
+from .engine.part import Group, Method, RuleChoice, number
 from .optimizer import Fused
 
 
@@ -293,7 +293,7 @@ class FTRL(Fused, torch.optim.Optimizer):
         rule: Rule = sgd_rules.SGD if rests else picked
         return Method(rule, touches=True)
 
-    def _new_state(self, group: Group, parameter: Tensor, choice: Choice) -> dict[str, Any]:
+    def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
         rule = ftrl_rules.FTRL
         own = choice._replace(rule=rule, states=rule.names)
         return super()._new_state(group, parameter, own)

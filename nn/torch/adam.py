@@ -13,7 +13,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from ..engine.reader import is_row_sparse
 from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
-from .engine.part import Choice, Group, Method, number, shrink_of
+from .engine.part import Group, Method, RuleChoice, number, shrink_of
 from .optimizer import Fused
 
 
@@ -231,7 +231,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         return 0
 
     def _check(
-        self, group: Group, choice: Choice, name: str, parameter: Tensor, gradient: Any
+        self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, gradient: Any
     ) -> bool:
         if is_row_sparse(gradient):
             return super()._check(group, choice, name, parameter, gradient)

@@ -557,7 +557,7 @@ _ACCUMULATED, _RETURNED, _UNUSED = range(3)
 
 
 def _use_of(node: Any) -> int:
-    """What the backward that this is called in does with the gradient that a node gets."""
+    """How the running backward uses the gradient that reaches a node."""
     if node is None:
         return _UNUSED
     try:
@@ -645,7 +645,7 @@ def rows_of_bags(gradient: BagTensor, tensor_of: Callable[[Any], Tensor]) -> tup
 
 
 def _without(gradient: BagTensor, row: int) -> BagTensor:
-    """The same without the occurrences of a row."""
+    """``gradient`` without the occurrences of a row."""
     if not is_on_device(gradient.values):
         return gradient.without(row)
     indices = tensor_of(gradient.indices)

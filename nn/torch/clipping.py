@@ -96,7 +96,7 @@ class Clipping:
         return [*scaled] if len(scaled) == 1 else found
 
     def without(self, parameter: Tensor | None) -> Clipping | None:
-        """What is left after a step, of one parameter or of all."""
+        """The clipping that is left after a step, of one parameter or of all."""
         if parameter is None:
             return None
         self._absent.clear()  # a gradient that comes after a step is one of a later backward
@@ -359,7 +359,7 @@ def _writable(where: str, given: Sequence[_Given], *, zeros_stay: bool) -> list[
 
 
 def _elements(gradient: Any) -> Tensor:
-    """What a gradient has in memory beside indices."""
+    """The elements that a gradient has in memory: of a sparse one its values."""
     values: Tensor = parts_of(gradient)[1] if gradient.is_sparse else gradient
     return values
 

@@ -138,7 +138,7 @@ class ShardedEmbedding(nn.Module):
         return found
 
     def extra_repr(self) -> str:
-        """As PyTorch shows it."""
+        """The arguments that PyTorch shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, shard={self.shard}"
 
     def get_extra_state(self) -> dict[str, Any]:

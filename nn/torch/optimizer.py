@@ -39,8 +39,17 @@ from .engine.options import (
     check_own,
     check_rows,
 )  # fmt: skip
-from .engine.part import Before, Choice, Given, Group, GroupOptions, Method, Part, number
-from .engine.record import Entry
+from .engine.part import (
+    GradientPrologue,
+    Group,
+    GroupOptions,
+    Method,
+    ParameterBatch,
+    RuleChoice,
+    StepInputs,
+    number,
+)
+from .engine.record import CheckedParameter
 from .engine.state import (
     Number,
     cast_states,
@@ -150,7 +159,7 @@ class Fused(_Base):
         """The new values of `numbers`, which the group has too, after an update."""
         return {}
 
-    def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+    def shapes(self, choice: RuleChoice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """The shapes of the states of a parameter, in the order of its rule."""
         rule, shape = choice.rule, tuple(parameter.shape)
         of_each = zip(choice.states, rule.states, strict=True)
@@ -183,7 +192,7 @@ class Fused(_Base):
                 check_rows(type(self).__name__, f"parameter {k} of a group", parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in ``torch.optim``."""
+        """Add a group, as in ``torch.optim``; one that is refused is not kept."""
         self._bindings = {}
         if "sparse" not in self.defaults:
             super().add_param_group(param_group)  # the constructor completes it
@@ -210,13 +219,13 @@ class Fused(_Base):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """As in ``torch.optim``; of a `ShardedEmbedding` the states of the whole table."""
+        """The state dict of ``torch.optim``; it has the whole table of a `ShardedEmbedding`."""
         return with_rows(whole_table, super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; states keep the dtype that they have in ``state_dict``.
+        """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
 
-        Options of this package that are not in it, as in one of PyTorch's, stay as they are.
+        Options of this package that it does not have, as one of PyTorch's, stay as they are.
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
@@ -267,7 +276,7 @@ class Fused(_Base):
     def _new_step(self) -> Any:
         return single(0.0)
 
-    def _new_state(self, group: Group, parameter: Tensor, choice: Choice) -> dict[str, Any]:
+    def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts_updates else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
@@ -340,7 +349,7 @@ class Fused(_Base):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in ``torch.optim``."""
+        """Reset all gradients, as in ``torch.optim``, and give up a clipping of them."""
         self._clipping = None
         super().zero_grad(set_to_none)
 
@@ -372,7 +381,7 @@ class Fused(_Base):
             options = self._options = GroupOptions(groups, self._choice)
         plain, choices, before = options.plain or groups, options.choices, options.before
         if factors != [1.0]:
-            before = Before.of(plain, choices, factors)
+            before = GradientPrologue.of(plain, choices, factors)
         lengths = [*map(len, lists)]
         if binding is not None and not binding.is_for(choices, lengths):
             binding = _exchanged(binding, known, choices, lengths)
@@ -401,13 +410,13 @@ class Fused(_Base):
         """The state of one parameter, in the form of all."""
         return {param: self.state.get(param, {})}
 
-    def _choice(self, group: Group) -> Choice:
+    def _choice(self, group: Group) -> RuleChoice:
         return self.method(group).choice(group)
 
     def _entry(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],
-        choices: Sequence[Choice], new: dict[Tensor, Any], i: int,
-    ) -> Entry | None:  # fmt: skip
+        choices: Sequence[RuleChoice], new: dict[Tensor, Any], i: int,
+    ) -> CheckedParameter | None:  # fmt: skip
         """A parameter that is to be recorded, checked; None where its class leaves it out.
 
         A state that it lacks joins ``new``.
@@ -430,7 +439,7 @@ class Fused(_Base):
         if is_new and (made := self._new_state(group, parameter, choice)):
             state = new[parameter] = {**state, **made}  # beside what a user may have there
         self._check_complete(name, state, roles)
-        entry = Entry(parameter, k, name, state, choice, shapes, numbers, is_new)
+        entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None
 
     def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
@@ -450,7 +459,7 @@ class Fused(_Base):
                 self._bindings.pop(key, None)
 
     def _check(
-        self, group: Group, choice: Choice, name: str, parameter: Tensor, gradient: Any
+        self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, gradient: Any
     ) -> bool:
         """Refuse a parameter and a gradient that no step can take; whether it is updated."""
         where = type(self).__name__
@@ -480,8 +489,9 @@ class Fused(_Base):
 
     @as_torch
     def _run(
-        self, given: Given, count: TensorCount, groups: Sequence[Group], before: Before
-    ) -> bool:
+        self, given: StepInputs, count: TensorCount, groups: Sequence[Group],
+        before: GradientPrologue,
+    ) -> bool:  # fmt: skip
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
         if self.skip_nonfinite and not has_finite(given):
             self.skipped_steps += 1
@@ -489,7 +499,7 @@ class Fused(_Base):
         steps, numbers = self._steps(given, count), []
         updates: list[Update] = []  # alive until they are done: rows are found by addresses
         prepared: list[Prepared] = []
-        launched: dict[Part, Update] = {}
+        launched: dict[ParameterBatch, Update] = {}
         together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
         places: list[Sequence[int]] = []
         for part in given.chosen.parts:
@@ -541,7 +551,7 @@ class Fused(_Base):
             finish(given)
         return True
 
-    def _counted(self, given: Given, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
+    def _counted(self, given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
         """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
         others = []
         for i in given.chosen.active if self._counts_updates else ():
@@ -557,7 +567,7 @@ class Fused(_Base):
         known = [self.constants(group) for group in groups]
         return completed(update, *measured(update, known[0]), known)
 
-    def _steps(self, given: Given, count: TensorCount) -> float | list[float]:
+    def _steps(self, given: StepInputs, count: TensorCount) -> float | list[float]:
         """The number of this update: one for all parameters with a gradient, or one for each."""
         if count.n:
             if count.read():
@@ -572,8 +582,8 @@ class Fused(_Base):
         return every[0] if every and len(set(every)) == 1 else every
 
     def _rows(
-        self, part: Part, given: Given, groups: Sequence[Group], steps: float | list[float],
-        before: Before,
+        self, part: ParameterBatch, given: StepInputs, groups: Sequence[Group],
+        steps: float | list[float], before: GradientPrologue,
     ) -> tuple[Any, Any, list[Number]]:  # fmt: skip
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
         scalars, names, choice = self.scalars, part.numbers, part.choice
@@ -671,7 +681,7 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
 
 
 def _exchanged(
-    binding: Binding, known: list[Binding], choices: Sequence[Choice], lengths: Sequence[int]
+    binding: Binding, known: list[Binding], choices: Sequence[RuleChoice], lengths: Sequence[int]
 ) -> Binding | None:
     """The binding among those that are known, in place of another one, for other kernels."""
     others = [binding]

@@ -175,7 +175,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
                     self.state[p] = self._new_state(group, p, choice)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `FusedOptimizer.load_state_dict`.
+        """Load a state dict (`FusedOptimizer.load_state_dict`).
 
         Raises:
             ValueError: a run of some steps has lost its states on the way, as through a checkpoint

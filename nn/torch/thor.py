@@ -101,7 +101,7 @@ class Thor(torch.optim.Optimizer):
 
     @as_torch
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `FusedOptimizer.step`."""
+        """Take a step (`FusedOptimizer.step`)."""
         thor, (group,) = self._thor, self.param_groups
         assert thor is not None
         not_negative(lr=group["lr"])
@@ -147,7 +147,7 @@ class Thor(torch.optim.Optimizer):
                 self.state[tensor] = own
 
     def state_dict(self) -> dict[str, Any]:
-        """As in ``torch.optim``, but copies of the states."""
+        """The state dict of ``torch.optim``, with copies of the states."""
         assert self._thor is not None
         self._show()
         found: dict[str, Any] = super().state_dict()
@@ -158,7 +158,7 @@ class Thor(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in ``torch.optim``; the states are checked first.
+        """Load a state dict of ``torch.optim``; the states are checked first.
 
         Raises:
             KeyError, TypeError, ValueError: they are not those of this module.

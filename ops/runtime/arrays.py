@@ -34,7 +34,7 @@ def address_of(array: Any) -> int:
 
 
 def addresses_of(arrays: Sequence[Any]) -> list[int]:
-    """The same of several arrays."""
+    """The addresses of the first elements of several arrays."""
     if DeviceArray in map(type, arrays):
         return [address_of(array) for array in arrays]
     return headers.addresses_of(arrays)
@@ -58,9 +58,9 @@ def native(array: Any) -> Any:
 
 
 def adopt_anywhere(where: str, name: str, value: Any) -> Any:
-    """As `adopt`, or a `DeviceArray` for an array on a CUDA device.
+    """The array of ``value`` on the host, as `adopt`, or a `DeviceArray` on a CUDA device.
 
-    Of devices are taken arrays of torch, CuPy and Numba, and any object with
+    On devices, arrays of torch, CuPy and Numba are accepted, and any object with
     ``__cuda_array_interface__``.
     """
     if type(value) is np.ndarray:
@@ -98,9 +98,12 @@ def adopt(where: str, name: str, value: Any) -> np.ndarray:
 
 
 def adopt_variable(where: str, name: str, value: Any) -> Any:
-    """As `adopt_anywhere`, for an array that is updated in place.
+    """The array of ``value``, as `adopt_anywhere`, that can be updated in place.
 
-    Where reading ``value`` twice gives two different arrays, an update of one would be lost.
+    If ``value`` gives another array each time that it is read, an update would be lost.
+
+    Raises:
+        TypeError: ``value`` is no array, or gives another one each time.
     """
     array = adopt_anywhere(where, name, value)
     is_itself = array is value or isinstance(value, np.ndarray) or isinstance(array, DeviceArray)

@@ -60,7 +60,7 @@ def in_range(where: str, name: str, value: float, accepted: bool, expected: str)
 
 
 def scalar_at_least_0(where: str, name: str, value: Any) -> float:
-    """As `scalar`, not negative."""
+    """A scalar that is not negative."""
     checked = scalar(where, name, value)
     in_range(where, name, checked, checked >= 0.0, "at least 0")
     return checked

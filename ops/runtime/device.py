@@ -112,7 +112,7 @@ class DeviceArray:
         return (type(self.owner), self.framework, form) if is_whole else None
 
     def without_owner(self) -> DeviceArray:
-        """What tells the stream of an array, and does not keep it alive."""
+        """An array that tells the stream of this one, and does not keep it alive."""
         return self._at(0, None)
 
     def contiguous(self, where: str, name: str) -> DeviceArray:

@@ -114,7 +114,7 @@ def synchronize() -> None:
 
 
 def settle() -> None:
-    """As `synchronize`, where anything is pending."""
+    """Wait for all devices (`synchronize`) if any check is pending."""
     with _lock:
         if any(guards.calls for guards in _guards.values()):
             synchronize()

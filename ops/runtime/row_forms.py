@@ -47,7 +47,7 @@ def values_by_storage(gradients: Sequence[Any]) -> Dense:
 
 
 def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
-    """Other values of the same occurrences, which are at the same places of a batch."""
+    """``rows`` with other values for their occurrences, which keep their places in a batch."""
     batch = {"positions": rows.positions, "batch_length": rows.batch_length}
     own = rows.indices if indices is None else indices
     return RowTensor(own, values, rows.dense_shape, **batch)

@@ -75,7 +75,7 @@ class Code(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Code:
-        """As `to_bytes` wrote it."""
+        """The code that `to_bytes` wrote."""
         line, object_file = content.split(b"\n", 1)
         symbol, called = json.loads(line)
         return cls(symbol, tuple(called), object_file)

@@ -230,7 +230,7 @@ def overlaps(stretches, begin, end):
 
 
 def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
-    """The same for Python: whether any byte of spans, addresses and sizes, is in a stretch."""
+    """Whether any of the spans, addresses and sizes, overlaps a stretch (`overlaps` in Python)."""
     begins, ends = stretches
     for begin, n_bytes in spans:
         last = bisect_left(begins, begin + n_bytes) - 1

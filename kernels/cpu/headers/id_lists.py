@@ -42,7 +42,7 @@ class IdList(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """What objects have to be, all ``int64``."""
+    """Types and dtypes that objects may have, all ``int64``."""
 
     type: int
     real_bytes: int
@@ -55,7 +55,7 @@ class _Kinds(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """What is asked about a tuple of objects, all ``int64``."""
+    """Question about a tuple of objects, all ``int64``."""
 
     form: int
     n: int  # features
@@ -87,7 +87,7 @@ def _look_at_array(c, thing, ndim):
 
 @njit
 def _look_at_tensor(c, thing, ndim):
-    """The same of a tensor."""
+    """Kind, address and sizes of a tensor; as `_look_at_array`."""
     if load_int64(thing + 8) != c.type:
         return _NONE
     f = fields_at(c.fields, 1)[0]

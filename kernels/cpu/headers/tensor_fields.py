@@ -86,7 +86,7 @@ def _missing() -> list[str]:
 
 
 def keys_of(tensor: Any) -> int:
-    """What a tensor of PyTorch is and where, in one number."""
+    """The dispatch keys of a tensor of PyTorch in one number: its kind and its device."""
     return signed(find("keys")(tensor).raw_repr())
 
 

@@ -49,7 +49,7 @@ class TensorForm(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """What is expected in one place, all ``int64``."""
+    """Expectation of the tensor at one place, all ``int64``."""
 
     form: int  # address of a `TensorForm`, which tensors that are alike share
     name: int  # identity of the name of a state
@@ -151,7 +151,7 @@ def _fits(f, tensor, form, dims):
 
 @njit(inline="always")
 def _seen_of(c):
-    """What was seen in each place."""
+    """The addresses that a look has read at each place."""
     return _tensors_at(c.seen + _STATE_BYTES * c.n_parameters, c.n_places)
 
 
@@ -345,7 +345,7 @@ def form_of(torch: Any, tensor: Any, kind: int, **more: Any) -> TensorForm:
 
 
 class RecordedTensors(NamedTuple):
-    """What a look compares of one parameter. It keeps no tensor alive."""
+    """Forms and names that a look compares with one parameter. They keep no tensor alive."""
 
     forms: list[TensorForm]  # of the parameter, its states in the order of their dict, its gradient
     dims: list[tuple[int, ...]]  # of each, sizes and strides

@@ -174,8 +174,9 @@ def _grouping(
 def _kernel_arguments(
     kernel: Kernel, row_block: NativeFunction | None, every_row: bool, can_be_hot: bool
 ) -> tuple[int, int, tuple[int, ...]]:
-    """What the kernel decides: `Table.accumulate` and `Table.block_single`, where each occurrence
-    has a gradient of its own, and arguments of the loops; ``row_block`` is called for each row.
+    """`Table.accumulate`, `Table.block_single` and the arguments of the loops for a kernel.
+
+    They are for occurrences that have a gradient each; ``row_block`` is called for each row.
     """
     block = row_block or blocks(kernel).update_real
     single = 0

@@ -48,7 +48,7 @@ def are_aligned(places: np.ndarray) -> np.ndarray:
 
 
 def rows_are_aligned(width: int, *arrays: tuple[int, Storage]) -> int:
-    """The same for rows of ``width`` elements of arrays: an address and its storage type each."""
+    """Whether rows of ``width`` elements of arrays, an address and a storage each, are aligned."""
     places = [x for address, storage in arrays for x in (address, width * storage.itemsize)]
     return int(are_aligned(np.array(places)))
 

@@ -44,7 +44,7 @@ def putter(n: int, begin: int = 0, k: int = 0) -> Any:
 
 @cuda.jit(device=True)
 def add_lanes(shared, thread, lane, lanes, stride, n_values):
-    """As `add_tree`, for groups of ``lanes`` (a power of 2) ``stride`` apart: into lane 0."""
+    """Add groups of ``lanes`` (a power of 2), ``stride`` apart, into lane 0, as `add_tree` does."""
     half = lanes >> 1
     while half > 0:
         # By all threads of the block, also those without a lane that adds: a barrier that some of

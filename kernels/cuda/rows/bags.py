@@ -74,7 +74,7 @@ class Feature(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """What is written of all ids and bags; addresses, and how many there are."""
+    """Lists that are written of all ids and bags: their addresses and lengths."""
 
     bounds: Any  # [n_bags + 1] int64: the places at which bags begin
     ids: Any  # [n] int32
@@ -225,7 +225,7 @@ def _summed(w: Storage, real: Storage, length: int, *, weighted: bool) -> Any:
 
 
 def _mean(w: Storage, real: Storage, length: int) -> Any:
-    """The same, of means."""
+    """Pooling of means: `_summed`, divided by the number of rows."""
     sum_up, kind = _summed(w, real, length, weighted=False), numba_type(real)
 
     @cuda.jit(device=True)
@@ -240,7 +240,7 @@ def _mean(w: Storage, real: Storage, length: int) -> Any:
 
 
 def _largest(w: Storage, real: Storage, length: int) -> Any:
-    """The same, of maxima, and to ``winners`` the places that they are from."""
+    """Pooling of maxima, whose places are written to ``winners``."""
     start, kind, w_bytes = wide_loader(w, real, length), numba_type(real), w.itemsize
 
     @cuda.jit(device=True)

@@ -232,7 +232,7 @@ def _row_update(kernel: Kernel, form: Form) -> Any:
 
 @cache
 def _row_wise_update(kernel: Kernel, form: Form) -> Any:
-    """The same of a rule that measures rows: the tiles are lanes, and all threads take part."""
+    """The update by a rule that measures rows: tiles are lanes, and all threads take part."""
     update = row_updater(kernel, partial(_summed_gradient, kernel, form), THREADS)
 
     @cuda.jit(device=True)

@@ -41,7 +41,7 @@ def _own_place(g: Storage, _: Storage) -> Any:
 
 @cuda.jit(device=True)
 def _first_element(table, position):
-    """Of the gradient of a position; beside pooled tables there may be some that are not."""
+    """The first element of the gradient of a position, for tables that are pooled or not."""
     if table.gradient_rows == 0:
         return position * table.unit
     return load_int32(table.gradient_rows + 4 * position) * table.unit

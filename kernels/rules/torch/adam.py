@@ -21,7 +21,7 @@ from ...rule import Rule, product, rule_helper
 
 @rule_helper
 def lerp(x: Any, y: Any, share: Any, zero: Any) -> Any:
-    """What is between ``x`` and ``y``, from the nearer one on: ``share`` is that of `share_of`."""
+    """Linear interpolation from ``x`` to ``y``, begun at the nearer; `share_of` gives ``share``."""
     return (x if share > zero else y) + share * (y - x)
 
 

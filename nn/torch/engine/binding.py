@@ -33,8 +33,8 @@ from ...engine.device import are_finite
 from ...engine.layout import Batch
 from ...engine.reader import by_storage
 from .memory import DTYPE_NAMES, DTYPES, Stretch, array_of, check_apart
-from .part import Choice, Chosen, Given, Part
-from .record import Entry, Kind, Record
+from .part import Chosen, ParameterBatch, RuleChoice, StepInputs
+from .record import CheckedParameter, Kind, Record
 from .tensors import local
 
 _FEW = 8  # parameters: to look at so many takes no longer than to fetch them before
@@ -52,7 +52,7 @@ class Binding:
     """
 
     def __init__(
-        self, where: str, n_parameters: int, choices: Sequence[Choice], lengths: Sequence[int]
+        self, where: str, n_parameters: int, choices: Sequence[RuleChoice], lengths: Sequence[int]
     ) -> None:
         self._where, self._options = where, (choices, lengths)
         self.is_large = n_parameters > _FEW
@@ -74,7 +74,7 @@ class Binding:
         # Whether any record has them, or both: then a look alone does not tell enough.
         self._has_copies = self._has_own_counts = self._has_rows = self._is_special = False
 
-    def is_for(self, choices: Sequence[Choice], lengths: Sequence[int]) -> bool:
+    def is_for(self, choices: Sequence[RuleChoice], lengths: Sequence[int]) -> bool:
         """Whether groups of these sizes, with these kernels, can be those of its parameters."""
         return self._options == (choices, lengths)
 
@@ -130,7 +130,7 @@ class Binding:
         self.count.cut(found.n_counts, found.n_versions)
         return found
 
-    def _part(self, kind: Kind, positions: np.ndarray, places: np.ndarray) -> Part:
+    def _part(self, kind: Kind, positions: np.ndarray, places: np.ndarray) -> ParameterBatch:
         """The kernel call for parameters of a kind, with their places among all of the step."""
         records = [self._records[i] for i in positions.tolist()]
         w, *s = (STORAGES[dtype] for dtype in kind.dtypes)
@@ -146,7 +146,7 @@ class Binding:
             real_of(w).carrier, labels,
         )  # fmt: skip
         numbers = tuple(name for name in records[0].numbers if name != "step")
-        return Part(
+        return ParameterBatch(
             kind.choice, kind.rule, batch, columns, self._group_of[positions], numbers,
             kind.device.index if kind.device.type == "cuda" else None, places.tolist(),
         )  # fmt: skip
@@ -159,12 +159,12 @@ class Binding:
 
     def read(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], states: States,
-        choices: Sequence[Choice], entry_of: Callable[..., Entry | None],
-    ) -> Given | None:  # fmt: skip
-        """What a step with these gradients is given; None if it has another number of parameters.
+        choices: Sequence[RuleChoice], entry_of: Callable[..., CheckedParameter | None],
+    ) -> StepInputs | None:  # fmt: skip
+        """The inputs of a step with these gradients; None if the number of parameters differs.
 
         ``entry_of(parameters, gradients, choices, new, i)`` checks a parameter that is not recorded
-        as it is now; where it makes a state, ``new`` has that from then on.
+        as it is now; if it makes a state, it puts that into ``new``.
         """
         look = self._look
         held = [None] * look.n_held
@@ -176,7 +176,7 @@ class Binding:
         if flags or self._is_special:
             of_step = parameters, gradients, held
             return self._read_anew(flags, of_step, states, choices, entry_of)
-        given = Given(
+        given = StepInputs(
             self._last, parameters, gradients, held, self._records, look.held, look.gradients, {}
         )
         if self._last.rows:
@@ -184,12 +184,12 @@ class Binding:
         return given
 
     def _read_anew(
-        self, flags: int, of_step: tuple[Any, ...], states: States, choices: Sequence[Choice],
-        entry_of: Callable[..., Entry | None],
-    ) -> Given | None:  # fmt: skip
-        """What a step is given that differs from the last one; as `read`."""
+        self, flags: int, of_step: tuple[Any, ...], states: States, choices: Sequence[RuleChoice],
+        entry_of: Callable[..., CheckedParameter | None],
+    ) -> StepInputs | None:  # fmt: skip
+        """The inputs of a step that differs from the last one; as `read`."""
         parameters, gradients, held = of_step
-        look, new, entries = self._look, dict[Tensor, Any](), dict[int, Entry | None]()
+        look, new, entries = self._look, dict[Tensor, Any](), dict[int, CheckedParameter | None]()
         must_look = flags & UNLIKE or self._has_own_counts or self._has_rows
         # Another thread may change states meanwhile: what a look has not found to fit is recorded.
         while must_look and (unlike := self._unlike(gradients, held, entries)):
@@ -217,7 +217,7 @@ class Binding:
             self._last = self._choose(active, n_counts, n_versions)
         every = self._last.active if recorded else []
         are_new = [i in recorded and recorded[i].is_new for i in every]
-        given = Given(
+        given = StepInputs(
             self._last, parameters, gradients, held, self._records, look.held, look.gradients, {},
             new, are_new, unseen=unseen,
         )  # fmt: skip
@@ -252,7 +252,7 @@ class Binding:
         return found
 
     def _fill(
-        self, entries: Mapping[int, Entry], parameters: Sequence[Tensor], held: list[Any]
+        self, entries: Mapping[int, CheckedParameter], parameters: Sequence[Tensor], held: list[Any]
     ) -> list[Tensor]:
         """Find by Python what a look cannot tell: the tensors of some new records."""
         look, unseen = self._look, []
@@ -301,7 +301,7 @@ class Binding:
             for part in self._last.parts:
                 part.batch.variables.move(look.addresses[part.columns])
 
-    def _read_rows(self, given: Given) -> None:
+    def _read_rows(self, given: StepInputs) -> None:
         """Find sparse gradients, apart from what is written."""
         for i in given.chosen.rows:
             record = self._records[i]
@@ -310,7 +310,7 @@ class Binding:
         self._keep_apart({span for row in given.rows.values() for span in row.spans}, given)
 
     @torch.no_grad()
-    def _read_dense(self, given: Given) -> None:
+    def _read_dense(self, given: StepInputs) -> None:
         """Find dense gradients, apart from what is written; those that do not fit are copied."""
         look, spans = self._look, set()
         for i in given.chosen.active:
@@ -328,7 +328,7 @@ class Binding:
             spans.add((int(given.addresses[i]), local(gradient).nbytes))
         self._keep_apart(spans, given)
 
-    def _keep_apart(self, spans: Iterable[tuple[int, int]], given: Given) -> None:
+    def _keep_apart(self, spans: Iterable[tuple[int, int]], given: StepInputs) -> None:
         """Refuse gradients in memory, by addresses and sizes, that the step writes to."""
         if spans and lie_in(self._stretches, spans):
             self._check_apart(given)
@@ -340,7 +340,7 @@ class Binding:
             look.addresses[: look.n_places][is_idle] = 0
             self._settle(keeps_sets=True)
 
-    def _check_apart(self, given: Given) -> None:
+    def _check_apart(self, given: StepInputs) -> None:
         """Refuse tensors of a step that share memory which it writes to."""
         found = []
         for i in given.chosen.active:
@@ -358,7 +358,7 @@ class Binding:
         self._checked.add(self._last_key)
 
     @torch.no_grad()
-    def _copied(self, given: Given) -> list[tuple[Tensor, Tensor]]:
+    def _copied(self, given: StepInputs) -> list[tuple[Tensor, Tensor]]:
         """Copies of what does not lie as the kernels need it; the step is one of these."""
         made = []
         for part in given.chosen.parts:
@@ -372,7 +372,7 @@ class Binding:
         return made
 
 
-def has_finite(given: Given) -> bool:
+def has_finite(given: StepInputs) -> bool:
     """Whether no gradient has a NaN or an infinity: one read of all of them.
 
     On a device the host waits for the answer.
@@ -384,12 +384,14 @@ def has_finite(given: Given) -> bool:
     )
 
 
-def on_devices(given: Given) -> list[tuple[list[Part], list[tuple[Batch, Any]], list[Any]]]:
+def on_devices(
+    given: StepInputs,
+) -> list[tuple[list[ParameterBatch], list[tuple[Batch, Any]], list[Any]]]:
     """By device the parts there, their batches with their gradients, and one of the parameters.
 
     All are PyTorch's, so that one tells on which stream they are used.
     """
-    found: dict[int, list[Part]] = {}
+    found: dict[int, list[ParameterBatch]] = {}
     for part in given.chosen.parts:
         if part.device is not None:
             found.setdefault(part.device, []).append(part)
@@ -403,7 +405,7 @@ def on_devices(given: Given) -> list[tuple[list[Part], list[tuple[Batch, Any]], 
     ]
 
 
-def finish(given: Given) -> None:
+def finish(given: StepInputs) -> None:
     """After a step: copy back what was updated in copies, and tell autograd."""
     with torch.inference_mode():  # which may write to every tensor
         for tensor, copy in given.copies:

@@ -36,7 +36,7 @@ def shrink_of(group: Group) -> float:
     return float(1.0 - group["lr"] * group["weight_decay"])
 
 
-class Choice(NamedTuple):
+class RuleChoice(NamedTuple):
     """The choice of kernels that the options of a group make for its parameters."""
 
     rule: Rule
@@ -53,24 +53,24 @@ class Method(NamedTuple):
     touches: bool = False  # a sparse gradient updates the rows that occur, unless told
     states: tuple[str, ...] = ()  # the names of those of the rule; default its own
 
-    def choice(self, group: Group) -> Choice:
+    def choice(self, group: Group) -> RuleChoice:
         """The choice of kernels that this method makes for a group."""
         told, touched_only = group["sparse"], True if self.touches else None
         if told is not None:
             touched_only = told == "touched"
-        return Choice(self.rule, self.states or self.rule.names, touched_only, self.couples)
+        return RuleChoice(self.rule, self.states or self.rule.names, touched_only, self.couples)
 
 
-class Before(NamedTuple):
-    """The gradient transform, which comes before the rule."""
+class GradientPrologue(NamedTuple):
+    """The gradient transforms before the rule of a step, and the factors of its gradients."""
 
     prologue: Prologue
     factors: Sequence[float]  # of gradients: one for all, or of each parameter of the step
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], choices: Sequence[Choice], factors: Sequence[float]
-    ) -> Before:
+        cls, groups: Sequence[Group], choices: Sequence[RuleChoice], factors: Sequence[float]
+    ) -> GradientPrologue:
         """The transform for all groups; to the gradients of some a part of it does nothing."""
         is_scaled, decays = any(factor != 1.0 for factor in factors), False
         for group, choice in zip(groups, choices, strict=True):
@@ -79,7 +79,7 @@ class Before(NamedTuple):
         parts = (SCALE,) * is_scaled + (COUPLED_DECAY,) * decays
         return cls(parts, factors)
 
-    def scalars(self, group: Group, choice: Choice, place: int = 0) -> Numbers:
+    def scalars(self, group: Group, choice: RuleChoice, place: int = 0) -> Numbers:
         """The scalars of the gradient transform, for a group and the place of a factor."""
         scalars: Numbers = ()
         if SCALE in self.prologue:
@@ -105,7 +105,7 @@ class GroupOptions:
     object.
     """
 
-    def __init__(self, groups: Sequence[Group], choose: Callable[[Group], Choice]) -> None:
+    def __init__(self, groups: Sequence[Group], choose: Callable[[Group], RuleChoice]) -> None:
         first = groups[0] if groups else {"sparse": None}
         self._values_of = itemgetter(*[name for name in first if name not in _NO_OPTIONS])
         self._sizes, self._found = [*map(len, groups)], []
@@ -118,7 +118,7 @@ class GroupOptions:
         self.plain = None if is_fixed else [_plain(group) for group in groups]
         known = groups if self.plain is None else self.plain
         self.choices = [choose(group) for group in known]
-        self.before = Before.of(known, self.choices, (1.0,))
+        self.before = GradientPrologue.of(known, self.choices, (1.0,))
 
     def are_still(self, groups: Sequence[Group]) -> bool:
         """Whether the options of these groups are the same objects, none of which has changed."""
@@ -151,10 +151,10 @@ def _as_number(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Part:
+class ParameterBatch:
     """The parameters that one kernel call updates."""
 
-    choice: Choice
+    choice: RuleChoice
     rule: Rule  # that of tensors of these shapes
     batch: Batch
     columns: np.ndarray  # int64 [T, 1 + states]: the places of their tensors in a look
@@ -178,7 +178,7 @@ class Part:
         flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
         return flat if self.takes_array else np.asarray(flat).reshape(len(rows), -1)
 
-    def update(self, given: Given, before: Before, hp: Any, hp_of: Any) -> Update:
+    def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
         batch = self.batch
         own = self.rule, before.prologue, batch.variables, self.gradients(given)
@@ -187,7 +187,7 @@ class Part:
         touched_only = bool(self.choice.touched_only)
         return RowUpdate.of(batch.labels, *own, hp, np.asarray(hp_of).tolist(), touched_only)
 
-    def gradients(self, given: Given) -> Any:
+    def gradients(self, given: StepInputs) -> Any:
         """The gradients of its parameters: addresses, or rows."""
         if self.batch.row_sparse:
             return [given.rows[i] for i in self.batch.positions.tolist()]
@@ -199,18 +199,18 @@ class Chosen:
     """The parameters that have a gradient in a step, and its kernel calls."""
 
     active: list[int]
-    parts: Sequence[Part]
+    parts: Sequence[ParameterBatch]
     rows: Sequence[int]  # those whose gradients are sparse
     n_counts: int  # counts that compiled code writes, of all of them or of none
     n_versions: int
 
 
-class Given(NamedTuple):
-    """What one step is given.
+class StepInputs(NamedTuple):
+    """The tensors of one step: parameters, gradients and states, read and checked.
 
-    ``held`` keeps alive what compiled code reads and writes: another thread may drop a state, or
-    put another gradient in the place of one, while the step runs. First it has the dict of states
-    of each parameter that needs it, then the states, from the number in ``begins`` on.
+    ``held`` keeps alive the memory that compiled code reads and writes: while the step runs,
+    another thread may drop a state or replace a gradient. ``held[i]`` is the dict of states of
+    parameter ``i``, where it is needed; its states follow from ``held[begins[i]]`` on.
     """
 
     chosen: Chosen

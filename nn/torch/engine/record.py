@@ -1,4 +1,4 @@
-"""What a step has to know of one parameter: found and checked once, and found again by a look."""
+"""The record of one parameter, which a step needs: checked once, then compared by a look."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .memory import (
     is_zerotensor,
     order_of,
 )  # fmt: skip
-from .part import Choice
+from .part import RuleChoice
 from .tensors import local, reject_shape, rows_of, table_shape, wide_dtype
 
 
-class Entry(NamedTuple):
-    """A parameter that has a gradient, with its state, while it is recorded."""
+class CheckedParameter(NamedTuple):
+    """A parameter that has a gradient, checked, with its state; a `Record` is made from it."""
 
     parameter: Tensor
     group: int
     name: str
     state: dict[str, Any]
-    choice: Choice
+    choice: RuleChoice
     shapes: Mapping[str, tuple[int, ...]]  # of its states, in the order of the rule
     numbers: tuple[str, ...]  # its states that are single numbers
     is_new: bool  # it had no state
@@ -52,9 +52,9 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What parameters of one kernel call have in common."""
+    """Properties that the parameters of one kernel call have in common."""
 
-    choice: Choice
+    choice: RuleChoice
     rule: Rule  # of tensors of these shapes
     device: torch.device
     is_sparse: bool  # whether the gradients are
@@ -80,7 +80,7 @@ class Record:
         recorded: what a look compares; None where it cannot tell, as of distributed tensors.
     """
 
-    def __init__(self, where: str, entry: Entry, gradient: Any) -> None:
+    def __init__(self, where: str, entry: CheckedParameter, gradient: Any) -> None:
         self._where, self.name, self.group, self._entry = where, entry.name, entry.group, entry
         self.label = f"the gradient of {entry.name}"
         parameter, given = local(entry.parameter), local(gradient)
@@ -244,7 +244,7 @@ class Record:
         return wide_dtype(self._declared[k], parameter.dtype)
 
     def copies(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-        """Of each of its tensors that is copied the number, itself, and the copy for a step."""
+        """Number, tensor and copy for a step of each of its tensors that is copied."""
         made, parameter = [], local(tensors[0])
         for k in self.copied:
             tensor = local(tensors[k])
@@ -258,7 +258,9 @@ class Record:
 
     # What a look compares
 
-    def _recorded(self, entry: Entry, gradient: Any, given: Any) -> headers.RecordedTensors | None:
+    def _recorded(
+        self, entry: CheckedParameter, gradient: Any, given: Any
+    ) -> headers.RecordedTensors | None:
         written = [entry.parameter, *(entry.state[name] for name in self._states)]
         is_plain = all(map(is_, written, self.tensors)) and given is gradient
         if not is_plain or headers.layout_of(torch) is None:

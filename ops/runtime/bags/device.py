@@ -37,8 +37,8 @@ from .tensor import BagTensor
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
-class Given(NamedTuple):
-    """The ids of all features, in the order of their tables."""
+class DeviceIds(NamedTuple):
+    """The ids of all features on a device, in the order of their tables."""
 
     lists: list[Ids]
     weights: list[DeviceArray] | None  # of each, or one for all
@@ -53,7 +53,7 @@ class Given(NamedTuple):
         return found + (self.weights or [])
 
 
-def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
+def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
     """The ids of all features; what stands in the arrays is looked at on the device.
 
     Raises:
@@ -75,7 +75,7 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
         factors = factors if is_joined else pooling.ordered(factors)
     if is_joined:  # how many are whose the device knows
         lists = [own._replace(end=0) for own in lists]
-    return Given(pooling.ordered(lists), factors, is_joined, total)
+    return DeviceIds(pooling.ordered(lists), factors, is_joined, total)
 
 
 def _converted(array: DeviceArray, real: np.dtype[Any]) -> DeviceArray:
@@ -95,7 +95,7 @@ class DevicePooled:
     """
 
     def __init__(
-        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True,
+        self, pooling: Pooling, given: DeviceIds, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
         self._pooling = pooling
@@ -151,13 +151,13 @@ class DevicePooled:
         addresses = self._bounds.address, self._ids.address, self._rows.address, weights
         return cuda.rows.bags.Lists(*addresses, self._n_bags, self._n)
 
-    def _ends_of(self, given: Given, like: DeviceArray) -> Any:
+    def _ends_of(self, given: DeviceIds, like: DeviceArray) -> Any:
         """Where the ids of features begin: known, or to be written on the device."""
         if given.is_joined:
             return like.empty_like(_INT64, (len(given.lists),))
         return np.cumsum([0, *(own.n for own in given.lists)])
 
-    def _features(self, given: Given, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
+    def _features(self, given: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
         pooling, found, first, first_bag = self._pooling, [], 0, 0
         before = [0] * len(pooling.arrays)  # bags of the features of each table, if none is pooled
         for k, (f, own) in enumerate(zip(pooling.order, given.lists, strict=True)):
@@ -177,7 +177,7 @@ class DevicePooled:
         return found
 
     def _feature(
-        self, given: Given, k: int, f: int, first: int, bags: tuple[int, int],
+        self, given: DeviceIds, k: int, f: int, first: int, bags: tuple[int, int],
         out: tuple[int, int], of_gradient: tuple[int, int],
     ) -> Any:  # fmt: skip
         pooling, item, own = self._pooling, self._pooling.real.itemsize, given.lists[k]
@@ -221,7 +221,7 @@ class DevicePooled:
                 found.append(cuda.rows.bags.Pooled(w, own.first_bag, end, own.width))
         return [launch for launch in found if launch.end_bag > launch.first_bag]
 
-    def _error(self, given: Given, features: Sequence[Any]) -> Any:
+    def _error(self, given: DeviceIds, features: Sequence[Any]) -> Any:
         """The maker of the error for what does not fit, by its number (see the kernels)."""
         where, is_joined, n_offsets = self._pooling.where, given.is_joined, 2 * self._n_bags
         named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
@@ -299,7 +299,7 @@ class DevicePooled:
         return found
 
     def weight_gradients(self, grad: Any) -> list[Any]:
-        """Those of the weights of ids, of each feature; of joined ids the host waits.
+        """The gradients of the weights of ids, by feature; for joined ids the host waits.
 
         Raises:
             TypeError, ValueError: as `Pooled.weight_gradients`.
@@ -333,7 +333,7 @@ def _stacked(like: DeviceArray, parts: Sequence[DeviceArray], width: int) -> Dev
 def pool(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
 ) -> DevicePooled:
-    """As `pooled.pool`, of tables on a device; a bad id or offset is heard of later.
+    """Pool tables on a device, as `pooled.pool`; a bad id or offset is reported later.
 
     Raises:
         TypeError, ValueError: something does not fit.

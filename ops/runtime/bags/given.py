@@ -1,4 +1,4 @@
-"""What is given to bags, on the host or on a device: kinds, dtypes and shapes, checked."""
+"""Arguments of bags, on the host or on a device: kinds, dtypes and shapes are checked."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def read_gradient(pooling: Pooling, name: str, grad: Any, shape: tuple[int, int]
 
 
 def read_gradients(pooling: Pooling, grad: Any, shapes: Sequence[tuple[int, int]]) -> list[Any]:
-    """Those of several outputs, of one dtype.
+    """The gradients of several outputs, of one dtype.
 
     Raises:
         TypeError, ValueError: as `read_gradient`.

@@ -15,8 +15,8 @@ from .given import Ids, read_lists, read_weights
 from .pooling import Pooling
 
 
-class Given(NamedTuple):
-    """The ids of the features, in the order of their tables."""
+class HostIds(NamedTuple):
+    """The ids of all features on the host, in the order of their tables."""
 
     lists: np.ndarray  # int64 [features, fields of IdList]
     real: np.dtype[Any]  # of the weights
@@ -41,7 +41,7 @@ class Given(NamedTuple):
         return column
 
 
-def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
+def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds:
     """The ids of all features; what offsets and ids say is looked at by loops.
 
     Raises:
@@ -53,13 +53,13 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
 def read_plain(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any, torch: Any = None, *,
     singles: bool = False,
-) -> Given | None:  # fmt: skip
-    """The same in one compiled call, of plain arrays or, with ``torch``, tensors; else None.
+) -> HostIds | None:  # fmt: skip
+    """The ids of plain arrays or, with ``torch``, tensors, read in one compiled call; else None.
 
     With ``singles`` each id of one dimension is a bag.
     """
     n, is_weighted = len(pooling.of), weights is not None
-    # What is refused here is not wrong yet: Python looks at it once more, and has words for it.
+    # None is no error yet: `_read_any` looks again, and says in words what is wrong.
     if not pooling.is_ordered or (is_weighted and pooling.name != "sum"):
         return None
     are_listed = [isinstance(given, list | tuple) for given in (ids, offsets, weights)]
@@ -78,7 +78,7 @@ def read_plain(
     lists = id_lists.read(objects, form, n, pooling.real, is_weighted=is_weighted, torch=torch)
     if lists is None:
         return None
-    given = Given(lists, pooling.real, is_weighted, objects)
+    given = HostIds(lists, pooling.real, is_weighted, objects)
     if singles and form == SINGLE:
         bags = given.column("bags")
         if bags[0] == 0 or (bags != bags[0]).any():
@@ -86,7 +86,7 @@ def read_plain(
     return given
 
 
-def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
+def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds:
     read, is_joined = _read_features(pooling, ids, offsets)
     factors = read_weights(pooling, read, weights, is_joined=is_joined)
     each: Sequence[Any] = [None] * len(read)
@@ -95,7 +95,7 @@ def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
         each = [factors[0][own.begin : own.end] for own in read] if is_joined else factors
     records = [_record(own, weights_) for own, weights_ in zip(read, each, strict=True)]
     lists = np.array(pooling.ordered(records), np.int64)
-    return Given(lists, pooling.real, factors is not None, (read, each))
+    return HostIds(lists, pooling.real, factors is not None, (read, each))
 
 
 def _record(own: Ids, weights: np.ndarray | None) -> IdList:

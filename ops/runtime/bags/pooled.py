@@ -16,7 +16,7 @@ from ..errors import reject
 from ..row_step import RowGradient
 from . import device
 from .given import of_tables, read_gradient, read_gradients, read_outputs
-from .ids import Given, find_error, read
+from .ids import HostIds, find_error, read
 from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
 
@@ -51,7 +51,7 @@ class Pooled:
     """
 
     def __init__(
-        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True,
+        self, pooling: Pooling, given: HostIds, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
         where, self._pooling, self._given = pooling.where, pooling, given
@@ -168,7 +168,7 @@ class Pooled:
         return [of_feature[f] for f in range(len(products))]
 
     def _gradient_arrays(self, grad: Any) -> tuple[list[np.ndarray], int | None]:
-        """Of each table the array in which the gradients of its features are; and their unit."""
+        """The array of each table that holds the gradients of its features; and their unit."""
         pooling = self._pooling
         if not pooling.pools:
             parts = read_gradients(pooling, grad, self._shapes)

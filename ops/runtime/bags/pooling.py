@@ -92,7 +92,7 @@ class Pooling:
         return [(of_feature[f], width) for f, width in enumerate(self.widths)]
 
     def ordered(self, of_features: Sequence[Any]) -> list[Any]:
-        """Something of each feature, in the order of their tables."""
+        """One value for each feature, in the order of the tables."""
         return [of_features[f] for f in self.order]
 
     def records(self, *, sums: bool, weighted: bool) -> np.ndarray:
@@ -183,6 +183,6 @@ def check_multiplies(pooling: Pooling, *, is_kept: bool) -> None:
 
 
 def kind_of(given: Any) -> str:
-    """What was given where arrays are expected."""
+    """A word for an argument that should have been arrays: its type, or its length."""
     is_list = isinstance(given, list | tuple)
     return f"{len(given)} of them" if is_list else type(given).__name__

@@ -94,7 +94,7 @@ class BagTensor:
 
     @quiet
     def to_rows(self) -> RowTensor:
-        """The same with one row of values for each occurrence: ``B * D`` numbers.
+        """This gradient with one row of values for each occurrence: ``B * D`` numbers.
 
         Products with weights are rounded to the dtype of the values.
 
@@ -138,7 +138,7 @@ class BagTensor:
         return BagTensor(source, self.unit, self.dense_shape)
 
     def without(self, row: int) -> BagTensor:
-        """The same without the occurrences of a row."""
+        """This gradient without the occurrences of a row."""
         keeps = self.indices != row
         if keeps.all():
             return self
@@ -147,7 +147,7 @@ class BagTensor:
         return self.with_arrays(own.indices[keeps], own.values, own.rows[keeps], weights)
 
     def without_winners(self) -> BagTensor:
-        """The same; one of maxima with a row of values for each occurrence."""
+        """This gradient; one of maxima with a row of values for each occurrence."""
         if self.winners is None:
             return self
         values = self.to_rows().values
