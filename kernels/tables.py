@@ -75,13 +75,9 @@ class TensorTable:
         self.first[1] = self.total = size
 
 
-class RowTable(NamedTuple):
-    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses."""
+class RowSource(NamedTuple):
+    """The source of a row-sparse gradient, as all loops know it: addresses and numbers."""
 
-    addresses: tuple[int, ...]  # the parameter and its states; none to read the gradient only
-    hp: int  # the scalars, in the type of the arithmetic
-    rows: int  # N
-    width: int  # D
     indices: int  # [B]
     index_bytes: int  # 4 (int32) or 8 (int64)
     length: int  # B
@@ -93,29 +89,45 @@ class RowTable(NamedTuple):
     # Where one row of the gradient is that of many occurrences: int32 [B], its number for each
     # (0: every occurrence has its own), bytes from one to the next, and the factors of the
     # occurrences, in the type of the arithmetic (0: all are 1).
-    gradient_rows: int = 0
+    rows: int = 0
     stride: int = 0
     weights: int = 0
     # Of maxima: int32 in the form of the values, which occurrence each element is of (0: every
     # one has all), and the number that occurrence 0 has among them.
     winners: int = 0
     first: int = 0
-    n_gradient_rows: int = 0
+    n_rows: int = 0  # how many gradient rows there are, if any is that of many occurrences
+
+
+class RowTable(NamedTuple):
+    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses."""
+
+    addresses: tuple[int, ...]  # the parameter and its states; none to read the gradient only
+    hp: int  # the scalars, in the type of the arithmetic
+    rows: int  # N
+    width: int  # D
+    source: RowSource
+
+    @property
+    def length(self) -> int:
+        """The number of occurrences."""
+        return self.source.length
 
     @property
     def ranges(self) -> tuple[int, int]:
         """The length of its ranges, and how many there are."""
-        return ranges_of(self.whole_length or self.length)
+        return ranges_of(self.source.whole_length or self.length)
 
     def bounds(self) -> np.ndarray:
         """The first of its positions in each range, and its length: int64."""
         range_length, n_ranges = self.ranges
         firsts = range_length * np.arange(n_ranges + 1)
-        if not self.positions:
+        if not self.source.positions:
             return np.minimum(firsts, self.length)
         # A part of a batch is cut where the whole batch is cut, not into ranges of its own: only
         # then does a hot row have the sums here that it has in one process with all of the batch.
-        positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
+        place = self.source.positions
+        positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(place))
         return np.searchsorted(positions, firsts)
 
 

@@ -16,7 +16,7 @@ from ...kernels.element import Kernel, kernel
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import STORAGES, Storage
-from ...kernels.tables import RowTable
+from ...kernels.tables import RowSource, RowTable
 from . import cuda, locks
 from .arrays import address_of
 from .check import index_error
@@ -30,43 +30,44 @@ class RowGradient(NamedTuple):
     """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``.
 
     With ``rows`` its values are any contiguous array of which one row may be that of many
-    occurrences; how they are found says `BagTensor`.
+    occurrences; how they are found says `BagTensor`. The arrays keep alive what is in ``source``.
     """
 
     indices: Any
     values: Any
-    index_address: int
-    values_address: int
+    source: RowSource
     positions: np.ndarray | None = None  # as those of a `RowTensor`; contiguous
-    batch_length: int = 0
     rows: Any = None  # int32 [B]; None: each occurrence has its own
-    rows_address: int = 0
-    stride: int = 0  # bytes from one of these rows to the next
     weights: Any = None  # [B] factors, in the type of the arithmetic; None: 1
-    weights_address: int = 0
     winners: Any = None  # int32 for each of the values, of maxima; else None
-    first: int = 0  # the number among the winners that occurrence 0 has
 
     @classmethod
-    def of(cls, indices: Any, values: Any, *rest: Any) -> RowGradient:
-        """A gradient with the addresses of its arrays; ``rest`` is from ``positions`` on."""
-        return cls(indices, values, address_of(indices), address_of(values), *rest)
+    def of(
+        cls, indices: Any, values: Any, positions: np.ndarray | None = None, batch_length: int = 0
+    ) -> RowGradient:
+        """A gradient whose occurrences have a row of values each."""
+        at = address_of(indices), indices.itemsize, len(indices), address_of(values)
+        if positions is None:
+            return cls(indices, values, RowSource(*at))
+        source = RowSource(*at, headers.address_of(positions), batch_length)
+        return cls(indices, values, source, positions)
 
-    def with_values(self, values: Any) -> RowGradient:
-        """Other values of the same occurrences, which are at the same places of a batch."""
-        return self._replace(values=values, values_address=address_of(values))
+    def with_arrays(self, *, indices: Any = None, values: Any = None) -> RowGradient:
+        """Other indices or values of the same occurrences, at the same places of a batch."""
+        found = self
+        if indices is not None:
+            own = {"indices": address_of(indices), "index_bytes": indices.itemsize}
+            found = found._replace(indices=indices, source=found.source._replace(**own))
+        if values is not None:
+            source = found.source._replace(values=address_of(values))
+            found = found._replace(values=values, source=source)
+        return found
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
         dtype: np.dtype[Any] = self.values.dtype
         return dtype
-
-    @property
-    def source(self) -> tuple[int, ...]:
-        """What else says where the rows of pooled ones lie: addresses, and numbers."""
-        winners = 0 if self.winners is None else address_of(self.winners)
-        return self.rows_address, self.stride, self.weights_address, winners, self.first
 
     @property
     def arrays(self) -> tuple[Any, Any]:
@@ -76,12 +77,13 @@ class RowGradient(NamedTuple):
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Address and size in bytes of all that users gave, and that a step reads."""
-        found = [(self.values_address, self.values.nbytes)]
+        source = self.source
+        found = [(source.values, self.values.nbytes)]
         if self.rows is not None:  # all else of pooled rows is this package's own
             return found
-        found.append((self.index_address, self.indices.nbytes))
+        found.append((source.indices, self.indices.nbytes))
         if self.positions is not None:
-            found.append((headers.address_of(self.positions), self.positions.nbytes))
+            found.append((source.positions, self.positions.nbytes))
         return found
 
 
@@ -165,26 +167,14 @@ def row_tables(
     """T tables with a gradient each, as the kernels take them; ``hp`` as `row_table`."""
     addresses, hp = variables.table.addresses.tolist(), hp or [0] * len(gradients)
     each = zip(addresses, variables.tensors, gradients, hp, strict=True)
-    return [row_table(at, arrays[0].shape, g, scalars) for at, arrays, g, scalars in each]
+    return [row_table(at, arrays[0].shape, g.source, scalars) for at, arrays, g, scalars in each]
 
 
 def row_table(
-    addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
+    addresses: Sequence[int], shape: tuple[int, ...], source: RowSource, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    (
-        indices, values, index_address, values_address, positions, batch_length,
-        rows, rows_address, stride, weights, weights_address, winners, first,
-    ) = gradient  # fmt: skip
-    matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
-    index_list = index_address, indices.itemsize, len(indices)
-    batch = (0, 0) if positions is None else (headers.address_of(positions), batch_length)
-    if rows is None:
-        return RowTable(*matrix, *index_list, values_address, *batch)
-    shared = rows_address, stride, weights_address if weights is not None else 0
-    chosen = (0, 0) if winners is None else (address_of(winners), first)
-    n_rows = values.nbytes // stride
-    return RowTable(*matrix, *index_list, values_address, *batch, *shared, *chosen, n_rows)
+    return RowTable(tuple(addresses), hp, shape[0], math.prod(shape[1:]), source)
 
 
 class IndexList(NamedTuple):
@@ -224,7 +214,7 @@ def row_squares(
     """
     hp = np.ones(1, real.dtype)
     check_keys(where, lists)
-    found = [row_table((), shape, gradient, address_of(hp)) for shape, gradient in tables]
+    found = [row_table((), shape, g.source, address_of(hp)) for shape, g in tables]
     position, total = row_norm(kernel(SCALED, (), real, g, ()), found)
     if position >= 0:
         raise first_bad_index(lists, [gradient for _, gradient in tables], position)

@@ -81,15 +81,14 @@ class _Sizes(NamedTuple):
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
     n = n_rows = widest = elements = carried = 0
     shapes, carries = [], True
-    for table in tables:
-        length, width = table.length, table.width
-        n += length
-        n_rows += table.rows
-        elements += table.rows * width
+    for _, _, height, width, source in tables:
+        n += source.length
+        n_rows += height
+        elements += height * width
         widest = max(widest, width)
-        shapes.append((length, table.whole_length or length, table.rows, width))
-        carried = max(carried, table.n_gradient_rows)
-        carries = carries and table.gradient_rows != 0 and not (table.weights or table.winners)
+        shapes.append((source.length, source.whole_length or source.length, height, width))
+        carried = max(carried, source.n_rows)
+        carries = carries and source.rows != 0 and not (source.weights or source.winners)
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
@@ -247,9 +246,10 @@ class RowStep:
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, ranges, part in zip(tables, size.ranges, size.sweep, strict=True):
-            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
-                stride, weights, winners, first, _ = table  # fmt: skip
-            source, add, block = base + 8 * len(fields), own_sum, single
+            addresses, hp, n_rows, width, source = table
+            indices, index_bytes, n, values, positions, _, rows, stride, weights, winners, first, \
+                _ = source  # fmt: skip
+            place, add, block = base + 8 * len(fields), own_sum, single
             # The loops know an occurrence by its position among those of all tables.
             if not rows:  # each has its own
                 stride = width * g.itemsize
@@ -266,7 +266,7 @@ class RowStep:
                     first -= first_position
                     block = 0  # not even a single occurrence's gradient is as it was given
             fields += (
-                values, stride, rows, weights, first, source, at_addresses, add, block, hp,
+                values, stride, rows, weights, first, place, at_addresses, add, block, hp,
                 n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
                 *ranges, *part, positions,
             )  # fmt: skip
