@@ -4,9 +4,9 @@ Nothing here knows a user, a framework or an error message: callers check first
 (``fusestep.ops``), kernels trust their arguments.
 
 A newcomer may add a rule (`rules`): a scalar function with its scalars and states, from whose
-`Rule` all loops, checks and locks follow. Prefetch distances, the number of row locks, the chunks
-of dense steps and the sizes below which one thread runs (``SERIAL_BELOW``) change the speed alone;
-``fusestep bench --against`` says by how much.
+`Rule` all loops and checks follow. Prefetch distances, the chunks of dense steps and the sizes
+below which one thread runs (``SERIAL_BELOW``) change the speed alone; ``fusestep bench --against``
+says by how much.
 
 Bits are fixed by more than the mathematics; they are equal for any number of threads. They follow
 from the order of operations in a rule, from where it rounds (`rule.product`, `rule.RULE_FLAGS`),

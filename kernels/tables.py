@@ -75,17 +75,13 @@ class TensorTable:
         self.first[1] = self.total = size
 
 
-class RowTable(NamedTuple):
-    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses."""
+class RowSource(NamedTuple):
+    """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
 
-    addresses: tuple[int, ...]  # the parameter and its states; none to read the gradient only
-    hp: int  # the scalars, in the type of the arithmetic
-    rows: int  # N
-    width: int  # D
     indices: int  # [B]
     index_bytes: int  # 4 (int32) or 8 (int64)
     length: int  # B
-    values: int  # [B, D]; with `gradient_rows` the first of those rows
+    values: int  # [B, D]; if there are `rows` below, the first of these
     # For a part of a batch that several processes share: int64 [B], the ascending positions of its
     # occurrences in the whole batch (0: this is all of the batch), and the length of the batch.
     positions: int = 0
@@ -93,29 +89,45 @@ class RowTable(NamedTuple):
     # If occurrences share rows of the gradient: int32 [B], the number of each one's row (0: every
     # occurrence has a row of its own), bytes from one row to the next, and the weights of the
     # occurrences, in the type of the arithmetic (0: all are 1).
-    gradient_rows: int = 0
+    rows: int = 0
     stride: int = 0
     weights: int = 0
     # For maxima: int32 in the form of the values, the occurrence that each element came from
     # (0: no maxima), and the number that occurrence 0 has there.
     winners: int = 0
     first: int = 0
-    n_gradient_rows: int = 0
+    n_rows: int = 0  # the number of gradient rows, if occurrences may share them
+
+
+class RowTable(NamedTuple):
+    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses."""
+
+    addresses: tuple[int, ...]  # the parameter and its states; none to read the gradient only
+    hp: int  # the scalars, in the type of the arithmetic
+    rows: int  # N
+    width: int  # D
+    source: RowSource
+
+    @property
+    def length(self) -> int:
+        """The number of occurrences."""
+        return self.source.length
 
     @property
     def ranges(self) -> tuple[int, int]:
         """The length of its ranges, and their number."""
-        return ranges_of(self.whole_length or self.length)
+        return ranges_of(self.source.whole_length or self.length)
 
     def bounds(self) -> np.ndarray:
         """The first of its positions in each range, and its length: int64."""
         range_length, n_ranges = self.ranges
         firsts = range_length * np.arange(n_ranges + 1)
-        if not self.positions:
+        if not self.source.positions:
             return np.minimum(firsts, self.length)
         # A part of a batch is cut where the whole batch is cut: only then has a hot row the same
         # sums as in one process with the whole batch.
-        positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
+        place = self.source.positions
+        positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(place))
         return np.searchsorted(positions, firsts)
 
 

@@ -20,7 +20,7 @@ class ApplyAdagrad(Primitive):
 
     Args:
         update_slots: whether ``accum`` is updated.
-        use_locking: serialise concurrent calls on overlapping memory (an addition).
+        use_locking: concurrent calls act like some serial order of them (an addition).
 
     Call arguments:
         var, accum: float32, float64, float16 or bfloat16, of one dtype and shape; updated in
@@ -73,7 +73,7 @@ class ApplyProximalAdagrad(Primitive):
     Where the accumulator is 0, ``var`` stays: it has seen no gradient.
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, accum: as `ApplyAdagrad`.
@@ -123,7 +123,7 @@ class SparseApplyProximalAdagrad(RowPrimitive):
     All other rows stay as they are; so does an element whose accumulator is 0.
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory, row by row.
+        use_locking: concurrent calls act like some serial order of them.
         out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
             ``"drop"`` them.
 

@@ -48,7 +48,7 @@ class Adam(Primitive):
         var <- var - lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
         use_nesterov: Nesterov's step.
 
     Call arguments:
@@ -105,7 +105,7 @@ class AdamNoUpdateParam(Primitive):
         delta = -lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
         use_nesterov: Nesterov's step.
 
     Call arguments:
@@ -156,7 +156,7 @@ class AdamWeightDecay(Primitive):
         var <- var - lr * (m / (sqrt(v) + epsilon) + decay*var)
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, m, v: of one floating dtype and shape; updated in place.
@@ -237,7 +237,7 @@ class FusedSparseAdam(_FusedSparseAdamBase):
         var <- var - lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
         use_nesterov: Nesterov's step.
         out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
             ``"drop"`` them, as MindSpore does.

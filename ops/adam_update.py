@@ -86,17 +86,13 @@ class _AdamUpdate(RowPrimitive):
         update, read = self._update(variables, grad)
         copy = one_tensor(SCALED, (), (result, given), (1.0,))
         arrays = [given, *variables.values()]
-        spans = None
-        if self.use_locking:
-            memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
-            spans = locks.spans_of([memory])
         if not isinstance(given, DeviceArray):
             # Copy and update in one commit: no interrupt leaves ``out`` with the old weight beside
             # moments that have moved.
             together = partial(commit, [copy.prepared(), update.prepared()])
-            locks.serialized(together, spans, shared=False)
+            locks.serialized(together, self.use_locking)
             return result
-        with checked_launch([*arrays, *read], update.error, spans) as launch:
+        with checked_launch([*arrays, *read], update.error, self.use_locking) as launch:
             if isinstance(update, RowUpdate) and out is not None:
                 cuda.rows.step.check_indices(update.tables, launch.guard, 0, stream=launch.stream)
                 copy.enqueue(launch)
@@ -190,7 +186,7 @@ def adam_update(
         lazy_update: a row-sparse gradient updates only the rows that occur; else rows that do
             not occur take the step with ``grad = 0``.
         compat: ``"2.0"`` or ``"1.9"``: the version of MXNet whose order counts.
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
         **unknown: any other keyword raises.
 
     All arrays are on the host, or all on one CUDA device; there the update is enqueued, and an

@@ -22,7 +22,7 @@ class ApplyAdamWithAmsgradV2(Primitive):
     is infinite or NaN, without an error.
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, m, v, vhat: of one floating dtype and shape (0-d and empty work); updated in place.
@@ -66,7 +66,7 @@ class ApplyAdamWithAmsgrad(Primitive):
 
     Args:
         beta1, beta2, epsilon: scalars.
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, m, v, vhat: of one floating dtype and shape; updated in place.

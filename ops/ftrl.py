@@ -25,7 +25,7 @@ class ApplyFtrl(Primitive):
     NaN.
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, accum, linear: float32, float64, float16 or bfloat16, of one dtype and shape;
@@ -83,7 +83,7 @@ class SparseApplyFtrl(RowPrimitive):
         lr: float > 0.
         l1, l2: floats >= 0: strengths of the regularisation.
         lr_power: float <= 0; -0.5 is the fast one, others call ``pow`` for each element.
-        use_locking: serialise concurrent calls on overlapping memory, row by row.
+        use_locking: concurrent calls act like some serial order of them.
         out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
             ``"drop"`` them.
 

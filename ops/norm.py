@@ -229,7 +229,7 @@ def _scale(
         hp = np.array([[factor]], variables.real.dtype)
         updates.append(DenseUpdate(rule, (), variables, places, g, hp, row_of))
     if arrays and is_on_device(arrays[0]):
-        with launch_on(arrays, None) as launch:
+        with launch_on(arrays) as launch:
             for update in updates:
                 update.enqueue(launch)
     else:

@@ -12,6 +12,7 @@ from ..kernels.cpu.headers.arrays import address_of, alike
 from ..kernels.element import kernel
 from ..kernels.rule import Prologue, Rule
 from ..kernels.storage import F32, STORAGES
+from ..kernels.tables import RowSource
 from .runtime import check
 from .runtime.arrays import adopt_anywhere
 from .runtime.device import device_of
@@ -27,7 +28,7 @@ class Primitive:
     """A stateless operator that updates its variables in place.
 
     Attributes:
-        use_locking: whether concurrent calls on overlapping memory are serialised
+        use_locking: whether calls are serialised with others that say so
             (`fusestep.ops.runtime.locks`).
         name: the operator's name, for messages.
     """
@@ -118,11 +119,12 @@ class RowPrimitive(Primitive):
             arrays, addresses = self._checked_rows(variables, name, gradient, indices)
         w, *_, index, values = arrays
         *own, index_address, values_address = addresses
-        rows = RowGradient(index, values, index_address, values_address)
+        source = RowSource(index_address, index.itemsize, len(index), values_address)
         s = STORAGES[w.dtype]
         compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
         row = np.array([hp], compiled.real.dtype)
-        tables = [row_table(own, w.shape, rows, address_of(row))]
+        tables = [row_table(own, w.shape, source, address_of(row))]
+        rows = RowGradient(index, values, source)
         use = self._touched_only, self.out_of_range == "drop"
         return RowUpdate([self.name], compiled, tables, [rows], row, [0], *use)
 

@@ -19,7 +19,7 @@ class ApplyRMSProp(Primitive):
         var <- var - moment
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, mean_square, moment: float32, float64, float16 or bfloat16, of one dtype and
@@ -73,7 +73,7 @@ class ApplyCenteredRMSProp(Primitive):
     Where ``d`` is not positive, ``moment`` and ``var`` stay as they are.
 
     Args:
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
 
     Call arguments:
         var, mean_gradient, mean_square, moment: as the variables of `ApplyRMSProp`.

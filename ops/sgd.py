@@ -23,7 +23,7 @@ class ApplyMomentum(Primitive):
 
     Args:
         use_nesterov: Nesterov's step.
-        use_locking: serialise concurrent calls on overlapping memory.
+        use_locking: concurrent calls act like some serial order of them.
         gradient_scale: float by which gradients are multiplied.
 
     Call arguments:
@@ -92,7 +92,7 @@ class SGD(Primitive):
         dampening: float >= 0; with ``nesterov`` it must be 0.
         weight_decay: float >= 0.
         nesterov: Nesterov's step.
-        use_locking: serialise concurrent calls on overlapping memory (an addition).
+        use_locking: concurrent calls act like some serial order of them (an addition).
 
     Call arguments:
         parameters: as ``variable`` of `ApplyMomentum`; updated in place.

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.ops.runtime import locks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 STORAGE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16)
@@ -75,16 +74,6 @@ def typed(cases: Collection[Any]) -> list[Any]:
 def label(value: Any) -> str:
     """The name of a parameter of a test."""
     return str(getattr(value, "name", value))
-
-
-@contextmanager
-def holding(spans: list[locks.Span], *, shared: bool = False) -> Iterator[None]:
-    """This thread has the memory, as a call with ``use_locking=True`` has it."""
-    request = locks.Request(spans, shared=shared)
-    with request.place:
-        request.wait()
-        yield
-    request.leave()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ...kernels.cuda.rows.step import RowStep
 from ...kernels.element import kernel
 from ...kernels.rules import adam
 from ...kernels.storage import F32
-from ...kernels.tables import RowTable
+from ...kernels.tables import RowSource, RowTable
 from ..cases import indices, model_shapes
 from ..cases.traffic import Traffic
 from ..report.result import OURS
@@ -328,7 +328,7 @@ def _parts(tables: Tables) -> Jobs:
         int(address_of(a)) for a in (*tables.arrays, tables.values, tables.indices)
     )
     compiled, hp = _compiled_adam()
-    one = [RowTable((w, m, v), 0, n, d, rows, 8, tables.drawn.size, values)]
+    one = [RowTable((w, m, v), 0, n, d, RowSource(rows, 8, tables.drawn.size, values))]
     step = RowStep(compiled, one, touched_only=True)
     scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)
     table, hp_at = cuda.device_array(step.n_words, np.int64), np.array([address_of(scalars)])

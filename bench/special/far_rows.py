@@ -25,7 +25,7 @@ from ...kernels.cpu.threads.parallel import run_words
 from ...kernels.element import kernel
 from ...kernels.rules import adam
 from ...kernels.storage import F32
-from ...kernels.tables import RowTable
+from ...kernels.tables import RowSource, RowTable
 from ..cases import indices
 from ..cases.operators import SCALARS
 from ..cases.workloads import FAR_SIZES, rows
@@ -79,10 +79,8 @@ def jobs_of(
     numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
     hp = np.array([numbers], np.float32)
     at = np.array([address_of(a) for a in (*variables, g)])
-    table = RowTable(
-        tuple(map(int, at[:3])), address_of(hp), N, D,
-        address_of(drawn), drawn.itemsize, drawn.size, int(at[3]),
-    )  # fmt: skip
+    source = RowSource(address_of(drawn), drawn.itemsize, drawn.size, int(at[3]))
+    table = RowTable(tuple(map(int, at[:3])), address_of(hp), N, D, source)
     grouped = RowStep(compiled, [table], touched_only=True)
     words = array("q", [word for loop in grouped.loops for word in loop.words])
     different, occurrences = np.unique(drawn, return_index=True)

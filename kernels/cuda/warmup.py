@@ -9,7 +9,7 @@ import numpy as np
 
 from ..element import Kernel
 from ..storage import STORAGES
-from ..tables import HOT, RowTable
+from ..tables import HOT, RowSource, RowTable
 from .dense.finite import finite_kernel
 from .dense.row_wise import RowWiseStep
 from .dense.step import DenseStep
@@ -41,6 +41,7 @@ def _loops_of(kernel: Kernel) -> Iterator[Any]:
         yield from DenseStep(kernel, addresses, 0 * one, one).loops
     if not rule.is_two_stage:
         # So many occurrences that some rows may be hot.
-        table = RowTable(tuple(addresses[0].tolist()), 0, 1, 1, 0, 8, HOT + 1, 0)
+        source = RowSource(0, 8, HOT + 1, 0)
+        table = RowTable(tuple(addresses[0].tolist()), 0, 1, 1, source)
         for touched_only in (True, False):
             yield from RowStep(kernel, [table], touched_only=touched_only).loops

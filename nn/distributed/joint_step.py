@@ -49,7 +49,7 @@ class Agreement:
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
             *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
             plan.conditioning.joins.tolist(),
-            [rows.batch_length for rows in plan.given.rows] if self._share_batches else [],
+            [rows.source.whole_length for rows in plan.given.rows] if self._share_batches else [],
         )
         return int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:8], signed=True)
 

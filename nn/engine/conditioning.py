@@ -139,7 +139,7 @@ def _squares_of_rows(batch: Batch, gradients: Sequence[RowGradient]) -> list[flo
     """
     variables, lists = batch.variables, index_lists(batch, gradients)
     for label, gradient in zip(batch.labels, gradients, strict=True):
-        n, whole = len(gradient.indices), gradient.batch_length
+        n, whole = len(gradient.indices), gradient.source.whole_length
         if n < whole:
             wrong, got = "needs the norm of a whole gradient", f"{n} of {whole}"
             reject(ValueError, label, "clipnorm", wrong, "all occurrences of the batch", got)

@@ -10,7 +10,6 @@ from ...kernels.cpu.threads.parallel import commit
 from ...ops.runtime import cuda, pending
 from ...ops.runtime.device import launching
 from ...ops.runtime.launch import checked_launch, launch_on
-from ...ops.runtime.locks import Span
 from ...ops.runtime.row_step import (
     IndexList,
     RowUpdate,
@@ -48,13 +47,12 @@ class Device:
                     updates: list[Any] = [conditioned(call, plan) for call in plan.calls]
                 if constants:  # of rules that measure tensors: all are dense
                     updates = [update._replace(constants=constants) for update in updates]
-                spans = layout.lock_spans if plan.use_locking else None
-                launch_updates(updates, arrays, spans, self._host.undo(layout))
+                launch_updates(updates, arrays, plan.use_locking, self._host.undo(layout))
             commit([], self._host.count(layout))
 
 
 def launch_updates(
-    updates: Sequence[Update], arrays: Sequence[Any], lock_spans: list[Span] | None = None,
+    updates: Sequence[Update], arrays: Sequence[Any], use_locking: bool = False,
     undo: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Enqueue updates, whose scalars the host has worked out.
@@ -80,7 +78,7 @@ def launch_updates(
         return error(position, index)
 
     rows = [(u, base) for u, base in zip(updates, bases, strict=True) if isinstance(u, RowUpdate)]
-    with checked_launch(arrays, found if rows else None, lock_spans) as launch:
+    with checked_launch(arrays, found if rows else None, use_locking) as launch:
         if len(rows) > 1:  # one checks its indices before it writes
             for update, base in rows:
                 guard, stream = launch.guard, launch.stream
@@ -93,6 +91,6 @@ def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:
     """Whether all gradients are finite; the host waits for the answer."""
     if not arrays:
         return True
-    with launch_on(arrays, None) as launch:
+    with launch_on(arrays) as launch:
         all_finite = cuda.dense.finite.all_finite
         return all(all_finite(*own, stream=launch.stream) for own in by_storage(by_batch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.numbers import NumberWrite
+from ...kernels.cpu.process.forks import in_child
 from ...kernels.cpu.threads.parallel import Joined, Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rule import columns
@@ -42,14 +42,10 @@ class Host:
     def run(self, plan: Plan) -> None:
         """Write and count, in one compiled call after all that can fail.
 
-        With locking, also what is measured is measured while nobody else has the memory.
+        With locking, also what is measured is measured while no other such call writes.
         """
         count = self.count(plan.given.layout)
-        if plan.use_locking:
-            work = partial(_write, plan, count)
-            locks.serialized(work, plan.given.layout.lock_spans, shared=False)
-        else:
-            _write(plan, count)
+        locks.serialized(partial(_write, plan, count), plan.use_locking)
 
     def count(self, layout: Layout) -> Count:
         """The count of a step with gradients of this layout; the last one is kept."""
@@ -74,14 +70,11 @@ class Host:
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
-def _after_fork_in_child() -> None:
-    # Whoever held a lock does not exist there.
+@in_child
+def _release_locks() -> None:
+    # A thread that held a lock in the parent does not exist here.
     for host in list(_living):
         host._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _write(plan: Plan, count: Count) -> None:

@@ -18,7 +18,6 @@ from ...kernels.rule import Prologue, Rule
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.locks import Span
 from ...ops.runtime.step import Variables
 
 NOTHING = np.empty(0)
@@ -101,11 +100,6 @@ class Layout:
         NumPy can resize an array, or change its shape, in place.
         """
         return all(place[1:] == _place(place[0])[1:] for place in self.places)
-
-    @lazy
-    def lock_spans(self) -> list[Span]:
-        """The memory of all active variables, as locks take it."""
-        return sorted(span for batch in self.batches for span in batch.variables.spans)
 
     def shares_memory(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether any byte of these spans, addresses and sizes, belongs to an active variable."""

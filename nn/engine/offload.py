@@ -39,7 +39,7 @@ class Offload:
         """Take a step: parameters and gradients come to the host, and the parameters go back."""
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
-            with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
+            with launch_on(arrays, plan.use_locking) as launch:
                 # The indices of all batches are checked before the first chunk is written: a bad
                 # index in a later chunk would leave half a step.
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
@@ -56,8 +56,7 @@ def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
         if row.rows is not None:
             wrong, expected = "is that of pooled rows on a device", "a RowTensor, or states there"
             reject(RuntimeError, batch.labels[0], "a gradient", wrong, expected, "a BagTensor")
-        indices = row.indices.numpy()
-        rows.append(row._replace(indices=indices, index_address=address_of(indices)))
+        rows.append(row.with_arrays(indices=row.indices.numpy()))
     if rows:
         check_rows(batch, rows)
     return rows
@@ -111,7 +110,8 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
                 here.append((w.reshape(there.shape), *states))
         gradients: Any = np.array(list(map(address_of, gradient_views)), np.int64)
         if rows:
-            gradients = [rows[k].with_values(gradient_views[0].reshape(rows[k].values.shape))]
+            values = gradient_views[0].reshape(rows[k].values.shape)
+            gradients = [rows[k].with_arrays(values=values)]
         own_batch = replace(
             batch,
             positions=batch.positions[chosen],
@@ -138,7 +138,7 @@ def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: TensorSlice) ->
     (t, begin, end), g = part, call.batch.g
     w, n = call.batch.variables.tensors[t][0], end - begin
     if rows:
-        span = rows[t].values_address, rows[t].values.size
+        span = rows[t].source.values, rows[t].values.size
     else:
         span = int(call.gradients[t]) + begin * g.itemsize, n
     at_w = w.address + begin * w.itemsize

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...kernels.quiet import quiet
 from ...kernels.storage import Storage
+from ...kernels.tables import RowSource
 from ...ops.runtime import check
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.bags.tensor import BagTensor
@@ -125,15 +126,21 @@ class GradientReader:
             return Gradients(last, addresses, [], arrays)
         found = addresses.tolist()
         rows: list[Any] = [
-            RowGradient(arrays[k], arrays[k + 1], found[k], found[k + 1]) if k >= 0 else None
+            None
+            if k < 0
+            else RowGradient(
+                arrays[k],
+                arrays[k + 1],
+                RowSource(found[k], arrays[k].itemsize, len(arrays[k]), found[k + 1]),
+            )
             for k in last.row_arrays
         ]
         if last.has_pooled:
-            pooled = [gradient.source for gradient in gradients if type(gradient) is BagTensor]
+            pooled = [gradient.gradient for gradient in gradients if type(gradient) is BagTensor]
             if last.shares_memory({span for g in pooled for span in g.spans}):
                 return None
-            sources = iter(pooled)
-            rows = [row or next(sources) for row in rows]
+            others = iter(pooled)
+            rows = [row or next(others) for row in rows]
         # Selecting nothing with NumPy takes longer than everything else here.
         dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
         return Gradients(last, dense, rows, arrays)
@@ -319,7 +326,7 @@ class GradientReader:
                 whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
             )
         values = gradient.values.astype(real, copy=False)
-        positions, n = gradient.positions, gradient.batch_length
+        positions, n = gradient.positions, gradient.source.whole_length
         rows = RowTensor(gradient.indices, values, w.shape, positions=positions, batch_length=n)
         if factor and self._sparse_update != "lazy":
             # Every row decays, so every row has a gradient to centralize.
@@ -344,7 +351,7 @@ def _on_host(gradient: Any) -> Any:
     """A copy of a device gradient on the host."""
     if not isinstance(gradient, RowGradient):
         return gradient.numpy()
-    return gradient._replace(indices=gradient.indices.numpy(), values=gradient.values.numpy())
+    return gradient.with_arrays(indices=gradient.indices.numpy(), values=gradient.values.numpy())
 
 
 def _on_device_of(w: DeviceArray, gradient: Any) -> Any:
@@ -352,7 +359,7 @@ def _on_device_of(w: DeviceArray, gradient: Any) -> Any:
     if not isinstance(gradient, RowGradient):
         return w.holding(gradient)
     arrays = w.holding(gradient.indices), w.holding(gradient.values)
-    return RowGradient.of(*arrays, gradient.positions, gradient.batch_length)
+    return RowGradient.of(*arrays, gradient.positions, gradient.source.whole_length)
 
 
 def by_storage(
@@ -363,7 +370,7 @@ def by_storage(
     for batch, gradients in by_batch:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
-            found += [(g.values_address, g.values.size) for g in gradients]
+            found += [(g.source.values, g.values.size) for g in gradients]
         else:
             sizes = np.diff(batch.variables.table.first)
             found += zip(gradients.tolist(), sizes.tolist(), strict=True)
@@ -437,7 +444,7 @@ def _read_bags(where: str, name: str, parameter: Parameter, bags: BagTensor) -> 
     if bags.weights is not None and bags.weights.dtype != real:
         wrong = "has weights of another dtype"
         reject(TypeError, where, name, wrong, real, bags.weights.dtype)
-    return bags.source
+    return bags.gradient
 
 
 def is_row_sparse(gradient: Any) -> bool:

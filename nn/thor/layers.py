@@ -163,7 +163,7 @@ class ThorLayer:
         """Copies on the host of arrays on a device."""
         where = type(self).__name__
         compact = {name: array.contiguous(where, name) for name, array in arrays.items()}
-        with launch_on(list(compact.values()), None):  # not in a CUDA graph
+        with launch_on(list(compact.values())):  # not in a CUDA graph
             return {name: array.numpy() for name, array in compact.items()}
 
     def _check(self, x: Any, d: Any) -> None:

@@ -164,7 +164,7 @@ class Thor(FusedOptimizer):
         read = [None if g is None else self._read(i, g) for i, g in enumerate(gradients)]
         arrays = [*(p.array for p in self.parameters), *(g for g in read if g is not None)]
         # In the end the streams of the gradients wait for the parameters too.
-        with launch_on(arrays, None):
+        with launch_on(arrays):
             return self._step_with_factors(tuple(None if g is None else g.numpy() for g in read))
 
     @quiet

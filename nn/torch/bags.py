@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -12,6 +13,7 @@ from operator import add, attrgetter, is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -316,7 +318,25 @@ class EmbeddingBags(nn.Module):
             if not any(module is self for module in active.module.modules()):
                 return None
             self._ddp = weakref.ref(active)
+            _warn_of_exchange(active, [*self.parameters()])
         return active
+
+
+def _warn_of_exchange(parallel: DistributedDataParallel, weights: Sequence[Tensor]) -> None:
+    """Warn where PyTorch exchanges sparse gradients of tables over gloo, which is not safe."""
+    group, ignored = parallel.process_group, parallel.parameters_to_ignore
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+        return
+    known, named = {*map(id, weights)}, parallel.module.named_parameters()
+    names = [name for name, p in named if id(p) in known and name not in ignored]
+    if names:
+        warnings.warn(
+            f"{_WHERE}: DistributedDataParallel exchanges sparse gradients over gloo, which "
+            f"corrupts memory now and then in PyTorch 2.13: before you wrap the model, set "
+            f"model._ddp_params_and_buffers_to_ignore = {names}, and use update_in_backward",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 _outside_of_graphs: Any = outside_of_graphs(EmbeddingBags.forward)
@@ -602,10 +622,10 @@ def rows_of_bags(gradient: BagTensor, tensor_of: Callable[[Any], Tensor]) -> tup
     What counts for nothing, and what is out of range, is a row of zeros: how many there are is not
     asked, since the answer would be waited for. ``tensor_of`` gives the tensors of arrays.
     """
-    source, unit, (n_rows, width) = gradient.source, gradient.unit, gradient.dense_shape
-    indices = tensor_of(source.indices)
+    rows, unit, (n_rows, width) = gradient.gradient, gradient.unit, gradient.dense_shape
+    indices = tensor_of(rows.indices)
     n, numbers = len(indices), torch.arange(len(indices), device=indices.device)[:, None]
-    places = tensor_of(source.rows).long()[:, None] + torch.arange(
+    places = tensor_of(rows.rows).long()[:, None] + torch.arange(
         width // unit, device=indices.device
     )
 
@@ -613,12 +633,12 @@ def rows_of_bags(gradient: BagTensor, tensor_of: Callable[[Any], Tensor]) -> tup
         return tensor_of(array).reshape(-1, unit)[places].reshape(n, width)
 
     is_known = ((indices >= 0) & (indices < n_rows))[:, None]
-    places = places.clamp(0, max(0, source.values.size // unit - 1))  # those of bad ids are any
-    values = of_each(source.values)
-    if source.winners is not None:
-        is_known = is_known & (of_each(source.winners) == source.first + numbers)
-    if source.weights is not None:
-        factors = tensor_of(source.weights)
+    places = places.clamp(0, max(0, rows.values.size // unit - 1))  # those of bad ids are any
+    values = of_each(rows.values)
+    if rows.winners is not None:
+        is_known = is_known & (of_each(rows.winners) == gradient.first + numbers)
+    if rows.weights is not None:
+        factors = tensor_of(rows.weights)
         real = torch.promote_types(factors.dtype, values.dtype)
         values = (values.to(real) * factors.to(real)[:, None]).to(values.dtype)
     return indices.clamp(0, max(0, n_rows - 1)), values.where(is_known, values.new_zeros(()))
@@ -630,8 +650,8 @@ def _without(gradient: BagTensor, row: int) -> BagTensor:
         return gradient.without(row)
     indices = tensor_of(gradient.indices)
     own = array_of(indices.masked_fill(indices == row, LEFT_OUT))
-    source = gradient.source._replace(indices=own, index_address=own.address)
-    return BagTensor(source, gradient.unit, gradient.dense_shape)
+    found = gradient.gradient.with_arrays(indices=own)
+    return BagTensor(found, gradient.unit, gradient.dense_shape)
 
 
 def _with_others(weight: Tensor, gradient: Any) -> Any:

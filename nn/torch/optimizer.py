@@ -1,37 +1,19 @@
-"""The base of the optimizers of PyTorch's form: the step, its options and its state."""
+"""The base of the optimizers of PyTorch's form: options, state dict, and hooks of the step."""
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.numbers import NumberWrite
-from ...kernels.cpu.tensor_counts import TensorCount
-from ...kernels.cpu.threads.parallel import Prepared, commit
-from ...kernels.formula import Numbers
 from ...kernels.private import outside_of_graphs, watched, watching
-from ...kernels.quiet import quiet
-from ...kernels.rule import Rule
-from ...kernels.state import PARAMETER, State
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_step import Update
-from ...ops.runtime.step import DenseUpdate, measured
-from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
-from ..engine.device import launch_updates
-from ..engine.host import completed, step_together
-from ..engine.reader import is_row_sparse
-from .engine.binding import Binding, check_parameter, finish, has_finite, on_devices
-from .engine.memory import DTYPES
+from ..base.own_rules import is_own
+from .engine.declaration import Declaration
 from .engine.options import (
     OWN,
     Sparse,
@@ -40,42 +22,22 @@ from .engine.options import (
     check_own,
     check_rows,
 )  # fmt: skip
-from .engine.part import (
-    GradientPrologue,
-    Group,
-    GroupOptions,
-    Method,
-    ParameterBatch,
-    RuleChoice,
-    StepInputs,
-    number,
-)
-from .engine.record import CheckedParameter
+from .engine.part import Group, number
 from .engine.state import (
-    Number,
     cast_states,
     check_states,
-    full_like,
     keep_dtypes,
     own_rows,
-    place_at,
-    place_of,
-    single,
-    single_of,
     whole_table,
     with_rows,
 )  # fmt: skip
-from .engine.tensors import is_part, local, wide_dtype
-from .engine.threads import as_torch
+from .engine.step import Steps
 
-_KEPT_BINDINGS = 4
-# As code of C: that of Python has left the caches when a step begins.
-_params_of, _grad_of = itemgetter("params"), attrgetter("grad")
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
 if TYPE_CHECKING:
     from torch.optim import Optimizer as _Base
 else:
-    _Base = ABC
+    _Base = object
 
 
 def _shown(cls: Any) -> Callable[..., None]:
@@ -94,24 +56,16 @@ def _shown(cls: Any) -> Callable[..., None]:
     return __init__
 
 
-class Fused(_Base):
+class Fused(Declaration, _Base):
     """Step, options and state of a `FusedOptimizer`, to stand before a class of PyTorch.
 
     It is no subclass of ``torch.optim.Optimizer`` itself: libraries that register all subclasses by
     name look among those of this package too if one of them is reached by way of another.
     """
 
-    param_groups: list[dict[str, Any]]
-    state: dict[Tensor, Any]
     defaults: dict[str, Any]
-    _bindings: dict[int | None, list[Binding]]
-    _clipping: Any = None
-    _options: GroupOptions | None = None  # of the last step
-    _counts_updates = True  # whether there is a state "step"
-    _takes_sparse = True
+    _steps: Steps
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
-    _looks_at_scalars = False  # whether `scalars` is a user's
-    _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
     _in_backward: Any = None  # a weak reference to the `EmbeddingBags` whose backward is the step
 
     def __init__(
@@ -139,48 +93,6 @@ class Fused(_Base):
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
             cls.__init__ = _shown(cls)  # type: ignore[method-assign]
 
-    # What a subclass defines
-
-    @abstractmethod
-    def method(self, group: Group) -> Method:
-        """The method by which parameters of a group are updated."""
-
-    @abstractmethod
-    def scalars(self, group: Group, step: float) -> Numbers:
-        """The scalars of the rule, in its order, at update ``step`` = 1, 2, ...
-
-        The group has the `numbers` of the parameter too, and numbers where options are tensors.
-        """
-
-    def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
-        """The states of a parameter that are single numbers, and how they begin."""
-        return {}
-
-    def next_numbers(self, group: Group, step: float) -> dict[str, Any]:  # noqa: ARG002
-        """The new values of `numbers`, which the group has too, after an update."""
-        return {}
-
-    def shapes(self, choice: RuleChoice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
-        """The shapes of the states of a parameter, in the order of its rule."""
-        rule, shape = choice.rule, tuple(parameter.shape)
-        of_each = zip(choice.states, rule.states, strict=True)
-        return {name: rule.shape_of(state, shape) for name, state in of_each}
-
-    def constants(self, group: Group) -> dict[str, float]:  # noqa: ARG002
-        """The numbers that `Rule.factor` takes beside sums, states and scalars, by name."""
-        return {}
-
-    def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
-        """The value with which the elements of a state begin."""
-        return 0.0
-
-    def known_of_step(self) -> dict[str, float]:
-        """Numbers and constants of the optimizer, for rules that measure all tensors of a step."""
-        return {}
-
-    def take_over(self, numbers: np.ndarray) -> None:
-        """Take over the numbers that such a rule has made anew; the step is done."""
-
     # Options
 
     def _complete(self, group: dict[str, Any]) -> None:
@@ -194,7 +106,7 @@ class Fused(_Base):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; one that is refused is not kept."""
-        self._bindings = {}
+        self._steps = Steps()
         if "sparse" not in self.defaults:
             super().add_param_group(param_group)  # the constructor completes it
             return
@@ -215,7 +127,7 @@ class Fused(_Base):
         super().__setstate__(state)
         for group in self.param_groups:
             self._complete(group)
-        self._bindings = {}
+        self._steps = Steps()
 
     # State
 
@@ -255,7 +167,7 @@ class Fused(_Base):
             group.update({name: x for name, x in own.items() if name not in of_file})
             for parameter, key in zip(group["params"], of_file["params"], strict=True):
                 keep_dtypes(self.state.get(parameter, {}), saved["state"].get(key, {}))
-        self._bindings = {}
+        self._steps = Steps()
 
     def _check_shapes(
         self, group: Group, keys: Iterable[tuple[Tensor, Any]], saved: Mapping[Any, Any]
@@ -273,30 +185,6 @@ class Fused(_Base):
                     reject(
                         ValueError, type(self).__name__, label, "has a wrong shape", shape, found
                     )
-
-    def _new_step(self) -> Any:
-        return single(0.0)
-
-    def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
-        """The state of a parameter that has none."""
-        made = {"step": self._new_step()} if self._counts_updates else {}
-        made.update({name: single(x) for name, x in self.numbers(group).items()})
-        dtype, shapes = group["state_dtype"], self.shapes(choice, parameter)
-        rule = choice.rule.on(tuple(parameter.shape))
-        for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
-            value = self.initial(role, group)
-            if state.initial == PARAMETER:
-                made[role] = parameter.detach().clone()
-            elif state.per == "element":
-                made[role] = full_like(parameter, value, dtype)
-            else:
-                own = self._dtype_of(state, parameter, dtype)
-                made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
-        return made
-
-    def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002
-        """The dtype of a new state that is not one of elements."""
-        return wide_dtype(state, parameter.dtype)
 
     # The step
 
@@ -358,265 +246,7 @@ class Fused(_Base):
         self, param: Tensor | None, factor: float, gradients: tuple[Any, ...] | None = None
     ) -> None:
         """One step, with gradients of all parameters in order; None: those in ``.grad``."""
-        groups, key = self.param_groups, None if param is None else id(param)
-        known = self._bindings.get(key)
-        if known is None:
-            known = self._bindings.setdefault(key, [])
-        # Taken out while it is used: a step of another thread takes another one.
-        binding = known.pop() if known else None
-        if binding is not None and binding.is_large:
-            binding.fetch()
-        lists = [*map(_params_of, groups)]
-        if param is not None:
-            parameters: tuple[Tensor, ...] = (param,)
-        else:
-            parameters = tuple(lists[0] if len(lists) == 1 else chain.from_iterable(lists))
-        if gradients is None:
-            gradients = tuple(map(_grad_of, parameters))
-        factors = [factor]
-        clipping = self._clipping  # which another thread may exchange
-        if clipping is not None:
-            factors = [factor * own for own in clipping.factors(parameters, gradients)]
-        options = self._options
-        if options is None or self._chooses_anew or not options.are_still(groups):
-            options = self._options = GroupOptions(groups, self._choice)
-        plain, choices, before = options.plain or groups, options.choices, options.before
-        if factors != [1.0]:
-            before = GradientPrologue.of(plain, choices, factors)
-        lengths = [*map(len, lists)]
-        if binding is not None and not binding.is_for(choices, lengths):
-            binding = _exchanged(binding, known, choices, lengths)
-        states, given = self.state if param is None else self._state_of(param), None
-        if binding is not None and (param is None or binding.is_of(param, groups)):
-            given = binding.read(parameters, gradients, states, choices, self._entry)
-        if given is None:
-            known.clear()
-            self._forget_others()
-            if param is not None and place_of(groups, param) is None:
-                where = type(self).__name__
-                reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
-            binding = Binding(type(self).__name__, len(parameters), choices, lengths)
-            given = binding.read(parameters, gradients, states, choices, self._entry)
-        if given is None or binding is None:
-            why = "another thread changes them meanwhile"
-            raise RuntimeError(f"{type(self).__name__}: the states cannot be read: {why}")
-        if self._run(given, binding.count, plain, before):
-            known.append(binding)
-            if len(known) > _KEPT_BINDINGS:
-                del known[0]
-        if clipping is not None and self._clipping is clipping:
-            self._clipping = clipping.without(param)
-
-    def _state_of(self, param: Tensor) -> dict[Tensor, Any]:
-        """The state of one parameter, in the form of all."""
-        return {param: self.state.get(param, {})}
-
-    def _choice(self, group: Group) -> RuleChoice:
-        return self.method(group).choice(group)
-
-    def _entry(
-        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],
-        choices: Sequence[RuleChoice], new: dict[Tensor, Any], i: int,
-    ) -> CheckedParameter | None:  # fmt: skip
-        """The checked parameter ``i``, which is to be recorded; None if its class leaves it out.
-
-        A state that it lacks is made, and put into ``new``.
-        """
-        where, parameter, number = type(self).__name__, parameters[i], i
-        if len(parameters) == 1:
-            number = place_of(self.param_groups, parameter) or 0
-        k, name = place_at(self.param_groups, number)
-        group, choice = self.param_groups[k], choices[k]
-        is_active = self._check(group, choice, name, parameter, gradients[i])
-        shapes = self.shapes(choice, parameter)
-        numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
-        known, roles = self.state.get(parameter, {}), (*shapes, *numbers)
-        if not isinstance(known, dict):
-            expected, got = "a dict", type(known).__name__
-            reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
-        state = dict(known)  # a copy, since another thread may change the dict
-        # A rule that rests has no roles, and may still begin a state.
-        is_new = all(state.get(role) is None for role in roles or state)
-        if is_new and (made := self._new_state(group, parameter, choice)):
-            state = new[parameter] = {**state, **made}  # beside what a user may have there
-        self._check_complete(name, state, roles)
-        entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
-        return entry if is_active else None
-
-    def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
-        """Raise if a state lacks some of its tensors: they would begin anew beside old ones."""
-        missing = [role for role in roles if state.get(role) is None]
-        if missing:
-            fix = "; the state is of another optimizer or other options"
-            where, expected = type(self).__name__, ", ".join(roles)
-            wrong = f"lacks {', '.join(map(repr, missing))}"
-            reject(RuntimeError, where, f"state of {name}", wrong, expected, [*state], fix)
-
-    def _forget_others(self) -> None:
-        """Drop the bindings of single parameters that are no longer in any group."""
-        if len(self._bindings) > 1:
-            own = {None, *(id(p) for group in self.param_groups for p in group["params"])}
-            for key in self._bindings.keys() - own:
-                self._bindings.pop(key, None)
-
-    def _check(
-        self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, gradient: Any
-    ) -> bool:
-        """Raise if the parameter cannot be stepped; returns whether this step updates it."""
-        where = type(self).__name__
-        check_parameter(where, name, local(parameter))
-        rule, states = choice.rule, dict.fromkeys(choice.states, 0.0)
-        check_rule(where, rule, states, group["sparse"], couples=choice.couples)
-        check_compiled(where, rule, (DTYPES[parameter.dtype],))
-        if self.skip_nonfinite and is_part(parameter):
-            why = "the other processes would not skip the step"
-            raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
-        if is_row_sparse(gradient):
-            if not self._takes_sparse:
-                raise RuntimeError(f"{where} does not support sparse gradients")
-            if choice.touched_only is None:
-                fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
-                raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
-        if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
-            fix = "fusestep.nn has one that runs there"
-            raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
-        if choice.rule.is_row_wise:
-            check_rows(where, name, parameter)
-        if group.get("capturable") and not parameter.is_cuda:
-            raise AssertionError(
-                "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
-            )
-        return True
-
-    @as_torch
-    def _run(
-        self, given: StepInputs, count: TensorCount, groups: Sequence[Group],
-        before: GradientPrologue,
-    ) -> bool:  # fmt: skip
-        """Prepare all that can fail; then write and count. Whether it was not skipped."""
-        if self.skip_nonfinite and not has_finite(given):
-            self.skipped_steps += 1
-            return False
-        steps, numbers = self._steps(given, count), []
-        updates: list[Update] = []  # alive until they are done: rows are found by addresses
-        prepared: list[Prepared] = []
-        launched: dict[ParameterBatch, Update] = {}
-        together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
-        places: list[Sequence[int]] = []
-        for part in given.chosen.parts:
-            hp, hp_of, after = self._rows(part, given, groups, steps, before)
-            numbers += after
-            if part.rule.is_two_stage and part.device is None:
-                own: Any = part.update(given, before, hp[hp_of], np.arange(len(hp_of)))
-                if part.rule.scope == "step":
-                    together.append(own)
-                    places.append(part.places)
-                else:
-                    of_each = [groups[k] for k in part.group_of.tolist()]
-                    prepared.append(self._measured(own, of_each))
-                continue
-            updates.append(part.update(given, before, hp, hp_of))
-            if part.device is None:
-                prepared.append(updates[-1].prepared())
-            else:
-                launched[part] = updates[-1]
-        if together:
-            found = step_together(together, places, self.known_of_step())
-            if found is None:
-                return False
-            of_step, steps_together = found
-            prepared += steps_together
-        counted = [] if count.n else self._counted(given, numbers)
-        if numbers:
-            written = [(number.tensor.data_ptr(), number.value) for number in numbers]
-            prepared.append(NumberWrite(written))
-        # After all that can fail: a parameter whose first step raises still has no state.
-        if given.new:
-            for parameter, state in given.new.items():
-                if known := self.state.get(parameter):
-                    known.update(state)
-                else:
-                    self.state[parameter] = state
-        if launched:
-            for parts, _, arrays in on_devices(given):
-                launch_updates([launched[part] for part in parts], arrays)
-        commit(prepared, count)
-        for parameter, step in counted:
-            if isinstance(step, Tensor):
-                step.add_(1)
-            elif known := self.state.get(parameter):
-                known["step"] = step + 1
-        if together:
-            self.take_over(of_step)
-        if given.copies or given.unseen:
-            finish(given)
-        return True
-
-    def _counted(self, given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
-        """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
-        others = []
-        for i in given.chosen.active if self._counts_updates else ():
-            step = given.states(i)["step"]
-            if isinstance(step, Tensor) and not step.is_cuda:
-                numbers.append(single_of(step, float(step) + 1.0))
-            else:
-                others.append((given.parameters[i], step))
-        return others
-
-    @quiet
-    def _measured(self, update: DenseUpdate, groups: Sequence[Group]) -> Prepared:
-        known = [self.constants(group) for group in groups]
-        return completed(update, *measured(update, known[0]), known)
-
-    def _steps(self, given: StepInputs, count: TensorCount) -> float | list[float]:
-        """The number of this update: one for all parameters with a gradient, or one for each."""
-        if count.n:
-            if count.read():
-                return count.values[0] + 1.0
-            return [value + 1.0 for value in count.values[: count.n]]
-        if self._counts_updates:
-            every = [float(given.states(i)["step"]) + 1.0 for i in given.chosen.active]
-        elif not any(given.are_new):
-            return 2.0
-        else:  # what matters is whether there was one before
-            every = [1.0 if is_new else 2.0 for is_new in given.are_new]
-        return every[0] if every and len(set(every)) == 1 else every
-
-    def _rows(
-        self, part: ParameterBatch, given: StepInputs, groups: Sequence[Group],
-        steps: float | list[float], before: GradientPrologue,
-    ) -> tuple[Any, Any, list[Number]]:  # fmt: skip
-        """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
-        scalars, names, choice = self.scalars, part.numbers, part.choice
-        if self._looks_at_scalars:
-            scalars = partial(self._checked_scalars, choice.rule)
-        is_one = len(before.factors) == 1
-        if isinstance(steps, float) and not names and is_one:
-            rows = [scalars(groups[k], steps) for k in part.groups]
-            if before.prologue:
-                more = [before.scalars(groups[k], choice) for k in part.groups]
-                rows = [own + others for own, others in zip(rows, more, strict=True)]
-            return part.rounded(rows), part.row_of, []
-        of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
-        each = [*zip(part.group_of.tolist(), of_each, strict=True)]
-        if not names and is_one:  # those of one group and as many updates have a row in common
-            row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
-            rows = [
-                scalars(groups[k], step) + before.scalars(groups[k], choice) for k, step in row_of
-            ]
-            return part.rounded(rows), [row_of[key] for key in each], []
-        rows, after = [], []
-        for i, (k, step) in zip(part.batch.positions.tolist(), each, strict=True):
-            own = given.states(i)
-            group = {**groups[k], **{name: own[name] for name in names}}
-            scaled = before.scalars(group, choice, 0 if is_one else i)
-            rows.append(scalars(group, step) + scaled)
-            after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
-        return part.rounded(rows), np.arange(len(rows)), after
-
-    def _checked_scalars(self, rule: Rule, group: Group, step: float) -> Numbers:
-        found = self.scalars(group, step)
-        return checked_scalars(type(self).__name__, "scalars", found, rule.hp)
+        self._steps.take(self, param, factor, gradients)
 
 
 class FusedOptimizer(Fused, torch.optim.Optimizer):
@@ -679,20 +309,6 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     def __subclasshook__(cls, other: type) -> bool:
         """Every class of this package is one, but for `Thor`."""
         return True if cls is FusedOptimizer and Fused in other.__mro__ else NotImplemented
-
-
-def _exchanged(
-    binding: Binding, known: list[Binding], choices: Sequence[RuleChoice], lengths: Sequence[int]
-) -> Binding | None:
-    """The binding among those that are known, in place of another one, for other kernels."""
-    others = [binding]
-    while known:
-        if (found := known.pop()).is_for(choices, lengths):
-            known[:0] = reversed(others)
-            return found
-        others.append(found)
-    known[:0] = reversed(others)
-    return None
 
 
 _is_watched = watching()

@@ -127,7 +127,7 @@ def coalesced(gradient: RowGradient, shape: tuple[int, ...]) -> tuple[DeviceArra
     indices, values, *_ = gradient
     if len(indices) == 0:
         return indices.copy(), values.copy()
-    with launch_on(gradient.arrays, None) as launch:
+    with launch_on(gradient.arrays) as launch:
         rows = _rows_of(gradient, shape, _real(values.dtype))
         with cuda.rows.coalesce.distinct_rows(rows, launch.stream) as distinct:
             n, bad = distinct.count()
@@ -145,6 +145,6 @@ def _contiguous(gradient: RowGradient) -> RowGradient:
 
 def _rows_of(gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any]) -> Any:
     """A gradient as kernels see it."""
-    table = row_table((0,), shape, gradient)
+    table = row_table((0,), shape, gradient.source)
     check_keys("RowTensor", [table])
     return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real])

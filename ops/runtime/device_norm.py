@@ -87,7 +87,7 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
     """Sums of squares of row-sparse gradients, to be enqueued, by storage type."""
     found, base = [], 0
     for g, by_place in rows.items():
-        tables = [row_table((), t.dense_shape, row_gradient(t)) for t in by_place.values()]
+        tables = [row_table((), t.dense_shape, row_gradient(t).source) for t in by_place.values()]
         compiled = kernel(SCALED, (), real_of(g), g, ())
         found.append(cuda.rows.step.RowSquares(compiled, tables, launch.call, base))
         base += sum(table.length for table in tables)

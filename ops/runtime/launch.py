@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-from . import cuda, pending
+from . import cuda, locks, pending
 from .device import DeviceArray, launching
-from .locks import Span, overlaps
 
 
 class Launch(NamedTuple):
@@ -26,26 +24,26 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def launch_on(arrays: Sequence[DeviceArray], lock_spans: list[Span] | None) -> Iterator[Launch]:
+def launch_on(arrays: Sequence[DeviceArray], use_locking: bool = False) -> Iterator[Launch]:
     """A launch on the stream of the first of all arrays that a call reads or writes.
 
-    With ``lock_spans`` no other such call uses this memory at the same time.
+    With ``use_locking`` it comes after all such launches on this device that were made before.
     """
     with (
         launching(arrays) as stream,
-        nullcontext() if lock_spans is None else in_order(lock_spans, stream),
+        in_order(arrays[0].device, stream) if use_locking else nullcontext(),
     ):
         yield Launch(stream)
 
 
 @contextmanager
 def checked_launch(
-    arrays: Sequence[DeviceArray], error: pending.Error | None, lock_spans: list[Span] | None = None
+    arrays: Sequence[DeviceArray], error: pending.Error | None, use_locking: bool = False
 ) -> Iterator[Launch]:
     """A launch (`launch_on`) with a guard, which the host reads later; no guard without error."""
     # The guards before the order of streams, as in steps of optimizers: two threads that took the
     # locks of both the other way round would wait for each other.
-    with pending.held(), launch_on(arrays, lock_spans) as launch:
+    with pending.held(), launch_on(arrays, use_locking) as launch:
         if error is None:
             yield launch
             return
@@ -53,39 +51,22 @@ def checked_launch(
             yield launch._replace(guard=guard)
 
 
-# What ``use_locking=True`` means on a device: calls on overlapping memory in the order of launch.
-#
-# Calls on one stream run one after the other anyway. A call on another stream is made to wait, on
-# the device, for the last one that used the same memory; the host waits for nothing.
-
-_lock = threading.Lock()
-_uses: list[tuple[list[Span], Any]] = []  # of memory, each with the event after it
+_last: dict[Any, Any] = {}  # of each device, the event after the last call with use_locking
 
 
 @contextmanager
-def in_order(spans: list[Span], stream: Any) -> Iterator[None]:
-    """Launch what follows on ``stream`` after all earlier calls that use memory of ``spans``."""
-    with _lock:
-        _uses[:] = [(used, event) for used, event in _uses if not event.query()]
-        for used, event in _uses:
-            if any(True for _ in overlaps(used, spans)):
-                event.wait(stream)
+def in_order(device: Any, stream: Any) -> Iterator[None]:
+    """Launch what follows on ``stream`` after all earlier calls with ``use_locking``.
+
+    Calls on one stream run one after the other anyway. A call on another stream is made to wait, on
+    the device, for the last one before it; the host waits for nothing.
+    """
+    with locks.turn():
+        if device in _last:
+            _last[device].wait(stream)
         try:
             yield
         finally:  # also what was enqueued before an error
-            own = cuda.device.backend.new_event()
-            own.record(stream)
-            # What it waited for is behind it: the list holds the last use of a stretch of memory.
-            _uses[:] = [(used, event) for used, event in _uses if not _covers(spans, used)]
-            _uses.append((spans, own))
-
-
-def _covers(outer: list[Span], inner: list[Span]) -> bool:
-    """Whether each stretch of ``inner`` lies in one of ``outer``; both are in order."""
-    k = 0
-    for begin, end, _ in inner:
-        while k < len(outer) and outer[k][1] <= begin:
-            k += 1
-        if k == len(outer) or begin < outer[k][0] or outer[k][1] < end:
-            return False
-    return True
+            event = cuda.device.backend.new_event()
+            event.record(stream)
+            _last[device] = event

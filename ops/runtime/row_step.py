@@ -16,57 +16,58 @@ from ...kernels.element import Kernel, kernel
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import STORAGES, Storage
-from ...kernels.tables import RowTable
+from ...kernels.tables import RowSource, RowTable
 from . import cuda, locks
 from .arrays import address_of
 from .check import index_error
 from .device import DeviceArray
 from .errors import reject
 from .launch import Launch, checked_launch
-from .step import DenseUpdate, Variables, spans_of
+from .step import DenseUpdate, Variables
 
 
 class RowGradient(NamedTuple):
     """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``.
 
     With ``rows`` its values are any contiguous array of which one row may be that of many
-    occurrences; how they are found says `BagTensor`.
+    occurrences; how they are found says `BagTensor`. The arrays keep alive what is in ``source``.
     """
 
     indices: Any
     values: Any
-    index_address: int
-    values_address: int
+    source: RowSource
     positions: np.ndarray | None = None  # as those of a `RowTensor`; contiguous
-    batch_length: int = 0
     rows: Any = None  # int32 [B]; None: each occurrence has its own
-    rows_address: int = 0
-    stride: int = 0  # bytes from one of these rows to the next
     weights: Any = None  # [B] factors, in the type of the arithmetic; None: 1
-    weights_address: int = 0
     winners: Any = None  # int32 for each of the values, of maxima; else None
-    first: int = 0  # the number among the winners that occurrence 0 has
 
     @classmethod
-    def of(cls, indices: Any, values: Any, *rest: Any) -> RowGradient:
-        """A gradient with the addresses of its arrays; ``rest`` is from ``positions`` on."""
-        return cls(indices, values, address_of(indices), address_of(values), *rest)
+    def of(
+        cls, indices: Any, values: Any, positions: np.ndarray | None = None, batch_length: int = 0
+    ) -> RowGradient:
+        """A gradient whose occurrences have a row of values each."""
+        at = address_of(indices), indices.itemsize, len(indices), address_of(values)
+        if positions is None:
+            return cls(indices, values, RowSource(*at))
+        source = RowSource(*at, headers.address_of(positions), batch_length)
+        return cls(indices, values, source, positions)
 
-    def with_values(self, values: Any) -> RowGradient:
-        """This gradient with other values of its occurrences, which keep their places."""
-        return self._replace(values=values, values_address=address_of(values))
+    def with_arrays(self, *, indices: Any = None, values: Any = None) -> RowGradient:
+        """This gradient with other indices or values of its occurrences, at the same places."""
+        found = self
+        if indices is not None:
+            own = {"indices": address_of(indices), "index_bytes": indices.itemsize}
+            found = found._replace(indices=indices, source=found.source._replace(**own))
+        if values is not None:
+            source = found.source._replace(values=address_of(values))
+            found = found._replace(values=values, source=source)
+        return found
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
         dtype: np.dtype[Any] = self.values.dtype
         return dtype
-
-    @property
-    def source(self) -> tuple[int, ...]:
-        """Rows, stride, weights, winners and first of a pooled gradient: addresses and numbers."""
-        winners = 0 if self.winners is None else address_of(self.winners)
-        return self.rows_address, self.stride, self.weights_address, winners, self.first
 
     @property
     def arrays(self) -> tuple[Any, Any]:
@@ -76,12 +77,13 @@ class RowGradient(NamedTuple):
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Address and size in bytes of all that users gave, and that a step reads."""
-        found = [(self.values_address, self.values.nbytes)]
+        source = self.source
+        found = [(source.values, self.values.nbytes)]
         if self.rows is not None:  # all else of pooled rows is this package's own
             return found
-        found.append((self.index_address, self.indices.nbytes))
+        found.append((source.indices, self.indices.nbytes))
         if self.positions is not None:
-            found.append((headers.address_of(self.positions), self.positions.nbytes))
+            found.append((source.positions, self.positions.nbytes))
         return found
 
 
@@ -124,14 +126,11 @@ class RowUpdate(NamedTuple):
         check_keys(self.where[0], self.tables)
         return None if self.drop else bad_index_error(self.lists)
 
-    def prepared(self, *, locked: bool = False) -> Prepared:
-        """The step on the host, to be run by `commit`; an index out of range is an error.
-
-        With ``locked`` each row has a lock of its own, for lazy steps that share a table.
-        """
+    def prepared(self) -> Prepared:
+        """The step on the host, to be run by `commit`; an index out of range is an error."""
         where, compiled, tables, gradients, *_, touched_only, drop = self
         check_keys(where[0], tables)
-        step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
+        step = RowStep(compiled, tables, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
             raise first_bad_index(self.lists, gradients, step.bad_position)
@@ -152,19 +151,14 @@ Update = DenseUpdate | RowUpdate
 def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bool = False) -> None:
     """One step on one table with its states, in place; on a device it is enqueued.
 
-    With ``use_locking`` lazy steps share the table and lock its rows, others hold it exclusively.
+    With ``use_locking`` it runs alone (`locks`).
     """
-    spans = spans_of([variables]) if use_locking else None
     if isinstance(variables[0], DeviceArray):
         arrays = *variables, *update.gradients[0].arrays
-        with checked_launch(arrays, update.error, spans) as launch:
+        with checked_launch(arrays, update.error, use_locking) as launch:
             update.enqueue(launch)
         return
-    step = update.prepared(locked=use_locking and update.touched_only)
-    if spans is None:
-        commit([step])
-    else:
-        locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
+    locks.serialized(partial(commit, [update.prepared()]), use_locking)
 
 
 def row_tables(
@@ -173,26 +167,14 @@ def row_tables(
     """T tables with a gradient each, as the kernels take them; ``hp`` as `row_table`."""
     addresses, hp = variables.table.addresses.tolist(), hp or [0] * len(gradients)
     each = zip(addresses, variables.tensors, gradients, hp, strict=True)
-    return [row_table(at, arrays[0].shape, g, scalars) for at, arrays, g, scalars in each]
+    return [row_table(at, arrays[0].shape, g.source, scalars) for at, arrays, g, scalars in each]
 
 
 def row_table(
-    addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
+    addresses: Sequence[int], shape: tuple[int, ...], source: RowSource, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    (
-        indices, values, index_address, values_address, positions, batch_length,
-        rows, rows_address, stride, weights, weights_address, winners, first,
-    ) = gradient  # fmt: skip
-    matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
-    index_list = index_address, indices.itemsize, len(indices)
-    batch = (0, 0) if positions is None else (headers.address_of(positions), batch_length)
-    if rows is None:
-        return RowTable(*matrix, *index_list, values_address, *batch)
-    shared = rows_address, stride, weights_address if weights is not None else 0
-    chosen = (0, 0) if winners is None else (address_of(winners), first)
-    n_rows = values.nbytes // stride
-    return RowTable(*matrix, *index_list, values_address, *batch, *shared, *chosen, n_rows)
+    return RowTable(tuple(addresses), hp, shape[0], math.prod(shape[1:]), source)
 
 
 class IndexList(NamedTuple):
@@ -232,7 +214,7 @@ def row_squares(
     """
     hp = np.ones(1, real.dtype)
     check_keys(where, lists)
-    found = [row_table((), shape, gradient, address_of(hp)) for shape, gradient in tables]
+    found = [row_table((), shape, g.source, address_of(hp)) for shape, g in tables]
     position, total = row_norm(kernel(SCALED, (), real, g, ()), found)
     if position >= 0:
         raise first_bad_index(lists, [gradient for _, gradient in tables], position)

@@ -70,11 +70,6 @@ class Variables:
         """Storage of the arithmetic."""
         return real_of(self.w)
 
-    @lazy
-    def spans(self) -> list[locks.Span]:
-        """The memory of all tensors, as locks take it."""
-        return spans_of(self.tensors)
-
     @property
     def as_matrices(self) -> list[MatrixTensor]:
         """The tensors as matrices."""
@@ -102,16 +97,6 @@ class Variables:
         table = self.table  # a pool that referred to the tensors would keep them alive
         pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, table, pool.give))
         return self.steps.setdefault((rule, prologue, g), pool)
-
-
-def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
-    """The memory of variables, as locks take it."""
-    variables = []
-    for arrays in tensors:
-        w, addresses = arrays[0], tuple(address_of(a) for a in arrays)
-        row_bytes = w.nbytes // max(1, w.shape[0]) if w.ndim else 0
-        variables.append((addresses, tuple(a.nbytes for a in arrays), row_bytes))
-    return locks.spans_of(variables)
 
 
 class DenseUpdate(NamedTuple):
@@ -267,7 +252,7 @@ def tensor_step(
     """One step of ``rule`` on one tensor, in place; on a device it is enqueued.
 
     The arrays are the parameter, its states and the gradient: contiguous, of one shape, all but
-    the gradient of one dtype. With ``use_locking`` the variables are held exclusively.
+    the gradient of one dtype. With ``use_locking`` it runs alone (`locks`).
     """
     w, gradient = arrays[0], arrays[-1]
     if isinstance(w, DeviceArray):
@@ -275,7 +260,7 @@ def tensor_step(
         pool, places = _parts_on_one_tensor(rule, prologue, *kinds), np.array([addresses], np.int64)
         part, row = pool.take(), np.array([hp], real_of(STORAGES[w.dtype]).dtype)
         part.put(places[:, :-1], places[:, -1])
-        with launch_on(arrays, spans_of([arrays[:-1]]) if use_locking else None) as launch:
+        with launch_on(arrays, use_locking) as launch:
             cuda.device.part.run(part, row, [0], launch.call)
         pool.give(part)
         return
@@ -286,10 +271,7 @@ def tensor_step(
     step.gradients[0] = addresses[-1]
     step.hp[0] = hp
     step.prepare()
-    if use_locking:
-        locks.serialized(step.run, spans_of([arrays[:-1]]), shared=False)
-    else:
-        step.run()
+    locks.serialized(step.run, use_locking)
     step.release()
 
 

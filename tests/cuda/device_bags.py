@@ -16,7 +16,7 @@ from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.adam import ADAM
 from fusestep.kernels.storage import F32 as FLOAT32
-from fusestep.kernels.tables import HOT, RowTable
+from fusestep.kernels.tables import HOT, RowSource, RowTable
 
 from device_arrays import (
     BF16,
@@ -323,7 +323,7 @@ def hot() -> None:
     compare_steps(OPTIMIZERS[1], tables, {}, [(ids, None, [gradient(x.shape) for x in ids])])
     # The sums of a probe begin at a whole vector, for the tables whose rows do.
     made = kernel(ADAM, (), FLOAT32, FLOAT32, (FLOAT32,) * 2)
-    widths = [RowTable((0, 0, 0), 0, 4, width, 0, 4, HOT + 1, 0) for width in (4, 5)]
+    widths = [RowTable((0, 0, 0), 0, 4, width, RowSource(0, 4, HOT + 1, 0)) for width in (4, 5)]
     step = RowStep(made, widths, touched_only=True)
     assert step._hot_stride % 4 == 0
 

@@ -23,7 +23,7 @@ from fusestep.kernels.rule import Prologue, Rule
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
-from fusestep.kernels.tables import HOT, RowTable
+from fusestep.kernels.tables import HOT, RowSource, RowTable
 from fusestep.nn.engine.host import completed
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
@@ -187,7 +187,8 @@ class RowCase:
             hp, index = self.hp[self.hp_of[t] :].ctypes.data, self.indices[t]
             place, values = index.ctypes.data, self.values[t].ctypes.data
             of_batch = (self.positions[t].ctypes.data, self.whole) if self.whole else ()
-            made.append(RowTable(places, hp, n, d, place, index.itemsize, b, values, *of_batch))
+            source = RowSource(place, index.itemsize, b, values, *of_batch)
+            made.append(RowTable(places, hp, n, d, source))
         return made
 
     def step_on_device(self, *, touched_only: bool, drop: bool = False) -> np.ndarray:

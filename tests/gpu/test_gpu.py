@@ -55,7 +55,7 @@ def step_on_device(
     """One dense step on copies of a parameter and its states; what they hold after it."""
     on_device = copies(make, arrays)
     variables, gradient = [adopted(a) for a in on_device], adopted(make.put(g))
-    with launch_on([*variables, gradient], None) as launch:
+    with launch_on([*variables, gradient]) as launch:
         bound, places = Variables.of([tuple(variables)]), np.array([gradient.address])
         given = bound, places, STORAGES[g.dtype], hp, np.zeros(1, np.int64)
         DenseUpdate(rule, prologue, *given).enqueue(launch)

@@ -161,8 +161,7 @@ def test_forks_are_hooked_in_one_file():
     root = Path(parallel.__file__).parents[3]
     files = [path for layer in ("kernels", "ops", "nn") for path in (root / layer).rglob("*.py")]
     hooked = {str(p.relative_to(root)) for p in files if "register_at_fork" in p.read_text("utf-8")}
-    left = {"ops/runtime/locks.py", "nn/engine/host.py"}  # still to be moved
-    assert hooked - left == {"kernels/cpu/process/forks.py"}
+    assert hooked == {"kernels/cpu/process/forks.py"}
 
 
 def test_first_steps_import_nothing_beside_a_lock():

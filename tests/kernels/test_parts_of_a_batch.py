@@ -12,7 +12,7 @@ from fusestep.kernels.cpu.threads.parallel import run_all
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.adam import ADAM
 from fusestep.kernels.storage import F32
-from fusestep.kernels.tables import HOT, RowTable
+from fusestep.kernels.tables import HOT, RowSource, RowTable
 
 N, D = 90, 7
 KERNEL = kernel(ADAM, (), F32, F32, (F32, F32))
@@ -28,11 +28,12 @@ def step(
     touched_only: bool = True,
 ) -> None:
     """A step on the rows of these arrays."""
-    table = RowTable(
-        *(tuple(a.ctypes.data for a in arrays), HP.ctypes.data, len(arrays[0]), D),
+    source = RowSource(
         *(indices.ctypes.data, indices.itemsize, len(indices), values.ctypes.data),
         *(0 if positions is None else positions.ctypes.data, whole_length),
     )
+    places = tuple(a.ctypes.data for a in arrays)
+    table = RowTable(places, HP.ctypes.data, len(arrays[0]), D, source)
     found = RowStep(KERNEL, [table], touched_only=touched_only)
     assert found.bad_position == -1
     run_all(found.loops)

@@ -1,23 +1,20 @@
 """use_locking=True: many threads, some serial order for every row, no update lost."""
 
-import gc
 import signal
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu.rows import step as row_step
-from fusestep.ops.runtime import locks
+from fusestep.ops.runtime import launch, locks
 
-from helpers import holding
 from subprocesses import output_of
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
-DENSE = {"shared": False}
 
 
 def hammer(calls):
@@ -120,27 +117,6 @@ def test_ftrl_rows_see_some_serial_order():
         # Parameter and states of a row are those of the same order.
         equal = [(np.stack(arrays) == wanted).all(axis=(0, 2)) for wanted in (one, other)]
         assert (equal[0] | equal[1]).all()
-
-
-@pytest.mark.parametrize("use_locking", [False, True])
-def test_ftrl_waits_for_the_locks_of_its_rows(use_locking):
-    """All row locks are held: a locked call stands still before its first row."""
-    op = ops.FusedSparseFtrl(0.1, 0.01, 0.1, -0.5, use_locking=use_locking)
-    arrays, expected = tables(5, 2), tables(5, 2)
-    call = np.ones((2, 2), np.float32), np.array([3, 1])
-    ops.FusedSparseFtrl(0.1, 0.01, 0.1, -0.5)(*expected, *call)
-    thread = threading.Thread(target=op, args=(*arrays, *call))
-    row_step.stripes.fill(1)
-    try:
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive() == use_locking
-        assert (arrays[0] == 1).all() == use_locking
-    finally:
-        row_step.stripes.fill(0)
-        thread.join()
-    for actual, wanted in zip(arrays, expected, strict=True):
-        np.testing.assert_array_equal(actual, wanted)
 
 
 def test_mixing_lazy_with_dense_calls():
@@ -290,167 +266,94 @@ def test_a_gradient_cannot_step_its_own_optimizer():
     assert opt.global_step == 1
 
 
-class TestRequests:
-    """The order in which memory is granted."""
+@contextmanager
+def held_elsewhere():
+    """Another thread is in a call."""
+    inside, leave = threading.Event(), threading.Event()
 
-    def spans(self, *ranges):
-        return locks.spans_of([((begin,), (size,), 8) for begin, size in ranges])
+    def hold():
+        with locks.turn():
+            inside.set()
+            leave.wait()
 
-    def start(self, order, name, spans, shared, release):
-        def work():
-            with holding(spans, shared=shared):
-                order.append(name)
-                release.wait(10)
-
-        thread, n_before = threading.Thread(target=work), len(locks._requests)
-        thread.start()
-        until(lambda: len(locks._requests) > n_before)
-        time.sleep(0.05)
-        return thread
-
-    def test_row_calls_share_and_a_dense_call_waits_its_turn(self):
-        order, release = [], threading.Event()
-        rows = self.spans((1_000, 80))
-        threads = [
-            self.start(order, "lazy 1", rows, True, release),
-            self.start(order, "lazy 2", rows, True, release),
-            self.start(order, "dense", rows, False, release),
-            self.start(order, "lazy 3", rows, True, release),
-            self.start(order, "elsewhere", self.spans((5_000, 80)), False, release),
-        ]
-        until(lambda: len(order) >= 3)
-        assert sorted(order) == ["elsewhere", "lazy 1", "lazy 2"]
-        release.set()
-        for thread in threads:
-            thread.join()
-        assert order.index("dense") < order.index("lazy 3")
-
-    def test_row_calls_on_other_variables_over_the_same_memory_wait(self):
-        order, release = [], threading.Event()
-        wide = locks.spans_of([((1_000,), (80,), 16)])
-        threads = [
-            self.start(order, "narrow", self.spans((1_000, 80)), True, release),
-            self.start(order, "wide", wide, True, release),
-        ]
-        until(lambda: order)
-        assert order == ["narrow"]
-        release.set()
-        for thread in threads:
-            thread.join()
-        assert order == ["narrow", "wide"]
-
-    def test_an_interrupt_while_waiting_leaves_the_queue(self):
-        spans = self.spans((1_000, 80))
-        main, order = threading.get_ident(), []
-        # It is ignored in what a script has started in the background.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        def interrupt():
-            time.sleep(0.1)
-            signal.pthread_kill(main, signal.SIGINT)
-
-        def work():
-            order.append("worked")
-
-        try:
-            with TestRequests.held_elsewhere(spans):
-                threading.Thread(target=interrupt).start()
-                with pytest.raises(KeyboardInterrupt):
-                    locks.serialized(work, spans, shared=False)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        locks.serialized(work, spans, shared=False)
-        assert order == ["worked"]
-        assert locks._requests == []
-
-    @staticmethod
-    @contextmanager
-    def held_elsewhere(spans):
-        """Another thread has the memory."""
-        inside, leave = threading.Event(), threading.Event()
-
-        def hold():
-            with holding(spans):
-                inside.set()
-                leave.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        inside.wait()
-        try:
-            yield
-        finally:
-            leave.set()
-            thread.join()
-
-    def test_a_thread_does_not_wait_for_itself(self):
-        spans = self.spans((1_000, 80))
-        with holding(spans, shared=True):
-            assert locks.serialized(lambda: 1, spans, shared=True) == 1
-            with pytest.raises(RuntimeError, match="use_locking: a call is made within another"):
-                locks.serialized(lambda: 1, spans, shared=False)
-        assert locks.serialized(lambda: 2, spans, shared=False) == 2
-
-    @pytest.mark.parametrize("shared", [False, True])
-    def test_a_thread_does_not_wait_for_another_that_waits_for_it(self, shared):
-        mine, others = self.spans((1_000, 80)), self.spans((1_000, 80), (5_000, 80))
-        asked = mine if shared else self.spans((5_000, 80))
-        errors = []
-
-        def work():
-            with holding(mine, shared=True):
-                other = threading.Thread(
-                    target=locks.serialized, args=(int, others), kwargs=DENSE, daemon=True
-                )
-                other.start()
-                time.sleep(0.05)  # it waits
-                with pytest.raises(RuntimeError, match="a call is made within another one") as info:
-                    locks.serialized(int, asked, shared=shared)
-                errors.append(info.value)
-            other.join()
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert len(errors) == 1
-        assert locks._requests == []
-
-    def test_nothing_is_kept_of_requests_that_are_over(self):
-        """There is always a next one that waits, and knows the one before it."""
-        spans, turn, alive = self.spans((1_000, 80)), threading.Semaphore(0), []
-
-        def work():
-            turn.acquire()
-            alive.append(n_requests())
-
-        def n_requests():
-            return sum(type(found) is locks.Request for found in gc.get_objects())
-
-        threads, before = [], n_requests()
-        gc.disable()
-        try:
-            for n in range(20):
-                call = threading.Thread(target=locks.serialized, args=(work, spans), kwargs=DENSE)
-                threads.append(call)
-                call.start()
-                until(lambda n=n: len(locks._requests) == 1 + min(n, 1))
-                if n:
-                    turn.release()
-                    until(lambda n=n: len(alive) == n and len(locks._requests) == 1)
-            turn.release()
-            for call in threads:
-                call.join()
-        finally:
-            gc.enable()
-        assert max(alive) < before + 6, alive
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    try:
+        yield
+    finally:
+        leave.set()
+        thread.join()
 
 
-def until(condition):
-    """Wait for other threads."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+def test_an_interrupt_while_waiting_leaves_nothing_behind():
+    order, main = [], threading.get_ident()
+    # It is ignored in what a script has started in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt():
+        time.sleep(0.1)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    try:
+        with held_elsewhere():
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                locks.serialized(lambda: order.append("early"), True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    locks.serialized(lambda: order.append("later"), True)
+    assert order == ["later"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_within_a_call_is_refused_and_no_error_keeps_the_lock(error):
+    """As from a signal handler: the inner call would wait for the outer one for ever."""
+    var, m, v = tables(5, 2)
+    step = ops.FusedSparseLazyAdam(use_locking=True)
+    call = var, m, v, *HP, np.ones((1, 2), np.float32), np.array([1])
+
+    def within():
+        with pytest.raises(RuntimeError, match="use_locking: a call is made within another one"):
+            step(*call)
+        assert (var == 1).all()
+        ops.FusedSparseLazyAdam()(*call)  # has no part in the order
+        raise error
+
+    with pytest.raises(error):
+        locks.serialized(within, True)
+    assert (var[1] != 1).all()
+    thread = threading.Thread(target=step, args=call)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_locked_launches_wait_for_the_last_one_of_their_device(monkeypatch):
+    """On a device streams wait for events, and the host for nothing."""
+    noted = []
+
+    class Event:
+        def record(self, stream):
+            self.after = stream
+
+        def wait(self, stream):
+            noted.append((stream, self.after))
+
+    backend = SimpleNamespace(new_event=Event)
+    monkeypatch.setattr(launch, "cuda", SimpleNamespace(device=SimpleNamespace(backend=backend)))
+    monkeypatch.setattr(launch, "_last", {})
+    for device, stream in ((0, "a"), (1, "b"), (0, "c")):
+        with launch.in_order(device, stream):
+            pass
+    assert noted == [("c", "a")]
+    with pytest.raises(MemoryError), launch.in_order(1, "d"):
+        raise MemoryError
+    with launch.in_order(1, "e"):  # after what was enqueued before the error
+        inner = launch.in_order(0, "f")
+        with pytest.raises(RuntimeError, match="a call is made within another one"):
+            inner.__enter__()
+    assert noted == [("c", "a"), ("d", "b"), ("e", "d")]
 
 
 def test_fork_while_a_thread_is_in_a_locked_call():
@@ -465,11 +368,8 @@ def test_fork_while_a_thread_is_in_a_locked_call():
         opt = nn.Adam([np.ones(10, np.float32)], use_locking=True)
         op(*arrays, *HP, g)
         inside, leave = threading.Event(), threading.Event()
-        spans = locks.spans_of([((0,), (1 << 62,), 0)])
         def hold_all():
-            request = locks.Request(spans, shared=False)
-            with request.place, opt._host.turn():
-                request.wait()
+            with locks.turn(), opt._host.turn():
                 inside.set()
                 leave.wait()
         thread = threading.Thread(target=hold_all)

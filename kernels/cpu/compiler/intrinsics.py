@@ -221,27 +221,9 @@ def atomic_add(context, builder, address, value):
 
 
 @int64_intrinsic(types.int32)
-def compare_and_swap(context, builder, address, expected, new):
-    """Exchange the ``int32`` at an address if it is ``expected``; returns the value before.
-
-    Acquire on success: writes of the last holder of a lock are visible afterwards.
-    """
-    place = _pointer(builder, address, _I32)
-    words = [builder.trunc(value, _I32) for value in (expected, new)]
-    return builder.extract_value(builder.cmpxchg(place, *words, "acquire", "monotonic"), 0)
-
-
-@int64_intrinsic(types.int32)
 def load_acquire(context, builder, address):
     """The ``int32`` at an address, or the lower half of an ``int64``; with acquire ordering."""
     return builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4)
-
-
-@int64_intrinsic(types.void)
-def store_release(context, builder, address, value):
-    """Write an ``int32`` atomically, with release ordering: the next holder sees earlier writes."""
-    place = _pointer(builder, address, _I32)
-    builder.store_atomic(builder.trunc(value, _I32), place, "release", 4)
 
 
 @intrinsic

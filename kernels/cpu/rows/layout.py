@@ -87,7 +87,6 @@ class RowCall(NamedTuple):
     scratch: int  # one slice of scratch_bytes per slot
     hot_sums: int
     # Of single phases.
-    stripes: int  # row locks, or 0 for none
     bad_position: int  # -1 for none
     shift: int  # of the digit that the running pass sorts by
     moved: int  # whether the pass moves anything

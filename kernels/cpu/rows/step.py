@@ -16,7 +16,6 @@ from ..blocks import blocks
 from ..compiler.compile import NativeFunction
 from ..compiler.lines import LINE
 from ..headers.arrays import address_of
-from ..process.forks import in_child
 from ..threads.parallel import Loop, get_num_threads, run, run_words
 from ..threads.workspace import borrow, give_back
 from . import sort, sums
@@ -31,17 +30,7 @@ _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
 _LINE_WORDS = LINE // 8  # int64
 _KEY_BITS = 63  # the sign of a key stays 0, so that keys sort as the numbers that they are
 
-stripes = np.zeros(rows.N_STRIPES, np.int32)
-"""Row locks of all calls of the process; 0 is free."""
-
-_stripes_address = address_of(stripes)
 _range_numbers = np.arange(MOST_RANGES + PADDING)
-
-
-@in_child
-def _free_all_rows() -> None:
-    # A thread that held a row in the parent does not exist in the child.
-    stripes.fill(0)
 
 
 def _whole_lines(words: int) -> int:
@@ -92,15 +81,14 @@ class _Sizes(NamedTuple):
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
     n = n_rows = widest = elements = carried = 0
     shapes, carries = [], True
-    for table in tables:
-        length, width = table.length, table.width
-        n += length
-        n_rows += table.rows
-        elements += table.rows * width
+    for _, _, height, width, source in tables:
+        n += source.length
+        n_rows += height
+        elements += height * width
         widest = max(widest, width)
-        shapes.append((length, table.whole_length or length, table.rows, width))
-        carried = max(carried, table.n_gradient_rows)
-        carries = carries and table.gradient_rows != 0 and not (table.weights or table.winners)
+        shapes.append((source.length, source.whole_length or source.length, height, width))
+        carried = max(carried, source.n_rows)
+        carries = carries and source.rows != 0 and not (source.weights or source.winners)
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
@@ -224,7 +212,6 @@ class RowStep:
         *,
         touched_only: bool,
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
-        locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
         self._kernel, self._tables, self._shares = kernel, tables, False
         self._size = _sizes(kernel, tables, touched_only, drop)
@@ -232,7 +219,7 @@ class RowStep:
         kernel_arguments = _kernel_arguments(
             kernel, row_block, not touched_only, self._size.n > HOT
         )
-        self._write_arguments(kernel_arguments, _stripes_address if locked else 0)
+        self._write_arguments(kernel_arguments)
         call = self._block.address
         loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
         run_words(array("q", loops))
@@ -247,9 +234,7 @@ class RowStep:
         """Give back the borrowed block."""
         give_back(self._block)
 
-    def _write_arguments(
-        self, kernel_arguments: tuple[int, int, tuple[int, ...]], locks: int
-    ) -> None:
+    def _write_arguments(self, kernel_arguments: tuple[int, int, tuple[int, ...]]) -> None:
         """Write `RowCall`, then the tables, then all of their addresses.
 
         One call packs all of them, which is ten times as fast as assigning to a NumPy array.
@@ -257,14 +242,15 @@ class RowStep:
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
         own_sum, single, call_arguments = kernel_arguments
-        fields = [*size.arguments, *call_arguments, *sections, locks, *size.told]
+        fields = [*size.arguments, *call_arguments, *sections, *size.told]
         g, real = self._kernel.g, self._kernel.real
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, ranges, part in zip(tables, size.ranges, size.sweep, strict=True):
-            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
-                stride, weights, winners, first, _ = table  # fmt: skip
-            source, add, block = base + 8 * len(fields), own_sum, single
+            addresses, hp, n_rows, width, source = table
+            indices, index_bytes, n, values, positions, _, rows, stride, weights, winners, first, \
+                _ = source  # fmt: skip
+            place, add, block = base + 8 * len(fields), own_sum, single
             # Loops number occurrences through all tables, so addresses are moved back.
             if not rows:  # each occurrence has a row of its own
                 stride = width * g.itemsize
@@ -281,7 +267,7 @@ class RowStep:
                     first -= first_position
                     block = 0  # even the gradient of a single occurrence has to be computed
             fields += (
-                values, stride, rows, weights, first, source, at_addresses, add, block, hp,
+                values, stride, rows, weights, first, place, at_addresses, add, block, hp,
                 n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
                 *ranges, *part, positions,
             )  # fmt: skip

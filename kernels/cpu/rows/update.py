@@ -16,12 +16,8 @@ from ..compiler.compile import NativeFunction, part
 from ..compiler.intrinsics import (
     as_pointer,
     call_address,
-    compare_and_swap,
-    cpu_pause,
-    load_acquire,
     load_int32,
     load_int64,
-    store_release,
 )
 from ..compiler.lines import LINE, prefetch
 from ..compiler.records import int64s, last_at_most
@@ -34,12 +30,6 @@ _LINES_AHEAD = 96
 _FEWEST_AHEAD, _MOST_AHEAD = 3, 16  # keys
 TILE = 1_024  # elements of a tile of a dense-equivalent sweep
 _NEAR = 32  # keys that are looked at one by one for the end of a segment
-# Rows share their locks, 64 KiB of them: one for each row would be memory like that of a state. Two
-# rows of one stripe wait for each other without need, which is rare, and a thread holds one lock at
-# a time, so that nobody waits in a circle.
-_STRIPE_BITS = 14
-N_STRIPES = 1 << _STRIPE_BITS
-_STRIPE_SHIFT = 64 - _STRIPE_BITS
 
 
 @njit
@@ -118,19 +108,6 @@ def _sum_segment(c, table, begin, end, total, fetches):
     h = last_at_most(hot.begin, c.n_hot, begin)
     ranges = c.range_numbers, 0, table.n_ranges, table.width, -1, 1
     call_address(c.add_ranges, total, c.hot + h * HOT_BYTES, *ranges)
-
-
-@njit
-def _lock(stripes, address):
-    """Take the row lock of a row address; returns where it is."""
-    # Fibonacci hashing spreads the row addresses, which are multiples of the row size.
-    spread = np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)
-    lock = stripes + 4 * np.int64(spread >> np.uint64(_STRIPE_SHIFT))
-    # Looked at before it is exchanged: an exchange takes the line away from the core that holds the
-    # lock, and is repeated as long as this waits.
-    while load_acquire(lock) != 0 or compare_and_swap(lock, 0, 1) != 0:
-        cpu_pause()
-    return lock
 
 
 @njit(inline="always")
@@ -253,13 +230,7 @@ def _touching(gradient_of: Any) -> tuple[NativeFunction, NativeFunction]:
                 gradient = gradient_of(table, keys[begin] & mask)
             else:
                 _sum_segment(c, table, begin, end, total, end - begin > ahead)
-            lock = 0
-            if c.stripes != 0:
-                offset = row * _row_bytes(c, 0, table.width)
-                lock = _lock(c.stripes, load_int64(table.arrays) + offset)
             _call_block(block, table, row, 1, gradient)
-            if c.stripes != 0:
-                store_release(lock, 0)
             begin = end
 
     for function in (measure_touched, update_touched):

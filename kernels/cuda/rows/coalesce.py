@@ -123,7 +123,7 @@ class DeviceRows(NamedTuple):
 
     def are_aligned(self, *arrays: tuple[int, Storage]) -> int:
         """Whether all rows of the values, and of arrays of their width, begin at whole vectors."""
-        return rows_are_aligned(self.table.width, (self.table.values, self.g), *arrays)
+        return rows_are_aligned(self.table.width, (self.table.source.values, self.g), *arrays)
 
 
 def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:

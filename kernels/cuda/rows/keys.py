@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...tables import LEFT_OUT, RowTable
+from ...tables import LEFT_OUT, RowSource, RowTable
 from ..dense.tiles import are_aligned
 from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
@@ -158,7 +158,7 @@ class KeySort:
         self.n = n = sum(table.length for table in tables)  # positions
         self.n_rows = sum(table.rows for table in tables)
         self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
-        self._drops, leaves_out = drop, drop or any(table.gradient_rows for table in tables)
+        self._drops, leaves_out = drop, drop or any(table.source.rows for table in tables)
         self._dropped_row = self.n_rows if leaves_out else -1
         self._row_bits = max(1, (self.n_rows if leaves_out else self.n_rows - 1).bit_length())
         self.widest = max(table.width for table in tables)
@@ -182,36 +182,36 @@ class KeySort:
         self.table, rows, lists, first_row, first_position = place, [], [], 0, 0
         place += len(self._tables) * size_of(TableRow)
         for table, scalars in zip(self._tables, hp.tolist(), strict=True):
-            strides = [table.width * n for n in self._itemsizes]
-            source: tuple[int, ...] = (0, table.width, 0, 0, 0)
-            own, wide = -first_position * strides[0], [table.values, *table.addresses]
-            if table.gradient_rows:
-                own, strides[0], source = 0, table.stride, self._source(table, first_position)
+            source, strides = table.source, [table.width * n for n in self._itemsizes]
+            shared: tuple[int, ...] = (0, table.width, 0, 0, 0)
+            own, wide = -first_position * strides[0], [source.values, *table.addresses]
+            if source.rows:
+                own, strides[0], shared = 0, source.stride, self._shared(source, first_position)
                 # Of a pooled gradient's elements the winners, int32, are read as wide.
-                wide += [table.winners, 4 * source[1]] if table.winners else []
+                wide += [source.winners, 4 * shared[1]] if source.winners else []
             is_aligned = are_aligned(np.array([*wide, *strides]))
-            values = table.values + own
+            values = source.values + own
             firsts = table.rows, table.width, first_row, first_position
-            indices = table.indices - first_position * table.index_bytes, table.index_bytes
+            indices = source.indices - first_position * source.index_bytes, source.index_bytes
             bounds = (first_position + table.bounds()).tolist()
             arrays, place = place, place + 8 * len(table.addresses)
             ranges = place, table.ranges[1]
             place += 8 * len(bounds)
             rows.append(
                 TableRow(
-                    arrays, values, scalars, *firsts, *indices, *ranges, bool(is_aligned), *source
+                    arrays, values, scalars, *firsts, *indices, *ranges, bool(is_aligned), *shared
                 )
             )
             lists += [table.addresses, bounds]
             first_row, first_position = first_row + table.rows, first_position + table.length
         return np.array([*itertools.chain(*rows, *lists)], np.int64)
 
-    def _source(self, table: RowTable, first_position: int) -> tuple[int, ...]:
-        """Where the gradients of a table are that shares rows of them."""
-        weights = table.weights and table.weights - first_position * self._real_bytes
-        unit = table.stride // max(1, self._itemsizes[0])
-        rows = table.gradient_rows - 4 * first_position
-        return rows, unit, weights, table.winners, table.first - first_position
+    def _shared(self, source: RowSource, first_position: int) -> tuple[int, ...]:
+        """Where the gradients of a table are whose occurrences share rows of them."""
+        weights = source.weights and source.weights - first_position * self._real_bytes
+        unit = source.stride // max(1, self._itemsizes[0])
+        rows = source.rows - 4 * first_position
+        return rows, unit, weights, source.winners, source.first - first_position
 
     def check(self, call: LaunchContext, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""

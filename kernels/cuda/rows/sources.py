@@ -139,8 +139,8 @@ CHOSEN = Form(_chosen_place, _chosen_start)
 
 def form_of(tables: Sequence[RowTable]) -> Form:
     """The form that serves all tables of a step."""
-    if not any(table.gradient_rows for table in tables):
+    if not any(table.source.rows for table in tables):
         return OWN
-    if any(table.winners for table in tables):
+    if any(table.source.winners for table in tables):
         return CHOSEN
-    return WEIGHTED if any(table.weights for table in tables) else SHARED
+    return WEIGHTED if any(table.source.weights for table in tables) else SHARED

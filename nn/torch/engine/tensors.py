@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.headers.arrays import address_of
 from ....kernels.private import parts_of
 from ....kernels.state import State
+from ....kernels.tables import RowSource
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
@@ -43,7 +45,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     if gradient.shape != parameter.shape:
         reject_shape(where, name, tuple(parameter.shape), gradient)
     if isinstance(gradient, BagTensor):
-        return gradient.source
+        return gradient.gradient
     indices, values = parts_of(gradient)
     indices = in_memory(indices, where, f"the indices of {name}")
     values = in_memory(values, where, f"the values of {name}")
@@ -63,10 +65,12 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
         reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
     # What a `ShardedEmbedding` has received; a gradient of several backwards is in no such order.
     of_batch = getattr(parameter, "row_positions", None)
+    at = indices.data_ptr(), indices.element_size(), len(indices), values.data_ptr()
+    arrays = array_there(indices), array_there(values)
     if of_batch is None or len(of_batch[0]) != len(values):
-        of_batch = ()
-    addresses = indices.data_ptr(), values.data_ptr()  # of what the arrays hold
-    return RowGradient(array_there(indices), array_there(values), *addresses, *of_batch)
+        return RowGradient(*arrays, RowSource(*at))
+    positions, length = of_batch
+    return RowGradient(*arrays, RowSource(*at, address_of(positions), length), positions)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.storage import STORAGES
+from ....kernels.tables import RowSource
 from .. import cuda, device_gradient
 from ..arrays import native
 from ..device import DeviceArray, may_share_memory
@@ -270,13 +271,14 @@ class DevicePooled:
             ids, rows = self._ids.part(part), self._rows.part(part)
             weights = None if self._weights is None else self._weights.part(part)
             unit = pooling.unit if pooling.pools else table.shape[1]
-            source = RowGradient(
-                ids, own, ids.address, own.address, None, 0,
-                rows, rows.address, unit * own.itemsize,
-                weights, 0 if weights is None else weights.address,
-                self._winners, part.start,
+            stride, winners = unit * own.itemsize, self._winners
+            source = RowSource(
+                ids.address, ids.itemsize, len(ids), own.address, 0, 0, rows.address, stride,
+                0 if weights is None else weights.address,
+                0 if winners is None else winners.address, part.start, own.nbytes // max(1, stride),
             )  # fmt: skip
-            found.append(BagTensor(source, unit, table.shape))
+            gradient = RowGradient(ids, own, source, None, rows, weights, winners)
+            found.append(BagTensor(gradient, unit, table.shape))
         return found
 
     def _gradient(self, grad: Any) -> DeviceArray:
@@ -317,7 +319,7 @@ class DevicePooled:
             features.append(own._replace(out=out, is_aligned=int(is_aligned)))
             found.append(native(made))
         launches = self._launches(features)
-        with launch_on([*pooling.arrays, values], None) as launch:
+        with launch_on([*pooling.arrays, values]) as launch:
             cuda.rows.bags.multiply(
                 features, self._lists(weighted=False), launches, values.address, pooling.unit,
                 g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,

@@ -11,6 +11,7 @@ import numpy as np
 from ....kernels.cpu import bags as kernels
 from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
+from ....kernels.tables import RowSource
 from ..arrays import address_of
 from ..errors import reject
 from ..row_step import RowGradient
@@ -130,6 +131,7 @@ class Pooled:
         ids, winners = bags.ids, self._winners
         at_ids, at_rows = address_of(ids), address_of(rows)
         at_weights = 0 if weights is None else address_of(weights)
+        at_winners = 0 if winners is None else address_of(winners)
         real_bytes = 0 if weights is None else pooling.real.itemsize
         values_at = address_of(arrays[0])
         values, found = arrays[0], []
@@ -137,13 +139,14 @@ class Pooled:
             if arrays[t] is not values:
                 values, values_at = arrays[t], address_of(arrays[t])
             begin, end, step = ends[t], ends[t + 1], unit or shape[1]
-            source = RowGradient(
-                ids[begin:end], values, at_ids + 4 * begin, values_at, None, 0,
-                rows[begin:end], at_rows + 4 * begin, step * values.itemsize,
-                None if weights is None else weights[begin:end], at_weights + real_bytes * begin,
-                winners, begin,
+            stride = step * values.itemsize
+            source = RowSource(
+                at_ids + 4 * begin, 4, end - begin, values_at, 0, 0, at_rows + 4 * begin, stride,
+                at_weights + real_bytes * begin, at_winners, begin, values.nbytes // max(1, stride),
             )  # fmt: skip
-            found.append(BagTensor(source, step, shape))
+            own_weights = None if weights is None else weights[begin:end]
+            own = ids[begin:end], values, source, None, rows[begin:end], own_weights, winners
+            found.append(BagTensor(RowGradient(*own), step, shape))
         return found
 
     def _bags_before(self) -> np.ndarray:

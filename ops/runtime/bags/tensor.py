@@ -10,6 +10,7 @@ import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.quiet import quiet
+from ....kernels.tables import RowSource
 from ..arrays import address_of, real_type
 from ..device import is_on_device
 from ..errors import reject
@@ -38,41 +39,41 @@ class BagTensor:
         dense_shape: ``(N, D)``; ``D`` is a multiple of the unit.
     """
 
-    __slots__ = "dense_shape", "source", "unit"
+    __slots__ = "dense_shape", "gradient", "unit"
 
-    def __init__(self, source: RowGradient, unit: int, dense_shape: tuple[int, int]) -> None:
-        self.source = source  # the values and all arrays ``[B]``
+    def __init__(self, gradient: RowGradient, unit: int, dense_shape: tuple[int, int]) -> None:
+        self.gradient = gradient  # the values and all arrays ``[B]``
         self.unit, self.dense_shape = unit, dense_shape
 
     @property
     def indices(self) -> Any:
         """The row of each occurrence."""
-        return self.source.indices
+        return self.gradient.indices
 
     @property
     def values(self) -> Any:
         """The gradient of the pooled output."""
-        return self.source.values
+        return self.gradient.values
 
     @property
     def rows(self) -> Any:
         """Where the gradient of each occurrence begins, in units."""
-        return self.source.rows
+        return self.gradient.rows
 
     @property
     def weights(self) -> Any:
         """The weights, or None."""
-        return self.source.weights
+        return self.gradient.weights
 
     @property
     def winners(self) -> Any:
         """The occurrence of each element of the values, numbered from `first`; or None."""
-        return self.source.winners
+        return self.gradient.winners
 
     @property
     def first(self) -> int:
         """The number of the first occurrence among winners."""
-        return self.source.first
+        return self.gradient.source.first
 
     def __repr__(self) -> str:
         return (
@@ -131,10 +132,14 @@ class BagTensor:
 
     def with_arrays(self, indices: Any, values: Any, rows: Any, weights: Any) -> BagTensor:
         """A gradient of the same table for other occurrences, without winners."""
-        at_weights = 0 if weights is None else address_of(weights)
-        of_rows = rows, address_of(rows), self.unit * values.itemsize
-        source = RowGradient.of(indices, values, None, 0, *of_rows, weights, at_weights)
-        return BagTensor(source, self.unit, self.dense_shape)
+        stride = self.unit * values.itemsize
+        source = RowSource(
+            address_of(indices), indices.itemsize, len(indices), address_of(values), 0, 0,
+            address_of(rows), stride, 0 if weights is None else address_of(weights),
+            n_rows=values.nbytes // max(1, stride),
+        )  # fmt: skip
+        gradient = RowGradient(indices, values, source, None, rows, weights)
+        return BagTensor(gradient, self.unit, self.dense_shape)
 
     def without(self, row: int) -> BagTensor:
         """This gradient without the occurrences of a row."""

@@ -19,9 +19,9 @@ from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import adam_update
-from fusestep.ops.runtime.step import spans_of
+from fusestep.ops.runtime import locks
 
-from helpers import assign, holding, refused
+from helpers import assign, refused
 
 F16, F32 = np.float16, np.float32
 
@@ -134,7 +134,7 @@ def test_the_result_does_not_go_to_a_moment(name: str) -> None:
     assert all((array == 1).all() for array in arrays.values())
 
 
-def test_locks_cover_the_result() -> None:
+def test_copy_and_step_are_made_under_the_lock() -> None:
     out, weight, gradient, done = ones(1000), ones(1000), ones(1000), []
 
     def call() -> None:
@@ -142,7 +142,7 @@ def test_locks_cover_the_result() -> None:
         adam_update(weight, gradient, *moments, out=out, lr=0.1, use_locking=True)
         done.append(True)
 
-    with holding(spans_of([(out,)])):
+    with locks.turn():
         thread = threading.Thread(target=call)
         thread.start()
         time.sleep(0.5)

@@ -93,8 +93,8 @@ def test_what_is_kept_of_parameters_that_were_replaced() -> None:
     del new
     assert [k for k, parameter in enumerate(known) if parameter() is not None] == [39]
     # A parameter may have the address of one that is gone, and its bindings.
-    assert len(optimizer._bindings) <= 3
-    assert max(map(len, optimizer._bindings.values())) <= 4
+    assert len(optimizer._steps.bindings) <= 3
+    assert max(map(len, optimizer._steps.bindings.values())) <= 4
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux has large pages")

@@ -545,8 +545,9 @@ def test_rows_that_pytorch_makes_of_bags(pooling: str) -> None:
         np.testing.assert_array_equal(values.numpy(), expected.values)
         marked = found.indices.copy()
         marked[3], marked[5] = LEFT_OUT, found.dense_shape[0]
-        source = found.source._replace(indices=marked)
-        of_marked = ops.BagTensor(source, found.unit, found.dense_shape)
+        of_marked = ops.BagTensor(
+            found.gradient.with_arrays(indices=marked), found.unit, found.dense_shape
+        )
         indices, values = rows_of_bags(of_marked, torch.from_numpy)
         assert not values[[3, 5]].any()
         assert ((indices >= 0) & (indices < found.dense_shape[0])).all()

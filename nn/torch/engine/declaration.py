@@ -1,0 +1,182 @@
+"""The declaration of an optimizer: its options, its scalars, and what its parameters have to be."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ....kernels.formula import Numbers
+from ....kernels.state import PARAMETER, State
+from ....ops.runtime.errors import reject
+from ...base.own_rules import check_compiled, check_rule
+from ...engine.reader import is_row_sparse
+from .binding import check_parameter
+from .memory import DTYPES
+from .options import check_rows
+from .part import Group, Method, RuleChoice
+from .record import CheckedParameter
+from .state import full_like, place_at, place_of, single
+from .tensors import is_part, local, wide_dtype
+
+
+class Declaration(ABC):
+    """The part of an optimizer that a step reads: methods, scalars, states, and their checks.
+
+    Attributes:
+        param_groups: as in ``torch.optim``.
+        state: as in ``torch.optim``.
+        skip_nonfinite: whether a step with a gradient that is not finite changes nothing.
+        skipped_steps: how many did.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, Any]
+    skip_nonfinite: bool
+    skipped_steps: int
+    _clipping: Any = None
+    _counts_updates = True  # whether there is a state "step"
+    _takes_sparse = True
+    _looks_at_scalars = False  # whether `scalars` is a user's
+    _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
+
+    # What a subclass defines
+
+    @abstractmethod
+    def method(self, group: Group) -> Method:
+        """The method by which parameters of a group are updated."""
+
+    @abstractmethod
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """The scalars of the rule, in its order, at update ``step`` = 1, 2, ...
+
+        The group has the `numbers` of the parameter too, and numbers where options are tensors.
+        """
+
+    def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
+        """The states of a parameter that are single numbers, and how they begin."""
+        return {}
+
+    def next_numbers(self, group: Group, step: float) -> dict[str, Any]:  # noqa: ARG002
+        """The new values of `numbers`, which the group has too, after an update."""
+        return {}
+
+    def shapes(self, choice: RuleChoice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+        """The shapes of the states of a parameter, in the order of its rule."""
+        rule, shape = choice.rule, tuple(parameter.shape)
+        of_each = zip(choice.states, rule.states, strict=True)
+        return {name: rule.shape_of(state, shape) for name, state in of_each}
+
+    def constants(self, group: Group) -> dict[str, float]:  # noqa: ARG002
+        """The numbers that `Rule.factor` takes beside sums, states and scalars, by name."""
+        return {}
+
+    def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
+        """The value with which the elements of a state begin."""
+        return 0.0
+
+    def known_of_step(self) -> dict[str, float]:
+        """Numbers and constants of the optimizer, for rules that measure all tensors of a step."""
+        return {}
+
+    def take_over(self, numbers: np.ndarray) -> None:  # noqa: B027
+        """Take over the numbers that such a rule has made anew; the step is done."""
+
+    # Parameters and their states
+
+    def _choice(self, group: Group) -> RuleChoice:
+        return self.method(group).choice(group)
+
+    def _entry(
+        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],
+        choices: Sequence[RuleChoice], new: dict[Tensor, Any], i: int,
+    ) -> CheckedParameter | None:  # fmt: skip
+        """The checked parameter ``i``, which is to be recorded; None if its class leaves it out.
+
+        A state that it lacks is made, and put into ``new``.
+        """
+        where, parameter, number = type(self).__name__, parameters[i], i
+        if len(parameters) == 1:
+            number = place_of(self.param_groups, parameter) or 0
+        k, name = place_at(self.param_groups, number)
+        group, choice = self.param_groups[k], choices[k]
+        is_active = self._check(group, choice, name, parameter, gradients[i])
+        shapes = self.shapes(choice, parameter)
+        numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
+        known, roles = self.state.get(parameter, {}), (*shapes, *numbers)
+        if not isinstance(known, dict):
+            expected, got = "a dict", type(known).__name__
+            reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
+        state = dict(known)  # a copy, since another thread may change the dict
+        # A rule that rests has no roles, and may still begin a state.
+        is_new = all(state.get(role) is None for role in roles or state)
+        if is_new and (made := self._new_state(group, parameter, choice)):
+            state = new[parameter] = {**state, **made}  # beside what a user may have there
+        self._check_complete(name, state, roles)
+        entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
+        return entry if is_active else None
+
+    def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
+        """Raise if a state lacks some of its tensors: they would begin anew beside old ones."""
+        missing = [role for role in roles if state.get(role) is None]
+        if missing:
+            fix = "; the state is of another optimizer or other options"
+            where, expected = type(self).__name__, ", ".join(roles)
+            wrong = f"lacks {', '.join(map(repr, missing))}"
+            reject(RuntimeError, where, f"state of {name}", wrong, expected, [*state], fix)
+
+    def _check(
+        self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, gradient: Any
+    ) -> bool:
+        """Raise if the parameter cannot be stepped; returns whether this step updates it."""
+        where = type(self).__name__
+        check_parameter(where, name, local(parameter))
+        rule, states = choice.rule, dict.fromkeys(choice.states, 0.0)
+        check_rule(where, rule, states, group["sparse"], couples=choice.couples)
+        check_compiled(where, rule, (DTYPES[parameter.dtype],))
+        if self.skip_nonfinite and is_part(parameter):
+            why = "the other processes would not skip the step"
+            raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
+        if is_row_sparse(gradient):
+            if not self._takes_sparse:
+                raise RuntimeError(f"{where} does not support sparse gradients")
+            if choice.touched_only is None:
+                fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
+                raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
+        if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
+            fix = "fusestep.nn has one that runs there"
+            raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
+        if choice.rule.is_row_wise:
+            check_rows(where, name, parameter)
+        if group.get("capturable") and not parameter.is_cuda:
+            raise AssertionError(
+                "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
+            )
+        return True
+
+    def _new_step(self) -> Any:
+        return single(0.0)
+
+    def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
+        """The state of a parameter that has none."""
+        made = {"step": self._new_step()} if self._counts_updates else {}
+        made.update({name: single(x) for name, x in self.numbers(group).items()})
+        dtype, shapes = group["state_dtype"], self.shapes(choice, parameter)
+        rule = choice.rule.on(tuple(parameter.shape))
+        for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
+            value = self.initial(role, group)
+            if state.initial == PARAMETER:
+                made[role] = parameter.detach().clone()
+            elif state.per == "element":
+                made[role] = full_like(parameter, value, dtype)
+            else:
+                own = self._dtype_of(state, parameter, dtype)
+                made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
+        return made
+
+    def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002
+        """The dtype of a new state that is not one of elements."""
+        return wide_dtype(state, parameter.dtype)

@@ -1,0 +1,262 @@
+"""Steps: bind the parameters of an optimizer, work out their scalars, then write and count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ....kernels.cpu.numbers import NumberWrite
+from ....kernels.cpu.tensor_counts import TensorCount
+from ....kernels.cpu.threads.parallel import Prepared, commit
+from ....kernels.formula import Numbers
+from ....kernels.quiet import quiet
+from ....kernels.rule import Rule
+from ....ops.runtime.errors import reject
+from ....ops.runtime.row_step import Update
+from ....ops.runtime.step import DenseUpdate, measured
+from ...base.own_rules import checked_scalars
+from ...engine.device import launch_updates
+from ...engine.host import Constants, completed, step_together
+from .binding import Binding, finish, has_finite, on_devices
+from .declaration import Declaration
+from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, RuleChoice, StepInputs
+from .state import Number, place_of, single_of
+from .threads import as_torch
+
+_KEPT_BINDINGS = 4
+# As code of C: that of Python has left the caches when a step begins.
+_params_of, _grad_of = itemgetter("params"), attrgetter("grad")
+Options = tuple[Sequence[Group], GradientPrologue]
+"""The groups, with numbers for tensors, and the transform of their gradients."""
+
+
+class Steps:
+    """The steps of an optimizer, and what is known of its parameters from the last ones.
+
+    Attributes:
+        bindings: by the identity of the only parameter of a step, or under None of all.
+    """
+
+    def __init__(self) -> None:
+        self.bindings: dict[int | None, list[Binding]] = {}
+        self._options: GroupOptions | None = None  # of the last step
+
+    def take(
+        self, optimizer: Declaration, param: Tensor | None, factor: float,
+        gradients: tuple[Any, ...] | None,
+    ) -> None:  # fmt: skip
+        """Take a step of all parameters, or of one; with None the gradients are those in ``.grad``.
+
+        Gradients are multiplied by ``factor``. Errors as `Fused.step`.
+        """
+        groups, key = optimizer.param_groups, None if param is None else id(param)
+        known = self.bindings.get(key)
+        if known is None:
+            known = self.bindings.setdefault(key, [])
+        # Taken out while it is used: a step of another thread takes another one.
+        binding = known.pop() if known else None
+        if binding is not None and binding.is_large:
+            binding.fetch()
+        lists = [*map(_params_of, groups)]
+        if param is not None:
+            parameters: tuple[Tensor, ...] = (param,)
+        else:
+            parameters = tuple(lists[0] if len(lists) == 1 else chain.from_iterable(lists))
+        if gradients is None:
+            gradients = tuple(map(_grad_of, parameters))
+        factors = [factor]
+        clipping = optimizer._clipping  # which another thread may exchange
+        if clipping is not None:
+            factors = [factor * own for own in clipping.factors(parameters, gradients)]
+        options = self._options
+        if options is None or optimizer._chooses_anew or not options.are_still(groups):
+            options = self._options = GroupOptions(groups, optimizer._choice)
+        plain, choices, before = options.plain or groups, options.choices, options.before
+        if factors != [1.0]:
+            before = GradientPrologue.of(plain, choices, factors)
+        lengths = [*map(len, lists)]
+        if binding is not None and not binding.is_for(choices, lengths):
+            binding = _exchanged(binding, known, choices, lengths)
+        states, given = optimizer.state, None
+        if param is not None:
+            states = {param: states.get(param, {})}
+        if binding is not None and (param is None or binding.is_of(param, groups)):
+            given = binding.read(parameters, gradients, states, choices, optimizer._entry)
+        if given is None:
+            known.clear()
+            self._forget_others(groups)
+            if param is not None and place_of(groups, param) is None:
+                where = type(optimizer).__name__
+                reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
+            binding = Binding(type(optimizer).__name__, len(parameters), choices, lengths)
+            given = binding.read(parameters, gradients, states, choices, optimizer._entry)
+        if given is None or binding is None:
+            why = "another thread changes them meanwhile"
+            raise RuntimeError(f"{type(optimizer).__name__}: the states cannot be read: {why}")
+        if _run(optimizer, given, binding.count, (plain, before)):
+            known.append(binding)
+            if len(known) > _KEPT_BINDINGS:
+                del known[0]
+        if clipping is not None and optimizer._clipping is clipping:
+            optimizer._clipping = clipping.without(param)
+
+    def _forget_others(self, groups: Sequence[Group]) -> None:
+        """Drop the bindings of single parameters that are no longer in any group."""
+        if len(self.bindings) > 1:
+            own = {None, *(id(p) for group in groups for p in group["params"])}
+            for key in self.bindings.keys() - own:
+                self.bindings.pop(key, None)
+
+
+def _exchanged(
+    binding: Binding, known: list[Binding], choices: Sequence[RuleChoice], lengths: Sequence[int]
+) -> Binding | None:
+    """The binding among those that are known, in place of another one, for other kernels."""
+    others = [binding]
+    while known:
+        if (found := known.pop()).is_for(choices, lengths):
+            known[:0] = reversed(others)
+            return found
+        others.append(found)
+    known[:0] = reversed(others)
+    return None
+
+
+@as_torch
+def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options: Options) -> bool:
+    """Prepare all that can fail; then write and count. Whether it was not skipped."""
+    if optimizer.skip_nonfinite and not has_finite(given):
+        optimizer.skipped_steps += 1
+        return False
+    groups, before = options
+    steps, numbers = _steps(optimizer, given, count), []
+    updates: list[Update] = []  # alive until they are done: rows are found by addresses
+    prepared: list[Prepared] = []
+    launched: dict[ParameterBatch, Update] = {}
+    together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
+    places: list[Sequence[int]] = []
+    for part in given.chosen.parts:
+        hp, hp_of, after = _rows(optimizer, part, given, steps, options)
+        numbers += after
+        if part.rule.is_two_stage and part.device is None:
+            own: Any = part.update(given, before, hp[hp_of], np.arange(len(hp_of)))
+            if part.rule.scope == "step":
+                together.append(own)
+                places.append(part.places)
+            else:
+                known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
+                prepared.append(_measured(own, known))
+            continue
+        updates.append(part.update(given, before, hp, hp_of))
+        if part.device is None:
+            prepared.append(updates[-1].prepared())
+        else:
+            launched[part] = updates[-1]
+    if together:
+        found = step_together(together, places, optimizer.known_of_step())
+        if found is None:
+            return False
+        of_step, steps_together = found
+        prepared += steps_together
+    counts = optimizer._counts_updates and not count.n
+    counted = _counted(given, numbers) if counts else []
+    if numbers:
+        written = [(number.tensor.data_ptr(), number.value) for number in numbers]
+        prepared.append(NumberWrite(written))
+    # After all that can fail: a parameter whose first step raises still has no state.
+    if given.new:
+        for parameter, state in given.new.items():
+            if own := optimizer.state.get(parameter):
+                own.update(state)
+            else:
+                optimizer.state[parameter] = state
+    if launched:
+        for parts, _, arrays in on_devices(given):
+            launch_updates([launched[part] for part in parts], arrays)
+    commit(prepared, count)
+    for parameter, step in counted:
+        if isinstance(step, Tensor):
+            step.add_(1)
+        elif own := optimizer.state.get(parameter):
+            own["step"] = step + 1
+    if together:
+        optimizer.take_over(of_step)
+    if given.copies or given.unseen:
+        finish(given)
+    return True
+
+
+def _counted(given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
+    """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
+    others = []
+    for i in given.chosen.active:
+        step = given.states(i)["step"]
+        if isinstance(step, Tensor) and not step.is_cuda:
+            numbers.append(single_of(step, float(step) + 1.0))
+        else:
+            others.append((given.parameters[i], step))
+    return others
+
+
+@quiet
+def _measured(update: DenseUpdate, known: Sequence[Constants]) -> Prepared:
+    return completed(update, *measured(update, known[0]), known)
+
+
+def _steps(optimizer: Declaration, given: StepInputs, count: TensorCount) -> float | list[float]:
+    """The number of this update: one for all parameters with a gradient, or one for each."""
+    if count.n:
+        if count.read():
+            return count.values[0] + 1.0
+        return [value + 1.0 for value in count.values[: count.n]]
+    if optimizer._counts_updates:
+        every = [float(given.states(i)["step"]) + 1.0 for i in given.chosen.active]
+    elif not any(given.are_new):
+        return 2.0
+    else:  # what matters is whether there was one before
+        every = [1.0 if is_new else 2.0 for is_new in given.are_new]
+    return every[0] if every and len(set(every)) == 1 else every
+
+
+def _rows(
+    optimizer: Declaration, part: ParameterBatch, given: StepInputs, steps: float | list[float],
+    options: Options,
+) -> tuple[Any, Any, list[Number]]:  # fmt: skip
+    """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
+    groups, before = options
+    scalars, names, choice = optimizer.scalars, part.numbers, part.choice
+    if optimizer._looks_at_scalars:
+        scalars = partial(_checked_scalars, optimizer, choice.rule)
+    is_one = len(before.factors) == 1
+    if isinstance(steps, float) and not names and is_one:
+        rows = [scalars(groups[k], steps) for k in part.groups]
+        if before.prologue:
+            more = [before.scalars(groups[k], choice) for k in part.groups]
+            rows = [own + others for own, others in zip(rows, more, strict=True)]
+        return part.rounded(rows), part.row_of, []
+    of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
+    each = [*zip(part.group_of.tolist(), of_each, strict=True)]
+    if not names and is_one:  # those of one group and as many updates have a row in common
+        row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
+        rows = [scalars(groups[k], step) + before.scalars(groups[k], choice) for k, step in row_of]
+        return part.rounded(rows), [row_of[key] for key in each], []
+    rows, after = [], []
+    for i, (k, step) in zip(part.batch.positions.tolist(), each, strict=True):
+        own = given.states(i)
+        group = {**groups[k], **{name: own[name] for name in names}}
+        scaled = before.scalars(group, choice, 0 if is_one else i)
+        rows.append(scalars(group, step) + scaled)
+        new = optimizer.next_numbers(group, step)
+        after += [single_of(own[name], x) for name, x in new.items()]
+    return part.rounded(rows), np.arange(len(rows)), after
+
+
+def _checked_scalars(optimizer: Declaration, rule: Rule, group: Group, step: float) -> Numbers:
+    found = optimizer.scalars(group, step)
+    return checked_scalars(type(optimizer).__name__, "scalars", found, rule.hp)
