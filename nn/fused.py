@@ -1,4 +1,4 @@
-"""Optimizers that are one update rule: the step, its counters and its state."""
+"""FusedOptimizer, the base of optimizers with one update rule: step, counters and state."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _NO_TURN: Any = nullcontext()
 class FusedOptimizer(StatefulOptimizer, ABC):
     """The base class of optimizers whose step is an update rule, which a subclass gives.
 
-    One kernel call updates all dense tensors of a dtype (two where the rule measures them first),
-    and one all tables with row-sparse gradients; on the host or on a CUDA device. A subclass
-    defines `formula`.
+    One kernel call updates all dense tensors of a dtype (two if the rule measures them first), and
+    one call updates all tables with row-sparse gradients; on the host or on a CUDA device. A
+    subclass defines `formula`.
 
     Args:
         learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
         rule: the update rule, a constant of a module.
-        states: the names of its states in checkpoints, in its order, and the values with which
-            they begin; by default as the rule declares them.
+        states: the names of its states in checkpoints, in its order, and their initial values; by
+            default as the rule declares them.
         use_locking: concurrent calls leave parameters, states and counters as some serial
             order of the calls would.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur) or
@@ -59,12 +59,12 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             for float64 parameters), rounded once at the store.
         clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
         clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
-            with its own L2 norm; one that is not finite makes NaN. A pass reads the gradient for
-            it. Not for parameters on a CUDA device, unless the arithmetic is on the host.
+            with its own L2 norm; a norm that is not finite makes NaN. An extra pass reads the
+            gradient. Not for parameters on a CUDA device, unless the arithmetic is on the host.
 
-    Both are Keras's, and exclude each other. A gradient is divided by the loss scale, clipped, and
-    then joined by a coupled weight decay; centralization comes before, without the decay. Of a
-    row-sparse gradient duplicate rows are summed before. They are fixed at construction.
+    ``clipvalue`` and ``clipnorm`` are Keras's, exclude each other, and are fixed at construction. A
+    gradient is centralized, divided by the loss scale and clipped; then a coupled weight decay is
+    added. Duplicate rows of a row-sparse gradient are summed first.
 
     Raises:
         TypeError: a kind does not fit, there is no `formula`, or the rule cannot be compiled or
@@ -91,11 +91,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
     together: StepAgreement | None = None  # with the optimizers of other processes
-    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of one element of the step
-    reader_type: type[GradientReader] = GradientReader  # of gradients that are no arrays, another
-    _rate_lag = 0  # a step uses the learning rate of the step so many before
-    _stays_on_host = False  # whatever is assigned to `target`
-    # Where a row-sparse gradient is not taken: what was expected, and what was found.
+    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states that are one number for all parameters
+    reader_type: type[GradientReader] = GradientReader  # a front end may have another
+    _rate_lag = 0  # a step uses the learning rate of so many steps before
+    _stays_on_host = False  # whether `target` cannot be changed
+    # What errors about row-sparse gradients say of expected and got.
     _rows_need: tuple[str, str | None] = (
         "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
         None,
@@ -160,22 +160,22 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     @abstractmethod
     def formula(self) -> Formula:
-        """The formula by which scalars follow from the learning rate and the update of a tensor."""
+        """The formula that gives scalars from the learning rate and the number of the update."""
 
     def _update(self) -> Update:
-        """The update of a step, with the options as they are now."""
+        """The update of a step, with the present options."""
         return Update(self._rule, self.formula())
 
     def _check_used_rates(self, rates: Sequence[float]) -> None:
-        """Refuse learning rates that are out of the range of a subclass; before every step."""
+        """Refuse learning rates out of the range of a subclass; called before every step."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute: any may be an option, from which the next step's update follows."""
+        """Assign an attribute; since it may be an option, the next step asks `formula` anew."""
         super().__setattr__(name, value)
-        # Through `vars`: an assignment would come here again. The next step asks `formula` anew.
+        # Through `vars`: an assignment would call this method again.
         vars(self)["_known_update"] = None
 
-    # What is not part of the state: it is made anew in a copy.
+    # Objects that are not part of the state, and are made anew in a copy
 
     def _derive(self) -> None:
         where, counts = self._name, Counts(self._global_step, self._skipped, self._steps)
@@ -185,7 +185,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._read_anew()
 
     def _read_anew(self) -> None:
-        """Derive anew what follows from states and their places, which have changed."""
+        """Make anew all that depends on the states and their addresses, which have changed."""
         self._stepper: Stepper = self._host
         if self._device is not None:
             self._stepper = (Offload if self._works_on_host else Device)(self._host)
@@ -230,7 +230,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return self.construct(gradients)
 
     def construct(self, gradients: Any) -> tuple[bool, ...]:
-        """The step itself; several processes look at the number of the gradients here."""
+        """The step itself; with several processes the number of gradients is checked here."""
         return self._step_with(gradients, self._conditioning)
 
     def _step_with(self, gradients: Any, conditioning: Conditioning) -> tuple[bool, ...]:
@@ -247,7 +247,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return (True,) * len(self.parameters)
 
     def _plan(self, *arguments: Any) -> Plan | None:
-        """The step, agreed with other processes if there are any; None for a skipped one."""
+        """The plan of the step, agreed with other processes if there are any; None: skipped."""
         if self.together is None:
             plan = self._own_plan(*arguments)
         else:
@@ -257,9 +257,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return plan
 
     def _own_plan(self, gradients: Any, update: Update, conditioning: Conditioning) -> Plan | None:
-        """The step, read and checked; None for one that is to be skipped.
+        """The plan of the step, read and checked; None for a step that is to be skipped.
 
-        What can fail, fails here: nothing has been written.
+        All errors come from here, before anything has been written.
         """
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
@@ -268,16 +268,15 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         step = next_step(self._name, self._global_step)
         rate_step = max(0, step - self._rate_lag)
         if rate_step < step:
-            classes.rates.at(step)  # a list that is used up raises here
+            classes.rates.at(step)  # raises if a list has no value for this step
         rates, decays = classes.at(rate_step, step)
         self._check_used_rates(rates)
         given = self._reader.read_like_last(gradients) or self._reader.read(
             gradients, lambda i: conditioning.centralized_with(i, decays[classes.of[i]])
         )
-        if self.together is not None:  # a bad index is found before they agree
+        if self.together is not None:  # a bad index has to be found before processes agree
             self._reader.check_indices(given)
-        # Asked when all has been read: a gradient that does not fit is an error in a step that
-        # would be skipped, too.
+        # Decided after reading: a gradient that does not fit is an error in a skipped step too.
         if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
             return None
         touched_only = self.sparse_update == "lazy"
@@ -296,16 +295,16 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return self._has_overflown() or (self.skip_nonfinite and not self._all_finite(given))
 
     def _has_overflown(self) -> bool:
-        """Whether `found_inf` says so; it is waited for."""
+        """Whether `found_inf` is not 0; the host waits for it."""
         return self._found_inf is not None and number_of(self._found_inf) != 0.0
 
     def _all_finite(self, given: Gradients) -> bool:
-        """One read of all gradients; on a device it is waited for."""
+        """Whether all gradients are finite; on a device the host waits for the answer."""
         if self._device is not None:  # the gradients are there
             return are_finite(given.by_batch, given.arrays)
         return all(all_finite(*arrays) for arrays in by_storage(given.by_batch))
 
-    # What is known on a device
+    # Overflow that a loss scaler finds on a device
 
     @property
     def found_inf(self) -> Any:
@@ -348,8 +347,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
             reject(ValueError, self._name, "target", "is impossible", expected, target)
-        # The lock of the optimizer, then that of pending errors, as a step on a device takes them:
-        # in another order two threads could wait for each other.
+        # Locks are taken in the order of a step on a device, that of the optimizer first: otherwise
+        # two threads could wait for each other.
         with self._stepper.turn(), pending.held():
             pending.settle()
             to_host = target == "CPU"
@@ -357,7 +356,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 role: tuple(map(partial(_moved, to_host), self.parameters, states))
                 for role, states in self._states.items()
             }
-            # All of it or nothing: there may be no room.
+            # Assigned only when all states have been copied: there may be too little memory.
             self._states, self._moved_to_host = moved, to_host
             self._read_anew()
 
@@ -365,8 +364,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         rule = self._rule.on(shape)
-        # Where matrices have a rule of their own the optimizer has the states of both rules, and
-        # a tensor those of the one for its shape.
+        # If matrices have a rule of their own, the optimizer has the states of both rules, and each
+        # tensor has the states of the rule for its shape.
         if self._rule.matrix is not None and state not in rule.states:
             return None
         return rule.shape_of(state, shape)
@@ -382,7 +381,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """Work on these arrays from now on; shapes and dtypes are those of the arrays before.
 
         Raises:
-            ValueError: some share memory. Then all is as it was.
+            ValueError: some share memory. Nothing has changed then.
         """
         names = [f"parameter {p.name!r}" for p in self.parameters]
         arrays = [*parameters]
@@ -397,11 +396,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._derive()
 
     def forget_addresses(self) -> None:
-        """A parameter was rebound: nothing that was derived from its address stays."""
+        """Drop all that was derived from the addresses of parameters: one was rebound."""
         self._reader.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The counts of a copy are those of the host, which has to hear of the device's first.
+        # The copied counts are those on the host, which calls on a device may still take back.
         if self._device is not None:
             pending.settle()
         return {name: value for name, value in vars(self).items() if name not in _DERIVED}
@@ -411,8 +410,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._derive()
 
 
-# What a copy makes anew. `together` is left out for good: other processes know nothing of the
-# copy, which would wait for them in a round that they never begin.
+# Attributes that a copy makes anew. `together` is left out for good: the other processes have no
+# such copy, which would wait for them for ever.
 _DERIVED = {
     "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
     "sends_parameters", "together",
@@ -420,7 +419,7 @@ _DERIVED = {
 
 
 def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[State, ...]:
-    """The states of a rule, and of the one of matrices; with these names and initial values."""
+    """The states of a rule, and of its rule for matrices; with other names and values if given."""
     if states is None:
         matrix_states = rule.matrix.states if rule.matrix else ()
         return tuple(dict.fromkeys((*matrix_states, *rule.states)))
@@ -429,7 +428,7 @@ def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[Sta
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
-    """A copy of a state, if there is one, where the arithmetic will be."""
+    """A copy of a state on the host or on the device of its parameter; None if there is none."""
     if state is None:
         return None
     return state.numpy() if to_host else parameter.array.holding(state)

@@ -1,7 +1,7 @@
-"""Arguments of optimizers and schedules: the checks that several of them share, and attributes
-that are checked whenever they are assigned to.
+"""Arguments of optimizers and schedules: shared checks, and attributes that are checked whenever
+they are assigned to.
 
-A kind that does not fit is a `TypeError` (an int is no float), a value out of range a `ValueError`.
+A wrong kind raises a `TypeError` (an int is no float), a value out of range a `ValueError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def base_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_kind(where: str, name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Refuse what is no instance of ``kinds``."""
+    """Refuse a value that is no instance of ``kinds``."""
     if not isinstance(value, kinds):
         reject(TypeError, where, name, "has a wrong type", expected, type(value).__name__)
 
@@ -69,8 +69,9 @@ def betas_and_eps(
 
 
 def arithmetic_type(params: Any) -> Any:
-    """float64 when all ``params`` (arrays, parameters or lists of them) are, else float32: it tells
-    which hyper-parameters are in range, before the parameters themselves are checked.
+    """float64 if all ``params`` (arrays, parameters or lists of them) are float64, else float32.
+
+    It decides which hyper-parameters are in range, before the parameters themselves are checked.
     """
     entries = params if isinstance(params, list | tuple) else []
     dtypes = {getattr(entry, "dtype", None) for entry in entries}
@@ -85,7 +86,7 @@ def non_negative_float(where: str, name: str, value: Any) -> float:
 
 
 def clip_limit(where: str, name: str, value: Any) -> float | None:
-    """A number above 0 by which gradients are clipped, in float32 too; None: they are not."""
+    """A limit of gradients: a number above 0, in float32 too; None: no clipping."""
     if value is None:
         return None
     number = check.scalar(where, name, value)
@@ -106,7 +107,7 @@ def count(where: str, name: str, value: Any) -> int:
 
 
 def is_int(value: Any) -> bool:
-    """An int of Python or NumPy; a bool is none."""
+    """Whether ``value`` is an int of Python or NumPy; a bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -118,7 +119,7 @@ def _int_from(least: int, where: str, name: str, value: Any) -> int:
 
 
 def list_or_tuple(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    """The elements of a list or a tuple, out of reach of later changes to it."""
+    """A copy of the elements of a list or a tuple."""
     check_kind(where, name, value, list | tuple, "a list or a tuple")
     return tuple(value)
 
@@ -163,7 +164,8 @@ Accept = Callable[[str, str, Any], Any]
 class Checked:
     """An attribute whose values go through ``accept(where, name, value)`` when assigned.
 
-    A class of `CheckedAttributes` has it. It has no ``__set__``, or reading would be a call too.
+    Its class must be a subclass of `CheckedAttributes`, whose ``__setattr__`` checks: with a
+    ``__set__`` here, reading the attribute would be a call too.
     """
 
     def __init__(self, accept: Accept) -> None:
@@ -199,9 +201,9 @@ class CheckedAttributes:
 
 
 class Fixed(Checked):
-    """A `Checked` attribute from which more was made than a step makes anew, such as the rule.
+    """A `Checked` attribute that cannot change after construction, such as a limit of clipping.
 
-    Where ``is_fixed(optimizer)``, one that has a value keeps it.
+    It is fixed, once it has a value, if ``is_fixed(optimizer)`` is true.
     """
 
     def __init__(self, accept: Accept, is_fixed: Callable[[Any], bool] = lambda _: True) -> None:

@@ -18,7 +18,7 @@ from ...ops.runtime.row_tensor import RowTensor
 
 
 def _of_a_gradient(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: a gradient None stays None, and a list of RowTensors becomes one."""
+    """Decorator: None is returned as it is, and a list of RowTensors is concatenated first."""
 
     @wraps(work)
     @quiet
@@ -65,7 +65,7 @@ def centralized(gradient: Any) -> Any:
     g = adopt_anywhere("gradients_centralization", "gradients", gradient)
     if g.ndim < 2 or g.size == 0:
         return native(g)
-    if is_on_device(g):  # by way of the host, which waits
+    if is_on_device(g):  # computed on the host, which waits
         return g.holding(centralized(g.numpy())).native()
     wide = g.astype(real_type(g.dtype))
     mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)

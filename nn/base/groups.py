@@ -1,4 +1,4 @@
-"""Parameter groups: what each parameter's learning rate, decay and centralization are."""
+"""Parameter groups: learning rate, weight decay and centralization of each parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ParameterOptions:
 
 @dataclass(frozen=True)
 class Groups:
-    """All parameters in optimizer order; ``is_group_lr`` when a group has its own learning rate."""
+    """All parameters in optimizer order; ``is_group_lr``: a group has its own learning rate."""
 
     options: tuple[ParameterOptions, ...]
     rates: tuple[Rate, ...]
@@ -40,7 +40,7 @@ class Groups:
 def read_groups(
     where: str, parameters: Any, rate: Any, decay: Any, *, filter_names: bool
 ) -> Groups:
-    """Read the parameters of an `Optimizer`, which says what they may be and what is refused.
+    """Read the parameters of an `Optimizer`, whose docstring says what is accepted.
 
     ``rate`` and ``decay`` are the defaults. With ``filter_names`` ungrouped parameters whose name
     contains "beta" or "gamma" do not decay.
@@ -133,8 +133,8 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
         reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")
     if order is not None:
         options = _reorder(where, options, order)
-    # Learning rates are part of the state of an optimizer. A default that every group overrides
-    # would be saved, and asked for when a state is loaded, without anyone's using it.
+    # Learning rates are part of the state of an optimizer. A default that every group overrides is
+    # left out: it would be saved and loaded without being used.
     if any(o.rate is rate for o in options) or not rates:
         rates.insert(0, rate)
     is_group_lr = any(o.rate is not rate for o in options)
@@ -165,7 +165,7 @@ def _reorder(
 
 
 def _check_names(where: str, options: tuple[ParameterOptions, ...]) -> None:
-    """Refuse what would be updated or saved twice."""
+    """Refuse parameters that are given twice, and names that repeat."""
     if len({id(o.parameter) for o in options}) != len(options):
         wrong = "holds a parameter twice"
         reject(RuntimeError, where, "parameters", wrong, "each once", "a repetition")
@@ -190,7 +190,7 @@ def name_by_position(options: Sequence[ParameterOptions]) -> None:
 
 
 def _check_lengths(where: str, rates: tuple[Rate, ...]) -> None:
-    # The shortest list would end the training, in the middle of the others.
+    # Training would end with the shortest list.
     lengths = {
         len(rate.data)
         for rate in rates

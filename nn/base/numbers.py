@@ -35,12 +35,12 @@ def on_device(
 
 
 def number_of(value: Number) -> float:
-    """The number; one on a device is waited for."""
+    """The number as a float; the host waits for a number on a device."""
     return float(value.numpy().reshape(())) if isinstance(value, DeviceArray) else value
 
 
 def check_place(where: str, name: str, value: Any, device: int | None) -> None:
-    """Refuse a number on a device on which the parameters are not."""
+    """Refuse a number on another device than the parameters."""
     if isinstance(value, DeviceArray) and value.device != device:
         expected = "the host" if device is None else f"CUDA device {device}"
         got = f"CUDA device {value.device}"
@@ -48,7 +48,7 @@ def check_place(where: str, name: str, value: Any, device: int | None) -> None:
 
 
 def loss_scale_of(where: str, value: Any) -> Number:
-    """The loss scale that a user gave: above 0 and finite in float32, or a number on a device."""
+    """The loss scale of a user, checked: above 0 and finite in float32, or a number on a device."""
     there = on_device(where, "loss_scale", value)
     if there is not None:
         return there

@@ -109,7 +109,7 @@ class Optimizer(CheckedAttributes):
 
     def _common_device(self) -> int | None:
         """The CUDA device of all parameters, where learning rates may be too; None: the host."""
-        # By their places too: a name may be that of another one's place.
+        # Named by their numbers too: a name may look like the number of another parameter.
         arrays = {
             f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
             for i, p in enumerate(self.parameters)
@@ -122,7 +122,7 @@ class Optimizer(CheckedAttributes):
         return device
 
     def _check_groups(self, groups: Groups) -> None:
-        """Refuse what a subclass does not take in groups; before anything has changed."""
+        """Refuse options of groups that a subclass does not take, before anything has changed."""
 
     @property
     def loss_scale(self) -> Any:
@@ -146,7 +146,7 @@ class Optimizer(CheckedAttributes):
         self._condition()
 
     def _condition(self) -> None:
-        """Called after weight decay or loss scale have changed; a subclass derives anew."""
+        """Called after weight decay or loss scale have changed; for subclasses."""
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         """Update the parameters; defined by subclasses.
@@ -161,7 +161,7 @@ class Optimizer(CheckedAttributes):
         gradients = self._given(gradients)
         next_step(self._name, self._global_step)
         result = self.construct(gradients)
-        # A `construct` that raises has taken no step: a schedule must not pass over its number.
+        # Counted only if `construct` has not raised: a schedule must not skip a step.
         self._global_step += 1
         return result
 
@@ -214,10 +214,10 @@ class Optimizer(CheckedAttributes):
 
     @property
     def global_step(self) -> np.ndarray:
-        """int32 ``(1,)``: the calls that succeeded; what is assigned is copied into it.
+        """int32 ``(1,)``: the calls that succeeded; an assigned array is copied into it.
 
         Raises:
-            TypeError: what is assigned is no array of int32.
+            TypeError: the assigned value is no array of int32.
             ValueError: it has another shape or is negative.
         """
         return self._global_step
@@ -273,7 +273,7 @@ class Optimizer(CheckedAttributes):
             return gradients
         return tuple(grads.scaled(g, 1.0 / scale) for g in gradients)
 
-    sends_parameters: Callable[[], None] | None = None  # those of several processes, divided
+    sends_parameters: Callable[[], None] | None = None  # of `distributed.ShardedStates`
 
     def broadcast_params(self, optim_result: Any) -> bool:  # noqa: ARG002  (published name)
         """Send the parameters that this process has updated to all others; True.
@@ -353,8 +353,8 @@ class Optimizer(CheckedAttributes):
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
-        # What steps on a device have found belongs to the state before: it is raised now, and then
-        # nothing is loaded.
+        # Errors of steps on a device belong to the old state: they are raised before anything is
+        # loaded.
         pending.settle()
         own = self.state_arrays()
         for name, array in self.fitting(state).items():
@@ -379,17 +379,17 @@ class Optimizer(CheckedAttributes):
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""
-        # A schedule is code, and no part of a state: the resumed program brings it along.
+        # A schedule is code, and no part of the state: the resumed program defines it.
         rates = (rate for rate in self._groups.rates if isinstance(rate, Parameter))
         return {"global_step": self.global_step, **{str(rate.name): rate.array for rate in rates}}
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
-        """Called before ``parameter.data`` becomes ``array``, which must not overlap or move."""
+        """Check the array that ``parameter.data`` becomes: same device, no shared memory."""
         device_of(self._name, {f"parameter {parameter.name!r}": parameter.array, "its data": array})
         self._check_overlap({id(parameter): array})
 
     def forget_addresses(self) -> None:
-        """Called after a parameter was rebound; a subclass drops what it derived."""
+        """Called after a parameter was rebound; a subclass drops what it has derived from it."""
 
     def _check_overlap(self, rebound: Mapping[int, Any]) -> None:
         arrays = [rebound.get(id(p), p.array) for p in self.parameters]

@@ -1,6 +1,6 @@
-"""Rules and formulas of users: functions that do not fit, or would fail half way, are refused.
+"""Checks of users' rules and formulas: functions that do not fit, or could raise, are refused.
 
-The rules of this package are known to be right, and cost nothing here.
+The rules of this package are not checked.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def check_rule(
     *,
     couples: bool | None = None,
 ) -> None:
-    """Refuse a rule whose parts do not fit together, or not the states that were named for it.
+    """Refuse a rule whose parts do not fit together, or do not fit the named states.
 
-    ``couples`` says whether a weight decay is added to the gradient; default: unless it decays.
+    ``couples`` says whether a weight decay is added to the gradient; by default it is, unless the
+    rule decays itself.
 
     Raises:
         TypeError, ValueError: as `FusedOptimizer`.
@@ -76,7 +77,7 @@ def check_rule(
 
 
 def _check_names(where: str, what: str, names: Any) -> None:
-    """Refuse names that repeat, or are in no tuple: one name without its comma is a str."""
+    """Refuse names that repeat, or are in no tuple: ``("lr")`` is a str."""
     check_kind(where, what, names, tuple, "a tuple of str")
     for name in names:
         check_kind(where, what, name, str, "a tuple of str")
@@ -85,7 +86,7 @@ def _check_names(where: str, what: str, names: Any) -> None:
 
 
 def _check_declared(where: str, rule: Rule) -> None:
-    """Refuse declarations of states that cannot be, each by itself."""
+    """Refuse impossible declarations of states, each by itself."""
     what = "states of the rule"
     check_kind(where, what, rule.states, tuple, "a tuple of str or State")
     for state in rule.states:
@@ -107,7 +108,7 @@ def _check_declared(where: str, rule: Rule) -> None:
 
 
 def _check_scopes(where: str, rule: Rule) -> None:
-    """Refuse states that nothing gives anew, and a factor that takes what is not there."""
+    """Refuse states that no function returns, and unknown arguments of ``factor``."""
     if rule.scope not in _SCOPES:
         what, wrong = "scope of the rule", "is unknown"
         reject(ValueError, where, what, wrong, f"one of {_SCOPES}", repr(rule.scope))
@@ -132,7 +133,7 @@ def _check_scopes(where: str, rule: Rule) -> None:
 
 
 def check_apart(where: str, rule: Rule, *before: GradientTransform) -> None:
-    """Refuse a rule with a scalar whose name one of the gradient transforms ``before`` has."""
+    """Refuse a rule with a scalar that has the name of a scalar of a gradient transform."""
     taken = {name for part in before for name in part.hp}
     if used := [name for name in rule.hp if name in taken]:
         wrong, expected = "has a name of what comes before the rule", "another one"
@@ -140,7 +141,7 @@ def check_apart(where: str, rule: Rule, *before: GradientTransform) -> None:
 
 
 def _check_function(where: str, role: str, function: Any, arguments: Sequence[str]) -> None:
-    """Refuse what is no function of Python's that takes these arguments."""
+    """Refuse a value that is no Python function with these arguments."""
     check_kind(where, role, function, FunctionType, "a function")
     signature = inspect.signature(function)
     try:
@@ -157,7 +158,7 @@ def _named(role: str, function: Any) -> str:
 def _check_measure(
     where: str, rule: Rule, element: Sequence[str], sparse_update: str | None
 ) -> None:
-    """Refuse a rule with some but not all of what makes it one of two stages."""
+    """Refuse a rule that lacks one of measure, n_measured, factor and factor_of, but not all."""
     parts = {
         "measure": rule.measure is not None,
         "n_measured": rule.n_measured != 0,
@@ -192,7 +193,7 @@ def _check_measure(
 
 
 def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) -> None:
-    """Refuse names that states cannot have in checkpoints, and beginnings that are no numbers."""
+    """Refuse names that states cannot have in checkpoints, and initial values that do not fit."""
     states = dict.fromkeys(rule.names, 0.0) if states is None else states
     check_kind(where, "states", states, Mapping, "a mapping of names to numbers")
     if len(states) != len(rule.states):
@@ -208,19 +209,17 @@ def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) ->
 
 
 def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> None:
-    """Refuse a checked rule that compiled code cannot call, or that can raise where it is called.
-
-    It is one for parameters of these dtypes.
+    """Refuse a checked rule, for parameters of these dtypes, that cannot be compiled or can raise.
 
     Raises:
         TypeError: it cannot be compiled, or returns something else than floats.
-        ValueError: it returns too few or too many of them, or can raise.
+        ValueError: it returns too few or too many floats, or can raise.
     """
     if not is_own(rule.update):
         return
     stored = ["w", *(state.name for state in rule.updated_states)]
-    # In each type of the arithmetic by itself: a literal is harmless in float64, and makes float64
-    # of float32.
+    # Checked in each type of the arithmetic: a literal is harmless in float64, but turns float32
+    # into float64.
     for real in _reals(dtypes):
         found = _traits(where, "update", rule.update, traits.of_update, rule, real)
         _check_returned(where, _named("update", rule.update), found, stored)
@@ -264,7 +263,7 @@ def _check_returned(
     where: str, what: str, found: traits.Traits, names: Sequence[str], *,
     always_tuple: bool = False, kinds: tuple[str, ...] = _FLOATS,
 ) -> None:  # fmt: skip
-    """Refuse all but a float of each name: a single one by itself, unless ``always_tuple``."""
+    """Refuse results other than a float for each name: one float alone unless ``always_tuple``."""
     takes_tuple = len(names) > 1 or always_tuple
     listed = f"({', '.join(names)}{',' * (len(names) == 1)})" if takes_tuple else names[0]
     expected = f"the float{'s' * takes_tuple} {listed}"
@@ -290,11 +289,11 @@ def factors_of(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]
 
 
 def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> Numbers:
-    """The scalars of some ``names`` that a user's function gives.
+    """The scalars of these ``names`` that a user's function has returned, checked.
 
     Raises:
-        TypeError: it returns no tuple, or what is no number.
-        ValueError: it returns too few or too many, or a NaN.
+        TypeError: ``found`` is no tuple of numbers.
+        ValueError: there are too few or too many, or one is a NaN.
     """
     check_kind(where, f"what {what} returns", found, tuple | list, "a tuple")
     if len(found) != len(names):
@@ -311,7 +310,7 @@ def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> 
 
 
 class OwnFormula(Formula):
-    """A user's formula, whose scalars are looked at before a step has them."""
+    """A user's formula, whose scalars are checked before a step uses them."""
 
     where: str
     names: tuple[str, ...]
@@ -339,10 +338,10 @@ class OwnFormula(Formula):
 
 
 def checked_formula(where: str, rule: Rule, formula: Formula) -> Formula:
-    """The formula for a rule; a user's as one that looks at its scalars.
+    """The formula for a rule; a user's formula becomes an `OwnFormula`.
 
     Raises:
-        TypeError, ValueError: it is none, or its numbers are none.
+        TypeError, ValueError: it is no formula, or its numbers are no numbers.
     """
     check_kind(where, "what formula() returns", formula, Formula, "a Formula")
     if not is_own(formula.function):

@@ -24,8 +24,9 @@ Rate = Parameter | Schedule
 
 
 def learning_rate(where: str, name: str, value: Any) -> Rate:
-    """The learning rate that a user gave as `Optimizer` says; kept as a schedule, or in a parameter
-    of that ``name``.
+    """The learning rate of a user, checked: a schedule, or a parameter of that ``name``.
+
+    `Optimizer` says which values are accepted.
     """
     if callable(value) and not isinstance(value, Parameter):
         return _schedule(where, "learning_rate", value)
@@ -69,7 +70,7 @@ def _float(value: Any) -> float:
 
 
 def weight_decay(where: str, value: Any) -> float | Schedule:
-    """The weight decay that a user gave: a float or int >= 0, or a callable of the step."""
+    """The weight decay of a user, checked: a float or int >= 0, or a callable of the step."""
     if callable(value):
         return _schedule(where, "weight_decay", value)
     kinds = bool | int | float | np.floating
@@ -88,7 +89,7 @@ def _schedule(where: str, name: str, value: Any) -> Schedule:
 
 
 def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
-    """The value for ``step`` = 0, 1, 2, ...; a list that ends before it is a `RuntimeError`."""
+    """The value for ``step`` = 0, 1, 2, ...; a list without a value for it raises RuntimeError."""
     if isinstance(rate, float):
         return rate
     if not isinstance(rate, Parameter):
@@ -107,7 +108,7 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
 class PerOwnerRates:
     """The learning rates, or the weight decays, of several owners, one each.
 
-    ``where`` and ``name`` say in errors who asks for what; ``rates`` has one for each owner.
+    ``where`` and ``name`` are the names of the optimizer and of the value in errors.
     """
 
     def __init__(self, where: str, name: str, rates: Sequence[Rate | float]) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers with arrays and a count of updates for each parameter: their state."""
+"""StatefulOptimizer: states and a count of updates for each parameter."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class StatefulOptimizer(Optimizer):
     the arguments of `Optimizer`.
     """
 
-    _keeps: tuple[bool, ...] | None = None  # which states were not given up
-    _counts: tuple[str, ...] = ("step.",)  # how the names of states begin that are counts
+    _keeps: tuple[bool, ...] | None = None  # for each parameter, whether its states were kept
+    _counts: tuple[str, ...] = ("step.",)  # prefixes of the names of counts in a state
 
     def __init__(self, *base: Any, states: Sequence[State], state_dtype: Any) -> None:
         self._state_dtype = _state_dtype(self._name, state_dtype)
@@ -54,7 +54,7 @@ class StatefulOptimizer(Optimizer):
 
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:
-        """Arrays of each role for each parameter that has it, as they begin."""
+        """Initial arrays of each role, for each parameter that has it."""
         return {
             state.name: tuple(self._new_state(state, p) for p in self.parameters)
             for state in states
@@ -86,8 +86,7 @@ class StatefulOptimizer(Optimizer):
 
         The others must not be given gradients any more.
         """
-        # Kept beside the states: an optimizer without any (plain SGD) has no other sign of what it
-        # gave up.
+        # Recorded apart from the states, since an optimizer may have none (plain SGD).
         self._keeps = tuple(of)
         self._states = {
             role: tuple(a if keeps else None for a, keeps in zip(arrays, of, strict=True))
