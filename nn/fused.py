@@ -91,7 +91,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
     together: StepAgreement | None = None  # with the optimizers of other processes
-    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states that are one number for all parameters
+    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
     _rate_lag = 0  # a step uses the learning rate of so many steps before
     _stays_on_host = False  # whether `target` cannot be changed
