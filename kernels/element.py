@@ -1,10 +1,30 @@
 """Kernels, a rule behind gradient transforms for some storage types, and their work on an element.
 
-Nothing is compiled here: a backend says how (`Compiler`).
+The work on an element is a function whose lines are generated here, since a rule has any number of
+states, scalars and transforms. A backend compiles it (`Compiler`). With ``FUSESTEP_SHOW=1`` in the
+environment, each function is printed on stderr when it is generated. For Momentum with a coupled
+weight decay, the element is::
+
+    def function(arrays, g, i, hp):
+        w = arrays[0]
+        x = real(load(w[i]))
+        d = real(load_g(g[i]))
+        d = transform0(d, x, hp)
+        new = update(x, d, number1(load1(arrays[1][i])), hp)
+        arrays[0][i] = store0(stored0(new[0]))
+        arrays[1][i] = store1(stored1(new[1]))
+
+``arrays`` are the parameter and its states, ``g`` is the gradient, ``i`` the number of the element,
+and ``hp`` has the scalars. ``x`` and ``d`` are parameter and gradient in the type of the
+arithmetic, ``d`` after the gradient transforms. Names with a number belong to the transform, or to
+the array, of that number: ``load`` and ``store`` convert from and to its storage type, ``number``
+and ``stored`` are the types in between. ``update`` is the function of the rule.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -50,20 +70,20 @@ class Kernel:
 
     @lazy
     def row_bytes(self) -> np.ndarray:
-        """int64 ``[arrays, 2]``: what a row of each has, for each column and beside these."""
+        """int64 ``[arrays, 2]``: bytes of a row of each array, per column and in addition."""
         sizes = {"element": (1, 0), "row": (0, 1)}
         pairs = zip(self.storages, self.per, strict=True)
         return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in pairs])
 
     def places(self, states: tuple[State, ...]) -> tuple[int, ...]:
-        """Where some of the states are among the arrays."""
+        """The places of some states among the arrays."""
         return tuple(1 + self.rule.states.index(state) for state in states)
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """Places of the arrays that an element writes: the parameter, and states not only read.
+        """The places of the arrays that are written: the parameter, and states not only read.
 
-        Those that lie beside the weight come last.
+        The states beside the weight come last.
         """
         return 0, *self.places(self.rule.updated_states), *self.places(self.rule.beside)
 
@@ -92,18 +112,20 @@ class Compiler(NamedTuple):
     rule: Callable[..., Any]  # a function of a rule
     part: Callable[..., Any]  # a gradient transform
     conversion: Callable[..., Any]  # from or to a storage type
-    element: Callable[..., Any]  # what calls them
-    inlined: Callable[..., Any]  # the same, within others
+    element: Callable[..., Any]  # the function of an element, which calls all of them
+    inlined: Callable[..., Any]  # a function of an element that is inlined in another one
 
 
 def _written(arguments: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
     """The function of some lines, in which names stand for compiled functions and types.
 
-    A rule has any number of states, scalars and transforms. A chain of closures would say so
-    without text, but Numba translates each link anew in each kernel: half of a compilation.
+    A chain of closures would do without text, but Numba translates each link anew in each kernel:
+    half of a compilation.
     """
-    scope = dict(names)
-    exec("\n    ".join((f"def function({arguments}):", *lines)), scope)
+    text, scope = "\n    ".join((f"def function({arguments}):", *lines)), dict(names)
+    if os.environ.get("FUSESTEP_SHOW") == "1":
+        print(text, end="\n\n", file=sys.stderr)
+    exec(text, scope)
     return scope["function"]
 
 
@@ -145,9 +167,9 @@ def _number_type(kernel: Kernel, storage: Storage) -> Any:
 def _loaded(
     kernel: Kernel, compiler: Compiler, states: tuple[State, ...], *, counts: bool = False
 ) -> tuple[list[str], dict[str, Any]]:
-    """Element ``i`` of some states in ``arrays``, as numbers.
+    """Expressions that load element ``i`` of some states in ``arrays``, as numbers.
 
-    With ``counts`` those of counts are int64, else of the arithmetic as well.
+    With ``counts`` a count is int64, else in the type of the arithmetic as well.
     """
     values: list[str] = []
     names: dict[str, Any] = {}
@@ -181,8 +203,9 @@ def element_of(
 ) -> Any:  # fmt: skip
     """``element(arrays, g, i, *factors, hp)``: load, transform, ``update`` and store one element.
 
-    ``arrays`` is a tuple, of the parameter and its states; ``factors`` name what ``update`` takes
-    between the states and ``hp``. With ``zero_gradient`` this is 0 and is not read.
+    ``arrays`` is a tuple of the parameter and its states; ``factors`` are the names of arguments
+    that ``update`` takes between the states and ``hp``. With ``zero_gradient`` the gradient is 0
+    and is not read.
     """
     lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
     given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
@@ -215,7 +238,7 @@ def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False
 
 
 def adder(rule: Rule, compiler: Compiler) -> Any:
-    """``add(sums, values)``: a tuple of float64 sums, and what is added."""
+    """``add(sums, values)``: a tuple of float64 sums, with the values or their squares added."""
     # In float64: the square of a float32 beyond 1.8e19 is no float32, and in a float32 sum over a
     # long tensor the later terms would be lost in the total.
     terms = [f"wide(values[{k}])" for k in range(rule.n_measured)]
@@ -231,7 +254,7 @@ def adder(rule: Rule, compiler: Compiler) -> Any:
 def following(
     kernel: Kernel, compiler: Compiler, constants: Mapping[str, float] | None = None
 ) -> Any:
-    """``follow(sums, states, size, hp)``: factors of scalars, then new states of the scope."""
+    """``follow(sums, states, size, hp)``: `Rule.factor`: factors of scalars, then new states."""
     rule = kernel.rule
     assert rule.factor is not None
     scope_states = [state.name for state in rule.scope_states]
@@ -254,7 +277,7 @@ def following(
 
 
 def scaling(kernel: Kernel, compiler: Compiler) -> Any:
-    """``scale(hp, factors)``: the scalars with the factors of some of them, each rounded once."""
+    """``scale(hp, factors)``: the scalars, some multiplied by factors, each rounded once."""
     cls: Any = hp_type(kernel.rule, kernel.prologue)
     fields = kernel.rule.scaled_fields
     scalars = [
@@ -266,13 +289,13 @@ def scaling(kernel: Kernel, compiler: Compiler) -> Any:
 
 
 def scope_loader(kernel: Kernel, compiler: Compiler) -> Any:
-    """``load(arrays)``: the states of a row or a tensor, whose arrays begin there, as numbers."""
+    """``load(arrays)``: the states of the row or tensor with which the arrays begin, as numbers."""
     values, names = _loaded(kernel, compiler, kernel.rule.scope_states, counts=True)
     return compiler.inlined(_written("arrays", ("i = 0", f"return {_tuple(values)}"), names))
 
 
 def scope_storer(kernel: Kernel, compiler: Compiler, begin: int) -> Any:
-    """``store(arrays, values)``: their new values, which are those from number ``begin`` on."""
+    """``store(arrays, values)``: write ``values[begin:]`` to the states of a row or tensor."""
     places = kernel.places(kernel.rule.factor_states)
     values = [f"values[{begin + k}]" for k in range(len(places))]
     lines, names = _stored(kernel, compiler, places, values)

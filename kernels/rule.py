@@ -23,8 +23,8 @@ from .state import State
 # code, and neither assumes away NaN or infinity.
 RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 
-# A gradient transform is rounded by itself, whatever the rule does with its result. (Said in
-# full: a function without "fastmath" takes that of its caller.)
+# A gradient transform is rounded by itself, whatever the rule does with its result. (False must be
+# written: a function without "fastmath" takes that of its caller.)
 PROLOGUE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
 
 rule_helper = register_jitable(**RULE_FLAGS, **NO_WRAPPERS)
@@ -35,8 +35,8 @@ rule_helper = register_jitable(**RULE_FLAGS, **NO_WRAPPERS)
 def product(x: Any, y: Any) -> Any:
     """``x * y``, rounded before it is added to anything.
 
-    In a sum of two products either may be the one that is rounded first when the other is fused
-    with the addition, and compilations differ in which: one of them has to be this.
+    In a sum of two products the compiler fuses the addition with either product and rounds the
+    other one first; which one, differs between compilations. So one of them has to be this.
     """
     return x * y
 
@@ -65,19 +65,19 @@ class _Constant:
 class Lines(NamedTuple):
     """Running means over the rows and the columns of matrices, kept as the last two states.
 
-    All are scalar functions. With ``R`` and ``C`` the two states of an element's row and column,
-    ``update`` takes in their place the factors ``row_factor(R, mean of all R)`` and
-    ``column_factor(C)``. What is measured of a tensor is the parameter, where the constant
-    ``measures_parameter`` says so, and what ``measure(g, row factor, column factor, hp)`` returns.
+    All are scalar functions. ``R`` and ``C`` are the states of an element's row and column. In
+    their place ``update`` takes the factors ``row_factor(R, mean of all R)`` and
+    ``column_factor(C)``. A tensor is measured by ``measure(g, row factor, column factor, hp)``, and
+    by its parameter if the constant named ``measures_parameter`` is true.
     """
 
-    term: Callable[..., Any]  # term(g, hp): what the means are of
+    term: Callable[..., Any]  # term(g, hp): the value that is averaged
     average: Callable[..., Any]  # average(state, mean, hp): the new state
-    hold: Callable[..., Any]  # hold(x, smallest): what can be divided by, in place of x
+    hold: Callable[..., Any]  # hold(x, smallest): x, or a larger number that can be a divisor
     row_factor: Callable[..., Any]
     column_factor: Callable[..., Any]
     smallest: str  # the scalar above which C is held
-    smallest_mean: str  # likewise the mean of all R
+    smallest_mean: str  # the scalar above which the mean of all R is held
     measures_parameter: str
 
 
@@ -96,28 +96,29 @@ class Rule(_Constant):
             element, and those per tensor, which it only reads.
         states: a `State` each, in argument order; a str is the name of one per element.
         hp: the scalars that ``update`` and ``measure`` read, by name: the fields of ``hp``.
-        measure: ``measure(w, g, *states, hp)`` returns a tuple of values, whose squares are added
-            up. It is told the states as they were.
-        n_measured: how many values.
-        signed: the places of those that are added up themselves, not their squares.
-        factor: ``factor(*sums, *takes)``: what follows from the sums, a scalar function too: a
-            factor of each scalar of ``factor_of``, then the new states of its scope. None: it takes
-            more than the sums.
-        factor_of: that scalar, or a tuple of them.
-        scope: over what is summed, and for what a factor counts: ``"row"``, ``"tensor"`` or
-            ``"step"``. A row is measured and updated while it is in the caches.
-        takes: what ``factor`` takes after the sums, by name: ``"size"``, the number of elements of
-            the scope; states of the scope; scalars; or constants of the optimizer. With
-            the scope ``"step"`` these are numbers of the optimizer, the first of which it gives
-            anew, and constants.
-        rests: with the scope ``"step"``, ``rests(*sums)``: whether no step follows from them.
-        lines: of a rule on matrices with a state per row and one per column.
-        matrix: the rule of tensors of two or more axes, where that is another one.
+        measure: ``measure(w, g, *states, hp)`` returns a tuple of values, whose squares are summed.
+            It takes the states before the update.
+        n_measured: the number of these values.
+        signed: the places of the values that are summed themselves, not their squares.
+        factor: ``factor(*sums, *takes)``, a scalar function too, returns a factor of each scalar of
+            ``factor_of``, then the new states of its scope. None: no such function, the factors
+            need more than the sums.
+        factor_of: the scalar that gets a factor, or a tuple of such scalars.
+        scope: what is summed over, and has one factor: ``"row"``, ``"tensor"`` or ``"step"``. A
+            row is measured and updated while it is in the caches.
+        takes: the arguments of ``factor`` after the sums, by name: ``"size"``, the number of
+            elements of the scope; states of the scope; scalars; or constants of the optimizer. With
+            the scope ``"step"`` they are numbers of the optimizer, the first of which ``factor``
+            replaces, and constants.
+        rests: with the scope ``"step"``, ``rests(*sums)``: whether the step is left out.
+        lines: for a rule on matrices with a state per row and one per column.
+        matrix: the rule for tensors of two or more axes, if it differs.
         layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
-        decays: whether it applies the weight decay itself; else that is added to the gradient.
-        keeping: how the weight is kept; None: in one array. What lies beside it is among the
-            states, the last of them, of which no function of the rule knows.
-        plain: the rule that is kept so, if one is.
+        decays: whether the rule applies the weight decay itself; otherwise that is added to the
+            gradient.
+        keeping: how the weight is kept; None: in one array. The last of the states lie beside the
+            weight then, and no function of the rule takes them.
+        plain: the rule whose weight this one keeps in another way.
     """
 
     update: Callable[..., Any]
@@ -139,7 +140,7 @@ class Rule(_Constant):
     plain: Rule | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.states, tuple):  # else whoever uses it says what is wrong
+        if isinstance(self.states, tuple):  # else `check_rule` says what is wrong
             states = [State(state) if isinstance(state, str) else state for state in self.states]
             object.__setattr__(self, "states", tuple(states))
 
@@ -170,12 +171,12 @@ class Rule(_Constant):
 
     @lazy
     def is_row_wise(self) -> bool:
-        """Whether a row is the least that can be updated by itself."""
+        """Whether a row has to be updated as a whole."""
         return self.scope == "row"
 
     @property
     def scaled_fields(self) -> tuple[str, ...]:
-        """The scalars of which ``factor`` gives factors."""
+        """The scalars for which ``factor`` returns factors."""
         return (self.factor_of,) if isinstance(self.factor_of, str) else self.factor_of
 
     @property
@@ -185,7 +186,7 @@ class Rule(_Constant):
 
     @property
     def updated_states(self) -> tuple[State, ...]:
-        """The states that ``update`` gives anew."""
+        """The states that ``update`` returns."""
         return tuple(s for s in self._own_states if s.per == "element" and not s.is_read)
 
     @property
@@ -195,7 +196,7 @@ class Rule(_Constant):
 
     @property
     def factor_states(self) -> tuple[State, ...]:
-        """The states that ``factor`` gives anew."""
+        """The states that ``factor`` returns."""
         return tuple(s for s in self.scope_states if not s.is_read)
 
     @lazy
@@ -232,9 +233,10 @@ def _kept(rule: Rule, keeping: Keeping) -> Rule:
 
 
 def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """float64 ``[T, n]``: what follows from the ``[T, n_measured]`` sums of each of T tensors.
+    """float64 ``[T, n]``: the results of `Rule.factor` from the sums of T tensors.
 
-    ``known`` has for each tensor what `Rule.takes` names.
+    ``sums`` are ``[T, n_measured]``; ``known`` has, for each tensor, the values that `Rule.takes`
+    names.
     """
     assert rule.factor is not None
     given = sums.tolist()
@@ -244,7 +246,7 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
             for own, names in zip(given, known, strict=True)
         ]
     found = np.array([*starmap(rule.factor, given)], np.float64).reshape(len(given), -1)
-    # The sign of one depends on how often Python has run the function.
+    # The sign of a NaN depends on how often Python has run the function.
     found[np.isnan(found)] = np.nan
     return found
 
@@ -254,9 +256,9 @@ class GradientTransform(_Constant):
     """A scalar function on the gradient before the rule (decay, scale, clip), and its scalars."""
 
     apply: Callable[..., Any]  # apply(g, w, hp) -> g
-    hp: tuple[str, ...]  # the fields that it reads
-    # scalars(decay, loss_scale, bound): these fields for the weight decay that is added to the
-    # gradient, the loss scale and the bound of elements, as float64, compilable by Numba.
+    hp: tuple[str, ...]  # the scalars that it reads
+    # scalars(decay, loss_scale, bound): these scalars for a weight decay that is added to the
+    # gradient, a loss scale and a bound of elements, as float64, compilable by Numba.
     scalars: Callable[[float, float, float], tuple[float, ...]]
 
 

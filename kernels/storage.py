@@ -22,19 +22,19 @@ from .state import PARAMETER, State
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """A type as it lies in memory; compared by identity.
+    """A type of elements in memory; compared by identity.
 
-    All that is known of it is said in its entry below, and follows from there everywhere.
+    Its properties are declared once, in its definition below.
     """
 
-    name: str  # short, part of kernel names; in capitals that of safetensors
-    dtype: np.dtype[Any]  # of the user's array; frameworks have the same name for it
+    name: str  # short, part of kernel names; in capitals the name in safetensors
+    dtype: np.dtype[Any]  # of the user's array; frameworks use the same name
     carrier: type  # the NumPy scalar type through which kernels see the memory
     to_real: Callable[..., Any]  # compiled: to float32 or float64
     from_real: Callable[..., Any]  # compiled: from float32, to the nearest, ties to even
-    from_wide: Callable[..., Any]  # the same from float64, rounded once
+    from_wide: Callable[..., Any]  # compiled: from float64, rounded once
     itemsize: int  # bytes
-    exponent: int  # all its bits, which are set in an infinity or a NaN
+    exponent: int  # mask of the bits of the exponent, all set in an infinity or a NaN
     widen: Callable[..., Any] | None = None  # LLVM: a vector of carriers to float32, if they differ
 
 
@@ -144,7 +144,7 @@ def _f64_to_bf16(x):
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of an array of a device, on their way through the host."""
+    """Consecutive elements of a device array, which a step moves to the host."""
 
     address: int
     size: int
@@ -164,12 +164,12 @@ _of_bf16 = _bf16_to_f32, _f32_to_bf16, _f64_to_bf16
 F16 = Storage("f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00, _widen_f16)
 BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, *_of_bf16, 2, 0x7F80, _widen_bf16)
 I32 = Storage("i32", np.dtype(np.int32), np.int32, _same, _to_i32, _to_i32, 4, 0)
-"""Of counts, which are states; no arithmetic is done in it."""
+"""The storage of counts, which are states; it is no type of the arithmetic."""
 
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
-"""What parameters, gradients and states of elements may be."""
+"""The storages of parameters, gradients and states of elements, by dtype."""
 FOREIGN = {dtype.name: dtype for dtype in STORAGES if dtype.isbuiltin != 1}
-"""Of these, by name, what NumPy has from another package."""
+"""The dtypes that NumPy has from another package (ml_dtypes), by name."""
 
 
 def storage_of(dtype: np.dtype[Any]) -> Storage:
@@ -183,11 +183,11 @@ def real_of(storage: Storage) -> Storage:
 
 
 REALS = {dtype: storage for dtype, storage in STORAGES.items() if real_of(storage) is storage}
-"""What the arithmetic is done in."""
+"""The storages of the types of the arithmetic, by dtype."""
 
 
 def state_storage(state: State, w: Storage, asked: Storage | None = None) -> Storage:
-    """The storage of a state of a parameter stored as ``w``: as `State.dtype` says."""
+    """The storage of a state (`State.dtype`) of a parameter that is stored as ``w``."""
     if state.dtype is not None:
         return storage_of(np.dtype(state.dtype))
     if state.per == "element":

@@ -30,14 +30,14 @@ _RANGE_POSITIONS = 4_096
 MOST_RANGES = 64
 
 SUM, MEAN, LARGEST = range(3)
-"""How the rows of a bag are pooled."""
+"""Poolings of the rows of a bag."""
 LEFT_OUT = -(1 << 31)
-"""What stands on a device in a list of pooled ids for one that counts for nothing."""
+"""The mark of an ignored id in a list of pooled ids on a device."""
 
 
 def range_length(n_positions: int) -> int:
     """Positions of a range of a table with ``n_positions``."""
-    # Never more than MOST_RANGES of them: each has a sum for every hot row, which is kept until the
+    # Never more than MOST_RANGES ranges: each has a sum for every hot row, which is kept until the
     # row steps, and one position in HOT + 1 may begin such a row.
     return max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
 
@@ -70,33 +70,33 @@ class TensorTable:
         self.total = int(first[-1])
 
     def move(self, addresses: Sequence[int], size: int) -> None:
-        """Make a table of one tensor that of another one."""
+        """Make a table of one tensor the table of another tensor."""
         self.addresses[0] = addresses
         self.first[1] = self.total = size
 
 
 class RowSource(NamedTuple):
-    """The source of a row-sparse gradient, as all loops know it: addresses and numbers."""
+    """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
 
     indices: int  # [B]
     index_bytes: int  # 4 (int32) or 8 (int64)
     length: int  # B
-    values: int  # [B, D]; or, with rows below, the first of these
-    # Of a part of a batch that several processes share: int64 [B], where its occurrences are in
-    # the whole batch, in ascending order (0: this is all of it), and how many that has.
+    values: int  # [B, D]; if there are `rows` below, the first of these
+    # For a part of a batch that several processes share: int64 [B], the ascending positions of its
+    # occurrences in the whole batch (0: this is all of the batch), and the length of the batch.
     positions: int = 0
     whole_length: int = 0
-    # Where one row of the gradient is that of many occurrences: int32 [B], its number for each
-    # (0: every occurrence has its own), bytes from one to the next, and the factors of the
+    # If occurrences share rows of the gradient: int32 [B], the number of each one's row (0: every
+    # occurrence has a row of its own), bytes from one row to the next, and the weights of the
     # occurrences, in the type of the arithmetic (0: all are 1).
     rows: int = 0
     stride: int = 0
     weights: int = 0
-    # Of maxima: int32 in the form of the values, which occurrence each element is of (0: every
-    # one has all), and the number that occurrence 0 has among them.
+    # For maxima: int32 in the form of the values, the occurrence that each element came from
+    # (0: no maxima), and the number that occurrence 0 has there.
     winners: int = 0
     first: int = 0
-    n_rows: int = 0  # how many gradient rows there are, if any is that of many occurrences
+    n_rows: int = 0  # the number of gradient rows, if occurrences may share them
 
 
 class RowTable(NamedTuple):
@@ -115,7 +115,7 @@ class RowTable(NamedTuple):
 
     @property
     def ranges(self) -> tuple[int, int]:
-        """The length of its ranges, and how many there are."""
+        """The length of its ranges, and their number."""
         return ranges_of(self.source.whole_length or self.length)
 
     def bounds(self) -> np.ndarray:
@@ -124,8 +124,8 @@ class RowTable(NamedTuple):
         firsts = range_length * np.arange(n_ranges + 1)
         if not self.source.positions:
             return np.minimum(firsts, self.length)
-        # A part of a batch is cut where the whole batch is cut, not into ranges of its own: only
-        # then does a hot row have the sums here that it has in one process with all of the batch.
+        # A part of a batch is cut where the whole batch is cut: only then has a hot row the same
+        # sums as in one process with the whole batch.
         place = self.source.positions
         positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(place))
         return np.searchsorted(positions, firsts)

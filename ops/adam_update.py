@@ -172,7 +172,7 @@ def adam_update(
         grad: an array of the shape of ``weight`` and at most its precision, or a `RowTensor`,
             whose rows of equal indices are summed first. It is never written.
         mean: the moving mean, of the dtype and shape of ``weight``; updated in place.
-        var: the moving variance, likewise.
+        var: the moving variance, of the dtype and shape of ``weight``; updated in place.
         out: where the result goes, of the dtype and shape of ``weight``. ``out=weight`` updates
             in place, in one pass; None makes a new array, at the price of a copy.
         lr: the learning rate, a scalar of at least 0.

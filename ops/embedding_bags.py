@@ -113,10 +113,10 @@ class EmbeddingBags:
         """The gradients of the tables.
 
         Args:
-            tables: those of the call.
-            ids: likewise.
-            offsets: likewise.
-            per_sample_weights: likewise.
+            tables: the tables of the call.
+            ids: the ids of the call.
+            offsets: the offsets of the call.
+            per_sample_weights: the weights of the call.
             grad: the floating gradient of its output, or a list with one for each feature (which
                 is joined to one array first; on a device only with ``"none"``).
 
@@ -129,19 +129,19 @@ class EmbeddingBags:
     def weight_gradients(
         self, tables: Sequence[Any], ids: Any, offsets: Any, grad: Any
     ) -> list[np.ndarray]:
-        """The gradients of the weights of ids, whatever these are::
+        """The gradients of the weights of ids, which do not depend on the weights::
 
             d out / d weight[k] = sum(table[ids[k]] * grad[bag of k, columns of the feature])
 
         Args:
-            tables: as `gradients`; with ``pooling="sum"``.
-            ids: likewise.
-            offsets: likewise.
-            grad: likewise.
+            tables: as in `gradients`; the pooling has to be ``"sum"``.
+            ids: as in `gradients`.
+            offsets: as in `gradients`.
+            grad: as in `gradients`.
 
         Returns:
             For each feature an array ``[n]``, of the type of the arithmetic, in the order of its
-            ids; 0 for an id that counts for nothing.
+            ids; 0 for an id that is ignored.
 
         Raises:
             TypeError, ValueError, IndexError: as `gradients`.

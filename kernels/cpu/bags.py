@@ -1,8 +1,8 @@
-"""Bags of rows: many tables' rows pooled in one call, and whose gradient each of them gets.
+"""Pooling rows of many tables in one call, and the way back from gradients to rows.
 
-Ids come as users have them: in CSR form, as int32 or int64. They are checked and copied once, one
-table after the other, as the int32 that sums and row steps read; ids that count for nothing are
-left out there, so that no later loop has to know them.
+Ids come in the user's form: CSR, as int32 or int64. They are checked and copied once into one list,
+table after table, as the int32 that sums and row steps read. Ignored ids are left out of the list,
+so no later loop has to know them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from .threads import allocation
 from .threads.parallel import Arguments, Loop, get_num_threads, run_all
 
 MOST = 2**31 - 1
-"""Ids of a call, rows of a table and rows of a gradient are numbered in int32."""
-# Tables differ in what a row costs, from the first cache to memory: with many parts of each,
-# threads end at the same time. A part begins without rows on their way, so it has some bags.
+"""Most ids of a call, rows of a table and rows of a gradient: they are numbered in int32."""
+# The cost of a row differs between tables, from the first cache to memory: with many parts of each
+# table, threads end at the same time. At the begin of a part no rows are being fetched yet, so a
+# part has some bags.
 _MOST_PARTS = 64  # of a feature
 _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids
@@ -43,12 +44,12 @@ class Feature(NamedTuple):
     row_bytes: int
     rows: int
     width: int
-    pool: int  # the function that pools rows of the table, or 0
-    padding: int  # the id that counts for nothing, or -1
-    out: int  # where its first output is; bytes behind the start of the output
+    pool: int  # the address of the function that pools rows of the table, or 0
+    padding: int  # the id that is ignored, or -1
+    out: int  # bytes from the start of the output to the first one of the feature
     stride: int  # bytes from the output of a bag to the next
-    column: int  # of the gradient, and its rows, in units
-    row: int
+    column: int  # where its columns of the gradient begin, in units
+    row: int  # units of a row of the gradient
 
     @classmethod
     def of(cls, table: np.ndarray, w: Storage, pool: int, *rest: int) -> Feature:
@@ -66,14 +67,14 @@ def pool_of(w: Storage, pooling: int, *, weighted: bool) -> int:
 
 
 class _Place(NamedTuple):
-    """Where the ids of a feature go, and who sees to that, all ``int64``."""
+    """Destination of a feature's ids, and the parts that copy them, all ``int64``."""
 
-    # The `Source` of the rows that are summed.
+    # The first four fields are the `Source` of the rows that are summed.
     table: int
     row_bytes: int
     list: int
     weights: int
-    first: int  # id in the list of all
+    first: int  # the number of its first id in the list
     first_bag: int
     first_part: int
     height: int  # bags of a part
@@ -88,23 +89,23 @@ class BagsCall(NamedTuple):
     n_features: int
     n_parts: int
     n_bags: int
-    leaves_out: int  # whether some ids may count for nothing
-    drops: int  # whether those out of range do
+    leaves_out: int  # whether some ids may be ignored
+    drops: int  # whether ids out of range are ignored
     pooling: int
     real_bytes: int
     unit: int  # elements
-    bounds: np.ndarray  # [n_bags + 1]: where the ids of each bag begin in the list
+    bounds: np.ndarray  # [n_bags + 1]: the number of each bag's first id in the list
     ids: np.ndarray  # the list, int32
-    weights: np.ndarray | None  # of the ids in it, in the type of the arithmetic
-    origins: np.ndarray | None  # int32: which id of its feature each of them was
-    out: int  # 0: outputs have addresses of their own
+    weights: np.ndarray | None  # of the ids in the list, in the type of the arithmetic
+    origins: np.ndarray | None  # int32: the number that each id of the list had in its feature
+    out: int  # the address of the output; 0: `Feature.out` are addresses
     winners: np.ndarray | None  # int32, in the form of the output: places in the list
-    gradient_rows: np.ndarray | None  # int32, of the ids in it
-    dots: np.ndarray | None  # [n_features, 2]: functions, and where the products go
+    gradient_rows: np.ndarray | None  # int32, of the ids in the list
+    dots: np.ndarray | None  # [n_features, 2]: addresses of functions, and of their products
     gradient: int
     g_bytes: int
-    bad: np.ndarray  # [n_parts]: whether a part has found an offset or an id that does not fit
-    is_bad: int
+    bad: np.ndarray  # [n_parts]: whether a part has found a bad offset or id
+    is_bad: int  # whether any part has
 
 
 _features_at, _lists_at, _places_at = map(records, (Feature, IdList, _Place))
@@ -112,16 +113,16 @@ _PLACE_BYTES = 8 * len(_Place._fields)
 
 
 def _arrange(given, n, bag_parts, fewest, places, totals):
-    """Where the features' ids go, one after the other; how many ids, bags and parts there are."""
-    lists, found, sums_of = _lists_at(given, n), _places_at(places, n), int64s(totals, 3)
+    """Fill in the places of all features, one after the other; total ids, bags and parts."""
+    lists, filled, sums_of = _lists_at(given, n), _places_at(places, n), int64s(totals, 3)
     sums_of[:] = 0
     for f in range(n):
-        own, bags = found[f], lists[f].bags
-        own.first, own.first_bag, own.first_part = sums_of[0], sums_of[1], sums_of[2]
-        own.height = max(fewest, (bags + bag_parts - 1) // bag_parts)
+        place, bags = filled[f], lists[f].bags
+        place.first, place.first_bag, place.first_part = sums_of[0], sums_of[1], sums_of[2]
+        place.height = max(fewest, (bags + bag_parts - 1) // bag_parts)
         sums_of[0] += lists[f].n
         sums_of[1] += bags
-        sums_of[2] += (bags + own.height - 1) // own.height
+        sums_of[2] += (bags + place.height - 1) // place.height
 
 
 _arranged = NativeFunction(_arrange, "arranged bags", PythonEntry(holds_gil=True))
@@ -149,7 +150,7 @@ def _offset(given, bag):
 
 @njit(inline="always")
 def _fits(given, bag, begin, end):
-    """Whether the offsets of a bag do: nothing outside of the ids is read then."""
+    """Whether the offsets of a bag lie within the ids, so that nothing else is read."""
     if (bag == 0 and begin != given.begin) or (bag == given.bags - 1 and end != given.end):
         return False
     return given.begin <= begin <= end <= given.end
@@ -162,7 +163,7 @@ def _is_in_range(feature, row):
 
 @part(BagsCall)
 def count_kept(index, slot, c):
-    """Counts of the ids of each bag that count for something; bad ones are for later loops."""
+    """Count the ids of each bag that are not ignored; later loops report bad ids."""
     feature, given, place, _, first, last = _own(c, index)
     bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
     for bag in range(first, last):
@@ -179,7 +180,7 @@ def count_kept(index, slot, c):
 
 @part(BagsCall)
 def add_counts(index, slot, c):
-    """From the counts of all bags to where their ids begin."""
+    """Turn the counts of all bags into the numbers of their first ids."""
     bounds, total = int64s(c.bounds, c.n_bags + 1), 0
     for bag in range(c.n_bags):
         kept = bounds[bag]
@@ -190,7 +191,7 @@ def add_counts(index, slot, c):
 
 @part(BagsCall)
 def find_bad(index, slot, c):
-    """Whether any part has found something that does not fit."""
+    """Find out whether any part has found a bad offset or id."""
     bad = int64s(c.bad, c.n_parts)
     for k in range(c.n_parts):
         c.is_bad |= bad[k]
@@ -213,9 +214,9 @@ def _loops(real: Any) -> _Loops:
 
     @njit
     def lay_bags_out(c, index):
-        """Whether offsets and ids of some bags fit; then they are in the list, with weights."""
+        """Copy the ids of some bags to the list, with weights; whether offsets and ids are good."""
         feature, given, place, _, first, last = _own(c, index)
-        # What several parts write they write alike: none has to wait for another.
+        # Parts of a feature write equal values here, so no synchronisation is needed.
         place.table, place.row_bytes = feature.table, feature.row_bytes
         place.list, place.weights = c.ids, c.weights
         bounds, shift = int64s(c.bounds, c.n_bags + 1), place.first - given.begin
@@ -273,17 +274,17 @@ def _loops(real: Any) -> _Loops:
                     out[k] /= real(end - begin)
 
     def lay_out(index, slot, c):
-        """The ids of some bags, and their weights, to the list."""
+        """Copy the ids of some bags, and their weights, to the list."""
         if c.is_bad == 0 and not lay_bags_out(c, index):
             int64s(c.bad, c.n_parts)[index] = 1
 
     def pool(index, slot, c):
-        """The sums of some bags, or their means or maxima, to where they go."""
+        """Write the sums of some bags, or their means or maxima, to the output."""
         if c.is_bad == 0:
             pool_bags(c, index)
 
     def lay_out_and_pool(index, slot, c):
-        """Both, where the output is nobody's yet: ids are in the caches then."""
+        """Do both for an output that nobody else has yet: the ids are still in the caches."""
         if c.is_bad == 0:
             if lay_bags_out(c, index):
                 pool_bags(c, index)
@@ -291,7 +292,7 @@ def _loops(real: Any) -> _Loops:
                 int64s(c.bad, c.n_parts)[index] = 1
 
     def number_rows(index, slot, c):
-        """The row of the gradient of each id of some bags, and of means the weight."""
+        """Write the row of the gradient of each id of some bags; for means its weight too."""
         feature, _, place, _, first, last = _own(c, index)
         bounds = int64s(c.bounds, c.n_bags + 1)
         for bag in range(first, last):
@@ -304,7 +305,7 @@ def _loops(real: Any) -> _Loops:
                     weights[k] = real(1) / real(end - begin)
 
     def multiply(index, slot, c):
-        """The products of rows with the gradients of their bags."""
+        """Write the products of rows with the gradients of their bags."""
         feature, _, place, f, first, last = _own(c, index)
         pairs = carray(as_pointer(c.dots), (c.n_features, 2), np.int64)
         function, products = pairs[f, 0], pairs[f, 1]
@@ -331,7 +332,7 @@ _FIELDS = {name: k for k, name in enumerate(BagsCall._fields)}
 
 
 class Bags:
-    """Bags of some features, checked and laid out, or found bad; the tables are summed with them.
+    """The bags of some features: checked, copied to one list of ids, and pooled.
 
     Args:
         features: int64 ``[features, fields of Feature]``, in the order of their tables, so that
@@ -339,14 +340,18 @@ class Bags:
         given: int64 ``[features, fields of IdList]``.
         real: the type of the arithmetic.
         unit: elements, by which rows of gradients are numbered.
-        drops: whether ids out of range count for nothing.
-        leaves_out: whether any ids may.
+        drops: whether ids out of range are ignored; otherwise they are bad.
+        leaves_out: whether any ids may be ignored.
         pooling: `SUM`, `MEAN` or `LARGEST`.
-        out: the address of the output; 0: features have addresses.
+        out: the address of the output; 0: `Feature.out` are addresses.
         sums: whether there is an output.
-        at_once: whether that may be written before all ids have been checked.
-        winners: int32, where the places of maxima go.
+        at_once: whether the output may be written before all ids have been checked.
+        winners: int32, to which the places of maxima are written.
         multiplies: whether `multiply` is going to be called.
+
+    Attributes:
+        bounds: int64 ``[bags + 1]``: the number of each bag's first id.
+        is_bad: whether an offset or an id is bad.
     """
 
     def __init__(
@@ -360,14 +365,14 @@ class Bags:
         _arranged.call(address_of(given), n, *parts, address_of(places), address_of(totals))
         n_ids, n_bags, self._n_parts = totals.tolist()
         self._threads = get_num_threads() if n_ids >= _SERIAL_BELOW else 1
-        # Loops read a little beyond the end, to fetch.
+        # Loops prefetch by ids a little beyond the end.
         ids = allocation.empty((n_ids + PADDING,), np.int32)
         ids[n_ids:] = 0
         self._ids, self.bounds = ids, np.empty(n_bags + 1, np.int64)
         self.bounds[-1] = n_ids
         self._real, self._pooling, self._loops = real, pooling, _LOOPS[real.itemsize]
         self._weights = allocation.empty((n_ids,), real) if weighted else None
-        # What was left out has a product, too: 0.
+        # Skipped ids still get a weight gradient: 0.
         self._origins = np.empty(n_ids, np.int32) if multiplies and leaves_out else None
         bad = np.zeros(self._n_parts + 1, np.int64)
         self._call = Arguments(BagsCall(
@@ -398,11 +403,11 @@ class Bags:
 
     @property
     def ids(self) -> np.ndarray:
-        """int32: the ids of all bags that count."""
+        """int32: the list of ids, without those that are ignored."""
         return self._ids[: self.bounds[-1]]
 
     def rows_of_gradient(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """For each id the row of the gradient, int32, and its weight or None."""
+        """The row of the gradient for each id of the list, int32, and its weight or None."""
         n = int(self.bounds[-1])
         found = allocation.empty((n,), np.int32)
         if self._pooling == MEAN and self._weights is None:
@@ -413,9 +418,10 @@ class Bags:
         return found, None if self._weights is None else self._weights[:n]
 
     def multiply(self, gradient: np.ndarray, g: Storage, w: Sequence[Storage]) -> list[np.ndarray]:
-        """For each id as it was given the product of its row and of the gradient of its bag.
+        """The product of each id's row with the gradient of its bag: an array for each feature.
 
-        ``w`` are the types of the tables of the features, whose arrays are in their order.
+        All ids of the caller have one, ignored ids 0. ``w`` are the storages of the features'
+        tables.
         """
         lengths = self._given[:, IdList._fields.index("n")].tolist()
         make = allocation.empty if self._origins is None else np.zeros

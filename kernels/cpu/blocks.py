@@ -4,15 +4,15 @@ The loops of this package (drivers) do not know a rule. A rule is compiled into 
 
     update(arrays, row, rows, width, g, hp)            six int64
 
-which updates ``rows`` rows of ``width`` elements, and a driver calls it through its address:
+which updates ``rows`` rows of ``width`` elements; a driver calls it through its address.
 ``arrays`` is the address of the addresses of the parameter and its states, ``row`` the number of
-rows before those that are updated; ``g``, of the gradient of these, and ``hp`` are addresses. To a
-rule that knows elements only (its `grain`) every element may be a row. A new rule then costs one
-small compilation, the drivers are compiled once for all rules, and the dense, row-sparse, serial
-and parallel paths run the very same machine code, hence give equal bits.
+the first row that is updated, ``g`` the address of that row's gradient, ``hp`` that of the scalars.
+For an elementwise rule every element may be a row. A new rule then costs one small compilation, the
+drivers are compiled once for all rules, and the dense, row-sparse, serial and parallel paths run
+the very same machine code, hence give equal bits.
 
 A rule that measures rows does so within its block: a row is read twice, the second time from the
-first cache. The first stage of a rule that measures more is a block that only reads and adds up,
+first cache. A rule that measures tensors has another block for its first stage, which only sums:
 
     measure(arrays, row, rows, width, g, hp, sums)     seven int64
 """
@@ -44,16 +44,16 @@ from .compiler.compile import NativeFunction
 from .compiler.intrinsics import array_reader, as_pointer, tuple_reader
 
 CPU = Compiler(
-    # Cached: the same function for all blocks is compiled once for a type of the arithmetic.
+    # Cached, so that blocks share a compiled function of the same type of the arithmetic.
     rule=cache(njit(**RULE_FLAGS)),
     part=cache(njit(**PROLOGUE_FLAGS)),
     conversion=lambda function: function,
-    # Not inlined by Numba, whose copies of it keep LLVM from making vectors.
+    # Not inlined by Numba: inlined by it, the function keeps LLVM from vectorising the loop.
     element=njit(error_model="numpy"),
     inlined=njit(error_model="numpy", inline="always"),
 )
 SUMS = {"reassoc", "contract"}
-"""What a loop that adds up may do: ``reassoc`` allows packed additions."""
+"""Flags of a loop that sums: ``reassoc`` allows vectorised additions."""
 
 
 class Blocks(NamedTuple):
@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
 
     update: NativeFunction
     update_zero: NativeFunction  # for a gradient that is 0 everywhere and is not read
-    update_real: NativeFunction  # for one in the type of the arithmetic (summed rows)
+    update_real: NativeFunction  # for a gradient in the type of the arithmetic (summed rows)
     measure: NativeFunction | None  # the first stage of a two-stage rule
     measure_real: NativeFunction | None
 
@@ -87,7 +87,7 @@ def readers(kernel: Kernel) -> tuple[Any, Any]:
 
 
 def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> str:
-    """All that decides the machine code of a function of a rule, for the on-disk cache."""
+    """A text of all that decides the machine code of a rule's function, for the on-disk cache."""
     parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
     names, rule = " ".join(storage.name for storage in storages), kernel.rule
     states = [(state.per, state.is_read) for state in rule.states]
@@ -150,7 +150,7 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
 
 
 def _summing(kernel: Kernel, *, zero_gradient: bool = False) -> Any:
-    """``add_up(arrays, g, hp)``: what is measured of some elements, as float64 sums."""
+    """``add_up(arrays, g, hp)``: the float64 sums that the rule measures over some elements."""
     zeros = (0.0,) * kernel.rule.n_measured
     if not zeros:
         return CPU.inlined(lambda arrays, g, hp: ())  # noqa: ARG005

@@ -1,8 +1,8 @@
-"""Any number of dense tensors in one call: updated, measured or looked at.
+"""Any number of dense tensors in one call: updated, measured, or checked to be finite.
 
 For the first stage of a two-stage rule a tensor is summed in parts of `PART` elements, each in the
-order of the machine code, and NumPy adds the sums of the parts in an order that their number fixes.
-So a sum depends on the tensor alone, not on the number of threads or on the other tensors.
+order of the machine code, and NumPy adds the sums of the parts in an order that depends on their
+number. So a sum depends on the tensor alone, not on the number of threads or on other tensors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .compiler.intrinsics import as_pointer, call_address
 from .compiler.records import int64s, last_at_most, records
 from .threads.parallel import Arguments, Loop, get_num_threads, run, run_all
 
-# Elements per part: short enough to balance the threads, and longer where there is much to do.
+# Elements of a part: few enough to balance the threads, and more in long tensors.
 CHUNK = 65_536
 _LONG_CHUNK = 262_144
 _PARTS_PER_THREAD = 16
 PART = 65_536  # of a tensor that is measured; fixes the last bits of a sum
-# Below this many elements one thread is about as fast as several in a loop, and faster by a quarter
-# after other work or a pause.
+# Below this many elements one thread is about as fast as several when steps follow each other, and
+# faster by a quarter after other work or a pause.
 SERIAL_BELOW = 131_072
 # Parts begin at multiples of this many elements, so that vectors of different parts
 # never share a cache line when the tensors are aligned.
@@ -47,7 +47,7 @@ class DenseCall(NamedTuple):
     addresses_bytes: int  # of a row of them
     gradients: np.ndarray  # [T]
     first: np.ndarray  # [T + 1]: flat index of each tensor's first element
-    widths: np.ndarray | None  # [T]: elements of a row, where the block knows rows
+    widths: np.ndarray | None  # [T]: elements of a row, if the block measures rows
     hp: np.ndarray  # [R, F] of the arithmetic type
     hp_row_bytes: int
     hp_of: np.ndarray  # [T]: row of hp
@@ -67,7 +67,7 @@ class DenseCall(NamedTuple):
         *,
         by_rows: bool = False,
     ) -> DenseCall:
-        """``block`` on tensors, ``chunk`` elements at a time, or about so many in whole rows."""
+        """A call of ``block`` on tensors, ``chunk`` elements at a time or so."""
         widths = table.widths if by_rows else None
         tensors = table.addresses, table.addresses.strides[0], gradients, table.first, widths
         scalars = hp, hp.strides[0], hp_of
@@ -89,7 +89,7 @@ def _block_arguments(c, t, row, rows, width):
 
 @njit(inline="always")
 def _run_rows(c, t, begin, end):
-    """The block on the rows of a tensor that begin in a stretch of its elements."""
+    """Call the block on the rows of a tensor that begin in a stretch of its elements."""
     if c.widths == 0:
         call_address(c.block, *_block_arguments(c, t, begin, end - begin, 1))
         return
@@ -103,7 +103,7 @@ def _run_rows(c, t, begin, end):
 
 @part(DenseCall)
 def _run_chunk(index, slot, c):
-    """The block on the elements of one chunk, tensor after tensor."""
+    """Call the block on the elements of one chunk, tensor after tensor."""
     first = int64s(c.first, c.n_tensors + 1)
     flat = index * c.chunk
     end = min(flat + c.chunk, first[c.n_tensors])
@@ -117,12 +117,12 @@ def _run_chunk(index, slot, c):
 
 
 class DenseStep:
-    """One step of a kernel on a table: what changes from step to step, and the call itself.
+    """The arguments of a step of a kernel on a table, and its loop.
 
-    To ask for the addresses of arrays and to write the loop's arguments takes longer than a step
-    on a small tensor, so both is done once, and the object is used for many steps; but for one
-    at a time. ``give`` leaves it to later ones. ``gradients`` and ``hp`` are to be written;
-    ``scalars`` is the memory of ``hp``.
+    Asking for the addresses of arrays and writing the loop's arguments takes longer than a step on
+    a small tensor. So both are done once, and the object is used for many steps, one at a time;
+    ``give`` hands it on to a later step. The caller writes ``gradients`` and ``hp``; ``scalars`` is
+    the memory of ``hp``.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class DenseStep:
         self.loops = (Loop(_run_chunk.address, 1, self._call.address, 1),)
 
     def prepare(self) -> None:
-        """Cut the tensors into parts, for this step: after it, `loops` can be run."""
+        """Cut the tensors into parts for this step; then `loops` can be run."""
         total = self.table.total
         threads = 1 if total < SERIAL_BELOW else get_num_threads()
-        if self._cut_for == (total, threads):  # the table may have been one of another size
+        if self._cut_for == (total, threads):  # the table can get another size (`TensorTable.move`)
             return
         chunk = _chunk(total, threads)
         self._call.words[_CHUNK] = chunk
@@ -159,12 +159,12 @@ class DenseStep:
         run_all(self.loops)
 
     def release(self) -> None:
-        """Leave the object to later steps."""
+        """Hand the object on to later steps."""
         self._give(self)
 
 
 def _chunk(total: int, threads: int) -> int:
-    """How many elements make a part."""
+    """The number of elements of a part."""
     if threads == 1:
         return max(1, total)
     share = -(-total // threads)
@@ -175,7 +175,7 @@ def _chunk(total: int, threads: int) -> int:
 class MeasureCall(NamedTuple):
     """Arguments of the measuring loop, all ``int64``."""
 
-    dense: int  # address of those of the dense loop: a chunk is a part
+    dense: int  # address of the `DenseCall`; its chunks are the parts
     first_part: np.ndarray  # [T]: number of each tensor's first part
     sums: np.ndarray  # [parts, n_measured] float64
     sums_bytes: int  # of a row of them
@@ -195,11 +195,11 @@ def _measure_part(index, slot, c):
 def measure(
     kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> np.ndarray:
-    """float64 ``[T, n_measured]`` sums of what a rule measures; as `DenseStep`."""
+    """float64 ``[T, n_measured]`` sums that a rule measures; arguments as in `DenseStep`."""
     block = blocks(kernel).measure
     assert block is not None
-    # An empty tensor has a part too, whose sums are 0: of no parts NumPy's reduceat would make the
-    # first sum of the next tensor.
+    # An empty tensor has a part too, with sums of 0: for a tensor without parts NumPy's reduceat
+    # would return the first sum of the next tensor.
     parts = np.maximum(1, -(-np.diff(table.first) // PART))
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
     sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
@@ -212,13 +212,13 @@ def measure(
 
 @cache
 def finite_check(storage: Storage) -> NativeFunction:
-    """A block that looks at the gradient alone; a NaN or an infinity sets the int64 at ``hp``."""
+    """A block that reads the gradient alone; a NaN or an infinity sets the int64 at ``hp`` to 1."""
     carrier = np.dtype(f"u{storage.itemsize}").type
     exponent = carrier(storage.exponent)
 
     def check_finite(arrays, row, rows, width, g, found):
-        # Counted to the end: a loop that could be left in the middle would not be packed. Threads
-        # that find something all write the same 1, so they need no atomic.
+        # All elements are counted: a loop that can end early is not vectorised. Threads that find a
+        # NaN or an infinity write the same 1, so they need no atomic.
         values, count = carray(as_pointer(g), rows * width, carrier), 0
         for i in range(values.size):
             count += (values[i] & exponent) == exponent

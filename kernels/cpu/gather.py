@@ -1,4 +1,4 @@
-"""Rows of a table to a contiguous array: the forward of an embedding."""
+"""Copying rows of a table to a contiguous array: the forward pass of an embedding."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class GatherCall(NamedTuple):
 
 @part(GatherCall)
 def gather_part(index, slot, c):
-    """The rows of one stretch of the indices."""
+    """Copy the rows of one stretch of the indices."""
     indices, n_bytes = int64s(c.indices, c.n), c.row_bytes
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):
-        # Only the list of indices says where the next rows lie, which no processor foresees.
+        # No processor can foresee the next rows, which only the indices tell.
         if b + _ROWS_AHEAD < c.n:
             prefetch(c.table + indices[b + _ROWS_AHEAD] * n_bytes, n_bytes)
         copy_bytes(c.out + b * n_bytes, c.table + indices[b] * n_bytes, n_bytes)

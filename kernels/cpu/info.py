@@ -44,8 +44,8 @@ def facts() -> dict[str, str]:
         limit = parallel.deciding_limit()
         count = f"{limit.threads}, decided by {limit.source}"
         layer = ": ".join(filter(None, (layers.threading_layer(), layers.layer_problem())))
-        obstacle = openmp.obstacle()
-        shared = f"left alone: {obstacle}" if obstacle else "also run steps of nn.torch while awake"
+        reason = openmp.why_not()
+        shared = f"left alone: {reason}" if reason else "also run steps of nn.torch while awake"
     except ValueError as error:  # the layer that the user chose cannot be loaded
         layer, count, shared = str(error).strip().splitlines()[0], "none", "none"
     built = machine.portable(parallel.LOOPS[0].identity) is not None
@@ -54,15 +54,15 @@ def facts() -> dict[str, str]:
         "threads": "; ignored: ".join((count, *layers.ignored_variables())),
         "threading layer": layer,
         "PyTorch threads": shared,
-        "array headers": _way(arrays.obstacle),
+        "array headers": _way(arrays.why_not),
         "tensor headers": _tensor_headers(),
         "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),
     }
 
 
-def _way(obstacle: str) -> str:
-    return f"read through Python (slower): {obstacle}" if obstacle else "read directly"
+def _way(reason: str) -> str:
+    return f"read through Python (slower): {reason}" if reason else "read directly"
 
 
 def _tensor_headers() -> str:

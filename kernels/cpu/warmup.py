@@ -24,11 +24,13 @@ from . import bags, dense, gather  # noqa: F401
 from .blocks import blocks
 from .compiler import machine
 from .compiler.compile import PARTS, NativeFunction
+from .counts import are_equal_at
 from .headers import arrays, id_lists, tensors
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
 from .rows import step, sums  # noqa: F401
-from .threads import counts, layers
+from .tensor_counts import are_equal_floats_at
+from .threads import layers
 from .threads.parallel import LOOPS, SHARED_LOOPS
 
 _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
@@ -51,7 +53,7 @@ def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """Loops that depend on no rule, and gain nothing from vectors that Numba makes of them."""
     yield from (*LOOPS, *SHARED_LOOPS)
     yield from (*arrays.READERS, *tensors.READERS, *id_lists.READERS, layers.available_threads)
-    yield from (counts.are_equal_at, counts.are_equal_floats_at)
+    yield from (are_equal_at, are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:
         for form in sums.FORMS:

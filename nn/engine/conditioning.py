@@ -1,4 +1,4 @@
-"""Gradient transforms of a step, which come before the rule: decay, scale, factors, clipping."""
+"""The gradient transforms of a step, before the rule: decay, scale, factors, clipping."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .reader import index_lists
 
 
 class Conditioning:
-    """MindSpore's order: coupled weight decay, then the loss scale.
+    """Gradient transforms in MindSpore's order: coupled weight decay, then the loss scale.
 
-    Coupled is a weight decay that is part of the gradient; else the rule has it.
+    A coupled weight decay is added to the gradient; otherwise the rule applies it.
     """
 
     is_measured = False  # whether `complete` has to be called, with scalars for each tensor
     leaves_decay = True  # whether the rule applies the weight decays, if it has any
-    measures_rows = False  # whether of row-sparse gradients too
-    bound = 0.0  # of elements, where they are clipped
+    measures_rows = False  # whether row-sparse gradients are measured too
+    bound = 0.0  # the bound of elements that are clipped
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Conditioning:
         coupled: bool,
     ) -> None:
         self._options, self.loss_scale, self._is_coupled = options, loss_scale, coupled
-        # Compiled in front of the rule. Whether a decay acts is decided once for all parameters,
-        # or each subset with a gradient would have a kernel of its own.
+        # The prologue is compiled with the rule. Whether a decay acts is decided once for all
+        # parameters; otherwise each subset that has a gradient would need a kernel of its own.
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
 
     def _parts(self, decays: bool) -> Prologue:
@@ -48,26 +48,26 @@ class Conditioning:
 
     @property
     def _scaling(self) -> Prologue:
-        # One on a device may become another number in each step.
+        # A loss scale on a device may change in each step.
         is_one = not isinstance(self.loss_scale, DeviceArray) and self.loss_scale == 1.0
         return () if is_one else (SCALE,)
 
     @property
     def _scale(self) -> float:
-        """The loss scale; one on a device is waited for."""
+        """The loss scale; the host waits for one on a device."""
         return number_of(self.loss_scale)
 
     def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
-        """The factor with which parameter ``i`` joins its gradient before that is centralized."""
+        """The factor by which parameter ``i`` is added to its gradient before centralization."""
         return decay * self._scale if self._is_coupled else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:
-        """The scalars of the gradient transform of parameter ``i``, in the order of its parts."""
+        """The scalars of the gradient transforms of parameter ``i``, in their order."""
         if not self.prologue:
             return ()
         scale = self._scale
-        # A centralized gradient already holds the decay: as in MindSpore, the mean is taken of both
-        # together.
+        # A centralized gradient already contains the decay: as in MindSpore, the mean is that of
+        # their sum.
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
@@ -76,19 +76,19 @@ class Conditioning:
 
     @property
     def joins(self) -> np.ndarray:
-        """Whether the weight decay of each parameter would join its gradient in the step; bool."""
+        """Whether the step adds the weight decay of each parameter to its gradient; bool."""
         return np.array([not option.centralize for option in self._options])
 
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:
-        """Fill in, in their columns, the scalars of dense tensors that have to be measured."""
+        """Fill in the scalars that follow from measuring tensors, in their columns."""
 
 
 class Clipping(Conditioning):
-    """Keras's order: the loss scale, clipping, then coupled weight decay.
+    """Gradient transforms in Keras's order: the loss scale, clipping, then coupled weight decay.
 
-    With a ``bound`` each element is clipped, in the pass of the step; with a ``limit`` the norm of
-    each tensor, which is measured first: then the scale of the gradient has the factor. A gradient
-    is centralized before, and without the decay.
+    With a ``bound`` each element is clipped, in the pass of the step. With a ``limit`` the norm of
+    each tensor is clipped: it is measured first, and the scale of the gradient gets the factor. A
+    gradient is centralized before, without the decay.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Clipping(Conditioning):
         return clip + ((COUPLED_DECAY,) if decays else ())
 
     def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
-        """The decay comes after clipping."""
+        """Zero: the decay is added after clipping."""
         return 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
@@ -125,16 +125,16 @@ class Clipping(Conditioning):
             sizes = np.diff(batch.variables.table.first)
             squares = squares_at(batch.g, call.gradients, sizes).tolist()
         norms = [math.sqrt(square) * scale for square in squares]
-        # One that is not finite makes NaN, which does not pass for a clipped gradient.
+        # A norm that is not finite gives NaN: such a gradient must not look clipped.
         factors = [self.limit / max(n, self.limit) if math.isfinite(n) else math.nan for n in norms]
         call.hp[:, column["grad_scale"]] = np.array(factors) * scale
 
 
 def _squares_of_rows(batch: Batch, gradients: Sequence[RowGradient]) -> list[float]:
-    """The sum of squares of each gradient of a batch, of summed rows.
+    """The sum of squares of each row-sparse gradient of a batch, duplicates summed first.
 
     Raises:
-        ValueError: a gradient has a part of the occurrences, as that of a table in parts.
+        ValueError: a gradient has only a part of the batch, as for a table that is sharded.
         IndexError: an index is out of range.
     """
     variables, lists = batch.variables, index_lists(batch, gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.threads.counts import Count, NumberWrite
+from ...kernels.cpu.counts import Count
+from ...kernels.cpu.numbers import NumberWrite
+from ...kernels.cpu.process.forks import in_child
 from ...kernels.cpu.threads.parallel import Joined, Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rule import columns
@@ -56,7 +57,7 @@ class Host:
         return known[1]
 
     def undo(self, layout: Layout) -> Callable[[], None]:
-        """What takes back the count of a step with gradients of this layout."""
+        """A function that takes back the count of a step with gradients of this layout."""
         total, _, steps = self.counts
 
         def undo() -> None:
@@ -69,14 +70,11 @@ class Host:
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
-def _after_fork_in_child() -> None:
-    # Whoever held a lock does not exist there.
+@in_child
+def _release_locks() -> None:
+    # A thread that held a lock in the parent does not exist here.
     for host in list(_living):
         host._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _write(plan: Plan, count: Count) -> None:

@@ -1,4 +1,4 @@
-"""How the gradients of one step lie: which kernel calls they need, and on what.
+"""The layout of one step: the kernel calls that its gradients need, and the tensors of each.
 
 A layout depends on the kinds and dtypes of the gradients alone, so it is made once and used
 for every later step with gradients of the same kinds.
@@ -25,16 +25,16 @@ NOTHING = np.empty(0)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tensors of one kernel call: equal storage types of parameters, gradients and states."""
+    """The tensors of one kernel call: parameters, gradients and states of equal storage types."""
 
     positions: np.ndarray  # int64 [T]: places of the tensors in optimizer order
     variables: Variables  # parameters and states
     g: Storage  # of the gradients
-    row_sparse: bool  # whether the gradients are
+    row_sparse: bool  # whether the gradients are row-sparse
     places: np.ndarray  # int64 [T]: places among the dense, or the row-sparse, gradients
     is_all: bool  # whether these are all parameters of the optimizer, in order
-    real: type  # NumPy's, of the arithmetic
-    labels: tuple[str, ...]  # how errors name the gradients
+    real: type  # NumPy's scalar type of the arithmetic
+    labels: tuple[str, ...]  # names of the gradients in errors
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,18 +48,18 @@ class KernelCall(NamedTuple):
 
     batch: Batch
     rule: Rule
-    prologue: Prologue  # what happens to the gradients before
+    prologue: Prologue  # the gradient transforms before the rule
     touched_only: bool  # whether row-sparse gradients update only the rows that occur
-    gradients: Any  # int64 [T]: addresses of dense gradients; or the row-sparse ones
+    gradients: Any  # int64 [T]: addresses of dense gradients; or row-sparse gradients
     hp: np.ndarray  # rows of scalars
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
-    # float64 [T], of each tensor, where something is measured first:
+    # float64 [T], for each tensor, if tensors are measured first:
     rates: np.ndarray = NOTHING
     decays: np.ndarray = NOTHING
 
 
 class Kind(NamedTuple):
-    """The kind of a gradient: its dtype, and that of its indices if it is row-sparse."""
+    """The kind of a gradient: its dtype, and the dtype of its indices if it is row-sparse."""
 
     dtype: np.dtype[Any]
     index_dtype: np.dtype[Any] | None = None
@@ -79,24 +79,25 @@ Place = tuple[np.ndarray, int, tuple[int, ...], np.dtype[Any]]
 class Layout:
     """The batches of a step."""
 
-    # One for each kernel call. Row-sparse ones come first: they check indices before they write.
+    # One for each kernel call. Row-sparse batches come first: they check indices before they write.
     batches: tuple[Batch, ...]
     active: np.ndarray  # int64: places of all parameters that have a gradient
     is_complete: bool  # whether these are all parameters
     dense_bytes: tuple[int, ...]  # sizes of the dense gradients, in order
-    kinds: tuple[Kind | None, ...]  # those of the gradients
-    # The headers of their arrays (of row-sparse ones first the indices, then the values) and of
-    # the variables, where every parameter has a gradient; else None.
+    kinds: tuple[Kind | None, ...]  # the kind of each parameter's gradient
+    # The expected headers of the gradients' arrays (for a row-sparse gradient the indices, then
+    # the values) and of the variables, if every parameter has a gradient; else None.
     expected: headers.ExpectedArrays | None
-    dense_arrays: np.ndarray  # int64: places among these arrays of the dense gradients
-    row_arrays: tuple[int, ...]  # places of the indices of the row-sparse ones, -1 of pooled ones
+    dense_arrays: np.ndarray  # int64: places of the dense gradients among these arrays
+    row_arrays: tuple[int, ...]  # places of the indices of row-sparse gradients, -1 for pooled ones
     memory: list[list[int]]  # begins and ends of the active variables, in order
-    places: tuple[Place, ...]  # where and what the active variables on the host were
+    places: tuple[Place, ...]  # the active variables on the host, when the layout was made
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the variables on the host are where and as they were: nobody has resized one,
-        or given it another shape, in place.
+        """Whether the variables on the host have kept their addresses, shapes and dtypes.
+
+        NumPy can resize an array, or change its shape, in place.
         """
         return all(place[1:] == _place(place[0])[1:] for place in self.places)
 

@@ -1,7 +1,7 @@
 """Steps on the host for parameters on a CUDA device: `AdamOffload`, and ``target = "CPU"``.
 
-States live on the host and the arithmetic is done there. Parameters and gradients come in chunks
-through pinned memory, and the parameters go back, while the host works on the next chunk.
+States live on the host, which computes. Parameters and gradients come in chunks through pinned
+memory; the parameters go back while the host works on the next chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .plan import Plan
 from .reader import check_rows
 
 CHUNK = 1 << 22
-"""Elements that come at a time."""
+"""Elements of a chunk."""
 
 
 class Offload:
@@ -40,17 +40,17 @@ class Offload:
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
             with launch_on(arrays, plan.use_locking) as launch:
-                # Of all batches, before the first chunk: chunks are written one by one, and a bad
-                # index in a later one would leave half a step.
+                # The indices of all batches are checked before the first chunk is written: a bad
+                # index in a later chunk would leave half a step.
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
                 for call in plan.calls:
                     _run(call, rows[call.batch], plan, launch.stream)
-        # Last: a step whose parameters have not all gone back to the device is not counted.
+        # Counted last: only when all parameters have gone back to the device.
         commit([], self._host.count(layout))
 
 
 def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
-    """The row-sparse gradients of a batch with their indices, which are in range, on the host."""
+    """The row-sparse gradients of a batch with their indices on the host, checked."""
     rows = []
     for row in plan.given.rows_of(batch) if batch.row_sparse else ():
         if row.rows is not None:
@@ -71,7 +71,7 @@ class TensorSlice(NamedTuple):
 
 
 def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[TensorSlice]]:
-    """Slices of about `CHUNK` elements together; with ``split`` long tensors are cut."""
+    """Lists of slices of about `CHUNK` elements each; with ``split`` long tensors are cut."""
     chunk: list[TensorSlice] = []
     room = CHUNK
     for t, size in enumerate(sizes):
@@ -89,10 +89,10 @@ def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[TensorSlice
 
 
 def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
-    """A step on a batch, chunk by chunk; on tables, with checked ``rows``, one after the other."""
+    """Take a step on a batch: chunk by chunk, or table by table with their checked ``rows``."""
     batch, tensors = call.batch, call.batch.variables.tensors
     is_measured = call.rates is not NOTHING
-    # Of rows and tensors, states and what is measured are those of whole ones.
+    # A tensor that has states of rows or of the tensor, or is measured, must not be cut.
     is_apart = call.rule.is_elementwise and not call.rule.is_row_wise
     split = is_apart and not (is_measured or rows)
     sizes = [arrays[0].size for arrays in tensors]

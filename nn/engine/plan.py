@@ -1,4 +1,4 @@
-"""A step, read and checked: which tensors take it together, and with which scalars."""
+"""The plan of a step whose gradients are read and checked: its kernel calls and their scalars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...kernels.cpu.threads.counts import are_equal
+from ...kernels.cpu.counts import are_equal
 from ...kernels.formula import ROUNDING, Formula
 from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST
@@ -25,29 +25,30 @@ class Update(NamedTuple):
     """The update that a step makes of each tensor, and the numbers that it needs."""
 
     rule: Rule
-    formula: Formula  # how its scalars follow from the learning rate and the update of a tensor
+    formula: Formula  # computes its scalars from the learning rate and the number of the update
     constants: tuple[tuple[str, float], ...] = ()  # numbers that `Rule.factor` takes, by name
-    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # of the optimizer, in its order
+    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # the optimizer's, in its order
 
 
 class Counts(NamedTuple):
     """The counts of an optimizer, in arrays that its steppers share."""
 
     global_step: np.ndarray  # int32 (1,): steps that were not skipped
-    skipped: np.ndarray  # int64 (1,): steps that were
+    skipped: np.ndarray  # int64 (1,): steps that were skipped
     steps: np.ndarray  # int64 [P]: updates of each parameter
 
 
 class Classes:
-    """The classes of parameters: those that share all options share their scalars."""
+    """The classes of parameters: parameters with equal options share their scalars."""
 
     def __init__(self, where: str, options: Sequence[ParameterOptions]) -> None:
         known: dict[Any, int] = {}
         self.examples: list[int] = []  # a parameter of each class
         of = []
         for i, option in enumerate(options):
-            # Learning rates by identity: a fixed one is a parameter that can be assigned to, so two
-            # that are equal now need not be in the next step. A fixed decay stays what it is.
+            # Learning rates are compared by identity: a fixed rate is a parameter that can be
+            # assigned to, so two equal rates may differ in the next step. A fixed decay does not
+            # change.
             decay = option.decay if isinstance(option.decay, float) else id(option.decay)
             key = (id(option.rate), type(option.decay), decay, option.centralize)
             if key not in known:
@@ -71,11 +72,11 @@ class Classes:
         return rates, self._fixed_decays or self.decays.at(step)
 
     def _fixed_rates(self) -> list[float] | None:
-        """The learning rates, where all are numbers of the host and in range."""
+        """The learning rates, if all are numbers on the host and in range; else None."""
         rates = []
         for rate in self._rates:
             array = rate.array if type(rate) is Parameter else None
-            # Out of range is for `PerOwnerRates` to say, which names it; here it is only found.
+            # `PerOwnerRates` raises for a rate out of range, with its name.
             if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
                 return None
             rates.append(float(array))
@@ -87,12 +88,12 @@ class Plan(NamedTuple):
 
     given: Gradients
     update: Update
-    conditioning: Conditioning  # what happens to the gradients before
+    conditioning: Conditioning  # the gradient transforms before the rule
     rates: Sequence[float]  # of each class of parameters
-    decays: Sequence[float]
+    decays: Sequence[float]  # of each class of parameters
     touched_only: bool  # whether row-sparse gradients update only the rows that occur
-    skip_nonfinite: bool  # whether it would have been skipped for a gradient that is not finite
-    use_locking: bool  # whether its memory is held exclusively
+    skip_nonfinite: bool  # whether a gradient that is not finite skips the step
+    use_locking: bool  # whether the step locks its memory
     calls: Sequence[KernelCall]
 
 
@@ -106,10 +107,10 @@ def calls_of(
     *,
     touched_only: bool,
 ) -> list[KernelCall]:
-    """The kernel calls of a step, whose scalars are worked out here.
+    """The kernel calls of a step, with their scalars.
 
     ``numbers`` are the learning rates and weight decays of the classes, ``steps`` (int64 ``[P]``)
-    the updates of each parameter before this one.
+    the numbers of updates of each parameter before this one.
     """
     rates, decays = numbers
     prologue, n_classes = conditioning.prologue, len(classes.examples)
@@ -132,7 +133,7 @@ def calls_of(
         measures = conditioning.measures_rows if batch.row_sparse else conditioning.is_measured
         if not (measures or rule.is_two_stage):
             calls.append(KernelCall(*shared, hp, hp_of))
-        else:  # what is measured differs from tensor to tensor
+        else:  # each tensor is measured, so it gets a row of scalars of its own
             own = np.array([k for _, k in keys])[hp_of]
             hp, each = hp[hp_of], np.arange(len(hp_of))
             calls.append(KernelCall(*shared, hp, each, np.array(rates)[own], np.array(decays)[own]))
@@ -166,7 +167,7 @@ class Stepper(Protocol):
     """A runner of the steps of an optimizer: on the host, on a device, or on both."""
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Within it, no other thread takes a step of the optimizer."""
+        """A context in which no other thread takes a step of the optimizer."""
 
     def run(self, plan: Plan) -> None:
         """Take a step, and count it."""

@@ -22,8 +22,8 @@ from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .layout import Batch, Kind, Layout, build_layout
 
-# Layers that take turns to have gradients need a layout each; a model in which the choice never
-# repeats must not collect them.
+# A model whose layers take turns to have gradients needs several layouts. A model in which the
+# choice of layers never repeats must not keep all of them.
 _KEPT_LAYOUTS = 16
 
 
@@ -31,14 +31,14 @@ class Gradients(NamedTuple):
     """The checked gradients of one step."""
 
     layout: Layout
-    addresses: np.ndarray  # int64: of the dense ones, in order
-    rows: list[RowGradient]  # the row-sparse ones, in order
-    keep: Sequence[Any]  # what must stay alive until the step is done
-    streams: Sequence[DeviceArray] = ()  # of a device: one array of each stream, if that is known
+    addresses: np.ndarray  # int64: those of the dense gradients, in order
+    rows: list[RowGradient]  # the row-sparse gradients, in order
+    keep: Sequence[Any]  # objects that must stay alive until the step is done
+    streams: Sequence[DeviceArray] = ()  # on a device: one array of each stream, if known
 
     @property
     def arrays(self) -> Sequence[Any]:
-        """Arrays of all streams of a step on a device; a parameter first, which decides."""
+        """Arrays of all streams of a step on a device; the first, a parameter, decides."""
         if self.streams:
             return self.streams
         variables = (batch.variables.tensors for batch in self.layout.batches)
@@ -48,11 +48,11 @@ class Gradients(NamedTuple):
         return found
 
     def addresses_of(self, batch: Batch) -> np.ndarray:
-        """The addresses of the gradients of a batch of dense ones."""
+        """The addresses of the dense gradients of a batch."""
         return self.addresses if batch.is_all else self.addresses[batch.places]
 
     def of(self, batch: Batch) -> Any:
-        """The gradients of a batch: addresses of dense ones, or the row-sparse ones."""
+        """The gradients of a batch: addresses of dense gradients, or row-sparse gradients."""
         return self.rows_of(batch) if batch.row_sparse else self.addresses_of(batch)
 
     @property
@@ -61,25 +61,25 @@ class Gradients(NamedTuple):
         return [(batch, self.of(batch)) for batch in self.layout.batches]
 
     def rows_of(self, batch: Batch) -> list[RowGradient]:
-        """The gradients of a batch of row-sparse ones."""
+        """The row-sparse gradients of a batch."""
         is_only = self.layout.n_row_batches == 1
         return self.rows if is_only else [self.rows[k] for k in batch.places]
 
 
 class _LastOnDevice(NamedTuple):
-    """The last step on a device, of dense gradients that were taken as they lay."""
+    """The last step on a device, if its gradients were dense and not copied."""
 
     layout: Layout
-    looks: Sequence[Any]  # of each gradient, or None: `DeviceArray.look`
+    looks: Sequence[Any]  # `DeviceArray.look` of each gradient, or None
     streams: Sequence[DeviceArray]
 
 
 class GradientReader:
-    """Checks gradients and finds how they lie; keeps the layouts it has seen.
+    """Checks gradients and finds their layouts, which it keeps.
 
-    Where ``sparse_update`` is None row-sparse gradients raise, and ``rows_need`` says what was
-    expected and what was found. ``centralized`` are the places of the parameters whose gradients
-    are centralized. To a ``row_wise`` rule a vector is one row.
+    If ``sparse_update`` is None, row-sparse gradients raise, and ``rows_need`` is what the error
+    says of expected and got. ``centralized`` are the places of the parameters whose gradients are
+    centralized. For a ``row_wise`` rule a vector is one row.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class GradientReader:
 
     def forget(self) -> None:
         """Drop all layouts: an address has changed."""
-        # A new dict: what a thread finds that has read before goes to the one of before. Under None
-        # is the last one, if `read_like_last` can take it.
+        # A new dict: a thread that is reading now writes its layout to the old one. The key None
+        # has the last layout, if `read_like_last` can use it.
         self._layouts: dict[tuple[Kind | None, ...] | None, Layout] = {}
         self._on_device: _LastOnDevice | None = None
 
@@ -141,7 +141,7 @@ class GradientReader:
                 return None
             others = iter(pooled)
             rows = [row or next(others) for row in rows]
-        # NumPy takes longer to select nothing than all else here.
+        # Selecting nothing with NumPy takes longer than everything else here.
         dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
         return Gradients(last, dense, rows, arrays)
 
@@ -199,7 +199,7 @@ class GradientReader:
                 continue
             if type(gradient) is not RowTensor or gradient.dense_shape != shapes[0]:
                 return None
-            if gradient.positions is not None or gradient.batch_length:  # to be checked
+            if gradient.positions is not None or gradient.batch_length:  # `read` checks these
                 return None
             arrays.append(gradient.indices)
             arrays.append(gradient.values)
@@ -212,8 +212,9 @@ class GradientReader:
 
         Raises:
             TypeError: a kind or dtype does not fit.
-            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, it
-                shares memory with a parameter or state, or one of those cannot be updated.
+            ValueError: a shape does not fit, a gradient is row-sparse although the optimizer takes
+                none, it shares memory with a parameter or state, or one of these is read-only or
+                has changed its shape.
         """
         layouts = self._layouts
         read, kinds = self._read_each(gradients, added)
@@ -224,7 +225,7 @@ class GradientReader:
         addresses = [address_of(g) for g in dense]
         # A gradient in the memory of a parameter or a state would change while the step reads it.
         self._check_unshared(layout, addresses, rows)
-        if not self._centralized:  # `read_like_last` takes the arrays as they are
+        if not self._centralized:  # `read_like_last` would not centralize them
             layouts[None] = layout
         given = Gradients(layout, np.array(addresses, np.int64), rows, read)
         self._on_device = self._last_on_device(layout, given)
@@ -251,7 +252,7 @@ class GradientReader:
                 kinds.append(None)
                 continue
             if i in self._centralized and isinstance(gradient, BagTensor):
-                gradient = gradient.to_rows()  # each has a mean of its own
+                gradient = gradient.to_rows()  # each row has a mean of its own
             found = read_gradient(self._where, parameter, gradient)
             if isinstance(found, RowGradient) and self._sparse_update is None:
                 name = f"gradient of {parameter.name!r}"
@@ -311,13 +312,13 @@ class GradientReader:
     @quiet
     def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
-        if parameter.is_on_device:  # by way of the host, which waits
+        if parameter.is_on_device:  # computed on the host, which waits
             found = self._centralize_on_host(parameter.asnumpy(), _on_host(gradient), factor)
             return _on_device_of(parameter.array, found)
         return self._centralize_on_host(parameter.data, gradient, factor)
 
     def _centralize_on_host(self, w: np.ndarray, gradient: Any, factor: float) -> Any:
-        # In the type of the arithmetic, so that nothing is rounded twice.
+        # Computed in the type of the arithmetic, so that nothing is rounded twice.
         real = real_type(w.dtype)
         if not isinstance(gradient, RowGradient):
             wide = gradient.astype(real, copy=False)
@@ -347,14 +348,14 @@ class GradientReader:
 
 
 def _on_host(gradient: Any) -> Any:
-    """A copy on the host of a gradient on a device."""
+    """A copy of a device gradient on the host."""
     if not isinstance(gradient, RowGradient):
         return gradient.numpy()
     return gradient.with_arrays(indices=gradient.indices.numpy(), values=gradient.values.numpy())
 
 
 def _on_device_of(w: DeviceArray, gradient: Any) -> Any:
-    """A copy on the device of a parameter, in arrays of its framework."""
+    """A copy of a gradient on the device of ``w``, in arrays of its framework."""
     if not isinstance(gradient, RowGradient):
         return w.holding(gradient)
     arrays = w.holding(gradient.indices), w.holding(gradient.values)
@@ -374,7 +375,7 @@ def by_storage(
             sizes = np.diff(batch.variables.table.first)
             found += zip(gradients.tolist(), sizes.tolist(), strict=True)
     return tuple(
-        # Once each: the gradient of pooled tables is one array for all of them.
+        # Each array once: pooled tables share one array of gradients.
         (storage, *np.array([*dict.fromkeys(spans)], np.int64).reshape(-1, 2).T.copy())
         for storage, spans in arrays.items()
     )
@@ -421,7 +422,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     if rows.dense_shape != parameter.shape:
         wrong, shapes = "has a wrong dense_shape", (parameter.shape, rows.dense_shape)
         reject(ValueError, where, name, wrong, *shapes)
-    # Adopted again: the attributes of a RowTensor can be assigned to.
+    # Adopted again, since the attributes of a RowTensor can be assigned to.
     indices = adopt_anywhere(where, name, rows.indices)
     values = adopt_anywhere(where, name, rows.values)
     check.float_dtype(where, name, values, "a floating dtype")

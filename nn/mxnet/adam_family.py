@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu.counts import Count
 from ...kernels.cpu.threads import allocation
-from ...kernels.cpu.threads.counts import Count
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.cpu.threads.workspace import Pool
 from ...kernels.keeping import MASTER

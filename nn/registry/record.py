@@ -113,13 +113,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Measured:
-    """A class with options that decide what a step moves, as the benchmark has it.
+    """A case of the benchmark: a class with options that decide which bytes a step moves.
 
     Attributes:
-        dense: the algorithm that peers are asked for when all gradients are dense; None: nobody
-            is.
-        rows: likewise when they are row-sparse; None: not measured.
-        options: of the class, beside the learning rate.
+        dense: the algorithm that peers run on dense gradients; None: no peer runs it.
+        rows: the algorithm for row-sparse gradients; None: not measured.
+        options: options of the class, beside the learning rate.
         passes: for each pass over whole tensors before the update, how many arrays it reads.
         on_request: kinds of gradients that are left to those who name the case, because the step
             is that of another one.

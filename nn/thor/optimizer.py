@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.threads.layers import Limit
-from ...kernels.cpu.threads.parallel import at_most
+from ...kernels.cpu.threads.parallel import limit_threads
 from ...kernels.formula import Formula
 from ...kernels.quiet import quiet
 from ...kernels.rules import sgd as rules
@@ -207,7 +207,7 @@ class Thor(FusedOptimizer):
                 pairs = zip(self.parameters, given, strict=True)
                 given = [None if g is None else p.array.holding(g) for p, g in pairs]
             is_small = sum(p.size for p in self.parameters) <= _SERIAL_UP_TO
-            return at_most(_ALONE if is_small else None, super().construct, tuple(given))
+            return limit_threads(_ALONE if is_small else None, super().construct, tuple(given))
         except BaseException:
             if self._step == step:
                 for owner, attributes in before:

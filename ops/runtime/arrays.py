@@ -1,4 +1,4 @@
-"""Arrays as they come in: adopted without a copy."""
+"""Adopting a caller's arrays without a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .device import DeviceArray
 from .errors import reject
 from .frameworks import check_there, framework_of, is_tensor
 
-_LINES_FROM = 65_536  # bytes: for less, it would cost more to find a line than it gains
+_LINES_FROM = 65_536  # bytes: aligning a smaller array costs more than it gains
 
 
 def real_type(dtype: np.dtype[Any]) -> Any:
@@ -25,11 +25,11 @@ def real_type(dtype: np.dtype[Any]) -> Any:
 
 
 ROUNDINGS = {dtype: ROUNDING[real_type(dtype)] for dtype in STORAGES}
-"""By dtype of an array, what rounds numbers to the type of the arithmetic on it."""
+"""Functions that round numbers to the type of the arithmetic, by the dtype of an array."""
 
 
 def address_of(array: Any) -> int:
-    """The address of the first element of what was adopted."""
+    """The address of the first element of an adopted array."""
     return array.address if isinstance(array, DeviceArray) else headers.address_of(array)
 
 
@@ -41,9 +41,9 @@ def addresses_of(arrays: Sequence[Any]) -> list[int]:
 
 
 def empty_like(array: Any, shape: tuple[int, ...] | None = None) -> Any:
-    """A new array of the same dtype in the same place; a large one begins at a line.
+    """A new array of the dtype and on the device of ``array``, and of its shape unless given.
 
-    Its shape is the same unless given.
+    A large array on the host begins at a cache line.
     """
     if isinstance(array, DeviceArray):
         return array.empty_like(shape=shape)
@@ -53,7 +53,7 @@ def empty_like(array: Any, shape: tuple[int, ...] | None = None) -> Any:
 
 
 def native(array: Any) -> Any:
-    """The array that a caller is given: of NumPy, or of the framework of a device array."""
+    """The array to return to a caller: NumPy's, or that of the framework of a device array."""
     return array.native() if isinstance(array, DeviceArray) else array
 
 
@@ -73,23 +73,23 @@ def adopt_anywhere(where: str, name: str, value: Any) -> Any:
 def adopt(where: str, name: str, value: Any) -> np.ndarray:
     """The NumPy view of ``value``, without a copy.
 
-    Taken are NumPy arrays and scalars, `fusestep.nn.Parameter`, and any object on the host
-    with ``__array__`` or ``__dlpack__``. What has DLPack alone is read-only before NumPy 2: a
-    gradient may be so, a variable is refused.
+    NumPy arrays and scalars are accepted, `fusestep.nn.Parameter`, and any object on the host with
+    ``__array__`` or ``__dlpack__``. Before NumPy 2 an object with DLPack alone gives a read-only
+    array: that can be a gradient, but no variable.
     """
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ma.MaskedArray):
         reject(TypeError, where, name, "is masked", "an array without a mask", "masked array")
     if isinstance(value, np.ndarray):
-        return value.view(np.ndarray)  # a subclass may change what shapes and indices mean
+        return value.view(np.ndarray)  # a subclass may give shapes and indices another meaning
     if framework_of(getattr(value, "__fusestep_array__", value)) is not None:
         fix = "; copy it to the host first: there are no CUDA kernels for this"
         wrong, expected = "lives on a CUDA device", "an array on the host"
         reject(RuntimeError, where, name, wrong, expected, type(value), fix)
     if hasattr(value, "__array__"):
         array = np.asarray(value)
-        if is_tensor(value):  # NumPy looks beyond its memory, or has made some in its place
+        if is_tensor(value):  # NumPy does not check that the memory of a tensor is there
             check_there(where, name, value)
         return array
     if not hasattr(value, "__dlpack__"):

@@ -1,7 +1,7 @@
 """The generic checks of operators: everything is checked before anything is written.
 
-A kind or dtype that does not fit is a `TypeError` (`ConversionError` where a variable would have to
-be converted), a value or shape a `ValueError`, an index an `IndexError`.
+They raise a `TypeError` for a kind or dtype that does not fit (`ConversionError` if a variable
+would have to be converted), a `ValueError` for a value or shape, an `IndexError` for an index.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ FLOATS = tuple(STORAGES)
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest float32, as a float: compared with it, a larger number is not rounded first."""
+"""The largest float32, as a float, so that numbers are not rounded before they are compared."""
 
 
 def flag(where: str, name: str, value: Any) -> bool:
-    """A bool, and nothing else."""
+    """Return ``value``, which must be a bool."""
     if not isinstance(value, bool):
         reject(TypeError, where, name, "has a wrong type", "a bool", type(value).__name__)
     return value
 
 
 def scalar(where: str, name: str, value: Any) -> float:
-    """A finite number out of a Python or NumPy scalar or an array of shape ``()`` or ``(1,)``.
+    """Return a finite number from a Python or NumPy scalar or an array of shape ``()`` or ``(1,)``.
 
-    -0.0 becomes 0.0, which it equals wherever what follows from numbers is looked up.
+    -0.0 becomes 0.0: the two are equal as keys, and must have equal results.
     """
     if type(value) is not float:
         value = number(where, name, value)
@@ -47,7 +47,7 @@ def scalar(where: str, name: str, value: Any) -> float:
 
 
 def float_attribute(where: str, name: str, value: Any) -> float:
-    """A finite float (an int is none), as attributes of operators and optimizers are published."""
+    """Return a finite float; an int is refused, since the documented type is float."""
     if not isinstance(value, float | np.floating):
         reject(TypeError, where, name, "has a wrong type", "a float", type(value).__name__)
     return scalar(where, name, float(value))
@@ -60,23 +60,20 @@ def in_range(where: str, name: str, value: float, accepted: bool, expected: str)
 
 
 def scalar_at_least_0(where: str, name: str, value: Any) -> float:
-    """A scalar that is not negative."""
+    """Return a scalar (`scalar`) that must not be negative."""
     checked = scalar(where, name, value)
     in_range(where, name, checked, checked >= 0.0, "at least 0")
     return checked
 
 
 def epsilon(where: str, name: str, value: float, used: float) -> None:
-    """Refuse a ``value`` that keeps from dividing by 0, and is 0 itself as it is ``used``.
-
-    One that is given as 0 is what the caller wants.
-    """
+    """Refuse an epsilon that becomes 0 when it is rounded (``used``); an exact 0 is accepted."""
     if used == 0.0 and value != 0.0:
         reject(ValueError, where, name, "is 0 in float32", "at least 1e-45, or 0 itself", value)
 
 
 def number(where: str, name: str, value: Any) -> float:
-    """Any number, NaN and infinities included, out of what `scalar` takes."""
+    """Return any number, NaN and infinities included, from the kinds that `scalar` takes."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
@@ -95,9 +92,9 @@ def number(where: str, name: str, value: Any) -> float:
 
 
 def variable(where: str, name: str, value: Any, *, may_count: bool = False) -> Any:
-    """An array that can be updated in place: floating, writable, contiguous, aligned.
+    """Return an array that can be updated in place: floating, writable, contiguous, aligned.
 
-    It is a NumPy array, or a `DeviceArray`; a state that ``may_count`` is an int32 one.
+    The result is a NumPy array or a `DeviceArray`. With ``may_count`` int32 is accepted too.
     """
     array = adopt_variable(where, name, value)
     if not (may_count and array.dtype == I32.dtype):
@@ -115,7 +112,7 @@ def variable(where: str, name: str, value: Any, *, may_count: bool = False) -> A
 
 
 def same_layout(where: str, variables: dict[str, Any]) -> None:
-    """Variables of one operator: one dtype and one shape, in one place."""
+    """Check that the variables of an operator have one dtype, one shape and one device."""
     device_of(where, variables)
     first_name, first = next(iter(variables.items()))
     dtype, shape = first.dtype, first.shape
@@ -130,12 +127,11 @@ def same_layout(where: str, variables: dict[str, Any]) -> None:
 
 
 def no_overlap(where: str, names: Sequence[str], arrays: Sequence[Any]) -> list[int]:
-    """Contiguous arrays must not share memory; returns their ``addresses``."""
+    """Check that contiguous arrays share no memory; returns their addresses."""
     addresses = addresses_of(arrays)
     end, owner = 0, ""
     sizes = [array.nbytes for array in arrays]
-    # In the order of their addresses each array has to begin behind all before it: one pass,
-    # however many there are.
+    # In the order of addresses each array has to begin behind the end of all before it.
     for begin, n_bytes, name in sorted(zip(addresses, sizes, names, strict=True)):
         if n_bytes and begin < end:
             wrong = f"shares memory with {owner}"
@@ -148,8 +144,8 @@ def no_overlap(where: str, names: Sequence[str], arrays: Sequence[Any]) -> list[
 def gradient(
     where: str, name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> Any:
-    """A contiguous gradient for a variable of ``dtype`` and ``shape``; copied if strided."""
-    # A strided gradient may be copied, as it is only read; of a variable the copy would be updated.
+    """Return a contiguous gradient for a variable of ``dtype`` and ``shape``; copied if strided."""
+    # A gradient is only read, so it may be copied; a copied variable would not be updated.
     array = floating(where, name, value, dtype)
     if array.shape != shape:
         reject(ValueError, where, name, "has a wrong shape", shape, array.shape)
@@ -157,9 +153,9 @@ def gradient(
 
 
 def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> Any:
-    """A floating array, on the host or a device, of at most the precision of ``dtype``."""
+    """Return a floating array, on the host or a device, of at most the precision of ``dtype``."""
     array = float_array_anywhere(where, name, value)
-    # Not every number of one 16-bit type is one of the other.
+    # The two 16-bit types do not contain each other.
     if array.dtype != dtype and array.dtype.itemsize >= dtype.itemsize:
         wrong = "has a higher dtype than the variable"
         fix = f"; the variable is updated in place and cannot be converted: {name}.astype({dtype})"
@@ -168,20 +164,20 @@ def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def float_array_anywhere(where: str, name: str, value: Any) -> Any:
-    """A floating array of the host, or a floating `DeviceArray`."""
+    """Return a floating array on the host, or a floating `DeviceArray`."""
     array = adopt_anywhere(where, name, value)
     float_dtype(where, name, array)
     return array
 
 
 def float_dtype(where: str, name: str, array: Any, expected: str = FLOAT_NAMES) -> None:
-    """The dtype of an array is a floating one that is known here."""
+    """Check that the dtype of an array is a floating dtype of this package."""
     if array.dtype not in STORAGES:
         reject(TypeError, where, name, "has a wrong dtype", expected, array.dtype)
 
 
 def contiguous(array: Any, where: str = "", name: str = "") -> Any:
-    """``array``, or a C-contiguous aligned copy of it (0-d stays 0-d)."""
+    """Return ``array``, or a C-contiguous aligned copy of it (0-d stays 0-d)."""
     if isinstance(array, DeviceArray):
         return array.contiguous(where, name)
     flags = array.flags
@@ -192,7 +188,7 @@ def contiguous(array: Any, where: str = "", name: str = "") -> Any:
 
 
 def out_of_range_rule(where: str, value: Any) -> str:
-    """The checked option for indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
+    """Return the option for indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
     if not isinstance(value, str) or value not in ("raise", "drop"):
         reject(ValueError, where, "out_of_range", "is unknown", "'raise' or 'drop'", value)
     return value
@@ -201,7 +197,7 @@ def out_of_range_rule(where: str, value: Any) -> str:
 def row_gradient(
     where: str, name: str, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]
 ) -> None:
-    """Kinds and shapes of a row-sparse gradient against the shape of its variable."""
+    """Check dtypes and shapes of a row-sparse gradient for a variable of ``shape``."""
     index_dtype(where, indices)
     if indices.ndim != 1:
         reject(ValueError, where, "indices", "has a wrong shape", "1 dimension", indices.shape)
@@ -214,13 +210,13 @@ def row_gradient(
 
 
 def index_dtype(where: str, indices: Any) -> None:
-    """Indices are int32 or int64."""
+    """Check that indices are int32 or int64."""
     if indices.dtype not in INDEX_DTYPES:
         reject(TypeError, where, "indices", "has a wrong dtype", "int32 or int64", indices.dtype)
 
 
 def indices_in_range(where: str, indices: np.ndarray, n_rows: int) -> None:
-    """Indices on the host are in ``[0, n_rows)``."""
+    """Check that indices on the host are in ``[0, n_rows)``."""
     if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
         position = int(np.argmax((indices < 0) | (indices >= n_rows)))
         raise index_error(where, position, int(indices[position]), n_rows)

@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices as operators and optimizers see them, and the streams of their calls."""
+"""Arrays on CUDA devices, in one form for all frameworks, and the streams of their calls."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Flags(NamedTuple):
 class DeviceArray:
     """An array on a CUDA device, adopted without a copy.
 
-    It has the attributes of a NumPy array that describe it, and none that computes. ``owner`` is
-    the array that was adopted, of a ``framework``; ``stream`` the handle of a stream that belongs
-    to the array itself, or None.
+    It has the attributes of a NumPy array that describe it, and no arithmetic. ``owner`` is the
+    adopted array of a ``framework``; ``stream`` is the handle of a stream that belongs to the array
+    itself, or None.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class DeviceArray:
         return made
 
     def _at(self, address: int, owner: Any) -> DeviceArray:
-        """One of the same form at another address, which belongs to ``owner``."""
+        """An array of the same form at another address; its memory belongs to ``owner``."""
         made = DeviceArray.__new__(DeviceArray)
         made.address, made.owner, made.framework, made.stream = (
             address, owner, self.framework, self.stream
@@ -94,7 +94,7 @@ class DeviceArray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the interface; bfloat16 as two bytes, for want of a letter."""
+        """Version 3 of the interface; bfloat16, which has no letter there, is two bytes."""
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
@@ -106,7 +106,7 @@ class DeviceArray:
 
     @property
     def look(self) -> tuple[type, Framework, Any] | None:
-        """The class, framework and form of what was adopted; None if a copy of it was made."""
+        """The class, framework and form of the adopted array; None if it was copied."""
         address, form = self.framework.look(self.owner)
         is_whole = address == self.address and self.flags.c_contiguous
         return (type(self.owner), self.framework, form) if is_whole else None
@@ -116,7 +116,11 @@ class DeviceArray:
         return self._at(0, None)
 
     def contiguous(self, where: str, name: str) -> DeviceArray:
-        """Itself, or a C-contiguous copy, if the framework has a way to make one."""
+        """This array, or a C-contiguous copy, if the framework can make one.
+
+        Raises:
+            ValueError, RuntimeError: it cannot.
+        """
         if self.flags.c_contiguous and self.flags.aligned:
             return self
         refuse_capture(self)
@@ -142,13 +146,13 @@ class DeviceArray:
     def empty_like(
         self, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
     ) -> DeviceArray:
-        """A new array in the same framework, of the same dtype and shape but for what is given."""
+        """A new array in the same framework, of the same dtype and shape unless given."""
         refuse_capture(self)
         shape = self.shape if shape is None else shape
         return _new(self.framework, shape, dtype or self.dtype, self.device)
 
     def holding(self, array: np.ndarray) -> DeviceArray:
-        """A new array in the same framework with the contents of one of the host."""
+        """A new array in the same framework with the contents of an array on the host."""
         made = self.empty_like(array.dtype, array.shape)
         made.assign(array)
         return made
@@ -178,12 +182,12 @@ class DeviceArray:
         return DeviceArray(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
 
     def native(self) -> Any:
-        """The array of the framework, or itself where that has no such dtype."""
+        """The array of the framework, or this one if the framework has no such dtype."""
         same = self.framework.place("", "", self.owner).dtype == self.dtype
         return self.owner if same else self
 
     def numpy(self) -> np.ndarray:
-        """A copy on the host; waits until it is there."""
+        """A copy on the host, which waits for it."""
         source = self.contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
         with launching([self]) as stream:
@@ -191,7 +195,7 @@ class DeviceArray:
         return copied
 
     def assign(self, array: np.ndarray | DeviceArray) -> None:
-        """Copy an array of this shape and dtype, of the host or (contiguous) of the device."""
+        """Copy an array of this shape and dtype, on the host or (contiguous) on the device."""
         if isinstance(array, DeviceArray):
             with launching([self, array]) as stream:
                 cuda.device.backend.copy_within(self.address, array.address, self.nbytes, stream)
@@ -200,7 +204,7 @@ class DeviceArray:
             cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), stream)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
-        # Adopted twice, by two groups of parameters say, an array is still one.
+        # An array that was adopted twice, by two groups of parameters say, is copied once.
         key = (DeviceArray, id(self.owner), self.address, self.shape, self.strides, self.dtype)
         if key not in memo:
             memo[key] = self.holding(self.numpy())
@@ -211,12 +215,12 @@ class DeviceArray:
         return _to_device, (self.numpy(), self.device)
 
 
-_known: dict[tuple[Framework, Any], DeviceArray] = {}  # by what `Framework.look` says
+_known: dict[tuple[Framework, Any], DeviceArray] = {}  # by framework and `Framework.look`
 _MOST_KNOWN = 1_024
 
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
-    """Memory of Numba's with the contents of an array that was pickled."""
+    """An array in memory of Numba's with the contents of a pickled array."""
     made = _new(Framework(), array.shape, array.dtype, device)
     made.assign(array)
     return made
@@ -227,17 +231,21 @@ def _new(
 ) -> DeviceArray:
     with on_device(device):
         owner, address = framework.empty(shape, dtype, device)
-    own = framework_of(owner) or framework  # Numba's simulator has another one
+    own = framework_of(owner) or framework  # Numba's simulator has a framework of its own
     return DeviceArray(owner, own, Place(address, shape, None, dtype, device, True))
 
 
 def is_on_device(array: Any) -> bool:
-    """Whether what was adopted is on a CUDA device."""
+    """Whether an adopted array is on a CUDA device."""
     return isinstance(array, DeviceArray)
 
 
 def device_of(where: str, named: dict[str, Any]) -> int | None:
-    """The one device on which arrays lie; None for the host."""
+    """The device on which all arrays lie; None for the host.
+
+    Raises:
+        ValueError, RuntimeError: they lie on different devices.
+    """
     if DeviceArray not in map(type, named.values()):
         return None
     places = {
@@ -261,7 +269,7 @@ def may_share_memory(a: Any, b: Any) -> bool:
 
 
 def _extent(array: DeviceArray) -> tuple[int, int]:
-    """The first byte, and that after the last; of an array without elements nothing."""
+    """The address of the first byte, and of the byte after the last; (0, 0) if it is empty."""
     if array.size == 0:
         return 0, 0
     reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
@@ -275,10 +283,10 @@ def _named(device: int | None) -> str:
 
 @contextmanager
 def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
-    """The stream on which a call on some arrays of one device runs; the first array decides.
+    """The stream on which a call on several arrays of one device runs: that of the first array.
 
-    Where others belong to another stream (of another framework, say), the call waits for what was
-    enqueued there, and what is enqueued there later waits for the call. Nothing waits on the host.
+    If other arrays belong to other streams (of another framework, say), the call waits for earlier
+    work on these, and later work there waits for the call. The host waits for nothing.
     """
     is_capturing, follow = cuda.device.backend.is_capturing, cuda.device.memory.follow
     device = arrays[0].device
@@ -293,13 +301,13 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
             follow(stream, other)
         try:
             yield stream
-        finally:  # also what was enqueued before an error
+        finally:  # after an error too, for the work that was enqueued before it
             for other in elsewhere:
                 follow(other, stream)
 
 
 def refuse_capture(array: DeviceArray) -> None:
-    """Refuse to enqueue what would become part of a CUDA graph.
+    """Refuse a call that would become part of a CUDA graph.
 
     Raises:
         RuntimeError: the stream of the array is being captured.
@@ -309,7 +317,7 @@ def refuse_capture(array: DeviceArray) -> None:
 
 
 def _captured() -> RuntimeError:
-    # Scalars and tables come from the host, which a graph that runs again does not ask.
+    # Scalars and tables come from the host; a replayed graph would use the old ones.
     return RuntimeError(
         "fusestep: a CUDA graph is being captured, of which no call of this package can be a "
         "part; capture forward and backward, and step after the replay"

@@ -1,4 +1,4 @@
-"""The exceptions of this package that are more than a built-in one, and the form of messages."""
+"""The exception classes of this package, and the form of error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-# What other libraries call it.
+# The names of other libraries for arguments of this one.
 _SYNONYMS = {"lr": "learning_rate", "params": "parameters", "eps": "epsilon"}
 _ALIASES = {**_SYNONYMS, **{name: other for other, name in _SYNONYMS.items()}}
 _ALIASES |= {"betas": "beta1", "amsgrad": "use_amsgrad", "nesterov": "use_nesterov"}
@@ -48,7 +48,7 @@ def reject(
     kind: type[Exception], where: str, argument: str, wrong: str, expected: object, got: object,
     fix: str = "",
 ) -> NoReturn:  # fmt: skip
-    """Raise ``kind`` with `message`, and what mends it."""
+    """Raise ``kind`` with `message`, followed by ``fix``: what the caller can do."""
     raise kind(message(where, argument, wrong, expected, got) + fix)
 
 

@@ -1,7 +1,6 @@
-"""The frameworks whose device arrays are adopted: where an array lies, and on which stream.
+"""The frameworks whose device arrays are adopted: places, streams and new arrays.
 
-Nothing is imported that the caller has not imported: an array of a framework tells that it is
-there.
+No framework is imported here: if the caller has an array of a framework, it is imported already.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .errors import message, reject
 
 
 class Place(NamedTuple):
-    """The place of a device array, and its form there."""
+    """The place and form of a device array."""
 
     address: int
     shape: tuple[int, ...]
@@ -30,14 +29,14 @@ class Place(NamedTuple):
     dtype: np.dtype[Any]
     device: int
     writable: bool
-    stream: int | None = None  # handle of one that belongs to the array itself
+    stream: int | None = None  # the handle of a stream that belongs to the array itself
 
 
 class Framework:
-    """A framework's device arrays: where they lie, how new ones are made, and on which stream.
+    """The device arrays of a framework: their places, their streams, and how to make new ones.
 
-    This class itself is for everything with ``__cuda_array_interface__`` that is not known, and
-    for Numba's own arrays. Streams are given by their handle.
+    This class itself is for Numba's own arrays, and for objects of unknown classes with
+    ``__cuda_array_interface__``. Streams are given by their handles.
     """
 
     def place(self, where: str, name: str, value: Any) -> Place:
@@ -50,16 +49,16 @@ class Framework:
         if not address and math.prod(shape):
             reject(RuntimeError, where, name, "has no memory", f"an array of {shape}", "address 0")
         dtype = _interface_dtype(where, name, value, found["typestr"])
-        device = cuda.device.backend.device_at(address)  # for none the current one
+        device = cuda.device.backend.device_at(address)  # the current one for address 0
         at = address, shape, None if strides is None else tuple(strides)
         return Place(*at, dtype, device, not read_only, found.get("stream"))
 
     def look(self, value: Any) -> tuple[int, Any]:
-        """The address of ``value``, and all else of its place, in a form to be compared."""
+        """The address of ``value``, and the rest of its place in a form that can be compared."""
         found = value.__cuda_array_interface__
         address, read_only = found["data"]
         device = cuda.device.backend.device_at(address) if address else None
-        # The letter of a dtype says nothing of those that NumPy does not have.
+        # The letter of the interface does not tell dtypes apart that NumPy does not have.
         form = read_only, found["typestr"], found.get("stream"), getattr(value, "dtype", None)
         strides, is_whole = found.get("strides"), found.get("mask") is None
         return address or 0, (tuple(found["shape"]), strides, *form, is_whole, device)
@@ -76,14 +75,14 @@ class Framework:
     ) -> tuple[Any, int]:
         """A new array on a device, which is the current one, and its address.
 
-        Numba has the dtypes of NumPy: in place of others the array is one of their carriers.
+        Numba has NumPy's dtypes only: an array of another dtype gets the dtype of its carrier.
         """
         carrier = STORAGES[dtype].carrier if dtype in FOREIGN.values() else dtype
         owner = cuda.numba.device_array(shape, np.dtype(carrier))
         return owner, int(cuda.device.backend.address_of(owner))
 
     def contiguous(self, value: Any) -> Any:  # noqa: ARG002
-        """A C-contiguous copy of a strided array, or None: there is no way to make one."""
+        """A C-contiguous copy of a strided array; None if the framework cannot make one."""
         return None
 
 
@@ -165,7 +164,7 @@ _INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulat
 
 
 def extent(tensor: Any) -> int:
-    """The elements of a tensor of PyTorch from the first to the last, and what lies between."""
+    """The number of elements from the first to the last of a PyTorch tensor, gaps included."""
     if tensor.is_contiguous() or not tensor.numel():
         return int(tensor.numel())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -175,15 +174,15 @@ def extent(tensor: Any) -> int:
 def check_there(where: str, name: str, tensor: Any) -> None:
     """Refuse a tensor of PyTorch whose storage is too small for it.
 
-    Its memory was let go or resized, or there never was any, as of zero tensors, fake ones, and
-    what ``torch.func`` and subclasses wrap.
+    Its memory was freed or resized, or never existed: zero tensors, fake tensors, and tensors that
+    ``torch.func`` and subclasses wrap have none.
 
     Raises:
-        RuntimeError: it is too small.
+        RuntimeError: the storage is too small.
     """
-    try:  # that of a zero tensor is 0, too
+    try:  # the address of a zero tensor is 0
         there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
-    except RuntimeError:  # PyTorch itself says that there is none
+    except RuntimeError:  # PyTorch says that there is no storage
         there = 0
     n = extent(tensor)
     needed = tensor.itemsize * (tensor.storage_offset() + n)
@@ -192,14 +191,14 @@ def check_there(where: str, name: str, tensor: Any) -> None:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor of PyTorch."""
+    """Whether ``value`` is a tensor of PyTorch."""
     return isinstance(value, _class("torch", "Tensor"))
 
 
 def framework_of(value: Any) -> Framework | None:
     """The framework of an array on a CUDA device; None for everything else."""
-    # The frameworks before the interface: that has no letter for bfloat16, and does not say which
-    # of a framework's streams is the current one.
+    # Known frameworks come before the interface, which has no letter for bfloat16 and does not tell
+    # a framework's current stream.
     kind = type(value)
     known = _of_types.get(kind)
     if known is None:
@@ -211,7 +210,7 @@ def framework_of(value: Any) -> Framework | None:
             return _SIMULATOR if hasattr(value, "_ary") else None
         elif getattr(value, "__cuda_array_interface__", None) is None:
             return None
-        elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # each of this class has it
+        elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # true of all of this class
             known = _of_types[kind] = _INTERFACE
         else:
             return _INTERFACE
@@ -222,13 +221,13 @@ _of_types: dict[type, Framework] = {}
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of a module that is imported; of one that is not, or only in part, no class."""
+    """A class of an imported module; no class, (), if the module is not or only partly imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
 @cache
 def lacks() -> str:
-    """The package or driver that arrays on devices lack, and where to get it; "" for none."""
+    """The package or driver that is missing for device arrays, and where to get it; or ""."""
     if find_spec("numba_cuda") is None:
         return "for arrays on devices: pip install 'fusestep[cuda13]' (or cuda12)"
     if version("numba-cuda").startswith("0.30.") and np.lib.NumpyVersion(np.__version__) >= "2.5.0":
@@ -249,7 +248,7 @@ def _torch_dtype(where: str, name: str, dtype: str) -> np.dtype[Any]:
 
 
 def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtype[Any]:
-    # These have no letter there: torch and CuPy say "two bytes" for bfloat16.
+    # bfloat16 has no letter in the interface: torch and CuPy declare two bytes.
     for known, foreign in FOREIGN.items():
         if typestr.endswith(foreign.str[1:]) and known in str(getattr(value, "dtype", "")):
             return foreign
@@ -269,5 +268,5 @@ _HERE = nullcontext()
 
 @cache
 def stream_of(device: int, handle: int) -> Any:  # noqa: ARG001  (part of the key)
-    """The stream of Numba for a handle of the current device."""
+    """Numba's stream for a handle on the current device."""
     return cuda.numba.external_stream(handle) if handle else cuda.numba.default_stream()

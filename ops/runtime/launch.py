@@ -40,7 +40,7 @@ def launch_on(arrays: Sequence[DeviceArray], use_locking: bool = False) -> Itera
 def checked_launch(
     arrays: Sequence[DeviceArray], error: pending.Error | None, use_locking: bool = False
 ) -> Iterator[Launch]:
-    """As `launch_on`, with a guard whose answer is waited for later, unless there is no error."""
+    """A launch (`launch_on`) with a guard, which the host reads later; no guard without error."""
     # The guards before the order of streams, as in steps of optimizers: two threads that took the
     # locks of both the other way round would wait for each other.
     with pending.held(), launch_on(arrays, use_locking) as launch:

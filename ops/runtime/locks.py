@@ -10,11 +10,11 @@ call, the lock is released. A context manager in Python could be interrupted bef
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ...kernels.cpu.process.forks import in_child
 from .errors import reject
 
 T = TypeVar("T")
@@ -58,11 +58,8 @@ def entered(lock: Any, where: str) -> Any:
     return lock
 
 
-def _after_fork_in_child() -> None:
+@in_child
+def _release() -> None:
     # A thread that held the lock in the parent does not exist here.
     global _lock
     _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,26 +1,24 @@
-"""Calls on a device whose indices the host has not heard about yet.
+"""Calls on a device whose indices are not known to be good yet.
 
-Indices on a device are checked there, and a call with a bad one writes nothing
-(`kernels.cuda.guard`). The host hears of it when it next waits for the device: in
-`synchronize`, or in whatever else waits. Then the error is raised, and what the call had counted
-is taken back.
+Indices on a device are checked there, and a call with a bad index writes nothing
+(`kernels.cuda.device.guard`). The host learns of it when it next waits for the device, in
+`synchronize` or elsewhere. Then the error is raised, and the counts of the call are taken back.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
+from ...kernels.cpu.process.forks import in_child
 from . import cuda
 from .frameworks import on_device
 
 MOST_PENDING = 1_024
-"""Calls with indices after which the host waits for the device, to make room for further ones."""
-
+"""The number of calls with indices after which the host waits for the device."""
 
 Error = Callable[[int, int], Exception]
 """Makes the exception for a call, from a bad position and the index there."""
@@ -47,7 +45,7 @@ class _Guards:
             cuda.numba.synchronize()
 
     def settle(self) -> list[Exception]:
-        """Wait for the device; the errors of all calls."""
+        """Wait for the device; returns the errors of all calls."""
         guard, found = cuda.device.guard, np.empty_like(self._fresh)
         with on_device(self._device):
             cuda.numba.synchronize()
@@ -67,11 +65,11 @@ _guards: dict[int, _Guards] = {}
 
 @contextmanager
 def guarded(device: int, error: Error) -> Iterator[int]:
-    """The address of an open guard, for a call on a device that is enqueued meanwhile.
+    """The address of an open guard, for a call on a device that is enqueued in this context.
 
-    It writes only if the guard stays open; else there is an ``error``. Every `MOST_PENDING` calls
-    the host waits for the device; then what an earlier call has found is raised, and nothing of
-    this one has happened.
+    The call writes only if the guard stays open; otherwise it has an ``error``. After every
+    `MOST_PENDING` calls the host waits for the device: then the error of an earlier call may be
+    raised, before anything of this call has happened.
     """
     with _lock:
         guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))
@@ -80,27 +78,27 @@ def guarded(device: int, error: Error) -> Iterator[int]:
         slot = guards.used
         guards.used += 1
         yield guards.address + slot * cuda.device.guard.BYTES
-        # Only where the call was enqueued as a whole: of one that failed on the way the host raises
-        # another error, at once.
+        # Only a call that was enqueued as a whole is recorded: otherwise the host raises another
+        # error at once.
         guards.calls.append((slot, error))
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """A context in which only this thread settles calls."""
+    """A context in which no other thread settles calls."""
     with _lock:
         yield
 
 
 def synchronize() -> None:
-    """Wait for all calls on CUDA devices, and raise what they have found.
+    """Wait for all calls on CUDA devices, and raise their errors.
 
-    A row-sparse call on device arrays returns before its indices are checked. One with an index
-    out of range writes nothing; of a step of `fusestep.nn` that is no tensor of the step, and the
-    counts of updates go back by it. Later steps have counted it until then. The error is raised
-    here, or by the next call that waits for all of them anyway (``state_dict``,
-    ``load_state_dict``, every 1,024th row-sparse call). Without calls on a device there is nothing
-    to wait for.
+    A row-sparse call on device arrays returns before its indices are checked. A call with an index
+    out of range writes nothing; a step of `fusestep.nn` then writes no tensor at all, and its
+    counts of updates are taken back when the error is raised. Later steps have counted it until
+    then. The error is raised here, or by the next call that waits for the devices anyway
+    (``state_dict``, ``load_state_dict``, every 1,024th row-sparse call). Without calls on a device
+    this function returns at once.
 
     Raises:
         IndexError: an index was out of range. Further errors are in its notes.
@@ -120,12 +118,9 @@ def settle() -> None:
             synchronize()
 
 
-def _after_fork_in_child() -> None:
+@in_child
+def _forget_calls() -> None:
     # A forked child cannot use the parent's devices.
     global _lock
     _lock = threading.RLock()
     _guards.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,4 +1,4 @@
-"""The forms in which row-sparse gradients come: RowTensors, lists of them, tensors of torch."""
+"""The forms of row-sparse gradients: RowTensors, lists of them, sparse tensors of PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = dict[Storage, dict[int, RowTensor]]
 
 
 def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
-    """Gradients by what one kernel call takes: dense ones, and row-sparse ones by their places."""
+    """Gradients by storage: lists of dense gradients, and row-sparse gradients by their places."""
     dense: Dense = {}
     rows: Rows = {}
     for i, gradient in enumerate(gradients):
@@ -54,22 +54,22 @@ def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
 
 
 def row_gradient(rows: RowTensor) -> RowGradient:
-    """A row-sparse gradient of contiguous, checked arrays, as the kernels take it."""
+    """A row-sparse gradient of contiguous, checked arrays, in the form of the kernels."""
     batch = () if rows.positions is None else (rows.positions, rows.batch_length)
     return RowGradient.of(rows.indices, rows.values, *batch)
 
 
 def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:
-    """The indices of the row-sparse ones of a list ``x`` of gradients."""
+    """The indices of row-sparse gradients, which are ``x[i]`` of an operator's argument."""
     return [
         IndexList(f"{where}: x[{i}]", len(t.indices), t.dense_shape[0]) for i, t in tensors.items()
     ]
 
 
 def as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
-    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None.
+    """The `RowTensor` of any form of row-sparse gradient; None for other gradients.
 
-    A `BagTensor` is one with a row for each occurrence.
+    Lists of RowTensors are concatenated; a `BagTensor` gets a row of values for each occurrence.
     """
     if isinstance(gradient, RowTensor):
         return gradient
@@ -105,7 +105,7 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
         part.check_positions(f"{where}: part {k} of {name}")
     places = {f"part {k} of {name}": part.values for k, part in enumerate(parts)}
     if device_of(where, places) is not None:
-        # Each is checked again: its attributes can be assigned to.
+        # Each part is checked again, since its attributes can be assigned to.
         checked = [with_values(part, part.values) for part in parts]
         gradients = [RowGradient.of(part.indices, part.values) for part in checked]
         joined = device_gradient.concatenated(gradients)

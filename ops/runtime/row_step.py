@@ -53,7 +53,7 @@ class RowGradient(NamedTuple):
         return cls(indices, values, source, positions)
 
     def with_arrays(self, *, indices: Any = None, values: Any = None) -> RowGradient:
-        """Other indices or values of the same occurrences, at the same places of a batch."""
+        """This gradient with other indices or values of its occurrences, at the same places."""
         found = self
         if indices is not None:
             own = {"indices": address_of(indices), "index_bytes": indices.itemsize}

@@ -1,4 +1,4 @@
-"""The row-sparse gradient, RowTensor."""
+"""RowTensor, the row-sparse gradient."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class RowTensor:
         indices: ``[B]`` int32 or int64, each in ``[0, N)``; on the host or on a CUDA device.
         values: ``[B, ...]`` floating; trailing dimensions as those of the dense tensor.
         dense_shape: shape ``(N, ...)`` of the tensor.
-        positions: where several processes own the rows of a tensor, this being the part of one:
-            int64 ``[B]`` on the host, ascending, the places of its occurrences in the batch of
-            all. A row that occurs more than 512 times is then summed as one process with all of
-            the batch sums it, to the same bits.
-        batch_length: how many occurrences that batch has, an int; more than the largest position,
-            and 0 without positions.
+        positions: for a tensor whose rows several processes own: int64 ``[B]`` on the host,
+            ascending, the places of this process's occurrences in the whole batch. A row that
+            occurs more than 512 times is then summed to the same bits as in one process that has
+            the whole batch.
+        batch_length: the number of occurrences in the whole batch, an int: more than the largest
+            position, and 0 without positions.
 
     Raises:
         TypeError: a kind or dtype does not fit.
         ValueError: a shape, length or position does not fit. (Index values are checked by the
             step that uses them: `IndexError`.)
 
-    The attributes can be assigned to: then each is checked by itself, and by the step that uses
-    it whether they fit together.
+    The attributes can be assigned to. Each is checked by itself then; the step that uses the
+    gradient checks whether they fit together.
 
     Source: ``mindspore.RowTensor``.
 
@@ -67,7 +67,7 @@ class RowTensor:
         self.check_positions("RowTensor")
 
     def check_positions(self, where: str) -> None:
-        """Whether the positions, if there are any, fit the indices and the batch.
+        """Check that the positions, if there are any, fit the indices and the batch.
 
         Raises:
             TypeError, ValueError: they do not.
@@ -89,7 +89,7 @@ class RowTensor:
             reject(ValueError, where, "positions", "are no positions of a batch", expected, got)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Not properties: steps read the attributes far more often than anyone assigns to them.
+        # Attributes are no properties, because steps read them far more often than they change.
         if name in ("indices", "values"):
             value = adopt_anywhere("RowTensor", name, value)
         elif name == "dense_shape":
@@ -137,8 +137,8 @@ class RowTensor:
     def to_dense(self) -> Any:
         """The dense ``[N, ...]`` array, duplicates summed in order of occurrence.
 
-        On a device it is one of the framework of the values, and enqueued: where an index turns
-        out to be out of range it is 0 throughout, and `fusestep.synchronize` raises the error.
+        On a device the result is an array of the framework of the values, and is enqueued: if an
+        index is out of range, all of it is 0, and `fusestep.synchronize` raises the error.
 
         Raises:
             IndexError: an index is outside of ``[0, N)``.
@@ -152,8 +152,8 @@ class RowTensor:
     @quiet
     def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The values added up at row ``places[b]`` of an array of ``shape``."""
-        # Added up in the type of the arithmetic and rounded once at the end: in 16 bits a sum of
-        # many equal terms soon stops growing.
+        # Summed in the type of the arithmetic and rounded once at the end: in 16 bits a sum of many
+        # equal terms soon stops growing.
         real = real_type(self.dtype)
         total, width = np.zeros(shape, real), math.prod(shape[1:])
         # Flat indices: NumPy adds whole rows several times more slowly.
@@ -162,7 +162,7 @@ class RowTensor:
         return total.astype(self.dtype, copy=False)
 
     def _check(self) -> None:
-        """The attributes can be assigned to: whether they still fit together."""
+        """Check that the attributes, which can be assigned to, still fit together."""
         if isinstance(self.values, DeviceArray):
             RowTensor(self.indices, self.values, self.dense_shape)
             return
@@ -171,7 +171,7 @@ class RowTensor:
         check.indices_in_range("RowTensor", self.indices, self.dense_shape[0])
 
 
-# Places in a batch, and the ends of the ranges into which it is cut, are numbers of 64 bits.
+# Places in a batch, and the ends of its ranges, are int64.
 _LONGEST_BATCH = 2**62
 
 

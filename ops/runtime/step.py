@@ -30,10 +30,10 @@ from .launch import Launch, launch_on
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """Checked variables: tensors with states, each of the same storage types.
+    """Checked variables: tensors with their states, of the same storage types.
 
-    For each tensor the parameter, then its states: contiguous, of the shapes that the rule
-    declares, all on the host, or all on one device. ``table`` has their addresses and sizes.
+    Each item of ``tensors`` is a parameter, then its states: contiguous, of the shapes that the
+    rule declares, all on the host or all on one device. ``table`` has their addresses and sizes.
     """
 
     tensors: tuple[tuple[Any, ...], ...]
@@ -43,7 +43,7 @@ class Variables:
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[Any, ...]]) -> Variables:
-        """Collect the addresses of ``tensors``, which are kept alive with the result."""
+        """Collect the addresses of ``tensors``; the result keeps them alive."""
         addresses = np.array([[address_of(a) for a in arrays] for arrays in tensors], np.int64)
         first = np.zeros(len(tensors) + 1, np.int64)
         first[1:] = np.cumsum([arrays[0].size for arrays in tensors])
@@ -52,17 +52,17 @@ class Variables:
         return cls(tuple(tensors), w, tuple(s), TensorTable(addresses, first, widths))
 
     def move(self, addresses: np.ndarray) -> None:
-        """Take over where the tensors lie now, and drop what was derived from where they lay."""
+        """Take over new addresses of all tensors, and drop objects derived from the old ones."""
         self.table.addresses[:] = addresses
         self._forget_places()
 
     def put(self, t: int, k: int, address: int) -> None:
-        """Take over where one array lies now: of tensor ``t`` the parameter (0) or a state."""
+        """Take over the new address of one array: the parameter (``k`` = 0) or a state."""
         self.table.addresses[t, k] = address
         self._forget_places()
 
     def _forget_places(self) -> None:
-        # Its table has addresses of its own; the steps read those of this table in each call.
+        # `matrices` has addresses of its own; `steps` read those of this table in each call.
         vars(self).pop("matrices", None)
 
     @property
@@ -78,7 +78,7 @@ class Variables:
 
     @lazy
     def matrices(self) -> MatrixTable:
-        """The table of steps on the host of rules that have states of their rows and columns."""
+        """The table for steps on the host by rules with states of rows and columns."""
         return MatrixTable(self.as_matrices)
 
     @lazy
@@ -92,9 +92,9 @@ class Variables:
         return {}
 
     def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
-        """An entry of `steps`."""
+        """Make an item of `steps`."""
         compiled = kernel(rule, prologue, self.w, g, self.s)
-        table = self.table  # a pool that knew the tensors would keep them from being freed
+        table = self.table  # a pool that referred to the tensors would keep them alive
         pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, table, pool.give))
         return self.steps.setdefault((rule, prologue, g), pool)
 
@@ -107,11 +107,11 @@ class DenseUpdate(NamedTuple):
     variables: Variables  # T tensors with their states
     gradients: np.ndarray  # int64 [T]: addresses of contiguous gradients of the tensors' sizes
     g: Storage  # of the gradients
-    # Rows of scalars, in the type of the arithmetic: the rule's, then the transforms'. Of what is
-    # run on the host as it is, also an ``array`` of all, which takes less time than one of NumPy.
+    # Rows of scalars, in the type of the arithmetic: the rule's, then the transforms'. For a step
+    # on the host also an ``array`` of all of them, which takes less time than one of NumPy.
     hp: Any
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
-    constants: tuple[tuple[str, float], ...] = ()  # of a device: numbers that `Rule.factor` takes
+    constants: tuple[tuple[str, float], ...] = ()  # on a device: numbers that `Rule.factor` takes
 
     @property
     def kernel(self) -> Kernel:
@@ -133,10 +133,10 @@ class DenseUpdate(NamedTuple):
 
     @property
     def error(self) -> None:
-        """No error: the step on a device cannot fail."""
+        """None: a dense step on a device cannot fail later."""
 
     def prepared(self) -> Prepared:
-        """The step on the host, to be run by `commit`."""
+        """The step on the host, ready for `commit`."""
         rule, prologue, variables, gradients, g, hp, hp_of, _ = self
         pool = variables.steps.get((rule, prologue, g)) or variables.new_steps(rule, prologue, g)
         try:
@@ -154,7 +154,7 @@ class DenseUpdate(NamedTuple):
         return step
 
     def enqueue(self, launch: Launch) -> None:
-        """The step on a device."""
+        """Enqueue the step on a device."""
         key, pools = (self.rule, self.prologue, self.g, self.constants), self.variables.parts
         table, pool = self.variables.table, pools.get(key)
         if pool is None:
@@ -175,7 +175,7 @@ def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
 def _dense_part(
     kernel: Kernel, table: TensorTable, constants: tuple[tuple[str, float], ...]
 ) -> Any:
-    """The `DevicePart` of steps on some tensors; it is told before each where they lie."""
+    """The `DevicePart` of steps on some tensors; before each step it gets their addresses."""
     sizes = np.diff(table.first)
     arrays = table.addresses, table.addresses[:, 0]
     if kernel.rule.is_row_wise:
@@ -186,9 +186,10 @@ def _dense_part(
 def measured(
     update: DenseUpdate, constants: Mapping[str, float]
 ) -> tuple[MatrixStep | None, np.ndarray]:
-    """The sums of an update, of matrices too, for which constants are needed.
+    """The sums that a rule measures for an update, and the step for a rule on matrices.
 
-    On matrices the step comes with them, which has measured; its scalars are still to be completed.
+    A rule on matrices needs constants, and its step has run two of its passes; its scalars are
+    still to be completed. For other rules the step is None.
     """
     kernel, variables, gradients = update.kernel, update.variables, update.gradients
     table, lines = variables.table, kernel.rule.lines
@@ -203,9 +204,9 @@ def measured(
 
 
 def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The float64 sum of squares of each of some contiguous arrays, in one call.
+    """The float64 sum of squares of each of several contiguous arrays, in one call.
 
-    They are given by int64 addresses and numbers of elements.
+    The arrays are given by int64 addresses and numbers of elements.
     """
     addresses = np.array(addresses, np.int64)
     table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
@@ -220,7 +221,7 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 def _steps_on_one_tensor(
     rule: Rule, prologue: Prologue, w: np.dtype[Any], g: np.dtype[Any]
 ) -> Pool[DenseStep]:
-    """Steps on variables of dtype ``w`` and a gradient of dtype ``g``, wherever they lie."""
+    """Steps on variables of dtype ``w`` and a gradient of dtype ``g``, at any addresses."""
     s = (STORAGES[w],) * len(rule.states)
     compiled = kernel(rule, prologue, STORAGES[w], STORAGES[g], s)
 
@@ -263,8 +264,8 @@ def tensor_step(
             cuda.device.part.run(part, row, [0], launch.call)
         pool.give(part)
         return
-    # Not given back after an error or an interrupt, which may have left its arguments half written:
-    # the next call then makes another one.
+    # After an error or an interrupt the step is not given back, since its arguments may be half
+    # written: the next call makes another one.
     step = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype).take()
     step.table.move(addresses[:-1], w.size)
     step.gradients[0] = addresses[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,38 @@ def test_a_fork_within_a_fork_that_waits():
         print(sorted(os.wait()[1] for _ in range(2)), first._is_owned())
     """
     assert output_of(program) == "[0, 0] False\n"
+
+
+def test_the_child_calls_its_functions_in_order_when_locks_are_free():
+    program = """
+        import os, threading
+        from fusestep.kernels.cpu.process.forks import fork_between, in_child
+
+        lock, called = threading.Lock(), []
+        fork_between(lock)
+
+        @in_child
+        def first():
+            called.append(lock.locked())
+            raise KeyboardInterrupt
+
+        @in_child
+        def second():
+            called.append("second")
+
+        if os.fork() == 0:
+            os._exit(called != [False, "second"])
+        print(os.wait()[1], called)
+    """
+    done = run_python(program)
+    assert done.stdout == "0 []\n", done.stderr
+
+
+def test_forks_are_hooked_in_one_file():
+    root = Path(parallel.__file__).parents[3]
+    files = [path for layer in ("kernels", "ops", "nn") for path in (root / layer).rglob("*.py")]
+    hooked = {str(p.relative_to(root)) for p in files if "register_at_fork" in p.read_text("utf-8")}
+    assert hooked == {"kernels/cpu/process/forks.py"}
 
 
 def test_first_steps_import_nothing_beside_a_lock():

@@ -13,6 +13,7 @@ from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
 from fusestep.kernels.cpu.compiler.machine import PythonEntry
+from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import arrays as headers
 from fusestep.kernels.cpu.headers.arrays import (
     ANY,
@@ -22,7 +23,6 @@ from fusestep.kernels.cpu.headers.arrays import (
     alike,
     overlaps,
 )
-from fusestep.kernels.cpu.threads.counts import Count, are_equal
 from fusestep.kernels.cpu.threads.parallel import commit
 
 NOWHERE = np.zeros((2, 0), np.int64)

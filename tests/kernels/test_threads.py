@@ -17,7 +17,7 @@ import pytest
 from fusestep import get_num_threads, set_num_threads
 from fusestep.kernels.cpu.threads import layers
 from fusestep.kernels.cpu.threads.layers import Limit
-from fusestep.kernels.cpu.threads.parallel import at_most, deciding_limit
+from fusestep.kernels.cpu.threads.parallel import deciding_limit, limit_threads
 
 from subprocesses import ENVIRONMENT, output_of, run_python
 from test_interrupts import done_at, interrupt
@@ -572,12 +572,16 @@ def test_a_limit_of_one_call():
         raise KeyboardInterrupt
 
     available = ask()
-    assert at_most(fewer, ask) == at_most(fewer, at_most, many, ask) == 1
-    assert at_most(fewer, at_most, None, ask) == at_most(few, at_most, fewer, ask) == 1
-    assert at_most(fewer, deciding_limit) == fewer
-    assert at_most(many, ask) == at_most(None, ask) == available
+    assert limit_threads(fewer, ask) == limit_threads(fewer, limit_threads, many, ask) == 1
+    assert (
+        limit_threads(fewer, limit_threads, None, ask)
+        == limit_threads(few, limit_threads, fewer, ask)
+        == 1
+    )
+    assert limit_threads(fewer, deciding_limit) == fewer
+    assert limit_threads(many, ask) == limit_threads(None, ask) == available
     with pytest.raises(KeyboardInterrupt):
-        at_most(fewer, fail)
+        limit_threads(fewer, fail)
     assert ask() == available
     assert len(elsewhere) == 8
     assert len(set(elsewhere)) == 1
@@ -585,7 +589,7 @@ def test_a_limit_of_one_call():
 
 def test_a_limit_ends_with_its_call_whatever_interrupts_it():
     available, alone, moment = get_num_threads(), Limit(1, "a test"), 0
-    while done_at(moment, lambda: at_most(alone, get_num_threads), interrupt) > moment:
+    while done_at(moment, lambda: limit_threads(alone, get_num_threads), interrupt) > moment:
         assert get_num_threads() == available, moment
         moment += 1
     assert moment > 5

@@ -25,7 +25,7 @@ from .machine import Code, Loaded, PythonEntry
 from .records import records
 
 _I64 = types.int64
-# More than they were seen to take at once: LLVM ends the process where it gets no memory.
+# More than loading and compiling were seen to take: LLVM ends the process if it gets no memory.
 _LOADER_BYTES, _COMPILER_BYTES = 16 << 20, 192 << 20
 _lock = threading.RLock()
 
@@ -48,9 +48,9 @@ _SUM = """define i64 @"sum"(i64 %a, i64 %b) {
 
 @cache
 def engine_works() -> bool:
-    """Whether machine code that this package keeps and loads itself runs: tried once, on a sum.
+    """Whether this package can keep and load machine code itself: tried once, on a sum.
 
-    Where a new llvmlite lacks something, functions are Numba's own: compiled anew in each process.
+    If a new llvmlite lacks something, Numba compiles all functions anew in each process.
     """
     try:
         require_room(_LOADER_BYTES)
@@ -76,7 +76,7 @@ def engine_works() -> bool:
 
 
 class _ByNumba:
-    """A function as Numba itself compiles and calls it, in the place of `Loaded`."""
+    """A function that Numba itself compiles and calls, instead of `Loaded`."""
 
     def __init__(self, compiled: Any, entry: PythonEntry | None) -> None:
         self._compiled, self._entry = compiled, entry
@@ -85,7 +85,7 @@ class _ByNumba:
     def entry(self) -> Callable[..., int]:
         """The function for Python."""
         assert self._entry is not None
-        # The first keeps the GIL, the second lets it go while the function runs.
+        # The first holds the GIL while the function runs, the second releases it.
         make = ctypes.PYFUNCTYPE if self._entry.holds_gil else ctypes.CFUNCTYPE
         arguments = [ctypes.c_int64] * self._compiled.__wrapped__.__code__.co_argcount
         return make(ctypes.c_int64 if self._entry.returns else None, *arguments)(self.address)
@@ -95,9 +95,9 @@ class NativeFunction:
     """A function of ``int64``, compiled at the first use of its address.
 
     Args:
-        function: returns nothing, or an ``int64`` where ``entry`` says so.
-        identity: all that decides its machine code, beside the sources of the package.
-        entry: how Python calls it; None: only compiled code does.
+        function: returns nothing, or an ``int64`` if ``entry`` says so.
+        identity: everything that decides its machine code beside the sources of the package.
+        entry: how Python calls it; None: only compiled code calls it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class NativeFunction:
 
     @lazy
     def address(self) -> int:
-        """The address of the machine code, compiled or read from the cache on first use."""
+        """The address of the machine code; it is compiled, or read from the cache, at first use."""
         with _lock:
             # Another thread may have loaded it while this one waited.
             self._loaded = self._loaded or self._load()
@@ -118,7 +118,7 @@ class NativeFunction:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its address was ever asked for."""
+        """Whether its machine code is in memory."""
         return self._loaded is not None
 
     @lazy
@@ -157,19 +157,20 @@ class NativeFunction:
         return numba.cfunc(result(*arguments), error_model="numpy")(self._function)
 
     def assembly(self) -> str:
-        """The assembly text of a fresh compilation (what is kept has none)."""
+        """The assembly of a fresh compilation (machine code from the cache has no text)."""
         return machine.assembly(self._compile().inspect_llvm())
 
 
 PARTS: list[NativeFunction] = []
-"""Every part that was defined, for `fusestep.kernels.cpu.warmup`."""
+"""Every `part` of the package, for `fusestep.kernels.cpu.warmup`."""
 
 
 def part(arguments: Any) -> Callable[[Callable[..., None]], NativeFunction]:
     """Decorator: one part of a parallel loop, ``part(index, slot, c)``.
 
-    ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``c`` is a
-    record with the fields of ``arguments``, those of the loop: machine code gets its address.
+    ``index`` is the number of the part, ``slot`` that of the thread that runs it (for scratch
+    memory). ``c`` is a record of the loop's arguments, with the fields of ``arguments``: machine
+    code gets its address.
     """
     at = records(arguments)
 

@@ -17,7 +17,7 @@ _POINTER = ir.IntType(8).as_pointer()
 
 
 def int64_intrinsic(result):
-    """Decorator: what ``emit(context, builder, *values)`` makes of ``int64``, to be called."""
+    """Decorator: a compiled function of ``int64`` from ``emit(context, builder, *values)``."""
 
     def decorate(emit):
         count = emit.__code__.co_argcount - 2
@@ -65,8 +65,8 @@ def load_int64(context, builder, address):
 def tuple_reader(cls, scalar):
     """A compiled function ``read(address) -> cls`` of consecutive values of type ``scalar``.
 
-    Reading a named tuple of scalars inside the kernel is the cheapest way found to hand
-    over many of them: they sit in registers, and their number does not change the signature.
+    Reading a named tuple of scalars inside the kernel is the cheapest way found to pass many of
+    them: they lie in registers, and their number does not change the signature.
     """
     count = len(cls._fields)
     result = types.NamedUniTuple(scalar, count, cls)
@@ -81,7 +81,7 @@ def tuple_reader(cls, scalar):
 
 
 def value_reader(kinds):
-    """A compiled function ``read(address)``: a tuple of values of types of Numba, as they lie."""
+    """A compiled function ``read(address)``: the tuple of Numba types ``kinds`` at an address."""
     result = types.Tuple(kinds)
 
     @int64_intrinsic(result)
@@ -94,9 +94,9 @@ def value_reader(kinds):
 def array_reader(carriers, per):
     """A compiled function ``read(addresses, row, rows, width)``: a tuple of arrays of some rows.
 
-    There is one for each NumPy scalar type of ``carriers``, at the address of its number in the
-    list at ``addresses``; ``per`` says of what it has an element. Of elements and rows they are
-    those of ``rows`` rows from ``row`` on, of columns and tensors all.
+    Array ``k`` has the NumPy scalar type ``carriers[k]`` and the ``k``-th address in the list at
+    ``addresses``. It has a number for each ``per[k]``: "element", "row", "column" or "tensor".
+    Arrays of elements and rows are cut to ``rows`` rows from ``row`` on, the others are whole.
     """
     arrays = [types.Array(from_dtype(np.dtype(carrier)), 1, "C") for carrier in carriers]
     result = types.Tuple(arrays)
@@ -144,7 +144,7 @@ def number_from(context, builder, function):
 
 @int64_intrinsic(types.void)
 def store_clock(context, builder, address):
-    """Write the ``int32`` by which Linux knows the processor time of this thread."""
+    """Write the identifier of this thread's processor-time clock on Linux, an ``int32``."""
     if platform.system() != "Linux":
         return
     place = _pointer(builder, address, _I32)
@@ -159,7 +159,7 @@ def _declared(builder, name, result, *arguments):
 
 @intrinsic
 def threads_of_numba(typingctx):
-    """The result of ``numba.get_num_threads()``, once its threading layer has been started."""
+    """The result of ``numba.get_num_threads()``, after its threading layer has started."""
 
     def codegen(context, builder, signature, args):
         return builder.call(_declared(builder, "get_num_threads", _I32), [])
@@ -169,7 +169,7 @@ def threads_of_numba(typingctx):
 
 @intrinsic
 def limit_numba(typingctx, threads):
-    """``numba.set_num_threads``, unchecked: for the calling thread."""
+    """``numba.set_num_threads`` for the calling thread, unchecked."""
 
     def codegen(context, builder, signature, args):
         count = builder.trunc(args[0], _I32)
@@ -183,8 +183,8 @@ def limit_numba(typingctx, threads):
 def next_item(context, builder, mapping, cursor):
     """``PyDict_Next``, under the GIL: whether a ``dict`` has another item.
 
-    A cursor is three words, which begin as 0: how far it has come, and the identities of the last
-    key and value. Nothing has other items than a ``dict``.
+    A cursor is three words, at first 0: its position, and the identities of the last key and value.
+    An object that is no ``dict`` has no items.
     """
     places = [builder.add(cursor, ir.Constant(_I64, 8 * k)) for k in range(3)]
     function = _declared(builder, "PyDict_Next", _I32, *[_I64] * 4)
@@ -193,14 +193,14 @@ def next_item(context, builder, mapping, cursor):
 
 @int64_intrinsic(types.void)
 def hold_item(context, builder, items, k, thing):
-    """Put an object into a ``list`` at place ``k``, under the GIL: it lives as long as that."""
+    """Put an object into a ``list`` at place ``k``, under the GIL; the list keeps it alive."""
     builder.call(_declared(builder, "Py_IncRef", ir.VoidType(), _I64), [thing])
     builder.call(_declared(builder, "PyList_SetItem", _I32, *[_I64] * 3), [items, k, thing])
 
 
 @intrinsic
 def sleep(typingctx):
-    """Give the core away for about 50 us, the shortest that systems know."""
+    """Yield the core for about 50 us, the shortest sleep of common systems."""
 
     def codegen(context, builder, signature, args):
         name = "Sleep" if platform.system() == "Windows" else "usleep"
@@ -213,9 +213,9 @@ def sleep(typingctx):
 
 @int64_intrinsic(types.int64)
 def atomic_add(context, builder, address, value):
-    """Add to the ``int64`` at an address, atomically; returns what was there.
+    """Add to the ``int64`` at an address, atomically; returns the value before.
 
-    What a thread wrote before it is visible to those that read the sum.
+    Writes of a thread before the addition are visible to threads that read the sum.
     """
     return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "acq_rel")
 
@@ -246,7 +246,7 @@ def cpu_pause(typingctx):
 def prefetch_line(context, builder, address):
     """Fetch a cache line for reading, to the second cache.
 
-    More lines can be on their way there than to the first, which is near enough from there.
+    The second cache can fetch more lines at once than the first, and is near enough.
     """
     kinds = _POINTER, _I32, _I32, _I32
     declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)

@@ -1,10 +1,11 @@
-"""Machine code of single functions: made of LLVM's IR, kept as bytes, called by an address.
+"""Machine code of single functions: made from LLVM's IR, kept as bytes, called by an address.
 
-Numba is not asked: to start its compiler takes longer than to load all functions of a step. Each
-function has an engine of its own, so that equal names of symbols in two of them never meet.
+Numba is not needed to load it: starting its compiler takes longer than loading all functions of a
+step. Each function has an engine of its own, so equal symbols of two functions never conflict.
 
-The loops of the package depend on no rule, and their IR on no processor of an architecture. It is
-made when the package is built (`write_portable`), as `PORTABLE`, and only finished where it runs.
+The loops of the package do not depend on a rule, and their IR does not depend on a processor of an
+architecture. So their IR is made when the package is built (`write_portable`, `PORTABLE`), and
+machine code is made from it at first use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PythonEntry(NamedTuple):
     """The way from Python to a function of ``int64``: ints in, an int out (0 for no result)."""
 
     returns: bool = False
-    holds_gil: bool = False  # so that no other thread changes an object that is read
+    holds_gil: bool = False  # then no other thread can change the objects that it reads
 
     def ir(self, symbol: str, n_arguments: int) -> str:
         """A function with the signature of ``METH_FASTCALL``."""
@@ -96,7 +97,7 @@ def made(symbol: str, ir: str, entry: PythonEntry | None) -> Code:
     """Machine code for this processor of a module that Numba has finished."""
     module = _alone(symbol, ir, entry)
     passes = llvm.create_new_module_pass_manager()
-    # What reports an error of Python goes where none can happen, and what is built in already.
+    # Drop Python's error reporting, which cannot be reached, and functions that are inlined.
     passes.add_ipsccp_pass()
     passes.add_simplify_cfg_pass()
     passes.add_global_dead_code_eliminate_pass()
@@ -105,7 +106,7 @@ def made(symbol: str, ir: str, entry: PythonEntry | None) -> Code:
 
 
 def finished(bitcode: bytes) -> Code:
-    """Machine code for this processor of what `portable` gives."""
+    """Machine code for this processor from the bitcode that `portable` returns."""
     module = llvm.parse_bitcode(bitcode)
     visible = [f.name for f in module.functions
                if f.linkage == llvm.Linkage.external and not f.is_declaration]  # fmt: skip
@@ -114,7 +115,7 @@ def finished(bitcode: bytes) -> Code:
 
 
 def _alone(symbol: str, ir: str, entry: PythonEntry | None) -> Any:
-    """A module of which nothing but one function can be seen, and its entry."""
+    """A module whose only visible functions are ``symbol`` and its entry for Python."""
     module = llvm.parse_assembly(ir)
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name != symbol:
@@ -127,7 +128,7 @@ def _alone(symbol: str, ir: str, entry: PythonEntry | None) -> Any:
 
 def _pass_builder() -> Any:
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
-    # No vectors: how wide they are is a matter of the processor that finishes this IR.
+    # No vectors: their width depends on the processor for which this IR is finished.
     tuning.loop_vectorization = tuning.slp_vectorization = False
     return llvm.create_pass_builder(_target_machine(), tuning)
 
@@ -138,7 +139,7 @@ def _code(symbol: str, module: Any) -> Code:
 
 
 def assembly(ir: str) -> str:
-    """The text of the machine code for this processor of a module that Numba has finished."""
+    """The assembly for this processor of a module that Numba has finished."""
     return str(_target_machine(**processor()).emit_assembly(llvm.parse_assembly(ir)))
 
 
@@ -160,11 +161,11 @@ def _nothing() -> None:
 
 
 class Loaded:
-    """A function that can be called as long as the process lives."""
+    """A function in memory, which can be called as long as the process lives."""
 
     def __init__(self, code: Code) -> None:
         for name in code.called:
-            # Numba registers them too, but when its compiler starts, which takes a third of a
+            # Numba registers these functions when its compiler starts, which takes a third of a
             # second.
             helper = (find("helpers") or {}).get(name.removeprefix("NRT_"))
             if helper and not _is_known(name):
@@ -184,10 +185,10 @@ class Loaded:
         self._engine.finalize_object()
         self.address: int = self._engine.get_function_address(code.symbol)
         self._function: Callable[..., int] | None = None
-        _LOADED.append(self)  # who has only an address keeps nothing alive
+        _LOADED.append(self)  # callers hold a raw address, which does not keep the engine alive
 
     def entry(self) -> Callable[..., int]:
-        """The function for Python, where the code has an `PythonEntry`."""
+        """The function for Python, if the code has a `PythonEntry`."""
         if self._function is None:
             address = self._engine.get_function_address(_ENTRY)
             self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
@@ -221,7 +222,7 @@ def _is_known(function: str) -> bool:
 
 
 def portable(identity: str) -> bytes | None:
-    """The IR of a function, if the package was built from the sources that run, by this LLVM."""
+    """The IR of a function, if the package was built from its present sources, with this LLVM."""
     name = _name(identity)
     try:
         return unsealed(name, (PORTABLE / name).read_bytes())
@@ -230,13 +231,13 @@ def portable(identity: str) -> bytes | None:
 
 
 def _name(identity: str) -> str:
-    # Which LLVM reads the IR of another version, only that knows.
+    # Part of the name: LLVM may be unable to read the IR of another version.
     llvm_version, *_ = llvm.llvm_version_info
     decisive = IMPORTED_SOURCES, platform.machine(), platform.system(), str(llvm_version), identity
     return hashlib.sha256("\n".join(decisive).encode()).hexdigest()
 
 
-# Of the C library, of Python's stable interface, and of a threading layer that has been started.
+# Functions of the C library, of Python's stable ABI, and of a started threading layer.
 _PORTABLE_CALLS = {
     "usleep", "Sleep", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyEval_SaveThread",
     "PyEval_RestoreThread", "PyDict_Next", "PyList_SetItem", "Py_IncRef", "get_num_threads",
@@ -247,9 +248,9 @@ _PORTABLE_CALLS = {
 def write_portable(
     folder: Path, functions: Iterable[tuple[str, str, str, PythonEntry | None]]
 ) -> None:
-    """Write what `portable` reads: identities of functions, then what `made` gets.
+    """Write the files that `portable` reads, for an identity and the arguments of `made` each.
 
-    Those that call Numba's functions are left to it, unless they are for its version alone.
+    Functions that call Numba's are left out, unless their identity names the version of Numba.
     """
     folder.mkdir(exist_ok=True)
     for identity, symbol, ir, entry in functions:

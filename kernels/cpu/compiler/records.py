@@ -1,4 +1,4 @@
-"""Memory as compiled loops see it: ``int64``, alone, by name, or sorted."""
+"""Memory as compiled loops read it: arrays of ``int64``, records, and sorted lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def int64s(address, n):
 
 @njit(inline="always")
 def index_at(indices, n_bytes, k):
-    """Element ``k`` of int32 or int64 indices; the test is the same in a whole loop."""
+    """Element ``k`` of int32 or int64 indices; ``n_bytes`` is constant in a loop."""
     if n_bytes == 4:
         return np.int64(load_int32(indices + 4 * k))
     return load_int64(indices + 8 * k)
@@ -28,8 +28,8 @@ def index_at(indices, n_bytes, k):
 def records(cls: Any) -> Any:
     """``at(address, n)``, compiled: an array of ``n`` records with the fields of ``cls``.
 
-    A record travels as one pointer. The same fields in a named tuple take seconds more to
-    compile, because every function that is handed the tuple gets one argument per field.
+    A record is passed as one pointer. The same fields in a named tuple take seconds more to
+    compile, because every function that gets the tuple has one argument per field.
     """
     record = np.dtype([(name, np.int64) for name in cls._fields])
 

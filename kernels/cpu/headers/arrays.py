@@ -3,8 +3,8 @@
 Asking Python for the address, shape and flags of 200 gradients takes longer than the whole
 optimizer step, and the address of a single array, by ``array.ctypes.data``, three times as long
 as Adam on 1024 elements. The fields of a NumPy array object lie at fixed places, which every
-extension module that was compiled against NumPy relies on. They are read in versions that were
-tried, and are tested on real arrays before; where they lie elsewhere everything goes the slow way.
+extension module that was compiled against NumPy relies on. They are read in the versions that were
+tried, after a test on sample arrays; if a field lies elsewhere, arrays are read through Python.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ ARRAY_TYPE = id(np.ndarray)
 _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
 C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
-# Of a tuple: where its length is, and where the pointers to its elements begin.
+# The place of a tuple's length, and the place where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 
 
 class _ArrayForm(NamedTuple):
-    """Form that an array should have, all ``int64``."""
+    """Expected form of an array, all ``int64``."""
 
     dtype: int  # its identity
     ndim: int
-    n_bytes: int = 0  # but for the dimensions left open
-    place: int = 0  # where an array lies that is to stay there
-    header: int = 0  # its object
+    n_bytes: int = 0  # without the dimensions left open
+    place: int = 0  # the address of an array that must not move
+    header: int = 0  # the address of its object
 
 
 class _ArrayQuery(NamedTuple):
@@ -79,7 +79,7 @@ _forms_at, _query_at = records(_ArrayForm), records(_ArrayQuery)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
-    """Whether every field that is read here is where it is looked for."""
+    """Whether every field that is read here lies at the place where this module expects it."""
     one = (array,)
     header, flags = _Header.from_address(id(array)), array.flags
     return (
@@ -119,7 +119,7 @@ def is_switched_off() -> bool:
 
 
 def untried(**versions: str) -> str:
-    """Say which of these versions have not been tried; "" where all were, or the user insists."""
+    """Say which of these versions have not been tried; "" if all were, or the user insists."""
     if os.environ.get(VARIABLE) == "1":
         return ""
     minors = {name: ".".join(version.split(".")[:2]) for name, version in versions.items()}
@@ -127,11 +127,11 @@ def untried(**versions: str) -> str:
     return f"not tried with {' and '.join(new)}" if new else ""
 
 
-def _obstacle() -> str:
+def _why_not() -> str:
     if is_switched_off():
         return f"{VARIABLE}=0"
-    # An object begins with a count of references and its type, 16 bytes, as `_FIELDS` has it. In a
-    # build of Python where it begins with more, nothing would lie where it is looked for.
+    # An object begins with a count of references and its type, 16 bytes, as in `_FIELDS`. In a
+    # build of Python where more comes first, every field would lie elsewhere.
     if (
         sys.implementation.name != "cpython"
         or np.dtype(np.intp).itemsize != 8
@@ -144,9 +144,9 @@ def _obstacle() -> str:
     return "" if is_known else f"they lie elsewhere in NumPy {np.__version__}"
 
 
-obstacle = _obstacle()
-"""Why the headers of arrays are not read; "" where they are."""
-usable = not obstacle
+why_not = _why_not()
+"""Why the headers of arrays are not read, or ""."""
+usable = not why_not
 """Whether the headers of this NumPy and this Python lie as this module expects them."""
 
 
@@ -161,8 +161,8 @@ def warn_of(what: str, why: str) -> None:
         )
 
 
-if obstacle:
-    warn_of("arrays", obstacle)
+if why_not:
+    warn_of("arrays", why_not)
 
 
 def address_of(array: np.ndarray) -> int:
@@ -240,10 +240,10 @@ def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]])
 
 
 def _read_expected(query, arrays, addresses):
-    """Addresses of the arrays of a tuple, if they are as expected and lie elsewhere.
+    """Write the addresses of a tuple's arrays if they have their forms and lie outside ``memory``.
 
-    Returns whether all of them are, and those of the further rows are where and as they were,
-    and can be written to.
+    Returns whether all of them do, and the arrays of the further rows have not moved or changed
+    their form, and can be written to.
     """
     c = _query_at(query, 1)[0]
     if load_int64(arrays + LENGTH) != c.n:
@@ -259,7 +259,7 @@ def _read_expected(query, arrays, addresses):
         for d in range(form.ndim):
             size, dim = load_int64(header.shape + 8 * d), load_int64(dims + 8 * d)
             if dim == ANY:
-                # Of a row-sparse gradient the indices come first, and leave their number open; the
+                # The indices of a row-sparse gradient come first, and may have any number; the
                 # values behind them have as many rows.
                 length = size
             elif size != (length if dim == SAME else dim):
@@ -290,10 +290,10 @@ Form = tuple[np.dtype, tuple[int, ...]]
 
 
 class ExpectedArrays:
-    """Arrays of a tuple as they should be: exactly ``ndarray``, of these forms and elsewhere.
+    """Expected arrays of a tuple: exactly ``ndarray``, of these forms, and outside of ``memory``.
 
-    They should not lie in ``memory``, which is as for `overlaps`. Arrays that are ``written`` must
-    be writable too, and stay where and as they are now, whatever arrays are given.
+    ``memory`` is as for `overlaps`. The arrays ``written`` belong to no tuple: they must be
+    writable and keep the address and the form that they have now.
     """
 
     def __init__(
@@ -325,13 +325,13 @@ class ExpectedArrays:
         self._query_at, _ = self._query.buffer_info()
 
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
-        """The int64 addresses of as many ``arrays``; None if anything is not as expected."""
+        """The int64 addresses of ``arrays``; None if any array is not as expected."""
         addresses = np.empty(self._query[0], np.int64)
         return addresses if _read.call(self._query_at, id(arrays), id(addresses)) else None
 
 
 class _Kind(NamedTuple):
-    """A dtype that arrays can have: its identity and size."""
+    """Possible dtype of arrays: its identity and size."""
 
     dtype: int
     itemsize: int
@@ -345,7 +345,7 @@ _N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_KINDS), address_of(_KI
 
 @njit
 def _itemsize(kinds, is_index, dtype):
-    """The size of a dtype that is a floating one, or one of indices; 0 of any other."""
+    """The size of a floating dtype, or of a dtype of indices; 0 for any other."""
     known = _kinds_at(kinds, _N_KINDS)
     for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
         if known[k].dtype == dtype:
@@ -361,7 +361,7 @@ def _n_bytes(header, itemsize):
 
 
 def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses):
-    """Addresses of a tuple's arrays; whether these are as `alike` has them."""
+    """Write the addresses of a tuple's arrays; whether these are as `alike` requires."""
     n = load_int64(arrays + LENGTH)
     n_alike, first, out = n - 2 * has_rows, header_of(arrays, 0), _data_of(addresses, n)
     length = n_bytes = index_bytes = 0
@@ -389,7 +389,7 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
     return 1
 
 
-# Where the elements of a tuple begin is baked in, and differs between versions of Python.
+# The compiled code contains the place of a tuple's elements, which depends on Python's version.
 _read = NativeFunction(
     _read_expected, f"array headers {ITEMS}", PythonEntry(returns=True, holds_gil=True)
 )
@@ -404,9 +404,9 @@ READERS = _read, _read_alike
 def alike(arrays: tuple[Any, ...], n_written: int, *, has_rows: bool = False) -> list[int] | None:
     """The addresses of ``arrays`` of one floating dtype and one shape.
 
-    If the tuple ``has_rows``, its last two are indices and values of a row-sparse gradient of the
-    others. None where an object is no plain ndarray, an array is not contiguous or aligned, one of
-    the first ``n_written`` is read-only, dtypes or shapes do not fit, or two arrays overlap.
+    If the tuple ``has_rows``, its last two arrays are indices and values of a row-sparse gradient
+    for the others. None if an object is no plain ndarray, an array is not contiguous or aligned,
+    one of the first ``n_written`` is read-only, dtypes or shapes do not fit, or two arrays overlap.
     """
     if not usable:
         return None

@@ -19,14 +19,15 @@ from .tensor_fields import keys_of, layout_of
 from .tensors import code_of, fields_at, place_of
 
 FIXED, LISTED, OPEN, JOINED, SINGLE = range(5)
-"""What the objects are: ids ``[bags, length]``; ids, then offsets, of each feature; likewise, but
-the last bag ends where the ids do, and no offset says so; the ids and the offsets of all features,
-one array each; ids, of which each is a bag."""
-_REAL = 1  # of an array that is none of int32 or int64, whose kind is the bytes of one
+"""Forms of the objects. `FIXED`: ids ``[bags, length]`` of each feature. `LISTED`: ids, then
+offsets of each. `OPEN`: as `LISTED`, without the last offset: the last bag ends with the ids.
+`JOINED`: one array with the ids of all features, and one with their offsets. `SINGLE`: ids of each
+feature, and every id is a bag."""
+_REAL = 1  # the kind of weights; the kind of int32 and int64 is the size of an element, 4 or 8
 
 
 class IdList(NamedTuple):
-    """The ids of one feature as they were given, all ``int64``; addresses."""
+    """The ids of one feature in the caller's arrays, all ``int64``; addresses."""
 
     ids: int
     id_bytes: int
@@ -46,11 +47,11 @@ class _Kinds(NamedTuple):
 
     type: int
     real_bytes: int
-    int32: int  # how dtypes are known
+    int32: int  # this dtype, as an identity or a number of PyTorch
     int64: int
     real: int
-    fields: int = 0  # of tensors: the address of their `Fields`, and what they may be
-    keys: int = 0
+    fields: int = 0  # for tensors: the address of their `Fields`
+    keys: int = 0  # for tensors: the dispatch keys that they may have
     inference_keys: int = 0
 
 
@@ -59,7 +60,7 @@ class _Question(NamedTuple):
 
     form: int
     n: int  # features
-    is_weighted: int  # whether there are weights behind the others
+    is_weighted: int  # whether weights follow the other objects
     real_bytes: int
     kinds: int
 
@@ -75,9 +76,9 @@ def _kind(c, dtype):
 
 @njit
 def _look_at_array(c, thing, ndim):
-    """Kind, address, and the first two sizes of a contiguous array; all 0 of anything else."""
+    """Kind, address, and the first two sizes of a contiguous array; all 0 for anything else."""
     header = header_at(thing)
-    if header.type != c.type or header.ndim != ndim:  # of another type nothing else is looked at
+    if header.type != c.type or header.ndim != ndim:  # an object of another type is not read on
         return _NONE
     if (header.flags & C_CONTIGUOUS_ALIGNED) != C_CONTIGUOUS_ALIGNED:
         return _NONE
@@ -108,12 +109,12 @@ def _look_at_tensor(c, thing, ndim):
         return _NONE
     size = c.real_bytes if kind == _REAL else kind
     at = place_of(f, tensor, size, first * second * size)
-    # No elements need no memory.
+    # An empty tensor needs no memory.
     return (kind if at != 0 or first * second == 0 else 0), at, first, second
 
 
 def _reader(look: Any) -> Any:
-    """A compiled function of objects that are looked at by a function."""
+    """The compiled reader of lists of ids, for objects that ``look`` reads."""
 
     @njit
     def read_weights(c, kinds, objects, k, n):
@@ -138,7 +139,7 @@ def _reader(look: Any) -> Any:
             return 0
         for f in range(c.n):
             end = index_at(offsets, offset_bytes, (f + 1) * bags)
-            if end < begin:  # none is beyond the last one, which has to be n
+            if end < begin:  # so no end is beyond the last one, which has to be n
                 return 0
             own = found[f]
             own.ids, own.id_bytes, own.n = ids, id_bytes, end - begin
@@ -150,7 +151,7 @@ def _reader(look: Any) -> Any:
         return begin == n
 
     def read_lists(question, objects, lists):
-        """Whether all are plain, and fit each other; their contents are not looked at."""
+        """Whether all objects are plain and fit each other; their elements are not looked at."""
         c = _questions_at(question, 1)[0]
         kinds, found = _kinds_at(c.kinds, 1)[0], _lists_at(header_at(lists).data, c.n)
         if c.form == JOINED:
@@ -218,8 +219,8 @@ def read(
 ) -> np.ndarray | None:  # fmt: skip
     """int64 ``[n, fields of IdList]``; None where Python has to look at the objects.
 
-    What is read are plain, contiguous arrays, or tensors on the host where ``torch`` is given, of
-    an integer dtype (weights: of ``real``) and of lengths that fit each other.
+    Objects are read if they are plain, contiguous arrays, or tensors on the host where ``torch`` is
+    given, of int32 or int64 (weights: of ``real``), and if their lengths fit each other.
     """
     own = 2 + is_weighted if form == JOINED else n * (_LENGTHS[form] + is_weighted)
     if not arrays.usable or len(objects) != own:

@@ -1,9 +1,10 @@
-"""Places where PyTorch keeps what a step has to know of a tensor.
+"""Places of the fields of PyTorch's tensors that a step reads.
 
-To ask 200 tensors for address, sizes and strides by Python takes longer than to update them. What
-a step has to know lies at fixed places of a tensor and its storage. In versions that were tried
-they are found on real tensors, which differ in all that is looked for, and the one that is written
-to is tried. Where one is not found, every step goes through Python.
+Asking 200 tensors for address, sizes and strides through Python takes longer than updating them.
+These fields lie at fixed places of a tensor and its storage. In the versions of PyTorch that were
+tried, the places are found with the help of sample tensors, which differ in every field; the only
+field that is written to, a count of changes, is tried. If a place is not found, every step goes
+through Python.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...private import NAMES, find
 from ...storage import I32, STORAGES
 from . import arrays
 
-# Bytes that are searched: a tensor, a storage, and the count of changes have at least so many.
+# Bytes that are searched; a tensor, a storage and a count of changes are at least as large.
 TENSOR_BYTES, STORAGE_BYTES, _VERSION_BYTES = 176, 56, 24
 _WORD, _NUMBER, _CODE = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint16
 
@@ -33,14 +34,14 @@ class Fields(NamedTuple):
     dim: int
     sizes: int  # up to `inline` of them; of more dimensions the address of sizes and strides
     strides: int
-    inline: int  # no place
+    inline: int  # a number, not a place: so many dimensions have sizes and strides in the tensor
     offset: int  # in elements
     dtype: int
-    keys: int  # what it is and where: sparse, on a device, negated, a tensor of zeros, ...
+    keys: int  # dispatch keys: sparse, on a device, negated, a tensor of zeros, ...
     data: int  # in a storage: the address of its memory
     n_bytes: int
-    deleter: int
-    lazy: int  # no place: what is there where a copy shares the memory until one is written to
+    deleter: int  # the function that frees the memory
+    lazy: int  # not a place: the deleter of lazy clones, which share memory until one is written to
     changes: int  # in a count of changes: the number
 
 
@@ -66,17 +67,17 @@ def layout_of(torch: Any) -> TensorLayout | None:
 def layout_or_obstacle(torch: Any) -> TensorLayout | str:
     """The layout of the tensors of this PyTorch, or why they are not read."""
     version = torch.__version__
-    if obstacle := arrays.obstacle or arrays.untried(PyTorch=version):
-        return obstacle
+    if reason := arrays.why_not or arrays.untried(PyTorch=version):
+        return reason
     if missing := _missing():
         return f"PyTorch {version} has no {' and no '.join(missing)}"
-    # What is made within inference mode has no counts of changes.
+    # Tensors that are made in inference mode have no counts of changes.
     with torch.inference_mode(False):
         layout = _found(torch)
         if layout is None:
             return f"their fields were not found in PyTorch {version}"
         if not _counts_changes(torch, layout.fields):
-            return f"changes are not counted where it seems in PyTorch {version}"
+            return f"changes are not counted where expected in PyTorch {version}"
     return layout
 
 
@@ -114,8 +115,8 @@ def _found(torch: Any) -> TensorLayout | None:
 
 
 def _samples(torch: Any) -> list[Any]:
-    """Tensors that differ in everything, and begin at different places of their memory."""
-    # Where two fields had the same numbers in all samples, one could be taken for the other.
+    """Tensors that differ in every field, and begin at different places of their memory."""
+    # If two fields had the same numbers in all samples, one could be taken for the other.
     whole = torch.zeros(7, 5, 11)
     return [
         torch.zeros(3, 4),
@@ -154,7 +155,7 @@ def _words(address: int, n: int) -> list[int]:
 
 
 def _dims(samples: Sequence[Any]) -> dict[str, int | None]:
-    """The places of sizes and strides, and of how many dimensions they are there."""
+    """The places of sizes and strides, and the number of dimensions that fit there."""
     sizes = _find_dims(samples, [t.shape for t in samples], 0)
     strides = None if sizes is None else _find_dims(samples, [t.stride() for t in samples], sizes)
     if sizes is None or strides is None:
@@ -168,9 +169,9 @@ def _dims(samples: Sequence[Any]) -> dict[str, int | None]:
 
 
 def _versions(torch: Any) -> dict[str, int | None]:
-    """The place of the address of a count of changes, and in it that of the number.
+    """The place of the address of a count of changes, and the place of the number in the count.
 
-    A tensor and what is cut out of it share storage and count, and no others do.
+    A tensor and its slices share a storage and a count; other tensors share neither.
     """
     tensors = [torch.zeros(3) for _ in range(4)]
     for k, tensor in enumerate(tensors):
@@ -205,7 +206,7 @@ def _dtypes(torch: Any) -> tuple[int | None, dict[Any, int]]:
 
 
 def _counts_changes(torch: Any, f: Fields) -> bool:
-    """Whether a write where changes seem to be counted is one more, and changes nothing else."""
+    """Whether adding 1 at the place that was found counts one change, and changes nothing else."""
     tensors = [torch.arange(6.0) for _ in range(2)]
     tensors += [tensor.view(2, 3)[1:] for tensor in tensors]
     for tensor in tensors[:2]:
@@ -221,7 +222,7 @@ def _counts_changes(torch: Any, f: Fields) -> bool:
 
 
 def _all_of(tensors: Sequence[Any]) -> list[Any]:
-    """All that these tensors are but their counts of changes, as memory and as PyTorch says it."""
+    """Memory and properties of tensors, but for their counts of changes."""
     memory = [_words(t._cdata, TENSOR_BYTES // 8) for t in tensors]
     memory += [_words(t.untyped_storage()._cdata, STORAGE_BYTES // 8) for t in tensors]
     said = [
@@ -231,9 +232,10 @@ def _all_of(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _lazy(torch: Any) -> dict[str, int | None]:
-    """The place of the function that lets memory go, and the one where copies share memory."""
-    # A lazy clone shares its memory until PyTorch writes to one of the two, and is known by the
-    # function that will let the memory go. A step writes by address, and would change both.
+    """The place of a storage's deleter, and the deleter that lazy clones have."""
+    # A lazy clone shares its memory until PyTorch writes to one of the two. It is known by its
+    # deleter, the function that will free the memory. A step writes by address, so it would change
+    # both.
     plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
     clones = [find("lazy clone")(tensor) for tensor in shared]
     plain_at, shared_at = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))

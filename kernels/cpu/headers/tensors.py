@@ -1,8 +1,8 @@
 """Looking at PyTorch's tensors in each step without asking Python for them.
 
-What a step needs of a parameter, its states and its gradient is recorded once, for each parameter
-by itself. A look tells which parameters have a gradient, which of these are as recorded, and where
-their tensors lie. `kernels.cpu.headers.tensor_fields` finds where a tensor has what is compared.
+A record of each parameter, its states and its gradient is made once. A look then tells which
+parameters have a gradient, which of these are still as recorded, and the addresses of their
+tensors. `kernels.cpu.headers.tensor_fields` finds the places of the compared fields in a tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, keys_of
 from .tensor_fields import layout_of as layout_of
 
 WRITTEN, DENSE, ROWS, OBJECT = range(4)
-"""What a form is of: a tensor that is written, a dense gradient, one of rows, any object."""
+"""Kinds of forms: of a tensor that is written, a dense gradient, one of rows, any object."""
 ABSENT, FITS, OTHER_GRADIENT, OTHER = range(4)
-"""How a parameter is found: without a gradient; as recorded; so but for the gradient; otherwise."""
+"""Status of a parameter. `ABSENT`: it has no gradient. `FITS`: all is as recorded.
+`OTHER_GRADIENT`: all but the gradient is as recorded. `OTHER`: it differs from the record."""
 MOVED, OTHERS, UNLIKE, REORDERED, FOREIGN = 1, 2, 4, 8, 16
-"""Flags of a look. `MOVED`: written tensors lie elsewhere than at the last look. `OTHERS`: other
-parameters have gradients than then. `UNLIKE`: a parameter with a gradient does not fit. Nothing
-else is known where the dict of states is `REORDERED`, or there is another number of parameters
-(`FOREIGN`)."""
+"""Flags of a look. `MOVED`: written tensors have other addresses than at the last look. `OTHERS`:
+other parameters have gradients than then. `UNLIKE`: a parameter with a gradient does not fit.
+`REORDERED`: the dict of states has another order; `FOREIGN`: the number of parameters differs;
+with either nothing else is known."""
 
 
 class TensorForm(NamedTuple):
-    """Form that a tensor should have, all ``int64``."""
+    """Expected form of a tensor, all ``int64``; its sizes and strides lie behind it."""
 
     kind: int
     type: int  # identity
@@ -45,7 +46,6 @@ class TensorForm(NamedTuple):
     dim: int = 0
     itemsize: int = 0
     n_bytes: int = 0  # from the first to the last element
-    # Sizes and strides lie behind it.
 
 
 class _Expected(NamedTuple):
@@ -75,17 +75,17 @@ class _TensorQuery(NamedTuple):
     order: int  # [n_states]: the parameter of each item of the dict of states; -1: none
     n_places: int
     expected: int  # [n_places] of `_Expected`
-    addresses: int  # [n_places]: where each was found that is written
-    gradients: int  # [n_parameters]: where the dense gradients that fit were found
+    addresses: int  # [n_places]: those of the written tensors
+    gradients: int  # [n_parameters]: those of the dense gradients that fit
     seen: int  # [n_parameters] of `_SeenState`, then [n_places] of `_SeenTensor`
-    memory: int  # [2, n_stretches]: of what is written, as for `overlaps`
+    memory: int  # [2, n_stretches]: of the written tensors, as for `overlaps`
     n_stretches: int
-    cursors: int  # of the dict of states, and of that of a parameter: [2, 3]
+    cursors: int  # [2, 3]: in the dict of states, and in the dict of one parameter
     status: int  # [n_parameters]
     states: int  # [n_parameters]: the dict of states of each, or 0
     active: int  # [n_parameters]: those that fit, in order
-    counts: int  # [n_parameters]: addresses of the counts of those that have one
-    versions: int  # [n_places]: addresses of the counts of changes of what is written
+    counts: int  # [n_parameters]: addresses of the counts of updates, without gaps
+    versions: int  # [n_places]: addresses of the written tensors' counts of changes
     found: int  # [3]: how many of the last three there are
 
 
@@ -108,10 +108,10 @@ fields_at, _forms_at, _expected_at, _records_at, _tensors_at, _dicts_at, _query_
     records, (Fields, TensorForm, _Expected, _Record, _SeenTensor, _SeenState, _TensorQuery)
 )
 _FORM_BYTES, _STATE_BYTES = 8 * len(TensorForm._fields), 8 * len(_SeenState._fields)
-# Of a cursor in a dict: where it is, then the last key and the last value.
+# A cursor in a dict has its position, then the last key and the last value.
 _KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
-# Bytes that are read of an object, a dict and its items, to which CPython has an address at this
-# place (of what is there elsewhere the wrong lines are fetched).
+# Bytes that are fetched of an object, a dict and its items, and the place of the items' address in
+# a dict of CPython. If it lies elsewhere in a later version, useless lines are fetched.
 _THING_BYTES, _DICT_BYTES, _ITEMS_BYTES, _DICT_ITEMS = 24, 48, 120, 32
 
 
@@ -123,7 +123,7 @@ def code_of(f, tensor):
 
 @njit
 def place_of(f, tensor, itemsize, n_bytes):
-    """The address of a tensor's first element; 0 where it has not the memory that it needs."""
+    """The address of a tensor's first element; 0 if its storage is too small for it."""
     storage, offset = load_int64(tensor + f.storage), load_int64(tensor + f.offset) * itemsize
     data = load_int64(storage + f.data)
     return data + offset if data != 0 and offset + n_bytes <= load_int64(storage + f.n_bytes) else 0
@@ -131,7 +131,7 @@ def place_of(f, tensor, itemsize, n_bytes):
 
 @njit
 def _fits(f, tensor, form, dims):
-    """Whether a tensor has the form: what it is, its dtype, its sizes and strides."""
+    """Whether a tensor has the form: dispatch keys, dtype, sizes and strides."""
     if load_int64(tensor + f.keys) != form.keys or load_int64(tensor + f.dim) != form.dim:
         return False
     if code_of(f, tensor) != form.dtype:
@@ -157,7 +157,7 @@ def _seen_of(c):
 
 @njit
 def _tensor_of(f, at, seen):
-    """The address of the tensor that was seen; 0 where it has not the form at an address."""
+    """The address of the tensor that was seen; 0 if it does not have the form at ``at``."""
     form = _forms_at(at, 1)[0]
     if load_int64(seen.thing + 8) != form.type:
         return 0
@@ -195,7 +195,10 @@ def _find_states(c, parameters, states):
 
 @njit
 def _find_things(c, r, k, parameter, gradient):
-    """Find a parameter, its states and its gradient; whether the states come as recorded."""
+    """Find the objects of a parameter, its states and its gradient.
+
+    Returns whether the dict has the states in the recorded order.
+    """
     expected, seen = _expected_at(c.expected, c.n_places), _seen_of(c)
     own, cursor = int64s(c.states, k + 1)[k], c.cursors + _CURSOR_BYTES
     seen[r.first].thing, seen[r.first + r.n_written].thing = parameter, gradient
@@ -205,7 +208,7 @@ def _find_things(c, r, k, parameter, gradient):
         _rewind(cursor)
         for j in range(1, r.n_written):
             name = expected[r.first + j].name
-            # Between those that are looked at a user may have others.
+            # A user may have other items between the states.
             while next_item(own, cursor) and load_int64(cursor + _KEY) != name:
                 pass
             if load_int64(cursor + _KEY) != name:
@@ -218,9 +221,9 @@ def _find_things(c, r, k, parameter, gradient):
 
 @njit
 def _look_at_written(c, f, r, held, n_versions):
-    """Look at a parameter and its states, where they were found.
+    """Compare a parameter and its states with their record.
 
-    Returns -1 if anything is not as recorded, else whether it lies elsewhere than last time.
+    Returns -1 if a tensor is not as recorded, else whether one has another address than last time.
     """
     expected, addresses = _expected_at(c.expected, c.n_places), int64s(c.addresses, c.n_places)
     every, versions, has_moved = _seen_of(c), int64s(c.versions, c.n_places), 0
@@ -229,10 +232,11 @@ def _look_at_written(c, f, r, held, n_versions):
         form, tensor = _forms_at(at, 1)[0], _tensor_of(f, at, seen)
         if tensor == 0:
             return -1
-        # Others would see what is written to memory that is shared until somebody writes.
+        # A lazy clone shares this memory until PyTorch writes to it: a write here would be seen in
+        # the other tensor too.
         if load_int64(seen.storage + f.deleter) == f.lazy:
             return -1
-        # An empty tensor may have no memory at all, and is never looked for there.
+        # An empty tensor may have no memory at all, so its address is not compared.
         address = addresses[place]
         if form.n_bytes > 0:
             address = place_of(f, tensor, form.itemsize, form.n_bytes)
@@ -244,7 +248,7 @@ def _look_at_written(c, f, r, held, n_versions):
         versions[n_versions] = version + f.changes if version != 0 else 0
         n_versions += 1
         prefetch_line(version)
-        if form.n_bytes <= LINE:  # of single numbers: what is larger is read as it lies
+        if form.n_bytes <= LINE:  # single numbers; the loops fetch larger tensors themselves
             prefetch_line(address)
         if addresses[place] != address:
             addresses[place], has_moved = address, 1
@@ -276,11 +280,11 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
         return FOREIGN
     if not _find_states(c, parameters, states):
         return REORDERED
-    status, own, active = int64s(c.status, n), int64s(c.states, n), int64s(c.active, n)
+    status, dicts, active = int64s(c.status, n), int64s(c.states, n), int64s(c.active, n)
     counts, found = int64s(c.counts, n), int64s(c.found, 3)
     addresses = int64s(c.addresses, c.n_places)
     flags = n_active = n_counts = n_versions = 0
-    # All objects are found first. Then their memory is read, each without waiting for another.
+    # All objects are found first. Then their memory is read: no read waits for an earlier one.
     for k in range(n):
         r, gradient = every[k], load_int64(gradients + ITEMS + 8 * k)
         if (gradient == c.none) != (status[k] == ABSENT):
@@ -301,8 +305,8 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
             status[k], flags = OTHER, flags | UNLIKE
             continue
         flags |= MOVED * has_moved
-        if r.holds_dict != 0 and own[k] != 0:
-            hold_item(held, k, own[k])
+        if r.holds_dict != 0 and dicts[k] != 0:
+            hold_item(held, k, dicts[k])
         n_versions += r.n_written
         if r.counter >= 0:
             counts[n_counts] = addresses[r.counter]
@@ -316,6 +320,7 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
 
 
 def _fetch_seen(query):
+    """Fetch the memory at the addresses that the last look has read."""
     c = _query_at(query, 1)[0]
     states, seen = _dicts_at(c.seen, c.n_parameters), _seen_of(c)
     for k in range(c.n_parameters):
@@ -351,28 +356,28 @@ class RecordedTensors(NamedTuple):
     dims: list[tuple[int, ...]]  # of each, sizes and strides
     names: list[Any]  # of the states; of the others None
     counter: int  # the number of its float32 count of updates among these; -1: it has none
-    types: list[type]  # which the forms mean
-    holds_dict: bool = False  # whether a step needs what else is in the dict of states
+    types: list[type]  # the types of the forms, which are kept alive here
+    holds_dict: bool = False  # whether a step needs other items of the dict of states too
 
 
 class TensorLook:
     """Looks at the tensors of ``n`` parameters, for one caller at a time.
 
-    It keeps no tensor alive, and compares no identity of one with an earlier one: another tensor
-    of the same form fits as well. Where tensors cannot be read, no parameter with a gradient does.
+    A look keeps no tensor alive and compares no identities of tensors: another tensor of the same
+    form fits as well. Where tensors cannot be read, no parameter with a gradient fits.
 
     Attributes:
-        first: of each parameter that was recorded, its place, which those of its states and of its
-            gradient follow.
-        held, n_held: where the first of its states is held in a list, and how long that is.
-        addresses: where the tensor of each place was last found, but for gradients.
-        gradients: where the dense gradient of each parameter was last found to fit.
+        first: the place of each recorded parameter; those of its states and its gradient follow.
+        held, n_held: the number of its first state in a list of held objects, and the length of
+            that list.
+        addresses: the last address of the written tensor at each place.
+        gradients: the last address of each parameter's dense gradient, if it fitted.
         status, active, counts, versions, found: as in the last look; see `_TensorQuery`.
     """
 
     def __init__(self, torch: Any, n: int) -> None:
         self._n, self._layout = n, layout_of(torch)
-        # The first place is no parameter's: those without a record have it.
+        # Place 0 belongs to no parameter; parameters without a record point there.
         self.first, self._n_of, self.n_places = np.zeros(n, np.int64), [0] * n, 1
         self.held, self.n_held = [0] * n, n
         self.status, self.active, self.counts, self.gradients = (
@@ -414,9 +419,9 @@ class TensorLook:
         self._set(n_places=n_places)
 
     def record(self, k: int, n_places: int, recorded: RecordedTensors | None) -> None:
-        """Take over what parameter ``k`` has to be, which has so many places.
+        """Take over the record of parameter ``k``, which has ``n_places`` places.
 
-        Without ``recorded`` it is never found to fit.
+        Without ``recorded`` the parameter never fits.
         """
         if n_places != self._n_of[k]:
             self.first[k], self._n_of[k], self.held[k] = self.n_places, n_places, self.n_held
@@ -457,23 +462,23 @@ class TensorLook:
         self._tables["expected"][place, 0] = self._form_at(known.forms[-1], known.dims[-1])
 
     def _order(self, parameters: tuple[Any, ...], states: States) -> None:
-        """Take over in which order a dict has the states of parameters, beside other things."""
+        """Take over the order in which a dict has the states of parameters, and other items."""
         known = {id(parameter): k for k, parameter in enumerate(parameters)}
-        # A list of them is made in one go: another thread may change the dict.
+        # The keys are listed in one call, since another thread may change the dict.
         places = [known.get(id(key), -1) for key in [*states]]
         table = self._tables["order"] = np.array(places, np.int64)
         self._set(order=address_of(table), n_states=len(places))
 
     def keep_apart(self, memory: np.ndarray) -> None:
-        """Let no dense gradient fit that lies in these stretches; as for `overlaps`."""
+        """Set the memory in which no dense gradient may lie; as for `overlaps`."""
         self._tables["memory"] = memory
         self._set(memory=address_of(memory), n_stretches=memory.shape[1])
 
     def fetch(self) -> None:
-        """Bring what `look` is going to read into the caches.
+        """Fetch the memory that `look` is going to read into the caches.
 
-        A look goes from address to address, one miss after the other; here all are on their way at
-        once. It is read where it was: what is gone is fetched in vain.
+        A look goes from address to address, one miss after the other; here all lines are fetched at
+        once. The addresses are those of the last look, so a few lines may be fetched in vain.
         """
         if self._layout is not None:
             _fetch.call(self._asked[0])
@@ -482,10 +487,10 @@ class TensorLook:
         self, parameters: tuple[Any, ...], gradients: tuple[Any, ...], states: States,
         held: list[Any],
     ) -> int:  # fmt: skip
-        """Flags of what was found; fill in `status`, `addresses` and the lists.
+        """Compare all tensors with their records; fill in `status`, `addresses` and the lists.
 
-        ``held`` is a list of `n_held` times None. It gets the states, and before them, for each
-        parameter that asks for it, the dict of states.
+        ``held`` is a list of `n_held` times None. It gets the dict of states of each parameter that
+        needs it, and behind these the states. Returns flags.
         """
         if self._layout is None:
             return self._look_by_python(gradients)

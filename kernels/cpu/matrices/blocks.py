@@ -4,14 +4,14 @@ A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart. Thre
 
     block(arrays, offset, g, height, width, stride, rows, columns, hp, total)
 
-with ``arrays`` as in `cpu.blocks`, and the number of elements before the tile: ``terms`` adds to
-the float64 sums of rows and columns; ``measure`` and ``update`` read their factors, and the first
-adds to ``total``. In
+``arrays`` is as in `cpu.blocks`, and ``offset`` the number of elements before the tile. The block
+``terms`` adds to float64 sums of rows and columns; ``measure`` and ``update`` read factors of rows
+and columns, and ``measure`` adds to ``total``. The fourth block computes the factors of a whole
+matrix, those of its rows, then those of its columns:
 
     factors(row_sums, column_sums, height, width, row_state, column_state, factors, hp)
 
-a tile is a whole matrix: its row factors, then its column factors. All arguments are int64:
-addresses and counts. The mathematics is that of a rule with `Lines`.
+All arguments are int64: addresses and counts. The mathematics is that of a rule with `Lines`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, prefetch_line
 from ..compiler.lines import LINE
 
-# A row is worked on in pieces of so many elements, and the gradient is fetched so many bytes ahead:
-# what computes between two loads leaves the processor's own fetching behind, which ends at a page.
+# Elements of a piece of a row, and bytes by which the gradient is fetched ahead: the processor's
+# own prefetching ends at a page, and is too late for a loop that computes much between two loads.
 _PIECE, _AHEAD = 256, 2_048
 
 
@@ -76,7 +76,7 @@ def lines_of(kernel: Kernel) -> Lines:
 def _tile_block(kernel: Kernel, line_storage: Storage, row: Any) -> Callable[..., None]:
     """A block from ``row(arrays, g, i, row_values, column_values, hp)``, on a piece of row ``i``.
 
-    ``row`` returns what is added to the total. Values of rows and columns are ``line_storage``.
+    ``row`` returns its part of the total. Values of rows and columns are of ``line_storage``.
     """
     read_hp, read_arrays = readers(kernel)
     real, g_type, g_bytes = line_storage.carrier, kernel.g.carrier, kernel.g.itemsize

@@ -1,11 +1,11 @@
 """Rules on matrices: three passes over the gradients of any number of tensors in one step.
 
-A tensor is a list of equal matrices. Small matrices are dealt with several to a part; a large
-one is cut into tiles, whose sums are added in order. The cut depends on the shape alone, so the
-result does not depend on the number of threads.
+A tensor is a list of equal matrices. A part has several small matrices; a large matrix is cut into
+tiles, whose sums are added in order. The cut depends on the shape alone, so the result does not
+depend on the number of threads.
 
-The states of rows and columns are small, and the first pass makes the new ones beside the old
-ones; the last pass, which writes the parameters, puts them in their place.
+The states of rows and columns are small. New states are computed beside the old ones, and replace
+them when the parameters are written.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class MatrixRow(NamedTuple):
     tile_width: int
     tiles_down: int
     tiles_across: int
-    group: int  # matrices of a part, where a part is whole matrices
+    group: int  # matrices of a part, if a part has whole matrices; else 1
     first_part: int
     first_group: int  # number of the first group of matrices
     row_sums: int  # [matrices, tiles_across, height]
     column_sums: int  # [matrices, tiles_down, width]
-    factors: int  # [matrices, height + width]; of states the rows of all matrices come first
+    factors: int  # [matrices, height + width]; new states: those of all rows, then of all columns
 
 
 class MatrixCall(NamedTuple):
@@ -64,8 +64,8 @@ class MatrixCall(NamedTuple):
     real_bytes: int
     sums: np.ndarray  # float64
     factors: np.ndarray  # of the arithmetic
-    states: np.ndarray  # of the arithmetic: the new ones, each tensor's where its factors are
-    measured: np.ndarray  # float64 [parts]: sums of squares of what is measured
+    states: np.ndarray  # of the arithmetic: new states, at the places of the factors
+    measured: np.ndarray  # float64 [parts]: sums of the squares that the rule measures
     terms: int
     make_factors: int
     measure: int
@@ -76,7 +76,7 @@ _tensors_at = records(MatrixRow)
 
 
 class MatrixTable:
-    """The tensors of a step, at least one; what stays the same from step to step."""
+    """The tensors of a step, at least one, and their cut, which is the same in each step."""
 
     def __init__(self, tensors: Sequence[MatrixTensor]) -> None:
         self._addresses = np.array([tensor.addresses for tensor in tensors], np.int64)
@@ -119,7 +119,7 @@ def _part_of(c, index):
 
 @njit
 def _tile(tensor, number):
-    """Matrix, place down and across, size of a tile, and the elements before its first one."""
+    """The matrix of a tile, its place down and across, its size, and the elements before it."""
     tiles = tensor.tiles_down * tensor.tiles_across
     matrix, rest = number // tiles, number % tiles
     down, across = rest // tensor.tiles_across, rest % tensor.tiles_across
@@ -140,7 +140,7 @@ def _call_on_tile(c, block, t, tensor, tile, row_values, column_values, total):
 
 @part(MatrixCall)
 def sum_terms(index, slot, c):
-    """Sums over the rows and columns of the tiles of one part."""
+    """Sum over the rows and the columns of the tiles of one part."""
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
         tile = _tile(tensor, number)
@@ -156,7 +156,7 @@ def sum_terms(index, slot, c):
 
 @njit
 def _add_tiles(address, n_tiles, n):
-    """Add the sums of the tiles to those of the first, in order."""
+    """Add the sums of all tiles to those of the first tile, in order."""
     sums = carray(as_pointer(address), (n_tiles, n), np.float64)
     for k in range(1, n_tiles):
         for i in range(n):
@@ -178,7 +178,7 @@ def _copy(target, source, n_bytes):
 
 @part(MatrixCall)
 def make_factors(index, slot, c):
-    """New states and factors of one group of matrices."""
+    """Compute new states and factors of one group of matrices."""
     tensors = _tensors_at(c.tensors, c.n_tensors)
     t = last_at_most(tensors.first_group, c.n_tensors, index)
     tensor = tensors[t]
@@ -212,7 +212,7 @@ def _call_with_factors(c, block, index, total):
 
 @part(MatrixCall)
 def measure_part(index, slot, c):
-    """The squares of what is measured of one part."""
+    """Sum the squares that the rule measures in one part."""
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
     _call_with_factors(c, c.measure, index, out)
@@ -220,7 +220,7 @@ def measure_part(index, slot, c):
 
 @part(MatrixCall)
 def store_states(index, slot, c):
-    """The new states of one tensor in their place."""
+    """Replace the states of one tensor by the new ones."""
     tensor = _tensors_at(c.tensors, c.n_tensors)[index]
     new_rows, new_columns = _new_states(c, tensor)
     matrix_bytes = tensor.matrices * c.real_bytes
@@ -230,12 +230,12 @@ def store_states(index, slot, c):
 
 @part(MatrixCall)
 def update_matrices(index, slot, c):
-    """The update of one part."""
+    """Update one part."""
     _call_with_factors(c, c.update, index, 0)
 
 
 class MatrixStep:
-    """One step: `measured_squares` computes, then `loops`, the third pass, write.
+    """One step: `measured_squares` runs the first two passes, `loops` are the third, which writes.
 
     The kernel is as for `matrix_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
     ``[T, F]`` scalars in the type of the arithmetic.
@@ -253,7 +253,7 @@ class MatrixStep:
         passes = (block.address for block in matrix_blocks(kernel))
         self._call = Arguments(MatrixCall(*tensors, *itemsizes, *scratch, *passes))
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
-        # Both in one commit: no interrupt falls between the states of lines and the parameters.
+        # Both loops run in one commit: no interrupt comes between states and parameters.
         self.loops = (
             self._loop(store_states, len(table.table)),
             self._loop(update_matrices, table.n_parts),
@@ -263,11 +263,11 @@ class MatrixStep:
         return Loop.of(function, n, self._call.address, self._threads)
 
     def measured_squares(self) -> np.ndarray:
-        """float64 ``[T]``: squares of what is measured of each, by the first two passes."""
+        """float64 ``[T]``: the sum of squares that the rule measures of each tensor."""
         table = self._table
         passes = (sum_terms, table.n_parts), (make_factors, table.n_groups)
         run_all(tuple(self._loop(*each) for each in (*passes, (measure_part, table.n_parts))))
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:
-        """No memory was borrowed."""
+        """Do nothing: a step borrows no memory."""

@@ -1,1 +1,1 @@
-"""The process itself: what forks wait for; whether there is memory, and threads can start."""
+"""The process itself: what it does at a fork, and whether memory and threads are available."""

@@ -1,7 +1,7 @@
-"""Memory and threads for libraries that end the process, or wait for ever, where there are none.
+"""Check for memory and threads before calling libraries that abort or hang without them.
 
-LLVM does where it gets no memory. TBB and OpenMP do where a thread does not start, and Numba's
-workqueue waits for one that never was. So both are tried beforehand.
+LLVM ends the process if it gets no memory, TBB and OpenMP if a thread does not start; Numba's
+workqueue waits for such a thread for ever. So memory and threads are tried beforehand.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import _thread
 import mmap
 from queue import SimpleQueue
 
-_LIBRARIES = 32 << 20  # a layer: its libraries, and the functions that are loaded with it
-_STACK = 8 << 20  # of a thread: what systems have as default; TBB takes half of it
+_LIBRARIES = 32 << 20  # bytes of a layer: its libraries, and the functions that are loaded with it
+_STACK = 8 << 20  # bytes of a thread's stack, by default of the system; TBB takes half of it
 
 
 def require_room(n_bytes: int) -> None:
-    """Raise a MemoryError if so much memory cannot be had now."""
+    """Raise a MemoryError if ``n_bytes`` of memory cannot be allocated now."""
     try:
         mmap.mmap(-1, n_bytes).close()
     except OSError as error:
@@ -26,9 +26,10 @@ def require_room(n_bytes: int) -> None:
 
 
 def can_start(n_threads: int) -> bool:
-    """Whether so many threads can be started now, by a library that is not loaded yet.
+    """Whether ``n_threads`` can be started now, by a library that is not loaded yet.
 
-    So many are started, beside memory for others: their own is free some time after they end.
+    As many threads are started for a moment. Memory for the later ones is allocated beside them,
+    because the memory of a thread becomes free only some time after its end.
     """
     end: SimpleQueue[None] = SimpleQueue()
     try:

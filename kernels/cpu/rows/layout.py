@@ -15,7 +15,7 @@ from ..compiler.records import records
 class Table(NamedTuple):
     """A table of the step, in the order of their rows and positions; all ``int64``."""
 
-    # The `Source` of its gradient: lists begin where what is of position 0 would be.
+    # The `Source` of its gradient: addresses are biased, so that index 0 is position 0.
     values: int
     stride: int
     gradient_rows: int  # 0: each position has its own

@@ -25,7 +25,7 @@ def share(n, parts, index):
 
 @njit(inline="always")
 def _stretch(table, begin, end):
-    """The part of positions ``begin .. end`` that is of a table, counted within it."""
+    """The part of positions ``begin .. end`` that belongs to a table, counted within the table."""
     first = table.first_position
     return max(begin - first, 0), min(end - first, table.length)
 
@@ -59,14 +59,14 @@ def _count_rows(c, index):
                 if dropped_row < 0:
                     return tables[t].first_position + k
                 key_row = dropped_row
-            # Unsigned: by a signed index Numba would first look whether it counts from the end.
+            # Unsigned: Numba would first test a signed index for being negative.
             histogram[np.uint64(key_row) & mask] += 1
     return -1
 
 
 @njit(error_model="numpy")
 def _scatter_rows(c, index):
-    """The first pass of the sort of one share: makes the keys on its way."""
+    """Make the keys of one share, and sort them by their lowest digit."""
     begin, end, offsets = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(offsets.size - 1)
     bits, carried_bits, out = c.position_bits, c.carried_bits, int64s(c.keys, c.n)
@@ -99,10 +99,10 @@ def _count_digits(keys, begin, end, shift, histogram):
 
 @njit(inline="always")
 def _offsets_of(histograms, n):
-    """Turn counts into the places of each part's digits; False where nothing would move."""
+    """Turn counts into the places of each share's digits; False if no key would move."""
     place, most = 0, 0
-    # Digit by digit, and of a digit share by share: keys of equal digits keep the order of their
-    # positions, into however many shares these are cut.
+    # Digit by digit, and for a digit share by share: so keys of equal digits keep the order of
+    # their positions, whatever the number of shares.
     for digit in range(histograms.shape[1]):
         before = place
         for p in range(histograms.shape[0]):
@@ -140,7 +140,7 @@ def first_key_at_least(keys, n, key):
 
 @njit
 def _find_hot(c):
-    """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
+    """List the hot segments. Each contains a multiple of HOT, so only these places are probed."""
     n, bits = c.n_valid, c.position_bits
     keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
     n_hot = elements = last_end = 0
@@ -164,18 +164,17 @@ def _find_hot(c):
 
 @njit(inline="always")
 def _finish(c, keys):
-    """Tell where the sorted keys lie, how many of them belong to rows, and which are hot."""
+    """Record the address of the sorted keys, how many of them belong to rows, and the hot ones."""
     c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
     if c.dropped_row >= 0:
-        # Dropped occurrences have the row after the last one, so they are at the end of the list,
-        # where no loop comes.
+        # Dropped occurrences have the row after the last one, so they lie behind the valid keys.
         c.n_valid = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
     _find_hot(c)
 
 
 @part(RowCall)
 def group_serial(index, slot, c):
-    """Keys and sort on one thread."""
+    """Make and sort all keys on one thread."""
     histograms = _histograms(c)
     c.bad_position = _count_rows(c, 0)
     if c.bad_position >= 0:
@@ -193,19 +192,19 @@ def group_serial(index, slot, c):
     _finish(c, keys)
 
 
-# On several threads each of these is a loop of its own, one after the other in one parallel
-# region. A bad index makes the later ones end at once.
+# On several threads each of the following parts is a loop, one after the other in one parallel
+# region. After a bad index the later loops end at once.
 
 
 @part(RowCall)
 def count_rows(index, slot, c):
-    """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
+    """Count the lowest digits of one share, and write its bad position, or -1, to ``bad``."""
     int64s(c.bad, c.sort_parts)[index] = _count_rows(c, index)
 
 
 @part(RowCall)
 def place_rows(index, slot, c):
-    """Where the keys of each share go; the first bad position, if there is one."""
+    """Turn the counts of all shares into places, and find the first bad position, if any."""
     bad = int64s(c.bad, c.sort_parts)
     for k in range(c.sort_parts - 1, -1, -1):
         if bad[k] >= 0:
@@ -216,14 +215,14 @@ def place_rows(index, slot, c):
 
 @part(RowCall)
 def scatter_rows(index, slot, c):
-    """The first pass of the sort for one share of the positions."""
+    """Make the keys of one share, sorted by their lowest digit."""
     if c.bad_position < 0:
         _scatter_rows(c, index)
 
 
 @part(RowCall)
 def next_digit(index, slot, c):
-    """The keys lie where the last pass left them."""
+    """Go on to the next digit; the keys are those of the last pass that moved any."""
     c.shift += c.digit_bits
     if c.moved:
         c.keys, c.spare = c.spare, c.keys
@@ -231,7 +230,7 @@ def next_digit(index, slot, c):
 
 @part(RowCall)
 def count_digits(index, slot, c):
-    """Digit counts of one share of the keys."""
+    """Count the digits of one share of the keys."""
     if c.bad_position < 0:
         begin, end, histogram = _own(c, index)
         _count_digits(int64s(c.keys, c.n), begin, end, c.shift, histogram)
@@ -254,7 +253,7 @@ def scatter_keys(index, slot, c):
 
 @part(RowCall)
 def finish(index, slot, c):
-    """The last step of a sort on several threads."""
+    """End a sort on several threads."""
     if c.moved:
         c.keys, c.spare = c.spare, c.keys
     if c.bad_position < 0:

@@ -38,7 +38,7 @@ def _whole_lines(words: int) -> int:
 
 
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
-# What one loop tells the next, or single phases fill in, to the end of a line; no bad position.
+# Fields that loops fill in, up to the end of a line; at first there is no bad position.
 _UNKNOWN = (-1, *(0,) * (_whole_lines(len(_FIELD)) - _FIELD["bad_position"] - 1))
 
 
@@ -46,7 +46,7 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
     The kernel is that of a rule that measures the gradient, for the storage types of the sums.
-    Before the float64 sum comes the position of the first bad index or -1, as `RowStep` has it.
+    Returns the position of the first bad index, or -1 (`RowStep.bad_position`), and the sum.
     """
     block = blocks(kernel).measure_real
     assert block is not None
@@ -67,15 +67,15 @@ class _Sizes(NamedTuple):
     n: int
     sort_parts: int
     threads: int  # of the update
-    ranges: tuple[tuple[int, int], ...]  # of each table: their length, and how many there are
+    ranges: tuple[tuple[int, int], ...]  # of each table: the length of a range, and their number
     sweep: tuple[tuple[int, int], ...]  # of each table: its first part, and rows of a part
-    arguments: tuple[int, ...]  # the first of `RowCall`
+    arguments: tuple[int, ...]  # the first fields of `RowCall`
     places: tuple[int, ...]  # word at which each section behind `RowCall` begins
     words: int
-    loops: tuple[tuple[int, int, int], ...]  # that group: addresses, how many parts, threads
+    loops: tuple[tuple[int, int, int], ...]  # of the grouping: address, number of parts, threads
     n_parts: int  # of the update
-    told: tuple[int, ...]  # the last of `RowCall`, for this update
-    carries: bool  # whether keys have the numbers of gradient rows
+    told: tuple[int, ...]  # the last fields of `RowCall`, which loops fill in
+    carries: bool  # whether keys contain the numbers of gradient rows
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
@@ -92,7 +92,7 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
-    # Of a slot: a line, and the summed gradient of a row or of a tile of whole rows.
+    # A slot has a cache line, and the summed gradient of a row or of a tile of whole rows.
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
     dropped_row, carried_bits = n_rows if drop else -1, carried.bit_length() if carries else 0
     shape = n, n_rows, len(kernel.row_bytes), dropped_row, kernel.real.itemsize, carried_bits
@@ -114,7 +114,8 @@ def _sizes_of(
         sweep.append((n_swept, part := _sweep_rows(width)))
         n_swept += -(-height // part)
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
-    # Of a radix digit: at most 11 bits, even passes, and no more counters than keys need.
+    # A radix digit has at most 11 bits, equal in all passes, and no more values than there are
+    # keys, roughly.
     passes = -(-row_bits // min(11, max(4, n.bit_length() + 1)))
     digit_bits = -(-row_bits // passes)
     scratch_words = _whole_lines(scratch // 8 + 1)
@@ -131,14 +132,14 @@ def _sizes_of(
     )
     ends = tuple(accumulate(map(_whole_lines, sizes)))
     position_bits = max(1, (n - 1).bit_length())
-    # Behind the position the number of a gradient row is read once, in order. In the order of
-    # sorted keys it is looked up all over a list, before the row itself can be fetched.
+    # If a key contains the number of its gradient row, the list of these numbers is read once, in
+    # order. Otherwise it is read in the order of sorted keys, before the row can be fetched.
     if row_bits + position_bits + carried_bits > _KEY_BITS:
         carried_bits = 0
     bits = position_bits + carried_bits, carried_bits, row_bits, digit_bits
     arguments = (n_tables, n, *bits, dropped_row, sort_parts, scratch_words * 8)
     loops = _grouping(sort_parts, passes, max(sort_parts, threads), n_ranges if n > HOT else 0)
-    # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
+    # Rows differ in occurrences, and so parts in cost: many parts balance the threads.
     n_touched = 1 if threads == 1 else min(n, _PARTS_PER_THREAD * threads)
     n_parts = n_touched if touched_only else n_swept
     told = list(_UNKNOWN)
@@ -152,7 +153,7 @@ def _sizes_of(
 def _grouping(
     parts: int, passes: int, threads: int, n_ranges: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """The loops that sort, and sum hot rows, as in `_Sizes`."""
+    """The loops that sort, and sum hot rows, in the form of `_Sizes.loops`."""
     shares, once = (parts, parts), (1, 1)
     if parts == 1:
         loops = [(sort.group_serial, *once)]
@@ -163,8 +164,8 @@ def _grouping(
             loops += [(sort.place_digits, *once), (sort.scatter_keys, *shares)]
         loops += [(sort.finish, *once)]
     if n_ranges:
-        # Hot rows are summed with the grouping, before anything is written: all threads share one
-        # of them, and its turn in the update is short.
+        # Hot rows are summed with the grouping, before anything is written: all threads share the
+        # sum of one hot row, so its update is short.
         loops.append((rows.sum_hot_range, n_ranges, threads))
     return tuple((part.address, n, most) for part, n, most in loops)
 
@@ -179,14 +180,14 @@ def _kernel_arguments(
     """
     block = row_block or blocks(kernel).update_real
     single = 0
-    if row_block:  # which takes numbers of the arithmetic's type
+    if row_block:  # it takes numbers in the type of the arithmetic
         single = row_block.address if kernel.g == kernel.real else 0
     elif not every_row:
         single = blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
     add = sums.accumulate(kernel.g, kernel.real).address
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
-    # These live as long as this tuple is kept.
+    # These arrays live as long as the kernel, and this tuple is cached with it.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
     kernel_arguments = block.address, zero, add_ranges, n, row_bytes
     itemsizes = kernel.g.itemsize, kernel.real.itemsize
@@ -196,11 +197,11 @@ def _kernel_arguments(
 class RowStep:
     """One step of a rule on tables with row-sparse gradients.
 
-    Occurrences of a row are summed in order (a row with more than `HOT` of them range
-    by range of positions, the sums of the ranges in order), then the rule runs once on the row.
-    When the object is made, the indices are checked and grouped, and all memory is taken; then
-    ``loops`` update the rows: with ``touched_only`` those that occur (lazy), else all, those that
-    do not occur with a gradient of 0 (dense-equivalent).
+    Occurrences of a row are summed in order (a row with more than `HOT` of them range by range of
+    positions, then the sums of the ranges in order). Then the rule runs once on the row. The
+    constructor checks and groups the indices and allocates all memory; then ``loops`` update rows:
+    with ``touched_only`` those that occur (lazy), else all rows, with a gradient of 0 where none
+    occurs (dense-equivalent).
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class RowStep:
         call = self._block.address
         loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
         run_words(array("q", loops))
-        # In the concatenated lists, or -1.
+        # The position in the concatenated lists of indices, or -1.
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
@@ -230,13 +231,13 @@ class RowStep:
             self.loops = (Loop.of(update, self._size.n_parts, call, self._size.threads),)
 
     def release(self) -> None:
-        """Give the block back."""
+        """Give back the borrowed block."""
         give_back(self._block)
 
     def _write_arguments(self, kernel_arguments: tuple[int, int, tuple[int, ...]]) -> None:
-        """`RowCall`, then the tables, then all their addresses.
+        """Write `RowCall`, then the tables, then all of their addresses.
 
-        They are packed at once, which is ten times as fast as NumPy's assignment.
+        One call packs all of them, which is ten times as fast as assigning to a NumPy array.
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
@@ -250,11 +251,11 @@ class RowStep:
             indices, index_bytes, n, values, positions, _, rows, stride, weights, winners, first, \
                 _ = source  # fmt: skip
             place, add, block = base + 8 * len(fields), own_sum, single
-            # The loops know an occurrence by its position among those of all tables.
-            if not rows:  # each has its own
+            # Loops number occurrences through all tables, so addresses are moved back.
+            if not rows:  # each occurrence has a row of its own
                 stride = width * g.itemsize
                 values -= first_position * stride
-            elif size.carries:  # keys say which one is whose
+            elif size.carries:  # keys contain the numbers of gradient rows
                 rows -= 4 * first_position
             else:
                 self._shares = True
@@ -264,7 +265,7 @@ class RowStep:
                 if form is not sums.SHARED:
                     weights = winners or weights - first_position * real.itemsize
                     first -= first_position
-                    block = 0  # not even a single occurrence's gradient is as it was given
+                    block = 0  # even the gradient of a single occurrence has to be computed
             fields += (
                 values, stride, rows, weights, first, place, at_addresses, add, block, hp,
                 n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
@@ -279,9 +280,9 @@ class RowStep:
         _packer(len(fields))(words.data, 0, *fields)
 
     def measure_touched(self) -> float:
-        """The squares of the summed rows, added up in the order of the rows."""
-        # A place for each key, and 0 in those that begin no row: NumPy adds them up in an order
-        # that their number fixes, whichever thread has measured which row.
+        """The sum of squares of the summed rows, in the order of the rows."""
+        # There is a place for each key, with 0 for a key that does not begin a row. NumPy adds them
+        # in an order that depends on their number alone, not on the threads that have measured.
         squares, threads = np.zeros(self._size.n), self._size.threads
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         words = self._block.words

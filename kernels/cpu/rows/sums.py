@@ -1,9 +1,9 @@
 """Sums of gradient rows in the order of their keys: the innermost loop of a row step.
 
 The sums of a tile of columns stay in registers from the first row to the last. Gradient rows
-lie all over memory, so they are fetched well ahead, every line of them: a row need not begin at
-the start of a line (NumPy's large arrays begin 16 bytes later), and the line of its last byte,
-left out, cost as much as all the others together. Measured on one core of an AMD EPYC (Zen 5),
+lie all over memory, so every cache line of them is fetched well ahead. A row need not begin at
+the start of a line (NumPy's large arrays begin 16 bytes later); when the line of its last byte was
+not fetched, it cost as much as all others together. Measured on one core of an AMD EPYC (Zen 5),
 65,536 rows of 256 bytes: 1.68 ms with sums in memory, 8 rows ahead; 1.22 with 24 rows ahead;
 0.55 with sums in registers. Reading the same bytes one after the other takes 0.40.
 """
@@ -38,30 +38,33 @@ from ..compiler.intrinsics import (
 )
 from ..compiler.lines import LINE
 
-_AHEAD = 24  # rows that are on their way to the caches; at most `layout.PADDING`
-_AHEAD_BYTES = 6_144  # but no more than this of long rows
+_AHEAD = 24  # rows that are fetched ahead; at most `layout.PADDING`
+_AHEAD_BYTES = 6_144  # most bytes that are fetched ahead, if rows are long
 _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half of AVX2's
 
 
 class Form(NamedTuple):
-    """How the rows of a sum are found; compiled functions of addresses, ``key`` that of a key."""
+    """Compiled functions that find the rows of a sum; ``key`` is the address of a key."""
 
     name: str
     key_bytes: int
-    lists: Callable[..., Any]  # ``lists(source)``: the addresses that the others need
+    lists: Callable[..., Any]  # ``lists(source)``: the addresses that the other functions need
     row: Callable[..., Any]  # ``row(lists, key, mask)``: the number of the row
-    place: Callable[..., Any] | None  # ``place(lists, key, mask)``: of its weight; None: it is 1
-    of_winners: bool = False  # then the elements of a row count where they are this place's
+    place: Callable[..., Any] | None  # ``place(lists, key, mask)``: of its weight; None: no weights
+    of_winners: bool = False  # whether only those elements of a row count that this place has won
 
 
 class Source(NamedTuple):
-    """Where the rows of a sum lie; all ``int64``. Records of tables begin with it."""
+    """Addresses of the rows of a sum and of their lists, all ``int64``; records begin with it.
 
-    values: int  # where row 0 is, or would be
+    Lists are addressed as if they began with element 0, even if they do not contain it.
+    """
+
+    values: int  # the address of row 0
     stride: int  # bytes from one row to the next
-    rows: int  # likewise, of numbers of rows or of keys, if the form needs them
-    weights: int  # likewise; of winners where those of row 0 are
-    first: int = 0  # the number among winners that place 0 has, or would have
+    rows: int  # the address of a list of row numbers or of keys, if the form has one
+    weights: int  # the address of a list of weights, or of the winners of row 0
+    first: int = 0  # the number of place 0 among winners
 
 
 @njit(inline="always")
@@ -112,20 +115,20 @@ def _listed_place(lists, key, mask):
 OWN = Form("own", 8, _no_lists, _position, None)
 """Each position has a row of its own."""
 SHARED = Form("shared", 8, _rows, _row_of_position, None)
-"""There is a list of the rows of positions, int32: one may be that of many."""
+"""A list has the row of each position, int32: positions may share a row."""
 WEIGHTED = Form("weighted", 8, _rows_and_weights, _row_of_position, _position)
-"""Likewise, and one of the factors of positions."""
+"""`SHARED`, and another list has the weight of each position."""
 CHOSEN = Form("chosen", 8, _rows_and_winners, _row_of_position, _winner, of_winners=True)
-"""Likewise, of maxima: for each element of a row the number of the place that it is of, int32."""
+"""`SHARED`, for maxima: winners have, for each element of a row, the place it came from, int32."""
 LISTED = Form("listed", 4, _no_lists, _listed_row, None)
 """The keys are the numbers of the rows, int32."""
 LISTED_WEIGHTED = Form("listed weighted", 4, _rows_and_weights, _listed_row, _listed_place)
-"""Likewise, and there is a list of the factors of the keys, which begin at ``rows``."""
+"""`LISTED`, and a list has the weights of the keys, which begin at ``rows``."""
 FORMS = OWN, SHARED, WEIGHTED, CHOSEN, LISTED, LISTED_WEIGHTED
 
 
 def _fetching(n_bytes: int, columns: int) -> Any:
-    """A compiled function: the part of a row at an address is on its way to the caches."""
+    """A compiled function that fetches a part of a row, at an address, into the caches."""
 
     @njit(inline="always")
     def fetch(row):
@@ -155,7 +158,7 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
         row = load(values + row_of(lists, key, mask) * stride)
         return multiply_vectors(row, weight_at(lists[1] + real_bytes * place_of(lists, key, mask)))
 
-    # Selected, not multiplied by 0: a NaN of another occurrence's element must not come in.
+    # Elements are selected, not multiplied by 0, which would let the NaN of another occurrence in.
     @njit(inline="always")
     def chosen(values, stride, lists, key, mask):
         row = values + row_of(lists, key, mask) * stride
@@ -180,10 +183,10 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
 
 @cache
 def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
-    """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order.
+    """The function that writes the sum of the rows of ``keys[begin:end]``, in order, to ``total``.
 
-    ``source`` is the address of a `Source`. There is at least one key. Unless it ``fetches``, the
-    caller has seen to it that the rows are on their way.
+    The sum is float32 or float64. ``source`` is the address of a `Source`. There is at least one
+    key. If ``fetches`` is 0, the caller has fetched the rows.
     """
     most = _TILE_BYTES // real.itemsize
     some, few = most // 4, most // 16
@@ -202,7 +205,7 @@ def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:
-            # The last tile begins early enough to be whole: it adds up some columns once more.
+            # The last tile begins early enough to be whole: it sums some columns a second time.
             column = min(column, width - tile)
             out, row = total + column * real_bytes, values + column * g_bytes
             if tile == most:
@@ -233,7 +236,7 @@ def _tile_largest(w: Storage, real: Storage, columns: int) -> Any:
             key = ids + 4 * k
             fetch(values + _listed_row((), key + ahead, 0) * stride)
             row = load(values + _listed_row((), key, 0) * stride)
-            # Of equal ones the first wins, and NaN only if it is the first of all.
+            # The first of equal elements wins, and a NaN only if it is the first of all.
             places = where_greater(row, best, repeat(k), places)
             best = where_greater(row, best, row, best)
         store_vector(out, best)
@@ -244,9 +247,10 @@ def _tile_largest(w: Storage, real: Storage, columns: int) -> Any:
 
 @cache
 def largest(w: Storage, real: Storage) -> NativeFunction:
-    """``out``: the maxima of the rows ``ids[begin:end]``, at least one; ``winners``: their places.
+    """The function that writes maxima of the rows ``ids[begin:end]`` to ``out``.
 
-    ``source`` is the address of a `Source`; ids are int32, and so are the winners.
+    The places of the maxima go to ``winners``. ``source`` is the address of a `Source`; ids and
+    winners are int32; there is at least one id.
     """
     most = _TILE_BYTES // real.itemsize
     tile_most, tile_some, tile_one = (_tile_largest(w, real, n) for n in (most, most // 4, 1))
@@ -279,7 +283,10 @@ def largest(w: Storage, real: Storage) -> NativeFunction:
 
 @cache
 def dot(w: Storage, g: Storage, real: Storage) -> NativeFunction:
-    """At ``out``: the sum of the products of two rows, 16 columns side by side, then the rest."""
+    """The function that writes the dot product of two rows to ``out``.
+
+    Sixteen columns are summed side by side, then the rest one by one.
+    """
     vector, single = (Vector(numba_type(real), n) for n in (16, 1))
     of_w, of_g = vector_loader(w, vector), vector_loader(g, vector)
     one_of_w, one_of_g = vector_loader(w, single), vector_loader(g, single)

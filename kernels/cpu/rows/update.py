@@ -132,7 +132,7 @@ def _own_gradient(table, position):
 
 @njit(inline="always")
 def _any_gradient(table, position):
-    """Likewise, where some tables have gradients whose rows are those of many occurrences."""
+    """The address of one occurrence's gradient, if occurrences may share a gradient row."""
     row = position
     if table.gradient_rows != 0:
         row = np.int64(load_int32(table.gradient_rows + 4 * position))

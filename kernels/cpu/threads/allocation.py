@@ -1,10 +1,10 @@
-"""Arrays that this package makes.
+"""Allocation of arrays that begin at a cache line.
 
-They begin at a cache line. NumPy's large arrays begin 16 bytes after one, so that a row of 128
-bytes lies on three lines instead of two, and every second vector of 32 bytes on two.
+NumPy's large arrays begin 16 bytes after one, so that a row of 128 bytes lies on three lines
+instead of two, and every second vector of 32 bytes on two.
 
-The system gives memory page by page, at its first use, and clears it. Large arrays are used by all
-threads when they are made: the first step would otherwise wait for it, row by row.
+The system maps memory page by page, at its first use, and clears it. So large arrays are written by
+all threads when they are made; otherwise the first step would wait for the pages, row by row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FillCall(NamedTuple):
 
     address: int
     n_words: int
-    word: int  # what is written
+    word: int  # the value that is written
     stride: int  # of the words that are written
 
 
@@ -70,7 +70,7 @@ def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
 
 
 def at_line(array: np.ndarray) -> np.ndarray:
-    """An array itself, or a copy that can be written, is contiguous and starts at a line."""
+    """``array`` itself, or a copy that is writable, contiguous and begins at a cache line."""
     flags = array.flags
     if flags.writeable and flags.c_contiguous and address_of(array) % LINE == 0:
         return array
@@ -80,10 +80,9 @@ def at_line(array: np.ndarray) -> np.ndarray:
 
 
 def on_large_pages(address: int, n_bytes: int) -> None:
-    """Ask for pages of 2 MB for memory that nobody has used yet, as NumPy does for its arrays.
+    """Ask for pages of 2 MB for memory that is not used yet, as NumPy does for its arrays.
 
-    Rows far apart then cost fewer misses of the processor's page table. It is advice: where the
-    system does not take it, nothing is different.
+    Reading rows far apart then causes fewer TLB misses. The system may ignore the advice.
     """
     begin, end = -(-address // mmap.PAGESIZE), (address + n_bytes) // mmap.PAGESIZE
     if n_bytes >= _LARGE_PAGES_FROM and _MADV_HUGEPAGE is not None:

@@ -1,7 +1,7 @@
-"""Threading layers of Numba, which run the loops, and how many threads the environment allows.
+"""Threading layers of Numba, which run the loops, and the threads that the environment allows.
 
 The default is tbb, the only layer in which a caller never waits for a thread that has not begun.
-Where there is no wheel of it, Numba takes omp, then workqueue.
+If tbb is not installed, Numba takes omp, then workqueue.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from ...private import NAMES, look_up, lose
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
 from ..compiler.machine import PythonEntry
-from ..process.forks import during_forks, fork_between
+from ..process.forks import during_forks, fork_between, in_child
 from ..process.room import can_start
 from . import tbb
 
-# Of the thread that holds it, a signal handler may step too: before the loop or after it.
+# Reentrant: a signal handler in the thread that holds it may take a step, before or after the loop.
 _workqueue_lock = threading.RLock()
 _start_lock = threading.RLock()
-# Before those of the compiler and of Numba, which a first step takes within.
+# A first step takes the locks of the compiler and of Numba while it holds these.
 fork_between(_workqueue_lock, _start_lock)
 _problem = ""
-# How many parallel regions run, and `CLOSED` more for each fork that has begun: who comes then
-# runs its loops alone. In a child without threads it is never less than `_WITHOUT_THREADS`.
+# The number of parallel regions that run, plus `CLOSED` for each fork that has begun: a call that
+# begins during a fork runs its loops on one thread. In a child that cannot have threads the number
+# is at least `_WITHOUT_THREADS`.
 regions = ctypes.c_int64()
 REGIONS_AT = ctypes.addressof(regions)
 CLOSED, _WITHOUT_THREADS = 1 << 32, 1 << 48
-_without_threads = ""  # why
-_tbb_has_ended = False  # for a fork
+_without_threads = ""  # why this process cannot have threads, or ""
+_tbb_has_ended = False  # whether TBB was ended for the fork that is going on
 
 
 class _TeamOfThread(threading.local):
-    """The threads for the loops of a Python thread: OpenMP starts others for each."""
+    """The threads for the loops of one Python thread: OpenMP starts a team for each."""
 
     threads = 1
 
 
-team: Any = None  # of the layer; .threads: how many have started; None before the layer has
+team: Any = None  # the layer's threads; `.threads` have started; None before the layer starts
 
 
 class Limit(NamedTuple):
-    """A number of threads that is not exceeded, and whose wish that is."""
+    """A maximum number of threads, and the setting that it comes from."""
 
     threads: int
     source: str
@@ -60,7 +61,7 @@ class Limit(NamedTuple):
 
 @cache
 def limit_of_environment() -> Limit:
-    """The limit that the system and the environment set; looked at once in a process."""
+    """The limit that the system and the environment set; read once in a process."""
     if _without_threads:
         return Limit(1, _without_threads)
     limits = [Limit(_cores(), "the cores of this process")]
@@ -81,14 +82,14 @@ def _cores() -> int:
 
 
 def _number(name: str) -> int | None:
-    """A number of threads from the environment; None where that says none."""
-    # OpenMP takes a list, a number for each level of nested loops.
+    """A number of threads from an environment variable; None if it has none."""
+    # OpenMP accepts a list: a number for each level of nested loops.
     text = os.environ.get(name, "").split(",")[0].strip()
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def ignored_variables() -> list[str]:
-    """Variables that should be a number of threads and are none: OpenMP ignores them too."""
+    """Variables whose value is no number of threads; OpenMP ignores them too."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return [f"OMP_NUM_THREADS={text!r}"] if text and _number("OMP_NUM_THREADS") is None else []
 
@@ -96,8 +97,8 @@ def ignored_variables() -> list[str]:
 def _quota(memberships: Path, mounts: Path) -> int | None:
     """Whole cores that the control groups of this process may use (versions 1 and 2), or None.
 
-    A group is also limited by those around it. A container may see its own group as the root
-    of the mount, whatever its path is outside.
+    A group is also limited by its parent groups. A container may see its own group as the root of
+    the mount, whatever its path is outside.
     """
     found = []
     try:
@@ -117,7 +118,7 @@ def _quota(memberships: Path, mounts: Path) -> int | None:
 
 
 def _quota_of(group: Path) -> float | None:
-    """Cores of one control group; None where it has no limit."""
+    """Cores of one control group; None if it has no limit."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text("utf-8") for name in names).split()
@@ -132,14 +133,14 @@ def _ask_numba():
     return threads_of_numba()
 
 
-# ``numba.get_num_threads()``, once the layer has been started. Through Python, Numba takes a lock
-# of the process each time that it is asked, and a signal that ends the call while it takes that
-# lock would leave it taken.
+# ``numba.get_num_threads()``, after the layer has started. Called through Python, Numba would take
+# a lock of the process each time, and a signal that ends the call at that moment would leave the
+# lock taken.
 available_threads = NativeFunction(_ask_numba, "available threads", PythonEntry(returns=True))
 
 
 def threading_layer() -> str | None:
-    """The threading layer that is running in this process, or None before its first use."""
+    """The threading layer that runs in this process, or None before its first use."""
     try:
         return str(numba.threading_layer())
     except ValueError:
@@ -147,7 +148,7 @@ def threading_layer() -> str | None:
 
 
 def layer_problem() -> str:
-    """Why the default layer, tbb, does not run although it is installed; "" where it does."""
+    """Why the default layer, tbb, does not run although it is installed, or ""."""
     return _problem if threading_layer() not in ("tbb", None) else ""
 
 
@@ -159,11 +160,11 @@ add_atomically = NativeFunction(_add, "atomic add", PythonEntry(returns=True, ho
 
 
 def _without_regions() -> Generator[None, None, None]:
-    """During it no parallel region begins, and TBB has ended if no thread has a place in it."""
+    """At its ``yield`` no parallel region begins, and TBB has ended if no other thread uses it."""
     global _tbb_has_ended
     process, running = os.getpid(), 0
     try:
-        if add_atomically.is_loaded:  # before any region; the lock of the compiler is held here
+        if add_atomically.is_loaded:  # else no region has run; a fork cannot compile it here
             running = add_atomically.call(REGIONS_AT, CLOSED) % CLOSED
         _tbb_has_ended = not running and _uses_tbb() and tbb.end()
         yield
@@ -190,7 +191,8 @@ def _uses_tbb() -> bool:
     return threading_layer() == "tbb" and not _without_threads
 
 
-def _after_fork_in_child() -> None:
+@in_child
+def _look_for_threads_anew() -> None:
     global _tbb_has_ended, _without_threads
     if threading_layer() == "omp":  # GNU OpenMP kills a forked child at its first parallel loop
         _without_threads = "a fork after threads of omp had started"
@@ -202,14 +204,10 @@ def _after_fork_in_child() -> None:
     limit_of_environment.cache_clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 def start_layer() -> bool:
-    """Whether there are threads: those of Numba's layer, which starts once, when it has room.
+    """Start Numba's layer, once, if there is room for it; returns whether it has started.
 
-    What is compiled finds the layer then.
+    Compiled loops find the layer then.
     """
     return team is not None or _start_layer()
 
@@ -219,19 +217,19 @@ def _start_layer() -> bool:
     chosen = str(numba.config.THREADING_LAYER).lower()
     if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
         return False
-    # Numba's own two locks would not do: each thread that finds none makes the first one anew, and
-    # Numba asks for it while it has the second. A fork waits for this one, and so for what is
-    # imported meanwhile.
+    # Numba's own two locks are not enough: each thread that finds no first lock makes a new one,
+    # and Numba asks for it while it holds the second. A fork waits for `_start_lock`, and so for
+    # all modules that are imported under it.
     with _start_lock:
         if threading_layer() is None:
             openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
             before = openmp.omp_get_max_threads() if openmp else 0
             numba.get_num_threads()
             if openmp and threading_layer() == "omp":
-                # Numba sets it when its layer starts, for other libraries of this thread too.
+                # Numba sets the number when its layer starts, for other libraries as well.
                 openmp.omp_set_num_threads(before)
             elif threading_layer() == "omp" and look_up(NAMES["omp"].place) is None:
-                lose("omp")  # where another layer runs, there may be none
+                lose("omp")  # only omp is missed: with another layer the name may be absent
         if _uses_tbb():
             tbb.hold()
     available_threads.call  # noqa: B018  (compiles)
@@ -240,7 +238,7 @@ def _start_layer() -> bool:
 
 
 def can_run(threads: int) -> bool:
-    """Whether a loop can run on so many threads, which then start if they have not yet."""
+    """Whether a loop can run on so many threads; those that have not started yet start then."""
     if not start_layer():
         return False
     if threads > team.threads:
@@ -251,12 +249,12 @@ def can_run(threads: int) -> bool:
 
 
 def _has_room(layer: str | None, threads: int) -> bool:
-    # Workqueue starts all that there may ever be.
+    # Workqueue starts the largest number of threads that it can ever use.
     return can_start(numba.config.NUMBA_NUM_THREADS if layer == "workqueue" else threads - 1)
 
 
 def _load_tbb(chosen: str) -> bool:
-    """Load tbb from PyPI, which lies where no loader looks, unless another layer was chosen."""
+    """Load tbb of PyPI, which no loader finds, unless the user has chosen another layer."""
     global _problem
     if chosen in ("omp", "workqueue"):
         return False
@@ -273,7 +271,7 @@ def _load_tbb(chosen: str) -> bool:
 
 
 def _openmp() -> Any:
-    """The library of OpenMP that Numba's layer uses, or would: PyTorch's, if that came first."""
+    """The OpenMP library of Numba's layer: PyTorch's, if that was loaded first."""
     pool = look_up(NAMES["omp"].place)
     if pool is None:
         return None
@@ -283,6 +281,6 @@ def _openmp() -> Any:
 
 @cache
 def layer_guard() -> AbstractContextManager[object]:
-    """Workqueue aborts the process when two Python threads enter it at once."""
+    """The lock of workqueue, which aborts the process when two Python threads enter it at once."""
     start_layer()
     return _workqueue_lock if threading_layer() == "workqueue" else nullcontext()

@@ -1,17 +1,18 @@
 """The one parallel loop of the package.
 
 A `Loop` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on several threads.
-Each thread begins with a stretch of consecutive parts that is the same in every
-call, so it may find in its caches what it left there in the step before, and memory is
-read as it lies. When its stretch is done it helps with the others': parts are claimed one by one,
-so a thread that the machine interrupts, or that never comes, does not hold up the rest. No part's
-result may depend on which thread ran it. Since all work arrives through a function's address, this
-is the only function that Numba compiles with ``parallel=True``.
+Each thread begins with a stretch of consecutive parts that is the same in every call, so its caches
+may still hold that memory from the step before, and memory is read in its order. When its stretch
+is done, the thread helps with the other stretches. Parts are claimed one by one, so a thread that
+the system interrupts, or that never comes, does not hold up the rest. The result of a part must not
+depend on the thread that runs it. Since a loop gets its work as the address of a function, only one
+function of the package is compiled by Numba with ``parallel=True``.
 
-`run_all` runs several loops in one compiled call, and in one parallel region: threads are woken
-once, and go from one loop to the next when all of its parts are done. Who waits, waits for parts
-that are being run, never for a thread that has not begun. Python looks at signals between its own
-instructions only, so no KeyboardInterrupt falls between the loops of a step that change memory.
+`run_all` runs several loops in one compiled call and in one parallel region: threads are woken
+once, and go to the next loop when all parts of a loop are done. A waiting thread only waits for
+parts that are already running, never for a thread that has not begun. Python handles signals only
+between its own instructions, so no KeyboardInterrupt comes between the loops of a step that change
+memory.
 """
 
 from __future__ import annotations
@@ -66,30 +67,30 @@ _budget: int | None = None
 
 
 class _Caller(threading.local):
-    """A Python thread: its wishes for the loops of its calls, and whose threads ran the last."""
+    """Settings of a Python thread for the loops of its calls."""
 
     limit: Limit | None = None
-    team = 0  # threads of PyTorch that may run them
-    launcher: str | None = None  # of the last ones
+    team = 0  # the number of PyTorch's threads that may run the loops; 0: none may
+    launcher: str | None = None  # `_OPENMP` or `_LAYER`: whose threads ran the last loops
 
 
 _caller = _Caller()
 _OPENMP, _LAYER = "openmp", "layer"
-# Looks at a counter, of 20 to 50 ns each, before a thread that waits gives its core away: the part
-# that it waits for may be run by a thread that the system has put aside.
+# So often a waiting thread reads a counter, in 20 to 50 ns each time, before it yields its core:
+# the part that it waits for may belong to a thread that the system has suspended.
 _LOOKS = 8_000
 
 
 @njit
 def _run_parts(function, n, call, slot, threads, claimed):
-    """Run parts that nobody has claimed, those of the own stretch first; returns how many."""
+    """Run unclaimed parts, those of this thread's stretch first; returns how many were run."""
     done = 0
     for k in range(threads):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
         while True:
-            # Each stretch has its counter on a line of its own: threads that are at work on
-            # different stretches do not take lines away from each other.
+            # Each stretch has its counter on a cache line of its own, so threads that work on
+            # different stretches do not compete for a line.
             index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
             if index >= end:
                 break
@@ -100,7 +101,7 @@ def _run_parts(function, n, call, slot, threads, claimed):
 
 @njit
 def _wait(done, n):
-    """Wait for a counter; whether that took long."""
+    """Wait until a counter has reached ``n``; returns whether that took long."""
     looks = 0
     while load_acquire(done) < n:
         looks += 1
@@ -119,14 +120,14 @@ def _serial(function, n, call):
 
 @njit
 def _work(loops, n_loops, slot, counters, counters_bytes):
-    """One thread's share of all loops."""
+    """Run one thread's share of all loops."""
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
         done = counters + k * counters_bytes
         claimed, count = done + LINE, 0
-        # A loop for one thread is run by the first one that comes: to leave it to a certain thread
-        # would be to wait for that.
+        # A loop for one thread is run by the first thread that comes: the others would have to wait
+        # for a certain thread.
         if threads <= 1:
             if atomic_add(claimed, 1) == 0:
                 _serial(function, n, call)
@@ -135,14 +136,14 @@ def _work(loops, n_loops, slot, counters, counters_bytes):
             count = _run_parts(function, n, call, slot, threads, claimed)
         if count > 0:
             atomic_add(done, count)
-        # Not after the last loop, at whose end the layer waits, or `_join`.
+        # After the last loop the threading layer waits, or `_join`.
         if k + 1 < n_loops:
             _wait(done, n)
 
 
 @njit
 def _limit_numba(threads):
-    """Numba's loops of this thread use at most so many; returns what it was."""
+    """Limit the threads of Numba's loops in this thread; returns the limit before."""
     before = np.int64(threads_of_numba())
     limit_numba(threads)
     return before
@@ -150,7 +151,7 @@ def _limit_numba(threads):
 
 @numba.njit(parallel=True, **NO_WRAPPERS)
 def _in_parallel(loops, n_loops, threads, counters, counters_bytes):
-    before = _limit_numba(threads)  # or the layer would wake all threads that it has
+    before = _limit_numba(threads)  # without a limit the layer would wake all of its threads
     for slot in prange(threads):
         _work(loops, n_loops, slot, counters, counters_bytes)
     _limit_numba(before)
@@ -164,8 +165,8 @@ def _each_serial(loops, n_loops):
 
 
 def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
-    # Counted before it begins: either a fork finds the region and leaves the threads alone, or this
-    # call finds the fork and runs alone.
+    # A region is counted before it begins: either a fork finds the region and leaves the threads
+    # alone, or this call finds the fork and runs its loops on one thread.
     if atomic_add(regions, 1) < CLOSED:
         _in_parallel(loops, n_loops, threads, counters, counters_bytes)
         atomic_add(regions, -1)
@@ -175,18 +176,18 @@ def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
 
 
 class Region(NamedTuple):
-    """Arguments of each thread of OpenMP, and what one tells the others; all ``int64``."""
+    """Arguments and results of a region on threads of OpenMP, all ``int64``."""
 
     loops: int
     n_loops: int
-    threads: int  # that may work
+    threads: int  # the number of threads that may work
     counters: int
     counters_bytes: int
-    thread_number: int  # the function that says it
-    team_size: int  # likewise
-    begun: int  # how many threads have come
-    clock: int  # of the second
-    was_late: int  # the first had to wait long for others
+    thread_number: int  # the address of `openmp.Functions.thread_number`
+    team_size: int  # the address of `openmp.Functions.team_size`
+    begun: int  # the number of threads that have come
+    clock: int  # the clock of the second thread
+    was_late: int  # whether the first thread had to wait long for others
 
 
 _BEGUN, _CLOCK = (8 * Region._fields.index(name) for name in ("begun", "clock"))
@@ -202,7 +203,7 @@ def _join(region):
         store_clock(region + _CLOCK)
     if slot < r.threads:
         _work(r.loops, r.n_loops, slot, r.counters, r.counters_bytes)
-    # OpenMP's own wait keeps the core, which the thread that is waited for may need.
+    # OpenMP would wait without yielding the core, which the awaited thread may need.
     last = r.loops + (r.n_loops - 1) * _LOOP_WORDS * 8
     is_late = _wait(r.counters + (r.n_loops - 1) * r.counters_bytes, load_int64(last + 8))
     is_late |= _wait(region + _BEGUN, number_from(r.team_size))
@@ -231,7 +232,7 @@ def _call_pair(first, last):
 
 _serial_loops = NativeFunction(_call_serial, "serial loops", PythonEntry())
 _serial_pair = NativeFunction(_call_pair, "a pair of serial loops", PythonEntry())
-# The threading layer is Numba's, and what it is called with its own affair.
+# The calls of Numba's threading layer differ between its versions.
 _parallel_loops = NativeFunction(
     _call_parallel, f"parallel loops, numba {numba.__version__}", PythonEntry()
 )
@@ -242,7 +243,7 @@ LOOPS = _serial_loops, _serial_pair, add_atomically, _parallel_loops
 
 
 def set_num_threads(n: int | None) -> None:
-    """Use at most ``n`` threads in every later call of this process; None: no limit of its own.
+    """Use at most ``n`` threads in every later call of this process; None: remove this limit.
 
     The smallest wins of ``n``, the affinity mask, the CPU quota of the container,
     ``OMP_NUM_THREADS``, ``NUMBA_NUM_THREADS`` and Numba's own ``numba.set_num_threads``, in steps
@@ -263,12 +264,12 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """The number of threads that the next call may use, but for what limits only nn.torch."""
+    """The number of threads that the next call may use, without the limits of nn.torch alone."""
     most = limit_of_environment().threads
     own = _caller.limit
     if own is not None:
         most = min(most, own.threads)
-    # The layer is not started for one; here and below, in most steps there is nothing to call.
+    # The layer is not started for one thread. Here and below, most steps call nothing.
     if most == 1 or (layer.team is None and not start_layer()):
         return 1
     most = min(most, available_threads.call())
@@ -276,11 +277,11 @@ def get_num_threads() -> int:
 
 
 def launcher() -> str | None:
-    """Say whose threads ran the last step of this Python thread that used several.
+    """Tell whose threads ran the last parallel step of this Python thread.
 
     Returns:
-        ``"openmp"``: PyTorch's, which were awake; otherwise the threading layer of Numba, such as
-        ``"tbb"``. None when no step has used several threads. Results do not depend on it.
+        ``"openmp"`` for PyTorch's threads, which were awake; otherwise Numba's threading layer,
+        such as ``"tbb"``. None if no step has used several threads. Results do not depend on it.
 
     Example:
         >>> import numpy as np
@@ -293,7 +294,7 @@ def launcher() -> str | None:
 
 
 def deciding_limit() -> Limit:
-    """`get_num_threads` of this thread, and what decides it."""
+    """The result of `get_num_threads` in this thread, and the setting that decides it."""
     own = _caller.limit
     limits = [limit_of_environment(), *([own] if own else [])]
     if all(limit.threads > 1 for limit in limits):
@@ -303,15 +304,15 @@ def deciding_limit() -> Limit:
             limits.append(Limit(1, "the memory and the threads that the system has left"))
     if _budget is not None:
         limits.append(Limit(_budget, "fusestep.set_num_threads"))
-    return min(limits, key=lambda limit: limit.threads)  # of equal ones the first
+    return min(limits, key=lambda limit: limit.threads)  # the first of equal limits
 
 
-def at_most(
+def limit_threads(
     limit: Limit | None, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> _R:
-    """The result of a function whose loops use no more threads; an outer limit still holds."""
+    """Call a function whose loops stay within a limit; an outer limit still holds."""
     before = _caller.limit
-    # No `with`: an interrupt could come when it has begun and does not know how it ends.
+    # No context manager: an interrupt could come between its begin and the `with`.
     try:
         _caller.limit = min(filter(None, (before, limit)), default=None)
         return function(*args, **kwargs)
@@ -319,22 +320,23 @@ def at_most(
         _caller.limit = before
 
 
-def beside_openmp(
+def share_openmp_threads(
     ask: Callable[[], int], name: str
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator: loops may run on the threads of PyTorch, of which ``ask`` tells the number.
+    """Decorator: loops of the function may run on PyTorch's threads, whose number ``ask`` returns.
 
-    Where it has fewer than now, they use no more; ``name`` is the function that was called for it.
+    If PyTorch has fewer threads than now, loops use no more; ``name`` is the function by which a
+    user has lowered the number.
     """
-    most = ask()  # one for each physical core, which nobody has wished for
+    most = ask()  # PyTorch's default: a thread for each physical core
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
         def beside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if (team := ask()) < most:
-                return at_most(Limit(team, name), function, *args, **kwargs)
+                return limit_threads(Limit(team, name), function, *args, **kwargs)
             before = _caller.team
-            try:  # as in `at_most`
+            try:  # as in `limit_threads`
                 _caller.team = team
                 return function(*args, **kwargs)
             finally:
@@ -346,7 +348,7 @@ def beside_openmp(
 
 
 class Arguments:
-    """The arguments of a loop in memory: arrays, which are kept alive, as addresses, None as 0."""
+    """The arguments of a loop in memory: addresses of arrays, which are kept alive; 0 for None."""
 
     def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
         self._call = call
@@ -359,9 +361,9 @@ class Arguments:
 class Loop:
     """A loop that is ready to run: parts ``0 .. n-1`` of a function.
 
-    It lies in memory as compiled code reads it: ``words`` are the address of a part, ``n``, the
-    address of the loop's arguments, which the caller keeps alive, and how many threads may run
-    it. 1 and 0 run on one thread, one part after the other, as slot 0.
+    ``words`` are what compiled code reads: the address of a part, ``n``, the address of the loop's
+    arguments, which the caller keeps alive, and the number of threads that may run the loop. With
+    1 or 0 threads it runs on one thread, part after part, as slot 0.
     """
 
     __slots__ = "address", "words"
@@ -372,7 +374,7 @@ class Loop:
 
     @classmethod
     def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
-        """A loop on at most ``threads`` threads; compiles the function where it is not yet."""
+        """A loop on at most ``threads`` threads; compiles the function if need be."""
         return cls(function.address, n, call, min(threads, n))
 
     def cut(self, n: int, threads: int) -> None:
@@ -403,10 +405,10 @@ def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
 
 
 def run_all(loops: Sequence[Loop]) -> None:
-    """Run loops one after the other, all whatever signal comes in: memory is taken before."""
+    """Run loops one after the other; all run, whatever signal comes: memory is taken before."""
     if not loops:
         return
-    # A list of one or two takes longer to make than they to run.
+    # Making a list of one or two loops takes longer than running them.
     first, last = loops[0], loops[-1]
     if len(loops) <= 2 and first.words[_THREADS] <= 1 and last.words[_THREADS] <= 1:
         if first is last:
@@ -421,27 +423,27 @@ def run_all(loops: Sequence[Loop]) -> None:
 
 
 def run_words(words: array[int]) -> None:
-    """Run loops, one after the other, of which these are the words."""
+    """Run the loops that have these words, one after the other."""
     n_loops, threads = len(words) // _LOOP_WORDS, max(words[_THREADS::_LOOP_WORDS])
     address, _ = words.buffer_info()
     has_threads = layer.team is not None and threads <= layer.team.threads
     if threads <= 1 or not (has_threads or can_run(threads)):
         _serial_loops.call(address, n_loops)
         return
-    compile_loops()  # not under the guard: a thread that compiles may come to wait for it
-    # Of each loop how many parts are done, then how many of each stretch are claimed.
+    compile_loops()  # outside of the guard, for which a thread that compiles may wait
+    # Each loop counts the parts that are done, then the parts of each stretch that are claimed.
     counter_bytes = (1 + threads) * LINE
     counters = array("q", bytes(n_loops * counter_bytes))
     counting = counters.buffer_info()[0], counter_bytes
     team = _caller.team
-    # All of a team come, whatever there is to do, so none where only fewer may.
+    # All threads of a team come to a region, so a team that is larger than allowed is not used.
     is_allowed = 1 < team <= get_num_threads()
     if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
         asked = omp.thread_number, omp.team_size
         region = array("q", (address, n_loops, threads, *counting, *asked, 0, 0, 0))
         at, _ = region.buffer_info()
         _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
-        openmp.seen(*region[-2:])
+        openmp.record_loop(*region[-2:])
         _caller.launcher = _OPENMP
         return
     with layer_guard():
@@ -458,21 +460,21 @@ class Runs(Protocol):
 
 
 class Prepared(Runs, Protocol):
-    """A step that only has to be run: all is checked and compiled, and all its memory taken."""
+    """A step that is ready to run: checked and compiled, with all of its memory allocated."""
 
     def release(self) -> None:
-        """Give back what it has borrowed."""
+        """Give back borrowed memory."""
 
 
 class Joined:
-    """Several steps as one."""
+    """Several prepared steps as one."""
 
     def __init__(self, steps: Sequence[Prepared]) -> None:
         self._steps = steps
         self.loops = tuple(loop for step in steps for loop in step.loops)
 
     def release(self) -> None:
-        """Give back what each has borrowed."""
+        """Give back the borrowed memory of each step."""
         for step in self._steps:
             step.release()
 
@@ -482,9 +484,9 @@ def commit(steps: Sequence[Prepared], count: Runs | None = None) -> None:
     loops: tuple[Loop, ...] = ()
     for step in steps:
         loops += step.loops
-    # One call for all: were a step written and not counted, the next one would correct its bias as
-    # if it were this one.
+    # One call for all: if a step was written but not counted, the next step would correct its bias
+    # with the wrong number.
     run_all(loops if count is None else loops + count.loops)
-    # Given back last: an interrupt here loses scratch memory, which the next call makes anew.
+    # Last: an interrupt here only loses scratch memory, which the next call allocates anew.
     for step in steps:
         step.release()

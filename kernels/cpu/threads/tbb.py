@@ -1,11 +1,12 @@
-"""TBB under Numba's threading layer, over a fork.
+"""TBB under Numba's threading layer, when the process forks.
 
-Its threads do not exist in a child, which waits for ever where one of them held a lock. So they
-are ended before a fork, and start again when they are next needed. That can be done if no other
-thread of the process has a place in TBB, and each has that ever ran a parallel loop and lives.
+TBB's threads do not exist in a child, which would wait for ever for a lock that one of them held.
+So they are ended before a fork, and start again when they are next needed. TBB can be ended only
+if no other thread of the process is registered with it: every living thread is that ever ran a
+parallel loop.
 
-Numba tries the same, says on stdout or stderr where it cannot, and does not try in a thread that
-has not started the layer. So its handle of TBB is given up for one of our own.
+Numba tries to end it too, but prints a message if it cannot, and does not try in a thread that has
+not started the layer. So Numba's handle of TBB is released, and this module holds one of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Library(NamedTuple):
     finalize: Any
 
 
-# While it holds one, threads that have nothing to do wait for more; null before and after.
+# While this handle is held, idle threads of TBB wait for more work; otherwise it is null.
 _handle = ctypes.c_void_p()
 _NO_EXCEPTION = 1  # tbb::finalize_nothrowing
 _SYMBOL = "_ZN3tbb6detail2r1{}"
@@ -51,7 +52,7 @@ _SIGNATURES = "3getERNS0_2d121task_scheduler_handleE", "8finalizeERNS0_2d121task
 
 @cache
 def _library() -> _Library | None:
-    """TBB, once Numba's handle is given up; None where that cannot be done."""
+    """The functions of TBB, after Numba's handle is released; None if that cannot be done."""
     tbbpool = find("tbb")
     if tbbpool is None:
         return None
@@ -72,14 +73,14 @@ def _library() -> _Library | None:
 
 
 def hold() -> None:
-    """Keep the threads of a layer that has started until `end`, in Numba's place."""
+    """Keep the threads of a started layer alive until `end`, instead of Numba."""
     library = _library()
     if library and not _handle:
         library.get(ctypes.byref(_handle))
 
 
 def end() -> bool:
-    """End the threads; whether TBB is now as before its first use, so that a child can use it."""
+    """End the threads; returns whether TBB is unused again, so that a child can start it."""
     hold()  # an interrupt may have come between the last end and this
     library = _library()
     return bool(library and library.finalize(ctypes.byref(_handle), _NO_EXCEPTION))

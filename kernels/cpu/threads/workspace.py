@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Pool(Generic[T]):
-    """Objects for one call at a time, which ``make`` makes; as many as there are calls at once."""
+    """Objects that calls borrow, one call at a time; ``make`` makes another when none is free."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -28,7 +28,7 @@ class Pool(Generic[T]):
         self.give: Callable[[T], None] = self.free.append
 
     def take(self) -> T:
-        """One that nobody else has. It need not be given back: then it is just not reused."""
+        """An object that no other call has; one that is not given back is not reused."""
         try:
             return self.free.pop()
         except IndexError:
@@ -46,7 +46,7 @@ _blocks: Pool[Block] = Pool(lambda: _allocate(1))
 
 
 def borrow(n_words: int) -> Block:
-    """At least ``n_words`` uninitialised words, for one call, which gives them back."""
+    """Borrow at least ``n_words`` uninitialised words for one call; see `give_back`."""
     block = _blocks.take()
     return block if block.words.size >= n_words else _allocate(n_words)
 

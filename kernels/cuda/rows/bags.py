@@ -52,10 +52,10 @@ class Feature(NamedTuple):
     rows: Word
     width: Word
     is_aligned: Word  # whether tiles are moved by vectors
-    padding: Word  # the id that counts for nothing, or -1
-    ids: Word  # address that the id at place 0 would have
+    padding: Word  # the id that is ignored, or -1
+    ids: Word  # address of the id at place 0, which may belong to another feature
     id_bytes: Word  # 4 or 8
-    weights: Word  # address that the one at place 0 would have, or 0
+    weights: Word  # address of the weight at place 0, as for ids; or 0
     offsets: Word  # address, or 0: all bags have ``length`` ids
     offset_bytes: Word
     length: Word
@@ -66,7 +66,7 @@ class Feature(NamedTuple):
     first_bag: Word
     bags: Word
     out: Word  # address of its first output
-    winners: Word  # likewise, of maxima
+    winners: Word  # address of the winners of its first output, for maxima
     stride: Word  # elements from the output of a bag to the next
     winners_stride: Word
     column: Word  # of the gradient, and its rows, in units

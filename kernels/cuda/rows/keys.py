@@ -26,25 +26,25 @@ from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort
 class TableRow(NamedTuple):
     """A table with a row-sparse gradient."""
 
-    arrays: Word  # where the addresses of the parameter and of its states lie
-    values: Word  # address that those of position 0 would have
+    # Addresses of lists are biased: they are those of position 0, even if it is of another table.
+    arrays: Word  # address of the addresses of the parameter and of its states
+    values: Word  # biased
     hp: Word  # address of the scalars
     rows: Word
     width: Word  # elements of a row
     first_row: Word  # global row
     first_position: Word
-    indices: Word  # address that the one of position 0 would have
+    indices: Word  # biased
     index_bytes: Word  # 4 or 8
-    bounds: Word  # where the first position of each range and the end of the last one lie
+    bounds: Word  # address of the first position of each range, and of the end of the last one
     n_ranges: Word
     is_aligned: Word  # whether tiles are moved by vectors
-    # Where one row of the gradient may be that of many positions (`sources`): addresses that what
-    # belongs to position 0 would have, or 0.
-    gradient_rows: Word  # int32
+    # If positions may share rows of the gradient (`sources`); otherwise 0.
+    gradient_rows: Word  # int32, biased
     unit: Word  # elements from one row of the gradient to the next
-    weights: Word
-    winners: Word  # of what belongs to row 0
-    first: Word  # the number among the winners that position 0 would have
+    weights: Word  # biased
+    winners: Word  # address of the winners of row 0
+    first: Word  # the number of position 0 among the winners
 
 
 _of_position = row_finder(TableRow, "first_position")

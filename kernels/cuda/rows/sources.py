@@ -130,15 +130,15 @@ def _chosen_start(g: Storage, real: Storage, length: int) -> Any:
 OWN = Form(_own_place, _plain_start)
 """Each position has a row of its own."""
 SHARED = Form(_shared_place, _plain_start)
-"""Of some tables there is a list of the rows of positions: one may be that of many."""
+"""Some tables have a list of the rows of positions: positions may share a row."""
 WEIGHTED = Form(_weighted_place, weighted_start)
-"""Likewise, and in some tables one of the factors of positions."""
+"""`SHARED`, and some tables have a list of the weights of positions."""
 CHOSEN = Form(_chosen_place, _chosen_start)
-"""Likewise, and in some tables elements are those of one position each: of maxima."""
+"""`SHARED`, for maxima: in some tables each element belongs to one position."""
 
 
 def form_of(tables: Sequence[RowTable]) -> Form:
-    """The form that does for all tables of a step."""
+    """The form that serves all tables of a step."""
     if not any(table.source.rows for table in tables):
         return OWN
     if any(table.source.winners for table in tables):

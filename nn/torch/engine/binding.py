@@ -24,7 +24,7 @@ from ....kernels.cpu.headers.tensors import (
     States,
     TensorLook,
 )
-from ....kernels.cpu.threads.counts import TensorCount
+from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.storage import STORAGES, real_of
 from ....kernels.tables import TensorTable, row_width
 from ....ops.runtime.errors import reject

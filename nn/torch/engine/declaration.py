@@ -94,9 +94,9 @@ class Declaration(ABC):
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],
         choices: Sequence[RuleChoice], new: dict[Tensor, Any], i: int,
     ) -> CheckedParameter | None:  # fmt: skip
-        """A parameter that is to be recorded, checked; None where its class leaves it out.
+        """The checked parameter ``i``, which is to be recorded; None if its class leaves it out.
 
-        A state that it lacks joins ``new``.
+        A state that it lacks is made, and put into ``new``.
         """
         where, parameter, number = type(self).__name__, parameters[i], i
         if len(parameters) == 1:
@@ -110,7 +110,7 @@ class Declaration(ABC):
         if not isinstance(known, dict):
             expected, got = "a dict", type(known).__name__
             reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
-        state = dict(known)  # which another thread may change meanwhile
+        state = dict(known)  # a copy, since another thread may change the dict
         # A rule that rests has no roles, and may still begin a state.
         is_new = all(state.get(role) is None for role in roles or state)
         if is_new and (made := self._new_state(group, parameter, choice)):
@@ -120,7 +120,7 @@ class Declaration(ABC):
         return entry if is_active else None
 
     def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
-        """Refuse a state that lacks some of its tensors: they would begin anew beside old ones."""
+        """Raise if a state lacks some of its tensors: they would begin anew beside old ones."""
         missing = [role for role in roles if state.get(role) is None]
         if missing:
             fix = "; the state is of another optimizer or other options"
@@ -131,7 +131,7 @@ class Declaration(ABC):
     def _check(
         self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, gradient: Any
     ) -> bool:
-        """Refuse a parameter and a gradient that no step can take; whether it is updated."""
+        """Raise if the parameter cannot be stepped; returns whether this step updates it."""
         where = type(self).__name__
         check_parameter(where, name, local(parameter))
         rule, states = choice.rule, dict.fromkeys(choice.states, 0.0)

@@ -1,4 +1,4 @@
-"""Options of groups, and what they may be."""
+"""Options of groups, and checks of their values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SPARSE = get_args(Sparse)
 OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
-"""Another one, of `Adam` and what has its formula."""
+"""The extra option of `Adam` and of classes with its formula."""
 KERAS: dict[str, Any] = {"beta": 0.0, "l2_shrinkage": 0.0}
-"""Others, of `FTRL`."""
+"""The extra options of `FTRL`."""
 
 
 def arguments(names: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor, of its ``locals()``."""
+    """The arguments of a constructor among its ``locals()``."""
     return {name: x for name, x in names.items() if name not in ("self", "__class__")}
 
 
 def with_defaults(names: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a class that PyTorch lacks; defaults of groups are what is not handed on."""
+    """The arguments of a class that PyTorch lacks: those of `Fused`, and defaults of groups."""
     own = "params", "skip_nonfinite", *OWN, *names["self"]._more_options
     given = arguments(names)
     handed_on = {name: given.pop(name) for name in own if name in given}
@@ -39,11 +39,11 @@ def with_defaults(names: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def as_before_after_errors(groups: Iterable[Any]) -> Iterator[None]:
-    """Give groups of the caller the options back that they had, if an error ends the block."""
+    """Restore the options of the caller's groups if an error ends the block."""
     before = []
     for group in (g for g in groups if isinstance(g, dict)):
         if isinstance(group.get("params"), Iterator):
-            group["params"] = list(group["params"])  # it tells them only once
+            group["params"] = list(group["params"])  # an iterator can be read only once
         before.append((group, dict(group)))
     try:
         yield
@@ -76,7 +76,7 @@ def check_rows(where: str, name: str, parameter: Tensor) -> None:
 
 
 def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
-    """Refuse values that these options cannot have."""
+    """Refuse values that the options of `OWN` and `EPS_HAT` cannot have."""
     sparse, dtype = own["sparse"], own["state_dtype"]
     if sparse is not None and (not takes_sparse or sparse not in SPARSE):
         expected = SPARSE if takes_sparse else "None: the norm is that of all rows"

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ....kernels.cpu.threads.counts import NumberWrite, TensorCount
+from ....kernels.cpu.numbers import NumberWrite
+from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers
 from ....kernels.quiet import quiet
@@ -106,7 +107,7 @@ class Steps:
             optimizer._clipping = clipping.without(param)
 
     def _forget_others(self, groups: Sequence[Group]) -> None:
-        """Let go of the bindings of single parameters that are in no group any more."""
+        """Drop the bindings of single parameters that are no longer in any group."""
         if len(self.bindings) > 1:
             own = {None, *(id(p) for group in groups for p in group["params"])}
             for key in self.bindings.keys() - own:

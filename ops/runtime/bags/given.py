@@ -15,24 +15,24 @@ from .pooling import Pooling, kind_of
 class Ids(NamedTuple):
     """The ids of one feature."""
 
-    name: str  # how errors name them
+    name: str  # in errors
     array: Any  # contiguous
     bags: int
     offsets: Any  # contiguous; None: all bags have ``length`` ids
     offsets_name: str
-    begin: int  # of the array; of one for all features, on a device, not known
+    begin: int  # first place in the array; not known for an array of all features on a device
     end: int
     length: int = 0
-    first_offset: int = 0  # which of them is the first
+    first_offset: int = 0  # the number of its first offset
 
     @property
     def n(self) -> int:
-        """Ids."""
+        """The number of ids."""
         return self.end - self.begin
 
 
 def array_of(pooling: Pooling, name: str, given: Any) -> Any:
-    """An array that has to be where the tables are."""
+    """An array that has to lie on the device of the tables, or on the host with them."""
     if not pooling.is_on_device:
         return adopt(pooling.where, name, given)
     array = adopt_anywhere(pooling.where, name, given)
@@ -49,9 +49,9 @@ def _integers(pooling: Pooling, name: str, given: Any) -> Any:
 
 
 def read_lists(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids], bool]:
-    """The ids of each feature, of pooled ones with as many bags each.
+    """The ids of each feature, and whether all features have one array of ids.
 
-    Also whether all features have one array of ids: then each has the whole of it here.
+    Features that are pooled have equal numbers of bags. If there is one array, each has all of it.
 
     Raises:
         TypeError, ValueError: a kind, place, dtype or shape does not fit.
@@ -99,7 +99,7 @@ def _read_list(pooling: Pooling, name: str, ids: Any, offsets_name: str, offsets
 
 
 def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids], bool]:
-    """One array of the ids of all features, with offsets of all their bags."""
+    """Read one array with the ids of all features, and one with the offsets of all their bags."""
     where, n, pools = pooling.where, len(pooling.of), pooling.pools
     array = _integers(pooling, "ids", ids)
     if n == 1 and (offsets is None or not pools):
@@ -122,10 +122,10 @@ def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids], b
 def read_weights(
     pooling: Pooling, lists: Sequence[Ids], weights: Any, *, is_joined: bool
 ) -> list[Any] | None:
-    """The weights of the ids of each feature, of joined ones one array of all; else None.
+    """The weights of the ids of each feature, or one array for joined ids; None: no weights.
 
     Raises:
-        TypeError, ValueError: a kind, place, dtype or shape does not fit, or there are no sums.
+        TypeError, ValueError: a kind, place, dtype or shape does not fit, or pooling is not "sum".
     """
     where, name = pooling.where, "per_sample_weights"
     if weights is None:
@@ -159,13 +159,14 @@ def read_outputs(
     pooling: Pooling, out: Any, shapes: Sequence[tuple[int, int]],
     is_shared: Callable[[Any, Sequence[Any]], bool],
 ) -> list[Any]:  # fmt: skip
-    """Arrays that are given for the output.
+    """The caller's arrays for the output.
 
     Args:
         pooling: the tables.
-        out: as many as there are shapes.
-        shapes: what they have to be.
-        is_shared: whether one shares memory with what is read, or with the ones before it.
+        out: a list of as many arrays as there are shapes.
+        shapes: the shapes that they must have.
+        is_shared: ``is_shared(array, before)``: whether an array shares memory with any input, or
+            with the arrays before it.
 
     Raises:
         TypeError, ValueError: a kind, place, dtype or shape does not fit, or memory is shared.
@@ -224,12 +225,12 @@ def read_gradients(pooling: Pooling, grad: Any, shapes: Sequence[tuple[int, int]
 def of_tables(
     pooling: Pooling, parts: Sequence[Any], join: Callable[[Sequence[Any], int], Any]
 ) -> list[Any]:
-    """From gradients of features to those of tables: joined, one below the other.
+    """The gradient of each table: those of its features, one below the other.
 
     Args:
         pooling: the tables.
-        parts: of each feature.
-        join: joins those of a table, which may be none, of so many columns.
+        parts: the gradient of each feature.
+        join: ``join(parts, width)`` joins the gradients of a table, of which there may be none.
     """
     found = []
     for t, table in enumerate(pooling.arrays):

@@ -1,4 +1,4 @@
-"""Ids on the host: read for the loops, and what these find bad."""
+"""Reading ids on the host, and the errors of bad ids and offsets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostIds(NamedTuple):
     lists: np.ndarray  # int64 [features, fields of IdList]
     real: np.dtype[Any]  # of the weights
     is_weighted: bool
-    keep: Sequence[Any]  # what has their addresses
+    keep: Sequence[Any]  # the objects that own this memory
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -36,13 +36,13 @@ class HostIds(NamedTuple):
         return found
 
     def column(self, name: str) -> np.ndarray:
-        """One field of all."""
+        """One field of all features."""
         column: np.ndarray = self.lists[:, IdList._fields.index(name)]
         return column
 
 
 def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds:
-    """The ids of all features; what offsets and ids say is looked at by loops.
+    """The ids of all features; loops check the values of offsets and ids later.
 
     Raises:
         TypeError, ValueError: a kind, dtype or shape does not fit.
@@ -99,7 +99,7 @@ def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds
 
 
 def _record(own: Ids, weights: np.ndarray | None) -> IdList:
-    """The ids of a feature as the loops have them."""
+    """The ids of a feature in the form of the loops."""
     at = 0, 0, 4
     if own.offsets is not None:
         at = address_of(own.offsets), len(own.offsets), own.offsets.itemsize
@@ -110,7 +110,7 @@ def _record(own: Ids, weights: np.ndarray | None) -> IdList:
 
 
 def find_error(pooling: Pooling, ids: Any, offsets: Any) -> None:
-    """Raise for what loops have found bad, of the first feature in which something does not fit.
+    """Raise the error of the first feature with a bad offset or id; loops have found one.
 
     Raises:
         ValueError: offsets do not fit the ids.
@@ -130,11 +130,11 @@ def find_error(pooling: Pooling, ids: Any, offsets: Any) -> None:
 
 
 def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids], bool]:
-    """The ids of each feature, in its part of the array if there is one for all; whether it is."""
+    """The ids of each feature, and whether all lie in one array; then each has its part of it."""
     lists, is_joined = read_lists(pooling, ids, offsets)
     if not is_joined:
         for own in lists:
-            if own.bags == 0:  # no loop looks at these
+            if own.bags == 0:  # no loop checks these offsets
                 _check_offsets(pooling.where, own)
         return lists, False
     every, n = lists[0], len(lists)
@@ -164,7 +164,7 @@ def _check_ends(where: str, own: Ids) -> None:
 
 
 def _check_offsets(where: str, own: Ids) -> None:
-    """Refuse offsets that fall, or do not lead from the first id to the last."""
+    """Refuse offsets that decrease, or do not lead from the first id to the last."""
     if own.offsets is None:
         return
     falls = own.offsets[1:] < own.offsets[:-1]

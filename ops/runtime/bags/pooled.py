@@ -1,4 +1,4 @@
-"""Bags that were pooled, and the gradients that follow from that of the output."""
+"""Pooling bags on the host, and the gradients of tables and weights from that of the output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 def pool(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
 ) -> Pooled | device.DevicePooled:
-    """Bags as they are given to `ops.EmbeddingBags`, pooled; ``options`` are those of `Pooled`.
+    """Pool bags; arguments as those of `ops.EmbeddingBags`, ``options`` as those of `Pooled`.
 
     Raises:
         TypeError, ValueError, IndexError: something does not fit.
@@ -41,14 +41,14 @@ def pool(
 
 
 class Pooled:
-    """Bags that were checked and pooled, or found bad; ``out`` has the result.
+    """Bags that are checked and pooled, or bad; ``out`` has the result.
 
     Args:
         pooling: the tables, and how they are pooled.
         given: the ids.
-        out: None, or what is given for the output.
-        sums: whether there is an output, or only gradients of it are asked for.
-        multiplies: whether gradients of weights may be asked for; None: if there are any.
+        out: the caller's arrays for the output, or None.
+        sums: whether to pool; else only gradients can be asked for.
+        multiplies: whether gradients of weights may be asked for; None: if there are weights.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pooled:
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
         self._shapes = pooling.output_shapes(given.column("bags").tolist())
-        # Maxima are found by pooling only, and what they were decides whose gradient is whose.
+        # Gradients of maxima need the winners, which only pooling finds.
         sums = sums or pooling.name == "max"
         self.out: Any = None
         features, base = pooling.records(sums=sums, weighted=given.is_weighted), 0
@@ -82,16 +82,16 @@ class Pooled:
             out=base, sums=sums, at_once=out is None, winners=winners, multiplies=self._multiplies,
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
-        # What was given has been copied: whoever gave it may change it, resize it, or let it go.
+        # The ids have been copied: the caller may change, resize or free its arrays.
         self._given = given._replace(keep=())
 
     @property
     def batch(self) -> int:
-        """Bags of each feature that is pooled."""
+        """The number of bags of each pooled feature."""
         return self._shapes[0][0]
 
     def _place_output(self, out: Any, features: np.ndarray) -> tuple[np.ndarray, int]:
-        """Make the output, or take what was given for it; the features with where theirs is."""
+        """Make or take the output; returns features with their places in it, and its address."""
         pooling, real = self._pooling, self._pooling.real
         is_one = pooling.pools and not isinstance(out, list | tuple)
         shapes = [(self.batch, pooling.width)] if is_one else self._shapes
@@ -108,7 +108,7 @@ class Pooled:
         return features, 0
 
     def _is_shared(self, array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
-        """Whether an output shares memory with what is read, or with others."""
+        """Whether an output shares memory with tables, ids, offsets, weights or other outputs."""
         spans = [(address_of(a), a.nbytes) for a in (*self._pooling.arrays, *others)]
         at, n_bytes = address_of(array), array.nbytes
         return any(
@@ -117,15 +117,16 @@ class Pooled:
         )
 
     def gradients(self, grad: Any) -> list[Any]:
-        """The gradient of each table for that of the output: a `BagTensor`.
+        """The gradient of each table, a `BagTensor`, from the gradient of the output.
 
         Raises:
-            TypeError, ValueError: it does not fit the output.
+            TypeError, ValueError: ``grad`` does not fit the output.
         """
         pooling, bags = self._pooling, self._bags
         arrays, unit = self._gradient_arrays(grad)
         rows, weights = bags.rows_of_gradient()
-        # Asking NumPy for addresses would take longer than all else: one of each array is enough.
+        # Asking NumPy for addresses would take longer than everything else, so each array is asked
+        # once.
         ends = bags.bounds[self._bags_before()].tolist()
         ids, winners = bags.ids, self._winners
         at_ids, at_rows = address_of(ids), address_of(rows)
@@ -149,7 +150,7 @@ class Pooled:
         return found
 
     def _bags_before(self) -> np.ndarray:
-        """How many bags lie before those of each table, and in all."""
+        """The number of bags before those of each table, and of all bags."""
         pooling = self._pooling
         if pooling.pools:
             return pooling.features_before * self.batch
@@ -157,10 +158,10 @@ class Pooled:
         return before[pooling.features_before]
 
     def weight_gradients(self, grad: Any) -> list[np.ndarray]:
-        """The gradient of the weight of each id, of each feature as its ids were given.
+        """The gradients of the weights of each feature, in the order of its ids.
 
         Raises:
-            TypeError, ValueError: it does not fit the output, or there are no sums.
+            TypeError, ValueError: ``grad`` does not fit the output, or pooling is not "sum".
         """
         pooling = self._pooling
         check_multiplies(pooling, is_kept=self._multiplies)

@@ -1,4 +1,4 @@
-"""Tables that are pooled, and how."""
+"""Pooling: the tables and features of bags, checked."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ POOLINGS = {"sum": SUM, "mean": MEAN, "max": LARGEST, "none": SUM}
 
 
 class Pooling:
-    """Checked tables with the features that look up rows of them, and how these are pooled.
+    """Checked tables, the features that look up their rows, and how the rows are pooled.
 
-    Outputs of features lie beside each other in their own order; within, they are in that of their
-    tables, whose ids then lie together.
+    The outputs of features lie beside each other in the order of the features. Internally features
+    are in the order of their tables, so that the ids of a table lie together.
 
     Args:
-        where: how errors name who pools.
+        where: the name of the caller in errors.
         tables: floating ``[N, D]`` arrays, all on the host or on one device.
         features: the table of each feature; None: one for each table.
         pooling: a key of `POOLINGS`.
-        padding: the id of each feature that counts for nothing, or one for all, or None.
+        padding: the id of each feature that is ignored, or one for all features, or None.
         out_of_range: ``"raise"`` or ``"drop"``.
-        open_ended: whether no offset says where the last bag of a list of ids ends.
+        open_ended: whether lists of offsets lack the end of the last bag.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Pooling:
             self.columns.append(self.columns[-1] + width)
         self.unit = math.gcd(*self.columns)
         self.order = sorted(range(len(self.of)), key=lambda f: self.of[f])
-        # Of one feature a table, in their order, nothing has to be put in order.
+        # With one feature for each table, in their order, nothing has to be reordered.
         self.is_ordered = self.order == list(range(len(self.of)))
         counts = np.bincount(self.of, minlength=n)
-        self.features_before = np.concatenate(([0], np.cumsum(counts)))  # of each table, and of all
+        self.features_before = np.concatenate(([0], np.cumsum(counts)))  # each table; then in all
         self._records: dict[tuple[bool, bool], np.ndarray] = {}
 
     @property
@@ -71,7 +71,7 @@ class Pooling:
 
     @property
     def pools(self) -> bool:
-        """Whether several rows become one."""
+        """Whether rows are pooled at all: several become one."""
         return self.name != "none"
 
     @property
@@ -83,7 +83,7 @@ class Pooling:
         """The shape of the output of each feature, for its bags in the order of the tables.
 
         Raises:
-            ValueError: rows of gradients could not be numbered.
+            ValueError: rows of gradients cannot be numbered in int32.
         """
         if self.pools and bags[0] * self.width // self.unit > kernels.MOST:
             wrong, expected = "is too large", f"at most {kernels.MOST} parts of rows"
@@ -96,7 +96,7 @@ class Pooling:
         return [of_features[f] for f in self.order]
 
     def records(self, *, sums: bool, weighted: bool) -> np.ndarray:
-        """The features as the loops have them, in the order of their tables; with what pools."""
+        """The `Feature` records of the loops, in the order of the tables."""
         found = self._records.get((sums, weighted))
         if found is None:
             made = [self._record(f, sums, weighted) for f in self.order]
@@ -170,11 +170,14 @@ def _check_tables(where: str, tables: Sequence[Any], of: Sequence[int]) -> None:
 
 
 def check_multiplies(pooling: Pooling, *, is_kept: bool) -> None:
-    """Refuse the gradients of weights where there are none.
+    """Check that weights of ids have gradients.
 
     Args:
         pooling: how the rows were pooled.
-        is_kept: whether the forward has kept what they need.
+        is_kept: whether the forward pass has kept the rows that they need.
+
+    Raises:
+        ValueError: there are no such gradients.
     """
     if pooling.name != "sum" or not is_kept:
         wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"

@@ -1,4 +1,4 @@
-"""The gradient of a table whose rows were pooled, BagTensor."""
+"""BagTensor, the gradient of a table whose rows were pooled."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from ..row_tensor import RowTensor
 
 
 class BagTensor:
-    """A row-sparse gradient of which one row is that of many occurrences.
+    """A row-sparse gradient in which many occurrences may share a row of values.
 
-    `EmbeddingBags` makes them; optimizers take them where they take a `RowTensor`, and read the
-    gradient of a pooled output in place::
+    `EmbeddingBags` makes it. Optimizers accept it in place of a `RowTensor`, and read the gradient
+    of a pooled output in place::
 
         dense[indices[b]] += weights[b] * values.reshape(-1, unit)[rows[b]:][:D // unit].reshape(D)
 
-    What is no optimizer of this package's `nn` takes `to_rows`, which is for those on the host.
+    Other code can use `to_rows`, on the host.
 
     Attributes:
-        indices: int32 ``[B]``, in range. On a device those of ids that count for nothing are there
-            too, as -2**31.
-        values: a contiguous floating array, that of a pooled output.
-        rows: int32 ``[B]``: where the gradient of each occurrence begins in it, in units.
+        indices: int32 ``[B]``, in range. On a device ignored ids are there too, as -2**31.
+        values: a contiguous floating array: the gradient of a pooled output.
+        rows: int32 ``[B]``: where the gradient of each occurrence begins in the values, in units.
         unit: elements.
-        weights: the factor of each occurrence, in the type of the arithmetic; None: all are 1.
-        winners: int32, in the form of the values, of maxima: an occurrence ``b`` has only the
-            elements where this is ``first + b``, and no weight. None: it has all.
+        weights: the weight of each occurrence, in the type of the arithmetic; None: all are 1.
+        winners: for maxima, int32 in the form of the values: occurrence ``b`` has only the elements
+            where this is ``first + b``, and no weight. None: it has all elements.
         dense_shape: ``(N, D)``; ``D`` is a multiple of the unit.
     """
 
     __slots__ = "dense_shape", "gradient", "unit"
 
     def __init__(self, gradient: RowGradient, unit: int, dense_shape: tuple[int, int]) -> None:
-        self.gradient = gradient  # all that has ``[B]`` elements, and the values
+        self.gradient = gradient  # the values and all arrays ``[B]``
         self.unit, self.dense_shape = unit, dense_shape
 
     @property
@@ -63,17 +62,17 @@ class BagTensor:
 
     @property
     def weights(self) -> Any:
-        """The factors."""
+        """The weights, or None."""
         return self.gradient.weights
 
     @property
     def winners(self) -> Any:
-        """The occurrence of each element of the values, as `first` numbers them."""
+        """The occurrence of each element of the values, numbered from `first`; or None."""
         return self.gradient.winners
 
     @property
     def first(self) -> int:
-        """The number of the first occurrence."""
+        """The number of the first occurrence among winners."""
         return self.gradient.source.first
 
     def __repr__(self) -> str:
@@ -100,13 +99,13 @@ class BagTensor:
         Products with weights are rounded to the dtype of the values.
 
         Raises:
-            RuntimeError: it is on a device.
+            RuntimeError: the gradient is on a device.
         """
         if is_on_device(self.values):
             wrong, expected = "lives on a CUDA device", "an optimizer's step, or one on the host"
             reject(RuntimeError, "BagTensor", "the gradient", wrong, expected, "its rows")
         n, width = len(self.indices), self.dense_shape[1]
-        # A row begins in the middle of that of the output: units are the widths that all share.
+        # A row begins inside a row of the output; all rows begin at multiples of the unit.
         units = self.rows[:, None] + np.arange(width // self.unit)
         values = self.values.reshape(-1, self.unit)[units].reshape(n, width)
         if self.winners is not None:
@@ -122,17 +121,17 @@ class BagTensor:
         dense: np.ndarray = self.to_rows().to_dense()
         return dense
 
-    # What follows is for those on the host.
+    # The following methods are for gradients on the host.
 
     @property
     def factors(self) -> Any:
-        """The weights, also where all are 1."""
+        """The weights, as an array even if all are 1."""
         if self.weights is None:
             return np.ones(len(self.indices), real_type(self.dtype))
         return self.weights
 
     def with_arrays(self, indices: Any, values: Any, rows: Any, weights: Any) -> BagTensor:
-        """A gradient of the same table, of other occurrences; not one of maxima."""
+        """A gradient of the same table for other occurrences, without winners."""
         stride = self.unit * values.itemsize
         source = RowSource(
             address_of(indices), indices.itemsize, len(indices), address_of(values), 0, 0,
@@ -163,14 +162,14 @@ class BagTensor:
 
 @quiet
 def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagTensor]:
-    """The gradient of each table, from those of several calls, those of a later one behind.
+    """The gradient of each table from the gradients of several calls, concatenated in their order.
 
     Args:
-        tables: of each table its gradients, on the host.
-        divisor: what the values are divided by.
+        tables: for each table its gradients, on the host.
+        divisor: a number by which the values are divided.
 
     Raises:
-        ValueError: rows of gradients could not be numbered.
+        ValueError: rows of gradients cannot be numbered in int32.
     """
     every = [[own.without_winners() for own in table] for table in tables]
     begins: dict[int, int] = {}  # of values, by the identity of arrays that ``every`` keeps

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from fusestep.kernels import element
+from fusestep.kernels.cpu.blocks import CPU
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
+from fusestep.kernels.rules.sgd import MOMENTUM
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables
@@ -141,3 +145,17 @@ def test_five_sums_of_four_states(w: Any, g: Any, s: Any) -> None:
         x, *states = (a.astype(F64) for a in tensors[t])
         wanted = expected_sizes(x, gradients[t].astype(F64), states, hp[row].astype(F64))
         np.testing.assert_allclose(found[t], wanted, rtol=1e-6)
+
+
+def test_a_generated_function_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`FUSESTEP_SHOW=1` prints it as the head of its module explains it."""
+    f32 = STORAGES[np.dtype(F32)]
+    kernel = element.kernel(MOMENTUM, (COUPLED_DECAY,), f32, f32, (f32,))
+    element.element_of(kernel, MOMENTUM.update, CPU)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FUSESTEP_SHOW", "1")
+    element.element_of(kernel, MOMENTUM.update, CPU)
+    shown = capsys.readouterr().err
+    assert element.__doc__ is not None and indent(shown.strip(), "    ") in element.__doc__

@@ -169,7 +169,7 @@ def test_a_worker_that_has_ended_is_looked_for_again() -> None:
     openmp._team.left_alone = 0
     assert openmp.is_awake(size)
     assert openmp._team.clock == 0
-    openmp.seen(0, 0)  # it came alone
+    openmp.record_loop(0, 0)  # it came alone
     assert not openmp.is_awake(size)
     assert openmp.is_awake(size + 1)  # another number of threads
 
@@ -182,14 +182,14 @@ def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
         return next(k for k in range(1_000) if openmp.is_awake(size))
 
     def late() -> int:
-        openmp.seen(clock, 1)
+        openmp.record_loop(clock, 1)
         return loops_without()
 
-    openmp.seen(clock, 0)
+    openmp.record_loop(clock, 0)
     assert loops_without() == 0
     assert [late() for _ in range(6)] == [8, 24, 56, 120, 128, 128]
     for _ in range(128):
-        openmp.seen(clock, 0)
+        openmp.record_loop(clock, 0)
     assert late() == 8
     openmp._team.size = 0
 
@@ -381,7 +381,7 @@ for _ in range(3):
     p.grad = q.grad = torch.randn(300_000)
     ours.step()
     theirs.step()
-several = fusestep.get_num_threads() > 1 and not openmp.obstacle()
+several = fusestep.get_num_threads() > 1 and not openmp.why_not()
 print(torch.equal(p, q) and (fusestep.launcher() == "openmp") == several)
 """
 
