@@ -81,8 +81,11 @@ class Kernel:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The places of the arrays that are written: the parameter, and states not only read."""
-        return 0, *self.places(self.rule.updated_states)
+        """The places of the arrays that are written: the parameter, and states not only read.
+
+        The states beside the weight come last.
+        """
+        return 0, *self.places(self.rule.updated_states), *self.places(self.rule.beside)
 
     @property
     def n_scalars(self) -> int:
@@ -135,7 +138,11 @@ def _transformed(
 ) -> tuple[list[str], dict[str, Any]]:
     """Lines that load element ``i`` of ``w`` and ``g``: ``x``, and ``d`` after the transforms."""
     names = {"real": numba_type(kernel.real), "load": compiler.conversion(kernel.w.to_real)}
-    lines = ["x = real(load(w[i]))", "d = real(0)"]
+    lines, keeping = ["x = real(load(w[i]))", "d = real(0)"], kernel.rule.keeping
+    if keeping is not None and keeping.load is not None:
+        beside, loads = _loaded(kernel, compiler, keeping.beside)
+        names |= {"join": compiler.part(keeping.load), **loads}
+        lines[0] = f"x = join(real(load(w[i])), {', '.join(beside)})"
     if not zero_gradient:
         names["load_g"] = compiler.conversion(kernel.g.to_real)
         lines[1] = "d = real(load_g(g[i]))"
@@ -202,14 +209,19 @@ def element_of(
     """
     lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
     given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
-    n = len(kernel.stored)
+    beside, keeping = kernel.rule.beside, kernel.rule.keeping
+    n = len(kernel.stored) - len(beside)
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
+    calls = [f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"]
+    if keeping is not None:
+        calls.append(f"kept = keep({new[0]}, real(load(store0(stored0({new[0]})))))")
+        names["keep"] = compiler.part(keeping.store)
+        new += [f"kept[{k}]" for k in range(len(beside))]
     written, stores = _stored(kernel, compiler, kernel.stored, new)
-    call = f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"
     return compiler.element(
         _written(
             ", ".join(("arrays, g, i", *factors, "hp")),
-            ("w = arrays[0]", *lines, call, *written),
+            ("w = arrays[0]", *lines, *calls, *written),
             {"update": compiler.rule(update), **names, **loads, **stores},
         )
     )

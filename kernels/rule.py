@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from itertools import starmap
@@ -15,6 +15,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from .inner import NO_WRAPPERS
+from .keeping import Keeping
 from .lazy import lazy
 from .state import State
 
@@ -115,6 +116,9 @@ class Rule(_Constant):
         layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
         decays: whether the rule applies the weight decay itself; otherwise that is added to the
             gradient.
+        keeping: how the weight is kept; None: in one array. The last of the states lie beside the
+            weight then, and no function of the rule takes them.
+        plain: the rule whose weight this one keeps in another way.
     """
 
     update: Callable[..., Any]
@@ -132,11 +136,33 @@ class Rule(_Constant):
     matrix: Rule | None = None
     layerwise: bool = False
     decays: bool = False
+    keeping: Keeping | None = None
+    plain: Rule | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.states, tuple):  # else `check_rule` says what is wrong
             states = [State(state) if isinstance(state, str) else state for state in self.states]
             object.__setattr__(self, "states", tuple(states))
+
+    def __reduce__(self) -> Any:
+        return super().__reduce__() if self.plain is None else (_kept, (self.plain, self.keeping))
+
+    def kept(self, keeping: Keeping) -> Rule:
+        """The rule of weights that are kept in another way.
+
+        Raises:
+            ValueError: it is a rule on matrices, or of weights that are kept so already.
+        """
+        return _kept(self, keeping)
+
+    @lazy
+    def beside(self) -> tuple[State, ...]:
+        """The states that lie beside the weight."""
+        return () if self.keeping is None else self.keeping.beside
+
+    @lazy
+    def _own_states(self) -> tuple[State, ...]:
+        return self.states[: len(self.states) - len(self.beside)]
 
     @lazy
     def names(self) -> tuple[str, ...]:
@@ -156,12 +182,12 @@ class Rule(_Constant):
     @property
     def element_states(self) -> tuple[State, ...]:
         """The states that ``update`` and ``measure`` take."""
-        return tuple(s for s in self.states if s.per in ("element", "tensor"))
+        return tuple(s for s in self._own_states if s.per in ("element", "tensor"))
 
     @property
     def updated_states(self) -> tuple[State, ...]:
         """The states that ``update`` returns."""
-        return tuple(s for s in self.states if s.per == "element" and not s.is_read)
+        return tuple(s for s in self._own_states if s.per == "element" and not s.is_read)
 
     @property
     def scope_states(self) -> tuple[State, ...]:
@@ -196,6 +222,14 @@ class Rule(_Constant):
         if state.per == "column":
             return (*shape[:-2], shape[-1])
         return shape if state.per == "element" else (1,)
+
+
+@cache
+def _kept(rule: Rule, keeping: Keeping) -> Rule:
+    if rule.keeping is not None or rule.lines or rule.matrix:
+        raise ValueError(f"the weight of this rule cannot be kept as {keeping.name}")
+    states = (*rule.states, *keeping.beside)
+    return replace(rule, states=states, keeping=keeping, plain=rule)
 
 
 def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:

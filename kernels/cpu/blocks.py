@@ -92,12 +92,18 @@ def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> st
     names, rule = " ".join(storage.name for storage in storages), kernel.rule
     states = [(state.per, state.is_read) for state in rule.states]
     measured = f"{rule.n_measured} {rule.signed} {rule.scope} {rule.takes} {rule.factor_of}"
+    if rule.keeping is not None:
+        parts += f" kept {' '.join(map(_named, (rule.keeping.load, rule.keeping.store)))}"
     for other in (rule.measure, rule.factor) if rule.is_row_wise else ():
-        measured += f" {fingerprint(other)}" if other else " none"
+        measured += f" {_named(other)}"
     return (
         f"{kind} {function.__name__} {fingerprint(function)} {states} {measured} "
         f"{rule.hp} prologue {parts} storage {names}"
     )
+
+
+def _named(function: Any) -> str:
+    return fingerprint(function) if function else "none"
 
 
 @cache

@@ -10,8 +10,8 @@ With a step size ``l`` that holds the learning rate and the correction of the bi
 The form of the moments is MXNet's, not that of `adam`: with ``beta = 0`` nothing of the past is
 left, and ``v`` stays finite up to gradients of 1e20, whose square is no float32.
 
-Each rule also exists for a float32 master weight. The last state is then the 16-bit weight, a
-copy that is written on the way. It is never read, so the compiler leaves its load out.
+With ``multi_precision`` the weight is a float32 master, and the 16-bit one a copy that is written
+on the way (`keeping.MASTER`).
 """
 
 from __future__ import annotations
@@ -62,24 +62,6 @@ def adamw_composed(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     m, v = moments(g, m, v, hp)
     w = w - hp.lr * (m / (math.sqrt(v) + hp.epsilon))
     return w - hp.lr * hp.decay * w, m, v
-
-
-def adam_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) -> Any:
-    """Adam, and the copy."""
-    w, m, v = adam(w, g, m, v, hp)
-    return w, m, v, w
-
-
-def adamw_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) -> Any:
-    """AdamW, and the copy."""
-    w, m, v = adamw(w, g, m, v, hp)
-    return w, m, v, w
-
-
-def adamw_composed_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) -> Any:
-    """AdamW out of composed operations, and the copy."""
-    w, m, v = adamw_composed(w, g, m, v, hp)
-    return w, m, v, w
 
 
 # A model has few different options, and its weights are often updated one by one.
@@ -150,8 +132,3 @@ _ADAMW_HP = (*_ADAM_HP[:4], "lr", "epsilon", "decay")
 MXNET_ADAM = Rule(adam, MOMENTS, _ADAM_HP)
 MXNET_ADAMW = Rule(adamw, MOMENTS, _ADAMW_HP, decays=True)
 MXNET_ADAMW_COMPOSED = Rule(adamw_composed, MOMENTS, _ADAMW_HP, decays=True)
-MXNET_ADAM_MASTER = Rule(adam_master, (*MOMENTS, "copy"), _ADAM_HP)
-MXNET_ADAMW_MASTER = Rule(adamw_master, (*MOMENTS, "copy"), _ADAMW_HP, decays=True)
-MXNET_ADAMW_COMPOSED_MASTER = Rule(
-    adamw_composed_master, (*MOMENTS, "copy"), _ADAMW_HP, decays=True
-)

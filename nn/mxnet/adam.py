@@ -77,7 +77,7 @@ class Adam(AdamFamily):
     [0.9 1.1 1. ]
     """
 
-    _fused_rules = _composed_rules = rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER
+    _fused_rule = _composed_rule = rules.MXNET_ADAM
     lazy_update = Checked(check.flag)
 
     def __init__(
@@ -139,8 +139,7 @@ class AdamW(AdamFamily):
     [0.85 1.05]
     """
 
-    _fused_rules = rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER
-    _composed_rules = rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER
+    _fused_rule, _composed_rule = rules.MXNET_ADAMW, rules.MXNET_ADAMW_COMPOSED
     correct_bias = Checked(check.flag)
     rescale_grad = Checked(rescale_factor)
 

@@ -13,6 +13,7 @@ from ...kernels.cpu.counts import Count
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.cpu.threads.workspace import Pool
+from ...kernels.keeping import MASTER
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
@@ -40,9 +41,8 @@ _wd = itemgetter(2)
 class AdamFamily(Optimizer):
     """The base of Adam and AdamW: two moments, one kernel call for all weights of a dtype."""
 
-    # The rules for weights without and with a master copy; and those for composed operations.
-    _fused_rules: tuple[Rule, Rule]
-    _composed_rules: tuple[Rule, Rule]
+    _fused_rule: Rule
+    _composed_rule: Rule
 
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
@@ -213,7 +213,7 @@ class AdamFamily(Optimizer):
         self, given: Gradients, numbers: Sequence[Any], composed: bool, touched_only: bool
     ) -> list[Update]:
         """The kernel calls of a step; ``numbers`` are those of the weights that have a gradient."""
-        plain, with_master = self._composed_rules if composed else self._fused_rules
+        plain = self._composed_rule if composed else self._fused_rule
         options = _options(self)
         decay = max(map(_wd, numbers), default=0.0)
         prologue = _prologue(decay, composed, plain.decays, options)
@@ -229,7 +229,8 @@ class AdamFamily(Optimizer):
             if len(rows) > 1:
                 row = {each: k for k, each in enumerate(different)}
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
-            rule = with_master if len(batch.variables.s) > len(plain.states) else plain
+            has_copy = len(batch.variables.s) > len(plain.states)
+            rule = plain.kept(MASTER) if has_copy else plain
             call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
             updates.append(update_of(call))
         return updates

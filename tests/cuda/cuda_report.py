@@ -56,9 +56,10 @@ def rules(*, every: bool, of_torch: bool = False) -> dict[str, Any]:
 def mixtures(*, every: bool) -> dict[str, Any]:
     """The dense loop with a prologue, and of other storage types than float32."""
     from fusestep.kernels.element import kernel
+    from fusestep.kernels.keeping import MASTER
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-    from fusestep.kernels.rules.mxnet import MXNET_ADAM_MASTER
+    from fusestep.kernels.rules.mxnet import MXNET_ADAM
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
     prologue = (SCALE, CLIP, COUPLED_DECAY)
@@ -70,7 +71,7 @@ def mixtures(*, every: bool) -> dict[str, Any]:
         "dense adam all bf16": kernel(ADAM, (), BF16, BF16, (BF16, BF16)),
     }
     if every:
-        with_master = kernel(MXNET_ADAM_MASTER, (), F32, F16, (F32, F32, F16))
+        with_master = kernel(MXNET_ADAM.kept(MASTER), (), F32, F16, (F32, F32, F16))
         found["dense mxnet_adam_master f16"] = with_master
     return found
 

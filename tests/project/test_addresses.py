@@ -29,7 +29,7 @@ CHECKED = {
         "nn/torch/engine/binding.py": "Binding._fill (by check_written), Binding._read_dense (by "
                                       "Record.dense), Binding._check_apart (compared only), "
                                       "Binding._copied (made there)",
-        "nn/torch/optimizer.py": "Fused._run (of numbers: by check_written and each look)",
+        "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
         "nn/torch/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
         "ops/runtime/step.py": "number_at (of states that a step writes)",

@@ -13,6 +13,7 @@ import pytest
 from fusestep import nn, ops
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.formula import running_power
+from fusestep.kernels.keeping import MASTER
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
@@ -59,14 +60,14 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
     "mxnet": (mxnet.MXNET_ADAM, POWERS, reference.adam),
     "mxnet_decay": (mxnet.MXNET_ADAMW, DECAY, reference.adam_weight_decay),
     "mxnet_decay_composed": (mxnet.MXNET_ADAMW_COMPOSED, DECAY, reference.adamw_composed),
-    "mxnet_master": (mxnet.MXNET_ADAM_MASTER, POWERS, with_copy(reference.adam)),
+    "mxnet_master": (mxnet.MXNET_ADAM.kept(MASTER), POWERS, with_copy(reference.adam)),
     "mxnet_decay_master": (
-        mxnet.MXNET_ADAMW_MASTER,
+        mxnet.MXNET_ADAMW.kept(MASTER),
         DECAY,
         with_copy(reference.adam_weight_decay),
     ),
     "mxnet_decay_composed_master": (
-        mxnet.MXNET_ADAMW_COMPOSED_MASTER,
+        mxnet.MXNET_ADAMW_COMPOSED.kept(MASTER),
         DECAY,
         with_copy(reference.adamw_composed),
     ),
