@@ -179,15 +179,17 @@ def errors(comm: Communicator, *_: Any) -> None:
         process_errors.check(comm, bad)
 
 
+PARTS = {
+    name: function
+    for module in (sys.modules[__name__], process_checkpoints, process_states, process_sums)
+    for name, function in vars(module).items()
+}
+
+
 def main(engine: str, folder: str, *names: str) -> None:
     """The program of one rank."""
-    parts = {
-        name: function
-        for module in (sys.modules[__name__], process_checkpoints, process_states, process_sums)
-        for name, function in vars(module).items()
-    }
     with communicator(engine) as comm:
-        run_parts(comm, {name: parts[name] for name in names}, engine, Path(folder))
+        run_parts(comm, {name: PARTS[name] for name in names}, engine, Path(folder))
 
 
 if __name__ == "__main__":

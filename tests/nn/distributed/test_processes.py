@@ -6,22 +6,27 @@ from pathlib import Path
 
 import pytest
 
+import process_programs
+from process_checks import run_parts
 from process_starts import ENGINES, needs_mpi, start
+from thread_processes import in_threads
 
-EXHAUSTIVE = [pytest.mark.exhaustive]
 PROGRAM = Path(__file__).with_name("process_programs.py")
 OPTIMIZERS = ("optimizers", "decayed")
 CHECKPOINTS = ("saved", "saved_states")
 OTHERS = (
-    "without_positions", "training", "storages", "some_have_no_rows",
-    "sums", "row_sums", "sums_that_differ",
-    "sharded", "sharded_rows", "large", "custom", "memory", "skipped", "sharded_errors",
-    "saved_again", "broken", "of_one_rank", "errors", "not_waited_for",
+    "training", "some_have_no_rows", "sums", "row_sums", "sharded", "sharded_rows", "large",
+    "errors", "not_waited_for",
 )  # fmt: skip
-
+OF_ANY_ENGINE = (
+    "without_positions", "storages", "some_have_no_rows", "sums", "row_sums", "sums_that_differ",
+    "sharded", "sharded_rows", "large", "custom", "memory", "skipped", "sharded_errors", "errors",
+)  # fmt: skip
+"""What threads do in the place of processes."""
 
 # A start costs seconds: each engine with one number of processes, and the others as `exhaustive`.
-ALWAYS = {("torch", 4), ("mpi", 3)}
+ALWAYS = {("torch", 2), ("mpi", 3)}
+EXHAUSTIVE = [pytest.mark.exhaustive]
 CASES = [
     pytest.param(name, size, marks=[*marks, *([] if (name, size) in ALWAYS else EXHAUSTIVE)])
     for (name,), marks, _ in ENGINES
@@ -47,6 +52,13 @@ def test_processes(engine: str, size: int, tmp_path: Path) -> None:
     """All that there is: what costs seconds to start does what it can."""
     saving = CHECKPOINTS if engine == "torch" else ()  # the others' are read by other processes
     run(engine, size, tmp_path, *OPTIMIZERS, *saving, *OTHERS, "groups")
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_threads(size: int, tmp_path: Path) -> None:
+    """What does not depend on an engine."""
+    parts = {name: process_programs.PARTS[name] for name in OF_ANY_ENGINE}
+    in_threads(size, lambda comm: run_parts(comm, parts, "threads", tmp_path))
 
 
 @needs_mpi
