@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from helpers import more
 from process_starts import needs_torch, start
 
 PROGRAM = Path(__file__).with_name("process_bags.py")
@@ -16,7 +17,8 @@ PARTS = "optimizers", "left", "bits", "refusals", "beside"
 
 @needs_torch
 @pytest.mark.parametrize(
-    ("size", "others"), [(1, ()), (2, ("forms", "wrappers", "checkpoints")), (3, ("forms",))]
+    ("size", "others"),
+    [more(1, ()), (2, ("forms", "wrappers", "checkpoints")), more(3, ("forms",))],
 )
 def test_processes(size: int, others: tuple[str, ...], tmp_path: Path) -> None:
     """All that there is in one start, which costs seconds."""
