@@ -98,9 +98,9 @@ class Index:
                 what, wrong = f"{part}: array {name!r}", "is not the one of the index"
                 reject(ValueError, _WHERE, what, wrong, form, own_form)
             crc32 = self.arrays[name].get("crc32")
-            if crc32 is not None and (got := checksum(self._whole(name))) != crc32:
+            if crc32 is not None and (own_crc32 := checksum(self._whole(name))) != crc32:
                 what = f"{part}: array {name!r}"
-                reject(ValueError, _WHERE, what, "is damaged", f"crc32 {crc32}", got)
+                reject(ValueError, _WHERE, what, "is damaged", f"crc32 {crc32}", own_crc32)
 
     def _arrays_of(self, rank: int) -> dict[str, Any]:
         """Dtype and shape of the arrays of a part, as its header has to have them."""
