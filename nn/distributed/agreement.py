@@ -73,6 +73,13 @@ def agree(
     return received[:, 2:]
 
 
+def jointly(comm: Communicator, where: str, check: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of what all processes attempt; an error that one has found is raised by all."""
+    found, error = attempted(check, *arguments)
+    agree(comm, where, {}, error)
+    return found
+
+
 def gather_texts(comm: Communicator, text: str) -> list[str]:
     """The texts of all processes."""
     if comm.size == 1:
@@ -121,7 +128,8 @@ def _difference(place: str, one: Any, other: Any) -> tuple[str, Any, Any]:
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         k = next(k for k, value in enumerate(one) if other[k] != value)
         return _difference(f"{place}[{k}]", one[k], other[k])
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        name = next(name for name, value in one.items() if other[name] != value)
-        return _difference(f"{place}[{name!r}]", one[name], other[name])
+    if isinstance(one, dict) and isinstance(other, dict):
+        of_both = {n: (one.get(n, "none"), other.get(n, "none")) for n in {**one, **other}}
+        name = next(name for name, (first, second) in of_both.items() if first != second)
+        return _difference(f"{place}[{name!r}]", *of_both[name])
     return place, one, other

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -26,9 +27,9 @@ from ..base.arguments import check_kind
 from ..base.checkpoint import check_savable, replace_file
 from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
-from .agreement import agree, attempted, gather_texts
+from .agreement import agree, attempted, gather_texts, jointly
 from .communicator import Communicator, LostProcessError
-from .index import FORMAT, INDEX, Index, checksum, index_of, new_token, part_names
+from .index import FORMAT, INDEX, Index, checksum, file_digest, index_of, part_name
 from .joint_step import check_on_host
 from .shard import RowShard
 from .states import ShardedStates
@@ -41,28 +42,16 @@ class _Array(NamedTuple):
     """An array of a checkpoint."""
 
     array: np.ndarray  # of this process: its rows, or all of it
-    shard: RowShard | None  # whose rows they are; None: the same on all processes
+    shard: RowShard | None  # whose rows they are; None: one process writes it
     owner: int  # who writes it then
-
-    def belongs_to(self, rank: int) -> bool:
-        """Whether a process writes it, or its rows of it."""
-        return self.shard is not None or self.owner == rank
 
     @property
     def form(self) -> dict[str, Any]:
         """The description of the array in the index."""
-        dtype = str(self.array.dtype)
+        dtype, shape = str(self.array.dtype), self.array.shape
         if self.shard is None:
-            return {"dtype": dtype, "shape": list(self.array.shape), "rank": self.owner}
-        division = {"order": self.shard.order, "height": self.shard.height}
-        return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **division}
-
-    @property
-    def content(self) -> dict[str, int]:
-        """The checksum of an array that one process writes; the others must have the same."""
-        if self.shard is not None:
-            return {}
-        return {"crc32": checksum(self.array)}
+            return {"dtype": dtype, "shape": list(shape), "rank": self.owner}
+        return {"dtype": dtype, "shape": [self.shard.rows, *shape[1:]], "order": self.shard.order}
 
 
 def save_checkpoint(
@@ -110,115 +99,92 @@ def save_checkpoint(
     """
     where = "save_checkpoint"
     path, arrays = _given(where, folder, optimizer, shards, comm)
-    keeps_all = not isinstance(optimizer, ShardedStates)
-    kept = {n: a for n, a in arrays.items() if keeps_all or a.belongs_to(comm.rank)}
-    forms = {name: {**a.form, **a.content} for name, a in kept.items()}
-    known = _union(where, [json.loads(text) for text in gather_texts(comm, json.dumps(forms))])
-    token = gather_texts(comm, new_token())[0]
-    own = {
-        name: np.ascontiguousarray(a.array).reshape(a.array.shape)  # 0-d stays so
-        for name, a in kept.items()
-        if a.belongs_to(comm.rank)
-    }
-    _make_folder(where, path, comm, token)
-    part = path / part_names(token, comm.size)[comm.rank]
-    metadata = {"format": FORMAT, "checkpoint": token, "rank": str(comm.rank)}
-    _, error = attempted(_write_part, part, own, metadata)
+    own = {n: a for n, a in arrays.items() if a.shard is not None or a.owner == comm.rank}
+    _, error = attempted(_make_folder, path, comm.rank)
+    told = agree(comm, where, _common(arrays, optimizer), error, (secrets.randbits(62), 0))
+    names = [part_name(rank, comm.size, f"{told[0, 0]:016x}") for rank in range(comm.size)]
+    part = path / names[comm.rank]
     try:
-        agree(comm, where, {}, error)
-    except LostProcessError:  # the first process may have heard from all, and write the index
+        digest = jointly(comm, where, _write_part, part, {n: a.array for n, a in own.items()})
+        jointly(comm, where, _check_folder, where, path / names[0])
+    except LostProcessError:
         raise
     except Exception:
-        _remove_parts([part])
+        _remove([part])
         raise
-    # All have said that their part is on the disk. Until the index is there the folder has the
-    # checkpoint of before; from then on, this one.
+    # All parts are on the disk. Until the index is there the folder has the checkpoint of before;
+    # from then on, this one.
+    said = gather_texts(comm, json.dumps([digest, {name: a.form for name, a in own.items()}]))
     if comm.rank == 0:
-        _, error = attempted(_write_index, path, token, comm.size, known)
+        digests, forms = zip(*map(json.loads, said), strict=True)
+        known = {name: form for of_rank in forms for name, form in of_rank.items()}
+        _, error = attempted(_write_index, path, dict(zip(names, digests, strict=True)), known)
     agree(comm, where, {}, error)
 
 
-def _make_folder(where: str, path: Path, comm: Communicator, token: str) -> None:
-    """Make the folder, and see that it is one: that all find in it what the first one puts there.
-
-    Paths tell nothing: machines may reach a folder by different ones.
-    """
-    probe = path / f"{_UNFINISHED}{token}"
-    _, error = attempted(_make_probe, path, probe, comm.rank)
-    try:
-        agree(comm, where, {}, error)
-        _, error = attempted(_check_probe, where, probe)
-        agree(comm, where, {}, error)
-    finally:
-        if comm.rank == 0:
-            with suppress(OSError, ValueError):  # a later call removes it
-                probe.rmdir()
+def _common(arrays: dict[str, _Array], optimizer: Any) -> dict[str, Any]:
+    """What all processes must have alike; of `ShardedStates` each has a part of the arrays."""
+    is_alike = not isinstance(optimizer, ShardedStates)
+    whole = {n: a for n, a in arrays.items() if a.shard is None and is_alike}
+    return {
+        "shards": {n: a.form for n, a in arrays.items() if a.shard is not None},
+        "arrays without a shard": {
+            n: {**a.form, "crc32": checksum(a.array)} for n, a in whole.items()
+        },
+    }
 
 
-def _make_probe(path: Path, probe: Path, rank: int) -> None:
+def _make_folder(path: Path, rank: int) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         check_target(_OF_INDEX, path / INDEX)
-        probe.mkdir()
 
 
-def _check_probe(where: str, probe: Path) -> None:
-    if not probe.is_dir():
-        expected, got = "that of rank 0", f"{probe.parent}, which has no {probe.name}"
+def _check_folder(where: str, first: Path) -> None:
+    """Whether the folder is that of rank 0: machines may reach it by different paths."""
+    if not first.is_file():
+        expected, got = "that of rank 0", f"{first.parent}, which has no {first.name}"
         reject(OSError, where, "folder", "is another one", expected, got)
 
 
-def _write_part(part: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+def _write_part(part: Path, arrays: dict[str, np.ndarray]) -> str:
+    """Write a part to the disk; its digest."""
+    # Contiguous ones; those without dimensions stay so.
+    content = {n: np.ascontiguousarray(a).reshape(a.shape) for n, a in arrays.items()}
     with TemporaryDirectory(prefix=_UNFINISHED, dir=part.parent) as folder:
         unfinished = Path(folder, part.name)
         unfinished.touch()  # with the permissions of a new file; safetensors gives its owner's only
         mode = unfinished.stat().st_mode
         try:
-            save_file(arrays, unfinished, metadata=metadata)
+            save_file(content, unfinished, metadata={"format": FORMAT})
         except SafetensorError as error:
             raise OSError(f"save_checkpoint: {part.parent}: {error}") from error
         unfinished.chmod(mode)
         with open(unfinished, "r+b") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, part)
+    return file_digest(part)
 
 
-def _write_index(path: Path, token: str, size: int, arrays: dict[str, Any]) -> None:
+def _write_index(path: Path, parts: dict[str, str], arrays: dict[str, Any]) -> None:
     """Write the index, with which the checkpoint is the new one, and remove the parts of others."""
-    index, names = path / INDEX, part_names(token, size)
+    index, content = path / INDEX, index_of(parts, arrays)
     try:
-        replace_file(index, index_of(path, token, size, arrays), _OF_INDEX)
+        replace_file(index, content, _OF_INDEX)
     except Exception:
         with suppress(OSError):
-            is_new = index.is_file() and token.encode() in index.read_bytes()
-            if not is_new:
-                _remove_parts(path / name for name in names)
+            if not (index.is_file() and index.read_bytes() == content):
+                _remove(path / name for name in parts)
         raise
-    _remove_parts(old for old in path.glob("part-*.safetensors") if old.name not in names)
+    _remove(old for old in path.glob("part-*.safetensors") if old.name not in parts)
     for left in path.glob(f"{_UNFINISHED}*"):  # by processes that were killed
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _remove_parts(parts: Iterable[Path]) -> None:
+def _remove(parts: Iterable[Path]) -> None:
     for part in parts:
         with suppress(OSError):
             part.unlink()
-
-
-def _union(where: str, forms_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arrays of all processes: states of a parameter may be with its owner alone."""
-    known: dict[str, Any] = {}
-    for rank, forms in enumerate(forms_by_rank):
-        for name, form in forms.items():
-            if known.setdefault(name, form) != form:
-                what, wrong = f"rank {rank}: {name!r}", "differs, and has no shard"
-                reject(ValueError, where, what, wrong, f"{known[name]} as on other ranks", form)
-    for name, form in known.items():
-        for rank in range(len(forms_by_rank)) if "rank" not in form else [form["rank"]]:
-            if name not in forms_by_rank[rank]:
-                expected = f"{name!r}, as on other ranks"
-                reject(ValueError, where, f"rank {rank}", "lacks an array", expected, "none")
-    return known
 
 
 def load_checkpoint(
@@ -231,10 +197,9 @@ def load_checkpoint(
 
     Each process reads the rows that it owns now, in either order of rows. Everything is checked
     before anything is written; only a file that cannot be read any more then leaves tables half
-    read. The index, the headers of the parts and every array that was saved without a shard have
-    checksums. **Rows that were saved by a shard have none**: dtype, shape and place are checked,
-    and numbers that have changed are loaded. Folders of version 0.1.1 have no checksums of the
-    index and the headers.
+    read. The index has a digest of itself and of every part: the processes deal out the parts, and
+    read each once from end to end before they read rows. Folders of older versions have no digests
+    of parts: dtypes and shapes are checked, and checksums of what was saved without a shard.
 
     Symbolic links are followed: the folder, the index and the parts may be links.
 
@@ -254,17 +219,23 @@ def load_checkpoint(
     names = {name for text in texts for name in json.loads(text)}
     index, error = attempted(_fitting_index, where, path, arrays, names)
     agree(comm, where, {"index": index and index.digest}, error)
-    whole, error = attempted(_whole_arrays, index, arrays, optimizer)
-    agree(comm, where, {}, error)
-    # The first write, on all processes: before it each has checked all that it can.
-    _, error = attempted(_write, index, whole, arrays, optimizer)
-    agree(comm, where, {}, error)
+    # Each part is checked by one process. The others would check the same file again.
+    jointly(comm, where, index.check_parts, comm.rank, comm.size)
+    whole = jointly(comm, where, _whole_arrays, index, arrays, _keeper(optimizer))
+    # The first write, on all processes: before it they have checked all that they can.
+    jointly(comm, where, _write, index, whole, arrays, _keeper(optimizer))
 
 
 def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set[str]) -> Index:
-    """The index, when all that it names is there and fits; ``names`` are those of all ranks."""
+    """The index, when all that it names fits; ``names`` are those of all ranks."""
     index = Index(path)
-    _check_names(where, "missing", names - index.arrays.keys())
+    for which, wrong in (
+        ("missing", names - index.arrays.keys()),
+        ("more", index.arrays.keys() - names),
+    ):
+        if wrong:
+            expected, got = "the names of the optimizer", f"{which}: {sorted(wrong)[:3]}"
+            reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
     for name, a in arrays.items():
         saved, own = index.arrays[name], a.form
         for kind, key in ((TypeError, "dtype"), (ValueError, "shape")):
@@ -273,28 +244,14 @@ def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set
                 reject(kind, where, name, f"has a wrong {key}", own[key], got)
         if not a.array.flags.writeable:
             reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
-    _check_names(where, "more", index.arrays.keys() - names)
-    index.check_parts()
     return index
 
 
-def _check_names(where: str, which: str, names: set[str]) -> None:
-    if names:
-        expected, got = "the names of the optimizer", f"{which}: {sorted(names)[:3]}"
-        reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
-
-
-def _whole_arrays(index: Index, arrays: dict[str, _Array], optimizer: Any) -> dict[str, np.ndarray]:
-    """The arrays in memory, checked: all but the rows of shards that were saved as such."""
-    whole: dict[str, np.ndarray] = {}
-    for name, a in arrays.items():
-        if index.is_whole(name):
-            found = index.whole(name)
-            whole[name] = found if a.shard is None else found[a.shard.indices]
-        elif a.shard is None:
-            whole[name] = np.empty_like(a.array)
-            index.read_rows(name, np.arange(len(a.array)), whole[name])
-    base = _keeper(optimizer)
+def _whole_arrays(index: Index, arrays: dict[str, _Array], base: Any) -> dict[str, np.ndarray]:
+    """The arrays that are not divided by rows now, in memory: they fit the optimizer."""
+    whole = {name: np.empty_like(a.array) for name, a in arrays.items() if a.shard is None}
+    for name, array in whole.items():
+        index.read(name, None, array)
     base.fitting(_state_of(base, whole))
     return whole
 
@@ -304,17 +261,14 @@ def _state_of(base: Any, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _write(
-    index: Index, whole: dict[str, np.ndarray], arrays: dict[str, _Array], optimizer: Any
+    index: Index, whole: dict[str, np.ndarray], arrays: dict[str, _Array], base: Any
 ) -> None:
-    """Write what was checked to its place, and rows from the parts to theirs."""
-    base = _keeper(optimizer)
     base.load_state_dict(_state_of(base, whole))
-    for parameter in base.parameters:
-        if str(parameter.name) in whole:
-            parameter.array[...] = whole[str(parameter.name)]
     for name, a in arrays.items():
-        if a.shard is not None and name not in whole:
-            index.read_rows(name, a.shard.indices, a.array)
+        if a.shard is None:
+            a.array[...] = whole[name]  # parameters: states are there already
+        else:
+            index.read(name, a.shard.indices, a.array)
 
 
 def _keeper(optimizer: Any) -> Any:
@@ -322,27 +276,22 @@ def _keeper(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
 
 
-def _kind_of(optimizer: Any) -> list[Any]:
-    """The class of the optimizer and its form, which must be the same on all processes."""
-    return [type(_keeper(optimizer)).__name__, isinstance(optimizer, ShardedStates)]
-
-
 def _given(
     where: str, folder: Any, optimizer: Any, shards: Any, comm: Communicator
 ) -> tuple[Path, dict[str, _Array]]:
     """The folder, and the arrays of the optimizer, when the arguments of all processes fit."""
-    _, error = attempted(check_kind, where, "folder", folder, str | os.PathLike, "a path")
-    if error is None:
-        shards = {} if shards is None else shards
-        arrays, error = attempted(_arrays, where, optimizer, shards, comm)
-    agree(comm, where, {"optimizer": _kind_of(optimizer)}, error)
+    shards = {} if shards is None else shards
+    arrays, error = attempted(_arrays, where, folder, optimizer, shards, comm)
+    kind = [type(_keeper(optimizer)).__name__, isinstance(optimizer, ShardedStates)]
+    agree(comm, where, {"optimizer": kind}, error)
     return Path(folder), arrays
 
 
 def _arrays(
-    where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
+    where: str, folder: Any, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
 ) -> dict[str, _Array]:
     """The arrays of an optimizer by name: parameters, states and counts."""
+    check_kind(where, "folder", folder, str | os.PathLike, "a path")
     base = _keeper(optimizer)
     if not isinstance(base, StatefulOptimizer):
         got = type(base).__name__

@@ -281,37 +281,25 @@ def _errors_of(pair: Pair, rank: str, bad: int) -> None:
 
 
 def arguments(comm: Communicator, *_: Any) -> None:
-    """Of the module: each is refused by all, those that differ too."""
-    usual: dict[str, Any] = {"comm": comm, "seed": 1}
-    cases: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, "rows is out of range", lambda: fused.ShardedEmbedding(-1, 2, **usual)),
-        (TypeError, "rows has a wrong type", lambda: fused.ShardedEmbedding(1.5, 2, **usual)),
-        (ValueError, "order is unknown", lambda: fused.ShardedEmbedding(4, 2, order="x", **usual)),
-        (TypeError, "average", lambda: fused.ShardedEmbedding(4, 2, average="yes", **usual)),
-        (TypeError, "dtype is unknown", lambda: fused.ShardedEmbedding(4, 2, dtype=int, **usual)),
-    ]
-    cases += [
-        (ValueError, "embedding_dim", lambda: fused.ShardedEmbedding(4, -1, **usual)),
-        (TypeError, "embedding_dim", lambda: fused.ShardedEmbedding(4, 2.5, **usual)),
-        (ValueError, "seed", lambda: fused.ShardedEmbedding(4, 2, comm, seed=-1)),
-    ]
-    for kind, match, call in cases:
-        refused_everywhere(comm, kind, match, call)
-    if comm.size == 1:
-        return
-    of_all = {"num_embeddings": 4, "embedding_dim": 2}
-    for match, wrong in {
-        "rows differ": {"num_embeddings": 5}, "embedding_dim differ": {"embedding_dim": 3},
-        "dtype differ": {"dtype": torch.float64}, "average differ": {"average": True},
-        "order differ": {"order": "hash"},
-    }.items():  # fmt: skip
-        given = {**of_all, **(wrong if comm.rank == comm.size - 1 else {})}
-        refused_everywhere(comm, ValueError, f"rank {comm.size - 1}: {match}",
-            lambda given=given: fused.ShardedEmbedding(**given, **usual))  # fmt: skip
-    for wrong in ({"dtype": torch.int64}, {"embedding_dim": "2"}, {"seed": 1.5}):
-        given = {**of_all, **usual, **(wrong if comm.rank == 0 else {})}
-        refused_everywhere(comm, TypeError, f"rank 0: {next(iter(wrong))}",
-            lambda given=given: fused.ShardedEmbedding(**given))  # fmt: skip
+    """Of the module, on the last rank: refused by all, those that are fine but differ too."""
+    usual: dict[str, Any] = {"num_embeddings": 4, "embedding_dim": 2, "comm": comm, "seed": 1}
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "embedding_dim", -1), (TypeError, "embedding_dim", 2.5),
+        (TypeError, "embedding_dim", "2"), (TypeError, "average", "yes"),
+        (TypeError, "dtype", int), (TypeError, "dtype", torch.int64), (ValueError, "seed", -1),
+        (TypeError, "seed", 1.5), (ValueError, "order", "x"), (TypeError, "num_embeddings", 1.5),
+    ]  # fmt: skip
+    if comm.size > 1:
+        differing = {"num_embeddings": 5, "embedding_dim": 3, "average": True, "order": "hash"}
+        wrong += [(ValueError, name, value) for name, value in differing.items()]
+        wrong += [(ValueError, "dtype", torch.float64)]
+    for kind, name, value in wrong:
+        given = {**usual, **({name: value} if comm.rank == comm.size - 1 else {})}
+        rank = f"rank {comm.size - 1}: " if comm.size > 1 else ""
+        what = name.replace("num_embeddings", "rows")
+        refused_everywhere(
+            comm, kind, f"{rank}{what} ", lambda given=given: fused.ShardedEmbedding(**given)
+        )
 
 
 def needs_all(comm: Communicator, *_: Any) -> None:

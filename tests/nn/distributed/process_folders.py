@@ -22,6 +22,7 @@ from fusestep.nn.distributed import (
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 
+RECORDED = Path(__file__).parents[2] / "recorded" / "data" / "distributed"
 ORDERS = ("range", "hash")
 Orders = tuple[str, str] | None
 FORMS: dict[str, Orders] = {
@@ -89,6 +90,10 @@ class Job:
     def assert_filled(self, label: str = "") -> None:
         for name, array in self.expected().items():
             assert_same_bits(self.by_name()[name], array, f"{label}: {name}")
+
+
+def parts_of(path: Path) -> list[Path]:
+    return sorted(path.glob("part-*"))
 
 
 def saved(path: Path, size: int, orders: Orders) -> Path:

@@ -51,11 +51,7 @@ def optimizers(comm: Communicator, *_: Any) -> None:
         Training(form, dtype, **how).steps(1)
     everywhere(comm, "until all are there")
     for k, (form, how, dtype) in enumerate(cases):
-        own = Training(form, dtype, tables[(k + k // 4) % 2], **how)
-        whole = Training(form, dtype, **how)
-        for one in (own, whole):
-            one.steps(STEPS)
-        assert_part_of(own, whole, f"{form} {how} {dtype}")
+        beside_one(tables[(k + k // 4) % 2], form, dtype, **how)
 
 
 def training(comm: Communicator, *_: Any) -> None:
@@ -107,28 +103,30 @@ def without_positions(comm: Communicator, *_: Any) -> None:
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
 
 
+def beside_one(
+    tables: Tables, form: str, dtype: Any, gradients: Any = None, **options: Any
+) -> None:
+    """Steps of these processes, with gradients of another type or not, beside those of one."""
+    own, whole = (Training(form, dtype, of, **options) for of in (tables, None))
+    for one in (own, whole):
+        one.dtype = np.dtype(dtype if gradients is None else gradients)
+        one.steps(STEPS)
+    assert_part_of(own, whole, f"{form} {dtype} {gradients} {options}")
+
+
 def decayed(comm: Communicator, *_: Any) -> None:
     """With weight decay and loss scale, of which each row has its part once."""
     tables = Tables(comm, "hash")
     for form in ("Adam", "AdamWeightDecay", "SGD-momentum", "FTRL"):
         for how in updates(form):
-            options = how | decayed_and_scaled(form)
-            own, whole = (Training(form, np.float32, of, **options) for of in (tables, None))
-            for one in (own, whole):
-                one.steps(STEPS)
-            assert_part_of(own, whole, f"{form} {options}")
+            beside_one(tables, form, np.float32, **how, **decayed_and_scaled(form))
 
 
 def storages(comm: Communicator, *_: Any) -> None:
     """Gradients and states of other types than the table's."""
     tables = Tables(comm, "hash")
-    bf16 = np.dtype(ml_dtypes.bfloat16)
-    for of_gradient, options in ((np.float32, {}), (bf16, {"state_dtype": np.float32})):
-        own, whole = (Training("LazyAdam", bf16, of, **options) for of in (tables, None))
-        own.dtype = whole.dtype = np.dtype(of_gradient)
-        for one in (own, whole):
-            one.steps(STEPS)
-        assert_part_of(own, whole, f"{of_gradient} {options}")
+    beside_one(tables, "LazyAdam", ml_dtypes.bfloat16, np.float32)
+    beside_one(tables, "LazyAdam", ml_dtypes.bfloat16, state_dtype=np.float32)
 
 
 def some_have_no_rows(comm: Communicator, *_: Any) -> None:
@@ -165,11 +163,7 @@ def groups(comm: Communicator, engine: str, *_: Any) -> None:
     few = smaller(engine, comm, comm.size - 1)
     if few is not None:
         assert (few.rank, few.size) == (comm.rank, comm.size - 1)
-        tables = Tables(few, "range")
-        own, whole = Training("FTRL", np.float32, tables), Training("FTRL", np.float32)
-        for one in (own, whole):
-            one.steps(STEPS)
-        assert_part_of(own, whole)
+        beside_one(Tables(few, "range"), "FTRL", np.float32)
     everywhere(comm, "until they are done")
 
 
@@ -179,15 +173,17 @@ def errors(comm: Communicator, *_: Any) -> None:
         process_errors.check(comm, bad)
 
 
+PARTS = {
+    name: function
+    for module in (sys.modules[__name__], process_checkpoints, process_states, process_sums)
+    for name, function in vars(module).items()
+}
+
+
 def main(engine: str, folder: str, *names: str) -> None:
     """The program of one rank."""
-    parts = {
-        name: function
-        for module in (sys.modules[__name__], process_checkpoints, process_states, process_sums)
-        for name, function in vars(module).items()
-    }
     with communicator(engine) as comm:
-        run_parts(comm, {name: parts[name] for name in names}, engine, Path(folder))
+        run_parts(comm, {name: PARTS[name] for name in names}, engine, Path(folder))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from helpers import more
 from process_starts import needs_torch, start
 
 PROGRAM = Path(__file__).with_name("process_bags.py")
@@ -21,8 +22,8 @@ PARTS = "optimizers", "bits", "refusals", "beside", "warned"
         (1, ("left", "shown", "wrappers")),
         (2, ("forms", "wrappers", "checkpoints")),
         # PyTorch's exchange of sparse gradients over gloo corrupts memory now and then.
-        pytest.param(2, ("left", "shown"), marks=pytest.mark.exhaustive),
-        pytest.param(3, ("forms",), marks=pytest.mark.exhaustive),
+        more(2, ("left", "shown")),
+        more(3, ("forms",)),
     ],
 )
 def test_processes(size: int, others: tuple[str, ...], tmp_path: Path) -> None:

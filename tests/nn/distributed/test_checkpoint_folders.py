@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +16,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fusestep.nn.distributed.index import _header_digest
+from fusestep.nn.distributed import index as of_index
 
 from helpers import more
-from process_damages import DAMAGES, edit_header, edit_index, header_of, parts_of
-from process_folders import FORMS, ORDERS, Job, loaded, outcome, saved
+from process_folders import FORMS, ORDERS, RECORDED, Job, loaded, outcome, parts_of, saved
 from thread_processes import ThreadCommunicator, in_threads
 
-REFUSED = ("ValueError", "TypeError", "OSError", "FileNotFoundError")
-
-
-# Damages at random
+INDEX = "index.json"
+Damage = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
@@ -36,189 +37,205 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path
     return folder
 
 
-def check_damages(good: Path, form: str, seed: int, path: Path) -> None:
-    """Each damage once: refused by all alike, with a name, or without effect."""
-    for damage in dict.fromkeys(DAMAGES):
-        rng = random.Random(f"{good.name} {damage.__name__} {seed}")
-        bad = path / damage.__name__
-        shutil.copytree(good, bad)
-        damage(rng, bad)
-        orders = FORMS[form] and (rng.choice(ORDERS), rng.choice(ORDERS))
-        kind, text = loaded(bad, rng.choice([1, 2, 3]), orders)
-        assert kind in ("", *REFUSED), (damage.__name__, kind, text)
-        assert not kind or "index.json" in text or "part-0" in text, (damage.__name__, text)
-        shutil.rmtree(bad)
+# Damages of files, of the index, and of the index by one who writes its digest anew
 
 
-@pytest.mark.parametrize("seed", [0, *map(more, range(1, 20))])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("form", FORMS)
-def test_damaged_folders(form: str, size: int, seed: int, whole: Any, tmp_path: Path) -> None:
-    check_damages(whole(form, size), form, seed, tmp_path)
+def index_with(change: Callable[[Any], Any], *, seals: bool = False) -> Damage:
+    def damage(path: Path) -> None:
+        content = json.loads((path / INDEX).read_text())
+        change(content)
+        if seals:
+            content.pop("sha256", None)
+            text = json.dumps(content, sort_keys=True)
+            content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        (path / INDEX).write_text(json.dumps(content))
+
+    return damage
 
 
-# Damages of each kind, also by one who writes the digests anew
-
-
-def resealed(path: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> None:
-    """Another index, with the digests of what lies there now."""
-
-    def seal(index: dict[str, Any]) -> None:
-        if change is not None:
-            change(index)
-        if isinstance(index.get("headers"), list):
-            index["headers"] = [_header_digest(part) for part in parts_of(path)]
-
-    edit_index(path, seal, seals=True)
-
-
-def of_array(name: str, **fields: Any) -> Callable[[dict[str, Any]], Any]:
+def of_array(name: str, **fields: Any) -> Callable[[Any], Any]:
     return lambda index: index["arrays"][name].update(fields)
 
 
-FITS = "index.json does not fit together: expected checkpoint, its parts"
-CANNOT = r"index.json: array '{}' cannot be: expected dtype, shape, and rank or order in 2 parts"
-INDICES: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda index: index["parts"].pop(), FITS),
-    (lambda index: index.update(parts=[]), FITS),
-    (lambda index: index.update(parts=3), FITS),
-    (lambda index: index["parts"].__setitem__(0, ".."), FITS),
-    (lambda index: index["parts"].__setitem__(0, ""), FITS),
-    (lambda index: index["parts"].__setitem__(0, "/dev/zero"), FITS),
-    (lambda index: index["parts"].reverse(), FITS),
-    (lambda index: index.pop("arrays"), FITS),
-    (lambda index: index.update(arrays=[]), FITS),
-    (lambda index: index.update(headers=3), FITS),
-    (lambda index: index.update(checkpoint="../" + index["checkpoint"]), FITS),
-    (lambda index: index.update(more=1), FITS),
-    (lambda index: index["arrays"].update(words=3), CANNOT.format("words")),
-    (lambda index: index["arrays"]["words"].pop("shape"), CANNOT.format("words")),
-    *(
-        (of_array("words", **{field: value}), CANNOT.format("words"))
-        for field, values in {
-            "order": ("unknown", None, 1, []),
-            "height": (4, 5.0, True, "5", None, -5, 0, 10**30),
-            "shape": ([10.0, 4], [True, 4], [10, -4], [], 10, "10", [10, None], [11, 4]),
-            "dtype": ("float8", "", None, 4, ["float32"]),
-            "more": (1,),
-        }.items()
-        for value in values
-    ),
-    *(
-        (of_array("bias", **{field: value}), CANNOT.format("bias"))
-        for field, values in {
-            "rank": (0.0, True, "0", None, -1, 2, 10**30, float("nan")),
-            "crc32": (1.5, "1", None, False),
-            "shape": ([3.0], [float("inf")], {}),
-        }.items()
-        for value in values
-    ),
-]  # fmt: skip
+def at_part(change: Callable[[bytes], bytes], k: int = -1) -> Damage:
+    return lambda path: parts_of(path)[k].write_bytes(change(parts_of(path)[k].read_bytes()))
 
 
-@pytest.mark.parametrize("k", range(len(INDICES)))
-def test_indices_that_cannot_be(k: int, whole: Any, tmp_path: Path) -> None:
-    change, match = INDICES[k]
-    path = shutil.copytree(whole("range", 2), tmp_path / "bad")
-    resealed(path, change)
-    for size in (1, 2):
-        kind, text = loaded(path, size, FORMS["range"])
-        assert (kind, match in text) == ("ValueError", True), text
+def flipped(content: bytes, place: int) -> bytes:
+    changed = bytearray(content)
+    changed[place] ^= 1 << place % 8
+    return bytes(changed)
 
 
-def test_another_index_without_its_digest(whole: Any, tmp_path: Path) -> None:
-    """As it could be of another checkpoint: only the digest tells."""
-    for k, change in enumerate((
-        of_array("words", order="hash"),
-        lambda index: [of_array(n, order="hash")(index) for n, a in index["arrays"].items()
-                       if "order" in a],
-        of_array("words", shape=[9, 4]),
-        lambda index: index["headers"].reverse(),
-        of_array("bias", crc32=0),
-    )):  # fmt: skip
-        path = shutil.copytree(whole("range", 2), tmp_path / str(k))
-        edit_index(path, change)
-        for orders in (FORMS["range"], FORMS["hash"]):
-            kind, text = loaded(path, 2, orders)
-            assert kind == "ValueError" and "rank 0: index.json is damaged: expected sha256" in text
+def exchanged_parts(path: Path) -> None:
+    first, last = parts_of(path)
+    contents = last.read_bytes(), first.read_bytes()
+    first.write_bytes(contents[0])
+    last.write_bytes(contents[1])
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 100_000, "{}", "[]", "3", "", "\ud800", '{"format": 1', "NaN"]
-)
-def test_texts_that_are_no_index(text: str, whole: Any, tmp_path: Path) -> None:
-    path = shutil.copytree(whole("hash", 2), tmp_path / "bad")
-    (path / "index.json").write_bytes(text.encode(errors="surrogatepass"))
-    kind, said = loaded(path, 2, FORMS["hash"])
-    assert kind == "ValueError"
-    assert "rank 0: index.json " in said and f"in {path}" in said, said
+def a_part_of_another_checkpoint(path: Path) -> None:
+    """Of the same arrays, with other numbers."""
+
+    def program(comm: ThreadCommunicator) -> None:
+        Job(comm, FORMS["range"]).save(path / "another")
+
+    in_threads(2, program)
+    shutil.copy(parts_of(path / "another")[1], parts_of(path)[1])
 
 
-def other_array(path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> str:
-    """Another array in the last part that has one of this name."""
-    file = [part for part in parts_of(path) if name in header_of(part)[0]][-1]
-    arrays, metadata = load_file(file), header_of(file)[0]["__metadata__"]
-    save_file(arrays | {name: np.ascontiguousarray(change(arrays[name]))}, file, metadata)
-    resealed(path)
-    return file.name
+def a_node(name: str, make: Callable[[Path], Any]) -> Damage:
+    def damage(path: Path) -> None:
+        (file,) = path.glob(name)
+        file.unlink()
+        make(file)
+
+    return damage
 
 
-OTHERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "float64": lambda a: a.astype(np.float64), "int8": lambda a: a.astype(np.int8),
-    "bool": lambda a: a.astype(bool), "int32": lambda a: a.view(np.int32),
-    "narrow": lambda a: a[..., :1], "wide": lambda a: np.repeat(a, 2, -1),
-    "short": lambda a: a[: len(a) - 1], "long": lambda a: np.repeat(a, 2, 0),
-    "flat": lambda a: a.reshape(-1)[1:], "deep": lambda a: a[None], "none": lambda a: a[:0],
+DIGEST = "part-.* is damaged: expected sha256 "
+PIPE = [os.mkfifo] if os.name != "nt" else []
+DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
+    "files": [
+        ("FileNotFoundError|OSError", "", shutil.rmtree),
+        ("FileNotFoundError|OSError", INDEX, lambda path: (path / INDEX).unlink()),
+        ("FileNotFoundError|OSError", "part-00001", lambda path: parts_of(path)[1].unlink()),
+        *(
+            ("ValueError", f"{name}.* is no file: expected a file, or a link to one, got", damage)
+            for make in (Path.mkdir, *PIPE)
+            for name, damage in ((INDEX, a_node(INDEX, make)), ("part", a_node("*-00000-*", make)))
+        ),
+        ("ValueError", DIGEST, exchanged_parts),
+        ("ValueError", DIGEST, a_part_of_another_checkpoint),
+        *(
+            ("ValueError", DIGEST, at_part(change, k))
+            for k in (0, 1)
+            for change in (
+                lambda content: content[:0], lambda content: content[:8],
+                lambda content: content[: len(content) // 2], lambda content: content[:-1],
+                lambda content: content + b"\0", lambda content: flipped(content, 0),
+                lambda content: flipped(content, -1),
+            )
+        ),
+    ],
+    "an index that is none": [
+        ("ValueError", f"{INDEX} .* in .*bad",
+            lambda path, text=text: (path / INDEX).write_bytes(text))
+        for text in (b"[" * 100_000, b'{"a":' * 100_000, b"{}", b"[]", b"3", b"", b"\xed\xa0\x80",
+            b'{"format": 1', b"NaN", b'{"format": ' + b"1" * 5000 + b"}")
+    ],
+    # As it could be of another checkpoint: only the digest tells.
+    "an index without its digest": [
+        ("ValueError", f"{INDEX} is damaged: expected sha256 ", index_with(change))
+        for change in (
+            of_array("words", order="hash"), of_array("words", shape=[9, 4]),
+            lambda index: [of_array(n, order="hash")(index) for n in ("words", "moment1.words")],
+            of_array("bias", rank=1), of_array("bias", new=1), lambda index: index.pop("sha256"),
+            lambda index: index.update(parts=dict.fromkeys(index["parts"], "a")),
+        )
+    ],
+    "an index with its digest": [
+        ("ValueError", f"{INDEX} does not fit together: expected the parts of a checkpoint",
+            index_with(change, seals=True))
+        for change in (
+            lambda index: index["parts"].popitem(), lambda index: index.update(parts={}),
+            lambda index: index.update(parts=3),
+            lambda index: index.update(parts=[*index["parts"]]),
+            lambda index: index.update(parts=dict(reversed(index["parts"].items()))),
+            lambda index: index.update(parts=dict.fromkeys(index["parts"])),
+            *(lambda index, name=name: index["parts"].update({name: index["parts"].popitem()[1]})
+                for name in ("..", "", "/dev/zero")),
+            lambda index: index.pop("arrays"), lambda index: index.update(arrays=[]),
+            lambda index: index["arrays"].update(words=3),
+            lambda index: index["arrays"]["words"].pop("shape"),
+            *(of_array("words", **{field: value}) for field, values in {
+                "order": ("unknown", None, 1, []), "dtype": ("float8", "", None, 4, ["float32"]),
+                "shape": ([10.0, 4], [True, 4], [10, -4], [], 10, "10", [10, None]),
+            }.items() for value in values),
+            *(of_array("bias", **{field: value}) for field, values in {
+                "rank": (0.0, True, "0", None, -1, 2, 10**30, float("nan")),
+                "shape": ([3.0], [float("inf")], {}),
+            }.items() for value in values),
+        )
+    ],
+    "another index with its digest": [
+        ("ValueError", f"{INDEX} has another format: expected ",
+            index_with(lambda index: index.update(format="fusestep.distributed 9"), seals=True)),
+        ("ValueError", f"words has a wrong shape: expected .*, got .11, 4. in {INDEX}",
+            index_with(of_array("words", shape=[11, 4]), seals=True)),
+        ("ValueError", "array 'bias' is not the one of the index: expected no such array, got ",
+            index_with(of_array("bias", rank=1), seals=True)),
+    ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", OTHERS)
-@pytest.mark.parametrize("name", ["words", "moment1.words", "bias", "moment2.bias"])
-def test_arrays_that_are_others(name: str, change: str, whole: Any, tmp_path: Path) -> None:
-    """Of another dtype or shape, in a part that belongs to the index otherwise."""
-    path = shutil.copytree(whole("hash", 2), tmp_path / "bad")
-    part = other_array(path, name, OTHERS[change])
-    for size in (1, 3):
-        kind, text = loaded(path, size, FORMS["range"])
-        expected = f"part '{part}': array '{name}' is not the one of the index: expected ("
-        assert (kind, expected in text) == ("ValueError", True), text
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damages(kind: str, whole: Any, tmp_path: Path) -> None:
+    """Each is refused by all alike, whoever reads the part, and nothing is written."""
+    for error, match, damage in DAMAGES[kind]:
+        path = shutil.copytree(whole("range", 2), tmp_path / "bad")
+        damage(path)
+        for size in (1, 3):
+            found, text = loaded(path, size, FORMS["range"])
+            assert re.fullmatch(error, found) and re.search(match, text), (match, found, text)
+            assert size == 1 or text.startswith("load_checkpoint: rank "), text
+        shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.mark.parametrize("name", ["bias", "moment1.bias", "step.words", "global_step"])
-def test_checksums_of_whole_arrays(name: str, whole: Any, tmp_path: Path) -> None:
-    path = shutil.copytree(whole("range", 2), tmp_path / "bad")
-    part = other_array(path, name, lambda a: a + a.dtype.type(1))
-    kind, text = loaded(path, 3, FORMS["range"])
-    assert kind == "ValueError"
-    assert f"part '{part}': array '{name}' is damaged: expected crc32" in text
+@pytest.mark.parametrize("form", ["range", "states"])
+@pytest.mark.parametrize("step", [97, *map(more, (13, 5, 1))])
+def test_flipped_bits(form: str, step: int, whole: Any, tmp_path: Path) -> None:
+    """One of any byte, those of rows too: none is loaded."""
+    good = whole(form, 2)
+    for file in good.iterdir():
+        for place in range(step // 2, file.stat().st_size, step):
+            path = shutil.copytree(good, tmp_path / "bad")
+            (path / file.name).write_bytes(flipped(file.read_bytes(), place))
+            kind, text = loaded(path, 2, FORMS[form])
+            assert kind == "ValueError" and file.name in text, (place, kind, text)
+            shutil.rmtree(path)
 
 
-def test_headers_have_digests(whole: Any, tmp_path: Path) -> None:
-    """Two arrays of one kind under each other's name, and parts in each other's place."""
-    path = shutil.copytree(whole("range", 3), tmp_path / "arrays")
-
-    def change(header: dict[str, Any]) -> None:
-        header["words"], header["moment1.words"] = header["moment1.words"], header["words"]
-
-    edit_header(parts_of(path)[1], change)
-    kind, text = loaded(path, 2, FORMS["range"])
-    assert (kind, f"part '{parts_of(path)[1].name}' has another header: expected sha256" in text) \
-        == ("ValueError", True)  # fmt: skip
-    path = shutil.copytree(whole("hash", 2), tmp_path / "parts")
-    saved(path, 2, FORMS["range"])  # its rows are as many in both parts
-    first, last = parts_of(path)
-    arrays = load_file(first), load_file(last)
-    rows = arrays[0].keys() & arrays[1].keys()
-    metadata = [header_of(part)[0]["__metadata__"] for part in (first, last)]
-    assert rows and [m["rank"] for m in metadata] == ["0", "1"]
-    assert metadata[0] | {"rank": "1"} == metadata[1]  # so their headers are never alike
+VALUES: tuple[Any, ...] = (
+    float("nan"), -1, 0, 1, 3, 10**30, -(2**63), 1.0, 0.5, "0", "", "..", "range", "hash",
+    "float64", True, None, [], {}, [1], {"a": 1},
+)  # fmt: skip
 
 
-def test_rows_have_no_checksum(whole: Any, tmp_path: Path) -> None:
-    """As the docstring says: other numbers of rows are loaded."""
-    path = shutil.copytree(whole("range", 2), tmp_path / "other")
-    other_array(path, "words", lambda a: a + np.float32(1))
-    assert loaded(path, 2, FORMS["range"], is_right=False) == ("", "")
+@pytest.mark.parametrize("seed", [0, *map(more, range(1, 20))])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_value_in_the_place_of_another(
+    form: str, seed: int, whole: Any, tmp_path: Path
+) -> None:
+    """In an index with its digest: it is refused by all alike, or without effect."""
+    rng, good = random.Random(f"{form} {seed}"), whole(form, 2)
+
+    def change(inside: Any) -> None:
+        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        key = rng.choice(keys)
+        if isinstance(inside[key], dict | list) and inside[key] and rng.random() < 0.8:
+            change(inside[key])
+        elif rng.random() < 0.2:
+            del inside[key]
+        else:
+            inside[key] = rng.choice(VALUES)
+
+    for k in range(20):
+        path = shutil.copytree(good, tmp_path / f"{k}")
+        index_with(change, seals=True)(path)
+        orders = FORMS[form] and (rng.choice(ORDERS), rng.choice(ORDERS))
+        kind, text = loaded(path, rng.choice([1, 2, 3]), orders, is_right=False)
+        assert kind in ("", "ValueError", "TypeError", "KeyError"), (kind, text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_part_is_read_whole_by_one_process(
+    size: int, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read, original = whole("hash", 3), [], of_index.file_digest
+    monkeypatch.setattr(of_index, "file_digest", lambda file: read.append(file) or original(file))
+    assert loaded(path, size, FORMS["range"]) == ("", "")
+    assert sorted(read) == parts_of(path)
 
 
 def test_processes_that_read_different_checkpoints(whole: Any) -> None:
@@ -230,3 +247,65 @@ def test_processes_that_read_different_checkpoints(whole: Any) -> None:
 
     ((kind, text),) = set(in_threads(2, program))
     assert kind == "ValueError" and "load_checkpoint: rank 1: index differs: expected " in text
+
+
+# Older versions, whose parts have no digests
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", ["", "_2"])
+def test_folders_of_older_versions(version: str, size: int) -> None:
+    """Recorded there: rows of 3 processes in both orders, divided states of 2."""
+    for first in ORDERS:
+        for last in ORDERS:
+            assert loaded(RECORDED / f"rows{version}", size, (first, last)) == ("", "")
+    assert loaded(RECORDED / f"states{version}", size, None) == ("", "")
+
+
+OTHERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float64": lambda a: a.astype(np.float64), "int8": lambda a: a.astype(np.int8),
+    "bool": lambda a: a.astype(bool), "int32": lambda a: a.view(np.int32),
+    "narrow": lambda a: a[..., :1], "wide": lambda a: np.repeat(a, 2, -1),
+    "short": lambda a: a[: len(a) - 1], "long": lambda a: np.repeat(a, 2, 0),
+    "flat": lambda a: a.reshape(-1)[1:], "deep": lambda a: a[None], "none": lambda a: a[:0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["", "_2"])
+@pytest.mark.parametrize("name", ["words", "moment1.words", "bias", "moment2.bias"])
+def test_arrays_that_are_others(name: str, version: str, tmp_path: Path) -> None:
+    """Of another dtype or shape, or missing; whole ones with other numbers."""
+    texts = dict.fromkeys(OTHERS, f"'{name}' is not the one of the index: expected (")
+    texts["missing"] = "got no such array"
+    if name.endswith("bias"):
+        texts["other"] = f"array '{name}' is damaged: expected crc32"
+    for change, text in texts.items():
+        path = shutil.copytree(RECORDED / f"rows{version}", tmp_path / change)
+        file = [part for part in parts_of(path) if name in load_file(part)][-1]
+        arrays = load_file(file)
+        array = arrays.pop(name)
+        if change != "missing":
+            other = OTHERS[change](array) if change in OTHERS else array + array.dtype.type(1)
+            arrays[name] = np.ascontiguousarray(other)
+        save_file(arrays, file)
+        for size in (1, 2):
+            kind, said = loaded(path, size, FORMS["range"])
+            assert kind == "ValueError" and f"part '{file.name}': array " in said, said
+            assert text in said, said
+
+
+def test_no_folder_passes_for_an_older_one(whole: Any, tmp_path: Path) -> None:
+    """A format without digests is another form of index."""
+    for k in (1, 2):
+        path = shutil.copytree(whole("range", 2), tmp_path / f"{k}")
+        index_with(
+            lambda index, k=k: index.update(format=f"fusestep.distributed {k}"), seals=k > 1
+        )(path)
+        if k == 1:
+            index_with(lambda index: index.pop("sha256"))(path)
+        kind, text = loaded(path, 2, FORMS["range"])
+        assert kind == "ValueError" and f"{INDEX} does not fit together" in text
+    old = shutil.copytree(RECORDED / "rows", tmp_path / "old")
+    index_with(lambda index: index.update(sha256="0"))(old)
+    kind, text = loaded(old, 2, FORMS["range"])
+    assert kind == "ValueError" and f"{INDEX} is damaged: expected sha256 0" in text

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.distributed import alone  # noqa: E402
 
+from helpers import more  # noqa: E402
 from process_embedding_training import (  # noqa: E402
     MAKE,
     ORDERS,
@@ -42,11 +43,11 @@ def run(size: int, folder: Path, *parts: str) -> None:
 
 
 @needs_torch
-def test_processes(tmp_path: Path) -> None:
-    """Saved by 3 and read by 3, 2 and 1: in one test, as each start costs seconds."""
-    run(3, tmp_path, "saved", *PARTS)
-    run(2, tmp_path, "resumed", *PARTS)
-    run(1, tmp_path, "resumed", *PARTS)
+@pytest.mark.parametrize("sizes", [(2, 3), more((3, 2)), more((3, 1)), more((1, 2))])
+def test_processes(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Saved by some, and read by them and by others: in one test, as each start costs seconds."""
+    run(sizes[0], tmp_path, "saved", *PARTS)
+    run(sizes[1], tmp_path, "resumed")
 
 
 # -- one process without any engine ---------------------------------------------------------------

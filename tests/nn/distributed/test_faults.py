@@ -59,7 +59,7 @@ def kill_one(folder: Path, size: int, victim: int, seconds: float) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("seed", [0, 1, 2, *map(more, range(3, 53))])
+@pytest.mark.parametrize("seed", [0, *map(more, range(1, 53))])
 def test_a_killed_process_is_named_and_the_rest_can_go_on(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     size = 3 if seed < 3 else rng.randint(2, 4)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+TIMEOUT = 240  # seconds in which one may compile what others have
+
 
 class _Arrived:
     def wait(self) -> None:
@@ -27,9 +29,9 @@ class ThreadCommunicator:
 
     def _of_all(self, value: Any) -> list[Any]:
         self._slots[self.rank] = value
-        self._barrier.wait(60)
+        self._barrier.wait(TIMEOUT)
         found = list(self._slots)
-        self._barrier.wait(60)
+        self._barrier.wait(TIMEOUT)
         return found
 
     def all_to_all(
