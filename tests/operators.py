@@ -1,13 +1,15 @@
-"""Every operator out of the table of the benchmark, with calls of it."""
+"""Every operator out of the table of the benchmark: calls of it, and what its arguments take."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from fusestep.bench.cases import operators
+from fusestep.nn.registry import Argument
 
 # The variables that are returned, where these are not all.
 _RETURNS: Mapping[str, tuple[str, ...]] = {
@@ -20,10 +22,73 @@ _RANGES: Mapping[str, Mapping[str, Callable[[np.ndarray], Any]]] = {
     "SGD": {"stat": np.round},  # some elements take their first step
     "ApplyCenteredRMSProp": {"mean_gradient": lambda x: x / 10},  # a positive variance everywhere
 }
+# What the arguments beside arrays take, as documented, and values that move a result far. 1e-8 is
+# not neutral only beside gradients of its size; an epsilon of 0.1 acts everywhere.
+_COMMON: Mapping[str, Argument] = {
+    "use_locking": Argument("flag"),
+    "use_nesterov": Argument("flag", True),
+    "out_of_range": Argument("out of range"),
+    "beta1_power": Argument("number", 0.5),
+    "beta2_power": Argument("at most 1", 0.5),
+    "lr": Argument("number", 0.02),
+    "learning_rate": Argument("number", 0.02),
+    "beta1": Argument("number", 0.5),
+    "beta2": Argument("number", 0.9),
+    "epsilon": Argument("epsilon", 0.1),
+    "decay": Argument("number", 0.5),
+    "momentum": Argument("number", 0.3),
+    "l1": Argument("not negative", 0.5),
+    "l2": Argument("not negative", 1.0),
+}
+_OF_FTRL = {"lr": Argument("reciprocal", 0.02), "lr_power": Argument("not positive", -0.3)}
+_OF_SPARSE_FTRL = {
+    "lr": Argument("reciprocal float", 0.02),
+    "l1": Argument("not negative float", 0.5),
+    "l2": Argument("not negative float", 1.0),
+    "lr_power": Argument("not positive float", -0.3),
+}
+_OF_ROW_ADAM = {"beta1_power": Argument("not 1", 0.5)}
+_OWN: Mapping[str, Mapping[str, Argument]] = {
+    "FusedSparseAdam": _OF_ROW_ADAM,
+    "FusedSparseLazyAdam": _OF_ROW_ADAM,
+    "ApplyFtrl": _OF_FTRL,
+    "FusedSparseFtrl": _OF_SPARSE_FTRL,
+    "SparseApplyFtrl": _OF_SPARSE_FTRL,
+    "ApplyAdagrad": {"update_slots": Argument("flag", False)},
+    "ApplyMomentum": {"gradient_scale": Argument("number", 2.0)},
+    "SGD": {
+        "momentum": Argument("not negative", 0.3),
+        "dampening": Argument("not negative", 0.5),
+        "weight_decay": Argument("not negative", 0.3),
+        "nesterov": Argument("flag", True),
+    },
+    "LARSUpdate": {
+        "epsilon": Argument("not negative float", 0.5),
+        "hyperpara": Argument("not negative float", 0.01),
+        "use_clip": Argument("flag", True),
+        "norm_weight": Argument("not negative", 1.0),
+        "norm_gradient": Argument("not negative", 1.0),
+        "weight_decay": Argument("not negative", 0.7),
+        # The bound of the local rate; without use_clip it has no part in the formula.
+        "learning_rate": Argument("not negative", 1e-5, {"use_clip": True}),
+    },
+}
 
 
 class Operator(operators.Operator):
     """One with all that a valid call needs."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def known(self, name: str) -> Argument:
+        """What is documented of an argument of a call or of the constructor."""
+        return {**_COMMON, **_OWN.get(self.name, {})}[name]
+
+    @property
+    def constructor(self) -> tuple[str, ...]:
+        """Names of the arguments of the constructor."""
+        return tuple(n for n in inspect.signature(self.make).parameters if n != "unknown")
 
     @property
     def returned(self) -> tuple[str, ...]:
@@ -63,3 +128,4 @@ OPERATORS = {name: Operator(**vars(op)) for name, op in operators.OPERATORS.item
 LARS_UPDATE = Operator(**vars(operators.LARS_UPDATE))
 ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
 DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
+EVERY_OPERATOR = {**OPERATORS, LARS_UPDATE.name: LARS_UPDATE}
