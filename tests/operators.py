@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fusestep import ops
 from fusestep.bench.cases import operators
 from fusestep.nn.registry import Argument
 
@@ -16,6 +17,7 @@ _RETURNS: Mapping[str, tuple[str, ...]] = {
     "AdamNoUpdateParam": (),
     "SGD": ("parameters",),
     "LARSUpdate": (),
+    "adam_update": ("weight",),
 }
 # How a variable is made out of random numbers in (0.1, 1), where not as they are.
 _RANGES: Mapping[str, Mapping[str, Callable[[np.ndarray], Any]]] = {
@@ -56,6 +58,17 @@ _OWN: Mapping[str, Mapping[str, Argument]] = {
     "SparseApplyFtrl": _OF_SPARSE_FTRL,
     "ApplyAdagrad": {"update_slots": Argument("flag", False)},
     "ApplyMomentum": {"gradient_scale": Argument("number", 2.0)},
+    "adam_update": {
+        "lr": Argument("not negative", 0.02),
+        "beta1": Argument("closed unit", 0.5),
+        "beta2": Argument("closed unit", 0.5),
+        "epsilon": Argument("epsilon of MXNet", 0.1),
+        "wd": Argument("not negative", 0.5),
+        "rescale_grad": Argument("number", 0.4),
+        "clip_gradient": Argument("number", 0.1),
+        "lazy_update": Argument("flag"),
+        "compat": Argument("version", "1.9"),
+    },
     "SGD": {
         "momentum": Argument("not negative", 0.3),
         "dampening": Argument("not negative", 0.5),
@@ -83,7 +96,16 @@ class Operator(operators.Operator):
 
     def known(self, name: str) -> Argument:
         """What is documented of an argument of a call or of the constructor."""
-        return {**_COMMON, **_OWN.get(self.name, {})}[name]
+        return {**_COMMON, **_OWN.get(self.name, {}), **self._arrays}[name]
+
+    @property
+    def _arrays(self) -> dict[str, Argument]:
+        if not self.written:
+            return {"weight": Argument("array"), "gradient": Argument("gradient")}
+        first, *others = self.variables
+        found = {first: "variable", **dict.fromkeys(others, "second variable")}
+        found |= {self.gradient: "gradient", "indices": "indices"}
+        return {name: Argument(takes) for name, takes in found.items()}
 
     @property
     def constructor(self) -> tuple[str, ...]:
@@ -94,6 +116,11 @@ class Operator(operators.Operator):
     def returned(self) -> tuple[str, ...]:
         """Names of the variables that are returned."""
         return _RETURNS.get(self.name, self.variables)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the variables that are updated."""
+        return () if self.name == "LARSUpdate" else self.variables
 
     @property
     def ranges(self) -> Mapping[str, Callable[[np.ndarray], Any]]:
@@ -122,6 +149,30 @@ class Operator(operators.Operator):
         """The result of one call of a new instance."""
         return self.new(**constructor)(*inputs.values())
 
+    def call_with(self, inputs: dict[str, Any], **others: Any) -> Any:
+        """The result of a call with some other arguments, of the constructor too."""
+        made = {name: value for name, value in others.items() if name in self.constructor}
+        given = {name: value for name, value in others.items() if name not in made}
+        return self.call({**inputs, **given}, **made)
+
+
+class Update(Operator):
+    """The function `adam_update` in place, with options for a constructor."""
+
+    @property
+    def constructor(self) -> tuple[str, ...]:
+        """Names of its options."""
+        return "lazy_update", "compat", "use_locking"
+
+    def new(self, **constructor: Any) -> Any:
+        """The function of all arguments by their place."""
+
+        def update(w: Any, grad: Any, mean: Any, var: Any, *scalars: Any) -> Any:
+            named = dict(zip(self.scalars, scalars, strict=True))
+            return ops.adam_update(w, grad, mean, var, w, **named, **constructor)
+
+        return update
+
 
 OPERATORS = {name: Operator(**vars(op)) for name, op in operators.OPERATORS.items()}
 # It updates nothing: `weight` is only read, so it is in no table of operators that write.
@@ -129,3 +180,19 @@ LARS_UPDATE = Operator(**vars(operators.LARS_UPDATE))
 ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
 DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
 EVERY_OPERATOR = {**OPERATORS, LARS_UPDATE.name: LARS_UPDATE}
+ADAM_UPDATE = Update(
+    ops.adam_update,
+    ("weight", "mean", "var"),
+    {
+        "lr": 0.1,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "epsilon": 1e-3,
+        "wd": 0.25,
+        "rescale_grad": 0.5,
+        "clip_gradient": 0.4,
+    },
+    None,
+    "grad",
+    order="weight grad mean var lr beta1 beta2 epsilon wd rescale_grad clip_gradient",
+)

@@ -58,7 +58,7 @@ def call(record: Any, operator: Operator, options: Mapping[str, Any], make: Give
 def variants(operator: Operator) -> Iterator[tuple[dict[str, Any], str, Given]]:
     """What an operator is called with: its options, a label, and what makes the arguments."""
     usual, gradient = partial(given, operator), operator.gradient
-    dtypes = STORAGE_DTYPES[:1] if operator.only_float32 else STORAGE_DTYPES
+    dtypes = STORAGE_DTYPES[:1] if operator.name.startswith("Fused") else STORAGE_DTYPES
     for shape in () if operator.takes_rows else SIZES:
         for dtype in dtypes:
             yield {}, f"{dtype} {shape}", partial(usual, shape, dtype)
