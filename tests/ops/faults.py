@@ -81,7 +81,8 @@ class OnDevice:
         }  # fmt: skip
 
 
-_FLOATING = "has a wrong dtype: expected float32, float64, float16, bfloat16, got {dtype}$"
+_FLOATS = "(float32, float64, float16, bfloat16|a floating dtype)"
+_FLOATING = f"has a wrong dtype: expected {_FLOATS}, got {{dtype}}$"
 NO_ARRAY = "is no array: expected an array, got {type}$"
 ARRAY = [
     *_dtypes(
