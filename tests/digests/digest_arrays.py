@@ -85,12 +85,13 @@ def unusual(value: Any) -> list[Any]:
     elif isinstance(value, np.ndarray):
         read_only = value.copy()
         read_only.flags.writeable = False
+        lines = np.atleast_1d(value)
         found += [
             read_only,
-            np.repeat(value, 2, axis=0)[::2],
-            value[:2],
+            np.repeat(lines, 2, axis=0)[::2],
+            lines[:2],
             value[None],
-            value.ravel(),
+            lines.ravel(),
         ]
         found += [value.astype(t) for t in (np.int8, np.int32, np.complex64, *STORAGE_DTYPES)]
         found += [nn.Parameter(value.astype(F32)), np.ma.masked_array(value), value.tolist()]

@@ -200,11 +200,14 @@ def subjects() -> dict[str, Subject]:
     """By the name of a class, and of what LARS has inside."""
     found: dict[str, Subject] = {}
     for name, row in ROWS.items():
-        usual = row.forms[""]
-        options = {"sparse_update": usual.rows or "dense_equivalent"} if row.takes_rows else {}
-        make = partial(row.make, **options, **usual.options)
-        forms = [{**options, **form.options} for form in row.forms.values() if form is not usual]
-        found[name] = Subject(make, row.arguments, row.takes_rows, forms)
+        usual, *others = (
+            {
+                **({"sparse_update": form.rows or "dense_equivalent"} if row.takes_rows else {}),
+                **form.options,
+            }
+            for form in row.forms.values()
+        )
+        found[name] = Subject(partial(row.make, **usual), row.arguments, row.takes_rows, others)
     lars = found.pop("LARS")
     for name in ("Momentum", "SGD", "Adam", "AdamWeightDecay", "Lamb", "AdaFactor", "Descent"):
         inner = ROWS[name].make if name in ROWS else partial(of_class, Descent)
