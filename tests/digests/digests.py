@@ -8,8 +8,9 @@ parameters, all states, what is returned, and the texts of errors and warnings. 
 neither on the number of threads nor on the run. It does depend on the machine and on the versions
 of NumPy, Numba and SciPy, so both trees are to be run on one machine, in one environment.
 
-Cases are made from the names in ``__all__`` and from signatures. A public name without a case
-ends the run with 1, unless the file of the other tree does not have that name either.
+Cases are made from the registry of optimizers, the table of operators (`operators.py` of the
+tests), the names in ``__all__`` and signatures. A public name without a case ends the run with 1,
+unless the file of the other tree does not have that name either.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,8 @@ from typing import Any
 
 # THOR calls BLAS, whose sums may depend on the number of its threads; it reads this at its import.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# The tables of the tests, which pytest finds by itself.
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "nn/thor")]
 
 import numpy as np
 
@@ -109,12 +112,8 @@ class Record:
 
 def _public_kinds(error: type[BaseException]) -> list[str]:
     """What can be written after ``except`` to catch an error."""
-    public = list(public_names().values())
-    return [
-        c.__name__
-        for c in error.__mro__
-        if c in public or c.__module__.partition(".")[0] != "fusestep"
-    ]
+    public = [*public_names().values()]
+    return [c.__name__ for c in error.__mro__ if c in public or "fusestep" not in c.__module__]
 
 
 @cache
@@ -185,13 +184,8 @@ def digest(case: Callable[[Record], object]) -> tuple[str, str | None]:
 
 def environment() -> dict[str, str]:
     """What digests depend on, beside the tree."""
-    found = {"machine": platform.machine(), "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
+    installed = {d.name: d.version for d in distributions() if d.name in PACKAGES}
+    return {"machine": platform.machine(), "python": platform.python_version(), **installed}
 
 
 def compare(found: Mapping[str, str], other: Mapping[str, Any], pattern: str) -> bool:
@@ -205,8 +199,7 @@ def compare(found: Mapping[str, str], other: Mapping[str, Any], pattern: str) ->
         "is new": [n for n in found if n not in expected],
     }
     for kind, names in kinds.items():
-        for name in names:
-            print(f"{kind}: {name}")
+        print(*(f"{kind}: {name}" for name in names), sep="\n", end="\n" * bool(names))
         print(f"{kind}: {len(names)} of {len(expected)} cases")
     return not kinds["differs"] and not kinds["is missing"]
 

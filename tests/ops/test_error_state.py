@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.kernels import formula
-from fusestep.kernels.rules import mxnet
-from fusestep.nn.mxnet.adam_family import _scalars
 
 from helpers import arrays_of, assert_same_bits
-from operators import LARS_UPDATE, OPERATORS, Operator
-from optimizers import BY_NAME, FORMS, inner, make, parameters
+from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator
+from optimizers import BY_NAME, FORMS, SHAPES, inner, make, parameters
+from sequence_program import droppers
 from thor_nets import Net, Pass
 from thor_nets import make as make_thor
 
 HOSTILE = np.array([1e-40, -1e-40, 1e38, -1e38, 3e38, 1e-46, 0.0, 1.0, np.inf, -np.inf, np.nan])
 TINY = np.finfo(np.float32).smallest_subnormal
 HUGE = float(np.finfo(np.float32).max)
+DROPS = [*droppers().values()]  # what is remembered from earlier steps, of other tests too
 
 
 @contextmanager
@@ -41,24 +40,16 @@ def state(kind: str) -> Any:
         yield
 
 
-def forget() -> None:
-    """What scalars are remembered from earlier steps, of other tests too."""
-    formula._powers.clear()
-    for function in (mxnet.bias_corrected, mxnet.adam_scalars, _scalars):
-        function.cache_clear()
-    mxnet.conditioning.cache_clear()
-    mxnet.conditioning_scalars.cache_clear()
-
-
 def assert_independent(run: Callable[[], Any], kind: str = "raise") -> None:
     """``run()`` gives the same arrays under ``kind`` as where nothing is looked at."""
     __tracebackhide__ = True
-    forget()
-    with state(kind):
-        strict = arrays_of(run())
-    forget()
-    with state("ignore"):
-        calm = arrays_of(run())
+    found = []
+    for each in (kind, "ignore"):
+        for drop in DROPS:
+            drop()
+        with state(each):
+            found.append(arrays_of(run()))
+    strict, calm = found
     assert len(strict) == len(calm) > 0
     for k, (one, other) in enumerate(zip(strict, calm, strict=True)):
         assert_same_bits(one, other, f"array {k}")
@@ -73,22 +64,25 @@ def hostile(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 # Operators
 
 EXTREMES: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(("lr", "learning_rate"), (1e-38, HUGE)),
-    **dict.fromkeys(("beta1", "beta2", "momentum", "decay"), (0.0, 1e-46, HUGE)),
-    **dict.fromkeys(("beta1_power", "beta2_power"), (0.0, 1e-46, 1.0 - 2**-23)),
-    **dict.fromkeys(("l1", "l2", "weight_decay", "norm_weight", "norm_gradient"), (1e-46, HUGE)),
-    "lr_power": (-HUGE, -0.0),
+    "number": (0.0, 1e-46, HUGE),
+    "not negative": (1e-46, HUGE),
+    "closed unit": (1e-46, 1.0),
+    "reciprocal": (1e-38, HUGE),
+    "not positive": (-HUGE, -0.0),
     "epsilon": (TINY, HUGE),
+    "epsilon of MXNet": (TINY, HUGE),
+    **dict.fromkeys(("not 1", "at most 1"), (0.0, 1e-46, 1.0 - 2**-23)),
 }
-"""The smallest and the largest values that scalars may have."""
+"""The smallest and the largest values that scalars may have, by what they take."""
 
 
 def extreme_calls(operator: Operator) -> list[dict[str, float]]:
     """All scalars as usual; each of them in turn extreme; the largest rate with the worst power."""
-    names = [n for n in (*operator.scalars, *operator.attributes) if n in EXTREMES]
     calls: list[dict[str, float]] = [{}]
-    calls += [{name: float(value)} for name in names for value in EXTREMES[name]]
-    if "beta1_power" in names:
+    for name in (*operator.scalars, *operator.attributes):
+        takes = operator.known(name).takes.removesuffix(" float")
+        calls += [{name: float(value)} for value in EXTREMES[takes]]
+    if "beta1_power" in operator.scalars:
         calls.append({"lr": HUGE, "beta1_power": 1.0 - 2**-23})
     return calls
 
@@ -98,7 +92,7 @@ def extreme_calls(operator: Operator) -> list[dict[str, float]]:
     ("operator", "dtype"),
     [
         pytest.param(operator, dtype, id=f"{operator.name}-{np.dtype(dtype)}")
-        for operator in (*OPERATORS.values(), LARS_UPDATE)
+        for operator in (*EVERY_OPERATOR.values(), ADAM_UPDATE)
         for dtype in (np.float32, np.float16, np.float64)
         if dtype == np.float32 or not operator.only_float32
     ],
@@ -107,12 +101,10 @@ def test_operator(operator: Operator, dtype: Any, seed: int) -> None:
     def run() -> list[Any]:
         found = []
         for given in extreme_calls(operator):
-            attributes = {n: x for n, x in given.items() if n in operator.attributes}
             inputs = operator.inputs(dtype=dtype)
-            inputs |= {n: x for n, x in given.items() if n not in attributes}
             gradient = inputs[operator.gradient]
             gradient[...] = hostile(gradient.shape, dtype, seed)
-            found += [operator.call(inputs, **attributes), inputs]
+            found += [operator.call_with(inputs, **given), inputs]
         return found
 
     assert_independent(run)
@@ -131,26 +123,8 @@ def test_gradients_as_a_whole() -> None:
     assert_independent(run)
 
 
-def test_mxnet_update() -> None:
-    weights = [hostile((11,), dtype, 3) for dtype in (np.float32, np.float64, np.float16)]
-
-    def run() -> list[Any]:
-        found = []
-        for w in weights:
-            for options in ({"lr": HUGE}, {"lr": 1e-46, "wd": HUGE, "rescale_grad": 1e-46},
-                            {"lr": 1.0, "clip_gradient": 1e-46, "beta1": 1e-46}):  # fmt: skip
-                variables = w.copy(), np.zeros_like(w), np.zeros_like(w)
-                grad = hostile(w.shape, w.dtype, 1)
-                ops.adam_update(variables[0], grad, *variables[1:], out=variables[0], **options)
-                found.append(variables)
-        return found
-
-    assert_independent(run)
-
-
 # Optimizers
 
-SHAPES: dict[str, tuple[int, ...]] = {"table": (6, 4), "vector": (5,)}
 OPTIONS = {"weight_decay": 1e38, "loss_scale": 1e30}
 STEPS = (0, 826, 30_000)
 """Where float32 powers of 0.9 are ordinary, run out (at 828), and are 0."""

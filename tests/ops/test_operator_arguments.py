@@ -1,4 +1,4 @@
-"""Arguments of operators: their published order, and that each of them acts."""
+"""Arguments of operators: their published order, that each of them acts, and what is special."""
 
 from __future__ import annotations
 
@@ -10,74 +10,24 @@ import numpy as np
 import pytest
 
 from fusestep import ops
+from fusestep.nn.registry import ELSEWHERE
 from fusestep.ops.primitive import Primitive
 from fusestep.ops.runtime import locks
 
-from helpers import FAR, assert_same_bits, distance
-from operators import LARS_UPDATE, OPERATORS, Operator
+from helpers import FAR, assert_same_bits, assert_within_ulps, distance, refused, unchanged
+from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, OPERATORS, Operator
 
-EVERY = {**OPERATORS, LARS_UPDATE.name: LARS_UPDATE}
-EACH = pytest.mark.parametrize("operator", EVERY.values(), ids=EVERY)
-
-# For each argument a value that is far from the one in the tables of `helpers`. 1e-8 is not
-# neutral only beside gradients of its size; an epsilon of 0.1 acts everywhere.
-MOVED = {
-    "beta1_power": 0.5,
-    "beta2_power": 0.5,
-    "lr": 0.02,
-    "learning_rate": 0.02,
-    "beta1": 0.5,
-    "beta2": 0.9,
-    "epsilon": 0.1,
-    "decay": 0.5,
-    "momentum": 0.3,
-    "l1": 0.5,
-    "l2": 1.0,
-    "lr_power": -0.3,
-    "norm_weight": 1.0,
-    "norm_gradient": 1.0,
-    "weight_decay": 0.7,
-}
-
-# The same for arguments of constructors, by operator. use_locking is tested below, and in
-# test_locking.py; out_of_range acts on bad indices: test_ops_bad_input.py.
-ELSEWHERE = {"use_locking", "out_of_range", "unknown"}
-NESTEROV = {"use_nesterov": True}
-FTRL = {"lr": 0.02, "l1": 0.5, "l2": 1.0, "lr_power": -0.3}
-ATTRIBUTES: dict[str, dict[str, Any]] = {
-    "FusedSparseAdam": NESTEROV,
-    "FusedSparseLazyAdam": NESTEROV,
-    "Adam": NESTEROV,
-    "AdamNoUpdateParam": NESTEROV,
-    "AdamWeightDecay": {},
-    "ApplyAdamWithAmsgrad": {"beta1": 0.5, "beta2": 0.9, "epsilon": 0.1},
-    "ApplyAdamWithAmsgradV2": {},
-    "ApplyMomentum": {"use_nesterov": True, "gradient_scale": 2.0},
-    "SGD": {"dampening": 0.5, "weight_decay": 0.3, "nesterov": True},
-    "ApplyRMSProp": {},
-    "ApplyCenteredRMSProp": {},
-    "ApplyAdagrad": {"update_slots": False},
-    "ApplyProximalAdagrad": {},
-    "ApplyFtrl": {},
-    "FusedSparseFtrl": FTRL,
-    "SparseApplyFtrl": FTRL,
-    "FusedSparseProximalAdagrad": {},
-    "SparseApplyProximalAdagrad": {},
-    "LARSUpdate": {"epsilon": 0.5, "hyperpara": 0.01, "use_clip": True},
-}
+EACH = pytest.mark.parametrize("operator", EVERY_OPERATOR.values(), ids=str)
+MOMENTUM, SGD, FTRL = (OPERATORS[name] for name in ("ApplyMomentum", "SGD", "ApplyFtrl"))
 
 
-def results(operator: Operator, changes: dict[str, Any], **constructor: Any) -> list[np.ndarray]:
+def results(operator: Operator, **changes: Any) -> list[np.ndarray]:
     """All variables after a call, and what it returned if that is another array."""
-    inputs = {**operator.inputs(), **changes}
-    returned = operator.call(inputs, **constructor)
+    inputs = operator.inputs()
+    inputs |= {name: value for name, value in changes.items() if name in inputs}
+    returned = operator.call_with(inputs, **changes)
     found = [inputs[name] for name in operator.variables]
     return found if operator.returned else [returned, *found]
-
-
-def acts(operator: Operator, changes: dict[str, Any], **constructor: Any) -> bool:
-    """Whether the change moves a result, with the other arguments of `constructor`."""
-    return distance(results(operator, changes, **constructor), results(operator, {})) > FAR
 
 
 @EACH
@@ -92,39 +42,23 @@ def test_every_operator_is_in_the_tables() -> None:
         for name in ops.__all__
         if isinstance(getattr(ops, name), type) and issubclass(getattr(ops, name), Primitive)
     }
-    assert found == EVERY.keys() == ATTRIBUTES.keys()
+    assert found == EVERY_OPERATOR.keys()
+    assert list(inspect.signature(ops.global_norm).parameters) == ["x"]
+    expected = ["x", "clip_norm", "use_norm", "in_place"]
+    assert list(inspect.signature(ops.clip_by_global_norm).parameters) == expected
 
 
-@pytest.mark.parametrize(
-    ("operator", "name"),
-    [
-        pytest.param(op, name, id=f"{op.name}-{name}")
-        for op in EVERY.values()
-        for name in op.scalars
-        if (op.name, name) != ("LARSUpdate", "learning_rate")
-    ],
-)
-def test_scalar_acts(operator: Operator, name: str) -> None:
-    assert acts(operator, {name: MOVED[name]})
-
-
-@pytest.mark.parametrize(
-    ("operator", "name", "value"),
-    [
-        pytest.param(EVERY[op], name, value, id=f"{op}-{name}")
-        for op, attributes in ATTRIBUTES.items()
-        for name, value in attributes.items()
-    ],
-)
-def test_constructor_argument_acts(operator: Operator, name: str, value: Any) -> None:
-    assert acts(operator, {}, **{name: value})
-
-
-@EACH
-def test_every_constructor_argument_is_in_the_table(operator: Operator) -> None:
-    """A new argument must be added to what is tested above."""
-    known = inspect.signature(operator.make).parameters.keys()
-    assert known - ELSEWHERE == ATTRIBUTES[operator.name].keys()
+@pytest.mark.parametrize("operator", [*EVERY_OPERATOR.values(), ADAM_UPDATE], ids=str)
+def test_each_argument_acts(operator: Operator) -> None:
+    """But `use_locking`, which waits, and what acts on bad indices or rows alone."""
+    for name in (*operator.scalars, *operator.constructor):
+        known = operator.known(name)
+        if known.moved is not ELSEWHERE:
+            plain = results(operator, **known.beside)
+            moved = results(operator, **{**known.beside, name: known.moved})
+            assert distance(moved, plain) > FAR, name
+        else:
+            assert name in ("use_locking", "out_of_range", "lazy_update")
 
 
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
@@ -144,28 +78,108 @@ def test_use_locking_waits_for_other_calls(operator: Operator, use_locking: bool
         assert_same_bits(inputs[name], plain[name])
 
 
-def test_learning_rate_of_lars_acts_with_use_clip() -> None:
-    """It is the bound of the local rate; without use_clip it has no part in the formula."""
-    clipped = results(LARS_UPDATE, {"learning_rate": 0.5}, use_clip=True)
-    assert distance(clipped, results(LARS_UPDATE, {"learning_rate": 0.9}, use_clip=True)) > FAR
-    assert not acts(LARS_UPDATE, {"learning_rate": 0.5})
+@EACH
+def test_repr_names_the_attributes(operator: Operator) -> None:
+    made = operator.new(**({} if operator is LARS_UPDATE else {"use_locking": True}))
+    assert repr(made).startswith(f"{operator.name}(")
+    assert all(f"{name}={getattr(made, name)!r}" in repr(made) for name in operator.constructor)
+
+
+@pytest.mark.parametrize("name", ["ApplyAdamWithAmsgradV2", "Adam", "AdamNoUpdateParam"])
+def test_dense_beta1_power_of_one_is_not_refused(name: str) -> None:
+    # As in MindSpore, and as documented: the step is infinite.
+    operator = OPERATORS[name]
+    result = operator.call({**operator.inputs(), "beta1_power": 1.0})
+    first = result[0] if isinstance(result, tuple) else result
+    assert not np.isfinite(first).any()
+
+
+def test_amsgrad_attributes_act_as_arguments() -> None:
+    attributes = {"beta1": 0.7, "beta2": 0.8, "epsilon": 0.1}
+    one = results(OPERATORS["ApplyAdamWithAmsgrad"], **attributes)
+    two = results(OPERATORS["ApplyAdamWithAmsgradV2"], **attributes)
+    for found, expected in zip(one, two, strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("cls", [ops.FusedSparseFtrl, ops.SparseApplyFtrl])
+def test_attributes_of_ftrl(cls: Any) -> None:
+    """They have no defaults, and are floats."""
+    with refused(TypeError, "missing 1 required positional argument: 'lr_power'"):
+        cls(0.1, 0.1, 0.1)
+    made = cls(np.float32(3e-39), 0.0, np.float64(0.0), 0.0)
+    assert (made.lr, made.l1, made.l2, made.lr_power) == (float(np.float32(3e-39)), 0.0, 0.0, 0.0)
+
+
+def test_sgd_takes_nesterov_or_dampening() -> None:
+    with refused(ValueError, "SGD: dampening excludes nesterov: expected 0.0, got 0.5"):
+        ops.SGD(nesterov=True, dampening=0.5)
+    assert ops.SGD(nesterov=True, dampening=0.0).nesterov
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_sgd_without_momentum_is_plain(dampening: float) -> None:
     """Accumulator and stat have no part in it, nor has dampening: as published."""
-    operator = OPERATORS["SGD"]
-    inputs = {**operator.inputs(), "momentum": 0.0}
-    before = {name: inputs[name].copy() for name in operator.variables}
-    operator.call(inputs, dampening=dampening)
+    inputs, before = SGD.inputs(), SGD.inputs()
+    with unchanged(inputs["accum"], inputs["stat"]):
+        SGD.call_with(inputs | {"momentum": 0.0}, dampening=dampening)
     expected = before["parameters"] - np.float32(0.1) * inputs["gradient"]
     np.testing.assert_allclose(inputs["parameters"], expected, rtol=1e-6)
-    for name in ("accum", "stat"):
-        np.testing.assert_array_equal(inputs[name], before[name])
 
 
-def test_arguments_of_the_norm_functions_are_tested() -> None:
-    """What they do is in test_norm.py."""
-    assert list(inspect.signature(ops.global_norm).parameters) == ["x"]
-    expected = ["x", "clip_norm", "use_norm", "in_place"]
-    assert list(inspect.signature(ops.clip_by_global_norm).parameters) == expected
+@pytest.mark.parametrize("use_nesterov", [False, True])
+def test_gradient_scale_of_zero_forgets_the_gradient(use_nesterov: bool) -> None:
+    nothing = np.zeros((5, 3), np.float32)
+    found = results(MOMENTUM, gradient_scale=0.0, use_nesterov=use_nesterov)
+    expected = results(MOMENTUM, gradient=nothing, use_nesterov=use_nesterov)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_centered_rmsprop_that_waits_moves_its_means_only() -> None:
+    """Through the operator: a mean gradient that leaves no positive variance."""
+    operator = OPERATORS["ApplyCenteredRMSProp"]
+    inputs = operator.inputs()
+    inputs["mean_gradient"][:] = 3.0
+    with unchanged(inputs["var"], inputs["moment"]):
+        operator.call(inputs)
+    assert (inputs["mean_gradient"] != 3.0).all()
+
+
+def test_adagrad_without_update_slots_reads_its_accumulator() -> None:
+    operator = OPERATORS["ApplyAdagrad"]
+    inputs, before = operator.inputs(), operator.inputs()
+    with unchanged(inputs["accum"]):
+        operator.call(inputs, update_slots=False)
+    expected = before["var"] - 0.1 * before["grad"] / np.sqrt(before["accum"])
+    assert_within_ulps(inputs["var"], expected, np.abs(before["var"]) + np.abs(expected))
+
+
+def test_learning_rate_of_lars_needs_use_clip() -> None:
+    """Without, it has no part in the formula."""
+    plain, moved = results(LARS_UPDATE), results(LARS_UPDATE, learning_rate=1e-5)
+    assert_same_bits(moved[0], plain[0])
+
+
+def test_lars_takes_no_other_keyword() -> None:
+    """There is nothing to lock: it updates nothing."""
+    text = "argument 'use_locking' is unknown: expected one of epsilon, hyperpara, use_clip"
+    with refused(TypeError, f"LARSUpdate: {text}"):
+        ops.LARSUpdate(use_locking=True)
+
+
+def test_lars_reads_arrays_in_the_memory_of_each_other() -> None:
+    inputs = LARS_UPDATE.inputs()
+    same, apart = ({**inputs, "gradient": g} for g in (inputs["weight"], inputs["weight"].copy()))
+    with unchanged(same):
+        result = LARS_UPDATE.call(same)
+    assert_same_bits(result, LARS_UPDATE.call(apart))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5, 1e-39])
+def test_lars_of_a_gradient_that_is_zero(epsilon: float) -> None:
+    """The factor is |w| / epsilon, also beyond float32; the new gradient is 0, not NaN."""
+    zeros = np.zeros((5, 3), np.float32)
+    changes = {"gradient": zeros, "norm_gradient": 0.0, "weight_decay": 0.0}
+    inputs = {**LARS_UPDATE.inputs(), **changes}
+    assert_same_bits(LARS_UPDATE.call(inputs, epsilon=epsilon, hyperpara=1.0), zeros)
