@@ -90,15 +90,6 @@ class OneByOne(Session):
             self.opt.update_multi_precision(i, self.weights[i], gradients[i], self.states[i])
 
 
-class InLists(Session):
-    """All indices in a call."""
-
-    def step(self, t: int) -> None:
-        indices, gradients = self.run.updated(t), self.gradients(t)
-        lists = ([x[i] for i in indices] for x in (self.weights, gradients, self.states))
-        self.opt.update_multi_precision(indices, *lists)
-
-
 class ByUpdater(Session):
     """All indices in a call of an updater, which makes the states."""
 
@@ -119,17 +110,7 @@ class ByUpdater(Session):
         self.updater.set_states(saved)
 
 
-class ByUpdaterWithOptimizer(ByUpdater):
-    """As recorded, with the optimizer in what is saved."""
-
-    def restart(self) -> None:
-        saved = self.updater.get_states(dump_optimizer=True)
-        self.updater = mx.Updater(mx.Adam(123.0))
-        self.updater.set_states(saved)
-        self.opt = self.updater.optimizer
-
-
-WAYS = (OneByOne, InLists, ByUpdater, ByUpdaterWithOptimizer)
+WAYS = (OneByOne, ByUpdater)
 
 
 # ------------------------------------------------------------------------------------ Comparison
