@@ -1,4 +1,4 @@
-"""States of an Updater as bytes: those that it writes, and the ``.states`` files of MXNet 1.9.
+"""States of an Updater as bytes: those that it writes itself, and ``.states`` files of MXNet 1.9.
 
 Reading either can execute nothing. What is written here has arrays in the safetensors format, and
 the rest as JSON among them. What MXNet wrote is a pickle: a machine reads it that makes nothing
@@ -68,7 +68,7 @@ def load(data: Any) -> tuple[dict[Any, Any], Counts | None, int]:
 
     Raises:
         TypeError: ``data`` are no bytes.
-        ValueError: they hold something else.
+        ValueError: they are of neither format, damaged, or of another kind of object.
     """
     check_kind("set_states", "states", data, bytes | bytearray | memoryview, "bytes")
     data = bytes(data)
@@ -144,10 +144,12 @@ def _read_own(data: bytes) -> tuple[dict[Any, Any], Counts, int]:
 
 
 class _Record:
-    """An object of MXNet: what was kept of it, and nothing that it could do."""
+    """An object of MXNet: its state, and nothing that it could do."""
+
+    state: Any
 
     def __init__(self, *_: Any) -> None:
-        self.state: Any = None
+        """Whatever it was made from does not matter."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -119,8 +119,9 @@ class Updater:
         return self.optimizer.create_state_multi_precision(index, weight)
 
     def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
-        """Places of the weights of each call of the optimizer, in the given order, where one call
-        does not take everything: neighbours of one dtype.
+        """The places of the weights of each call of the optimizer, where one does not take all.
+
+        They are in the given order, and those of a call are neighbours of one dtype.
         """
         size = max(1, int(min(self.optimizer.aggregate_num, len(places))))
         dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)

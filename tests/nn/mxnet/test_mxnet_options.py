@@ -153,7 +153,7 @@ def test_what_does_not_go_together(cls: type, options: Any, error: Any, text: st
 
 
 def outcome(cls: type, options: dict[str, Any], *, with_rows: bool) -> list[np.ndarray]:
-    """What is left of three steps that are always the same, or the rates of a scheduler."""
+    """The arrays after three steps that are always the same, or the rates of a scheduler."""
     if cls in NEEDED:
         made = make(cls, **options)
         return [np.array([made(n) for n in range(1, 13)])]
@@ -255,7 +255,7 @@ def test_factors_for_no_weight(
 
 
 def test_names_that_do_not_decay() -> None:
-    """Of 1.9: all but weights and gammas, unless told otherwise; and they may change."""
+    """In 1.9 all but weights and gammas, unless told otherwise; and names may change."""
     names = dict(enumerate(("fc_weight", "fc_bias", "bn_gamma", "bn_beta")))
     opt = mx.Adam(param_idx2name=names, compat="1.9", wd=0.5)
     opt.set_wd_mult({"fc_bias": 2, "fc_weight": 3})

@@ -115,7 +115,7 @@ class Pair:
         self.states = [create(i, w) for i, w in enumerate(weights)]
 
     def arrays(self, i: int) -> list[np.ndarray]:
-        """What a weight is computed in (its master copy, or itself), mean and variance."""
+        """The array in which a weight is computed (a master copy or itself), mean, variance."""
         master, *moments = arrays_of([self.states[i]])[-3:]
         return [master, *moments] if moments[1:] else [self.weights[i], master, *moments]
 
@@ -235,7 +235,7 @@ def test_the_order_of_rows_has_no_meaning(kind: str, dtype: Any) -> None:
 @pytest.mark.parametrize("storage", STORAGE)
 @EACH_KIND
 def test_gradients_that_are_not_finite(kind: str, storage: str) -> None:
-    """They spoil their own elements; clipped, infinities are the bound."""
+    """Each spoils its own element; clipped, infinities are the bound."""
     dtype, master = STORAGE[storage]
     # Without options and with all: the kernels of other tests.
     for options, spoilt in (({}, [1, 4, 6]), (ALL, [6])):
@@ -302,7 +302,7 @@ def test_uneven_counts(key: str, kind: str, begin: int) -> None:
 
 @pytest.mark.parametrize("compat", ["1.9", "2.0"])
 def test_multipliers(compat: str) -> None:
-    """Those of a parameter go before an index, and that before a name; `lr` may be set between."""
+    """A factor of a parameter goes before that of an index, and that before one of a name."""
     rng = np.random.default_rng(14)
     names = dict(enumerate(["a_weight", "a_bias", "b_gamma", "b_beta", "c_weight"]))
     held = {5: SimpleNamespace(lr_mult=0.5, wd_mult=3.0)}
@@ -432,7 +432,7 @@ def everything(h: Hyper, way: str, aggregate: Any, rate: Any) -> list[np.ndarray
 
 @pytest.mark.parametrize("kind", [*KINDS, *LAZY])
 def test_bits_do_not_depend_on_aggregation(kind: str) -> None:
-    """Of a schedule every weight has the rate of the count that was reached with it."""
+    """Every weight has the scheduled rate of the count that was reached with it."""
     h = replace((KINDS | LAZY)[kind], **ALL)
     for rate in (RATE, schedules("poly")[0]):
         alone = everything(h, "alone", 1, rate)

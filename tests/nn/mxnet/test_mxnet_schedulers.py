@@ -47,7 +47,7 @@ def test_recorded_rates(scheduler: Any, rates: list[float]) -> None:
 
 @st.composite
 def arguments(draw: Any, cls: type) -> dict[str, Any]:
-    """Of a scheduler whose rates fall within some forty updates."""
+    """Arguments of a scheduler whose rates fall within some forty updates."""
     rate, few = st.floats(0.0, 1.0), st.integers(1, 30)
     base_lr, warmup_steps = draw(st.floats(1e-3, 1.0)), draw(st.integers(0, 10))
     warm = {"base_lr": base_lr, "warmup_steps": warmup_steps,
@@ -161,7 +161,7 @@ def test_a_callable_is_asked_for_1_2_3(several: int) -> None:
 
 
 def test_a_scheduler_of_a_user() -> None:
-    """As written for MXNet: with base_lr, and the warm-up of the base class."""
+    """One as written for MXNet: with base_lr, and the warm-up of the base class."""
 
     class Halving(S.LRScheduler):
         def __call__(self, num_update: int) -> float:

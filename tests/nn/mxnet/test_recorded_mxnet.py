@@ -62,7 +62,7 @@ class Session:
         return [self.opt.create_state_multi_precision(i, w) for i, w in enumerate(self.weights)]
 
     def gradients(self, t: int) -> list[Any]:
-        """Of step t = 1, 2, ..., for every weight."""
+        """The gradients of step t = 1, 2, ..., for every weight."""
         pairs = zip(self.run.traces, self.weights, strict=True)
         return [as_library(trace.gradients[t - 1], w.shape) for trace, w in pairs]
 
@@ -120,16 +120,16 @@ WAYS = (OneByOne, ByUpdater)
 # is equal to the last bit.
 OTHER_FORM = {
     "rsp_std": "squares x*x first, where the dense kernel has ((1 - beta2)*x)*x",
-    "rsp_lazy_all": "likewise in 1.9.1, where it clips",
+    "rsp_lazy_all": "squares x*x first in 1.9.1, where it clips",
     "unfused_clip_wd": "composed operations: x*x first, and divides before it multiplies",
-    "unfused_rsp": "likewise",
-    "adamw_unfused": "likewise",
+    "unfused_rsp": "composed operations",
+    "adamw_unfused": "composed operations",
     "adamw_nobias": "moments as beta*(m - x) + x",
 }
 
 
 def values(trace: Trace, entry: str) -> np.ndarray:
-    """What was recorded after 0, 1, 2, ... steps."""
+    """The recorded arrays after 0, 1, 2, ... steps."""
     if entry == "w":
         return trace.weights
     first = trace.weights[:1] if entry == "w32" else np.zeros_like(trace.states[entry][:1])
