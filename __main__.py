@@ -1,4 +1,4 @@
-"""The command line: ``fusestep demo | bench | warmup | info | convert``."""
+"""The command line: ``fusestep demo | bench | warmup | info``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _COMMANDS = {
     "demo": ("fusestep.examples.word2vec", "train word vectors on real text and look at them"),
     "bench": ("fusestep.bench.command", "measure the steps against bounds and peers"),
     "warmup": ("fusestep.kernels.cpu.warmup", "compile kernels ahead of their first use"),
-    "convert": ("fusestep.nn.convert", "read checkpoints of MindSpore and MXNet"),
     "info": ("fusestep.kernels.cpu.info", "print versions, threads and the cache of kernels"),
 }
 

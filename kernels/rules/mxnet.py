@@ -113,7 +113,7 @@ def bias_corrected(lr: float, beta1: float, beta2: float, t: int) -> float:
 
 
 def rounding(real: Any, *, composed: bool) -> Callable[[float], float]:
-    """The rounding to the type of the arithmetic, by way of float32 unless ``composed``."""
+    """The rounding to the type of the arithmetic, through float32 unless ``composed``."""
     return ROUNDING[real] if composed else to_float32
 
 

@@ -85,14 +85,17 @@ class AdamFamily(Optimizer):
         self._update_lists((indices, weights, grads, states), composed=False)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As `Optimizer.update`."""
+        """Update one weight, or each of a list, in place; arguments as `Optimizer.update`."""
         if not isinstance(index, LISTS):
             index, weight, grad, state = [index], [weight], [grad], [state]
         step = self.fused_step if self.use_fused_step else self.step
         step(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As `Optimizer.update_multi_precision`; master copy and weight in one pass."""
+        """Update weights of which 16-bit ones have a master copy, both in one pass.
+
+        Arguments and errors are those of `Optimizer.update_multi_precision`.
+        """
         given = index, weight, grad, state
         if not self.multi_precision:
             self.update(*given)
@@ -120,7 +123,12 @@ class AdamFamily(Optimizer):
         return (*self._variables(index, master, moments), copy)
 
     def check_state(self, index: Any, state: Any) -> None:
-        """As `Optimizer.check_state`: two moments, or a master copy and its moments."""
+        """Refuse a state that was read and is not two moments, or a master copy and its moments.
+
+        Raises:
+            TypeError: it is of another form, or holds something else than arrays of floats.
+            ValueError: its arrays differ in shape.
+        """
         made = (AdamFamily.create_state, AdamFamily.create_state_multi_precision)
         if (type(self).create_state, type(self).create_state_multi_precision) != made:
             return  # a subclass of a user has others

@@ -84,7 +84,7 @@ def names(where: str, name: str, value: Any) -> dict[Any, str]:
 
 
 LISTS = (list, tuple)
-"""Of which a call may give several indices, weights, gradients and states."""
+"""The types in which a call gives several indices, weights, gradients and states."""
 Lists = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
 

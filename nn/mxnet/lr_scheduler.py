@@ -271,11 +271,6 @@ class PolyScheduler(_Falling):
         self.power = check.scalar(self._name, "pwr", pwr)
         check.in_range(self._name, "pwr", self.power, self.power > 0.0, "above 0")
 
-    @property
-    def pwr(self) -> float:
-        """The power, by the name of the argument."""
-        return self.power
-
     def __call__(self, num_update: int) -> float:
         """The learning rate of update ``num_update`` = 1, 2, ..."""
         return self._rate(num_update, lambda done: float((1.0 - done) ** self.power))

@@ -241,8 +241,8 @@ class Optimizer(CheckedAttributes):
         Args:
             index: the index of the weight, or a list of different ones.
             weight: an array, or a list of as many.
-            grad: likewise; an array or a `RowTensor`.
-            state: likewise, from `create_state`.
+            grad: an array or a `RowTensor`, or a list of as many.
+            state: what `create_state` made for the weight, or a list of as many.
 
         Raises:
             ValueError: the lists differ in length or an index repeats.
@@ -255,10 +255,11 @@ class Optimizer(CheckedAttributes):
             self.step(*lists)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As `update`, with states from `create_state_multi_precision`.
+        """Update one weight, or each of a list of weights, of which some have master copies.
 
-        The update of a weight with a master copy acts on the copy, with a float32 gradient; the
-        weight becomes the rounded copy.
+        Arguments and errors are those of `update`, but the states are those of
+        `create_state_multi_precision`. The update of a weight with a master copy acts on the copy,
+        with a float32 gradient; the weight becomes the rounded copy.
         """
         if not self.multi_precision:
             self.update(index, weight, grad, state)

@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ...ops.runtime import check, pending
+import numpy as np
+
+from ...ops.runtime import pending
 from ...ops.runtime.arrays import adopt_anywhere
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import reject
 from ..base.arguments import check_kind
-from . import serialization
+from . import states as saved
 from .arguments import LISTS, as_lists
 from .optimizer import Optimizer
 
@@ -111,12 +115,13 @@ class Updater:
     def _state(self, index: Any, weight: Any, known: Any) -> Any:
         """The state of an index: a new one, or one that was read, where the weight lives."""
         if known is not _NONE:
-            return serialization.moved(known, weight)
+            return _moved(known, weight)
         return self.optimizer.create_state_multi_precision(index, weight)
 
     def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
-        """Places of the weights of each call of the optimizer, in the given order, where one call
-        does not take everything: neighbours of one dtype.
+        """The places of the weights of each call of the optimizer, where one does not take all.
+
+        They are in the given order, and those of a call are neighbours of one dtype.
         """
         size = max(1, int(min(self.optimizer.aggregate_num, len(places))))
         dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)
@@ -125,40 +130,50 @@ class Updater:
             for first in range(0, len(alike), size):
                 yield alike[first : first + size]
 
-    def get_states(self, dump_optimizer: bool = False) -> bytes:
+    def get_states(self) -> bytes:
         """All states and counts as bytes in the safetensors format.
 
-        States on a device are waited for, and copied to the host.
-
-        Args:
-            dump_optimizer: put in the optimizer's hyper-parameters, multipliers and scheduler, so
-                that `set_states` makes it anew. It must be registered, with an attribute for each
-                argument, and its scheduler one of ``lr_scheduler``.
+        States on a device are waited for, and copied to the host. Hyper-parameters, factors and
+        the scheduler are those of the program: MXNet's ``dump_optimizer`` does not exist here.
 
         Raises:
-            TypeError: something cannot be written.
+            TypeError: an index is no int or str, or a state is made of something else than arrays
+                of real numbers, numbers, strs, None, tuples and lists.
             IndexError: on a device, an index of an earlier call was out of range.
         """
         pending.settle()
-        with_optimizer = check.flag("get_states", "dump_optimizer", dump_optimizer)
-        return serialization.dump(self.states, self.optimizer, with_optimizer=with_optimizer)
+        optimizer = self.optimizer
+        return saved.dump(self.states, optimizer._index_update_count, optimizer.num_update)
 
     def set_states(self, states: bytes) -> None:
-        """Take over what `get_states` gave; reading it can execute nothing.
+        """Take over what `get_states` gave, or a ``.states`` file of MXNet 1.9.
 
-        Unlike in MXNet the counts come back too, so the bias correction goes on where it was. The
-        states of a weight on a device are moved there when it is next updated.
+        Reading them can execute nothing. The counts of updates come with the states, so the bias
+        correction goes on where it was; hyper-parameters and the scheduler stay those of the
+        optimizer. Files of MXNet have counts where the optimizer was dumped with them
+        (``dump_optimizer=True``, and ``save_states`` of Gluon's ``Trainer``). For those without,
+        ``begin_num_update`` of the optimizer says how many updates were done.
+
+        The states of a weight on a device are moved there when it is next updated.
 
         Raises:
             TypeError: ``states`` are no bytes, or a state in them is of another form than those of
                 the optimizer.
-            ValueError: they are not of this format (MXNet's are pickles, which are not read: they
-                can execute anything), hold an optimizer that is not registered, or the arrays of
-                a state do not fit together.
+            ValueError: they are of neither format, the arrays of a state do not fit together, or
+                there are no counts and ``begin_num_update`` is 0.
         """
-        self.states, self.optimizer = serialization.load(states, self.optimizer)
-        self._were_read = set(self.states)
-        self.optimizer.forget_arrays()
+        found, counts, num_update = saved.load(states)
+        optimizer = self.optimizer
+        for index, state in found.items():
+            optimizer.check_state(index, state)
+        if counts is None:
+            counts, num_update = {}, optimizer.begin_num_update
+            if num_update == 0:
+                wrong, expected = "have no counts of updates", "an optimizer with begin_num_update"
+                reject(ValueError, "set_states", "states", wrong, expected, "one that begins at 0")
+        self.states, self._were_read = found, set(found)
+        optimizer._index_update_count, optimizer.num_update = counts, num_update
+        optimizer.forget_arrays()
 
 
 def get_updater(optimizer: Optimizer) -> Updater:
@@ -168,3 +183,13 @@ def get_updater(optimizer: Optimizer) -> Updater:
 
 def _decoded(index: Any) -> Any:
     return index.decode() if isinstance(index, bytes) else index
+
+
+def _moved(state: Any, weight: Any) -> Any:
+    """A state that was read, with its arrays where the weight lives."""
+    if type(state) in (tuple, list):
+        return type(state)(_moved(part, weight) for part in state)
+    array = adopt_anywhere("set_states", "weight", weight)
+    if not (isinstance(array, DeviceArray) and isinstance(state, np.ndarray)):
+        return state
+    return array.holding(state).native()

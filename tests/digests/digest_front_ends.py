@@ -103,7 +103,7 @@ def update(
         if step == 2:
             opt.set_lr_mult({0: 0.5, "last": 2.0})
             opt.set_wd_mult({1: 3.0})
-            kept = record.attempt(updater.get_states, dump_optimizer=way == "together")
+            kept = record.attempt(updater.get_states)
             updater = mx.get_updater(opt if way == "update" else new())
             record.attempt(updater.set_states, kept)
     record.add(updater.states, states)

@@ -91,7 +91,7 @@ MUTANTS = (
     ("0.0 if self._options[i].centralize", "0.0", "decay * scale", "test_centralization"),
     ('if factor and self._sparse_update != "lazy"', "!=", "==",
      "test_centralization_of_row_sparse_gradients"),
-    ("counts.get(each, begin) + 1", "begin", "0", "test_counts"),
+    ("counts.get(each, begin) + 1", "begin", "0", "test_uneven_counts"),
     ("if known is None or known[0] is not layout:", " or known[0] is not layout", "",
      "test_none_skips_a_parameter_and_its_count"),
     ("np.sqrt(squares[:, 0]), LARGEST_NORM", "np.sqrt(squares[:, 0])", "squares[:, 0]",

@@ -147,7 +147,7 @@ def adamw(
 
 def clipped(x: Array, s: Scalars) -> Array:
     """Infinities become the bound, NaN stays."""
-    return np.clip(x, -s.clip, s.clip)
+    return np.minimum(np.maximum(x, -s.clip), s.clip)
 
 
 def direction(
@@ -165,7 +165,8 @@ def direction(
 
 def within(real: Any, x: Array) -> Array:
     """Not rounded, but infinite beyond the range of `real`."""
-    return np.where(np.abs(x) > np.finfo(real).max, np.copysign(np.inf, x), x)
+    with np.errstate(invalid="ignore"):  # of what is not chosen
+        return np.where(np.abs(x) > np.finfo(real).max, np.sign(x) * np.inf, x)
 
 
 # ------------------------------------------------------------------------------------- Schedules
@@ -322,13 +323,16 @@ class Optimizer:
         """The decay of an index."""
         return self.hyper.wd * self._multiplier(self.wd_mult, index)
 
-    def update(self, index: int, x: Variable, g: Gradient) -> None:
-        """One step of one weight."""
+    def advance(self, index: int) -> dict[str, float]:
+        """Count an update of an index: the rate with its bias correction, and the decay."""
         t = self.counts.get(index, self.begin) + 1
         self.counts[index] = t
         self.num_update = max(self.num_update, t)
-        lr = corrected(self.hyper, self.lr(index), t)
-        x.assign(*step(self.hyper, x.w, g, x.m, x.v, lr=lr, wd=self.wd(index), real=x.real))
+        return {"lr": corrected(self.hyper, self.lr(index), t), "wd": self.wd(index)}
+
+    def update(self, index: int, x: Variable, g: Gradient) -> None:
+        """One step of one weight."""
+        x.assign(*step(self.hyper, x.w, g, x.m, x.v, **self.advance(index), real=x.real))
 
     def _multiplier(self, table: Table, index: int) -> float:
         """An index goes before its name."""

@@ -54,8 +54,9 @@ class Rounded(NDArrayOperatorsMixin):
             return result
         error = 0.0 if ufunc in _EXACT else np.abs(result)
         for x, slope in zip(inputs, _SLOPES[ufunc](*values, result), strict=True):
-            if isinstance(x, Rounded):  # what has no error adds none, however steep
-                error = error + np.where(x.error == 0.0, 0.0, np.abs(slope) * x.error)
+            if isinstance(x, Rounded):  # what is exact adds none, however steep, nor what is flat
+                none = (x.error == 0.0) | (np.asarray(slope) == 0.0)
+                error = error + np.where(none, 0.0, np.abs(slope) * x.error)
         return Rounded(result, error)
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,6 @@ import mindspore
 from mindspore import dataset, nn
 from mindspore.train import LearningRateScheduler, Model
 
-from fusestep import __main__ as command
 from fusestep import nn as ours
 from fusestep.bench.report.result import SpecialResult
 from fusestep.bench.special import in_mindspore, training
@@ -134,9 +133,8 @@ def test_a_state_goes_on_outside_of_mindspore(is_converted: bool, tmp_path: Path
     losses(net, optimizer, 0, 3)
     path = str(tmp_path / "kept.safetensors")
     if is_converted:
-        source = str(tmp_path / "kept.ckpt")
-        mindspore.save_checkpoint(optimizer, source)
-        assert command.main(["convert", source, path]) == 0
+        mindspore.save_checkpoint(optimizer, str(tmp_path / "kept.ckpt"))
+        mindspore.ckpt_to_safetensors(str(tmp_path / "kept.ckpt"), str(tmp_path))
     else:
         mindspore.save_checkpoint(optimizer, path, format="safetensors")
     state = ours.load_checkpoint(path)
@@ -148,23 +146,6 @@ def test_a_state_goes_on_outside_of_mindspore(is_converted: bool, tmp_path: Path
     own([g.asnumpy() for g in gradients])
     for p, w in zip(parameters, optimizer.parameters, strict=True):
         np.testing.assert_array_equal(p.data, w.asnumpy())
-
-
-def test_files_that_are_no_checkpoints(tmp_path: Path, capsys: Any) -> None:
-    source, target = tmp_path / "kept.ckpt", tmp_path / "target"
-    weights = mindspore.Parameter(mindspore.Tensor([1.0, 2.0]).astype(mindspore.bfloat16), "w")
-    mindspore.save_checkpoint([{"name": "w", "data": weights}], str(source))
-    assert command.main(["convert", str(source), str(target)]) == 0
-    found = ours.load_checkpoint(target)["w"]
-    assert found.dtype.name == "bfloat16" and found.astype(float).tolist() == [1.0, 2.0]
-    assert command.main(["convert", str(source), str(source)]) == 1
-    assert "expected another name" in capsys.readouterr().err
-    target.unlink()
-    for content in (b"", b"no checkpoint", source.read_bytes()[:-3]):
-        source.write_bytes(content)
-        assert command.main(["convert", str(source), str(target)]) == 1
-        assert "is no checkpoint of MindSpore" in capsys.readouterr().err
-    assert not target.exists()
 
 
 def test_the_benchmark_of_iterations(monkeypatch: Any) -> None:
