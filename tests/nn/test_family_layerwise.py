@@ -253,10 +253,8 @@ def test_bits_do_not_depend_on_other_parameters() -> None:
 
 
 def test_bits_do_not_depend_on_the_number_of_threads() -> None:
-    """Of norms of whole parameters, and of clipping: dense gradients, and tables with hot rows."""
     program = """
         import hashlib
-        from functools import partial
         import numpy as np
         from fusestep import get_num_threads, nn, set_num_threads
 
@@ -270,8 +268,6 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             lambda p: nn.LARS(nn.Lamb(p, 0.5, weight_decay=0.1), coefficient=0.1),
             lambda p: nn.AdaFactor(p, weight_decay=0.1),
             lambda p: nn.LARS(nn.AdaFactor(p, beta1=None)),
-            *(partial(nn.LazyAdam, weight_decay=0.1, sparse_update=how, **{name: 0.1})
-              for name in ("clipvalue", "clipnorm") for how in ("lazy", "dense_equivalent")),
         )
         shapes = [(300_000,), (701, 333), (5,), (33, 3), (2, 70_000), (40_000, 2), (7, 50, 60)]
 
@@ -280,11 +276,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
             params = [rng.standard_normal(s).astype(dtype) for s in shapes]
             opt = make(params)
             for _ in range(2):
-                given = [rng.standard_normal(s).astype(dtype) for s in shapes]
-                if isinstance(opt, nn.LazyAdam):  # with rows that are hot
-                    ids = np.minimum(rng.geometric(0.001, 40_000), 40_000) - 1
-                    given[5] = nn.RowTensor(ids, given[5], shapes[5])
-                opt(given)
+                opt([rng.standard_normal(s).astype(dtype) for s in shapes])
             found = hashlib.sha256()
             for array in params + list(opt.state_dict().values()):
                 found.update(array.tobytes())
@@ -299,7 +291,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
                     found.add(digest(make, dtype))
                 print(len(found))
     """
-    assert output_of(program, NUMBA_NUM_THREADS="7").split() == ["1"] * 20
+    assert output_of(program, NUMBA_NUM_THREADS="7").split() == ["1"] * 12
 
 
 # Locking

@@ -19,6 +19,7 @@ from fusestep.kernels.rule import Rule
 from helpers import BF16, assert_same_bits, refused, sampled
 from optimizers import BY_NAME, ONE_OF_EACH, arguments_of, gradients, make, parameters, states
 from reference_elementwise import ftrl
+from subprocesses import output_of
 
 F32, F64 = np.float32, np.float64
 ARRAYS = ("variable", "gradient", "accum", "linear")
@@ -250,6 +251,32 @@ def test_centralized_gradients_are_clipped(kind: str, name: str) -> None:
     expected = w.copy()
     expected[at] -= 0.5 * (g + 0.3 * w[at])
     np.testing.assert_allclose(p.data, expected, rtol=1e-12)
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    """Of large tensors and tables with hot rows; all on one, two and three threads."""
+    program = """
+import hashlib
+import numpy as np
+from fusestep import nn, set_num_threads
+
+rng = np.random.default_rng(9)
+w, g = (rng.standard_normal((20_011, 32)).astype(np.float32) for _ in range(2))
+ids = np.minimum(rng.geometric(0.001, 30_000) - 1, 20_010)
+values = rng.standard_normal((30_000, 32)).astype(np.float32)
+for name in ("clipvalue", "clipnorm"):
+    for how in ("lazy", "dense_equivalent"):
+        found = set()
+        for threads in (1, 2, 3):
+            set_num_threads(threads)
+            params = [w.copy(), w.copy()]
+            opt = nn.LazyAdam(params, weight_decay=0.1, sparse_update=how, **{name: 0.1})
+            for _ in range(2):
+                opt([g, nn.RowTensor(ids, values, w.shape)])
+            found.add(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest())
+        print(len(found))
+"""
+    assert output_of(program, NUMBA_NUM_THREADS="3").split() == ["1"] * 4
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.optim import lr_scheduler as s  # noqa: E402
-from torch.optim.swa_utils import SWALR, AveragedModel  # noqa: E402
+from torch.optim.swa_utils import SWALR  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 
@@ -113,32 +112,3 @@ def test_a_rate_with_derivatives() -> None:
         print(weight.tolist())
         """
     assert output_of(program).split() == ["[0.5,", "0.5]"]
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
-def test_a_training_resumes_with_its_scheduler(name: str) -> None:
-    def new(model: Any) -> tuple[Any, Any]:
-        optimizer = getattr(fused, name)(model.parameters(), lr=0.05)
-        return optimizer, s.CosineAnnealingLR(optimizer, 12)
-
-    whole = net()
-    run(*(o := new(whole))[:1], whole, o[1], 5)
-    saved = copy.deepcopy((whole.state_dict(), o[0].state_dict(), o[1].state_dict()))
-    resumed = net(seed=9)
-    optimizer, scheduler = new(resumed)
-    for target, state in zip((resumed, optimizer, scheduler), saved, strict=True):
-        target.load_state_dict(state)
-    assert run(o[0], whole, o[1], 5) == run(optimizer, resumed, scheduler, 5)
-    assert_equal_models(whole, resumed, 0.0)
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_averaged_models(name: str) -> None:
-    results = []
-    for package in (fused, torch.optim):
-        model = net()
-        average = AveragedModel(model)
-        optimizer = getattr(package, name)(model.parameters(), lr=0.05)
-        train(model, optimizer, range(8), lambda m=model, a=average: a.update_parameters(m))
-        results.append(average)
-    assert_equal_models(*results)
