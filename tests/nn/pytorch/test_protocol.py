@@ -193,19 +193,6 @@ def test_parameters_without_a_gradient_are_left_out(name: str) -> None:
     assert count is None or float(optimizer.state[second]["step"]) == 1.0
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("name", DENSE)
-def test_zero_grad(name: str, set_to_none: bool) -> None:
-    mine, ours, other, theirs = pair(name)
-    for model, optimizer in ((mine, ours), (other, theirs)):
-        train(model, optimizer, range(3))
-        optimizer.zero_grad(set_to_none=set_to_none)
-        assert (model[0].weight.grad is None) == set_to_none
-        optimizer.step()  # by gradients of 0, or none
-        train(model, optimizer, range(3, 5))
-    assert_equal_models(mine, other)
-
-
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "Prodigy"])
 def test_steps_within_the_backward_pass_are_one_step_of_all(name: str) -> None:
     mine, other = model_for(name), model_for(name)

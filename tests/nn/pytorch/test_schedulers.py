@@ -15,7 +15,7 @@ from torch.optim.swa_utils import SWALR  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 
 from subprocesses import output_of  # noqa: E402
-from torch_training import DENSE, assert_equal_models, loss_of, net, train  # noqa: E402
+from torch_training import DENSE, assert_equal_models, loss_of, net  # noqa: E402
 
 
 def cycles(optimizer: Any) -> bool:
@@ -82,22 +82,6 @@ def test_schedulers_do_what_they_do_to_pytorch(name: str, scheduler: str, rate: 
         assert optimizer.param_groups[0]["lr"] is lr or rate == "float"
     assert seen[0] == seen[1]
     assert len(set(seen[0])) > 2
-    assert_equal_models(*models)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_a_rate_that_is_a_tensor_is_read_in_every_step(name: str) -> None:
-    models, changed = (net(), net()), []
-    for model, package in zip(models, (fused, torch.optim), strict=True):
-        lr = torch.tensor(0.05, dtype=torch.float64)
-        optimizer = getattr(package, name)(model.parameters(), lr=lr)
-        train(model, optimizer, range(3))
-        lr.fill_(0.002)
-        train(model, optimizer, range(3, 6))
-        optimizer.param_groups[0]["lr"] = 0.01  # a number in the place of the tensor
-        train(model, optimizer, range(6, 9))
-        changed.append(optimizer.param_groups[0]["lr"])
-    assert changed == [0.01, 0.01]
     assert_equal_models(*models)
 
 
