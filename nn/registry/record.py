@@ -48,7 +48,7 @@ class Argument:
     """One argument of a constructor.
 
     Attributes:
-        takes: what may be given, a key of `KINDS` in test_family_options.py.
+        takes: what may be given, a key of `KINDS` in tests/nn/argument_kinds.py.
         moved: a value with which a run ends far from one with the value in `Row.base`.
         beside: other arguments, in both runs.
         also: other arguments, in the run with the moved value.

@@ -49,3 +49,16 @@ def rows(indices: Any, shape: tuple[int, ...] = (4, 3), value: float = 1.0) -> n
 class Halving(nn.LearningRateSchedule):
     def construct(self, global_step: int) -> float:
         return 0.5 * 0.5**global_step
+
+
+class Descent(nn.Optimizer):
+    """A custom optimizer that uses every separate step of the base class."""
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        gradients = self.decay_weight(gradients)
+        gradients = self.gradients_centralization(gradients)
+        gradients = self.scale_grad(gradients)
+        rates = self.get_lr() if self.is_group_lr else (self.get_lr(),) * len(self.parameters)
+        for p, g, rate in zip(self.parameters, gradients, rates, strict=True):
+            p.data -= p.dtype.type(rate) * g
+        return self.broadcast_params((True,) * len(self.parameters))

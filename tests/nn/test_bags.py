@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import threading
 from collections.abc import Iterator
@@ -252,32 +251,6 @@ def test_rows_without_pooling(how: str) -> None:
         other(expanded(gradients))
         bags.backward(grad)
         assert_same_state(opt, other)
-
-
-def test_against_adam_in_float64() -> None:
-    """Written from the formula, on the gradients that the definition of a bag gives."""
-    parameters = tables_of(np.float64)
-    expected = [(p.data.copy(), np.zeros(p.shape), np.zeros(p.shape)) for p in parameters]
-    opt = nn.Adam(parameters, 0.01)
-    bags = nn.EmbeddingBags(parameters, opt, "mean")
-    for t in range(1, 6):
-        ids, offsets = ids_of(t)
-        out = bags(ids, offsets)
-        grad, column = gradient_of(out, t, np.float64), 0
-        for k, (w, m, v) in enumerate(expected):
-            g, width = np.zeros(w.shape), w.shape[1]
-            for b in range(len(out)):
-                own = ids[k][offsets[k][b] : offsets[k][b + 1]]
-                for row in own:
-                    g[row] += grad[b, column : column + width] / len(own)
-            column += width
-            m = 0.9 * m + (1 - 0.9) * g
-            v = 0.999 * v + (1 - 0.999) * g * g
-            size = 0.01 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-            expected[k] = w - size * m / (np.sqrt(v) + 1e-8), m, v
-        bags.backward(grad)
-    for p, (w, _, _) in zip(parameters, expected, strict=True):
-        np.testing.assert_allclose(p.data, w, rtol=1e-6)
 
 
 def test_other_parameters_stay_and_keep_their_count() -> None:

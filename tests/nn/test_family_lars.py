@@ -14,6 +14,7 @@ import pytest
 from fusestep import nn, ops
 
 import reference_layerwise as reference
+from adam_family import Descent
 from helpers import assert_same_bits, refused, sampled, unchanged
 from optimizers import (
     FORMS,
@@ -31,19 +32,6 @@ ACTS = (True, False, False, True)
 INSIDE = [form for form in FORMS if not form.startswith("LARS")]
 EACH_INSIDE = pytest.mark.parametrize("form", INSIDE)
 LARS_OPTIONS = {"coefficient": 0.3, "epsilon": 0.01}
-
-
-class Descent(nn.Optimizer):
-    """A custom optimizer: every step of the base class, then plain descent."""
-
-    def construct(self, gradients: tuple[Any, ...]) -> Any:
-        gradients = self.decay_weight(gradients)
-        gradients = self.gradients_centralization(gradients)
-        gradients = self.scale_grad(gradients)
-        rates = self.get_lr() if self.is_group_lr else (self.get_lr(),) * len(self.parameters)
-        for p, g, rate in zip(self.parameters, gradients, rates, strict=True):
-            p.data -= p.dtype.type(rate) * g
-        return (True,) * len(self.parameters)
 
 
 class Schedule(nn.LearningRateSchedule):
@@ -151,25 +139,6 @@ def test_use_clip(inside: str, coefficient: float) -> None:
     assert_close(opt, plain)
 
 
-def test_clipping_is_from_both_sides() -> None:
-    """A small factor is divided by the rate; a large one becomes 1, which is plain descent."""
-    moves = []
-    for coefficient in (1e-3, 100.0):
-        (p,) = params64({"w": (5,)})
-        before = p.data.copy()
-        nn.LARS(nn.SGD([p], 0.5), coefficient=coefficient, use_clip=True)(gradients([p], 0))
-        moves.append(before - p.data)
-    (p,) = params64({"w": (5,)})
-    (g,) = gradients([p], 0)
-    np.testing.assert_allclose(moves[1], 0.5 * g, rtol=1e-12)
-    # coefficient / rate times the rate: the rate cancels.
-    np.testing.assert_allclose(
-        moves[0],
-        reference.lars_gradient(p.data, g, coefficient=1e-3, epsilon=1e-5, decay=0.0),
-        rtol=1e-12,
-    )
-
-
 def test_filter() -> None:
     seen = []
 
@@ -261,24 +230,6 @@ def test_schedules_are_asked_once_a_step(inside: str, fixed_rate: bool, centrali
     assert sorted(set(rate.asked)) == ([] if fixed_rate else [0, 1, 2, 3])
     assert inside == "custom" or len(rate.asked) <= 4
     assert inner.global_step.tolist() == [4]
-
-
-def test_a_skipped_step_and_a_refused_one_leave_everything() -> None:
-    inner = nn.Momentum(parameters(SHAPES), 0.5, 0.9, weight_decay=0.1, skip_nonfinite=True)
-    opt = nn.LARS(inner)
-    bad = gradients(inner.parameters, 0)
-    bad[3][2] = np.nan
-    with unchanged(inner):
-        opt(bad)
-    assert inner.skipped_steps == 1
-    for given, error in (
-        ([None] * 3, ValueError),
-        ("abcd", TypeError),
-        ([*bad[:3], np.ones(6)], ValueError),
-    ):
-        with refused(error, "gradient", inner):
-            opt(given)
-    assert inner.get_weight_decay() == 0.1
 
 
 # Custom optimizers

@@ -6,14 +6,16 @@ import copy
 import inspect
 import pickle
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from argument_kinds import KINDS, schedule
 
 from fusestep import nn
+from fusestep.nn.base.stateful import StateOfEach
 from fusestep.nn.registry import ELSEWHERE, Argument, Row
+from fusestep.nn.registry.record import COMMON
 
 import reference
 from helpers import BF16, arrays_of, assert_same_bits, more, refused
@@ -168,91 +170,6 @@ def test_lars_acts_through_the_optimizer_that_is_given() -> None:
 # What is refused
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Values of an argument: ``TypeError``, ``ValueError`` and accepted ones."""
-
-    wrong_kinds: tuple[Any, ...] = ()
-    wrong_values: tuple[Any, ...] = ()
-    taken: tuple[Any, ...] = field(default=())
-
-
-def schedule(step: int) -> float:
-    return 0.1 / (1 + step)
-
-
-NOT_FINITE = (np.nan, np.inf)
-NO_FLOATS = (1, 0, True, "0.5", None, np.array(0.5), np.int64(1), [0.5])
-NO_NUMBERS = ("0.5", None, np.array(0.5), [0.5])
-NO_RATES = ("0.1", None, 1j, np.int64(1), {"lr": 0.1}, object())
-BAD_RATES = (-0.1, -1, *NOT_FINITE, [], [0.1, -0.1], np.ones((2, 2)), 1e39)
-KINDS = {
-    "rate": Kind(NO_RATES, BAD_RATES, (0.5, 2, np.float32(0.5), [0.5, 0.1], schedule)),
-    "fixed rate": Kind(
-        (1, True, "0.1", None, np.array(0.1), nn.Parameter(np.array(0.1)), [0.1], schedule),
-        (0.0, -0.1, *NOT_FINITE, 1e-50),
-        (0.5, np.float32(0.5)),
-    ),
-    "rate or none": Kind(
-        ("0.1", 1j, np.int64(1), {"lr": 0.1}), (None, *BAD_RATES), (0.5, 2, [0.5, 0.1], schedule)
-    ),
-    "decay": Kind(NO_NUMBERS, (-0.1, *NOT_FINITE), (0.5, 0, 1, np.float32(0.5), schedule)),
-    "float decay": Kind((*NO_NUMBERS, 0, 1), (-0.1, *NOT_FINITE), (0.5, np.float32(0.5), schedule)),
-    "fixed decay": Kind((*NO_NUMBERS, schedule), (-0.1, *NOT_FINITE), (0.5, 1, np.float32(0.5))),
-    "unit decay": Kind(
-        NO_NUMBERS, (-0.1, 1.0, 1, *NOT_FINITE, np.float32(1.5)), (0.5, 0, schedule)
-    ),
-    "loss scale": Kind(NO_NUMBERS, (0, 0.0, -1.0, *NOT_FINITE), (0.5, 2, np.float32(8))),
-    "open unit": Kind(
-        NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE, 1 - 1e-9), (0.5, np.float32(0.5))
-    ),
-    "open unit 64": Kind(NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE), (0.5, np.float32(0.5))),
-    "beta1": Kind((1, 0, True, "0.5", [0.5]), (-0.1, 1.0, 1.5, *NOT_FINITE), (None, 0.0, 0.5)),
-    "below 1": Kind(NO_FLOATS, (-0.1, 1.0, 1.5, *NOT_FINITE), (0.0, 0.5, np.float32(0.5))),
-    "positive or infinite": Kind(
-        NO_FLOATS, (0.0, -1.0, np.nan, -np.inf, 1e-50), (0.5, np.float32(2), np.inf)
-    ),
-    "false": Kind((1, 0, None, "yes"), (True,), (False,)),
-    "one": Kind((1.0, "1", None, True), (0, 2, -1), (1, np.int64(1))),
-    "two floats": Kind(
-        (None, 0.5, "ab", (1, 0.5), (0.5, 0), (None, 0.5), {0.1, 0.2}),
-        ((-1e-3, 0.5), (0.5, -1e-3), (np.nan, 0.5), (0.5, np.inf)),
-        ((0.0, 0.5), [0.5, 0.0], (np.float32(1e-30), np.float64(1e-3))),
-    ),
-    "closed unit": Kind(NO_FLOATS, (-0.5, 1.5, *NOT_FINITE), (0.0, 1.0, np.float32(0.5))),
-    "float": Kind(NO_FLOATS, (*NOT_FINITE, -np.inf), (0.0, -1.0, np.float32(0.5))),
-    "factors": Kind(
-        (None, 0.5, [0.5, 1.2], (0, 1.2), (0.5, 2)),
-        ((0.5,), (0.5, 1.2, 2.0), (0.0, 1.2), (1.0, 1.2), (0.5, 1.0), (0.5, np.inf), (np.nan, 2.0)),
-        ((0.5, 1.5), (np.float32(0.5), 8.0)),
-    ),
-    "limits": Kind(
-        (None, 0.5, [0.5, 1.2], (0.5, 2), (1, 2.0)),
-        (
-            (0.5,),
-            (0.5, 1.2, 2.0),
-            (0.0, 1.0),
-            (-0.1, 1.0),
-            (2.0, 1.0),
-            (0.1, np.inf),
-            (np.nan, 2.0),
-        ),
-        ((0.5, 0.5), (np.float32(1e-6), 8.0)),
-    ),
-    "positive": Kind(NO_FLOATS, (0.0, -1e-8, *NOT_FINITE, 1e-50), (0.5, np.float32(0.5))),
-    "not negative": Kind(NO_FLOATS, (-0.1, *NOT_FINITE), (0.0, 0.5, np.float32(0.5))),
-    "not positive": Kind(NO_FLOATS, (0.1, *NOT_FINITE, -np.inf), (0.0, -1.0, np.float32(-0.3))),
-    "number": Kind(NO_NUMBERS, (-0.1, -1, *NOT_FINITE), (0, 1, 0.5, np.float32(0.5))),
-    "flag": Kind((1, 0, None, "yes", np.bool_(True)), (), (False, True)),
-    "sparse update": Kind((), ("eager", "", 3, False, ["lazy"]), ("lazy", "dense_equivalent")),
-    "dtype": Kind((int, np.complex64, "banana", 3), (), (None, np.float64, "float16", BF16)),
-    "clip": Kind(
-        ("0.5", 1j, True, [0.5]),
-        (0, 0.0, -1.0, *NOT_FINITE, 1e-50),
-        (None, 0.5, 2, np.float32(8), np.array(0.5)),
-    ),
-    "filter": Kind((None, True, "bias", 3), (), (lambda _: True,)),
-}
 KNOWN = [
     pytest.param(family, name, argument, id=f"{family.name}-{name}")
     for family in FAMILIES
@@ -271,24 +188,43 @@ def refuse(family: Row, error: type[Exception], text: str, **options: Any) -> No
 
 
 @EACH_ARGUMENT
-def test_wrong_kind(family: Row, name: str, argument: Argument) -> None:
-    for value in KINDS[argument.takes].wrong_kinds:
-        refuse(family, TypeError, rf"{name}\b", **{**argument.beside, name: value})
+def test_wrong_values(family: Row, name: str, argument: Argument) -> None:
+    for value, error, text in KINDS[argument.takes].refused(name):
+        refuse(family, error, text, **{**argument.beside, name: value})
 
 
-@EACH_ARGUMENT
-def test_wrong_value(family: Row, name: str, argument: Argument) -> None:
-    for value in KINDS[argument.takes].wrong_values:
-        refuse(family, ValueError, rf"{name}\b", **{**argument.beside, name: value})
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
-def test_number_that_float32_cannot_hold(name: str) -> None:
-    """A ValueError alone: warnings are errors here."""
+def test_numbers_that_float64_can_hold() -> None:
+    """In the arithmetic of float32 they are 1 or 0, and the step would be infinite or 0/0."""
     for family in FAMILIES:
-        if name in family.arguments:
-            beside = family.arguments[name].beside
-            refuse(family, ValueError, rf"{name}\b", **{**beside, name: 1e39})
+        for name, value in (("beta1", 1 - 1e-9), ("eps", 1e-50)):
+            if family.arguments.get(name) is COMMON[name]:
+                opt = family.make(parameters(dtype=np.float64), **{name: value})
+                assert getattr(opt, name) == value
+
+
+@EACH_FAMILY
+def test_attributes_of_every_optimizer(family: Row) -> None:
+    opt = family.make(parameters())
+    for name, kept, impossible, kind in (
+        ("target", "CPU", ("GPU", "Ascend", "cpu"), 1), ("unique", True, (False,), None)
+    ):  # fmt: skip
+        setattr(opt, name, kept)
+        for value, error in (*((x, ValueError) for x in impossible), (kind, TypeError)):
+            with pytest.raises(error, match=rf"^\w+: {name} "):
+                setattr(opt, name, value)
+        assert getattr(opt, name) == kept
+    described = {n: x for n, x in vars(family.cls).items() if isinstance(x, StateOfEach)}
+    for name, state in described.items():
+        found = getattr(opt, name) if hasattr(opt, name) else ()  # `vhat` is there with amsgrad
+        assert len(found) in (0, 2) and " of " in str(state.__doc__)
+        with pytest.raises(AttributeError, match="has no setter"):
+            setattr(opt, name, ())
+
+
+def test_a_loss_scale_of_an_optimizer_of_users() -> None:
+    for value, error, text in KINDS["loss scale"].refused("loss_scale"):
+        with pytest.raises(error, match=f"^Optimizer: {text}"):
+            nn.Optimizer(0.1, parameters(), loss_scale=value)
 
 
 @EACH_ARGUMENT
@@ -305,24 +241,6 @@ def test_right_values(family: Row, name: str, argument: Argument) -> None:
             continue
         assert opt(gradients(params, 0)) == (True, True)
         assert all(np.isfinite(p.data).all() for p in params)
-
-
-@EACH_FAMILY
-def test_wrong_parameters(family: Row) -> None:
-    w = np.ones(2, np.float32)
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (None, ValueError, "parameters is missing"),
-        ([], ValueError, "parameters is empty"),
-        (3, TypeError, "parameters has a wrong type"),
-        (w, TypeError, "parameters has a wrong type"),
-        ([w, {"params": [w]}], TypeError, "parameters mixes kinds"),
-        ([w, w], ValueError, "parameter '?1'? shares memory with parameter '?0'?"),
-        ([nn.Parameter(w)] * 2, (RuntimeError, ValueError), "parameters? "),
-        ([{"params": [w], "learning_rate": 1.0}], KeyError, "group 0: argument 'learning_rate'"),
-    ]
-    for given, error, text in cases:
-        with refused(error, text, w):
-            family.make(given)
 
 
 @EACH_FAMILY
@@ -383,12 +301,33 @@ def test_ftrl_rate_that_is_assigned_later_is_checked() -> None:
         opt(gradients(opt.parameters, 1))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": 0.9, "dampening": 0.1}, {"dampening": 0.1}], ids=str
-)
-def test_sgd_nesterov_needs_momentum_without_dampening(options: dict[str, float]) -> None:
-    text = "nesterov is impossible: expected momentum > 0, dampening 0"
-    refuse(BY_NAME["SGD"], ValueError, text, nesterov=True, **options)
+_AMSGRAD, _NESTEROV = "use_amsgrad", "nesterov is impossible: expected momentum > 0, dampening 0"
+EXCLUDED: list[tuple[str, str, dict[str, Any]]] = [
+    *(
+        ("Adam", f"{one} excludes {other}", {one: True, other: True})
+        for one, other in (
+            ("use_lazy", "use_offload"), (_AMSGRAD, "use_lazy"), (_AMSGRAD, "use_offload"),
+            (_AMSGRAD, "use_nesterov"),
+        )
+    ),
+    ("Adam", "sparse_update contradicts use_lazy: expected 'lazy', got '?dense",
+     {"use_lazy": True, "sparse_update": "dense_equivalent"}),
+    ("Adam", "clipnorm excludes clipvalue: expected at most one of them",
+     {"clipvalue": 1.0, "clipnorm": 1.0}),
+    ("SGD", _NESTEROV, {"nesterov": True}),
+    ("SGD", _NESTEROV, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
+    ("SGD", _NESTEROV, {"nesterov": True, "dampening": 0.1}),
+    ("AdaFactor", "learning_rate excludes relative_step", {"learning_rate": 0.1}),
+    ("AdaFactor", "learning_rate excludes relative_step", {"learning_rate": schedule}),
+    ("AdaFactor", "learning_rate is missing", {"relative_step": False}),
+    ("AdaFactor", "warmup_init needs relative_step: expected relative_step=True, got False",
+     {"relative_step": False, "learning_rate": 0.1, "warmup_init": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "options"), EXCLUDED)
+def test_options_that_exclude_each_other(name: str, text: str, options: dict[str, Any]) -> None:
+    refuse(BY_NAME[name], ValueError, text, **options)
 
 
 def test_sgd_refuses_a_schedule_as_decay_of_a_group_too() -> None:
@@ -397,46 +336,11 @@ def test_sgd_refuses_a_schedule_as_decay_of_a_group_too() -> None:
         nn.SGD([{"params": [p], "weight_decay": schedule}])
 
 
-@pytest.mark.parametrize("given", [3, None, nn.SGD, [np.ones(2, np.float32)]], ids=str)
-def test_lars_around_something_else(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"^LARS: optimizer has a wrong type: expected another opt"):
-        nn.LARS(given)
-
-
-def test_lars_around_lars() -> None:
-    with pytest.raises(TypeError, match=r"^LARS: optimizer has a wrong type: .* got LARS"):
-        nn.LARS(BY_NAME["LARS"].make(parameters()))
-
-
-ADAFACTOR = BY_NAME["AdaFactor"]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"learning_rate": 0.1}, "learning_rate excludes relative_step"),
-        ({"learning_rate": schedule}, "learning_rate excludes relative_step"),
-        ({"relative_step": False}, "learning_rate is missing"),
-        (
-            {"relative_step": False, "learning_rate": 0.1, "warmup_init": True},
-            "warmup_init needs relative_step: expected relative_step=True, got False",
-        ),
-    ],
-)
-def test_adafactor_has_one_source_of_its_rate(options: dict[str, Any], text: str) -> None:
-    refuse(ADAFACTOR, ValueError, text, **options)
-
-
-@pytest.mark.parametrize("eps", [(0.5,), (0.5, 0.5, 0.5), []], ids=str)
-def test_adafactor_needs_two_epsilons(eps: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^AdaFactor: eps .*a pair"):
-        nn.AdaFactor(parameters(), eps=eps)
-
-
-def test_the_second_epsilon_of_adafactor_acts() -> None:
-    """It is the smallest size of a parameter, so it shows where parameters are smaller."""
-    one, other = (outcome(ADAFACTOR, False, eps=(1e-30, e)) for e in (1e-3, 10.0))
-    assert distance(one.parameters[0].data, other.parameters[0].data) > FAR
+def test_lars_around_something_else() -> None:
+    lars = BY_NAME["LARS"].make(parameters())
+    for given in (3, None, nn.SGD, [np.ones(2, np.float32)], lars):
+        with pytest.raises(TypeError, match=r"^LARS: optimizer has a wrong type: expected another"):
+            nn.LARS(given)
 
 
 def test_adafactor_scales_every_fixed_rate_and_no_schedule() -> None:
@@ -506,6 +410,8 @@ FIXED = {
     "clip_ratio": ("Lamb", "Lamb-clipped"),
     "relative_step": ("AdaFactor",),
     "warmup_init": ("AdaFactor",),
+    "clipvalue": ("Adam",),
+    "clipnorm": ("Adam",),
 }
 
 
@@ -514,7 +420,7 @@ def test_what_chose_the_rule_cannot_be_assigned(name: str, form: str) -> None:
     """It would do nothing: more than the next step was made from it. Copies keep it too."""
     opt = make(form, parameters())
     before = getattr(opt, name)
-    value = 0.9 if name == "momentum" else not before
+    value = 0.9 if name in ("momentum", "clipvalue", "clipnorm") else not before
     cls = type(opt).__name__
     text = f"^{cls}: {name} is fixed at construction: expected an optimizer that is made with it, "
     for one in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):

@@ -138,21 +138,6 @@ def test_lazy_takes_the_same_step_on_the_named_rows_alone(form: str, case: Case)
         assert_equal_arrays(opt, dense, named)
 
 
-@EACH_TAKING
-@quick
-@given(cases(), st.randoms(use_true_random=False))
-def test_lazy_with_every_row_once_is_the_dense_step(form: str, case: Case, random: Any) -> None:
-    order = list(range(case.shape[0]))
-    random.shuffle(order)
-    case = replace(case, indices=[order] * len(case.indices)).of(form)
-    options = {**case.options_of(form), "sparse_update": "lazy"}
-    opt, dense = (make(form, [case.table()], **options) for _ in range(2))
-    for step in range(len(case.indices)):
-        opt([case.gradient(step)])
-        dense([case.gradient(step).to_dense()])
-    assert_equal_arrays(opt, dense)
-
-
 # Beside other parameters, and with counts of their own
 
 

@@ -16,7 +16,18 @@ from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers
 
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
-from optimizers import BY_NAME, FORMS, decayed_and_scaled, gradients, inner, make, parameters, rows
+from optimizers import (
+    BY_NAME,
+    FIXED_RATE,
+    FORMS,
+    OWN_RATE,
+    decayed_and_scaled,
+    gradients,
+    inner,
+    make,
+    parameters,
+    rows,
+)
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (2,), "c": (), "d.weight": (2, 3, 5)}
@@ -51,26 +62,42 @@ def assert_same_run(one: Any, other: Any) -> None:
 # Resuming
 
 
+def by_state_dict(opt: Any, fresh: Callable[..., Any], *_: Any) -> Any:
+    again = fresh(copy.deepcopy(opt.parameters), 0.0)
+    again.load_state_dict(opt.state_dict())
+    return again
+
+
 def by_checkpoint(opt: Any, fresh: Callable[..., Any], folder: Path) -> Any:
     nn.save_checkpoint(opt, folder / "optimizer")
     nn.save_checkpoint(opt.parameters, folder / "parameters")
     loaded = nn.load_checkpoint(folder / "parameters")
-    again = fresh([nn.Parameter(loaded[name], name) for name in SHAPES])
+    again = fresh([nn.Parameter(loaded[name], name) for name in SHAPES], 0.0)
     again.load_state_dict(nn.load_checkpoint(folder / "optimizer"))
     return again
 
 
 WAYS: dict[str, Callable[..., Any]] = {
+    "state_dict": by_state_dict,
     "checkpoint": by_checkpoint,
     "pickle": lambda opt, *_: pickle.loads(pickle.dumps(opt)),
     "deepcopy": lambda opt, *_: copy.deepcopy(opt),
 }
 
 
+def in_groups(form: str, params: Any, rate: float = 0.05, **options: Any) -> Any:
+    """One of two groups has a list of rates, if it may; the other one a decay of its own."""
+    has_one = form in FIXED_RATE + OWN_RATE or BY_NAME[FORMS[form][0]].together
+    rates = {} if has_one else {"lr": [rate * (1 + k) for k in range(6)]}
+    groups = [{"params": params[:2], **rates}, {"params": params[2:], "weight_decay": 0.3}]
+    return make(form, groups, **options)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @EACH_FORM
 def test_resumes_bit_for_bit(form: str, way: str, tmp_path: Path) -> None:
-    fresh = partial(make, form, **decayed_and_scaled(form))
+    """Of a state that is loaded the rates count, too."""
+    fresh = partial(in_groups, form, **decayed_and_scaled(form))
     whole = steps(fresh(parameters(SHAPES, form=form)), range(6))
     half = steps(fresh(parameters(SHAPES, form=form)), range(3))
     with unchanged(half):
@@ -80,13 +107,19 @@ def test_resumes_bit_for_bit(form: str, way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor"])
-def test_resumes_with_16_bit_parameters_and_states(form: str, tmp_path: Path) -> None:
-    for options in ({"dtype": BF16}, {"dtype": np.float32, "state_dtype": np.float16}):
-        fresh = partial(make, form, **{n: v for n, v in options.items() if n != "dtype"})
-        whole, half = (fresh(parameters(SHAPES, options["dtype"])) for _ in range(2))
-        steps(whole, range(6))
-        again = by_checkpoint(steps(half, range(3)), fresh, tmp_path)
-        assert_same_run(steps(again, range(3, 6)), whole)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(BF16, {}), (np.float32, {"state_dtype": np.float16}),
+     (np.float32, {"use_locking": True, "skip_nonfinite": True})],
+)  # fmt: skip
+def test_resumes_with_other_types_and_options(
+    form: str, dtype: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    fresh = partial(in_groups, form, **options)
+    whole, half = (fresh(parameters(SHAPES, dtype)) for _ in range(2))
+    steps(whole, range(6))
+    again = by_checkpoint(steps(half, range(3)), fresh, tmp_path)
+    assert_same_run(steps(again, range(3, 6)), whole)
 
 
 def test_counts_of_skipped_parameters_matter() -> None:
@@ -115,27 +148,44 @@ def derived(name: str) -> bool:
     return name in ("momentum", "beta1_power", "beta2_power", "afactor_step")
 
 
-def mismatches(state: dict[str, np.ndarray]) -> Iterator[tuple[dict[str, Any], type[Exception]]]:
-    """The state with one entry changed, in all ways, and what is raised."""
-    yield {**state, "unheard.of": np.ones(2, np.float32)}, KeyError
-    yield {}, KeyError
+Mismatch = tuple[Any, type[Exception], str]
+
+
+def mismatches(state: dict[str, np.ndarray]) -> Iterator[Mismatch]:
+    """The state with one entry changed, in all ways; what is raised, and its text."""
+    yield {**state, "unheard.of": np.ones(2, np.float32)}, KeyError, r"unknown \['unheard.of'\]"
+    yield {}, KeyError, "does not fit this optimizer"
+    yield list(state), TypeError, "state"
     for name, array in state.items():
         if derived(name):
-            yield {**state, name: array + 0.125}, ValueError
+            yield {**state, name: array + 0.125}, ValueError, f"'{name}' is of other options"
             continue
-        yield {n: a for n, a in state.items() if n != name}, KeyError
+        yield {n: a for n, a in state.items() if n != name}, KeyError, rf"missing \['{name}'\]"
         other = np.float64 if array.dtype != np.float64 else np.float16
-        yield {**state, name: array.astype(other)}, TypeError
-        yield {**state, name: np.stack([array, array])}, ValueError
+        yield {**state, name: array.astype(other)}, TypeError, f"'{name}' has a wrong dtype"
+        turned = array.reshape(array.shape[::-1])
+        for wrong in (np.stack([array, array]), *[turned] * (turned.shape != array.shape)):
+            yield {**state, name: wrong}, ValueError, f"'{name}' has a wrong shape"
         if not name.startswith("step."):
-            yield {**state, name: "nothing"}, TypeError
+            yield {**state, name: "nothing"}, TypeError, f"'{name}'"
+        for value, text in BAD_VALUES.get(name.partition(".")[0], ()):
+            wrong = np.full_like(array, value)
+            yield {**state, name: wrong}, ValueError, f"'{name}' is out of range{text}"
+
+
+_COUNTS = ": expected at least 0, at most 2147483647, got {}"
+BAD_VALUES: dict[str, list[tuple[float, str]]] = {
+    "learning_rate": [(x, "") for x in (np.nan, -0.5, np.inf, 1e39)],
+    "step": [(x, _COUNTS.format(x)) for x in (-1, 2**31, 2**63 - 1)],  # they would overflow
+    "global_step": [(-2, ": expected at least 0")],
+}
 
 
 @EACH_FORM
 def test_state_that_does_not_fit(form: str, trained: Callable[[str], Any]) -> None:
     opt, other = trained(form), make(form, parameters(SHAPES, form=form))
-    for state, error in mismatches(opt.state_dict()):
-        with refused(error, "state", other):
+    for state, error, text in mismatches(opt.state_dict()):
+        with refused(error, text, other):
             other.load_state_dict(state)
     other.load_state_dict(opt.state_dict())
 
@@ -255,19 +305,28 @@ def test_states_of_other_forms_are_not_empty() -> None:
 # Rebinding and shared memory
 
 
-@EACH_FORM
-def test_updates_follow_a_rebinding(form: str) -> None:
+ROWS = [f for f in FORMS if BY_NAME[FORMS[f][0]].takes_rows]
+
+
+@pytest.mark.parametrize(
+    ("form", "is_sparse"), [*((f, False) for f in FORMS), *((f, True) for f in ROWS)]
+)
+def test_updates_follow_a_rebinding(form: str, is_sparse: bool) -> None:
     """They reach the new arrays and never the old ones; states go on."""
-    straight, opt = (make(form, parameters(SHAPES, form=form)) for _ in range(2))
-    steps(straight, range(6))
+    options = {"sparse_update": "lazy"} if is_sparse else {}
+    straight, opt = (make(form, parameters(SHAPES, form=form), **options) for _ in range(2))
     for number in range(6):
         old = []
         if number in (1, 4):
             for p in opt.parameters:
                 old.append(p.data)
                 p.data = p.data.copy()
+        given = gradients(opt.parameters, number)
+        if is_sparse:
+            given[0] = rows(SHAPES["a"], [1, number % 4], seed=number)
+        straight(given)
         with unchanged(old):
-            step(opt, number)
+            opt(given)
     assert_same_run(opt, straight)
 
 
@@ -299,13 +358,14 @@ def test_rebinding_to_a_state_is_refused(form: str) -> None:
 
 @EACH_FORM
 def test_gradient_in_the_memory_of_a_variable_is_refused(form: str) -> None:
-    opt = make(form, parameters({"a": (3,), "b": (3,)}))
+    pool = np.ones(8, np.float32)
+    opt = make(form, [pool[:3], pool[3:6]])
     good = [np.ones(3, np.float32)] * 2
     for _ in range(2):  # the second step knows its gradients
-        for bad in arrays_of(inner(opt)):
-            if bad.shape == (3,) and bad.dtype == np.float32:
-                with refused(ValueError, "a gradient shares memory", opt):
-                    opt([good[0], bad])
+        variables = [a for a in arrays_of(inner(opt)) if a.shape == (3,) and a.dtype == np.float32]
+        for bad in (*variables, pool[2:5], pool[5:8]):
+            with refused(ValueError, "a gradient shares memory with a parameter or state", opt):
+                opt([good[0], bad])
         opt(good)
 
 
@@ -385,7 +445,7 @@ def test_read_only_since_the_last_step(
 
 
 @pytest.mark.parametrize("usable", [True, False])
-@pytest.mark.parametrize("form", [f for f in FORMS if BY_NAME[FORMS[f][0]].takes_rows])
+@pytest.mark.parametrize("form", ROWS)
 def test_read_only_since_the_last_rows(
     form: str, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

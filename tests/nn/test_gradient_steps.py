@@ -11,7 +11,7 @@ import pytest
 from fusestep import nn
 
 import reference
-from adam_family import gradients_of, ones, parameters, rows
+from adam_family import Descent, gradients_of, ones, parameters, rows
 from helpers import assert_same_bits, refused, unchanged
 
 # Gradients as separate steps
@@ -136,16 +136,6 @@ def test_centralization_of_row_sparse_gradients(
     assert_same_bits(p.data[~select], w[~select])
 
 
-def test_decoupled_decay_is_not_centralized() -> None:
-    (p,) = parameters("w", dtype=np.float64)
-    w, g = p.data.copy(), np.random.default_rng(4).standard_normal((4, 3))
-    groups = [{"params": [p], "grad_centralization": True, "weight_decay": 0.3}]
-    nn.AdamWeightDecay(groups, 0.1, 0.8, 0.9, 1e-3)([g])
-    hp = reference.adam_scalars(0.1, 0.8, 0.9, 1e-3, decay=0.3, real=np.float64)
-    expected, *_ = reference.adam_weight_decay(w, central(g), 0 * w, 0 * w, hp)
-    np.testing.assert_allclose(p.data, expected, rtol=1e-10)
-
-
 def test_centralization_acts_on_its_group_alone() -> None:
     a, b = parameters("a", "b")
     opt = nn.Adam([{"params": [a], "grad_centralization": True}, {"params": [b]}])
@@ -174,19 +164,6 @@ def test_centralized_16_bit_gradients_do_not_overflow() -> None:
 
 
 # Custom optimizers
-
-
-class Descent(nn.Optimizer):
-    """A custom optimizer that uses every separate step of the base class."""
-
-    def construct(self, gradients: tuple[Any, ...]) -> Any:
-        gradients = self.decay_weight(gradients)
-        gradients = self.gradients_centralization(gradients)
-        gradients = self.scale_grad(gradients)
-        rates = self.get_lr() if self.is_group_lr else (self.get_lr(),) * len(self.parameters)
-        for p, g, rate in zip(self.parameters, gradients, rates, strict=True):
-            p.data -= p.dtype.type(rate) * g
-        return self.broadcast_params((True,) * len(self.parameters))
 
 
 def test_custom_optimizer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Callable
@@ -17,9 +18,11 @@ from fusestep.kernels.rule import Rule
 
 from helpers import BF16, assert_same_bits, refused, sampled
 from optimizers import BY_NAME, ONE_OF_EACH, arguments_of, gradients, make, parameters, states
+from reference_elementwise import ftrl
 from subprocesses import output_of
 
 F32, F64 = np.float32, np.float64
+ARRAYS = ("variable", "gradient", "accum", "linear")
 SHAPE = (6, 4)
 
 
@@ -40,92 +43,50 @@ def summed(gradient: nn.RowTensor) -> nn.RowTensor:
 # Ftrl
 
 
-class KerasFtrl:
+def update_step(
+    variable: np.ndarray,
+    gradient: np.ndarray,
+    accum: np.ndarray,
+    linear: np.ndarray,
+    *,
+    learning_rate: float,
+    learning_rate_power: float,
+    l1_regularization_strength: float,
+    l2_regularization_strength: float,
+    l2_shrinkage_regularization_strength: float,
+    beta: float,
+) -> tuple[np.ndarray, ...]:
     """``keras.optimizers.Ftrl.update_step`` of Keras 3 in float64, with Keras's names."""
-
-    def __init__(self, variable: np.ndarray, initial: float, **options: float) -> None:
-        self.variable = variable.astype(F64)
-        self.accum, self.linear = np.full_like(self.variable, initial), 0.0 * self.variable
-        self.__dict__.update(options)
-
-    learning_rate: float
-    learning_rate_power: float = -0.5
-    l1_regularization_strength: float = 0.0
-    l2_regularization_strength: float = 0.0
-    l2_shrinkage_regularization_strength: float = 0.0
-    beta: float = 0.0
-
-    def update_step(self, gradient: np.ndarray, at: Any = ...) -> None:
-        """On some rows; TensorFlow's sparse kernel does the same for rows that occur."""
-        variable, accum, linear = self.variable[at], self.accum[at], self.linear[at]
-        lr, lr_power = self.learning_rate, self.learning_rate_power
-        l2_reg = self.l2_regularization_strength + self.beta / (2.0 * lr)
-        grad_to_use = gradient + 2 * self.l2_shrinkage_regularization_strength * variable
-        new_accum = accum + gradient**2
-        change = (new_accum**-lr_power - accum**-lr_power) / lr
-        linear = linear + (grad_to_use - change * variable)
-        quadratic = new_accum**-lr_power / lr + 2 * l2_reg
-        l1 = self.l1_regularization_strength
-        self.variable[at] = (np.clip(linear, -l1, l1) - linear) / quadratic
-        self.accum[at], self.linear[at] = new_accum, linear
+    l2_reg = l2_regularization_strength + beta / (2.0 * learning_rate)
+    grad_to_use = gradient + 2 * l2_shrinkage_regularization_strength * variable
+    new_accum = accum + gradient**2
+    power, old_power = new_accum**-learning_rate_power, accum**-learning_rate_power
+    linear = linear + (grad_to_use - (power - old_power) / learning_rate * variable)
+    quadratic = power / learning_rate + 2 * l2_reg
+    l1 = l1_regularization_strength
+    return (np.clip(linear, -l1, l1) - linear) / quadratic, new_accum, linear
 
 
-# Ours by Keras's names.
-NAMES = {
-    "learning_rate": "learning_rate",
-    "learning_rate_power": "lr_power",
-    "l1_regularization_strength": "l1",
-    "l2_regularization_strength": "l2",
-    "l2_shrinkage_regularization_strength": "l2_shrinkage",
-    "beta": "beta",
-}
-OF_KERAS = {
-    "all": (0.2, -0.5, 0.02, 0.1, 0.05, 1.0),
-    "power": (0.2, -0.7, 0.02, 0.1, 0.05, 0.5),
-    "beta": (0.2, -0.5, 0.0, 0.0, 0.0, 1.0),
-    "shrinkage": (0.2, -0.5, 0.0, 0.0, 0.3, 0.0),
-    "fixed rate": (0.2, 0.0, 0.1, 0.0, 0.3, 0.2),
-    "neither": (0.2, -0.5, 0.02, 0.1, 0.0, 0.0),
-}
-# Of the largest value; `linear` is a sum of terms that nearly cancel.
-NEAR = {F32: 2e-5, F64: 1e-13}
-
-
-@pytest.mark.parametrize("how", ["dense", "lazy", "dense_equivalent"])
-@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
-@pytest.mark.parametrize("case", OF_KERAS)
-def test_ftrl_has_the_numbers_of_keras(case: str, dtype: Any, how: str) -> None:
-    """Every element of parameter and states; between two steps another one resumes."""
-    # Exact in float32, like what a user writes in Keras, whose numbers are float32.
-    values = [float(F32(x)) for x in OF_KERAS[case]]
-    options = dict(zip(NAMES.values(), values, strict=True))
+@pytest.mark.parametrize(
+    "options",
+    [(0.2, -0.5, 0.02, 0.1, 0.05, 1.0), (0.2, -0.7, 0.02, 0.1, 0.05, 0.5),
+     (0.2, -0.5, 0.0, 0.0, 0.0, 1.0), (0.2, -0.5, 0.0, 0.0, 0.3, 0.0),
+     (0.2, 0.0, 0.1, 0.0, 0.3, 0.2), (0.2, -0.5, 0.02, 0.1, 0.0, 0.0)],
+)  # fmt: skip
+def test_ftrl_is_that_of_keras(options: tuple[float, ...]) -> None:
+    """The reference of every other test of FTRL, by Keras's names for its options."""
+    theirs = [name for name in inspect.signature(update_step).parameters if name not in ARRAYS]
+    ours = ("lr", "lr_power", "l1", "l2", "l2_shrinkage", "beta")
     rng = np.random.default_rng(1)
-    w = rng.standard_normal(SHAPE).astype(dtype)
-    keras = KerasFtrl(w, float(F32(0.1)), **dict(zip(NAMES, values, strict=True)))
-
-    def new(params: list[nn.Parameter]) -> nn.FTRL:
-        rows = {} if how == "dense" else {"sparse_update": how}
-        return nn.FTRL(params, initial_accum=float(F32(0.1)), **options, **rows)
-
-    opt = new([nn.Parameter(w, "w")])
-    for step in range(6):
-        if step == 3:
-            state = opt.state_dict()
-            opt = new([nn.Parameter(w, "w")])
-            opt.load_state_dict(state)
-        if how == "dense":
-            gradient: Any = rng.standard_normal(SHAPE).astype(dtype)
-            keras.update_step(gradient.astype(F64))
-        else:
-            gradient = rows_of(rng, dtype)
-            whole = np.zeros(SHAPE)
-            np.add.at(whole, gradient.indices, gradient.values.astype(F64))
-            at = np.unique(gradient.indices) if how == "lazy" else ...
-            keras.update_step(whole[at], at)
-        opt([gradient])
-        found = (w, keras.variable), (opt.moments[0], keras.accum), (opt.linear[0], keras.linear)
-        for ours, exact in found:
-            np.testing.assert_allclose(ours, exact, 0, NEAR[dtype] * np.abs(exact).max())
+    w = rng.standard_normal(SHAPE)
+    found = expected = (w, np.full(SHAPE, 0.1), np.zeros(SHAPE))
+    for _ in range(6):
+        g = rng.standard_normal(SHAPE)
+        found = ftrl(found[0], g, *found[1:], **dict(zip(ours, options, strict=True)))
+        expected = update_step(
+            expected[0], g, *expected[1:], **dict(zip(theirs, options, strict=True))
+        )
+        np.testing.assert_allclose(found, expected, 1e-12, 1e-14)
 
 
 def test_ftrl_without_them_is_as_it_was() -> None:
@@ -377,22 +338,6 @@ def test_a_bad_index_is_found_before_anything_is_written(name: str) -> None:
 
 
 # What is refused
-
-
-def test_both_at_once() -> None:
-    p = nn.Parameter(np.ones(2, F32))
-    with refused(ValueError, "Adam: clipnorm excludes clipvalue: expected at most one of them", p):
-        nn.Adam([p], clipvalue=1.0, clipnorm=1.0)
-    assert p.name is None
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_they_are_fixed(name: str) -> None:
-    for options in ({}, {name: 0.5}):
-        opt = nn.Adam(parameters(), **options)
-        with pytest.raises(AttributeError, match=f"Adam: {name} is fixed at construction"):
-            setattr(opt, name, 0.1)
-        assert getattr(opt, name) == options.get(name)
 
 
 @pytest.mark.parametrize("name", CLIPS)

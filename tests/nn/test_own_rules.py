@@ -1,7 +1,8 @@
-"""Rules of users: what is refused when an optimizer is made of them, and what is not."""
+"""Rules and formulas of users: what is refused before anything is written, and what is not."""
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from dataclasses import replace
@@ -17,7 +18,7 @@ from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.storage import F32, F64
 from fusestep.nn import Rule
 
-from helpers import more, refused
+from helpers import assert_same_bits, more, refused
 from optimizers import FORMS, make, parameters
 from own_functions import (
     ARRAY,
@@ -44,112 +45,67 @@ def own(rule: Any, dtype: Any = np.float32, **options: Any) -> Own:
     return Own(0.5, [w], rule=rule, **options)
 
 
-PARTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no rule": (plain, {}, TypeError, "rule has a wrong type: expected a Rule, got function"),
-    "states without a comma": (
-        replace(AVERAGED, states=("m")), {}, TypeError,  # type: ignore[arg-type]
-        "states of the rule has a wrong type: expected a tuple of str or State, got str",
-    ),
-    "hp without a comma": (
-        replace(PLAIN, hp=("lr")), {}, TypeError,  # type: ignore[arg-type]
-        "hp of the rule has a wrong type: expected a tuple of str, got str",
-    ),
-    "hp of numbers": (
-        replace(PLAIN, hp=(1,)), {}, TypeError,  # type: ignore[arg-type]
-        "hp of the rule has a wrong type: expected a tuple of str, got int",
-    ),
-    "hp twice": (
-        replace(PLAIN, hp=("lr", "lr")), {}, ValueError,
-        "hp of the rule has a name twice: expected different ones, got ('lr', 'lr')",
-    ),
-    "hp that is a keyword": (
-        replace(PLAIN, hp=("lr", "lambda")), {}, ValueError,
-        "hp of the rule has a name that cannot be: expected Python names that begin with a "
-        "letter, got 'lambda'",
-    ),
-    "hp that the loss scale has": (
-        replace(PLAIN, hp=("lr", "grad_scale"), decays=True), {}, ValueError,
-        "hp of the rule has a name of what comes before the rule: expected another one, got "
-        "grad_scale",
-    ),
-    "hp that the weight decay has": (
-        replace(PLAIN, hp=("lr", "weight_decay")), {}, ValueError,
-        "hp of the rule has a name of what comes before the rule: expected another one, got "
-        "weight_decay",
-    ),
-    "too few arguments": (
-        replace(PLAIN, states=("m",)), {}, TypeError,
-        "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: 'Any', g: 'Any', "
-        "hp: 'Any') -> 'Any'",
-    ),
-    "no function of Python": (
-        replace(PLAIN, update=NOT_CALLED), {}, TypeError,
-        "update has a wrong type: expected a function, got builtin_function_or_method",
-    ),
-    "lines": (
-        replace(PLAIN, lines=plain), {}, TypeError,
-        "lines of the rule is of no use to this class: expected None, got <function plain",
-    ),
-    "measure alone": (
-        replace(MEASURED, factor=None), {}, TypeError,
-        "the rule lacks a part: expected measure, n_measured, factor and factor_of, or none of "
-        "them, got no factor",
-    ),
-    "factor alone": (
-        replace(MEASURED, measure=None), {}, TypeError,
-        "the rule lacks a part: expected measure, n_measured, factor and factor_of, or none of "
-        "them, got no measure",
-    ),
-    "n_measured": (
-        replace(MEASURED, n_measured=-1), {}, ValueError,
-        "n_measured of the rule is out of range: expected an int of at least 1, got -1",
-    ),
-    "factor of nothing": (
-        replace(MEASURED, factor_of="rate"), {}, ValueError,
-        "factor_of of the rule is unknown: expected one of ('lr',), got 'rate'",
-    ),
-    "measure with other arguments": (
-        replace(MEASURED, measure=lambda w, g: (w, g)), {}, TypeError,
-        "measure '<lambda>' takes other arguments: expected (w, g, hp), got (w, g)",
-    ),
-    "factor of other sums": (
-        replace(MEASURED, n_measured=3), {}, TypeError,
-        "factor '<lambda>' takes other arguments: expected (sum1, sum2, sum3), got (of_w, of_g)",
-    ),
-    "rows are not measured": (
-        MEASURED, {"sparse_update": "lazy"}, ValueError,
-        "sparse_update does not fit a rule that measures whole tensors: expected None, got 'lazy'",
-    ),
-    "states that are no mapping": (
-        AVERAGED, {"states": ("m",)}, TypeError,
-        "states has a wrong type: expected a mapping of names to numbers, got tuple",
-    ),
-    "too few states": (
-        AVERAGED, {"states": {}}, ValueError,
-        "states differ in number: expected 1 for those of the rule (m), got none",
-    ),
-    "too many states": (
-        AVERAGED, {"states": {"a": 0.0, "b": 0.0}}, ValueError,
-        "states differ in number: expected 1 for those of the rule (m), got a, b",
-    ),
-    "a state called as counts are": (
-        AVERAGED, {"states": {"step": 0.0}}, ValueError,
-        "the name of a state is that of counts: expected another name than 'step', got 'step'",
-    ),
-    "a state that is no name": (
-        AVERAGED, {"states": {1: 0.0}}, TypeError,
-        "the name of a state has a wrong type: expected a str, got int",
-    ),
-    "a state that begins with nothing": (
-        AVERAGED, {"states": {"m": None}}, TypeError,
-        "the state 'm' has a wrong type: expected a number, got NoneType",
-    ),
-}  # fmt: skip
+PARTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (plain, {}, TypeError, "rule has a wrong type: expected a Rule, got function"),
+    (replace(AVERAGED, states=("m")), {}, TypeError,  # type: ignore[arg-type]
+     "states of the rule has a wrong type: expected a tuple of str or State, got str"),
+    (replace(PLAIN, hp=("lr")), {}, TypeError,  # type: ignore[arg-type]
+     "hp of the rule has a wrong type: expected a tuple of str, got str"),
+    (replace(PLAIN, hp=(1,)), {}, TypeError,  # type: ignore[arg-type]
+     "hp of the rule has a wrong type: expected a tuple of str, got int"),
+    (replace(PLAIN, hp=("lr", "lr")), {}, ValueError,
+     "hp of the rule has a name twice: expected different ones, got ('lr', 'lr')"),
+    (replace(PLAIN, hp=("lr", "lambda")), {}, ValueError,
+     "hp of the rule has a name that cannot be: expected Python names that begin with a "
+     "letter, got 'lambda'"),
+    (replace(PLAIN, hp=("lr", "grad_scale"), decays=True), {}, ValueError,
+     "hp of the rule has a name of what comes before the rule: expected another one, got "
+     "grad_scale"),
+    (replace(PLAIN, hp=("lr", "weight_decay")), {}, ValueError,
+     "hp of the rule has a name of what comes before the rule: expected another one, got "
+     "weight_decay"),
+    (replace(PLAIN, states=("m",)), {}, TypeError,
+     "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: 'Any', g: 'Any', "
+     "hp: 'Any') -> 'Any'"),
+    (replace(PLAIN, update=NOT_CALLED), {}, TypeError,
+     "update has a wrong type: expected a function, got builtin_function_or_method"),
+    (replace(PLAIN, lines=plain), {}, TypeError,
+     "lines of the rule is of no use to this class: expected None, got <function plain"),
+    (replace(MEASURED, factor=None), {}, TypeError,
+     "the rule lacks a part: expected measure, n_measured, factor and factor_of, or none of "
+     "them, got no factor"),
+    (replace(MEASURED, measure=None), {}, TypeError,
+     "the rule lacks a part: expected measure, n_measured, factor and factor_of, or none of "
+     "them, got no measure"),
+    (replace(MEASURED, n_measured=-1), {}, ValueError,
+     "n_measured of the rule is out of range: expected an int of at least 1, got -1"),
+    (replace(MEASURED, factor_of="rate"), {}, ValueError,
+     "factor_of of the rule is unknown: expected one of ('lr',), got 'rate'"),
+    (replace(MEASURED, measure=lambda w, g: (w, g)), {}, TypeError,
+     "measure '<lambda>' takes other arguments: expected (w, g, hp), got (w, g)"),
+    (replace(MEASURED, n_measured=3), {}, TypeError,
+     "factor '<lambda>' takes other arguments: expected (sum1, sum2, sum3), got (of_w, of_g)"),
+    (MEASURED, {"sparse_update": "lazy"}, ValueError,
+     "sparse_update does not fit a rule that measures whole tensors: expected None, got 'lazy'"),
+    (AVERAGED, {"states": ("m",)}, TypeError,
+     "states has a wrong type: expected a mapping of names to numbers, got tuple"),
+    (AVERAGED, {"states": {}}, ValueError,
+     "states differ in number: expected 1 for those of the rule (m), got none"),
+    (AVERAGED, {"states": {"a": 0.0, "b": 0.0}}, ValueError,
+     "states differ in number: expected 1 for those of the rule (m), got a, b"),
+    (AVERAGED, {"states": {"step": 0.0}}, ValueError,
+     "the name of a state is that of counts: expected another name than 'step', got 'step'"),
+    (AVERAGED, {"states": {1: 0.0}}, TypeError,
+     "the name of a state has a wrong type: expected a str, got int"),
+    (AVERAGED, {"states": {"m": None}}, TypeError,
+     "the state 'm' has a wrong type: expected a number, got NoneType"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_that_do_not_fit(name: str) -> None:
-    rule, options, kind, text = PARTS[name]
+@pytest.mark.parametrize(("rule", "options", "kind", "text"), PARTS)
+def test_parts_that_do_not_fit(
+    rule: Any, options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match="^Own: " + re.escape(text)):
         own(rule, **options)
 
@@ -166,71 +122,41 @@ RAISES = {
     "int as exponent": lambda w, g, hp: w ** int(g * hp.lr),
     "range": lambda w, g, hp: w - len(range(0, 10, int(g * hp.lr))),
 }
-WRONG_TYPES: dict[str, tuple[Rule, type[Exception], str]] = {
-    "a branch that returns None": (
-        replace(PLAIN, update=branch), TypeError,
-        "update 'branch' returns a wrong type: expected the float w, got OptionalType(float32)",
-    ),
-    "two for one": (
-        replace(PLAIN, update=lambda w, g, _: (w, g)), TypeError,
-        "update '<lambda>' returns a wrong type: expected the float w, got (float32, float32)",
-    ),
-    "one for two": (
-        replace(AVERAGED, update=lambda w, g, _m, _hp: w - g), TypeError,
-        "update '<lambda>' returns a wrong type: expected the floats (w, m), got float32",
-    ),
-    "three for two": (
-        replace(AVERAGED, update=lambda w, g, m, _: (w, g, m)), ValueError,
-        "update '<lambda>' returns another number of values: expected the floats (w, m), got "
-        "(float32, float32, float32)",
-    ),
-    "what is only read": (
-        replace(AVERAGED, states=(nn.State("m", is_read=True),)), TypeError,
-        "update 'averaged' returns a wrong type: expected the float w, got (float32, float32)",
-    ),
-    "a bool": (
-        replace(AVERAGED, update=lambda w, g, m, _: (w, g > m)), TypeError,
-        "update '<lambda>' returns a wrong type: expected the floats (w, m), got (float32, bool)",
-    ),
-    "an int": (
-        replace(AVERAGED, update=lambda w, _g, _m, _hp: (w, 1)), TypeError,
-        "update '<lambda>' returns a wrong type: expected the floats (w, m), got (float32, int64)",
-    ),
-    "a complex": (
-        replace(PLAIN, update=lambda w, g, _: complex(w, g)), TypeError,
-        "update '<lambda>' returns a wrong type: expected the float w, got complex64",
-    ),
-    "an unknown scalar": (
-        replace(PLAIN, update=lambda w, _g, hp: w - hp.rate), TypeError,
-        "update '<lambda>' cannot be compiled: expected arithmetic on numbers, for Numba, got "
-        "Unknown attribute 'rate' of type hp(float32 x 1)",
-    ),
-    "an import": (
-        replace(PLAIN, update=importing), TypeError,
-        "update 'importing' cannot be compiled: expected arithmetic on numbers, for Numba, got Use "
-        "of unsupported opcode (IMPORT_NAME) found",
-    ),
-    "measure of another number": (
-        replace(MEASURED, n_measured=1, factor=lambda of_w: of_w), ValueError,
-        "measure '<lambda>' returns another number of values: expected the floats (value1,), got "
-        "(float32, float32)",
-    ),
-    "measure without a tuple": (
-        replace(MEASURED, n_measured=1, measure=plain, factor=lambda of_w: of_w), TypeError,
-        "measure 'plain' returns a wrong type: expected the floats (value1,), got float32",
-    ),
-    "measure that raises": (
-        replace(MEASURED, measure=raising), ValueError, "measure 'raising' can raise: expected no",
-    ),
-    "factor of no number": (
-        replace(MEASURED, factor=lambda of_w, of_g: None), TypeError,  # noqa: ARG005
-        "factor '<lambda>' returns a wrong type: expected the float lr, got none",
-    ),
-    "factor that raises": (
-        replace(MEASURED, factor=lambda of_w, of_g: TABLE[int(of_w + of_g)]), ValueError,
-        "factor '<lambda>' can raise: expected no",
-    ),
-}  # fmt: skip
+WRONG_TYPES: list[tuple[Rule, type[Exception], str]] = [
+    (replace(PLAIN, update=branch), TypeError,
+     "update 'branch' returns a wrong type: expected the float w, got OptionalType(float32)"),
+    (replace(PLAIN, update=lambda w, g, _: (w, g)), TypeError,
+     "update '<lambda>' returns a wrong type: expected the float w, got (float32, float32)"),
+    (replace(AVERAGED, update=lambda w, g, _m, _hp: w - g), TypeError,
+     "update '<lambda>' returns a wrong type: expected the floats (w, m), got float32"),
+    (replace(AVERAGED, update=lambda w, g, m, _: (w, g, m)), ValueError,
+     "update '<lambda>' returns another number of values: expected the floats (w, m), got "
+     "(float32, float32, float32)"),
+    (replace(AVERAGED, states=(nn.State("m", is_read=True),)), TypeError,
+     "update 'averaged' returns a wrong type: expected the float w, got (float32, float32)"),
+    (replace(AVERAGED, update=lambda w, g, m, _: (w, g > m)), TypeError,
+     "update '<lambda>' returns a wrong type: expected the floats (w, m), got (float32, bool)"),
+    (replace(AVERAGED, update=lambda w, _g, _m, _hp: (w, 1)), TypeError,
+     "update '<lambda>' returns a wrong type: expected the floats (w, m), got (float32, int64)"),
+    (replace(PLAIN, update=lambda w, g, _: complex(w, g)), TypeError,
+     "update '<lambda>' returns a wrong type: expected the float w, got complex64"),
+    (replace(PLAIN, update=lambda w, _g, hp: w - hp.rate), TypeError,
+     "update '<lambda>' cannot be compiled: expected arithmetic on numbers, for Numba, got "
+     "Unknown attribute 'rate' of type hp(float32 x 1)"),
+    (replace(PLAIN, update=importing), TypeError,
+     "update 'importing' cannot be compiled: expected arithmetic on numbers, for Numba, got Use "
+     "of unsupported opcode (IMPORT_NAME) found"),
+    (replace(MEASURED, n_measured=1, factor=lambda of_w: of_w), ValueError,
+     "measure '<lambda>' returns another number of values: expected the floats (value1,), got "
+     "(float32, float32)"),
+    (replace(MEASURED, n_measured=1, measure=plain, factor=lambda of_w: of_w), TypeError,
+     "measure 'plain' returns a wrong type: expected the floats (value1,), got float32"),
+    (replace(MEASURED, measure=raising), ValueError, "measure 'raising' can raise: expected no"),
+    (replace(MEASURED, factor=lambda of_w, of_g: None), TypeError,  # noqa: ARG005
+     "factor '<lambda>' returns a wrong type: expected the float lr, got none"),
+    (replace(MEASURED, factor=lambda of_w, of_g: TABLE[int(of_w + of_g)]), ValueError,
+     "factor '<lambda>' can raise: expected no"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RAISES)
@@ -247,9 +173,8 @@ def test_code_that_can_raise(name: str) -> None:
             own(replace(PLAIN, update=function))
 
 
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_what_functions_return(name: str) -> None:
-    rule, kind, text = WRONG_TYPES[name]
+@pytest.mark.parametrize(("rule", "kind", "text"), WRONG_TYPES)
+def test_what_functions_return(rule: Rule, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match="^Own: " + re.escape(text)):
         own(rule)
 
@@ -332,6 +257,137 @@ def test_nothing_is_compiled_for_optimizers_of_the_package(monkeypatch: pytest.M
     for form in FORMS:
         make(form, parameters())
 
+
+# Formulas: refused before anything is written, in every step
+
+
+def of_users(rule: nn.Rule = PLAIN) -> Own:
+    return Own(0.5, [np.linspace(0.5, 2.0, 4, dtype=np.float32)], rule=rule)
+
+
+def infinite(_real: Any, lr: float, *_: Any) -> Any:
+    return (lr * math.inf,)
+
+
+def _of_later_steps(_real: Any, lr: float, _decay: float, step: int, *_: Any) -> Any:
+    return (lr,) if step == 1 else (lr, lr)
+
+
+LAMBDA = "formula '<lambda>' "
+NUMBER = f"lr of {LAMBDA}has a wrong type: expected a number"
+FORMULAS: list[tuple[Any, type[Exception], str]] = [
+    *(
+        (lambda *_, found=found: found, kind, text)
+        for found, kind, text in (
+            ((0.5, 0.5), ValueError,
+             f"{LAMBDA}returns another number of scalars: expected 1 ('lr',), got 2"),
+            ((), ValueError,
+             f"{LAMBDA}returns another number of scalars: expected 1 ('lr',), got 0"),
+            (1.0, TypeError,
+             f"what {LAMBDA}returns has a wrong type: expected a tuple, got float"),
+            ((None,), TypeError, f"{NUMBER}, got NoneType"),
+            (("1.0",), TypeError, f"{NUMBER}, got str"),
+            ((True,), TypeError, f"{NUMBER}, got bool"),
+            ((1j,), TypeError, f"{NUMBER}, got complex"),
+            ((math.nan,), ValueError,
+             f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"),
+            ((np.float32(np.nan),), ValueError,
+             f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"),
+        )
+    ),
+    (lambda lr: (lr,), TypeError,
+     f"{LAMBDA}takes other arguments: expected (real, lr, decay, step, constants, powers), "
+     "got (lr)"),
+    (NOT_CALLED, TypeError,
+     "formula has a wrong type: expected a function, got builtin_function_or_method"),
+]  # fmt: skip
+
+
+def _after(opt: Own, g: Any) -> list[np.ndarray]:
+    """All that an optimizer has after a step with a formula that is right."""
+    vars(opt).pop("function", None)
+    opt.others = ()
+    opt((g,))
+    return [opt.parameters[0].data, *opt.state_dict().values()]
+
+
+def given_gradients() -> dict[str, Any]:
+    values = np.array([[1.0], [3.0]], np.float32)
+    rows = nn.RowTensor(np.array([3, 1]), values, (4, 1))
+    return {"dense": np.ones((4, 1), np.float32), "rows": rows}
+
+
+def table_of_users() -> Own:
+    w = np.linspace(0.5, 2.0, 4, dtype=np.float32)[:, None].copy()
+    return Own(0.5, [w], rule=AVERAGED, sparse_update="lazy")
+
+
+@pytest.mark.parametrize("kind", given_gradients())
+@pytest.mark.parametrize(("function", "error", "text"), FORMULAS)
+def test_formulas_that_are_refused(
+    function: Any, error: type[Exception], text: str, kind: str
+) -> None:
+    """Nothing has changed, and nothing is left behind: steps are those of a new optimizer."""
+    g, opt = given_gradients()[kind], table_of_users()
+    opt.function = function
+    for _ in range(2):
+        with refused(error, "^Own: " + re.escape(text), opt, g):
+            opt((g,))
+    for found, expected in zip(_after(opt, g), _after(table_of_users(), g), strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("kind", given_gradients())
+def test_a_formula_is_looked_at_in_every_step(kind: str) -> None:
+    g, opt = given_gradients()[kind], table_of_users()
+    opt.function = _of_later_steps
+    opt((g,))
+    match = "'_of_later_steps' returns another number of scalars"
+    with refused(ValueError, match, opt, g):
+        opt((g,))
+
+
+def test_what_formula_returns() -> None:
+    opt, g = of_users(), np.ones(4, np.float32)
+    for wrong in ((0.9,), (["a"],), (("0.9",),), ((True,),)):
+        for opt.others in ((wrong[0],), ((), wrong[0])):
+            name = "bases" if len(opt.others) == 2 else "constants"
+            match = f"{name} of the formula has a wrong type: expected a tuple of numbers, got "
+            with refused(TypeError, match, opt):
+                opt((g,))
+    opt.formula = lambda: (0.5,)
+    match = r"^Own: what formula\(\) returns has a wrong type: expected a Formula, got tuple"
+    with refused(TypeError, match, opt):
+        opt((g,))
+
+
+def test_scalars_may_be_infinite() -> None:
+    """Also where they are beyond float32, without a warning of NumPy."""
+    for function in (infinite, lambda *_: (1e300,)):
+        opt = of_users()
+        opt.function = function
+        opt((np.ones(4, np.float32),))
+        assert opt.parameters[0].data.tolist() == [-math.inf] * 4
+
+
+def test_an_exception_of_a_formula_says_whose_it_is() -> None:
+    opt = of_users()
+    opt.function = lambda *_: (1.0 / 0.0,)
+    note = "Own: formula '<lambda>' raised it at update 1; nothing has changed"
+    with refused(ZeroDivisionError, note, opt):
+        opt((np.ones(4, np.float32),))
+
+
+def test_an_exception_of_a_factor_says_whose_it_is() -> None:
+    """In Python a division by 0 is one."""
+    opt = of_users(replace(MEASURED, factor=lambda of_w, of_g: of_w / of_g))
+    opt((np.ones(4, np.float32),))
+    note = "factor '<lambda>' raised it; nothing has changed"
+    with refused(ZeroDivisionError, note, opt):
+        opt((np.zeros(4, np.float32),))
+
+
+# Kept code
 
 PROGRAM = """
     import sys

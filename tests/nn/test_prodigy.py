@@ -131,25 +131,6 @@ def test_the_way_begins_where_the_first_gradient_comes() -> None:
     assert opt._states["p0"][0].tolist() == [5, 5, 5]
 
 
-def test_it_goes_on_from_a_checkpoint() -> None:
-    def steps(opt: Any, numbers: range) -> Any:
-        for k in numbers:
-            opt([np.float32(1 + k % 3) * (p.data - 3) for p in opt.parameters])
-        return opt
-
-    def new() -> Any:
-        return nn.Prodigy([np.ones((3, 2), np.float32), np.zeros(4, np.float32)], d0=1e-2)
-
-    whole, half, again = steps(new(), range(9)), steps(new(), range(4)), new()
-    again.load_state_dict(half.state_dict())
-    for p, q in zip(again.parameters, half.parameters, strict=True):
-        p.data[...] = q.data
-    steps(again, range(4, 9))
-    assert again.d == whole.d > 1e-2
-    for p, q in zip(again.parameters, whole.parameters, strict=True):
-        assert_same_bits(p.data, q.data)
-
-
 def test_what_it_refuses() -> None:
     w = np.ones((3, 2))
     opt = nn.Prodigy([w])

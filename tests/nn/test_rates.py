@@ -11,8 +11,7 @@ import pytest
 
 from fusestep import nn
 
-import reference
-from adam_family import EACH, EACH_CLASS, Halving, gradients_of, ones, parameters, rows
+from adam_family import EACH_CLASS, Halving, gradients_of, ones, parameters, rows
 from helpers import BF16, assert_same_bits, refused
 
 # Learning rate
@@ -88,39 +87,6 @@ def test_exhausted_list_of_rates(form: str, in_group: bool) -> None:
             call()
 
 
-BAD_RATES: dict[str, tuple[Any, Any]] = {
-    "negative": (-0.1, ValueError),
-    "nan": (np.nan, ValueError),
-    "inf": (np.inf, ValueError),
-    "negative int": (-1, ValueError),
-    "negative 0-d": (np.array(-0.1), ValueError),
-    "nan in list": ([0.1, np.nan], ValueError),
-    "negative in list": ([0.1, -0.1], ValueError),
-    "empty": ([], ValueError),
-    "empty array": (np.zeros(0), ValueError),
-    "2-d": (np.ones((2, 2)), ValueError),
-    "nested": ([[0.1]], TypeError),
-    "str": ("0.1", TypeError),
-    "bytes": (b"0.1", TypeError),
-    "None": (None, TypeError),
-    "int scalar": (np.int64(1), TypeError),
-    "complex": (1j, TypeError),
-    "complex array": (np.array(1j), TypeError),
-    "str list": (["a"], TypeError),
-    "object": (object(), TypeError),
-}
-
-
-@EACH_CLASS
-@pytest.mark.parametrize("case", BAD_RATES.values(), ids=BAD_RATES)
-def test_bad_learning_rate(cls: type, case: tuple[Any, Any]) -> None:
-    value, error = case
-    with pytest.raises(
-        error, match=f"^{cls.__name__}: learning_rate (is out of range|has a wrong )"
-    ):
-        cls([ones(2)], value)
-
-
 @EACH_CLASS
 def test_schedule_class_instead_of_an_instance(cls: type) -> None:
     text = f"^{cls.__name__}: learning_rate .*Halving.* a class: expected an instance"
@@ -128,38 +94,28 @@ def test_schedule_class_instead_of_an_instance(cls: type) -> None:
         cls([ones(2)], Halving)
 
 
-def test_learning_rate_that_float32_cannot_hold() -> None:
-    with pytest.raises(ValueError, match="learning_rate is out of range"):
-        nn.Adam([ones(2)], 1e39)
+def later(value: Any) -> Any:
+    """A schedule that is right in the first step alone."""
+    return lambda step: 0.1 if step == 0 else value() if callable(value) else value
 
 
 @pytest.mark.parametrize(
-    ("returned", "error", "text"),
+    ("schedule", "error", "text"),
     [
-        (None, TypeError, "learning_rate has a schedule that returned no number: .*None"),
-        ("x", TypeError, "returned no number"),
-        (np.ones(2), TypeError, "returned no number"),
-        (np.nan, ValueError, "learning_rate is not finite"),
-        (np.inf, ValueError, "learning_rate is not finite"),
+        (later(None), TypeError, "learning_rate has a schedule that returned no number: .*None"),
+        (later("x"), TypeError, "returned no number"),
+        (later(np.ones(2)), TypeError, "returned no number"),
+        (later(np.nan), ValueError, "learning_rate is not finite"),
+        (later(np.inf), ValueError, "learning_rate is not finite"),
+        (later(lambda: 1 / 0), ZeroDivisionError, "division"),
+        (nn.LearningRateSchedule(), NotImplementedError, "define construct"),
     ],
 )
-def test_schedule_that_returns_nonsense(returned: Any, error: Any, text: str) -> None:
-    opt = nn.Adam([ones(2)], lambda step: 0.1 if step == 0 else returned)
-    opt([ones(2)])
+def test_schedules_that_do_not_work(schedule: Any, error: Any, text: str) -> None:
+    opt = nn.Adam([ones(2)], schedule)
+    if error is not NotImplementedError:
+        opt([ones(2)])
     with refused(error, text, opt):
-        opt([ones(2)])
-
-
-def test_schedule_that_raises() -> None:
-    opt = nn.Adam([ones(2)], lambda step: 1 / (1 - step))
-    opt([ones(2)])
-    with refused(ZeroDivisionError, "division", opt):
-        opt([ones(2)])
-
-
-def test_schedule_without_construct() -> None:
-    opt = nn.Adam([ones(2)], nn.LearningRateSchedule())
-    with refused(NotImplementedError, "define construct", opt):
         opt([ones(2)])
 
 
@@ -223,45 +179,18 @@ def test_assigning_nan_to_the_rate_is_refused_at_the_step() -> None:
 # Weight decay
 
 
-@pytest.mark.parametrize("name", ["beta", "my_beta_x", "gamma", "bn.gamma", "alphabeta"])
+@pytest.mark.parametrize(
+    ("name", "decays"),
+    [*((name, False) for name in ("beta", "my_beta_x", "gamma", "bn.gamma", "alphabeta")),
+     *((name, True) for name in ("weight", "BETA", "Gamma", "alphabet", "bet"))],
+)  # fmt: skip
 @EACH_CLASS
-def test_beta_and_gamma_do_not_decay(cls: type, name: str) -> None:
-    """A substring in lower case, without groups."""
-    w = nn.Parameter(ones(2), name)
-    cls([w], weight_decay=0.5)([0 * ones(2)])
-    assert w.data.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("name", ["weight", "BETA", "Gamma", "alphabet", "bet"])
-@EACH_CLASS
-def test_other_names_decay(cls: type, name: str) -> None:
-    w = nn.Parameter(ones(2), name)
-    cls([w], weight_decay=0.5)([0 * ones(2)])
-    assert (w.data < 1.0).all()
-
-
-@EACH_CLASS
-def test_groups_have_no_name_filter(cls: type) -> None:
-    w = nn.Parameter(ones(2), "beta")
-    cls([{"params": [w]}], weight_decay=0.5)([0 * ones(2)])
-    assert (w.data < 1.0).all()
-
-
-@EACH_CLASS
-def test_weight_decay_schedule(cls: type) -> None:
-    """Evaluated with the step before it is counted, like a learning rate."""
-    w, expected = ones(3), ones(3)
-    opt = cls([w], 0.1, weight_decay=lambda step: 0.5 * step)
-    others = [cls([expected], 0.1, weight_decay=0.5 * step) for step in range(3)]
-    state = None
-    for step, other in enumerate(others):
-        assert opt.get_weight_decay() == 0.5 * step
-        opt([ones(3)])
-        if state is not None:
-            other.load_state_dict(state)
-        other([ones(3)])
-        state = other.state_dict()
-        assert_same_bits(w, expected, f"after step {step}")
+def test_beta_and_gamma_do_not_decay(cls: type, name: str, decays: bool) -> None:
+    """A substring in lower case; in groups names do not count."""
+    for in_group in (False, True):
+        w = nn.Parameter(ones(2), name)
+        cls([{"params": [w]}] if in_group else [w], weight_decay=0.5)([0 * ones(2)])
+        assert (w.data < 1.0).all() == (decays or in_group)
 
 
 @EACH_CLASS
@@ -303,29 +232,3 @@ def test_no_decay_keeps_infinities_out() -> None:
     exempt, other = nn.Parameter(w, "gamma"), nn.Parameter(ones(2), "w")
     nn.Adam([exempt, other], weight_decay=0.5)([0 * ones(2), ones(2)])
     assert w.tolist() == [np.inf, 1.0]
-
-
-@EACH
-def test_decay_and_scale_against_the_reference(make: Callable[..., Any]) -> None:
-    """Three steps with everything on, in float64 arithmetic."""
-    decay, scale = 0.3, 1.0 if make is nn.AdamWeightDecay else 8.0
-    (p,) = parameters("w", dtype=np.float64)
-    options = {} if make is nn.AdamWeightDecay else {"loss_scale": scale}
-    opt = make([p], 0.05, 0.8, 0.95, 1e-3, weight_decay=decay, **options)
-    w, m, v = p.data.copy(), np.zeros((4, 3)), np.zeros((4, 3))
-    vhat = np.zeros((4, 3))
-    kind = make.keywords if isinstance(make, partial) else {}
-    for t in range(1, 4):
-        (g,) = gradients_of(opt, t, np.float64)
-        opt([g * scale])
-        hp = reference.adam_scalars(0.05, 0.8, 0.95, 1e-3, 0.8**t, 0.95**t, decay, real=np.float64)
-        if make is nn.AdamWeightDecay:
-            w, m, v = reference.adam_weight_decay(w, g, m, v, hp)
-        elif "use_amsgrad" in kind:
-            w, m, v, vhat = reference.adam_amsgrad(w, g + decay * w, m, v, vhat, hp)
-        else:
-            nesterov = "use_nesterov" in kind
-            w, m, v = reference.adam(w, g + decay * w, m, v, hp, nesterov=nesterov)
-        np.testing.assert_allclose(p.data, w, rtol=1e-12)
-    for state, expected in zip(opt._states.values(), (m, v, vhat), strict=False):
-        np.testing.assert_allclose(state[0], expected, rtol=1e-12)

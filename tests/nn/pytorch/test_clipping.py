@@ -652,6 +652,7 @@ NORM: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "order": ({"norm_type": "fro"}, TypeError, "norm_type is no number"),
     "foreign": ({"optimizer": 0}, ValueError, "are not those of optimizer"),
     "wrapped": ({"optimizer": torch.optim.SGD}, TypeError, "an optimizer of fusestep"),
+    "wrapped in a list": ({"optimizer": 0}, TypeError, "an optimizer of fusestep"),
 }
 KINDS: dict[str, tuple[type[Exception], str]] = {
     "index": (IndexError, "index out of range|out of range"),
@@ -681,8 +682,9 @@ def test_arguments_of_the_norm_that_are_refused(name: str) -> None:
     parameters = gradients()
     if name == "foreign":
         given = {"optimizer": fused.SGD(parameters[:2])}
-    elif name == "wrapped":
-        given = {"optimizer": torch.optim.SGD(parameters)}
+    elif "wrapped" in name:
+        wrapped = torch.optim.SGD(parameters)
+        given = {"optimizer": [wrapped] if "list" in name else wrapped}
     arguments = {"max_norm": 0.125, **given}
     message = f"^clip_grad_norm_: .*{message}"
     refuses(lambda: fused.clip_grad_norm_(parameters, **arguments), parameters, kind, message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,23 +74,31 @@ def test_the_scaler_unscales(name: str) -> None:
     assert_equal_models(pairs[0][0], pairs[1][0], 1e-5)
 
 
-@pytest.mark.parametrize("unscales_first", [False, True])
+CLIPS: dict[str, Callable[[Any, Any], Any] | None] = {
+    "no": None,
+    "PyTorch's": lambda p, _: torch.nn.utils.clip_grad_norm_(p, 0.5),
+    "ours, on the way": lambda p, o: (
+        fused.clip_grad_norm_(p, 0.5, optimizer=o)
+        if isinstance(o, fused.FusedOptimizer)
+        else torch.nn.utils.clip_grad_norm_(p, 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", FUSED)
-def test_the_step_unscales(name: str, unscales_first: bool) -> None:
+def test_the_step_unscales(name: str, is_fused: bool, clip: str) -> None:
     """With ``fused=True``: gradients come scaled, or were unscaled and clipped before."""
-    pairs, scales = optimizers(name, fused=True), []
+    pairs, scales = optimizers(name, fused=is_fused), []
     for model, optimizer in pairs:
-        assert optimizer._step_supports_amp_scaling
-
-        def clip(model: Any = model) -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
+        assert hasattr(optimizer, "_step_supports_amp_scaling") == is_fused
+        clipped = CLIPS[clip] and partial(CLIPS[clip], [*model.parameters()], optimizer)
         scaler = scaler_of()
         for step in range(8):
-            first = clip if unscales_first and step % 2 else None
+            first = clipped if clip != "PyTorch's" or step % 2 else None
             scaled_step(model, optimizer, scaler, step, infinite=step in (2, 5), first=first)
-            assert "grad_scale" not in vars(optimizer)
-            assert "found_inf" not in vars(optimizer)
+            assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
         scales.append(scaler.get_scale())
     (mine, ours), (other, theirs) = pairs
     assert scales[0] == scales[1] < 2.0**10
@@ -98,25 +108,6 @@ def test_the_step_unscales(name: str, unscales_first: bool) -> None:
         assert states[0].keys() == states[1].keys()
         tensors = [[x for x in s.values() if x is not None] for s in states]
         assert_close(*tensors, 1e-5)
-
-
-@pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize("name", FUSED)
-def test_clipping_on_the_way(name: str, is_fused: bool) -> None:
-    """Our clipping between unscaling and step, which the step applies: as PyTorch's."""
-    pairs = optimizers(name, fused=is_fused)
-    for model, optimizer in pairs:
-
-        def clip(model: Any = model, optimizer: Any = optimizer) -> None:
-            if isinstance(optimizer, fused.FusedOptimizer):
-                fused.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer)
-            else:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-        scaler = scaler_of()
-        for step in range(8):
-            scaled_step(model, optimizer, scaler, step, infinite=step in (2, 5), first=clip)
-    assert_equal_models(pairs[0][0], pairs[1][0], 1e-5)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -148,12 +139,16 @@ def test_the_scale_is_divided_out(scale: float) -> None:
     assert_equal_models(plain, scaled)
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_sparse_gradients(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_fused"), [*((name, None) for name in TABLES), *((name, True) for name in FUSED)]
+)
+def test_sparse_gradients(name: str, is_fused: bool | None) -> None:
     """Scaled by a power of two they give the bits of those that are not."""
     models = Tagger(F32), Tagger(F32)
     tables = [[*model.words.parameters(), *model.tags.parameters()] for model in models]
-    plain, scaled = (getattr(fused, name)(t, sparse="touched") for t in tables)
+    plain = getattr(fused, name)(tables[0], sparse="touched")
+    more = {} if is_fused is None else {"fused": is_fused}
+    scaled = getattr(fused, name)(tables[1], sparse="touched", **more)
     scaler, before = scaler_of(), None
     for step in range(6):
         scaled_step(models[1], scaled, scaler, step, infinite=step == 3)
@@ -162,22 +157,6 @@ def test_sparse_gradients(name: str) -> None:
         else:
             train(models[0], plain, [step])
         before = snapshot(models[1])
-    assert_same_bits(models[0].parameters(), models[1].parameters())
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_sparse_gradients_that_the_step_unscales(name: str) -> None:
-    models = Tagger(F32), Tagger(F32)
-    tables = [[*model.words.parameters(), *model.tags.parameters()] for model in models]
-    cls = getattr(fused, name)
-    plain, scaled = (
-        cls(t, sparse="touched", fused=f) for t, f in zip(tables, (None, True), strict=True)
-    )
-    scaler = scaler_of()
-    for step in range(6):
-        scaled_step(models[1], scaled, scaler, step, infinite=step == 3)
-        if step != 3:
-            train(models[0], plain, [step])
     assert_same_bits(models[0].parameters(), models[1].parameters())
 
 

@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from fusestep.kernels.cpu.headers import tensor_fields  # noqa: E402
 from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
-    ABSENT,
     DENSE,
     FITS,
     FOREIGN,
@@ -94,49 +92,6 @@ def test_tensors_are_not_read_where_fields_lie_elsewhere(
 
 
 # -- what a gradient may be in a later step -------------------------------------------------------
-
-
-def imaginary(conjugate: bool) -> Any:
-    whole = torch.tensor([1 + 2j, 3 - 4j, 5 + 6j])
-    return (whole.conj() if conjugate else whole).imag
-
-
-GRADIENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "imag of a conjugate": (lambda: imaginary(False), lambda: imaginary(True)),
-    "negative view": (lambda: torch.ones(3), lambda: torch._neg_view(torch.ones(3))),
-    "zeros without memory": (lambda: torch.ones(3), lambda: torch._efficientzerotensor(3)),
-    "strided": (lambda: torch.ones(3), lambda: torch.arange(6.0)[::2]),
-    "expanded": (lambda: torch.ones(3), lambda: torch.ones(1).expand(3)),
-    "of another dtype": (lambda: torch.ones(3), lambda: torch.ones(3).double()),
-    "a parameter": (lambda: torch.ones(3), lambda: torch.nn.Parameter(torch.ones(3))),
-    "negative rows": (
-        lambda: torch.sparse_coo_tensor([[0, 2]], torch.ones(2), (3,), check_invariants=False),
-        lambda: torch.sparse_coo_tensor(
-            [[0, 2]], torch._neg_view(torch.ones(2)), (3,), check_invariants=False
-        ),
-    ),
-}
-
-
-@pytest.mark.usefixtures("_look")
-@pytest.mark.parametrize("form", ["parameter", "strided parameter", "negated parameter"])
-@pytest.mark.parametrize("case", GRADIENTS)
-def test_gradients_of_other_kinds(case: str, form: str) -> None:
-    """In turn with those of the kind that was bound; the numbers are PyTorch's."""
-    results = []
-    for package in (fused, torch.optim):
-        data = torch.arange(6.0)[::2] if form[0] == "s" else torch.arange(0.0, 6.0, 2.0)
-        data = torch._neg_view(-data) if form[0] == "n" else data
-        parameter, other = torch.nn.Parameter(data), torch.nn.Parameter(torch.ones(2))
-        parameter.grad_dtype = None
-        optimizer = package.SGD([parameter, other], lr=0.5)
-        other.grad = torch.ones(2)
-        for gradient in (*GRADIENTS[case], *GRADIENTS[case]):
-            made = gradient()
-            parameter.grad = made if package is fused else made.to_dense().float().clone()
-            optimizer.step()
-        results.append(parameter.detach().clone())
-    torch.testing.assert_close(*results)
 
 
 def test_one_element_whose_gradient_is_marked_negative() -> None:
@@ -442,41 +397,6 @@ def test_six_dimensions() -> None:
     assert look.status == [OTHER]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [3, torch.ones(4), torch.ones(3, 1), torch.ones(3).double(), torch.ones(3, device="meta"),
-     torch.ones(3).to_sparse(), torch.ones(6)[::2], torch.ones(3).to(torch.complex64).imag,
-     torch.nn.Parameter(torch.ones(3)), torch._neg_view(torch.ones(3))],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_other_gradients(other: Any, is_sparse: bool) -> None:
-    """The same kind, in other memory, fits; none is not looked at."""
-    parameter, given = torch.zeros(3), torch.ones(3)
-    given = given.to_sparse() if is_sparse else given
-    look = Looked((parameter,), {0: recorded(parameter, given)})
-    assert look([given]) == MOVED | OTHERS
-    fits = is_sparse and isinstance(other, torch.Tensor) and other.layout == torch.sparse_coo
-    assert look([other]) == (0 if fits else UNLIKE)
-    assert look([given.clone()]) == 0
-    assert look([None]) == OTHERS
-    assert look.status == [ABSENT]
-    assert look([given]) == OTHERS
-
-
-def test_a_gradient_in_memory_that_is_written() -> None:
-    parameter = torch.zeros(3)
-    look = Looked((parameter,), {0: recorded(parameter, torch.ones(3))})
-    begin = parameter.data_ptr()
-    for memory, fits in (
-        ((begin, begin + 12), False), ((begin + 8, begin + 16), False),
-        ((begin + 12, begin + 16), True),
-    ):  # fmt: skip
-        look.look.keep_apart(np.array(memory, np.int64).reshape(2, 1))
-        look([parameter.detach()])
-        assert look.status == [FITS if fits else OTHER_GRADIENT]
-
-
 def test_other_parameters() -> None:
     one, other, gradient = torch.zeros(3), torch.zeros(3), torch.ones(3)
     look = Looked((one, other), {0: recorded(one, gradient)})
@@ -574,32 +494,6 @@ def test_records_that_are_exchanged() -> None:
         assert look.look.active[: look.look.found[0]].tolist() == [
             j for j, gradient in enumerate(gradients) if gradient is not None
         ]
-
-
-@pytest.mark.parametrize("change", ["add", "exchange", "number", "delete", "reorder"])
-def test_states_that_a_user_changes(change: str, bound: list[int]) -> None:
-    results = []
-    for package in (fused, torch.optim):
-        parameters = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
-        optimizer = package.Adam(parameters, lr=0.1)
-        for k in range(6):
-            for i, parameter in enumerate(parameters):
-                parameter.grad = torch.full((5,), 1.0 + i - k)
-            state = optimizer.state[parameters[1]]
-            if k == 3 and change == "add":
-                optimizer.state[parameters[1]] = {"of the user": [], **state, "another": 2}
-            elif k == 3 and change == "exchange":
-                state["exp_avg"] = torch.full((5,), 0.25)
-            elif k == 3 and change == "number":
-                state["step"] = torch.tensor(8.0)
-            elif k == 3 and change == "delete":
-                del optimizer.state[parameters[1]]
-            elif k == 3:
-                optimizer.state[parameters[1]] = dict(reversed(state.items()))
-            optimizer.step()
-        results.append(everything(optimizer))
-    torch.testing.assert_close(*results)
-    assert len(bound) == (4 if change in ("delete", "reorder") else 3)
 
 
 def test_what_is_fetched_may_be_gone(bound: list[int]) -> None:

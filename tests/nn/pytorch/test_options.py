@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine.part import GroupOptions, Method  # noqa: E402
 
-from own_functions import PLAIN  # noqa: E402
 from test_numbers import gradient  # noqa: E402
-from torch_training import EVERY  # noqa: E402
+from torch_training import EVERY, everything  # noqa: E402
 
 SIXTEEN_BITS = [torch.float16, torch.bfloat16]
 
@@ -32,63 +29,20 @@ def mixed(dtype: Any = torch.float32) -> list[Any]:
     return parameters
 
 
-def snapshot(optimizer: Any, parameters: list[Any]) -> list[Any]:
-    states = [optimizer.state.get(p, {}) for p in parameters]
-    return [
-        *(p.detach().clone() for p in parameters),
-        *(torch.as_tensor(x).clone() for state in states for x in state.values()),
-    ]
-
-
-def unchanged(optimizer: Any, parameters: list[Any], before: list[Any]) -> bool:
-    after = snapshot(optimizer, parameters)
+def unchanged(optimizer: Any, before: list[Any]) -> bool:
+    after = everything(optimizer)
     return len(after) == len(before) and all(map(torch.equal, after, before))
-
-
-def dense_norm(parameters: list[Any]) -> float:
-    every = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
-    return float(torch.cat([g.double().flatten() for g in every]).norm())
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e3])
-def test_clipping_on_the_way_is_clipping_before(max_norm: float) -> None:
-    mine, other = mixed(), mixed()
-    ours, theirs = (fused.Adam(p, lr=0.1, sparse="touched") for p in (mine, other))
-    for _ in range(3):
-        expected, given = dense_norm(mine), [p.grad.clone() for p in mine]
-        norm = fused.clip_grad_norm_(mine, max_norm, optimizer=ours)
-        assert float(norm) == pytest.approx(expected, rel=1e-6)
-        kept = (p.grad.to_dense() if p.grad.is_sparse else p.grad for p in mine)
-        assert all(map(torch.equal, kept, (g.to_dense() if g.is_sparse else g for g in given)))
-        fused.clip_grad_norm_(other, max_norm)
-        assert dense_norm(other) == pytest.approx(min(expected, max_norm), rel=1e-5)
-        ours.step()
-        theirs.step()
-        for p, q in zip(mine, other, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
-            p.grad, q.grad = (
-                (fresh := gradient(p, torch.Generator().manual_seed(2), rows=False)),
-                (fresh.clone()),
-            )
-
-
-def test_dense_gradients_are_clipped_as_by_pytorch() -> None:
-    mine, other = mixed()[:2], mixed()[:2]
-    norms = fused.clip_grad_norm_(mine, 0.5), torch.nn.utils.clip_grad_norm_(other, 0.5)
-    torch.testing.assert_close(*norms)
-    for p, q in zip(mine, other, strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
 
 
 def test_a_factor_is_for_the_gradients_that_were_measured() -> None:
     parameters = mixed()
     optimizer = fused.Adam(parameters, sparse="all")
     fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
-    before = snapshot(optimizer, parameters)
+    before = everything(optimizer)
     parameters[0].grad.mul_(2)
     with pytest.raises(RuntimeError, match="changed since they were measured"):
         optimizer.step()
-    assert unchanged(optimizer, parameters, before)
+    assert unchanged(optimizer, before)
     optimizer.zero_grad()
     parameters[0].grad = torch.ones(5, 4)
     optimizer.step()  # nothing is left of it
@@ -103,16 +57,16 @@ def test_steps_with_what_is_not_finite_are_skipped(place: int, value: float) -> 
     parameters = mixed()
     optimizer = fused.AdamW(parameters, sparse="touched", skip_nonfinite=True)
     for step in range(3):  # the first one too, when there are no states yet
-        before, own = snapshot(optimizer, parameters), parameters[place].grad
+        before, own = everything(optimizer), parameters[place].grad
         bad = own.clone().coalesce() if own.is_sparse else own.clone()
         (bad._values() if own.is_sparse else bad).view(-1)[-1] = value
         parameters[place].grad = bad
         optimizer.step()
-        assert unchanged(optimizer, parameters, before)
+        assert unchanged(optimizer, before)
         assert optimizer.skipped_steps == step + 1
         parameters[place].grad = own
         optimizer.step()
-        assert not unchanged(optimizer, parameters, before)
+        assert not unchanged(optimizer, before)
         assert all(optimizer.state[p]["step"] == step + 1 for p in parameters)
 
 
@@ -230,11 +184,10 @@ def test_bad_input(spoil: Any, kind: type, message: str, after: int) -> None:
     for _ in range(after):
         optimizer.step()
     spoil(parameters)
-    touched = [p for p in parameters if p.device.type == "cpu"]
-    before = snapshot(optimizer, touched)
+    before = everything(optimizer)
     with pytest.raises(kind, match=message):
         optimizer.step()
-    assert unchanged(optimizer, touched, before)
+    assert unchanged(optimizer, before)
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float16, torch.bfloat16])
@@ -269,10 +222,10 @@ def test_a_state_of_another_model() -> None:
     saved = other.state_dict()
     saved["state"][0]["exp_avg"] = torch.zeros(4, 4)
     optimizer.load_state_dict(saved)
-    before = snapshot(optimizer, parameters)
+    before = everything(optimizer)
     with pytest.raises(RuntimeError, match="state 'exp_avg' of parameter 0 has a wrong shape"):
         optimizer.step()
-    assert unchanged(optimizer, parameters, before)
+    assert unchanged(optimizer, before)
 
 
 @pytest.mark.parametrize(
@@ -408,83 +361,6 @@ def test_a_weight_decay_that_pytorch_does_not_read(name: str) -> None:
         optimizer.step()
         found.append(w.detach())
     torch.testing.assert_close(found[0], found[1])
-
-
-# What is kept of options
-
-
-def _groups() -> list[dict[str, Any]]:
-    each = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "maximize": False, "sparse": None}
-    each["weight_decay"] = 0.1
-    return [dict(each), {**each, "lr": 0.2}]
-
-
-def _options_of(groups: list[dict[str, Any]]) -> GroupOptions:
-    return GroupOptions(groups, Method(PLAIN).choice)
-
-
-CHANGES: dict[str, Any] = {
-    "a number": lambda groups: groups[1].update(weight_decay=0.3),
-    "a rate that is no float": lambda groups: groups[1].update(lr=1),
-    "a tuple": lambda groups: groups[0].update(betas=(0.9, 0.98)),
-    "a tensor of the same value": lambda groups: groups[1].update(lr=torch.tensor(0.2)),
-    "one more option": lambda groups: groups[1].update(capturable=False),
-    "one in the place of another": lambda groups: (
-        groups[1].pop("maximize"), groups[1].update(nesterov=False)
-    ),
-    "one more group": lambda groups: groups.append(dict(groups[0])),
-    "one group less": lambda groups: groups.pop(),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_options_are_looked_at_anew_when_one_changes(change: str) -> None:
-    groups = _groups()
-    options = _options_of(groups)
-    assert options.plain is None and options.are_still(groups)
-    assert options.are_still([{**group, "params": [1], "lr": 0.7} for group in groups])
-    CHANGES[change](groups)
-    assert not options.are_still(groups)
-
-
-@pytest.mark.parametrize(
-    "own", [{"lr": torch.tensor(0.5)}, {"betas": [0.9, 0.99]}, {"betas": (torch.tensor(0.5), 0.5)},
-            {"lr": np.float32(0.5)}, {"note": {}}],
-)  # fmt: skip
-def test_what_can_change_in_place_is_read_in_each_step(own: dict[str, Any]) -> None:
-    groups = _groups()
-    groups[1].update(own)
-    options = _options_of(groups)
-    assert not options.are_still(groups)
-    assert options.plain is not None
-    found = options.plain[1]
-    assert type(found["lr"]) is float and set(map(type, found["betas"])) == {float}
-    assert found["maximize"] is False and found["params"] is groups[1]["params"]
-    assert (found["lr"], found["betas"]) == (
-        float(groups[1]["lr"]),
-        (*map(float, groups[1]["betas"]),),
-    )
-
-
-def test_groups_with_other_options_than_the_first_are_read_in_each_step() -> None:
-    groups = _groups()
-    groups[1]["mask"] = torch.ones(3)  # no number
-    assert _options_of(groups).plain[1]["mask"] is groups[1]["mask"]  # type: ignore[index]
-    groups[1]["mask"] = 0.5
-    assert not _options_of(groups).are_still(groups)
-
-
-def test_rates_that_are_whole_numbers_leave_options_known() -> None:
-    groups = [{**group, "lr": 1} for group in _groups()]
-    options = _options_of(groups)
-    assert options.plain is None and options.are_still(groups)
-    assert options.are_still([{**group, "lr": 2} for group in groups])
-    assert not options.are_still(_groups())
-
-
-def test_no_groups_have_no_options() -> None:
-    assert _options_of([]).are_still([])
-    assert not _options_of([]).are_still(_groups())
 
 
 def test_ftrl_rests_while_its_rate_is_0() -> None:

@@ -84,29 +84,6 @@ def test_a_hundred_steps_of_the_original(label: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
 
 
-def test_it_goes_on_from_a_state_dict() -> None:
-    def new() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(5, 3)
-        return model, fused.Prodigy(model.parameters(), d0=1e-2)
-
-    def steps(model: Any, optimizer: Any, numbers: range) -> None:
-        for k in numbers:
-            optimizer.zero_grad()
-            (model(torch.full((4, 5), 1.0 + k)) - 1.0).square().sum().backward()
-            optimizer.step()
-
-    whole, half, again = new(), new(), new()
-    steps(*whole, range(8))
-    steps(*half, range(4))
-    again[0].load_state_dict(half[0].state_dict())
-    again[1].load_state_dict(half[1].state_dict())
-    steps(*again, range(4, 8))
-    assert again[1].param_groups[0]["d"] == whole[1].param_groups[0]["d"]
-    for p, q in zip(again[0].parameters(), whole[0].parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_states_that_were_lost_are_missed() -> None:
     p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer, fresh = fused.Prodigy([p]), fused.Prodigy([q])

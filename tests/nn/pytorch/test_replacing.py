@@ -1,7 +1,8 @@
-"""What users exchange between two steps: memory, states, parameters and options."""
+"""What users exchange between two steps, and what a step may not take over from the one before."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,107 +13,12 @@ from torch.nn import Parameter  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 
-from torch_training import (  # noqa: E402
-    DENSE,
-    EVERY,
-    TABLES,
-    Tagger,
-    assert_close,
-    assert_equal_models,
-    assert_same_bits,
-    loss_of,
-    net,
-    train,
-)
+from torch_training import DENSE, assert_close, assert_equal_models, net, train  # noqa: E402
 
 
 def options_of(name: str) -> dict[str, Any]:
     """With states."""
     return {"momentum": 0.9} if name == "SGD" else {}
-
-
-def both(name: str) -> list[tuple[Any, Any]]:
-    """A model and its optimizer, ours and PyTorch's."""
-    made, options = [], options_of(name)
-    for package in (fused, torch.optim):
-        model = net()
-        made.append((model, getattr(package, name)(model.parameters(), **options)))
-    return made
-
-
-def assert_equal(pairs: list[tuple[Any, Any]]) -> None:
-    (mine, ours), (other, theirs) = pairs
-    assert_equal_models(mine, other)
-    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
-        assert ours.state[p].keys() == theirs.state[q].keys()
-
-
-def to_transposed(tensor: Any) -> Any:
-    """Equal, in other memory of another order."""
-    made = torch.empty(tensor.shape[::-1], dtype=tensor.dtype).permute(
-        tuple(range(tensor.dim()))[::-1]
-    )
-    return made.copy_(tensor)
-
-
-def to_strided(tensor: Any) -> Any:
-    return torch.stack([tensor, tensor], -1)[..., 0]
-
-
-@pytest.mark.parametrize("to", [torch.clone, to_transposed, to_strided])
-@pytest.mark.parametrize("name", DENSE)
-def test_memory_of_parameters(name: str, to: Any) -> None:
-    pairs = both(name)
-    for model, optimizer in pairs:
-        train(model, optimizer, range(2))
-        for p in model.parameters():
-            old = p.data
-            p.data = to(p.data)
-            old.fill_(torch.nan)  # nothing may look there any more
-        train(model, optimizer, range(2, 5))
-    assert_equal(pairs)
-
-
-@pytest.mark.parametrize("to", [torch.clone, to_transposed, to_strided])
-@pytest.mark.parametrize("name", DENSE)
-def test_states(name: str, to: Any) -> None:
-    pairs = both(name)
-    for model, optimizer in pairs:
-        train(model, optimizer, range(2))
-        for p in model.parameters():
-            for role, old in optimizer.state[p].items():
-                if isinstance(old, torch.Tensor):
-                    optimizer.state[p][role] = to(old)
-                    old.fill_(torch.nan)
-        train(model, optimizer, range(2, 5))
-    assert_equal(pairs)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_states_written_in_place(name: str) -> None:
-    pairs = both(name)
-    for model, optimizer in pairs:
-        train(model, optimizer, range(2))
-        for p in model.parameters():
-            for old in optimizer.state[p].values():
-                if isinstance(old, torch.Tensor) and old.is_floating_point():
-                    old.mul_(2.0)
-        train(model, optimizer, range(2, 5))
-    assert_equal(pairs)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_states_forgotten(name: str) -> None:
-    if name == "Adagrad":
-        pytest.skip("PyTorch's makes states in its constructor alone")
-    pairs = both(name)
-    for model, optimizer in pairs:
-        train(model, optimizer, range(2))
-        optimizer.state.clear()
-        train(model, optimizer, range(2, 4))
-        del optimizer.state[model[0].weight]
-        train(model, optimizer, range(4, 6))
-    assert_equal(pairs)
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -145,81 +51,6 @@ def test_a_parameter_exchanged_in_its_group(name: str, grows: bool) -> None:
     assert_close(*results)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_parameters_that_are_frozen_for_a_time(name: str) -> None:
-    """Those without a gradient keep everything; afterwards they go on."""
-    model = Tagger() if name in TABLES else net()
-    modules = [model.words, model.tags] if name in TABLES else [model[0], model[2]]
-    options = {"sparse": "touched"} if name in TABLES else {}
-    parameters = [p for module in modules for p in module.parameters()]
-    optimizer = getattr(fused, name)(parameters, **options)
-    train(model, optimizer, range(2))
-    frozen = list(modules[1].parameters())
-    values = [p.detach().clone() for p in frozen]
-    states = [[torch.as_tensor(x).clone() for x in optimizer.state[p].values()] for p in frozen]
-    modules[1].requires_grad_(False)
-    train(model, optimizer, range(2, 4))
-    assert_same_bits(frozen, values)
-    for p, state in zip(frozen, states, strict=True):
-        assert_same_bits(map(torch.as_tensor, optimizer.state[p].values()), state)
-    modules[1].requires_grad_(True)
-    train(model, optimizer, range(4, 6))
-    assert not any(torch.equal(p, value) for p, value in zip(frozen, values, strict=True))
-
-
-OPTIONS = {
-    "SGD": {"momentum": 0.5, "weight_decay": 0.1, "nesterov": True},
-    "Adagrad": {"lr_decay": 0.1, "weight_decay": 0.1},
-    "RMSprop": {"alpha": 0.5, "eps": 1e-3},
-    "Adam": {"betas": (0.5, 0.7), "weight_decay": 0.1},
-    "AdamW": {"betas": (0.5, 0.7), "weight_decay": 0.0},
-    "NAdam": {"momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1},
-    "RAdam": {"betas": (0.5, 0.7), "decoupled_weight_decay": True, "weight_decay": 0.1},
-    "Adamax": {"eps": 1e-3, "weight_decay": 0.1},
-    "Adadelta": {"rho": 0.5, "weight_decay": 0.1},
-    "ASGD": {"t0": 2, "lambd": 0.1, "weight_decay": 0.1},
-    "Rprop": {"etas": (0.3, 1.5), "step_sizes": (1e-3, 0.1)},
-    "Adafactor": {"d": 2.0, "weight_decay": 0.1},
-}
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_options_of_groups(name: str) -> None:
-    """They are read in every step, and may differ between groups."""
-    pairs = both(name)
-    for model, optimizer in pairs:
-        optimizer.param_groups[0]["params"], last = list(model[0].parameters()), model[2]
-        optimizer.add_param_group({"params": list(last.parameters())})
-        train(model, optimizer, range(3))
-        optimizer.param_groups[1].update(OPTIONS[name])
-        train(model, optimizer, range(3, 6))
-        for group in optimizer.param_groups:
-            group["maximize"] = True
-        train(model, optimizer, range(6, 8))
-    assert_equal(pairs)
-
-
-@pytest.mark.parametrize("name", DENSE)
-def test_gradients_of_every_form(name: str) -> None:
-    """Strided, expanded from one number, of one memory with another, negated lazily, reused."""
-    pairs = both(name)
-    for model, optimizer in pairs:
-        first, bias, second, last = model.parameters()
-        for step in range(8):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            if step % 4 == 1:
-                first.grad = to_transposed(first.grad)
-                last.grad = to_strided(last.grad)
-            elif step % 4 == 2:
-                bias.grad = torch.tensor(0.5, dtype=torch.float64).expand(5)
-                second.grad = first.grad.reshape(-1)[:15].view(3, 5)
-            elif step % 4 == 3:
-                first.grad = torch.complex(first.grad, first.grad).conj().imag  # -first.grad
-            optimizer.step()
-    assert_equal(pairs)
-
-
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam"])
 def test_groups_of_both_weight_decays(name: str) -> None:
     models = net(), net()
@@ -228,3 +59,115 @@ def test_groups_of_both_weight_decays(name: str) -> None:
         groups = [{"params": model[0].parameters()}, last]
         train(model, getattr(package, name)(groups, lr=0.05, weight_decay=0.1), range(4))
     assert_equal_models(*models)
+
+
+# What a step takes over from the one before, where it may not
+
+
+def ones(*shape: int, n: int = 1) -> list[Any]:
+    made = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(n)]
+    for parameter in made:
+        parameter.grad = torch.ones(shape)
+    return made
+
+
+def test_a_parameter_that_goes_to_another_group() -> None:
+    first, second, third = ones(3, n=3)
+    groups = [{"params": [first, second], "lr": 0.0}, {"params": [third], "lr": 1.0}]
+    optimizer = fused.SGD(groups, lr=1.0)
+    optimizer.step()
+    optimizer.step(param=second)
+    one, other = optimizer.param_groups
+    other["params"].insert(0, one["params"].pop())
+    optimizer.step()
+    assert second.tolist() == [-1.0] * 3
+    optimizer.step(param=second)
+    assert second.tolist() == [-2.0] * 3
+    other["params"].pop(0)
+    with pytest.raises(ValueError, match="foreign"):
+        optimizer.step(param=second)
+
+
+def test_a_parameter_that_is_turned_in_its_place() -> None:
+    (parameter,) = ones(2, 2)
+    optimizer = fused.SGD([parameter], lr=1.0)
+    parameter.grad.zero_()
+    optimizer.step()
+    parameter.data = parameter.data.t()
+    parameter.grad.copy_(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    optimizer.step()
+    assert parameter.tolist() == [[0.0, -1.0], [0.0, 0.0]]
+
+
+def test_gradients_that_come_and_go_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = ones(3, n=4)
+    optimizer = fused.Adam(parameters)
+    bound = []
+    make = type(optimizer)._entry
+    monkeypatch.setattr(type(optimizer), "_entry", lambda *a: bound.append(1) or make(*a))
+    for k in range(8):
+        parameters[0].grad = torch.ones(3) if k % 2 else None
+        optimizer.step()
+    assert sum(bound) == 4
+    assert [optimizer.state[p]["step"].item() for p in parameters] == [4.0, 8.0, 8.0, 8.0]
+
+
+def test_clipping_again_goes_on_from_there() -> None:
+    (parameter,) = ones(1)
+    parameter.grad = torch.tensor([100.0])
+    optimizer = fused.SGD([parameter], lr=1.0)
+    assert fused.clip_grad_norm_([parameter], 1.0, optimizer=optimizer).item() == 100.0
+    again = fused.clip_grad_norm_([parameter], float("inf"), optimizer=[optimizer])
+    assert again.item() == pytest.approx(1.0)
+    assert fused.clip_grad_norm_([parameter], 0.5, optimizer=optimizer).item() == pytest.approx(1.0)
+    optimizer.step()
+    assert parameter.item() == pytest.approx(-0.5)
+
+
+def test_state_dtype_of_states_that_are_made_at_once() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = fused.Adagrad([parameter], state_dtype=torch.float32)
+    assert optimizer.state[parameter]["sum"].dtype == torch.float32
+
+
+def test_skip_nonfinite_is_of_the_optimizer() -> None:
+    (parameter,) = ones(1)
+    with pytest.raises(ValueError, match="no option of groups"):
+        fused.SGD([{"params": [parameter], "skip_nonfinite": True}])
+    optimizer, other = fused.SGD([parameter], skip_nonfinite=True), fused.SGD(ones(1))
+    parameter.grad = torch.tensor([torch.nan])
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert (copied.skipped_steps, copied.skip_nonfinite) == (1, True)
+    other.load_state_dict(optimizer.state_dict())
+    assert not other.skip_nonfinite
+
+
+def test_what_fails_leaves_groups_as_they_were() -> None:
+    (parameter, later) = ones(1, n=2)
+    optimizer = fused.Adam([parameter], lr=0.1)
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.add_param_group({"params": [later], "sparse": "bogus"})
+    optimizer.add_param_group({"params": [later], "sparse": "all"})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(differentiable=True, lr=5.0)
+    with pytest.raises(RuntimeError, match="differentiable"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.param_groups[0]["differentiable"]
+
+
+def test_a_momentum_of_rows_from_pytorch() -> None:
+    """Its SGD keeps a sparse momentum of sparse gradients."""
+    results = []
+    for package, options in ((torch.optim, {}), (fused, {"sparse": "all"})):
+        table = torch.nn.Parameter(torch.zeros(4, 2))
+        first = torch.optim.SGD([table], lr=0.1, momentum=0.9)
+        values = torch.ones(2, 2)
+        table.grad = torch.sparse_coo_tensor([[1, 3]], values, (4, 2), check_invariants=False)
+        first.step()
+        optimizer = package.SGD([table], lr=0.1, momentum=0.9, **options)
+        optimizer.load_state_dict(first.state_dict())
+        optimizer.step()
+        results.append(table.detach().clone())
+    torch.testing.assert_close(*results)

@@ -1,7 +1,8 @@
-"""Row-wise Adagrad and Adam on PyTorch's tensors, against float64 steps written down here."""
+"""Row-wise Adagrad and Adam on PyTorch's tensors, against the float64 references."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ torch = pytest.importorskip("torch")
 from fusestep.nn import torch as fused  # noqa: E402
 
 import recorded  # noqa: E402
+import reference  # noqa: E402
+import reference_row_wise as row_wise  # noqa: E402
 
 N, D, B = 40, 13, 60
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,41 +27,25 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("RowWiseAdam", {}),
     "adam decaying": ("RowWiseAdam", {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 0.01}),
 }  # fmt: skip
-EACH = pytest.mark.parametrize("label", OPTIONS)
 
 
-class Exact:
-    """One parameter ``[rows, width]`` with its states, in float64."""
-
-    def __init__(self, name: str, w: np.ndarray, options: dict[str, Any]) -> None:
-        self.w, self.name, self.t = w.astype(np.float64), name, 0
-        self.o = {
-            "weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False,
-            "eps": 1e-10 if "grad" in name else 1e-8, "betas": (0.9, 0.999), **options,
-        }  # fmt: skip
-        self.m, self.s = np.zeros_like(self.w), np.zeros(len(w))
-        self.s += options.get("initial_accumulator_value", 0.0)
-
-    def step(self, g: np.ndarray, rows: Any, lr: float) -> None:
-        o, w = self.o, self.w[rows]
-        self.t += 1
-        g = (-g if o["maximize"] else g)[rows]
-        if self.name == "RowWiseAdagrad":
-            if not o["decoupled_weight_decay"]:
-                g = g + o["weight_decay"] * w
-            self.s[rows] += (g**2).mean(1)
-            step = g / (np.sqrt(self.s[rows]) + o["eps"])[:, None]
-            decay = o["weight_decay"] if o["decoupled_weight_decay"] else 0.0
-        else:
-            beta1, beta2 = o["betas"]
-            self.m[rows] = beta1 * self.m[rows] + (1 - beta1) * g
-            self.s[rows] = beta2 * self.s[rows] + (1 - beta2) * (g**2).mean(1)
-            root = np.sqrt(self.s[rows] / (1 - beta2**self.t)) + o["eps"]
-            step, decay = self.m[rows] / (1 - beta1**self.t) / root[:, None], o["weight_decay"]
-        self.w[rows] = w - lr * step - lr * decay * w
+def exact_step(name: str, options: dict[str, Any], lr: float, t: int, w: Any, g: Any) -> Any:
+    """The step of update t = 1, 2, ... of a reference, of which only the states are missing."""
+    known = {"eps": 1e-10 if name == "RowWiseAdagrad" else 1e-8, "betas": (0.9, 0.999), **options}
+    decay, eps = known.get("weight_decay", 0.0), known["eps"]
+    g = -g if known.get("maximize") else g
+    if name == "RowWiseAdam":
+        powers = [beta**t for beta in known["betas"]]
+        hp = reference.adam_scalars(
+            lr, *known["betas"], eps * np.sqrt(1 - powers[1]), *powers, decay, np.float64
+        )
+        return partial(row_wise.adam, w, g, hp=hp)
+    if known.get("decoupled_weight_decay"):
+        return partial(row_wise.adagrad_decoupled, w, g, lr=lr, eps=eps, decay=decay)
+    return partial(row_wise.adagrad, w, g + decay * w, lr=lr, eps=eps)
 
 
-@EACH
+@pytest.mark.parametrize("label", OPTIONS)
 @pytest.mark.parametrize("sparse", [None, "all", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_twenty_steps(label: str, sparse: str | None, dtype: Any) -> None:
@@ -70,8 +57,19 @@ def test_twenty_steps(label: str, sparse: str | None, dtype: Any) -> None:
     params = [torch.nn.Parameter(torch.tensor(v, dtype=dtype)) for v in values]
     own = {} if sparse == "dense" else {"sparse": sparse}
     optimizer = getattr(fused, name)(params, lr=0.05, **options, **own)
-    exact = [Exact(name, p.detach().numpy().reshape(s if len(s) > 1 else (1, -1)), options)
-             for p, s in zip(params, shapes, strict=True)]  # fmt: skip
+    exact = []  # the parameter and its states
+    for p, shape in zip(params, shapes, strict=True):
+        w = p.detach().double().numpy().reshape(shape if len(shape) > 1 else (1, -1))
+        of_rows = np.full(len(w), options.get("initial_accumulator_value", 0.0))
+        exact.append([w.copy(), *[np.zeros_like(w)] * (name == "RowWiseAdam"), of_rows])
+
+    def take(i: int, g: np.ndarray, rows: Any, lr: float, t: int) -> None:
+        w, *states = (array[rows] for array in exact[i])
+        for array, found in zip(
+            exact[i], exact_step(name, options, lr, t, w, g[rows])(*states), strict=True
+        ):
+            array[rows] = found
+
     for k in range(20):
         lr = optimizer.param_groups[0]["lr"] = 0.05 / (1 + k)
         ids = rng.zipf(1.3, B) % N
@@ -86,17 +84,18 @@ def test_twenty_steps(label: str, sparse: str | None, dtype: Any) -> None:
         for p in params[1:]:
             p.grad = torch.tensor(rng.standard_normal(p.shape), dtype=dtype)
         optimizer.step()
-        exact[0].step(total, np.unique(ids) if sparse is None else np.arange(N), lr)
-        for one, p in zip(exact[1:], params[1:], strict=True):
-            one.step(p.grad.double().numpy().reshape(one.w.shape), np.arange(len(one.w)), lr)
+        take(0, total, np.unique(ids) if sparse is None else np.arange(N), lr, k + 1)
+        for i, p in enumerate(params[1:], 1):
+            g = p.grad.double().numpy().reshape(exact[i][0].shape)
+            take(i, g, np.arange(len(g)), lr, k + 1)
     tolerance = 1e-11 if dtype is torch.float64 else 5e-6
     role = "sum" if name == "RowWiseAdagrad" else "exp_avg_sq"
-    for one, p in zip(exact, params, strict=True):
-        found = p.detach().double().numpy().reshape(one.w.shape)
-        np.testing.assert_allclose(found, one.w, rtol=tolerance, atol=tolerance)
+    for (w, *_, of_rows), p in zip(exact, params, strict=True):
+        found = p.detach().double().numpy().reshape(w.shape)
+        np.testing.assert_allclose(found, w, rtol=tolerance, atol=tolerance)
         state = optimizer.state[p][role]
-        assert state.shape == (len(one.w),) and state.dtype == dtype
-        np.testing.assert_allclose(state.double().numpy(), one.s, rtol=tolerance)
+        assert state.shape == (len(w),) and state.dtype == dtype
+        np.testing.assert_allclose(state.double().numpy(), of_rows, rtol=tolerance)
 
 
 def test_steps_are_those_of_fbgemm() -> None:
@@ -112,33 +111,6 @@ def test_steps_are_those_of_fbgemm() -> None:
             optimizer.step()
             found = table.detach().numpy()
             np.testing.assert_allclose(found, run[f"{mode}/w"][k], rtol=3e-6, atol=1e-6)
-
-
-@EACH
-def test_states_go_on(label: str) -> None:
-    """Saved and loaded in the middle of a run: the same bits as without."""
-    name, options = OPTIONS[label]
-
-    def new() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2))
-        return model, getattr(fused, name)(model.parameters(), lr=0.1, **options)
-
-    def steps(model: Any, optimizer: Any, numbers: range) -> None:
-        for k in numbers:
-            optimizer.zero_grad()
-            model(torch.tensor([k, 3, 3])).square().sum().backward()
-            optimizer.step()
-
-    whole, half = new(), new()
-    steps(*whole, range(6))
-    steps(*half, range(3))
-    again = new()
-    again[0].load_state_dict(half[0].state_dict())
-    again[1].load_state_dict(half[1].state_dict())
-    steps(*again, range(3, 6))
-    for one, other in zip(whole[0].parameters(), again[0].parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_what_has_no_rows_and_states_of_other_shapes() -> None:

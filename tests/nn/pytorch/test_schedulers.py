@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.optim import lr_scheduler as s  # noqa: E402
-from torch.optim.swa_utils import SWALR, AveragedModel  # noqa: E402
+from torch.optim.swa_utils import SWALR  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 
 from subprocesses import output_of  # noqa: E402
-from torch_training import DENSE, assert_equal_models, loss_of, net, train  # noqa: E402
+from torch_training import DENSE, assert_equal_models, loss_of, net  # noqa: E402
 
 
 def cycles(optimizer: Any) -> bool:
@@ -86,22 +85,6 @@ def test_schedulers_do_what_they_do_to_pytorch(name: str, scheduler: str, rate: 
     assert_equal_models(*models)
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_a_rate_that_is_a_tensor_is_read_in_every_step(name: str) -> None:
-    models, changed = (net(), net()), []
-    for model, package in zip(models, (fused, torch.optim), strict=True):
-        lr = torch.tensor(0.05, dtype=torch.float64)
-        optimizer = getattr(package, name)(model.parameters(), lr=lr)
-        train(model, optimizer, range(3))
-        lr.fill_(0.002)
-        train(model, optimizer, range(3, 6))
-        optimizer.param_groups[0]["lr"] = 0.01  # a number in the place of the tensor
-        train(model, optimizer, range(6, 9))
-        changed.append(optimizer.param_groups[0]["lr"])
-    assert changed == [0.01, 0.01]
-    assert_equal_models(*models)
-
-
 def test_a_rate_with_derivatives() -> None:
     """It is a number like others, without a warning; PyTorch warns once in a process."""
     program = """
@@ -113,32 +96,3 @@ def test_a_rate_with_derivatives() -> None:
         print(weight.tolist())
         """
     assert output_of(program).split() == ["[0.5,", "0.5]"]
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
-def test_a_training_resumes_with_its_scheduler(name: str) -> None:
-    def new(model: Any) -> tuple[Any, Any]:
-        optimizer = getattr(fused, name)(model.parameters(), lr=0.05)
-        return optimizer, s.CosineAnnealingLR(optimizer, 12)
-
-    whole = net()
-    run(*(o := new(whole))[:1], whole, o[1], 5)
-    saved = copy.deepcopy((whole.state_dict(), o[0].state_dict(), o[1].state_dict()))
-    resumed = net(seed=9)
-    optimizer, scheduler = new(resumed)
-    for target, state in zip((resumed, optimizer, scheduler), saved, strict=True):
-        target.load_state_dict(state)
-    assert run(o[0], whole, o[1], 5) == run(optimizer, resumed, scheduler, 5)
-    assert_equal_models(whole, resumed, 0.0)
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_averaged_models(name: str) -> None:
-    results = []
-    for package in (fused, torch.optim):
-        model = net()
-        average = AveragedModel(model)
-        optimizer = getattr(package, name)(model.parameters(), lr=0.05)
-        train(model, optimizer, range(8), lambda m=model, a=average: a.update_parameters(m))
-        results.append(average)
-    assert_equal_models(*results)

@@ -35,43 +35,6 @@ def test_every_name_of_torch_optim_is_here() -> None:
         assert getattr(fused, name) is getattr(torch.optim, name)
 
 
-def test_a_program_of_torch_optim_runs() -> None:
-    """With the module in its place: an optimizer of its own, LBFGS, a scheduler, an average."""
-
-    class Steep(fused.Optimizer):
-        def __init__(self, params: Any, lr: float) -> None:
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p -= group["lr"] * p.grad
-
-    model = torch.nn.Linear(2, 1)
-    average = fused.swa_utils.AveragedModel(model)
-    for optimizer in (
-        Steep(model.parameters(), lr=0.1),
-        fused.AdamW(model.parameters(), lr=0.001),
-        fused.LBFGS(model.parameters(), lr=0.1),
-    ):
-        assert isinstance(optimizer, fused.Optimizer)
-        scheduler = fused.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-        def loss(optimizer: Any = optimizer) -> Any:
-            optimizer.zero_grad()
-            found = model(torch.ones(1, 2)).square().sum()
-            found.backward()
-            return found
-
-        before = loss()
-        optimizer.step(*[loss] * isinstance(optimizer, fused.LBFGS))
-        scheduler.step()
-        average.update_parameters(model)
-        assert loss() < before
-        assert scheduler.get_last_lr() == [optimizer.defaults["lr"] / 2]
-
-
 @pytest.mark.parametrize("name", SHARED)
 def test_signatures_are_those_of_pytorch_and_our_options(name: str) -> None:
     ours, theirs = (parameters(getattr(package, name)) for package in (fused, torch.optim))

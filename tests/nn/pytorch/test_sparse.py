@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from itertools import product
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn import Parameter  # noqa: E402
+
 from fusestep.nn import torch as fused  # noqa: E402
 
+from helpers import sampled  # noqa: E402
 from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient  # noqa: E402
+from torch_training import TABLES, assert_same_bits  # noqa: E402
 
 DENSE_ONLY = {"Adafactor"}
 FIXED = {"maximize": False, "betas": (0.9, 0.999), "dampening": 0, "etas": (0.5, 1.2), "rho": 0.9}
@@ -111,3 +117,118 @@ def test_rows_of_one_dimension_and_of_several_in_turn() -> None:
         optimizer.step()
         expected -= 0.5 * dense
         assert torch.equal(weight.detach(), expected)
+
+
+# The place of epsilon that makes one optimizer of two
+
+NAMES = ["Adam", "AdamW", "LazyAdam"]
+SMALL = 1e-8  # gradients beside which epsilon matters
+
+
+def table_and_dense() -> tuple[Any, Any]:
+    return torch.nn.Parameter(torch.zeros(6, 2)), torch.nn.Parameter(torch.zeros(3))
+
+
+def give_gradients(table: Any, dense: Any, k: int) -> None:
+    rows = torch.tensor([[k % 6, 3, 3]])
+    values = SMALL * torch.arange(1.0, 7.0).reshape(3, 2)
+    table.grad = torch.sparse_coo_tensor(rows, values, (6, 2), check_invariants=False)
+    dense.grad = SMALL * torch.tensor([1.0, -2.0, k])
+
+
+def of_two(name: str, package: Any) -> tuple[Any, Any]:
+    table, dense = table_and_dense()
+    rest = {"Adam": "Adam", "AdamW": "AdamW", "LazyAdam": "Adam"}[name]
+    optimizers = package.SparseAdam([table], lr=0.1), getattr(package, rest)([dense], lr=0.1)
+    for k in range(5):
+        give_gradients(table, dense, k)
+        for optimizer in optimizers:
+            optimizer.step()
+    return table, dense
+
+
+def of_one(name: str, *, eps_hat: bool) -> tuple[Any, Any]:
+    table, dense = table_and_dense()
+    own = {"params": [table], "sparse": "touched", "weight_decay": 0.0, "eps_hat": eps_hat}
+    optimizer = getattr(fused, name)([own, {"params": [dense]}], lr=0.1)
+    for k in range(5):
+        give_gradients(table, dense, k)
+        optimizer.step()
+    return table, dense
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_optimizer_has_the_numbers_of_two(name: str) -> None:
+    found, of_torch = of_one(name, eps_hat=True), of_two(name, torch.optim)
+    for mine, same, theirs in zip(found, of_two(name, fused), of_torch, strict=True):
+        assert torch.equal(mine, same)
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=0.0)
+    table, _ = of_one(name, eps_hat=False)
+    assert (table / of_torch[0])[3].min() > 1.5  # what the other place of epsilon makes of it
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_an_option_like_others(name: str) -> None:
+    cls = getattr(fused, name)
+    table, _ = table_and_dense()
+    assert inspect.signature(cls).parameters["eps_hat"].default is False
+    optimizer = cls([table], eps_hat=True)
+    assert optimizer.param_groups[0]["eps_hat"] is True
+    with pytest.raises(TypeError, match=f"{name}: eps_hat has a wrong type: expected a bool"):
+        cls([table], eps_hat=1)
+    with pytest.raises(TypeError, match="eps_hat has a wrong type"):
+        optimizer.add_param_group({"params": [torch.zeros(2)], "eps_hat": None})
+    other = torch.optim.Adam([table])
+    optimizer.load_state_dict(other.state_dict())  # which does not have it
+    assert optimizer.param_groups[0]["eps_hat"] is True
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(TypeError, match="eps_hat"):
+        fused.SparseAdam([table], eps_hat=True)
+
+
+# Sparse and dense gradients in one step, of several dtypes: as each parameter by itself
+
+SHAPES = ((11, 4), (7, 3), (2, 4), (2,), (40, 5))
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16}
+# Each with float32 and, in turn, with one other type or all of them together.
+ROWS = [name for name in TABLES if name != "SparseAdam"]
+KINDS = [*DTYPES, "all"]
+SOME = [(name, kind) for k, name in enumerate(ROWS) for kind in ("f32", KINDS[1 + k % 4])]
+
+
+def mixed_gradient(parameter: Any, k: int, step: int) -> Any:
+    """Of rows with duplicates, or dense; which one changes in the course of the steps."""
+    generator = torch.Generator().manual_seed(100 * step + k)
+    if k in (0, 1) or (k == 4 and step % 3 == 2):
+        rows = torch.randint(0, len(parameter), (1, 9), generator=generator)
+        values = torch.randn(9, *parameter.shape[1:], generator=generator).to(parameter.dtype)
+        return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+    return torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def mixed_parameters(dtypes: list[Any]) -> list[Any]:
+    torch.manual_seed(1)
+    shapes = SHAPES * len(dtypes)
+    return [Parameter(torch.randn(s).to(dtypes[k // len(SHAPES)])) for k, s in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("sparse", ["touched", "all"])
+@pytest.mark.parametrize(("name", "dtypes"), sampled(product(ROWS, KINDS), SOME))
+def test_a_step_of_all_is_one_of_each(name: str, dtypes: str, sparse: str) -> None:
+    kinds = [*DTYPES.values()] if dtypes == "all" else [DTYPES[dtypes]]
+    mine, other = mixed_parameters(kinds), mixed_parameters(kinds)
+    cls = getattr(fused, name)
+    together = cls(mine, sparse=sparse, maximize=True)
+    alone = [cls([q], sparse=sparse, maximize=True) for q in other]
+    for step in range(6):
+        for k, (p, q) in enumerate(zip(mine, other, strict=True)):
+            p.grad = mixed_gradient(p, k % len(SHAPES), step)
+            q.grad = p.grad.clone()
+        together.step()
+        for optimizer in alone:
+            optimizer.step()
+    assert_same_bits(mine, other)
+    for p, q, optimizer in zip(mine, other, alone, strict=True):
+        found, expected = together.state[p].values(), optimizer.state[q].values()
+        assert_same_bits(map(torch.as_tensor, found), map(torch.as_tensor, expected))
+        assert torch.isfinite(p).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
-import torch.distributed.checkpoint.state_dict as of_dcp  # noqa: E402
 
 from fusestep.nn import thor  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
+
+from torch_training import FOLDERS, through_folder  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"batch_size": 16, "frequency": 4}
 
@@ -72,26 +74,6 @@ def by_earlier_version(model: Any, optimizer: Any, *_: Any) -> Any:
     return found
 
 
-def by_checkpoint(model: Any, optimizer: Any, fresh: Any, resumed: Any, **given: Any) -> None:
-    options = of_dcp.StateDictOptions(**given)
-    saved, loaded = (
-        {"optimizer": of_dcp.get_optimizer_state_dict(each, own, options=options)}
-        for each, own in ((model, optimizer), (fresh, resumed))
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        dcp.save(saved, checkpoint_id=folder)
-        dcp.load(loaded, checkpoint_id=folder)
-    of_dcp.set_optimizer_state_dict(fresh, resumed, loaded["optimizer"], options=options)
-
-
-def by_flat_checkpoint(*given: Any) -> None:
-    by_checkpoint(*given, flatten_optimizer_state_dict=True)
-
-
-def by_full_checkpoint(*given: Any) -> None:
-    by_checkpoint(*given, full_state_dict=True, cpu_offload=True)
-
-
 def by_saving_itself(_: Any, optimizer: Any, __: Any, resumed: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
@@ -104,7 +86,11 @@ def by_accelerate(_: Any, optimizer: Any, *__: Any) -> Any:
     return accelerator.prepare(optimizer).state_dict()
 
 
-WAYS = [by_file, by_earlier_version, by_checkpoint, by_flat_checkpoint, by_full_checkpoint,
+def by_folder(*given: Any, of: str) -> None:
+    through_folder(*given, **FOLDERS[of])
+
+
+WAYS = [by_file, by_earlier_version, *(partial(by_folder, of=of) for of in FOLDERS),
         by_saving_itself, by_accelerate]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -91,6 +92,38 @@ def assert_same_bits(mine: Iterable[Tensor], other: Iterable[Tensor]) -> None:
     """No element differs."""
     for p, q in zip(mine, other, strict=True):
         assert torch.equal(p, q)
+
+
+def through_folder(
+    model: Any, optimizer: Any, fresh: Any, resumed: Any, **options: Any
+) -> tuple[Any, Any]:
+    """A fresh model and optimizer that go on, by a folder of torch.distributed.checkpoint."""
+    # Slow to import.
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint.state_dict as of_dcp
+
+    given = of_dcp.StateDictOptions(**options)
+    saved, loaded = (
+        {
+            "model": each.state_dict(),
+            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=given),
+        }
+        for each, own in ((model, optimizer), (fresh, resumed))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(saved, checkpoint_id=folder)
+        dcp.load(loaded, checkpoint_id=folder)
+    fresh.load_state_dict(loaded["model"])
+    of_dcp.set_optimizer_state_dict(fresh, resumed, loaded["optimizer"], options=given)
+    return fresh, resumed
+
+
+FOLDERS: dict[str, dict[str, Any]] = {
+    "folder": {},
+    "flat folder": {"flatten_optimizer_state_dict": True},
+    "full folder": {"full_state_dict": True, "cpu_offload": True},
+}
+"""Options of ways through a folder."""
 
 
 def everything(optimizer: Any) -> list[Tensor]:

@@ -255,23 +255,15 @@ def test_every_argument_acts(name: str) -> None:
     assert distance(results[1], results[0]) > FAR
 
 
-def test_loss_scale_cancels() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, *({"enable_clip_grad": True, "compat": x} for x in (None, "mindspore"))]
+)
+def test_loss_scale_cancels(options: dict[str, Any]) -> None:
     """Gradients and captured output gradients hold it; the steps do not."""
     results = []
     for scale in (1.0, 1024.0):
         net = Net()
-        opt = make(net, **BASE, loss_scale=scale)
-        train(opt, net, range(3), scale=scale)
-        results.append(data(opt))
-    assert distance(results[1], results[0]) < 1e-4
-
-
-@pytest.mark.parametrize("compat", [None, "mindspore"])
-def test_loss_scale_cancels_with_decay_and_clipping(compat: str | None) -> None:
-    results = []
-    for scale in (1.0, 1024.0):
-        net = Net()
-        opt = make(net, **BASE, loss_scale=scale, enable_clip_grad=True, compat=compat)
+        opt = make(net, **BASE, loss_scale=scale, **options)
         train(opt, net, range(3), scale=scale)
         results.append(data(opt))
     assert distance(results[1], results[0]) < 1e-4
