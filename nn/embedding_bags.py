@@ -208,7 +208,7 @@ class EmbeddingBags:
 
 
 def _place(parameter: Any, k: int, optimizer: FusedOptimizer) -> int:
-    """Which parameter of the optimizer it is."""
+    """The number of a parameter among those of the optimizer."""
     found = [i for i, p in enumerate(optimizer.parameters) if p is parameter or p.data is parameter]
     if not found:
         wrong, expected = "is none of the optimizer's", "a parameter or an array that it has"

@@ -65,7 +65,7 @@ class Communicator(Protocol):
 
 
 class _Alone:
-    """See `alone`."""
+    """A communicator of one process, whose transfers are over at once."""
 
     rank, size = 0, 1
     moves_device_arrays = True

@@ -17,7 +17,7 @@ _DUPLICATE = MPI.Comm.Create_keyval()  # of a communicator; their number is smal
 
 
 class MpiCommunicator:
-    """See `over_mpi`."""
+    """The processes of an MPI communicator, made by `over_mpi`."""
 
     moves_device_arrays = False
 
@@ -32,7 +32,7 @@ class MpiCommunicator:
         self._open: list[MpiTransfer] = []  # their arrays must stay, whether they are waited for
 
     def __deepcopy__(self, memo: Any) -> MpiCommunicator:
-        """The same: a copy of a model talks to the same processes."""
+        """Return this communicator: a copy of a model talks to the same processes."""
         return self
 
     def all_to_all(
@@ -78,7 +78,7 @@ class MpiCommunicator:
 
 
 class MpiTransfer:
-    """See `Transfer`."""
+    """A transfer that MPI has begun."""
 
     def __init__(self, request: MPI.Request, keep: Any) -> None:
         self.request, self._keep = request, keep

@@ -38,7 +38,7 @@ class Shard(Protocol):
 
 
 class Arrival(Generic[T]):
-    """Something on its way, started on all processes; others may be started meanwhile."""
+    """A result on its way, begun on all processes; other results may be begun meanwhile."""
 
     def __init__(self, transfers: Sequence[Transfer], unpack: Callable[[], T]) -> None:
         self._transfers, self._unpack = transfers, unpack
@@ -158,7 +158,10 @@ class Route:
         return Arrival((), rows)
 
     def send_back(self, gradient: Any) -> Arrival[tuple[Any, ...]]:
-        """As `start_scatter`; the arguments of the `RowTensor` arrive, which need no checks."""
+        """Begin to send the gradients of rows to their owners, as `start_scatter`.
+
+        The checked arguments of the `RowTensor` arrive, not the tensor.
+        """
         array, error = attempted(self._checked_gradient, "Route.scatter", gradient)
         self._occurrences = self._occurrences or self._found_occurrences()
         counts, order, pairs = self._occurrences

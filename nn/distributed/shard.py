@@ -106,7 +106,7 @@ def stretch(rows: int, size: int) -> int:
 
 
 def places(ids: np.ndarray, rows: int, order: str) -> np.ndarray:
-    """As `RowShard.places`, for a table of ``rows`` rows."""
+    """The places of ids in a table of ``rows`` rows, as `RowShard.places` has them."""
     ids = ids.astype(np.int64, copy=False)
     return ids if order == "range" else ids * _factor(rows) % rows
 

@@ -26,7 +26,7 @@ _FAILED = "fusestep/failed"
 
 
 class TorchCommunicator:
-    """See `over_torch`."""
+    """The processes of a group of torch.distributed, made by `over_torch`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         # Weak: ``destroy_process_group`` then ends the threads of the group. One that still lets go
@@ -50,7 +50,7 @@ class TorchCommunicator:
         return group
 
     def __deepcopy__(self, memo: Any) -> TorchCommunicator:
-        """The same: a copy of a model talks to the same processes."""
+        """Return this communicator: a copy of a model talks to the same processes."""
         return self
 
     def all_to_all(
@@ -143,7 +143,7 @@ class TorchCommunicator:
 
 
 class TorchTransfer:
-    """See `Transfer`."""
+    """A transfer that torch.distributed has begun."""
 
     def __init__(self, communicator: TorchCommunicator, work: Any, arrays: Sequence[Any]) -> None:
         self._communicator, self._work, self._arrays = communicator, work, arrays
