@@ -123,7 +123,7 @@ def save_checkpoint(
 
 
 def _common(arrays: dict[str, _Array], optimizer: Any) -> dict[str, Any]:
-    """The entries that are equal in all processes; arrays without a shard, but of `ShardedStates`."""
+    """The entries that all processes have alike: arrays without a shard, but of `ShardedStates`."""
     is_alike = not isinstance(optimizer, ShardedStates)
     whole = {n: a for n, a in arrays.items() if a.shard is None and is_alike}
     return {

@@ -87,7 +87,7 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
 def join(optimizer: FusedOptimizer, comm: Communicator, *, share_batches: bool) -> None:
     """Let an optimizer take its steps with those of other processes, as `together` does.
 
-    With ``share_batches`` each process has a gradient of every parameter that any process has one of.
+    With ``share_batches`` a parameter has a gradient in all processes or in none.
     """
     _, error = attempted(partial(_check, has_parts=share_batches), _WHERE, optimizer)
     agree(comm, _WHERE, _described(optimizer) if error is None else {}, error)
