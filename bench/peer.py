@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from .errors import BenchError
 from .measure import ContestantLostError
 
 _SCRIPTS = Path(__file__).parent / "workers"
@@ -53,18 +53,21 @@ def interpreter_option(peer: str) -> str:
     return f"--{PEERS[peer].interpreter or peer}-python"
 
 
-def find_python(peer: str, option: str | None) -> str | None:
-    """The interpreter that has the peer: the one named by the user, or this one, or None.
+def interpreter(text: str) -> str:
+    """The value of that option.
 
     Raises:
-        BenchError: the user named something that is no program.
+        ArgumentTypeError: it is no program.
     """
-    if option is None:
-        here = all(find_spec(module) is not None for module in PEERS[peer].modules)
-        return sys.executable if here else None
-    if not (os.path.isfile(option) and os.access(option, os.X_OK)):
-        raise BenchError(f"{interpreter_option(peer)}: {option!r} is no Python interpreter")
-    return option
+    if not (os.path.isfile(text) and os.access(text, os.X_OK)):
+        raise ArgumentTypeError(f"{text!r} is no Python interpreter")
+    return text
+
+
+def find_python(peer: str, option: str | None) -> str | None:
+    """The interpreter that has the peer: the one named by the user, or this one, or None."""
+    here = all(find_spec(module) is not None for module in PEERS[peer].modules)
+    return option or (sys.executable if here else None)
 
 
 class Worker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..cases.steps import LOOP, Point
 from .stats import Ratio, Summary, ratio
@@ -93,8 +93,6 @@ class SpecialResult:
     times: dict[str, Summary] = field(default_factory=dict)  # by label
     # What some of them should not exceed, in seconds.
     limits: dict[str, float] = field(default_factory=dict)
-    # Further figures of a case that is a series.
-    points: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, samples: Mapping[str, Sequence[float]]) -> None:
         """Summaries of samples by label."""

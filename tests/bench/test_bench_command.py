@@ -116,7 +116,7 @@ def test_a_run_draws_its_points(small_run: tuple[dict[str, Any], str, Path]) -> 
 
 
 def parsed(*given: str) -> options.Request:
-    return options.parse(arguments(*given))
+    return options.request(arguments(*given))
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +161,7 @@ def test_threads_are_a_dimension() -> None:
 def test_what_is_left_out_has_a_default() -> None:
     request = parsed()
     assert {p.dtype for p in request.points} == {"float32"}
+    assert {p.scenario for p in request.points} == {"loop"}
     assert {p.threads for p in request.points} == {options.get_num_threads()}
     assert {p.size for p in request.points if p.case.name.startswith("rows/")} == {
         "500000x64x65536"
@@ -184,6 +185,8 @@ def test_options_act() -> None:
     assert request.seconds == 0.2
     assert request.pythons == {"torch": sys.executable, "numpy": sys.executable}
     assert len(parsed("rows/nn.SGD", "--indices", "all", "--dtype", "all").points) == 5 * 3
+    scenarios = parsed("rows/nn.SGD", "--scenario", "busy, pause20,busy").points
+    assert [point.scenario for point in scenarios] == ["busy", "pause20"]
     assert parsed("--peers", "none").pythons == {}
 
 
@@ -199,6 +202,10 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--size", "4K..1K"): "--size: expected a range that ascends, got '4K..1K'",
     ("rows/nn.SGD", "--size", "1K"): "--size 1K, --dtype float32: fits none of the chosen cases",
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
+    **{
+        ("--scenario", text): "--scenario: expected names out of loop, pause20"
+        for text in ("pause30", "", "Loop")
+    },
     ("--dtype", ""): "--dtype: expected names out of float32, bfloat16, float16, or all, got ''",
     ("--indices", "zipf1"): "--indices: expected uniform, equal or zipf with an exponent above 1",
     ("--indices", ""): "--indices: expected uniform, equal or zipf with an exponent above 1",
@@ -211,7 +218,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--seconds", "nan"): "--seconds: expected a number above 0, got 'nan'",
     ("--seconds", "inf"): "--seconds: expected a number above 0, got 'inf'",
     ("--seconds", "soon"): "--seconds: expected a number above 0, got 'soon'",
-    ("--quick", "--seconds", "2"): "--quick: is --seconds of its own, give one of the two",
+    ("--quick", "--seconds", "2"): "argument --seconds: not allowed with argument --quick",
     ("--peers", "tensorflow"): "--peers: expected names out of numpy, torch, torch-compile, optax,",
     ("--peers", "torch,none"): "--peers: expected names out of",
     ("--torch-python", "/nowhere/python"): "--torch-python: '/nowhere/python' is no Python inter",
@@ -314,7 +321,6 @@ def test_an_earlier_run_is_shown_and_drawn(
         (("--threads", "1"), "measures nothing, so it takes no --threads"),
         (("nn.SGD",), "holds no results of nn.SGD"),
         (("--scenario", "busy"), "holds no results of busy"),
-        (("--scenario", "idle"), "--scenario: expected names out of loop"),
         (("--plot", "x.jpg"), "expected a file .png, .svg or .pdf"),
     ):
         status, out, err = said(capsys, *given, *earlier)
