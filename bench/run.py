@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .. import get_num_threads
 from . import against, machine, point
 from .cases.options import Request, check_files, other_option
 from .cases.steps import Point, SpecialCase, select
@@ -18,26 +19,26 @@ from .report import document, plot, terminal
 from .report.result import Progress, SpecialResult
 
 
-def run(request: Request) -> int:
+def run(args: argparse.Namespace, request: Request) -> int:
     """Measure, print the tables, write the files; returns the exit status."""
     console = terminal.console()
     if request.left_out:
         names = ", ".join(request.left_out)
         console.print(f"left out, no size or dtype fits: {names}", style="yellow")
-    if request.against is None:
-        return _measured(request)[1]
-    path = Path(request.against)
+    if args.against is None:
+        return _measured(args, request)[1]
+    path = Path(args.against)
     if path.is_file():
         before = document.read(path, "--against")
-        now, status = _measured(request)
+        now, status = _measured(args, request)
         return terminal.show_changes(against.changes(before, now), console) or status
     if request.special:
         names = ", ".join(case.name for case in request.special)
-        raise BenchError(f"--against {request.against}: compares steps, not {names}")
+        raise BenchError(f"--against {path}: compares steps, not {names}")
     found: list[against.Changed] = []
     with (
         _as_far_as_it_goes(found) as trouble,
-        against.versions(request.against) as folders,
+        against.versions(args.against) as folders,
         terminal.progress() as progress,
     ):
         found.extend(against.measure(folders, request.points, request.seconds, progress))
@@ -62,24 +63,26 @@ def _status(trouble: list[str], status: int = 0) -> int:
     return 130 if trouble else status
 
 
-def _measured(request: Request) -> tuple[dict[str, Any], int]:
+def _measured(args: argparse.Namespace, request: Request) -> tuple[dict[str, Any], int]:
     """The document of a run, printed and written, and the exit status."""
     load = machine.load()
     results: list[document.Result] = []
+    # Of the cases that are measured with one number only.
+    threads = max((p.threads for p in request.points), default=get_num_threads())
     wanted: list[Point | SpecialCase] = [*request.points, *request.special]
     with closing(Peers(request.pythons)) as peers:
         with _as_far_as_it_goes(results) as trouble, terminal.progress() as reports:
             for one in wanted:
                 name = one.title if isinstance(one, Point) else one.name
                 report = reports(name, len(results), len(wanted))
-                results.append(measure(one, request.seconds, request.threads, peers, report))
+                results.append(measure(one, request.seconds, threads, peers, report))
         data = document.document(results, request.seconds, peers, load)
     document.check_schema(data)
-    if request.json is not None:
-        document.write(request.json, data)
+    if args.json is not None:
+        document.write(args.json, data)
     terminal.show(data, terminal.console())
-    if request.plot is not None:
-        plot.draw(data, request.plot)
+    if args.plot is not None:
+        plot.draw(data, args.plot)
     return data, _status(trouble)
 
 

@@ -6,9 +6,9 @@ import argparse
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from ... import get_num_threads
 from ..errors import BenchError
@@ -153,25 +153,15 @@ def _parts(text: str) -> list[str]:
 # -- what is to be done ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be measured, and what becomes of it."""
+class Request(NamedTuple):
+    """What is to be measured, and with whom."""
 
     points: list[Point]
     special: list[SpecialCase]
-    seconds: float  # that the measurement of a point may take
     # The interpreter of each peer that was asked for; None where there is none.
     pythons: dict[str, str | None]
-    # Files to write.
-    json: Path | None
-    plot: Path | None
-    against: str | None  # what to compare with: the text of the option
+    seconds: float  # that the measurement of a point may take
     left_out: list[str]  # cases for which no size or dtype that was asked for fits
-
-    @property
-    def threads(self) -> int:
-        """Of the cases that are measured with one number only."""
-        return max((p.threads for p in self.points), default=get_num_threads())
 
 
 def request(args: argparse.Namespace) -> Request:
@@ -189,30 +179,19 @@ def request(args: argparse.Namespace) -> Request:
     for library in {name.partition("-")[0] for name in scenarios} & {"torch", "jax"}:
         if find_spec(library) is None:
             raise BenchError(f"--scenario {library}: needs {library} in this environment")
-    points = cases.points(
-        steps,
-        args.size,
-        args.dtype or ["float32"],
-        args.threads or [get_num_threads()],
-        [indices.check_distribution(name) for name in _parts(drawn)],
-        scenarios,
-    )
+    distributions = [indices.check_distribution(name) for name in _parts(drawn)]
+    dtypes, threads = args.dtype or ["float32"], args.threads or [get_num_threads()]
+    points = cases.points(steps, args.size, dtypes, threads, distributions, scenarios)
     usual = [peer for peer, kind in PEERS.items() if kind.is_default]
     pythons = {}
     for peer in usual if args.peers is None else args.peers:
         option = interpreter_option(peer).removeprefix("--").replace("-", "_")
         pythons[peer] = find_python(peer, getattr(args, option))
     check_files(args)
-    return Request(
-        points=points,
-        special=[case for case in chosen if isinstance(case, SpecialCase)],
-        seconds=seconds_of(args, SECONDS, _QUICK),
-        pythons=pythons,
-        json=args.json,
-        plot=args.plot,
-        against=_against(args),
-        left_out=[case.name for case in steps if not any(p.case is case for p in points)],
-    )
+    _check_against(args)
+    left_out = [case.name for case in steps if not any(p.case is case for p in points)]
+    special = [case for case in chosen if isinstance(case, SpecialCase)]
+    return Request(points, special, pythons, seconds_of(args, SECONDS, _QUICK), left_out)
 
 
 def seconds_of(args: argparse.Namespace, usual: float, quick: float) -> float:
@@ -235,18 +214,16 @@ def check_files(args: argparse.Namespace) -> None:
         document.check_writable(args.plot, "--plot")
 
 
-def _against(args: argparse.Namespace) -> str | None:
-    """What to compare with; a commit takes no other options of the report."""
-    against: str | None = args.against
-    if against is None or Path(against).is_file():
-        return against
+def _check_against(args: argparse.Namespace) -> None:
+    """To compare with a commit takes no other options of the report."""
+    if args.against is None or Path(args.against).is_file():
+        return
     others = ("json", "plot", "peers")
     if given := [f"--{name}" for name in others if getattr(args, name) is not None]:
         raise BenchError(
-            f"--against {against}: no such file, and to compare with a commit takes no "
+            f"--against {args.against}: no such file, and to compare with a commit takes no "
             f"{' and no '.join(given)}"
         )
-    return against
 
 
 def other_option(args: argparse.Namespace, *taken: str) -> str | None:

@@ -11,8 +11,6 @@ times come with those that the host took to enqueue the work.
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -46,20 +44,8 @@ def gpu() -> dict[str, Any]:
         "compute_capability": ".".join(str(x) for x in device.compute_capability),
         "multiprocessors": getattr(device, "MULTIPROCESSOR_COUNT", None),
         "memory_bytes": int(cuda.current_context().get_memory_info().total),
-        "driver": _driver_version(),
         "cuda_of_driver": f"{number // 1000}.{number % 1000 // 10}" if known else None,
     }
-
-
-def _driver_version() -> str | None:
-    """Of NVIDIA's driver, where its tool says so."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.split()
-    return lines[0] if done.returncode == 0 and lines else None
 
 
 def results(found: Sequence[Point], bench: Bench) -> dict[str, Any]:

@@ -21,10 +21,8 @@ from .document import same
 from .result import OF_BOUND, OURS
 
 Point = dict[str, Any]
-_NAMES, _BETWEEN = (
-    36,
-    3,
-)  # characters: of the first two columns, which fold, at least; between columns
+# Characters: of the first two columns, which fold, at least; between columns.
+_NAMES, _BETWEEN = 36, 3
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ def show_gpu(document: dict[str, Any], console: Console) -> None:
     """Print what a document of a CUDA device holds."""
     device = document["gpu"]
     _made_with(document, console)
-    memory, driver = f"{device['memory_bytes'] / 1e9:.1f} GB", device["driver"]
-    console.print(f"{device['name']}, {memory}, driver {driver}, CUDA {device['cuda_of_driver']}")
+    memory = f"{device['memory_bytes'] / 1e9:.1f} GB"
+    console.print(f"{device['name']}, {memory}, CUDA {device['cuda_of_driver']}")
     _print(tables.on_device(document), console)
     for point in document["points"]:
         size = ", ".join(f"{value:,} {name}" for name, value in point["size"].items())

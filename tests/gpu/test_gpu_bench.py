@@ -26,7 +26,6 @@ DEVICE = {
     "compute_capability": "9.0",
     "multiprocessors": 132,
     "memory_bytes": 10**11,
-    "driver": None,
     "cuda_of_driver": "13.0",
 }
 
