@@ -34,7 +34,7 @@ def named_points() -> dict[str, tuple[Any, ...]]:
     return {
         **{f"dense/{kind}/{dtype}/{LARGE[0]}": ("large", kind, LARGE[0], dtype)
            for kind in ("adam", "adamw", "sgd") for dtype in _DTYPES},
-        f"dense/adam/float32/{LARGE[1]}": ("large", "adam", LARGE[1], "float32"),
+        f"dense/adam/float32/{LARGE[-1]}": ("large", "adam", LARGE[-1], "float32"),
         "model/gpt2": ("gpt2",),
         **{f"dense/{kind}/{LARGE[0]}": ("large", kind, LARGE[0], "float32")
            for kind in ("lamb", "adafactor")},

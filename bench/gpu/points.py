@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,48 +119,9 @@ def _in_torch(torch: Any, name: str, shapes: Sequence[tuple[int, ...]], dtype: s
 # -- row-sparse steps, and sorts ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tables:
-    """A table with its moments and a row-sparse gradient."""
-
-    arrays: tuple[Any, Any, Any]  # parameter and moments
-    values: Any  # of the gradient
-    drawn: np.ndarray  # its indices, on the host
-    indices: Any  # on the device
-
-    @property
-    def size(self) -> dict[str, int]:
-        """For the report."""
-        n, d = self.arrays[0].shape
-        unique = int(np.unique(self.drawn).size)
-        return {"rows": n, "width": d, "occurrences": self.drawn.size, "different rows": unique}
-
-    def step(self, operator: Any) -> Callable[[], object]:
-        """An operator on all of it."""
-        return lambda: operator(*self.arrays, *_SCALARS, self.values, self.indices)
-
-    def measure(self, bench: Bench, name: str, jobs: Jobs, moved: Mapping[str, int]) -> Point:
-        """The times of jobs on it."""
-        return bench.measure(f"rows/ops.{name}", self.size, jobs, moved, ("rows", ROWS))
-
-
-def _tables(bench: Bench, distribution: str) -> Tables:
-    """As large as they should be, or as memory allows."""
-    of_row = 3 * 4 * WIDTH + 16  # and what the sweep keeps of it
-    of_batch = BATCH * (4 * WIDTH + 8)
-    rest = of_batch + (1 << 29)  # the room of a step
-    n = bench.fits(ROWS, of_row, LEAST_ROWS, rest)
-    w, m, v = (new_array((n, WIDTH)) for _ in range(3))
-    drawn = indices.draw(distribution, n, BATCH)
-    return Tables((w, m, v), normal_array((BATCH, WIDTH)), drawn, cuda.to_device(drawn))
-
-
 def all_rows(bench: Bench, distribution: str) -> Point:
     """``FusedSparseAdam``, by the 24 bytes of each element alone."""
-    tables, operator = _tables(bench, distribution), ops.FusedSparseAdam()
-    n, d = tables.arrays[0].shape
-    jobs, moved = {OURS: tables.step(operator)}, {OURS: 24 * n * d}
-    return tables.measure(bench, f"{operator.name} {distribution}", jobs, moved)
+    return _rows(bench, ops.FusedSparseAdam(), distribution, is_lazy=False)
 
 
 def lazy_rows(bench: Bench, distribution: str) -> Point:
@@ -169,12 +129,27 @@ def lazy_rows(bench: Bench, distribution: str) -> Point:
 
     Its bytes: the gradient and the indices read once, 24 for each element of a row that occurs.
     """
-    tables, operator = _tables(bench, distribution), ops.FusedSparseLazyAdam()
-    _, d = tables.arrays[0].shape
-    bytes_ = Traffic(updated=3).touched_rows(tables.size["different rows"], d, BATCH, 4)
-    moved = dict.fromkeys((OURS, "update alone"), bytes_)
-    jobs: Jobs = {OURS: tables.step(operator), **_parts(tables)}
-    return tables.measure(bench, f"{operator.name} {distribution}", jobs, moved)
+    return _rows(bench, ops.FusedSparseLazyAdam(), distribution, is_lazy=True)
+
+
+def _rows(bench: Bench, operator: Any, distribution: str, *, is_lazy: bool) -> Point:
+    """An operator on a table as large as it should be, or as memory allows."""
+    of_row = 3 * 4 * WIDTH + 16  # and what the sweep keeps of it
+    of_batch = BATCH * (4 * WIDTH + 8)
+    rest = of_batch + (1 << 29)  # the room of a step
+    n = bench.fits(ROWS, of_row, LEAST_ROWS, rest)
+    arrays = [new_array((n, WIDTH)) for _ in range(3)]
+    drawn = indices.draw(distribution, n, BATCH)
+    values, ids, unique = normal_array((BATCH, WIDTH)), cuda.to_device(drawn), np.unique(drawn).size
+    jobs: Jobs = {OURS: lambda: operator(*arrays, *_SCALARS, values, ids)}
+    moved = {OURS: 24 * n * WIDTH}
+    if is_lazy:
+        jobs |= _parts(arrays, values, ids)
+        of_step = Traffic(updated=3).touched_rows(unique, WIDTH, BATCH, 4)
+        moved = dict.fromkeys((OURS, "update alone"), of_step)
+    size = {"rows": n, "width": WIDTH, "occurrences": BATCH, "different rows": int(unique)}
+    case = f"rows/ops.{operator.name} {distribution}"
+    return bench.measure(case, size, jobs, moved, ("rows", ROWS))
 
 
 def table(bench: Bench, distribution: str, batch: int) -> Point:
@@ -240,15 +215,13 @@ def bags(bench: Bench) -> Point:
     return bench.measure("bags/LazyAdam", size, jobs, moved)
 
 
-def _parts(tables: Tables) -> Jobs:
+def _parts(arrays: Sequence[Any], gradient: Any, ids: Any) -> Jobs:
     """Of a lazy step: finding and sorting the keys, and the update by sorted ones."""
-    n, d = tables.arrays[0].shape
-    w, m, v, values, rows = (
-        int(address_of(a)) for a in (*tables.arrays, tables.values, tables.indices)
-    )
+    n, d = arrays[0].shape
+    w, m, v, values, rows = (int(address_of(a)) for a in (*arrays, gradient, ids))
     compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
     hp = np.array([adam.adam_scalars(np.float32, *_ADAM)], np.float32)
-    one = [RowTable((w, m, v), 0, n, d, rows, 8, tables.drawn.size, values)]
+    one = [RowTable((w, m, v), 0, n, d, rows, 8, ids.size, values)]
     step = RowStep(compiled, one, touched_only=True)
     scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)
     table, hp_at = cuda.device_array(step.n_words, np.int64), np.array([address_of(scalars)])
