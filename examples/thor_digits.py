@@ -36,7 +36,7 @@ NETS: dict[str, Sequence[tuple[tuple[int, ...], int]]] = {
     "mlp": [((64, 64), 1), ((64, 64), 1), ((10, 64), 1)],
     "convnet": [((8, 1, 3, 3), 1), ((16, 8, 3, 3), 2), ((10, 16 * 4 * 4), 1)],
 }
-"""Of each net the shapes of its weights, and strides."""
+"""The shapes of the weights of each net, and strides."""
 CURVES, FIGURES = "thor_digits.png", "thor_digits.json"
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -101,7 +101,7 @@ class Classifier:
 
 
 def _rows(record: Record, x: Floats) -> Floats:
-    """What a weight is multiplied by: samples, or the patches ``[N, H, W, C * 9]`` of images."""
+    """The factors of a weight: samples, or the patches ``[N, H, W, C * 9]`` of images."""
     if isinstance(record, nn.ThorDense):
         return x.reshape(len(x), -1)
     padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))

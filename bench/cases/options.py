@@ -146,7 +146,7 @@ def _seconds(text: str) -> float:
 
 
 def _parts(text: str) -> list[str]:
-    """What is between the commas, each once."""
+    """The words between the commas, each once."""
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
@@ -154,7 +154,7 @@ def _parts(text: str) -> list[str]:
 
 
 class Request(NamedTuple):
-    """What is to be measured, and with whom."""
+    """Points and cases to be measured, and with whom."""
 
     points: list[Point]
     special: list[SpecialCase]
@@ -165,7 +165,7 @@ class Request(NamedTuple):
 
 
 def request(args: argparse.Namespace) -> Request:
-    """What the options ask for.
+    """The points and cases that the options ask for.
 
     Raises:
         BenchError: they do not fit each other, or this machine.
@@ -195,7 +195,7 @@ def request(args: argparse.Namespace) -> Request:
 
 
 def seconds_of(args: argparse.Namespace, usual: float, quick: float) -> float:
-    """Those that were asked for, or one of two defaults."""
+    """The seconds that were asked for, or one of two defaults."""
     given: float | None = args.seconds
     return given or (quick if args.quick else usual)
 

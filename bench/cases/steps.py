@@ -35,7 +35,7 @@ class Case:
 
     @property
     def use(self) -> Use:
-        """What the subject does with such gradients."""
+        """The step that the subject takes with such gradients."""
         return self.subject.uses[self.kind]
 
     @property
@@ -64,7 +64,7 @@ class Point:
         return name if self.scenario == LOOP else f"{name} {self.scenario}"
 
     def tensors(self) -> Tensors:
-        """What it works on."""
+        """The tensors that it works on."""
         if self.case.model in DENSE_MODELS:
             return tuple(map(Tensor, DENSE_MODELS[self.case.model]()))
         if self.case.model in MIXED_MODELS:

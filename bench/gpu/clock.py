@@ -63,7 +63,7 @@ def normal_array(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
 
 
 def free_bytes() -> int:
-    """Of the device, after everything that nobody needs is given back."""
+    """Free memory of the device, after everything that nobody needs is given back."""
     gc.collect()
     context = cuda.current_context()
     deallocations = getattr(context, "deallocations", None)
@@ -153,7 +153,7 @@ def keep_busy(seconds: float, stream: Any = None) -> Any:
 
 
 class Timed:
-    """What enqueues a step, timed between two events on the stream.
+    """A contestant that enqueues steps, timed between two events on the stream.
 
     Attributes:
         host: of each sample the seconds a step that the calls took.

@@ -121,7 +121,7 @@ def point(
     copy: float | None,
     notes: list[str],
 ) -> Point:
-    """What a document says of a case in one size.
+    """The entry of a case in one size in a document.
 
     Args:
         case: its name.

@@ -1,4 +1,4 @@
-"""What is measured on a CUDA device: the points of ``python -m fusestep.bench.gpu``."""
+"""The points of ``python -m fusestep.bench.gpu``: steps on a CUDA device."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def bags(bench: Bench) -> Point:
 
 
 def _parts(arrays: Sequence[Any], gradient: Any, ids: Any) -> Jobs:
-    """Of a lazy step: finding and sorting the keys, and the update by sorted ones."""
+    """The parts of a lazy step: finding and sorting the keys, and the update by sorted ones."""
     n, d = arrays[0].shape
     w, m, v, values, rows = (int(address_of(a)) for a in (*arrays, gradient, ids))
     compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))

@@ -36,13 +36,13 @@ def states() -> Table:
 
 
 def row_sparse() -> Table:
-    """What row-sparse gradients do there and here."""
+    """The meaning of row-sparse gradients there and here."""
     found = _of_forms(lambda row, form: (form.rows_there, _default(row, form)))
     return Table(["optimizer", MINDSPORE, "default here"], _grouped(found), left=3)
 
 
 def row_defaults() -> Table:
-    """The same, here alone."""
+    """The meaning of row-sparse gradients here alone."""
     found = _of_forms(lambda row, form: (_default(row, form),))
     return Table(["optimizer", "default for row-sparse gradients"], _grouped(found), left=2)
 
@@ -52,7 +52,7 @@ def _default(row: Row, form: Form) -> str:
 
 
 def large_gradients() -> Table:
-    """What an element does whose square is infinite."""
+    """The step of an element whose square is infinite."""
     found = _of_forms(lambda row, form: () if row.build else form.large or ())
     return Table(["optimizer", "in that step", "later"], _grouped(found), left=3)
 

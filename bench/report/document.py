@@ -68,7 +68,7 @@ def _point(result: PointResult) -> dict[str, Any]:
 
 
 def same(point: dict[str, Any]) -> tuple[Any, ...]:
-    """What points of a document have in common that differ in their scenario only; last threads."""
+    """The key that points have in common that differ in their scenario only; threads come last."""
     return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
 
 

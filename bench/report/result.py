@@ -1,4 +1,4 @@
-"""What the measurement of a point hands to the report."""
+"""The results of measurements, as the report takes them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PointResult:
 
     @property
     def losses(self) -> list[str]:
-        """What falls short, in words."""
+        """The figures that fall short, in words."""
         losses = []
         in_a_row = self.point.scenario == LOOP
         if in_a_row and self.from_memory and self.bound and self.bound.value < OF_BOUND:

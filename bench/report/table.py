@@ -150,7 +150,7 @@ def peers_of(points: Iterable[Point]) -> list[str]:
 
 
 def scenarios_of(points: Iterable[Point]) -> list[str]:
-    """Those of the points, in their order."""
+    """The scenarios of the points, in their order."""
     return list(dict.fromkeys(point["scenario"] for point in points))
 
 
@@ -181,7 +181,7 @@ def speed(point: Point) -> str:
 
 
 def share(point: Point) -> str:
-    """Of the bound's speed; in brackets where the arrays were in the cache."""
+    """The share of the bound's speed; in brackets where the arrays were in the cache."""
     if point["bound"] is None:
         return "n/a"
     value = point["bound"]["value"]

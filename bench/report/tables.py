@@ -123,7 +123,7 @@ def _summary(data: Data) -> Blocks:
 
 
 def scenarios(points: Sequence[Point]) -> list[Table]:
-    """Of each case the times of all contestants, a row for each scenario."""
+    """The times of all contestants in each case, a row for each scenario."""
     found = []
     for point, group in table.by_scenario(points):
         names = list(dict.fromkeys(name for p in group.values() for name in table.contestants(p)))
@@ -137,7 +137,7 @@ def scenarios(points: Sequence[Point]) -> list[Table]:
 
 
 def _scenarios(data: Data) -> Blocks:
-    """Those tables; without peers, our times and shares of the bound's speed."""
+    """A table for each case; without peers, one of our times and shares of the bound's speed."""
     if not data["peers"]:
         return _across(data, lambda point: f"{point['bound']['value']:.0%}")
     found = scenarios(all_of(data))
@@ -239,7 +239,7 @@ def scaling(points: Sequence[Point]) -> Table:
 
 
 def _memory(data: Data) -> Blocks:
-    """What a step needs beside its arrays: ours, and the fastest form of each known peer."""
+    """Bytes that a step needs beside its arrays: ours, and the fastest form of each known peer."""
 
     def needed(point: Point) -> dict[str, Any]:
         return {name: point["memory"].get(of) for name, of in table.contestants(point).items()}
@@ -385,7 +385,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "dlrm-training": _dlrm_training,
     "in-mindspore": partial(_programs, name="in-mindspore", of="optimizer", library="MindSpore"),
 }  # fmt: skip
-"""What results of ``fusestep bench`` are shown in."""
+"""Tables of results of ``fusestep bench``."""
 OTHERS: dict[str, Callable[[Data], Blocks]] = {
     "gpu": lambda data: [on_device(data)],
     "recommender": _recommender,
@@ -396,4 +396,4 @@ OTHERS: dict[str, Callable[[Data], Blocks]] = {
         for name, make in catalogue.TABLES.items()
     },
 }
-"""What documents of another form are shown in, and what needs no results."""
+"""Tables of documents of another form, and tables that need no results."""

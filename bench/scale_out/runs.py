@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
-    """What n processes have measured: the slowest of each figure, and the bytes of all."""
+    """Figures of n processes: the slowest of each, and the bytes of all."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
         *(str(n), "-m", "fusestep.bench.scale_out.worker"),
@@ -90,7 +90,7 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
 
 
 class Costs(NamedTuple):
-    """What an iteration costs a process without others, in seconds."""
+    """The costs of an iteration for a process without others, in seconds."""
 
     fixed: float
     of_id: float
@@ -109,7 +109,7 @@ def costs(data: dict[str, Any]) -> Costs:
 
 
 def bytes_sent(n: int, batch: int, rows: int) -> float:
-    """What each of n processes sends to the others in an iteration, in bytes.
+    """Bytes that each of n processes sends to the others in an iteration.
 
     Numbers of different rows, those rows, and for each id its gradient, the place of its row and
     its own place.
@@ -128,7 +128,7 @@ def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
 
 
 def iteration(n: int, network: float, data: dict[str, Any]) -> float:
-    """Of n processes on machines of their own, with a network of so many Gbit/s."""
+    """An iteration of n processes on machines of their own, with a network of so many Gbit/s."""
     exchanges = float(data["runs"][-1]["exchanges"])
     sent = bytes_sent(n, MODEL_BATCH, data["rows"]) * 8 / (network * 1e9)
     return costs(data).at(MODEL_BATCH / n) + exchanges * (n - 1) * _MESSAGE + sent

@@ -85,7 +85,7 @@ class Training:
         self.optimizer((route.scatter(self.gradient),))
 
     def least_bytes(self) -> float:
-        """What has to be sent in an iteration: ids, different rows, and all their gradients."""
+        """Bytes that must be sent in an iteration: ids, different rows, and all their gradients."""
         found = []
         for ids in self.batches:
             places = self.shard.places(ids) // self.shard.height
@@ -129,7 +129,7 @@ def measured(training: Training, seconds: float) -> dict[str, Any]:
 
 
 def _seconds_per_byte(comm: Counted) -> float:
-    """Of a byte that a process sends, in large exchanges."""
+    """Seconds of a byte that a process sends, in large exchanges."""
     if comm.size == 1:
         return 0.0
     sent, received = np.ones((2, comm.size, _LARGE // comm.size), np.uint8)

@@ -163,7 +163,7 @@ class MindSpore:
 
 
 def _plan(parameters: list[Parameter]) -> tuple[tuple[bool, int, tuple[int, ...]], ...]:
-    """Of each parameter: is its gradient row-sparse, its place among the inputs, its shape."""
+    """For each parameter: is its gradient row-sparse, its place among the inputs, its shape."""
     plan = []
     position = 0
     for given in parameters:

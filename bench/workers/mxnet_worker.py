@@ -94,7 +94,7 @@ class MXNet:
         return Replica(Job(step, load), lambda: [np.asarray(w.asnumpy()) for w in weights])
 
     def _look_up(self, parameters: list[Parameter], weights: list[Any]) -> list[Any]:
-        """Of each table its rows, whose backward can be asked for again and again."""
+        """The rows of each table, whose backward can be asked for again and again."""
         found: list[Any] = []
         with self.mx.autograd.record():
             for given, w in zip(parameters, weights):
