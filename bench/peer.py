@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from .errors import BenchError
 from .measure import ContestantLostError
 
 _SCRIPTS = Path(__file__).parent / "workers"
@@ -53,21 +53,18 @@ def interpreter_option(peer: str) -> str:
     return f"--{PEERS[peer].interpreter or peer}-python"
 
 
-def interpreter(text: str) -> str:
-    """The value of that option.
+def find_python(peer: str, option: str | None) -> str | None:
+    """The interpreter that has the peer: the one named by the user, or this one, or None.
 
     Raises:
-        ArgumentTypeError: it is no program.
+        BenchError: the user named something that is no program.
     """
-    if not (os.path.isfile(text) and os.access(text, os.X_OK)):
-        raise ArgumentTypeError(f"{text!r} is no Python interpreter")
-    return text
-
-
-def find_python(peer: str, option: str | None) -> str | None:
-    """The interpreter that has the peer: the one named by the user, or this one, or None."""
-    here = all(find_spec(module) is not None for module in PEERS[peer].modules)
-    return option or (sys.executable if here else None)
+    if option is None:
+        here = all(find_spec(module) is not None for module in PEERS[peer].modules)
+        return sys.executable if here else None
+    if not (os.path.isfile(option) and os.access(option, os.X_OK)):
+        raise BenchError(f"{interpreter_option(peer)}: {option!r} is no Python interpreter")
+    return option
 
 
 class Worker:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ... import get_num_threads
 from ..errors import BenchError
-from ..peer import PEERS, find_python, interpreter, interpreter_option
+from ..peer import PEERS, find_python, interpreter_option
 from ..report import document
 from ..report.result import SECONDS
 from ..workers.worker_protocol import SCENARIOS
@@ -77,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for peer in (peer for peer, kind in PEERS.items() if kind.interpreter is None):
         add(
             interpreter_option(peer),
-            type=interpreter,
             metavar="PATH",
             help=f"an interpreter that has {' and '.join(PEERS[peer].modules)} (default: this)",
         )
@@ -182,11 +181,12 @@ def request(args: argparse.Namespace) -> Request:
     distributions = [indices.check_distribution(name) for name in _parts(drawn)]
     dtypes, threads = args.dtype or ["float32"], args.threads or [get_num_threads()]
     points = cases.points(steps, args.size, dtypes, threads, distributions, scenarios)
-    usual = [peer for peer, kind in PEERS.items() if kind.is_default]
-    pythons = {}
-    for peer in usual if args.peers is None else args.peers:
+    found = {}
+    for peer in PEERS:
         option = interpreter_option(peer).removeprefix("--").replace("-", "_")
-        pythons[peer] = find_python(peer, getattr(args, option))
+        found[peer] = find_python(peer, getattr(args, option))
+    usual = [peer for peer, kind in PEERS.items() if kind.is_default]
+    pythons = {peer: found[peer] for peer in (usual if args.peers is None else args.peers)}
     check_files(args)
     _check_against(args)
     left_out = [case.name for case in steps if not any(p.case is case for p in points)]

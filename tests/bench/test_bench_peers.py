@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 import time
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from fusestep.bench import measure, peer, point, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
+from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
@@ -337,8 +337,8 @@ def test_an_interpreter_is_found_or_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     program = tmp_path / "python"
     program.write_text("", encoding="utf-8")
     for path in ("/nowhere/python", "/", str(program)):
-        with pytest.raises(ArgumentTypeError, match=f"'{path}' is no Python"):
-            peer.interpreter(path)
+        with pytest.raises(BenchError, match=f"--optax-python: '{path}' is no Python"):
+            find_python("optax", path)
 
 
 def test_another_interpreter_gets_none_of_our_packages(monkeypatch: pytest.MonkeyPatch) -> None:

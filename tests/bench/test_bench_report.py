@@ -17,7 +17,7 @@ from fusestep.bench import machine
 from fusestep.bench.cases.workloads import DEFAULTS, PUBLISHED_DENSE
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import PEERS
-from fusestep.bench.report import document, markdown, plot, table, terminal
+from fusestep.bench.report import document, markdown, plot, table, tables, terminal
 from fusestep.bench.report.result import OURS, PointResult, SpecialResult
 
 from bench_support import made_up, point, result, summary
@@ -197,20 +197,14 @@ def test_doubts() -> None:
 
 
 def test_scaling() -> None:
+    """Of what was measured with one thread too."""
     one, two = (result(point(threads=n), **USUAL, **{OURS: 0.03 / n**0.5}) for n in (1, 2))
-    lines = [line.split() for line in shown(made_up(one, two)).splitlines()]
-    assert [
-        "dense/nn.Adam",
-        "900",
-        "2",
-        "30.00",
-        "ms",
-        "21.21",
-        "ms",
-        "1.41",
-        "32%",
-        "45%",
-    ] in lines
+    data = made_up(one, two, result(point("dense/nn.SGD", threads=2)))
+    figures = ["900", "2", "30.00 ms", "21.21 ms", "1.41", "**32%**", "**45%**"]
+    assert tables.scaling(data["points"]).rows == [["`dense/nn.Adam`", *figures]]
+    assert ["dense/nn.Adam", *" ".join(figures).replace("*", "").split()] in [
+        line.split() for line in shown(data).splitlines()
+    ]
 
 
 def test_scenarios() -> None:
