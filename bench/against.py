@@ -43,7 +43,7 @@ class Changed:
 
     @property
     def verdict(self) -> Change:
-        """What the ratio says."""
+        """The verdict on the ratio."""
         assert self.ratio is not None
         return change(self.ratio)
 

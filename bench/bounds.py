@@ -53,7 +53,7 @@ class Stream:
 
     @property
     def bytes(self) -> int:
-        """What the loop moves."""
+        """Bytes that the loop moves."""
         return sum(a.nbytes for a in (*self.updated, *self.updated, *self.read, *self.written))
 
     def run(self, shape: Shape) -> Callable[[], None]:
@@ -76,7 +76,7 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """What the loop moves, without the list of rows, which is no part of the task."""
+        """Bytes that the loop moves, without the list of rows, which is no part of the task."""
         return sum(2 * self.rows.size * a.strides[0] for a in self.updated)
 
     def run(self, shape: Shape) -> Callable[[], None]:
@@ -97,7 +97,7 @@ class Gather:
 
     @property
     def bytes(self) -> int:
-        """What the loop moves: rows that come again are read from the cache."""
+        """Bytes that the loop moves: rows that come again are read from the cache."""
         different = np.unique(self.indices).size
         return self.indices.nbytes + different * self.table.strides[0] + self.out.nbytes
 

@@ -62,4 +62,4 @@ def _run(args: argparse.Namespace) -> int:
         return markdown.check()
     if args.earlier is not None:
         return run.show(args)
-    return run.run(options.parse(args))
+    return run.run(args, options.request(args))

@@ -1,4 +1,4 @@
-"""What pytest does with the benchmark: one process, as others would disturb it."""
+"""The benchmark under pytest: one process, as others would disturb it."""
 
 from __future__ import annotations
 

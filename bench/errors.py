@@ -1,4 +1,4 @@
-"""What the benchmark says when it cannot go on."""
+"""The error of the benchmark that cannot go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on and with."""
+"""The machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def checkout_at_hand() -> Path | None:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """What a command of Git prints.
+    """The output of a command of Git.
 
     Raises:
         BenchError: it fails, or there is no Git.

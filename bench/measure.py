@@ -28,7 +28,7 @@ class ContestantLostError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that gives times, in seconds, when asked for a sample of so many steps."""
+    """A source of times, in seconds, that is asked for samples of so many steps."""
 
     label: str  # its name
     sample: Callable[[int], Sequence[float]]  # takes the steps
@@ -73,7 +73,7 @@ class Plan:
     steps_of_slow: Mapping[str, int] = field(default_factory=dict)
 
     def steps_of(self, label: str) -> int:
-        """Of one sample of a contestant."""
+        """Steps of one sample of a contestant."""
         return self.steps_of_slow.get(label, self.steps)
 
 

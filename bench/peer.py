@@ -108,7 +108,7 @@ class Worker:
 
     @property
     def is_broken(self) -> bool:
-        """It has ended or does not answer any more."""
+        """Whether it has ended or does not answer any more."""
         return self._broken is not None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:

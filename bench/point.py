@@ -136,7 +136,7 @@ def in_worker(label: str, worker: Worker, form: str, scenario: str) -> Contestan
 
 @contextmanager
 def setup_request(algorithm: str, point: Point, given: Inputs) -> Iterator[dict[str, Any]]:
-    """What a worker needs to set the same steps up; its files are there inside the context.
+    """A request to set the same steps up; its files are there inside the context.
 
     The gradients are files, not seeds: NumPy promises no version the random numbers of another
     one, and peers may need another one.

@@ -9,39 +9,40 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .. import get_num_threads
 from . import against, machine, point
-from .cases.options import Request, check_plot, names_of_scenarios, other_option
+from .cases.options import Request, check_files, other_option
 from .cases.steps import Point, SpecialCase, select
 from .errors import BenchError
 from .peer import Peers
-from .report import document, plot, table
+from .report import document, plot, terminal
 from .report.result import Progress, SpecialResult
 
 
-def run(request: Request) -> int:
+def run(args: argparse.Namespace, request: Request) -> int:
     """Measure, print the tables, write the files; returns the exit status."""
-    console = table.console()
+    console = terminal.console()
     if request.left_out:
         names = ", ".join(request.left_out)
         console.print(f"left out, no size or dtype fits: {names}", style="yellow")
-    if request.against is None:
-        return _measured(request)[1]
-    path = Path(request.against)
+    if args.against is None:
+        return _measured(args, request)[1]
+    path = Path(args.against)
     if path.is_file():
         before = document.read(path, "--against")
-        now, status = _measured(request)
-        return table.show_changes(against.changes(before, now), console) or status
+        now, status = _measured(args, request)
+        return terminal.show_changes(against.changes(before, now), console) or status
     if request.special:
         names = ", ".join(case.name for case in request.special)
-        raise BenchError(f"--against {request.against}: compares steps, not {names}")
+        raise BenchError(f"--against {path}: compares steps, not {names}")
     found: list[against.Changed] = []
     with (
         _as_far_as_it_goes(found) as trouble,
-        against.versions(request.against) as folders,
-        table.progress() as progress,
+        against.versions(args.against) as folders,
+        terminal.progress() as progress,
     ):
         found.extend(against.measure(folders, request.points, request.seconds, progress))
-    return _status(trouble, table.show_changes(found, console))
+    return _status(trouble, terminal.show_changes(found, console))
 
 
 @contextmanager
@@ -58,28 +59,30 @@ def _as_far_as_it_goes(found: Sized) -> Iterator[list[str]]:
 
 def _status(trouble: list[str], status: int = 0) -> int:
     if trouble:
-        table.console().print(f"not all was measured: {trouble[0]}", style="bold red")
+        terminal.console().print(f"not all was measured: {trouble[0]}", style="bold red")
     return 130 if trouble else status
 
 
-def _measured(request: Request) -> tuple[dict[str, Any], int]:
+def _measured(args: argparse.Namespace, request: Request) -> tuple[dict[str, Any], int]:
     """The document of a run, printed and written, and the exit status."""
     load = machine.load()
     results: list[document.Result] = []
+    # Of the cases that are measured with one number only.
+    threads = max((p.threads for p in request.points), default=get_num_threads())
     wanted: list[Point | SpecialCase] = [*request.points, *request.special]
     with closing(Peers(request.pythons)) as peers:
-        with _as_far_as_it_goes(results) as trouble, table.progress() as reports:
+        with _as_far_as_it_goes(results) as trouble, terminal.progress() as reports:
             for one in wanted:
                 name = one.title if isinstance(one, Point) else one.name
                 report = reports(name, len(results), len(wanted))
-                results.append(measure(one, request.seconds, request.threads, peers, report))
+                results.append(measure(one, request.seconds, threads, peers, report))
         data = document.document(results, request.seconds, peers, load)
     document.check_schema(data)
-    if request.json is not None:
-        document.write(request.json, data)
-    table.show(data, table.console())
-    if request.plot is not None:
-        plot.draw(data, request.plot)
+    if args.json is not None:
+        document.write(args.json, data)
+    terminal.show(data, terminal.console())
+    if args.plot is not None:
+        plot.draw(data, args.plot)
     return data, _status(trouble)
 
 
@@ -110,14 +113,12 @@ def show(args: argparse.Namespace) -> int:
         data["points"] = [point for point in data["points"] if point["case"] in names]
         data["special"] = [special for special in data["special"] if special["name"] in names]
     if args.scenario:
-        scenarios = names_of_scenarios(args.scenario)
-        data["points"] = [point for point in data["points"] if point["scenario"] in scenarios]
+        data["points"] = [p for p in data["points"] if p["scenario"] in args.scenario]
     if not data["points"] and not data["special"]:
-        asked = ", ".join([*args.cases, *([args.scenario] if args.scenario else [])])
+        asked = ", ".join([*args.cases, *(args.scenario or ())])
         raise BenchError(f"--from {args.earlier}: holds no results of {asked}")
+    check_files(args)
+    terminal.show(data, terminal.console())
     if args.plot is not None:
-        check_plot(Path(args.plot))
-    table.show(data, table.console())
-    if args.plot is not None:
-        plot.draw(data, Path(args.plot))
+        plot.draw(data, args.plot)
     return 0

@@ -30,7 +30,7 @@ _ROTATE_TO, _CACHED_BELOW = 3.0, 0.125
 
 @dataclass(frozen=True)
 class Inputs:
-    """What ours and every peer start from."""
+    """The arrays that ours and every peer start from."""
 
     parameters: list[Parameter]  # with their gradients
     bytes: int  # what a step must move, by the model of `traffic`
@@ -80,7 +80,7 @@ def check_memory(name: str, sizes: Sequence[str]) -> None:
 
 
 def inputs(point: Point) -> Inputs:
-    """What a point works on.
+    """The inputs of a point.
 
     Raises:
         BenchError: the machine has not enough memory for it.
@@ -127,7 +127,7 @@ def build(point: Point, given: Inputs) -> dict[str, Job]:
 
 
 def bytes_moved(point: Point, parameters: Sequence[Parameter]) -> int:
-    """What a step of the point must move."""
+    """Bytes that a step of the point must move."""
     use, itemsize = point.case.use, DTYPES[point.dtype].itemsize
     total = 0
     for given in parameters:
@@ -148,7 +148,7 @@ def bytes_moved(point: Point, parameters: Sequence[Parameter]) -> int:
 
 
 def bound_of(buffers: Buffers) -> list[Pass]:
-    """What a step must move, on the same arrays where there is one tensor."""
+    """Passes that move what a step must, on the same arrays where there is one tensor."""
     passes: list[Pass] = []
     if buffers.use.looks_up:
         passes += _look_ups(buffers)

@@ -10,135 +10,207 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from .. import nn
-from .digits_nets import Classifier, FloatArray, IntArray, convnet, mlp
 from .errors import DemoError, status_of
 from .options import integer
 from .report import prepare_folder, write_files
 
-BATCH = 512
-TARGET = 1e-3
+BATCH, TARGET, MOST_STEPS = 512, 1e-3, 400
 LEARNING_RATES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 MOMENTA = (0.8, 0.9, 0.95)
-MOST_STEPS = 400
 THOR: dict[str, Any] = {"learning_rate": 0.1, "damping": 0.01, "momentum": 0.8, "frequency": 2}
-NETS: dict[str, Callable[[int], Classifier]] = {"mlp": mlp, "convnet": convnet}
+NETS: dict[str, Sequence[tuple[tuple[int, ...], int]]] = {
+    "mlp": [((64, 64), 1), ((64, 64), 1), ((10, 64), 1)],
+    "convnet": [((8, 1, 3, 3), 1), ((16, 8, 3, 3), 2), ((10, 16 * 4 * 4), 1)],
+}
+"""The shapes of the weights of each net, and strides."""
 CURVES, FIGURES = "thor_digits.png", "thor_digits.json"
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Record = nn.ThorDense | nn.ThorConv2d
 
 
-@dataclass(frozen=True)
-class Digits:
+class Classifier:
+    """Dense layers and 3 x 3 convolutions with rectifiers in between, and the mean cross entropy.
+
+    The layers are THOR's records: each step hands them what went in and the derivatives of what
+    came out. Optimizers that do not need that take the same gradients.
+
+    Args:
+        layers: the shape of each weight and, of a convolution, the stride.
+        seed: of the weights, whose variance lets a rectifier keep that of what goes through
+            (He et al., 2015).
+    """
+
+    def __init__(self, layers: Sequence[tuple[tuple[int, ...], int]], seed: int) -> None:
+        self.records: list[Record] = []
+        rng = np.random.default_rng(seed)
+        for shape, stride in layers:
+            size = np.float32(np.sqrt(2 / np.prod(shape[1:])))
+            arrays = size * rng.standard_normal(shape, np.float32), np.zeros(shape[0], np.float32)
+            is_dense = len(shape) == 2
+            record = nn.ThorDense if is_dense else partial(nn.ThorConv2d, stride=stride, padding=1)
+            self.records.append(record(*arrays))
+        self.parameters = [p for record in self.records for p in record.parameters]
+        # Of the last batch, by layer: its input, and the rows that its weight is multiplied by.
+        self._passed: list[tuple[Floats, Floats]] = []
+
+    def scores(self, x: Floats) -> Floats:
+        """``[N, 10]`` for a batch of images ``[N, 1, 8, 8]``."""
+        self._passed.clear()
+        for record in self.records:
+            if self._passed:
+                x = np.maximum(x, 0)
+            weight, bias = (p.data.reshape(len(p.data), -1) for p in record.parameters)
+            rows = _rows(record, x)
+            self._passed.append((x, rows.reshape(-1, weight.shape[1])))
+            y = self._passed[-1][1] @ weight.T + bias[:, 0]
+            x = np.ascontiguousarray(np.moveaxis(y.reshape(*rows.shape[:-1], -1), -1, 1))
+        return x
+
+    def loss(self, x: Floats, labels: Integers) -> float:
+        """The mean loss; nothing is captured."""
+        return _cross_entropy(self.scores(x), labels)[0]
+
+    def gradients(self, x: Floats, labels: Integers) -> tuple[Floats, ...]:
+        """Derivatives of the mean loss by the parameters; THOR takes note."""
+        _, d = _cross_entropy(self.scores(x), labels)
+        found: list[Floats] = []
+        for record, (given, rows) in zip(self.records[::-1], self._passed[::-1], strict=True):
+            weight = record.parameters[0].data
+            is_dense = isinstance(record, nn.ThorDense)
+            record.capture(given.reshape(len(given), -1) if is_dense else given, d)
+            of_rows = np.moveaxis(d, 1, -1).reshape(-1, len(weight))
+            found = [(of_rows.T @ rows).reshape(weight.shape), of_rows.sum(axis=0), *found]
+            d = _input(record, of_rows @ weight.reshape(len(weight), -1), given.shape)
+            d = d * (given > 0)  # the rectifier's; nobody needs those of the images
+        return tuple(found)
+
+
+def _rows(record: Record, x: Floats) -> Floats:
+    """The factors of a weight: samples, or the patches ``[N, H, W, C * 9]`` of images."""
+    if isinstance(record, nn.ThorDense):
+        return x.reshape(len(x), -1)
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    s = record.stride[0]
+    windows = sliding_window_view(padded, (3, 3), axis=(2, 3))[:, :, ::s, ::s]
+    patches: Floats = np.moveaxis(windows, 1, 3)
+    return patches.reshape(*patches.shape[:3], -1)
+
+
+def _input(record: Record, rows: Floats, shape: tuple[int, ...]) -> Floats:
+    """The derivatives by an input of that shape, from those by its rows."""
+    if isinstance(record, nn.ThorDense):
+        return rows.reshape(shape)
+    n, channels, height, width = shape
+    s = record.stride[0]
+    padded = np.zeros((n, channels, height + 2, width + 2), np.float32)
+    patches = np.moveaxis(rows.reshape(n, height // s, width // s, channels, 3, 3), 3, 1)
+    for i in range(3):
+        for j in range(3):
+            padded[:, :, i : i + height : s, j : j + width : s] += patches[..., i, j]
+    return padded[:, :, 1:-1, 1:-1]
+
+
+def _cross_entropy(scores: Floats, labels: Integers) -> tuple[float, Floats]:
+    """The mean loss ``[N, C]`` scores have, and its derivatives by the scores."""
+    found = np.exp(scores - scores.max(axis=1, keepdims=True))
+    found /= found.sum(axis=1, keepdims=True)
+    of_labels = np.arange(len(labels)), labels
+    loss = float(-np.mean(np.log(found[of_labels])))
+    found[of_labels] -= 1
+    return loss, found / np.float32(len(labels))
+
+
+class Digits(NamedTuple):
     """Images ``[N, 1, 8, 8]``, centred, and their labels ``[N]``."""
 
-    images: FloatArray
-    labels: IntArray
-
-    def batches(self, seed: int, size: int) -> Iterator[IntArray]:
-        """Indices of batches without end: every pass in a new order, a short rest left out."""
-        rng = np.random.default_rng(seed)
-        while True:
-            order = rng.permutation(len(self.labels))
-            for start in range(0, len(order) - size + 1, size):
-                yield order[start : start + size]
+    images: Floats
+    labels: Integers
 
 
 def read_digits() -> Digits:
-    """The data set of scikit-learn.
-
-    Raises:
-        DemoError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DemoError(
-            'this example needs scikit-learn: install it with pip install "fusestep[demo,thor]"'
-        ) from error
-    found = load_digits()
+    """The data set of scikit-learn."""
+    found = importlib.import_module("sklearn.datasets").load_digits()
     images = (found.images / 16).astype(np.float32)[:, None]
     return Digits(images - images.mean(axis=0), found.target.astype(np.int64))
 
 
 @dataclass
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes:
-        label: of the optimizer and its setting.
-        losses: over all images, after each step.
-        steps: how many it took to the target, or None.
-        seconds: of the training, without the losses over all images.
+    label: str  # of the optimizer and its setting
+    losses: list[float] = field(default_factory=list)  # over all images, after each step
+    steps: int | None = None  # how many it took to the target
+    seconds: float = 0.0  # of the training, without the losses over all images
+
+
+def train(net: Classifier, opt: Any, label: str, digits: Digits, seed: int, most: int) -> Run:
+    """Train until the loss over all images is below the target, or ``most`` steps.
+
+    Every pass has the batches in a new order, a short rest left out.
     """
-
-    label: str
-    losses: list[float] = field(default_factory=list)
-    steps: int | None = None
-    seconds: float = 0.0
-
-
-def train(
-    net: Classifier, opt: Any, label: str, digits: Digits, seed: int, most: int, target: float
-) -> Run:
-    """Train until the loss over all images is below the target, or ``most`` steps."""
-    run = Run(label)
-    batches = digits.batches(seed, min(BATCH, len(digits.labels)))
+    run, rng, batches = Run(label), np.random.default_rng(seed), list[Integers]()
+    size = min(BATCH, len(digits.labels))
     # A learning rate of the grid that is too high ends in infinities: no news.
     with np.errstate(all="ignore"):
         for step in range(1, most + 1):
-            chosen = next(batches)
+            if not batches:
+                order = rng.permutation(len(digits.labels))
+                batches = [order[k : k + size] for k in range(0, len(order) - size + 1, size)]
+            chosen = batches.pop(0)
             begin = time.perf_counter()
             opt(net.gradients(digits.images[chosen], digits.labels[chosen]))
             run.seconds += time.perf_counter() - begin
-            run.losses.append(net.loss(digits.images, digits.labels))
-            if run.losses[-1] < target:
+            run.losses.append(net.loss(*digits))
+            if run.losses[-1] < TARGET:
                 run.steps = step
-                break
-            if not np.isfinite(run.losses[-1]):
+            if run.steps is not None or not np.isfinite(run.losses[-1]):
                 break
     return run
 
 
-def best_momentum(
-    make: Callable[[int], Classifier], digits: Digits, seed: int, target: float, most: int
-) -> Run:
+def best_momentum(name: str, digits: Digits, seed: int) -> Run:
     """The run with the fewest steps of the whole grid; none goes on when it cannot win any more.
 
     Raises:
         DemoError: no setting reaches the target.
     """
-    best: Run | None = None
-    for momentum in MOMENTA:
-        for rate in LEARNING_RATES:
-            net = make(seed)
-            opt = nn.Momentum(net.parameters, learning_rate=rate, momentum=momentum)
-            label = f"Momentum, learning rate {rate:g}, momentum {momentum:g}"
-            allowed = most if best is None or best.steps is None else best.steps - 1
-            run = train(net, opt, label, digits, seed + 1, allowed, target)
-            if run.steps is not None:
-                best = run
+    best, allowed = None, MOST_STEPS
+    for momentum, rate in itertools.product(MOMENTA, LEARNING_RATES):
+        net = Classifier(NETS[name], seed)
+        opt = nn.Momentum(net.parameters, learning_rate=rate, momentum=momentum)
+        label = f"Momentum, learning rate {rate:g}, momentum {momentum:g}"
+        run = train(net, opt, label, digits, seed + 1, allowed)
+        if run.steps is not None:
+            best, allowed = run, run.steps - 1
     if best is None:
-        raise DemoError(f"no setting of Momentum reaches a loss of {target:g} in {most} steps")
+        raise DemoError(
+            f"no setting of Momentum reaches a loss of {TARGET:g} in {MOST_STEPS} steps"
+        )
     return best
 
 
-def thor_run(
-    make: Callable[[int], Classifier], digits: Digits, seed: int, target: float, most: int
-) -> Run:
+def thor_run(name: str, digits: Digits, seed: int) -> Run:
     """THOR's run."""
-    net = make(seed)
+    net = Classifier(NETS[name], seed)
     opt = nn.thor(net.records, **THOR, batch_size=min(BATCH, len(digits.labels)))
     label = "THOR, " + ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in THOR.items())
-    return train(net, opt, label, digits, seed + 1, most, target)
+    return train(net, opt, label, digits, seed + 1, MOST_STEPS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,55 +227,47 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    for name in ("matplotlib", "scipy"):
+    needed = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn.datasets": "scikit-learn"}
+    for module, package in needed.items():
         try:
-            importlib.import_module(name)
+            importlib.import_module(module)
         except ImportError as error:
-            raise DemoError(
-                f'this example needs {name}: install it with pip install "fusestep[demo,thor]"'
-            ) from error
-    digits = read_digits()
-    folder = Path(args.output)
+            install = f'{package}: install it with pip install "fusestep[demo,thor]"'
+            raise DemoError(f"this example needs {install}") from error
+    digits, folder = read_digits(), Path(args.output)
     prepare_folder(folder, [CURVES, FIGURES])
     print(f"{len(digits.labels)} images, batches of {BATCH}, steps to a loss of {TARGET:g}")
-    grid = f"learning rates {LEARNING_RATES}, momenta {MOMENTA}"
-    print(f"grid of Momentum: {grid}")
-    runs = {}
+    print(f"grid of Momentum: learning rates {LEARNING_RATES}, momenta {MOMENTA}")
+    runs: dict[str, list[Run]] = {}
     for name in NETS if args.net == "both" else [args.net]:
-        momentum = best_momentum(NETS[name], digits, args.seed, TARGET, MOST_STEPS)
-        thor = thor_run(NETS[name], digits, args.seed, TARGET, MOST_STEPS)
-        runs[name] = (momentum, thor)
-        print_runs(name, momentum, thor)
+        print(f"\n{name}")
+        for train_with in (best_momentum, thor_run):
+            run = train_with(name, digits, args.seed)
+            runs.setdefault(name, []).append(run)
+            reached = "not reached" if run.steps is None else f"{run.steps:4d} steps"
+            each = 1e3 * run.seconds / len(run.losses)
+            print(f"  {reached}  {each:6.2f} ms a step  {run.label}")
+        momentum, thor = (run.steps for run in runs[name])
+        if thor and momentum:
+            print(f"  THOR takes {thor / momentum:.2f} of the steps of the best Momentum")
     figures = {
         name: {run.label: {"steps": run.steps, "losses": run.losses} for run in pair}
         for name, pair in runs.items()
     }
-    found = {CURVES: curves(runs), FIGURES: json.dumps(figures, indent=1).encode()}
-    write_files(folder, found)
+    write_files(folder, {CURVES: curves(runs), FIGURES: json.dumps(figures, indent=1).encode()})
     print(f"\ncurves and figures are in {folder / CURVES} and {folder / FIGURES}")
 
 
-def print_runs(name: str, momentum: Run, thor: Run) -> None:
-    """Steps and time per step of both."""
-    print(f"\n{name}")
-    for run in (momentum, thor):
-        reached = "not reached" if run.steps is None else f"{run.steps:4d} steps"
-        each = 1e3 * run.seconds / len(run.losses)
-        print(f"  {reached}  {each:6.2f} ms a step  {run.label}")
-    if thor.steps is not None and momentum.steps is not None:
-        print(f"  THOR takes {thor.steps / momentum.steps:.2f} of the steps of the best Momentum")
-
-
-def curves(runs: dict[str, tuple[Run, Run]]) -> bytes:
+def curves(runs: dict[str, list[Run]]) -> bytes:
     """A PNG: for each net the loss over all images by the number of steps."""
     # Not pyplot: so it needs no display, and nobody's open figures and backend are touched.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(runs), 4.2), layout="constrained")
-    for place, (name, pair) in enumerate(runs.items(), 1):
-        axes = figure.add_subplot(1, len(runs), place)
-        for run, color in zip(pair, ("C0", "C1"), strict=True):
-            axes.semilogy(range(1, len(run.losses) + 1), run.losses, color=color, label=run.label)
+    panels = figure.subplots(1, len(runs), squeeze=False)[0]
+    for axes, (name, pair) in zip(panels, runs.items(), strict=True):
+        for run in pair:
+            axes.semilogy(range(1, len(run.losses) + 1), run.losses, label=run.label)
         axes.axhline(TARGET, color="0.6", linewidth=0.8, linestyle="--")
         axes.set(title=name, xlabel="step", ylabel="loss over all images (nats)")
         axes.grid(alpha=0.3)

@@ -1,1 +1,1 @@
-"""What is measured: cases, their sizes and options, and the bytes that they move."""
+"""Cases, their sizes and options, and the bytes that they move."""

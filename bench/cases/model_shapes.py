@@ -84,7 +84,7 @@ def click_log_tables() -> list[Shape]:
 
 
 def click_log_dense() -> list[Shape]:
-    """Of the same perceptrons with 64 outputs below, and 64 and 351 inputs above."""
+    """Layers of the same perceptrons with 64 outputs below, and 64 and 351 inputs above."""
     return _layers(((13, 512), (512, 256), (256, 64), (415, 512), (512, 256), (256, 1)))
 
 

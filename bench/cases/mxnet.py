@@ -18,7 +18,7 @@ from .workloads import Kind
 def _uses(
     dense: str | None, rows: str | None = None, *, every_row: bool = False
 ) -> Mapping[Kind, Use]:
-    """What peers are asked for; every step is one of Adam."""
+    """The names that peers are asked for; every step is one of Adam."""
     of_dense, of_rows = Use(dense, Traffic(3)), Use(rows, Traffic(3), every_row)
     uses: dict[Kind, Use] = {"dense": of_dense, "rows": of_rows, "mixed": of_rows}
     return {kind: use for kind, use in uses.items() if use.algorithm is not None}

@@ -48,7 +48,7 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
         return str(self.make.__name__)
 
     @property
@@ -60,7 +60,7 @@ class Operator:
 
     @property
     def subject(self) -> Subject:
-        """What is measured: the one kind of gradients that it takes."""
+        """The subject that is measured, on the one kind of gradients that it takes."""
         traffic = self.traffic or Traffic(updated=len(self.variables))
         use = Use(self.algorithm, traffic, self.every_row)
         kind: Kind = "rows" if self.takes_rows else "dense"
@@ -173,7 +173,7 @@ def _gather(parameters: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
 
 
 def _clip_in_place(_: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
-    """What was clipped before is clipped to less: within its limit nothing would be done."""
+    """Clip to less what was clipped before: within its limit nothing would be done."""
     limit = 1.0
     last: Sequence[Any] = ()
 
@@ -191,7 +191,7 @@ def _function(
     use: Use,
     kind: Kind = "dense",
 ) -> Subject:
-    """What updates no variables: it makes new arrays out of those that it is given.
+    """A subject that updates no variables: it makes new arrays out of those that it is given.
 
     Args:
         make: called with the parameters, gives what takes the gradients.

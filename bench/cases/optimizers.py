@@ -29,7 +29,7 @@ class Optimizer:
 
     @property
     def subject(self) -> Subject:
-        """What is measured."""
+        """The subject that is measured."""
         optimizer, known = self.make([np.zeros((3, 2), np.float32)]), self.measured
         (updated,), (read,) = moved(optimizer), _only_read(optimizer)
         of_rows = sum(array.shape[1:] == (1,) for array in updated)
@@ -50,7 +50,7 @@ class Optimizer:
 
 
 def moved(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
-    """Of each parameter: itself, the states of that size that are written, then those of rows."""
+    """Each parameter with the states of that size that are written, then those of rows."""
     found = []
     for i, parameter in enumerate(optimizer.parameters):
         w, states = parameter.data, _states(optimizer, i, is_read=False)
@@ -62,7 +62,7 @@ def moved(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
 
 
 def _only_read(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
-    """Of each parameter the states that are only read."""
+    """The states of each parameter that are only read."""
     return [tuple(_states(optimizer, i, is_read=True)) for i in range(len(optimizer.parameters))]
 
 

@@ -1,4 +1,4 @@
-"""What is measured: one operator or optimizer, ready to take steps on given parameters."""
+"""Subjects of measurements: operators and optimizers, ready to take steps on given parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class Bags(NamedTuple):
-    """What pooled rows are looked up by, of all tables in turn, and the gradient of them."""
+    """Ids that pooled rows are looked up by, of all tables in turn, and the gradient of them."""
 
     ids: np.ndarray  # ``[n]``
     offsets: np.ndarray  # ``[tables * samples + 1]``
@@ -43,7 +43,7 @@ Prepare = Callable[[list[np.ndarray]], Prepared]
 
 @dataclass(frozen=True)
 class Use:
-    """What a subject does with one kind of gradients."""
+    """The step that a subject takes with one kind of gradients."""
 
     algorithm: str | None  # the name under which peers are asked for the same step; None: nobody is
     traffic: Traffic  # what it must move

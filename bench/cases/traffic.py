@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-INDEX, LINE = 8, 64  # bytes of an int64 index, and of a cache line
+INDEX = 8  # bytes of an int64 index
 
 
 @dataclass(frozen=True)
@@ -58,25 +56,3 @@ def gathered(unique: int, D: int, B: int, itemsize: int) -> int:
 def batch(B: int, D: int, itemsize: int) -> int:
     """A row-sparse gradient: ``[B, D]`` values and ``[B]`` indices, read; of bags, offsets."""
     return B * (D * itemsize + INDEX)
-
-
-def row_lines(rows: np.ndarray, D: int, itemsize: int = 4, begin: int = 0) -> int:
-    """Cache lines of some rows of a ``[N, D]`` array that begins so many bytes after one.
-
-    Each row counts the lines that it spans; lines that two rows share count for both, as
-    scattered accesses meet them at different times.
-    """
-    first = (begin + rows * (D * itemsize)) // LINE
-    last = (begin + (rows + 1) * (D * itemsize) - 1) // LINE
-    return int((last - first + 1).sum())
-
-
-def lazy_lines(indices: np.ndarray, D: int, variables: int = 3) -> int:
-    """Cache lines that a lazy float32 row step touches, one that is read and written twice.
-
-    Per occurrence the lines of its gradient row, and its share of the indices; per different
-    row the lines of the row in each variable, read and written.
-    """
-    B = indices.size
-    gradient = row_lines(np.arange(B, dtype=np.int64), D)
-    return gradient + -(-B * INDEX // LINE) + 2 * variables * row_lines(np.unique(indices), D)

@@ -1,4 +1,4 @@
-"""What a step works on: shapes of parameters, and which of their gradients are row-sparse."""
+"""Workloads: shapes of parameters, and which of their gradients are row-sparse."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def parse_sizes(text: str) -> dict[Kind, list[str]]:
 
 
 def parameters(tensors: Tensors, start: float) -> list[Parameter]:
-    """What ours and all peers start from: gradients are normal numbers, the same in every run.
+    """Parameters that ours and all peers start from: gradients are the same in every run, normal.
 
     Args:
         tensors: which.

@@ -1,8 +1,8 @@
 """Steps on a CUDA device against copies and peers: ``python -m fusestep.bench.gpu``.
 
 Needs numba-cuda and a device; PyTorch and CuPy with CUDA are measured where they are installed.
-The bound is the fastest of three plain copies (the driver's and two kernels), which take turns
-with the steps. Targets are printed beside what was measured, and nothing else follows from them.
+The bound is the fastest of two plain copies (the driver's and a kernel), which take turns
+with the steps.
 
 The results have a form of their own, results.schema.json: a device has no threads, and its
 times come with those that the host took to enqueue the work.
@@ -11,26 +11,20 @@ times come with those that the host took to enqueue the work.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 from rich.console import Console
 
 from .. import machine
 from ..errors import BenchError
-from ..report import document, table
-from ..report.result import BOUND
+from ..report import document, terminal
 from .point import Bench, Point, named_points
 
 SCHEMA = 1
@@ -50,81 +44,24 @@ def gpu() -> dict[str, Any]:
         "compute_capability": ".".join(str(x) for x in device.compute_capability),
         "multiprocessors": getattr(device, "MULTIPROCESSOR_COUNT", None),
         "memory_bytes": int(cuda.current_context().get_memory_info().total),
-        "driver": _driver_version(),
         "cuda_of_driver": f"{number // 1000}.{number % 1000 // 10}" if known else None,
     }
 
 
-def _driver_version() -> str | None:
-    """Of NVIDIA's driver, where its tool says so."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.split()
-    return lines[0] if done.returncode == 0 and lines else None
-
-
 def results(found: Sequence[Point], bench: Bench) -> dict[str, Any]:
     """Everything about a run as a document, times in seconds."""
+    names = ("numba-cuda", "cuda-bindings", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
+    versions = {name: machine.version_of(name) for name in names}
     made = {
         **document.head(SCHEMA),
         "gpu": gpu(),
         "seconds_per_point": bench.seconds,
         "copy_bytes": bench.copies.n_bytes,
-        "points": [
-            {
-                **asdict(point),
-                "of_copy": {label: point.of_copy(label) for label in point.bytes},
-                "by_ours": {label: asdict(point.by_ours(label)) for label in point.peers},
-            }
-            for point in found
-        ],
+        "points": [*found],
     }
-    names = ("numba-cuda", "cuda-bindings", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-    versions = {name: machine.version_of(name) for name in names}
     made["software"] |= {name: version for name, version in versions.items() if version}
-    text = (Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8")
-    jsonschema.validate(made, json.loads(text))
+    document.check_schema(made, SCHEMA, Path(__file__).parent)
     return made
-
-
-def show(data: dict[str, Any], console: Console) -> None:
-    """Print what a document holds."""
-    device = data["gpu"]
-    console.print(table.made_with(data))
-    console.print(
-        f"{device['name']}, {device['memory_bytes'] / 1e9:.1f} GB, driver {device['driver']}, "
-        f"CUDA {device['cuda_of_driver']}"
-    )
-    for point in data["points"]:
-        rows = []
-        for label, times in point["device"].items():
-            moved = None if label.startswith(BOUND) else point["bytes"].get(label)
-            by_ours = point["by_ours"].get(label)
-            rows.append([
-                label,
-                *(table.seconds(times[name]) for name in ("median", "p20", "p80")),
-                f"{moved / times['median'] / 1e9:.0f}" if moved else "",
-                f"{point['of_copy'][label]:.1%}" if moved else "",
-                f"{by_ours['value']:.2f}" if by_ours else "",
-                table.seconds(point["host"][label]["median"]),
-                f"{point['ahead'][label]:.0%}",
-            ])  # fmt: skip
-        size = ", ".join(f"{value:,} {name}" for name, value in point["size"].items())
-        head = ("", "time", "p20", "p80", "GB/s", "of copy", "x ours", "host", "queued")
-        shown = table.table(f"{point['case']}: {size}", head, rows)
-        if point["copy"]:
-            shown.caption = f"fastest copy: {point['copy'] / 1e9:.0f} GB/s, read and written"
-        console.print(shown)
-        for target in point["targets"]:
-            sign = "<=" if target["at_most"] else ">="
-            verdict = "met" if target["is_met"] else "missed"
-            reached = f"{target['reached']:.3f}, target {sign} {target['limit']}: {verdict}"
-            console.print(f"  {target['text']}: {reached}")
-        for note in point["notes"]:
-            console.print(f"  note: {note}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,16 +107,16 @@ def _run(args: argparse.Namespace) -> int:
     trouble = ""
     for name in chosen:
         errors.print(f"{len(found) + 1} of {len(chosen)}: {name}")
-        function, options = known[name]
+        function, *arguments = known[name]
         try:
-            found.append(getattr(points, function)(bench, **options))
+            found.append(getattr(points, function)(bench, *arguments))
         except (BenchError, KeyboardInterrupt) as error:  # what has been measured is not lost
             trouble = f"{name}: {str(error) or 'interrupted'}"
             errors.print(trouble, style="bold red")
             if isinstance(error, KeyboardInterrupt):
                 break
     data = results(found, bench)
-    show(data, table.console())
+    terminal.show_gpu(data, terminal.console())
     if args.json:
         document.write(args.json, data)
     return 1 if trouble else 0

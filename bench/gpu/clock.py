@@ -1,4 +1,4 @@
-"""Times on a CUDA device: events around what was enqueued, contestants in turn.
+"""Times on a CUDA device: events around what was enqueued.
 
 Before each sample the stream is kept busy until all steps of the sample are enqueued, so that
 the device never waits for the host between them: what is measured is the work of the device. How
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,14 +32,11 @@ Enqueue = Callable[[], object]
 """Enqueues one step on the default stream."""
 
 THREADS = 256
-_COPIED_TILES = 4  # of a thread of the wider copy kernel
-COPY_UNIT = 16 * THREADS * _COPIED_TILES
-"""Copies are of a multiple of so many bytes."""
+COPY_UNIT = 16 * THREADS * 4
+"""Copies are of a multiple of so many bytes: four vectors of 16 of each thread of a block."""
 
-_SHORTEST = 2e-3  # seconds of a sample, on the device
 _MOST_STEPS = 20  # of a sample; far fewer launches than a stream can hold
-_FEWEST, _MOST = 9, 101  # rounds
-_LONGEST_LEAD = 0.5  # seconds
+_FIRST_LEAD, _LONGEST_LEAD = 0.02, 0.5  # seconds for which the stream is busy before a sample
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -67,7 +63,7 @@ def normal_array(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
 
 
 def free_bytes() -> int:
-    """Of the device, after everything that nobody needs is given back."""
+    """Free memory of the device, after everything that nobody needs is given back."""
     gc.collect()
     context = cuda.current_context()
     deallocations = getattr(context, "deallocations", None)
@@ -93,20 +89,13 @@ def copy_on_device(to: int, source: int, n_bytes: int) -> None:
 
 
 @cache
-def _copy_kernels() -> tuple[Any, Any]:
-    """Copies of one and of four vectors of 16 bytes by each thread; arguments ``to, source``."""
+def _copy_kernel() -> Any:
+    """A copy of four vectors of 16 bytes by each thread; arguments ``to, source``."""
     load: Any = tile_loader(4, 4)  # type: ignore[no-untyped-call]
     store: Any = tile_storer(4, 4)  # type: ignore[no-untyped-call]
 
     @cuda.jit
-    def copy_one(to, source):  # type: ignore[no-untyped-def]
-        a = cuda.local.array(4, float32)
-        at = (int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x) * 16
-        load(a, source + at, 0)
-        store(a, to + at, 0)
-
-    @cuda.jit
-    def copy_four(to, source):  # type: ignore[no-untyped-def]
+    def copy(to, source):  # type: ignore[no-untyped-def]
         a, b = cuda.local.array(4, float32), cuda.local.array(4, float32)
         c, d = cuda.local.array(4, float32), cuda.local.array(4, float32)
         at = (int64(cuda.blockIdx.x) * (THREADS * 4) + cuda.threadIdx.x) * 16
@@ -120,7 +109,7 @@ def _copy_kernels() -> tuple[Any, Any]:
         store(c, to + at + 2 * step, 0)
         store(d, to + at + 3 * step, 0)
 
-    return copy_one, copy_four
+    return copy
 
 
 class Copies:
@@ -134,14 +123,10 @@ class Copies:
         self.n_bytes = n_bytes
         self._arrays = [new_array(n_bytes, 0, np.uint8) for _ in range(2)]
         to, source = (int(address_of(array)) for array in self._arrays)
-        one, four = _copy_kernels()
-        stream, tiles = cuda.default_stream(), n_bytes // 16
+        copy, stream = _copy_kernel(), cuda.default_stream()
         self.jobs: dict[str, Enqueue] = {
             f"{BOUND}cuMemcpyDtoD": lambda: copy_on_device(to, source, n_bytes),
-            f"{BOUND}copy kernel": lambda: one[tiles // THREADS, THREADS, stream](to, source),
-            f"{BOUND}copy kernel, 4 vectors": lambda: four[
-                tiles // (THREADS * _COPIED_TILES), THREADS, stream
-            ](to, source),
+            f"{BOUND}copy kernel": lambda: copy[n_bytes // COPY_UNIT, THREADS, stream](to, source),
         }
 
 
@@ -167,58 +152,39 @@ def keep_busy(seconds: float, stream: Any = None) -> Any:
     return event
 
 
-@dataclass
 class Timed:
-    """One contestant with its samples, in seconds a step."""
+    """A contestant that enqueues steps, timed between two events on the stream.
 
-    enqueue: Enqueue  # one step
-    steps: int = 2  # of a sample
-    lead: float = 0.02  # seconds for which the stream is busy before one
-    device: list[float] = field(default_factory=list)  # between two events on the stream
-    host: list[float] = field(default_factory=list)  # that the calls took
-    # Whether the host had enqueued all before the device began; else the device may have
-    # waited for it.
-    ahead: list[bool] = field(default_factory=list)
+    Attributes:
+        host: of each sample the seconds a step that the calls took.
+        ahead: of each sample, whether the host had enqueued all before the device began; else the
+            device may have waited for it.
+    """
 
-    def sample(self) -> None:
-        """Take the steps."""
+    def __init__(self, enqueue: Enqueue) -> None:
+        self._enqueue = enqueue
+        self.host: list[float] = []
+        self.ahead: list[bool] = []
+
+    def sample(self, steps: int) -> list[float]:
+        """Seconds of a step on the device."""
+        if not self.host:
+            self._enqueue()  # compiles
+            cuda.synchronize()
+        steps = min(steps, _MOST_STEPS)
+        # The sleep of a thread may be shorter than asked for.
+        lead = min(_LONGEST_LEAD, 2e-3 + 3 * steps * self.host[-1]) if self.host else _FIRST_LEAD
         stream = cuda.default_stream()
         begin, end = cuda.event(), cuda.event()
-        before = keep_busy(self.lead)
+        before = keep_busy(lead)
         begin.record(stream)
         started = time.perf_counter()
-        for _ in range(self.steps):
-            self.enqueue()
+        for _ in range(steps):
+            self._enqueue()
         took = time.perf_counter() - started
         end.record(stream)
         self.ahead.append(not before.query())
         end.synchronize()
         pending.settle()  # not in the middle of a sample
-        self.device.append(begin.elapsed_time(end) / 1e3 / self.steps)
-        self.host.append(took / self.steps)
-
-    def planned(self) -> Timed:
-        """With as many steps as a sample should have, by a first one."""
-        self.enqueue()  # compiles
-        cuda.synchronize()
-        self.sample()
-        steps = max(1, min(_MOST_STEPS, round(_SHORTEST / max(self.device[0], 1e-9))))
-        # The sleep of a thread may be shorter than asked for.
-        lead = min(_LONGEST_LEAD, 2e-3 + 3 * steps * self.host[0])
-        return Timed(self.enqueue, steps, lead)
-
-
-def interleave(jobs: Mapping[str, Enqueue], seconds: float) -> dict[str, Timed]:
-    """Every contestant once, then every contestant again, ...
-
-    Args:
-        jobs: by label.
-        seconds: that the measurement may take, about.
-    """
-    firsts = {label: Timed(enqueue) for label, enqueue in jobs.items()}
-    found = {label: first.planned() for label, first in firsts.items()}
-    takes = sum(timed.lead + timed.steps * firsts[n].device[0] for n, timed in found.items())
-    for _ in range(max(_FEWEST, min(_MOST, round(seconds / takes)))):
-        for timed in found.values():
-            timed.sample()
-    return found
+        self.host.append(took / steps)
+        return [begin.elapsed_time(end) / 1e3 / steps]

@@ -1,10 +1,10 @@
 """The first ten minutes on a CUDA device: ``python -m fusestep.bench.gpu.first_run FOLDER``.
 
 Smallest things first: the environment and one kernel, the checks, some of them under
-compute-sanitizer, the points of the benchmark, and some launches under Nsight Compute. Each part
-has a process and a time limit of its own, and what it found is in a file of the folder before the
-next one begins: ``results.jsonl`` has a line for each, ``bench.json`` the points so far. A second
-run with the same folder does what the first did not reach, and again what failed.
+compute-sanitizer, and the points of the benchmark. Each part has a process and a time limit of its
+own, and what it found is in a file of the folder before the next one begins: ``results.jsonl`` has
+a line for each, ``bench.json`` the points so far. A second run with the same folder does what the
+first did not reach, and again what failed.
 
 Exits with 0 if all that was reached is right, with 1 if something failed, with 2 if no kernel runs.
 """
@@ -30,16 +30,12 @@ from .point import named_points
 
 AT_ONCE = 12
 VERDICTS = {0: "right", WRONG: "wrong", NOT_COMPUTED: "not computed"}
-CHECK_SECONDS, SANITIZER_SECONDS, POINT_SECONDS, NCU_SECONDS = 60, 100, 60, 60
+CHECK_SECONDS, SANITIZER_SECONDS, POINT_SECONDS = 60, 100, 60
 SANITIZED = ("sort/2049", "rows/LazyAdam/hot", "dense/AdaFactor/bfloat16", "bags/max", "bad index")
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FIRST = ("dense/adam/float32/67108864", "rows/lazy/zipf1.2", "model/gpt2", "table/zipf1.2/8192",
          "table/uniform/131072", "bags", "dense/adamw/bfloat16/67108864", "sort/1000000",
          "dense/sgd/float32/67108864", "rows/all/zipf1.2")  # fmt: skip
-PROFILED = ("rows/lazy/zipf1.2", "dense/adam/bfloat16/67108864")
-METRICS = ("gpu__time_duration.sum", "dram__bytes.sum", "launch__registers_per_thread",
-           "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-           "sm__warps_active.avg.pct_of_peak_sustained_active")  # fmt: skip
 PROBE = """
 import importlib.metadata, sys, time
 print("python", sys.version.split()[0])
@@ -168,20 +164,6 @@ def _add(path: Path, other: Path) -> None:
     other.unlink()
 
 
-def profile(run: Run) -> None:
-    """Time, bytes and registers of the first launches of two points, where ncu is installed."""
-    ncu = which("ncu")
-    for name in PROFILED if ncu else ():
-        if run.is_due(f"ncu {name}") and run.left > 30:
-            options = ["--clock-control", "none", "--launch-skip", "20", "--launch-count", "25",
-                       "--metrics", ",".join(METRICS), "--csv"]  # fmt: skip
-            command = [str(ncu), *options, *_module("", name, "--seconds", "0.01")]
-            found = run.start(f"ncu {name}", command, NCU_SECONDS)
-            if found:
-                (run.folder / f"ncu-{name.split('/')[0]}.csv").write_text(found["out"])
-            run.keep(found)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(
@@ -215,7 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.side_by_side(parts, SANITIZER_SECONDS)
     if not args.no_bench:
         measure(run, args.point_seconds, args.points)
-        profile(run)
     print(f"{len(run.failed)} failed{': ' if run.failed else ''}{', '.join(run.failed)}")
     return 1 if run.failed else 0
 

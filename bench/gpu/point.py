@@ -1,4 +1,4 @@
-"""A measurement on a CUDA device: contestants in turn with copies, and what was aimed at.
+"""A measurement on a CUDA device: contestants in turn with copies.
 
 Imports nothing that needs a device: the names of the points and their report are there without.
 """
@@ -6,15 +6,17 @@ Imports nothing that needs a device: the names of the points and their report ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from ..errors import BenchError
+from ..measure import Contestant, measured
 from ..report.result import BOUND, OURS
-from ..report.stats import Ratio, Summary, ratio
+from ..report.stats import Summary, ratio
 
+Point = dict[str, Any]
 COPY_BYTES = 1 << 31
 _OF_FREE = 0.9  # what arrays may take of the memory that is free
 _OF_COPIES = 0.125  # what either array of the copies may take of it
@@ -24,83 +26,26 @@ DISTRIBUTIONS = ("zipf1.05", "zipf1.2")
 SORTED = (10**5, 10**6, 10**7)
 SMALL = 200  # tensors
 BATCHES = (1 << 13, 1 << 17)  # rows of a gradient of a table of 10^6
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
-def named_points() -> dict[str, tuple[str, dict[str, Any]]]:
+def named_points() -> dict[str, tuple[Any, ...]]:
     """By name, the function of `points` that measures one, and its arguments."""
     return {
-        **{f"dense/{kind}/{dtype}/{LARGE[0]}": ("dense", {"kind": kind, "wanted": LARGE[0],
-                                                         "dtype": dtype})
-           for kind in ("adam", "adamw", "sgd") for dtype in ("float32", "bfloat16", "float16")},
-        f"dense/adam/float32/{LARGE[1]}": ("dense", {"kind": "adam", "wanted": LARGE[1],
-                                                    "dtype": "float32"}),
-        "model/gpt2": ("gpt2", {}),
-        **{f"dense/{kind}/{LARGE[0]}": (f"dense_{kind}", {"wanted": LARGE[0]})
+        **{f"dense/{kind}/{dtype}/{LARGE[0]}": ("large", kind, LARGE[0], dtype)
+           for kind in ("adam", "adamw", "sgd") for dtype in _DTYPES},
+        f"dense/adam/float32/{LARGE[-1]}": ("large", "adam", LARGE[-1], "float32"),
+        "model/gpt2": ("gpt2",),
+        **{f"dense/{kind}/{LARGE[0]}": ("large", kind, LARGE[0], "float32")
            for kind in ("lamb", "adafactor")},
-        **{f"small/adam/{count}": ("small_adam", {"count": count}) for count in (1, SMALL)},
-        **{f"table/{distribution}/{batch}": ("table", {"distribution": distribution,
-                                                       "batch": batch})
+        **{f"small/adam/{count}": ("small_adam", count) for count in (1, SMALL)},
+        **{f"table/{distribution}/{batch}": ("table", distribution, batch)
            for batch in BATCHES for distribution in ("zipf1.2", "uniform")},
-        "bags": ("bags", {}),
-        **{f"rows/{kind}/{distribution}": (f"{kind}_rows", {"distribution": distribution})
+        "bags": ("bags",),
+        **{f"rows/{kind}/{distribution}": (f"{kind}_rows", distribution)
            for kind in ("all", "lazy") for distribution in DISTRIBUTIONS},
-        **{f"sort/{n}": ("sorts", {"n": n}) for n in SORTED},
+        **{f"sort/{n}": ("sorts", n) for n in SORTED},
     }  # fmt: skip
-
-
-@dataclass
-class Point:
-    """What was measured of one case in one size."""
-
-    case: str  # its name
-    size: dict[str, int]  # the sizes
-    bytes: dict[str, int]  # by label, what a step must move; missing where that says nothing
-    device: dict[str, Summary]  # by label, seconds of a step on the device
-    host: dict[str, Summary]  # by label, seconds that it took to enqueue a step
-    # By label, the share of samples in which the device did not wait for the host.
-    ahead: dict[str, float]
-    # Bytes a second of the fastest copy, read and written, in this measurement.
-    copy: float | None = None
-    # What was aimed at, and whether it was reached.
-    targets: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what a reader should know
-
-    @property
-    def peers(self) -> list[str]:
-        """The labels of all but ours and the copies."""
-        return [label for label in self.device if label != OURS and not label.startswith(BOUND)]
-
-    def of_copy(self, label: str) -> float:
-        """Which share of the speed of a copy a contestant has reached."""
-        assert self.copy is not None
-        return self.bytes[label] / self.device[label].median / self.copy
-
-    def by_ours(self, label: str) -> Ratio:
-        """The time of a contestant by ours."""
-        return ratio(self.device[label], self.device[OURS])
-
-    def aim(self, text: str, reached: float, limit: float, *, at_most: bool = False) -> None:
-        """Add a target.
-
-        Args:
-            text: in words.
-            reached: what was measured, in the unit of ``limit``.
-            limit: what it should be at least, or with ``at_most`` at most.
-            at_most: which of both.
-        """
-        is_met = reached <= limit if at_most else reached >= limit
-        numbers = {"reached": reached, "limit": limit, "at_most": at_most, "is_met": is_met}
-        self.targets.append({"text": text, **numbers})
-
-    def aim_at_copy(self, label: str, limit: float) -> None:
-        """Add a target that is a share of the speed of a copy."""
-        self.aim(f"{label}: of the speed of a copy", self.of_copy(label), limit)
-
-    def aim_at_torch(self, label: str = OURS) -> None:
-        """Not slower than torch, where it was measured."""
-        if TORCH in self.device:
-            reached = self.device[TORCH].median / self.device[label].median
-            self.aim(f"time of {TORCH} by that of {label}", reached, 1.0)
 
 
 class Bench:
@@ -140,32 +85,65 @@ class Bench:
         moved: Mapping[str, int],
         wanted: tuple[str, int] | None = None,
     ) -> Point:
-        """The times of the contestants; in turn with the copies where something is moved.
+        """The point of a document; the contestants are in turn with the copies.
 
         Args:
             case: its name.
             size: the sizes.
-            jobs: by label.
-            moved: bytes, by label.
+            jobs: by label, ours first.
+            moved: by label, the bytes that a step must move; nothing where they say nothing.
             wanted: one of the sizes as it should be: one that is smaller is noted.
         """
-        times = self._clock.interleave(
-            {**jobs, **(self.copies.jobs if moved else {})}, self.seconds
-        )
-        point = Point(
-            case,
-            size,
-            dict(moved),
-            {label: Summary.of(timed.device) for label, timed in times.items()},
-            {label: Summary.of(timed.host) for label, timed in times.items()},
-            {label: sum(timed.ahead) / len(timed.ahead) for label, timed in times.items()},
-        )
-        if moved:
-            best = min(point.device[label].median for label in self.copies.jobs)
-            point.copy = 2 * self.copies.n_bytes / best  # each byte is read and written
+        copies = self.copies.jobs if moved else {}
+        timed = {label: self._clock.Timed(job) for label, job in {**jobs, **copies}.items()}
+        contestants = [Contestant(label, one.sample) for label, one in timed.items()]
+        times = measured(contestants, "loop", self.seconds, lambda _: None)
+        device, kept = times.summaries, {label: len(s) for label, s in times.samples.items()}
+        host = {label: Summary.of(one.host[-kept[label] :]) for label, one in timed.items()}
+        ahead = {label: one.ahead[-kept[label] :] for label, one in timed.items()}
+        fastest = min((device[label].median for label in copies), default=None)
+        # Each byte of a copy is read and written.
+        copy = None if fastest is None else 2 * self.copies.n_bytes / fastest
+        notes = []
         if wanted is not None and size[wanted[0]] < wanted[1]:
             name, n = wanted
-            text = f"{size[name]} {name} instead of {n}, for want of device memory"
-            point.notes.append(text)
-            self._say(f"{case}: {text}")
-        return point
+            notes.append(f"{size[name]} {name} instead of {n}, for want of device memory")
+            self._say(f"{case}: {notes[0]}")
+        return point(case, size, moved, (device, host), ahead, copy, notes)
+
+
+def point(
+    case: str,
+    size: dict[str, int],
+    moved: Mapping[str, int],
+    times: tuple[dict[str, Summary], dict[str, Summary]],
+    ahead: Mapping[str, list[bool]],
+    copy: float | None,
+    notes: list[str],
+) -> Point:
+    """The entry of a case in one size in a document.
+
+    Args:
+        case: its name.
+        size: the sizes.
+        moved: by label, the bytes that a step must move.
+        times: seconds of a step by label: on the device, and until the host had enqueued it.
+        ahead: by label, whether the device did not wait for the host in a sample.
+        copy: bytes a second of the fastest copy, read and written, in this measurement.
+        notes: what a reader should know.
+    """
+    device, host = times
+    peers = [label for label in device if label != OURS and not label.startswith(BOUND)]
+    speeds = {label: n / device[label].median for label, n in moved.items()}
+    return {
+        "case": case,
+        "size": size,
+        "bytes": dict(moved),
+        "device": {label: asdict(summary) for label, summary in device.items()},
+        "host": {label: asdict(summary) for label, summary in host.items()},
+        "ahead": {label: sum(found) / len(found) for label, found in ahead.items()},
+        "copy": copy,
+        "notes": notes,
+        "of_copy": {label: speed / copy for label, speed in speeds.items()} if copy else {},
+        "by_ours": {label: asdict(ratio(device[label], device[OURS])) for label in peers},
+    }

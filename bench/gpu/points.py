@@ -1,18 +1,16 @@
-"""What is measured on a CUDA device: the points of ``python -m fusestep.bench.gpu``."""
+"""The points of ``python -m fusestep.bench.gpu``: steps on a CUDA device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 
 from ... import nn, ops
-from ...kernels.cuda.dense.step import Chunks, chunk_of, dense_kernel
-from ...kernels.cuda.device.backend import address_of, copy_in
+from ...kernels.cuda.device.backend import address_of
 from ...kernels.cuda.device.part import LaunchContext
 from ...kernels.cuda.rows.sort import scratch_words, sort_keys
 from ...kernels.cuda.rows.step import RowStep
@@ -38,208 +36,92 @@ Jobs = dict[str, Callable[[], object]]
 # -- dense steps ----------------------------------------------------------------------------------
 
 
-def _step(make: Callable[..., Any], parameters: Sequence[Any]) -> Callable[[], object]:
-    """A step of an optimizer with normal gradients."""
-    optimizer = make([nn.Parameter(array, f"p{i}") for i, array in enumerate(parameters)])
-    gradients = tuple(normal_array(array.shape, array.dtype) for array in parameters)
-    return lambda: optimizer(gradients)
+class Kind(NamedTuple):
+    """An optimizer of dense steps."""
+
+    name: str  # of the class
+    make: Callable[..., Any]  # the class of `nn`; its states are float32
+    traffic: Traffic
+    has_torch: bool = True  # `nn.torch` and PyTorch have it
 
 
-def _of_torch(torch: Any, make: Callable[..., Any], tensors: Sequence[Any]) -> Callable[[], object]:
-    """A step of an optimizer of PyTorch's kind with dense gradients."""
-    parameters = [tensor.detach().requires_grad_() for tensor in tensors]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    step: Callable[[], object] = make(parameters).step
-    return step
-
-
-def _beside_torch(bench: Bench, name: str, shapes: Sequence[Any], dtype: str) -> Jobs:
-    """A class of ``nn.torch`` and PyTorch's fused one, on tensors of PyTorch."""
-    torch = bench.torch
-    if torch is None:
-        return {}
-    from ...nn import torch as fused
-
-    def tensors() -> list[Any]:
-        return [torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for shape in shapes]
-
-    ours, theirs = getattr(fused, name), partial(getattr(torch.optim, name), fused=True)
-    return {
-        NN_TORCH: _of_torch(torch, partial(ours, lr=1e-3), tensors()),
-        TORCH: _of_torch(torch, partial(theirs, lr=1e-3), tensors()),
-    }
-
-
-# Of PyTorch's class: that of `nn`, and the states.
-_KINDS: dict[str, tuple[str, Callable[..., Any], int]] = {
-    "sgd": ("SGD", partial(nn.SGD, learning_rate=1e-3), 0),
-    "adam": ("Adam", partial(nn.Adam, learning_rate=1e-3, state_dtype=np.float32), 2),
-    "adamw": (
-        "AdamW",
-        partial(nn.AdamWeightDecay, learning_rate=1e-3, weight_decay=0.01, state_dtype=np.float32),
-        2,
-    ),
+_DECAYED = partial(nn.AdamWeightDecay, learning_rate=1e-3, weight_decay=0.01)
+_KINDS = {
+    "sgd": Kind("SGD", partial(nn.SGD, learning_rate=1e-3), Traffic(1)),
+    "adam": Kind("Adam", partial(nn.Adam, learning_rate=1e-3, state_dtype=np.float32), Traffic(3)),
+    "adamw": Kind("AdamW", partial(_DECAYED, state_dtype=np.float32), Traffic(3)),
+    "lamb": Kind("nn.Lamb", partial(nn.Lamb, learning_rate=1e-3), Traffic(3, passes=(4,)), False),
+    # Without a first moment; the others are of rows and columns.
+    "adafactor": Kind("nn.AdaFactor", nn.AdaFactor, Traffic(1, passes=(1, 2)), False),
 }
 
 
-def dense(bench: Bench, kind: str, wanted: int, dtype: str) -> Point:
-    """An optimizer on one large tensor; those of `nn` have float32 moments, torch's the tensor's.
-
-    The moments of ``nn.torch`` are those of torch.
-    """
-    name, make, n_states = _KINDS[kind]
-    storage = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    of_nn, of_torch = (2 * storage.itemsize + n_states * s for s in (4, storage.itemsize))
-    n = bench.fits(wanted, of_nn + (2 * of_torch if bench.torch else 0), LEAST_ELEMENTS)
-    jobs: Jobs = {
-        OURS: _step(make, [new_array(n, dtype=storage)]),
-        **_beside_torch(bench, name, [n], dtype),
-    }
-    moved = {
-        label: n
-        * (3 * storage.itemsize + 2 * n_states * (4 if label == OURS else storage.itemsize))
-        for label in jobs
-    }
-    case = f"dense/{name} {dtype}"
-    point = bench.measure(case, {"elements": n}, jobs, moved, ("elements", wanted))
-    point.aim_at_copy(OURS, 0.93)
-    if NN_TORCH in jobs:
-        point.aim_at_copy(NN_TORCH, 0.93)
-        point.aim_at_torch(NN_TORCH)
-    return point
+def large(bench: Bench, kind: str, wanted: int, dtype: str) -> Point:
+    """An optimizer on one large tensor."""
+    of, itemsize = _KINDS[kind], 4 if dtype == "float32" else 2
+    states = of.traffic.updated - 1
+    of_torch = 2 * (2 + states) * itemsize if bench.torch and of.has_torch else 0
+    n = bench.fits(wanted, 2 * itemsize + 4 * states + of_torch, LEAST_ELEMENTS)
+    height = n // MATRIX_WIDTH
+    shape = (height, MATRIX_WIDTH) if kind == "adafactor" else (n,)
+    return _dense(bench, f"dense/{of.name} {dtype}", of, [shape], dtype, ("elements", wanted))
 
 
 def gpt2(bench: Bench) -> Point:
     """AdamW on the 148 tensors of GPT-2 small, in float32."""
-    shapes = model_shapes.gpt2_small()
-    make = partial(nn.AdamWeightDecay, learning_rate=1e-3, weight_decay=0.01)
-    jobs: Jobs = {
-        OURS: _step(make, [new_array(shape) for shape in shapes]),
-        **_beside_torch(bench, "AdamW", shapes, "float32"),
-    }
-    n = sum(int(np.prod(shape)) for shape in shapes)
-    size = {"tensors": len(shapes), "elements": n}
-    point = bench.measure("model/AdamW GPT-2", size, jobs, dict.fromkeys(jobs, 28 * n))
-    point.aim_at_copy(OURS, 0.9)
-    if NN_TORCH in jobs:
-        point.aim_at_torch(NN_TORCH)
-    return point
-
-
-def dense_lamb(bench: Bench, wanted: int) -> Point:
-    """``nn.Lamb``: one pass for the norms, one for the step."""
-    n = bench.fits(wanted, 16, LEAST_ELEMENTS)
-    jobs: Jobs = {OURS: _step(partial(nn.Lamb, learning_rate=1e-3), [normal_array(n)])}
-    moved = {OURS: Traffic(updated=3, passes=(4,)).dense(n, 4)}
-    return bench.measure("dense/nn.Lamb float32", {"elements": n}, jobs, moved)
-
-
-def dense_adafactor(bench: Bench, wanted: int) -> Point:
-    """``nn.AdaFactor`` on a matrix, without a first moment: three passes."""
-    height = max(1, bench.fits(wanted, 8, LEAST_ELEMENTS) // MATRIX_WIDTH)
-    n = height * MATRIX_WIDTH
-    jobs: Jobs = {OURS: _step(nn.AdaFactor, [normal_array((height, MATRIX_WIDTH))])}
-    moved = {OURS: Traffic(updated=1, passes=(1, 2)).dense(n, 4)}
-    return bench.measure("dense/nn.AdaFactor float32", {"elements": n}, jobs, moved)
+    return _dense(bench, "model/AdamW GPT-2", _KINDS["adamw"], model_shapes.gpt2_small())
 
 
 def small_adam(bench: Bench, count: int) -> Point:
-    """``nn.Adam`` on small tensors; and the launch of its rule beside one that does nothing."""
+    """Adam on small tensors."""
     shapes = model_shapes.many_small(SMALL)[:count]
-    make = partial(nn.Adam, learning_rate=1e-3)
-    jobs: Jobs = {OURS: _step(make, [new_array(shape) for shape in shapes]), **_launches(shapes)}
-    jobs |= _beside_torch(bench, "Adam", shapes, "float32")
-    size = {"tensors": count, "elements": sum(shape[0] for shape in shapes)}
-    point = bench.measure(f"{count} small/nn.Adam float32", size, jobs, {})
-    if count == SMALL:
-        empty = point.device["empty kernel"].median
-        share = point.device["kernel alone"].median / empty
-        point.aim("kernel alone: time by that of an empty one", share, 2.0, at_most=True)
-        point.aim_at_torch()
-    return point
+    return _dense(bench, f"{count} small/nn.Adam float32", _KINDS["adam"], shapes)
 
 
-def _launches(shapes: Sequence[tuple[int, ...]]) -> Jobs:
-    """The launch of a dense step alone, its table being there already; and an empty kernel's."""
-
-    @cuda.jit
-    def empty(table, n_tensors, guard):  # type: ignore[no-untyped-def]
-        pass
-
-    compiled, hp = _compiled_adam()
-    arrays = [[new_array(shape) for _ in range(4)] for shape in shapes]
-    addresses = np.array([[int(address_of(a)) for a in tensor[:3]] for tensor in arrays])
-    gradients = np.array([int(address_of(tensor[3])) for tensor in arrays])
-    sizes = np.array([shape[0] for shape in shapes])
-    on_device, stream = cuda.to_device(hp), cuda.default_stream()
-    chunks = Chunks(chunk_of(compiled), np.column_stack([gradients, addresses]), sizes)
-    words = chunks.words(np.full(len(shapes), int(address_of(on_device))))
-    room = cuda.device_array(words.nbytes, np.uint8)
-    place = int(address_of(room))
-    copy_in(place, words, stream)
-    loop = dense_kernel(compiled)
-
-    def launch(function: Any, keep: Any = (arrays, on_device, room)) -> None:
-        del keep  # its memory is used as long as this can be called
-        chunks.launch(function, stream, place, chunks.n_tensors, 0)
-
-    return {"kernel alone": partial(launch, loop), "empty kernel": partial(launch, empty)}
+def _dense(
+    bench: Bench,
+    case: str,
+    kind: Kind,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: str = "float32",
+    wanted: tuple[str, int] | None = None,
+) -> Point:
+    """An optimizer of `nn`; those of ``nn.torch`` and PyTorch have states of ``dtype``."""
+    storage = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    optimizer = kind.make([nn.Parameter(normal_array(s, storage), f"p{i}")
+                           for i, s in enumerate(shapes)])  # fmt: skip
+    gradients = tuple(normal_array(shape, storage) for shape in shapes)
+    jobs: Jobs = {OURS: lambda: optimizer(gradients)}
+    if bench.torch is not None and kind.has_torch:
+        jobs |= _in_torch(bench.torch, kind.name, shapes, dtype)
+    n = sum(int(np.prod(shape)) for shape in shapes)
+    moved = dict.fromkeys(jobs, kind.traffic.dense(n, storage.itemsize))
+    moved[OURS] += 2 * (kind.traffic.updated - 1) * (4 - storage.itemsize) * n
+    return bench.measure(case, {"tensors": len(shapes), "elements": n}, jobs, moved, wanted)
 
 
-def _compiled_adam() -> tuple[Any, np.ndarray]:
-    """The kernel of a float32 step, and its scalars."""
-    compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
-    return compiled, np.array([adam.adam_scalars(np.float32, *_ADAM)], np.float32)
+def _in_torch(torch: Any, name: str, shapes: Sequence[tuple[int, ...]], dtype: str) -> Jobs:
+    """A class of ``nn.torch`` and PyTorch's fused one, on tensors of PyTorch."""
+    from ...nn import torch as fused
+
+    def step(make: Any) -> Callable[[], object]:
+        options = {"device": "cuda", "dtype": getattr(torch, dtype)}
+        parameters = [torch.randn(shape, **options).requires_grad_() for shape in shapes]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        found: Callable[[], object] = make(parameters, lr=1e-3).step
+        return found
+
+    ours, theirs = getattr(fused, name), partial(getattr(torch.optim, name), fused=True)
+    return {NN_TORCH: step(ours), TORCH: step(theirs)}
 
 
 # -- row-sparse steps, and sorts ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tables:
-    """A table with its moments and a row-sparse gradient."""
-
-    arrays: tuple[Any, Any, Any]  # parameter and moments
-    values: Any  # of the gradient
-    drawn: np.ndarray  # its indices, on the host
-    indices: Any  # on the device
-
-    @property
-    def size(self) -> dict[str, int]:
-        """For the report."""
-        n, d = self.arrays[0].shape
-        unique = int(np.unique(self.drawn).size)
-        return {"rows": n, "width": d, "occurrences": self.drawn.size, "different rows": unique}
-
-    def step(self, operator: Any) -> Callable[[], object]:
-        """An operator on all of it."""
-        return lambda: operator(*self.arrays, *_SCALARS, self.values, self.indices)
-
-    def measure(self, bench: Bench, name: str, jobs: Jobs, moved: Mapping[str, int]) -> Point:
-        """The times of jobs on it."""
-        return bench.measure(f"rows/ops.{name}", self.size, jobs, moved, ("rows", ROWS))
-
-
-def _tables(bench: Bench, distribution: str) -> Tables:
-    """As large as they should be, or as memory allows."""
-    of_row = 3 * 4 * WIDTH + 16  # and what the sweep keeps of it
-    of_batch = BATCH * (4 * WIDTH + 8)
-    rest = of_batch + (1 << 29)  # the room of a step
-    n = bench.fits(ROWS, of_row, LEAST_ROWS, rest)
-    w, m, v = (new_array((n, WIDTH)) for _ in range(3))
-    drawn = indices.draw(distribution, n, BATCH)
-    return Tables((w, m, v), normal_array((BATCH, WIDTH)), drawn, cuda.to_device(drawn))
-
-
 def all_rows(bench: Bench, distribution: str) -> Point:
     """``FusedSparseAdam``, by the 24 bytes of each element alone."""
-    tables, operator = _tables(bench, distribution), ops.FusedSparseAdam()
-    n, d = tables.arrays[0].shape
-    jobs, moved = {OURS: tables.step(operator)}, {OURS: 24 * n * d}
-    point = tables.measure(bench, f"{operator.name} {distribution}", jobs, moved)
-    point.aim_at_copy(OURS, 0.85)
-    return point
+    return _rows(bench, ops.FusedSparseAdam(), distribution, is_lazy=False)
 
 
 def lazy_rows(bench: Bench, distribution: str) -> Point:
@@ -247,15 +129,27 @@ def lazy_rows(bench: Bench, distribution: str) -> Point:
 
     Its bytes: the gradient and the indices read once, 24 for each element of a row that occurs.
     """
-    tables, operator = _tables(bench, distribution), ops.FusedSparseLazyAdam()
-    _, d = tables.arrays[0].shape
-    bytes_ = Traffic(updated=3).touched_rows(tables.size["different rows"], d, BATCH, 4)
-    moved = dict.fromkeys((OURS, "update alone"), bytes_)
-    jobs: Jobs = {OURS: tables.step(operator), **_parts(tables)}
-    point = tables.measure(bench, f"{operator.name} {distribution}", jobs, moved)
-    point.aim_at_copy("update alone", 0.6)
-    point.aim_at_copy(OURS, 0.4)
-    return point
+    return _rows(bench, ops.FusedSparseLazyAdam(), distribution, is_lazy=True)
+
+
+def _rows(bench: Bench, operator: Any, distribution: str, *, is_lazy: bool) -> Point:
+    """An operator on a table as large as it should be, or as memory allows."""
+    of_row = 3 * 4 * WIDTH + 16  # and what the sweep keeps of it
+    of_batch = BATCH * (4 * WIDTH + 8)
+    rest = of_batch + (1 << 29)  # the room of a step
+    n = bench.fits(ROWS, of_row, LEAST_ROWS, rest)
+    arrays = [new_array((n, WIDTH)) for _ in range(3)]
+    drawn = indices.draw(distribution, n, BATCH)
+    values, ids, unique = normal_array((BATCH, WIDTH)), cuda.to_device(drawn), np.unique(drawn).size
+    jobs: Jobs = {OURS: lambda: operator(*arrays, *_SCALARS, values, ids)}
+    moved = {OURS: 24 * n * WIDTH}
+    if is_lazy:
+        jobs |= _parts(arrays, values, ids)
+        of_step = Traffic(updated=3).touched_rows(unique, WIDTH, BATCH, 4)
+        moved = dict.fromkeys((OURS, "update alone"), of_step)
+    size = {"rows": n, "width": WIDTH, "occurrences": BATCH, "different rows": int(unique)}
+    case = f"rows/ops.{operator.name} {distribution}"
+    return bench.measure(case, size, jobs, moved, ("rows", ROWS))
 
 
 def table(bench: Bench, distribution: str, batch: int) -> Point:
@@ -321,14 +215,13 @@ def bags(bench: Bench) -> Point:
     return bench.measure("bags/LazyAdam", size, jobs, moved)
 
 
-def _parts(tables: Tables) -> Jobs:
-    """Of a lazy step: finding and sorting the keys, and the update by sorted ones."""
-    n, d = tables.arrays[0].shape
-    w, m, v, values, rows = (
-        int(address_of(a)) for a in (*tables.arrays, tables.values, tables.indices)
-    )
-    compiled, hp = _compiled_adam()
-    one = [RowTable((w, m, v), 0, n, d, RowSource(rows, 8, tables.drawn.size, values))]
+def _parts(arrays: Sequence[Any], gradient: Any, ids: Any) -> Jobs:
+    """The parts of a lazy step: finding and sorting the keys, and the update by sorted ones."""
+    n, d = arrays[0].shape
+    w, m, v, values, rows = (int(address_of(a)) for a in (*arrays, gradient, ids))
+    compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
+    hp = np.array([adam.adam_scalars(np.float32, *_ADAM)], np.float32)
+    one = [RowTable((w, m, v), 0, n, d, RowSource(rows, 8, ids.size, values))]
     step = RowStep(compiled, one, touched_only=True)
     scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)
     table, hp_at = cuda.device_array(step.n_words, np.int64), np.array([address_of(scalars)])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from ...nn.registry import ROWS, Row
 from ...nn.registry.record import MINDSPORE, Form
 from ..cases.steps import STEPS
-from ..cases.traffic import LINE, row_lines
+from .table import Table
 
 _DEFAULTS = {
     "lazy": "lazy",
@@ -19,52 +18,46 @@ _DEFAULTS = {
 }
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table whose first columns are text, and the others figures."""
-    lines = [list(head), ["---"] * left + ["---:"] * (len(head) - left), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def optimizers(_: Any) -> str:
+def optimizers() -> Table:
     """Each class in MindSpore and here."""
     rows = []
     for row in ROWS.values():
         source = row.source
         there = source.status if source.system == MINDSPORE else f"not there; {source.system}"
         rows.append([f"`{row.name}`", there, source.compared, source.differs])
-    return markdown(["class", MINDSPORE, "here", "what differs"], rows, left=4)
+    return Table(["class", MINDSPORE, "here", "what differs"], rows, left=4)
 
 
-def states(_: Any) -> str:
+def states() -> Table:
     """The names of states in a checkpoint."""
     found = ((f"`{row.name}`", (_states(row), row.source.unkept)) for row in ROWS.values())
     head = ["optimizer", "states of `<parameter>`", "MindSpore's that are not kept"]
-    return markdown(head, _grouped(found), left=3)
+    return Table(head, _grouped(found), left=3)
 
 
-def row_sparse(_: Any) -> str:
-    """What row-sparse gradients do there and here."""
+def row_sparse() -> Table:
+    """The meaning of row-sparse gradients there and here."""
     found = _of_forms(lambda row, form: (form.rows_there, _default(row, form)))
-    return markdown(["optimizer", MINDSPORE, "default here"], _grouped(found), left=3)
+    return Table(["optimizer", MINDSPORE, "default here"], _grouped(found), left=3)
 
 
-def row_defaults(_: Any) -> str:
-    """The same, here alone."""
+def row_defaults() -> Table:
+    """The meaning of row-sparse gradients here alone."""
     found = _of_forms(lambda row, form: (_default(row, form),))
-    return markdown(["optimizer", "default for row-sparse gradients"], _grouped(found), left=2)
+    return Table(["optimizer", "default for row-sparse gradients"], _grouped(found), left=2)
 
 
 def _default(row: Row, form: Form) -> str:
     return f"`ValueError`: expected {row.needs}" if row.needs else _DEFAULTS[form.rows]
 
 
-def large_gradients(_: Any) -> str:
-    """What an element does whose square is infinite."""
+def large_gradients() -> Table:
+    """The step of an element whose square is infinite."""
     found = _of_forms(lambda row, form: () if row.build else form.large or ())
-    return markdown(["optimizer", "in that step", "later"], _grouped(found), left=3)
+    return Table(["optimizer", "in that step", "later"], _grouped(found), left=3)
 
 
-def traffic(_: Any) -> str:
+def traffic() -> Table:
     """The byte model of every operator and optimizer."""
     rows = []
     for case in STEPS:
@@ -88,18 +81,7 @@ def traffic(_: Any) -> str:
         formula = " + ".join(parts)
         rows.append([name, *counts, passes, formula])
     head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
-    return markdown(head, rows)
-
-
-def line_counts(_: Any) -> str:
-    """Cache lines of rows far apart: the mean of many that follow each other."""
-    many = np.arange(LINE)
-    rows = []
-    for D in (8, 16, 24, 32, 64, 128):
-        counts = [row_lines(many, D, 4, begin) / len(many) for begin in (0, 16)]
-        rows.append([str(D), str(4 * D), *(f"{count:.3g}" for count in counts)])
-    head = ["D", "bytes in float32", "lines, from the start of one", "from 16 bytes after it"]
-    return markdown(head, rows, left=0)
+    return Table(head, rows)
 
 
 def _grouped(labelled: Iterable[tuple[str, tuple[str, ...]]]) -> list[list[str]]:
@@ -138,3 +120,13 @@ def _states(row: Row) -> str:
             parts.append(f"{form.when} {', '.join(new)}".strip())
     counters = [f"`{name}`" for name in optimizer._derived_state(0)]
     return "; ".join(filter(None, [", ".join(parts), ", ".join(counters)]))
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "bytes": traffic,
+    "optimizers": optimizers,
+    "states": states,
+    "row-sparse": row_sparse,
+    "row-defaults": row_defaults,
+    "large-gradients": large_gradients,
+}

@@ -68,28 +68,33 @@ def _point(result: PointResult) -> dict[str, Any]:
 
 
 def same(point: dict[str, Any]) -> tuple[Any, ...]:
-    """What points of a document have in common that differ in their scenario only; last threads."""
+    """The key that points have in common that differ in their scenario only; threads come last."""
     return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
 
 
 @cache
-def _schema() -> dict[str, Any]:
-    text = (Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8")
+def _schema(folder: Path) -> dict[str, Any]:
+    text = (folder / "results.schema.json").read_text(encoding="utf-8")
     schema: dict[str, Any] = json.loads(text)
     return schema
 
 
-def check_schema(document: Any) -> None:
+def check_schema(document: Any, schema: int = SCHEMA, folder: Path = Path(__file__).parent) -> None:
     """Check that a document has the form of this version.
+
+    Args:
+        document: the document.
+        schema: the number of its form.
+        folder: where ``results.schema.json`` says what that is.
 
     Raises:
         ValueError: it has not; the text names the place.
     """
     found = document.get("schema") if isinstance(document, dict) else None
-    if found != SCHEMA:
-        raise ValueError(f"expected results of schema {SCHEMA}, got {found}")
+    if found != schema:
+        raise ValueError(f"expected results of schema {schema}, got {found}")
     try:
-        jsonschema.validate(document, _schema())
+        jsonschema.validate(document, _schema(folder))
     except jsonschema.ValidationError as error:
         raise ValueError(f"{error.json_path}: {error.message}") from error
 

@@ -1,10 +1,10 @@
-"""What the measurement of a point hands to the report."""
+"""The results of measurements, as the report takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..cases.steps import LOOP, Point
 from .stats import Ratio, Summary, ratio
@@ -75,7 +75,7 @@ class PointResult:
 
     @property
     def losses(self) -> list[str]:
-        """What falls short, in words."""
+        """The figures that fall short, in words."""
         losses = []
         in_a_row = self.point.scenario == LOOP
         if in_a_row and self.from_memory and self.bound and self.bound.value < OF_BOUND:
@@ -93,8 +93,6 @@ class SpecialResult:
     times: dict[str, Summary] = field(default_factory=dict)  # by label
     # What some of them should not exceed, in seconds.
     limits: dict[str, float] = field(default_factory=dict)
-    # Further figures of a case that is a series.
-    points: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, samples: Mapping[str, Sequence[float]]) -> None:
         """Summaries of samples by label."""

@@ -16,7 +16,7 @@ Change = Literal["slower", "faster", "same"]
 
 @dataclass(frozen=True)
 class Summary:
-    """What is kept of the samples of one contestant: seconds, or ratios."""
+    """Percentiles of the samples of one contestant: seconds, or ratios."""
 
     median: float
     p20: float

@@ -13,23 +13,20 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import machine
 from ..cases.indices import DEFAULT, draw
-from ..cases.options import other_option, parse_seconds, whole_numbers
+from ..cases.options import check_files, other_option, seconds_of
 from ..errors import BenchError
-from ..report import document, table
-from ..report.catalogue import markdown
-from ..report.table import memory, seconds
+from ..report import document, terminal
+from ..report.table import Table, bold, markdown, memory, seconds
 
 ROWS, BATCH = 500_000, 65_536
 _QUICK_ROWS, _QUICK_BATCH = 20_000, 4_096
 _SECONDS, _QUICK_SECONDS = 3.0, 1.0  # of a run
-_MOST = 64  # processes on one machine
 _TIMEOUT = 600.0
 DIM = 64
 NETWORKS = (10, 100, 400)  # Gbit/s
@@ -49,28 +46,25 @@ def main(args: argparse.Namespace) -> int:
         raise BenchError(f"--processes: takes no {option}")
     if find_spec("torch") is None:
         raise BenchError("--processes: needs PyTorch, for gloo: pip install torch")
-    counts = sorted({1, *whole_numbers("--processes", args.processes, _MOST)})
-    path = None if args.json is None else Path(args.json)
-    if path is not None:
-        document.check_writable(path)
+    counts = sorted({1, *args.processes})
+    check_files(args)
     rows, batch = (_QUICK_ROWS, _QUICK_BATCH) if args.quick else (ROWS, BATCH)
-    asked = parse_seconds(args.seconds, quick=args.quick)
-    time = asked if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
-    with table.progress() as reports:
+    time = seconds_of(args, _SECONDS, _QUICK_SECONDS)
+    with terminal.progress() as reports:
         runs = []
         wanted = [(1, batch // 4), *((n, batch) for n in counts)]
         for k, (n, of_run) in enumerate(wanted):
             reports(f"{n} processes, {of_run:,} ids", k, len(wanted))(0.0)
             runs.append(_run(n, rows, of_run, time))
     data = {"machine": machine.machine(), "rows": rows, "dim": DIM, "runs": runs}
-    table.console().print(measured(data), highlight=False)
-    if path is not None:
-        document.write(path, data)
+    print(markdown(measured(data)))
+    if args.json is not None:
+        document.write(args.json, data)
     return 0
 
 
 def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
-    """What n processes have measured: the slowest of each figure, and the bytes of all."""
+    """Figures of n processes: the slowest of each, and the bytes of all."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
         *(str(n), "-m", "fusestep.bench.scale_out.worker"),
@@ -96,7 +90,7 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
 
 
 class Costs(NamedTuple):
-    """What an iteration costs a process without others, in seconds."""
+    """The costs of an iteration for a process without others, in seconds."""
 
     fixed: float
     of_id: float
@@ -115,7 +109,7 @@ def costs(data: dict[str, Any]) -> Costs:
 
 
 def bytes_sent(n: int, batch: int, rows: int) -> float:
-    """What each of n processes sends to the others in an iteration, in bytes.
+    """Bytes that each of n processes sends to the others in an iteration.
 
     Numbers of different rows, those rows, and for each id its gradient, the place of its row and
     its own place.
@@ -134,7 +128,7 @@ def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
 
 
 def iteration(n: int, network: float, data: dict[str, Any]) -> float:
-    """Of n processes on machines of their own, with a network of so many Gbit/s."""
+    """An iteration of n processes on machines of their own, with a network of so many Gbit/s."""
     exchanges = float(data["runs"][-1]["exchanges"])
     sent = bytes_sent(n, MODEL_BATCH, data["rows"]) * 8 / (network * 1e9)
     return costs(data).at(MODEL_BATCH / n) + exchanges * (n - 1) * _MESSAGE + sent
@@ -143,7 +137,7 @@ def iteration(n: int, network: float, data: dict[str, Any]) -> float:
 # -- the tables -----------------------------------------------------------------------------------
 
 
-def measured(data: dict[str, Any]) -> str:
+def measured(data: dict[str, Any]) -> Table:
     """The runs on this machine."""
     head = [
         *("processes", "ids", "iteration", "predicted", "outside of exchanges", "sent"),
@@ -159,18 +153,18 @@ def measured(data: dict[str, Any]) -> str:
             seconds(run["outside"]), memory(run["sent"]), least,
             memory(run["table_and_states"]),
         ])  # fmt: skip
-    return markdown(head, rows, left=0)
+    return Table(head, rows, left=0)
 
 
-def modelled(data: dict[str, Any]) -> str:
+def modelled(data: dict[str, Any]) -> Table:
     """The model, and where it is shortest, in bold."""
     times = {g: [iteration(n, g, data) for n in SIZES] for g in NETWORKS}
     rows = []
     for k, n in enumerate(SIZES):
         found = [seconds(times[g][k]) for g in NETWORKS]
-        best = [f"**{text}**" if times[g][k] == min(times[g]) else text
+        best = [bold(text, when=times[g][k] == min(times[g]))
                 for g, text in zip(NETWORKS, found, strict=True)]  # fmt: skip
         sent = round(bytes_sent(n, MODEL_BATCH, data["rows"]))
         rows.append([str(n), memory(sent), *best])
     head = ["processes", "a process sends", *(f"{g} Gbit/s" for g in NETWORKS)]
-    return markdown(head, rows, left=0)
+    return Table(head, rows, left=0)

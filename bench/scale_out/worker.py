@@ -12,7 +12,8 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -39,36 +40,30 @@ class Counted:
 
     def all_to_all(
         self, sent: np.ndarray, counts: _Counts, received: np.ndarray, received_counts: _Counts
-    ) -> Counting:
+    ) -> Transfer:
         """See `Communicator`."""
         begin = partial(self._comm.all_to_all, sent, counts, received, received_counts)
         return self._begun((sum(counts) - counts[self.rank]) * row_bytes(sent), begin)
 
-    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> Counting:
+    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> Transfer:
         """See `Communicator`."""
         begin = partial(self._comm.all_gather, sent, received)
         return self._begun((self.size - 1) * sent.nbytes, begin)
 
-    def broadcast(self, array: np.ndarray, root: int) -> Counting:
+    def broadcast(self, array: np.ndarray, root: int) -> Transfer:
         """See `Communicator`."""
         return self._begun(0, partial(self._comm.broadcast, array, root))
 
-    def _begun(self, n_bytes: int, begin: Callable[[], Transfer]) -> Counting:
+    def _begun(self, n_bytes: int, begin: Callable[[], Transfer]) -> Transfer:
         self.sent += n_bytes
         self.calls += 1
-        return Counting(partial(self._timed, self._timed(begin).wait))
+        return SimpleNamespace(wait=partial(self._timed, self._timed(begin).wait))
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
         result = call()
         self.seconds += time.perf_counter() - begin
         return result
-
-
-class Counting(NamedTuple):
-    """See `Transfer`: the seconds of its begin and of its end count."""
-
-    wait: Callable[[], None]
 
 
 class Training:
@@ -90,7 +85,7 @@ class Training:
         self.optimizer((route.scatter(self.gradient),))
 
     def least_bytes(self) -> float:
-        """What has to be sent in an iteration: ids, different rows, and all their gradients."""
+        """Bytes that must be sent in an iteration: ids, different rows, and all their gradients."""
         found = []
         for ids in self.batches:
             places = self.shard.places(ids) // self.shard.height
@@ -134,7 +129,7 @@ def measured(training: Training, seconds: float) -> dict[str, Any]:
 
 
 def _seconds_per_byte(comm: Counted) -> float:
-    """Of a byte that a process sends, in large exchanges."""
+    """Seconds of a byte that a process sends, in large exchanges."""
     if comm.size == 1:
         return 0.0
     sent, received = np.ones((2, comm.size, _LARGE // comm.size), np.uint8)

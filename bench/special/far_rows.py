@@ -62,7 +62,7 @@ def _plain(w, m, v, g, at, different, occurrences, hp, n_parts):  # type: ignore
 def jobs_of(
     variables: list[np.ndarray], g: np.ndarray, drawn: np.ndarray, n_parts: int
 ) -> tuple[dict[str, Callable[[], object]], RowStep]:
-    """What works on one set of indices on a table, and what to release in the end.
+    """Jobs on one set of indices on a table, and what to release in the end.
 
     Args:
         variables: parameter and moments, ``[N, D]``.

@@ -69,24 +69,21 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
 
 
 def start(step: str, folder: str, threads: int) -> list[float]:
-    """Seconds of the import, from there to the end of the first step, and of the processor."""
-    os.makedirs(folder, exist_ok=True)
-    return figures_of("first-step", _SCRIPT.format(step=STEPS[step]), folder, threads)
+    """Seconds of the import, from there to the end of the first step, and of the processor.
 
-
-def figures_of(name: str, script: str, folder: str, threads: int) -> list[float]:
-    """The figures that a script prints in a fresh process, with kernels in ``folder``.
+    In a fresh process, with kernels in ``folder``.
 
     Raises:
         BenchError: the process failed.
     """
+    os.makedirs(folder, exist_ok=True)
     own = {"FUSESTEP_CACHE_DIR": folder, "NUMBA_NUM_THREADS": str(threads)}
     process = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", _SCRIPT.format(step=STEPS[step])],
         env={**os.environ, **own}, cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if process.returncode != 0:
         said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
-        raise BenchError(f"{name}: a fresh process of {sys.executable} failed: {said[-1]}")
+        raise BenchError(f"first-step: a fresh process of {sys.executable} failed: {said[-1]}")
     found: list[float] = json.loads(process.stdout.splitlines()[-1])
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import BenchError
 from ..report.result import Progress, SpecialResult, tracked
-from .training import PARTS, in_turns
+from .training import PARTS, in_turns, keep
 
 OURS, THEIRS = "nn.mindspore", "mindspore"
 _PERCEPTRONS = {f"{n}x{width}": (n, width) for n, width in ((4, 64), (24, 64), (4, 256), (3, 1024))}
@@ -40,11 +40,7 @@ def run(result: SpecialResult, _threads: int, progress: Progress) -> None:
     todo = [(model, "Adam") for model in (*_PERCEPTRONS, *_TABLES)]
     todo += [("4x256", name) for name in _OPTIMIZERS if name != "Adam"]
     for model, name in tracked(todo, progress):
-        samples = _measure(ms, model, name)
-        for part in PARTS:
-            ours, theirs = (f"{model} {name} {of}: {part}" for of in (OURS, THEIRS))
-            result.add({ours: samples[OURS, part], theirs: samples[THEIRS, part]})
-            result.limits[ours] = result.times[theirs].median
+        keep(result, f"{model} {name}", _measure(ms, model, name), dict.fromkeys(PARTS, 1.0))
 
 
 def _measure(ms: Any, model: str, name: str) -> dict[tuple[str, str], list[float]]:

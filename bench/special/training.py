@@ -39,10 +39,24 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     todo = [(model, scenario) for model in MODELS for scenario in SCENARIOS]
     for model, scenario in tracked(todo, progress):
         samples = _measure(torch, model, scenario, threads)
-        for part in PARTS:
-            ours, theirs = (f"{model} {scenario} {name}: {part}" for name in (OURS, THEIRS))
-            result.add({ours: samples[OURS, part], theirs: samples[THEIRS, part]})
-            result.limits[ours] = LIMITS[part] * result.times[theirs].median
+        keep(result, f"{model} {scenario}", samples, LIMITS)
+
+
+def keep(
+    result: SpecialResult,
+    label: str,
+    samples: dict[tuple[str, str], list[float]],
+    limits: dict[str, float],
+) -> None:
+    """Add the samples of ours and of theirs, which come first and second.
+
+    ``limits`` has by part what ours may take in terms of theirs.
+    """
+    ours, theirs = dict.fromkeys(name for name, _ in samples)
+    for part, limit in limits.items():
+        labels = {name: f"{label} {name}: {part}" for name in (ours, theirs)}
+        result.add({labels[name]: samples[name, part] for name in labels})
+        result.limits[labels[ours]] = limit * result.times[labels[theirs]].median
 
 
 def torch_for(name: str, threads: int) -> Any:

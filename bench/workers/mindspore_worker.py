@@ -1,9 +1,9 @@
 """MindSpore's steps, for the interpreter in which MindSpore is installed.
 
-Everything runs in graph mode: single operators in PyNative mode take longer (2.10: up to
-twice as long for ``FusedSparseAdam``) and keep a thread busy between the steps. MindSpore
-searches for the best number of threads during the first steps, which is why its warm-up is
-long.
+Its optimizers, in graph mode: in PyNative mode they take longer (2.10: up to twice as long on
+rows) and keep a thread busy between the steps. The operators that they call take as long when they
+are called alone. MindSpore searches for the best number of threads during the first steps, which
+is why its warm-up is long.
 
 What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU what it says
 (``nn.Momentum`` ignores ``use_nesterov``), or takes duplicate rows one after the other
@@ -12,10 +12,8 @@ What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU 
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -23,49 +21,7 @@ from typing import Any
 import numpy as np
 from worker_protocol import LR, Case, Job, Parameter, Replica, serve
 
-_BETAS = (0.9, 0.999, 1e-8)
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """How an operator is called: ``op(variable, *states, [powers], *before, gradient, *after)``."""
-
-    name: str  # in ``mindspore.ops``
-    states: int  # how many arrays of the variable's size it updates
-    # Numbers around the gradient, or around values and indices.
-    before: tuple[float, ...] = ()
-    after: tuple[float, ...] = ()
-    powers: bool = False  # the powers of the betas come before all other numbers
-    attributes: dict[str, Any] = field(default_factory=dict)  # of the operator
-
-
-_FTRL = {"lr": LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}
-_OPERATORS = {
-    "adam": _Operator("Adam", 2, (LR, *_BETAS), powers=True),
-    "amsgrad": _Operator("ApplyAdamWithAmsgradV2", 3, (LR, *_BETAS), powers=True),
-    "adamw": _Operator("AdamWeightDecay", 2, (LR, *_BETAS, 0.01)),
-    "sgd": _Operator("ApplyGradientDescent", 0, (LR,)),
-    "momentum": _Operator("ApplyMomentum", 1, (LR,), (0.9,)),
-    "rmsprop": _Operator("ApplyRMSProp", 2, (LR,), (0.9, 0.0, 1e-10)),
-    "rmsprop-momentum": _Operator("ApplyRMSProp", 2, (LR,), (0.9, 0.9, 1e-10)),
-    "rmsprop-centered": _Operator("ApplyCenteredRMSProp", 3, (), (LR, 0.9, 0.0, 1e-10)),
-    "adagrad": _Operator("ApplyAdagrad", 1, (LR,)),
-    "proximal-adagrad": _Operator("ApplyProximalAdagrad", 1, (LR, 1e-4, 1e-4)),
-    "ftrl": _Operator("ApplyFtrl", 2, (), (LR, 0.0, 0.0, -0.5)),
-}
-# Each step on rows, and that of the dense parameters beside a table.
-_ROW_OPERATORS = {
-    "adam-lazy": (_Operator("FusedSparseLazyAdam", 2, (LR, *_BETAS), powers=True), "adam"),
-    "adam-rows": (_Operator("FusedSparseAdam", 2, (LR, *_BETAS), powers=True), "adam"),
-    "ftrl-rows": (_Operator("FusedSparseFtrl", 2, attributes=_FTRL), "ftrl"),
-    "proximal-adagrad-rows": (
-        _Operator("FusedSparseProximalAdagrad", 1, (LR, 1e-4, 1e-4)),
-        "proximal-adagrad",
-    ),
-}
-_ONLY_FLOAT32 = {"amsgrad", "ftrl", *_ROW_OPERATORS}
-
-# Forms and arguments of the optimizers; on rows those of the same step on dense gradients.
+# Forms and arguments of the optimizers.
 _RMSPROP = {"decay": 0.9, "epsilon": 1e-10}
 _L1_L2 = {"l1": 1e-4, "l2": 1e-4}
 _OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
@@ -84,6 +40,14 @@ _OPTIMIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "adafactor": {"nn.AdaFactor": {"relative_step": False, "beta1": None}},
     "adam-lazy": {"nn.LazyAdam": {}},
 }
+# Steps on rows, each with that of the dense parameters beside a table, whose optimizers take both.
+_WITH_ROWS = {
+    "adam-lazy": "adam-lazy",
+    "adam-rows": "adam",
+    "ftrl-rows": "ftrl",
+    "proximal-adagrad-rows": "proximal-adagrad",
+}
+_ONLY_FLOAT32 = {"amsgrad", "ftrl", *_WITH_ROWS}
 
 
 class MindSpore:
@@ -101,7 +65,7 @@ class MindSpore:
             self.ms.device_context.cpu.op_tuning.threads_num(threads)
 
     def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
-        """The optimizer and the operator under it."""
+        """The optimizers, and two functions."""
         if dtype == "bfloat16" or (dtype == "float16" and algorithm in _ONLY_FLOAT32):
             return {}
         functions = {
@@ -111,22 +75,13 @@ class MindSpore:
         if (algorithm, kind) in functions:
             form, make = functions[algorithm, kind]
             return {form: partial(self._replica, make, is_function=True)}
-        if (kind == "dense") == (algorithm in _ROW_OPERATORS):
+        name = _WITH_ROWS.get(algorithm, "") if kind != "dense" else algorithm
+        if kind == "dense" and name == "adam-lazy":
             return {}
-        on_rows, dense = _ROW_OPERATORS.get(algorithm, (None, algorithm))
-        optimizers = _OPTIMIZERS.get(algorithm) or _OPTIMIZERS.get(dense, {})
-        forms: dict[str, Any] = {
+        return {
             form: partial(self._replica, partial(self._optimizer_cell, arguments))
-            for form, arguments in optimizers.items()
+            for form, arguments in _OPTIMIZERS.get(name, {}).items()
         }
-        operators = [on_rows] if on_rows else []
-        if kind != "rows" and dense in _OPERATORS:
-            operators.append(_OPERATORS[dense])
-        if operators:
-            label = " + ".join(f"ops.{operator.name}" for operator in operators)
-            make = partial(self._operator_cell, on_rows, _OPERATORS[dense])
-            forms[label] = partial(self._replica, make)
-        return forms
 
     def _replica(
         self, make: Callable[[Case, list[Any]], Any], case: Case, is_function: bool = False
@@ -137,18 +92,14 @@ class MindSpore:
             for index, given in enumerate(case.parameters)
         ]
         cell, inputs = make(case, variables), self._inputs(case)
-        results, numbers = list(variables), itertools.count(1)
-        powers: list[Any] = []
+        results = list(variables)
 
         def load() -> None:
-            t = next(numbers)
             if case.fresh:
                 inputs[:] = self._inputs(case)
-            if case.form.startswith("ops.") and not is_function:
-                powers[:] = [self.ms.Tensor(np.float32(beta**t)) for beta in _BETAS[:2]]
 
         def step() -> None:
-            found = cell(*inputs, *powers)
+            found = cell(*inputs)
             if is_function:
                 results[:] = found
             results[-1].asnumpy()  # waits, if the call has not
@@ -194,45 +145,6 @@ class MindSpore:
 
         return Cell()
 
-    def _operator_cell(
-        self, on_rows: _Operator | None, on_dense: _Operator, case: Case, variables: list[Any]
-    ) -> Any:
-        """Applies the operators to the variables and to states of its own."""
-        ms, operations = self.ms, self.ms.ops.operations
-
-        class Call(ms.nn.Cell):  # type: ignore[name-defined, misc]
-            def __init__(self, of: _Operator, arrays: list[Any], first: int, last: int) -> None:
-                super().__init__()
-                make = getattr(operations, of.name, None) or getattr(operations.nn_ops, of.name)
-                self.operator, self.arrays = make(**of.attributes), ms.ParameterTuple(arrays)
-                self.before, self.after, self.takes_powers = of.before, of.after, of.powers
-                self.first, self.last = first, last
-
-            def construct(self, *inputs: Any) -> Any:
-                powers = inputs[-2:] if self.takes_powers else ()
-                gradient = inputs[self.first : self.last]
-                return self.operator(*self.arrays, *powers, *self.before, *gradient, *self.after)
-
-        calls = []
-        for (has_rows, first, shape), variable in zip(_plan(case.parameters), variables):
-            operator = on_rows if has_rows and on_rows else on_dense
-            zeros = np.zeros(shape, np.float32)
-            states = [ms.Parameter(self._tensor(zeros, case), name=f"{variable.name}.{index}")
-                      for index in range(operator.states)]  # fmt: skip
-            calls.append(Call(operator, [variable, *states], first, first + 1 + has_rows))
-
-        class Cell(ms.nn.Cell):  # type: ignore[name-defined, misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.calls = ms.nn.CellList(calls)
-
-            def construct(self, *inputs: Any) -> Any:
-                for call in self.calls:
-                    call(*inputs)
-                return True
-
-        return Cell()
-
     def _gather(self, _: Case, variables: list[Any]) -> Any:
         gather, (table,) = self.ms.ops.Gather(), variables
 
@@ -251,7 +163,7 @@ class MindSpore:
 
 
 def _plan(parameters: list[Parameter]) -> tuple[tuple[bool, int, tuple[int, ...]], ...]:
-    """Of each parameter: is its gradient row-sparse, its place among the inputs, its shape."""
+    """For each parameter: is its gradient row-sparse, its place among the inputs, its shape."""
     plan = []
     position = 0
     for given in parameters:

@@ -1,7 +1,8 @@
 """NumPy's steps, as a careful user writes them: in place, with scratch arrays, in blocks.
 
-States are float32 for every type of parameter; parameters and gradients of 16 bits are converted
-to float32 and back, since NumPy's own arithmetic on them is slow and overflows.
+The five rules that people write themselves, on dense gradients and on rows. States are float32 for
+every type of parameter; parameters and gradients of 16 bits are converted to float32 and back,
+since NumPy's own arithmetic on them is slow and overflows.
 """
 
 from __future__ import annotations
@@ -17,19 +18,71 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from numpy_rules import ELEMENTWISE, TENSORWISE, clip, rule_and_states, zeros
-from worker_protocol import Case, Job, Parameter, Replica, lookup, serve
+from worker_protocol import LR, Case, Job, Parameter, Replica, serve
 
 Array = np.ndarray
 
-# Algorithms on row-sparse gradients; what comes before the last hyphen is their rule.
-_WITH_ROWS = (
-    *("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-rows", "ftrl-rows"),
-    *("proximal-adagrad-rows", "row-wise-adagrad-rows", "row-wise-adam-rows"),
-)
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
 # cache: 512 KiB of each array.
 _BLOCK = 2**17
+_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
+_DECAY, _MOMENTUM = 0.01, 0.9
+_TINY = 1e-30  # so that nothing is divided by zero
+
+
+# -- rules: ``rule(t, w, g, *states, a)``, in place, with a scratch array -------------------------
+
+
+def _sgd(_t: int, w: Array, g: Array, a: Array) -> None:
+    w -= np.multiply(g, LR, out=a)
+
+
+def _momentum(t: int, w: Array, g: Array, m: Array, a: Array) -> None:
+    m *= _MOMENTUM
+    m += g
+    _sgd(t, w, m, a)
+
+
+def _adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array) -> None:
+    """``w -= lr * mhat / (sqrt(vhat) + epsilon)``, the corrections moved to the scalars."""
+    m *= _BETA1
+    m += np.multiply(g, 1 - _BETA1, out=a)
+    v *= _BETA2
+    np.multiply(g, g, out=a)
+    a *= 1 - _BETA2
+    v += a
+    root = (1 - _BETA2**t) ** 0.5
+    np.sqrt(v, out=a)
+    a += _EPSILON * root
+    np.divide(m, a, out=a)
+    a *= LR * root / (1 - _BETA1**t)
+    w -= a
+
+
+def _adamw(t: int, w: Array, g: Array, m: Array, v: Array, a: Array) -> None:
+    w *= 1 - LR * _DECAY
+    _adam(t, w, g, m, v, a)
+
+
+def _adagrad(_t: int, w: Array, g: Array, s: Array, a: Array) -> None:
+    s += np.multiply(g, g, out=a)
+    np.sqrt(s, out=a)
+    a += _TINY
+    np.divide(g, a, out=a)
+    a *= LR
+    w -= a
+
+
+# Rule and number of states.
+_RULES: dict[str, tuple[Callable[..., None], int]] = {
+    "sgd": (_sgd, 0),
+    "momentum": (_momentum, 1),
+    "adam": (_adam, 2),
+    "adamw": (_adamw, 2),
+    "adagrad": (_adagrad, 1),
+}
+# Algorithms on row-sparse gradients; what comes before the hyphen is their rule.
+_WITH_ROWS = ("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-rows")
 
 
 class _Sweep:
@@ -46,21 +99,21 @@ class _Sweep:
 
         def run(start: int) -> None:
             w, g, *states = (array[start : start + per_block] for array in arrays)
-            a, b, *wide = self._buffers(w)
+            a, *wide = self._buffers(w)
             if not wide:
-                rule(t, w, g, *states, a, b)
+                rule(t, w, g, *states, a)
                 return
             wide[0][...], wide[1][...] = w, g
-            rule(t, *wide, *states, a, b)
+            rule(t, *wide, *states, a)
             w[...] = wide[0]
 
         starts = range(0, length, per_block)
         list((self._map if len(starts) > 1 else map)(run, starts))
 
     def _buffers(self, like: Array) -> list[Array]:
-        """Two scratch arrays of a thread, and two more for a parameter of 16 bits."""
+        """A scratch array of a thread, and two more for a parameter of 16 bits."""
         buffers: list[Array] = getattr(self._scratch, "buffers", [])
-        count = 2 if like.dtype == np.float32 else 4
+        count = 1 if like.dtype == np.float32 else 3
         if len(buffers) < count or buffers[0].size < like.size:
             buffers = [np.zeros(like.size, np.float32) for _ in range(count)]
             self._scratch.buffers = buffers
@@ -68,19 +121,18 @@ class _Sweep:
 
 
 class _Variable:
-    """A parameter with its rule, its states and its gradient.
+    """A parameter with its rule, its states and its gradient; a dense one has one axis."""
 
-    Where a rule may be applied to any part, dense arrays have one axis and tables have two.
-    """
-
-    def __init__(self, algorithm: str, given: Parameter, dtype: Any, densify: bool) -> None:
-        self._rule, states = rule_and_states(algorithm, given.shape)
+    def __init__(self, rule: str, given: Parameter, dtype: Any, densify: bool) -> None:
+        self._rule, count = _RULES[rule]
         self.w, self.g = np.array(given.start, dtype), np.array(given.gradient, dtype)
-        self._arrays, self._indices = [self.w, *states], given.indices
-        if algorithm in ELEMENTWISE and given.indices is None:
+        self._arrays = [self.w, *(np.full(given.shape, 0.0, np.float32) for _ in range(count))]
+        self._indices = given.indices
+        if given.indices is None:
             self.g = self.g.reshape(-1)
             self._arrays = [array.reshape(-1) for array in self._arrays]
-        self._dense = zeros(given.shape) if densify and given.indices is not None else None
+        is_dense = densify and given.indices is not None
+        self._dense = np.full(given.shape, 0.0, np.float32) if is_dense else None
 
     def step(self, t: int, sweep: _Sweep) -> None:
         """Take step number ``t``; with a row-sparse gradient, on the rows that occur."""
@@ -118,28 +170,22 @@ class NumPy:
         self._threads = threads
 
     def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
-        """Elementwise rules work in blocks, the others need whole arrays."""
+        """Whole arrays, or blocks of them."""
         if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             return {}
-        if algorithm == "gather" and kind == "rows":
-            options = {"take": False, "take(out=, mode='clip')": True}
-            return {form: partial(_gather, into) for form, into in options.items()}
-        if algorithm == "clip-by-global-norm" and kind == "dense":
-            return {"whole arrays": _clip}
-        if algorithm not in ((*ELEMENTWISE, *TENSORWISE) if kind == "dense" else _WITH_ROWS):
+        if algorithm not in (_RULES if kind == "dense" else _WITH_ROWS):
             return {}
-        rule = algorithm if kind == "dense" else algorithm.rpartition("-")[0]
-        sweeps = {"whole arrays": (sys.maxsize, 1)}
-        if rule not in TENSORWISE:
-            sweeps["blocks"] = _BLOCK, 1
-            if self._threads > 1:
-                sweeps["blocks in threads"] = _BLOCK, self._threads
+        sweeps = {"whole arrays": (sys.maxsize, 1), "blocks": (_BLOCK, 1)}
+        if self._threads > 1:
+            sweeps["blocks in threads"] = _BLOCK, self._threads
+        rule = algorithm.partition("-")[0]
         return {form: partial(_swept, rule, *sweep) for form, sweep in sweeps.items()}
 
 
 def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
     """One set of arrays, updated in place."""
-    densify, dtype = case.algorithm == "adam-rows", _dtype(case.dtype)
+    dtype = import_module("ml_dtypes").bfloat16 if case.dtype == "bfloat16" else case.dtype
+    densify = case.algorithm == "adam-rows"
     variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
     sweep, numbers = _Sweep(block, threads), itertools.count(1)
 
@@ -154,30 +200,6 @@ def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
                 variable.g = variable.g.copy()
 
     return Replica(Job(step, load), lambda: [variable.w for variable in variables])
-
-
-def _gather(into: bool, case: Case) -> Replica:
-    (given,) = case.parameters
-    table = np.array(given.start, _dtype(case.dtype))
-    options: dict[str, Any] = {}
-    if into:
-        options = {"out": np.zeros(given.gradient.shape, table.dtype), "mode": "clip"}
-    return lookup(lambda: table.take(given.indices, axis=0, **options))
-
-
-def _dtype(name: str) -> Any:
-    return np.dtype(name if name != "bfloat16" else import_module("ml_dtypes").bfloat16)
-
-
-def _clip(case: Case) -> Replica:
-    dtype = _dtype(case.dtype)
-    originals = [np.array(given.gradient, dtype) for given in case.parameters]
-    gradients: list[Array] = []
-
-    def load() -> None:
-        gradients[:] = [original.copy() for original in originals]
-
-    return Replica(Job(lambda: clip(gradients), load), lambda: gradients)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the workers of torch and of what is built on it share."""
+"""Parts that the workers of torch and of what is built on it share."""
 
 from __future__ import annotations
 

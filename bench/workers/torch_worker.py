@@ -63,7 +63,7 @@ class Torch:
         self.version: str = self.torch.__version__
 
     def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
-        """Those that are compiled, where there is a compiler, or the others."""
+        """Forms that are compiled, where there is a compiler, or the others."""
         if self.compiles and shutil.which(os.environ.get("CXX", "g++")) is None:
             return {}
         found = self._forms(algorithm, kind, dtype)

@@ -83,7 +83,7 @@ def last_cache_bytes() -> int:
 
 
 def before_step(scenario: str, threads: int) -> Callable[[], object]:
-    """What this process does before each step of a scenario.
+    """The work of this process before each step of a scenario.
 
     Raises:
         ImportError: of "torch" and "torch-pause", where there is no PyTorch; of "jax" likewise.

@@ -217,10 +217,10 @@ def test_a_slowed_version_is_reported(
     assert found.ratio is not None
     assert found.ratio.median == pytest.approx(factor)
     assert found.verdict == verdict
-    console = run.table.console()
-    assert run.table.show_changes([found], console) == (verdict == "slower")
+    console = run.terminal.console()
+    assert run.terminal.show_changes([found], console) == (verdict == "slower")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "dense/nn.Adam" in line)
-    assert line.split()[-1] == verdict
+    assert verdict in line.split()
     assert f"{factor:.3f}" in line
 
 
@@ -267,7 +267,7 @@ def test_a_version_that_cannot_take_a_step(what: str, fake: type[FakeWorker]) ->
     fake.errors[what] = "no form 'fusestep' of dense/nn.New"
     (found,) = compared()
     assert (found.ratio, found.reason) == (None, "no form 'fusestep' of dense/nn.New")
-    assert run.table.show_changes([found], run.table.console()) == 0
+    assert run.terminal.show_changes([found], run.terminal.console()) == 0
     assert fake.log[-2:] == ["end now", "end before"]
 
 
@@ -400,5 +400,5 @@ def test_end_to_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "dense/ops.ApplyMomentum" in line)
-    assert line.split()[-1] == "slower"
+    assert "slower" in line.split()
     assert len(git(root, "worktree", "list").splitlines()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +20,6 @@ from fusestep.bench.cases.subject import DTYPES
 from fusestep.bench.cases.workloads import Tensor, parameters
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
-from fusestep.bench.special import no_cliff
 from fusestep.bench.workers.worker_protocol import Job
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
@@ -305,37 +303,3 @@ def test_rows_of_a_bound_are_those_of_the_batch() -> None:
         bounds._compiled(bounds._over_rows, False)((table,), rows, np.uint32(5), chunk)
         np.testing.assert_array_equal(np.flatnonzero(table.any(axis=1)), rows)
         assert (table[rows] == 5).all()
-
-
-# -- cache lines of no-cliff ----------------------------------------------------------------------
-
-
-def test_row_lines_by_hand() -> None:
-    # 24 floats are 96 bytes: row 0 is 0..95 (lines 0, 1), row 1 is 96..191 (1, 2),
-    # row 2 is 192..287 (3, 4).
-    assert traffic.row_lines(np.array([0]), 24) == 2
-    assert traffic.row_lines(np.array([0, 1, 2]), 24) == 6
-    assert traffic.row_lines(np.array([0, 1, 15]), 1) == 3
-    assert traffic.row_lines(np.array([3, 5]), 16) == 2
-    # 16 bytes after a line: row 0 is 16..79 (0, 1), row 3 is 208..271 (3, 4).
-    assert traffic.row_lines(np.array([0, 3]), 16, begin=16) == 4
-
-
-def test_lazy_lines_by_hand() -> None:
-    # Four occurrences of three rows of 16 floats, a line each. Gradient 4, indices 32 bytes: 1;
-    # rows 3 in each of three variables, read and written: 18.
-    assert traffic.lazy_lines(np.array([5, 2, 5, 9]), 16) == 4 + 1 + 18
-
-
-def test_allowed_time() -> None:
-    # 1000 lines at 64 GB/s take 1 us.
-    assert math.isclose(no_cliff.allowed(1000, 64e9), 33e-6)
-
-
-def test_sizes_of_no_cliff() -> None:
-    for D, N, batches in no_cliff.sizes():
-        assert N >= 1000
-        assert N * D <= 2**26
-        assert batches[0] == 1
-        assert max(batches) * D <= 2**27
-        assert batches == [10**k for k in range(len(batches))]

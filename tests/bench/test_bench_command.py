@@ -116,7 +116,7 @@ def test_a_run_draws_its_points(small_run: tuple[dict[str, Any], str, Path]) -> 
 
 
 def parsed(*given: str) -> options.Request:
-    return options.parse(arguments(*given))
+    return options.request(arguments(*given))
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,12 +155,12 @@ def test_threads_are_a_dimension() -> None:
         pytest.skip("one core")
     request = parsed("dense/nn.SGD", "--threads", "1,2,1", "--size", "1K")
     assert [point.threads for point in request.points] == [1, 2]
-    assert request.threads == 2
 
 
 def test_what_is_left_out_has_a_default() -> None:
     request = parsed()
     assert {p.dtype for p in request.points} == {"float32"}
+    assert {p.scenario for p in request.points} == {"loop"}
     assert {p.threads for p in request.points} == {options.get_num_threads()}
     assert {p.size for p in request.points if p.case.name.startswith("rows/")} == {
         "500000x64x65536"
@@ -169,7 +169,6 @@ def test_what_is_left_out_has_a_default() -> None:
     assert [special.name for special in request.special] == ["first-step"]
     assert request.seconds == 0.5
     assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]
-    assert (request.json, request.plot, request.against) == (None, None, None)
 
 
 def test_options_act() -> None:
@@ -184,6 +183,8 @@ def test_options_act() -> None:
     assert request.seconds == 0.2
     assert request.pythons == {"torch": sys.executable, "numpy": sys.executable}
     assert len(parsed("rows/nn.SGD", "--indices", "all", "--dtype", "all").points) == 5 * 3
+    scenarios = parsed("rows/nn.SGD", "--scenario", "busy, pause20,busy").points
+    assert [point.scenario for point in scenarios] == ["busy", "pause20"]
     assert parsed("--peers", "none").pythons == {}
 
 
@@ -199,6 +200,10 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--size", "4K..1K"): "--size: expected a range that ascends, got '4K..1K'",
     ("rows/nn.SGD", "--size", "1K"): "--size 1K, --dtype float32: fits none of the chosen cases",
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
+    **{
+        ("--scenario", text): "--scenario: expected names out of loop, pause20"
+        for text in ("pause30", "", "Loop")
+    },
     ("--dtype", ""): "--dtype: expected names out of float32, bfloat16, float16, or all, got ''",
     ("--indices", "zipf1"): "--indices: expected uniform, equal or zipf with an exponent above 1",
     ("--indices", ""): "--indices: expected uniform, equal or zipf with an exponent above 1",
@@ -211,7 +216,7 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--seconds", "nan"): "--seconds: expected a number above 0, got 'nan'",
     ("--seconds", "inf"): "--seconds: expected a number above 0, got 'inf'",
     ("--seconds", "soon"): "--seconds: expected a number above 0, got 'soon'",
-    ("--quick", "--seconds", "2"): "--quick: is --seconds of its own, give one of the two",
+    ("--quick", "--seconds", "2"): "argument --seconds: not allowed with argument --quick",
     ("--peers", "tensorflow"): "--peers: expected names out of numpy, torch, torch-compile, optax,",
     ("--peers", "torch,none"): "--peers: expected names out of",
     ("--torch-python", "/nowhere/python"): "--torch-python: '/nowhere/python' is no Python inter",
@@ -234,7 +239,7 @@ def test_wrong_options_cost_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before anything is measured."""
-    monkeypatch.setattr(run, "run", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr(run, "run", lambda *_: pytest.fail("measured"))
     assert text in refused_line(capsys, *given)
 
 
@@ -245,7 +250,7 @@ def test_pipe_in_the_place_of_results(
     option: str, linked: bool, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(run, "run", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr(run, "run", lambda *_: pytest.fail("measured"))
     os.mkfifo(tmp_path / "x.svg")
     if linked:
         (tmp_path / "link.svg").symlink_to("x.svg")
@@ -274,7 +279,7 @@ def test_without_its_libraries(
 def test_an_interrupted_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run", interrupt)
@@ -314,7 +319,6 @@ def test_an_earlier_run_is_shown_and_drawn(
         (("--threads", "1"), "measures nothing, so it takes no --threads"),
         (("nn.SGD",), "holds no results of nn.SGD"),
         (("--scenario", "busy"), "holds no results of busy"),
-        (("--scenario", "idle"), "--scenario: expected names out of loop"),
         (("--plot", "x.jpg"), "expected a file .png, .svg or .pdf"),
     ):
         status, out, err = said(capsys, *given, *earlier)

@@ -34,8 +34,6 @@ from fusestep.bench.special import (
     dlrm_training,
     far_rows,
     first_step,
-    fresh_states,
-    no_cliff,
     training,
 )
 from fusestep.bench.workers import worker_protocol
@@ -298,15 +296,7 @@ def test_a_product_of_another_library_needs_it(library: str) -> None:
     with pytest.raises(ImportError, match=library):
         before_step(library, 1)
     with pytest.raises(BenchError, match=f"--scenario {library}: needs {library}"):
-        options.parse_scenarios(f"loop,{library}")
-
-
-def test_scenarios_are_names() -> None:
-    assert options.parse_scenarios(None) == ["loop"]
-    assert options.parse_scenarios("busy, pause20,busy") == ["busy", "pause20"]
-    for text in ("pause30", "", "Loop"):
-        with pytest.raises(BenchError, match="--scenario: expected names out of loop, pause20"):
-            options.parse_scenarios(text)
+        options.request(bench_support.arguments("--scenario", f"loop,{library}"))
 
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (5, 2)])
@@ -467,26 +457,6 @@ def test_peers_are_compared_where_nothing_comes_from_memory() -> None:
 # -- cases with a method of their own -------------------------------------------------------------
 
 
-def test_no_cliff_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "WIDTHS": (1, 16),
-        "BATCHES": (1, 100),
-        "MAX_TABLE": 2**15,
-        "MAX_GRADIENT": 2**15,
-        "SWEEP": 2**14,
-    }.items():
-        monkeypatch.setattr(no_cliff, name, value)
-    told: list[float] = []
-    found = special("no-cliff", told.append)
-    assert [(p["D"], p["B"]) for p in found.points] == [(1, 1), (1, 100), (16, 1), (16, 100)]
-    assert told[-1] == 1.0
-    for entry in found.points:
-        time = found.times[f"D={entry['D']} B={entry['B']}"]
-        assert entry["of_allowed"] == time.median / entry["allowed"]
-        assert entry["allowed"] > no_cliff.FIXED
-    assert any(label.startswith("D=16 bound: ") for label in found.times)
-
-
 def test_far_rows_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "30x5x9"))
     monkeypatch.setattr(far_rows, "ROUNDS", 2)
@@ -520,26 +490,6 @@ def test_far_rows_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "1Gx1Mx1"))
     with pytest.raises(BenchError, match=r"far-rows: needs .* GB"):
         special("far-rows", lambda _: None)
-
-
-def test_fresh_states_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh_states, "SIZES", ("20000x8x50",))
-    monkeypatch.setattr(fresh_states, "RUNS", 1)
-    told: list[float] = []
-    found = special("fresh-states", told.append)
-    assert told[-1] == 1.0
-    labels = [f"20000x8x50 {law}" for law in fresh_states.LAWS]
-    assert [*found.limits] == labels
-    full = found.times["20000x8x50 np.full"].median
-    assert set(found.limits.values()) == {fresh_states.OF_FULL * full}
-    assert {*found.times} >= {*labels, *(f"{label}: a later step" for label in labels)}
-    assert [p["N"] for p in found.points] == [20000] * 4
-
-
-def test_fresh_states_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fresh_states, "SIZES", ("1Gx1Mx1",))
-    with pytest.raises(BenchError, match=r"fresh-states: needs .* GB"):
-        special("fresh-states", lambda _: None)
 
 
 @pytest.fixture

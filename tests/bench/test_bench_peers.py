@@ -16,8 +16,8 @@ import pytest
 
 from fusestep.bench import measure, peer, point, work
 from fusestep.bench.buffers import Buffers
-from fusestep.bench.cases import options
 from fusestep.bench.cases import steps as cases
+from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
@@ -337,7 +337,7 @@ def test_an_interpreter_is_found_or_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     program = tmp_path / "python"
     program.write_text("", encoding="utf-8")
     for path in ("/nowhere/python", "/", str(program)):
-        with pytest.raises(options.BenchError, match=f"--optax-python: '{path}' is no Python"):
+        with pytest.raises(BenchError, match=f"--optax-python: '{path}' is no Python"):
             find_python("optax", path)
 
 

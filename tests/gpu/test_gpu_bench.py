@@ -15,7 +15,7 @@ from rich.console import Console
 from fusestep.bench.gpu import __main__ as gpu
 from fusestep.bench.gpu import checks, first_run
 from fusestep.bench.gpu import point as gpu_point
-from fusestep.bench.gpu.point import Point
+from fusestep.bench.report import terminal
 from fusestep.bench.report.result import BOUND, OURS
 from fusestep.bench.report.stats import Summary
 
@@ -26,7 +26,6 @@ DEVICE = {
     "compute_capability": "9.0",
     "multiprocessors": 132,
     "memory_bytes": 10**11,
-    "driver": None,
     "cuda_of_driver": "13.0",
 }
 
@@ -40,19 +39,15 @@ class FakeBench:
         n_bytes = 1 << 31
 
 
-def a_point() -> Point:
+def a_point() -> gpu_point.Point:
     """Ours takes 2 ms for 4 GB, torch 3 ms, the copy of 2 GB 1 ms."""
     times = {OURS: 2e-3, gpu_point.TORCH: 3e-3, f"{BOUND}cuMemcpyDtoD": 1e-3}
     device = {label: Summary(t, 0.9 * t, 1.1 * t, 9) for label, t in times.items()}
     host = {label: Summary(1e-5, 9e-6, 2e-5, 9) for label in times}
     moved = {OURS: 4 * 10**9, gpu_point.TORCH: 4 * 10**9}
-    point = Point("dense/x", {"elements": 7}, moved, device, host, dict.fromkeys(times, 1.0))
-    point.copy = 4e12
-    point.aim_at_copy(OURS, 0.93)
-    point.aim_at_torch()
-    point.aim("more than there is", 3.0, 2.0, at_most=True)
-    point.notes.append("7 elements instead of 8")
-    return point
+    ahead = {**{label: [True] for label in times}, gpu_point.TORCH: [True, False]}
+    notes = ["7 elements instead of 8"]
+    return gpu_point.point("dense/x", {"elements": 7}, moved, (device, host), ahead, 4e12, notes)
 
 
 def test_report_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,15 +57,13 @@ def test_report_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     (point,) = data["points"]
     assert point["of_copy"] == {OURS: pytest.approx(0.5), gpu_point.TORCH: pytest.approx(1 / 3)}
     assert point["by_ours"][gpu_point.TORCH]["value"] == pytest.approx(1.5)
-    assert [target["is_met"] for target in point["targets"]] == [False, True, False]
+    assert point["ahead"][gpu_point.TORCH] == 0.5
     console = Console(width=160, file=io.StringIO())
-    gpu.show(data, console)
+    terminal.show_gpu(data, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for expected in ("NVIDIA Test", "2.00 ms", "2000", "50.0%", "1.50", "10.0 us", "4000 GB/s"):
+    for expected in ("NVIDIA Test", "2.00 ms", "50%", "1.50", "10.0 us", "4000 GB/s"):
         assert expected in text
-    assert "0.500, target >= 0.93: missed" in text
-    assert "1.500, target >= 1.0: met" in text
-    assert "note: 7 elements instead of 8" in text
+    assert "the device waited for the host: torch fused; 7 elements instead of 8" in text
 
 
 def test_names(capsys: pytest.CaptureFixture[str]) -> None:

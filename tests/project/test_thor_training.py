@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.examples import digits_nets, thor_digits
+from fusestep.examples import thor_digits
 
 from helpers import more
 from thor_nets import random
@@ -19,11 +19,15 @@ from thor_nets import random
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
 
 
+def net_of(name: str, seed: int = 0) -> thor_digits.Classifier:
+    return thor_digits.Classifier(thor_digits.NETS[name], seed)
+
+
 def taught(n: int, seed: int = 0) -> thor_digits.Digits:
     """Noise whose pixels differ in size by a factor of 20, labelled by a random net."""
     rng = random(seed)
     images = rng.standard_normal((n, 1, 8, 8)).astype(np.float32)
-    labels = digits_nets.mlp(seed + 7).scores(images).argmax(axis=1)
+    labels = net_of("mlp", seed + 7).scores(images).argmax(axis=1)
     size = np.geomspace(0.05, 1.0, 64).reshape(8, 8).astype(np.float32)
     return thor_digits.Digits(images * size, labels)
 
@@ -31,7 +35,7 @@ def taught(n: int, seed: int = 0) -> thor_digits.Digits:
 @pytest.mark.parametrize("name", thor_digits.NETS)
 def test_gradients_of_the_nets(name: str) -> None:
     """Against central differences, in the directions of the gradients themselves."""
-    net, digits = thor_digits.NETS[name](0), taught(12)
+    net, digits = net_of(name), taught(12)
     gradients = net.gradients(digits.images, digits.labels)
     for parameter, gradient in zip(net.parameters, gradients, strict=True):
         length = float(np.linalg.norm(gradient))
@@ -52,11 +56,13 @@ def test_half_the_steps_of_the_best_momentum(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digits, target = taught(256, seed), 0.05
+    monkeypatch.setattr(thor_digits, "TARGET", target)
+    monkeypatch.setattr(thor_digits, "MOST_STEPS", 150)
     if name == "convnet":  # the neighbours of what is best in the whole grid
         monkeypatch.setattr(thor_digits, "LEARNING_RATES", (0.2, 0.5, 1.0))
         monkeypatch.setattr(thor_digits, "MOMENTA", (0.9, 0.95))
-    momentum = thor_digits.best_momentum(thor_digits.NETS[name], digits, seed, target, 150)
-    thor = thor_digits.thor_run(thor_digits.NETS[name], digits, seed, target, 150)
+    momentum = thor_digits.best_momentum(name, digits, seed)
+    thor = thor_digits.thor_run(name, digits, seed)
     assert momentum.steps is not None
     assert thor.steps is not None
     assert 2 * thor.steps <= momentum.steps
@@ -126,9 +132,10 @@ def test_a_folder_that_cannot_be_written(capsys: Any, tmp_path: Path) -> None:
 
 def test_a_target_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thor_digits, "MOMENTA", (0.9,))
-    monkeypatch.setattr(thor_digits, "LEARNING_RATES", (0.1,))
+    for name, value in (("LEARNING_RATES", (0.1,)), ("TARGET", 1e-9), ("MOST_STEPS", 3)):
+        monkeypatch.setattr(thor_digits, name, value)
     with pytest.raises(thor_digits.DemoError, match="no setting of Momentum reaches a loss"):
-        thor_digits.best_momentum(digits_nets.mlp, taught(32), 0, 1e-9, 3)
+        thor_digits.best_momentum("mlp", taught(32), 0)
 
 
 def test_digits_are_those_of_scikit_learn() -> None:

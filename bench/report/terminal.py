@@ -1,0 +1,195 @@
+"""The results on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..against import Changed
+from ..cases.steps import LOOP
+from . import table, tables
+from .result import OURS
+from .result import Progress as Report
+from .table import Column, Point, Table
+
+# On a quiet machine the slow fifth is this close to the fast one, and no step beats its bound.
+_SPREAD, _BEYOND, _BUSY = 1.25, 1.05, 0.5
+_WIDTH = 200  # characters, where output is no terminal
+
+
+def console() -> Console:
+    """Standard output; wide enough for all columns where it is no terminal."""
+    found = Console()
+    return found if found.is_terminal else Console(width=_WIDTH)
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """Print the figures, then what is lost, in doubt, or missing."""
+    _made_with(document, console)
+    layer = document["threading_layer"]
+    cpu = f"{document['machine']['cpu']}, {document['machine']['cores']} cores"
+    console.print(f"{cpu}{f', {layer}' if layer else ''}; peers: {tables.peers_in(document)}")
+    points = tables.all_of(document)
+    found = [_steps(points)] if points else []
+    scaling = tables.scaling(points)
+    if scaling.rows:
+        found.append(scaling)
+    if len(table.scenarios_of(points)) > 1:
+        found += tables.scenarios(points)
+    found += [tables.with_limits(one, "median", "p20", "p80") for one in document["special"]]
+    for one in found:
+        _print(one, console)
+    lost = [point for point in points if point["losses"]]
+    console.print(f"{len(lost)} of {len(points)} points lose:" if lost else "No losses.")
+    for point in lost:
+        console.print(f"  {_name(point)}: {'; '.join(point['losses'])}", style="red", markup=False)
+    for text in _doubts(document):
+        console.print(text, style="yellow", markup=False)
+    for text in _missing(document):
+        console.print(text, style="dim", markup=False)
+
+
+def show_gpu(document: dict[str, Any], console: Console) -> None:
+    """Print what a document of a CUDA device holds."""
+    device = document["gpu"]
+    _made_with(document, console)
+    memory = f"{device['memory_bytes'] / 1e9:.1f} GB"
+    console.print(f"{device['name']}, {memory}, CUDA {device['cuda_of_driver']}")
+    _print(tables.on_device(document), console)
+    for point in document["points"]:
+        size = ", ".join(f"{value:,} {name}" for name, value in point["size"].items())
+        copy = f"; fastest copy: {point['copy'] / 1e9:.0f} GB/s" if point["copy"] else ""
+        waited = [label for label, share in point["ahead"].items() if share < 1]
+        late = f"; the device waited for the host: {', '.join(waited)}" if waited else ""
+        notes = "".join(f"; {note}" for note in point["notes"])
+        console.print(f"{point['case']}: {size}{copy}{late}{notes}", style="dim", markup=False)
+
+
+def _print(one: Table, console: Console) -> None:
+    if one.title:
+        console.print(one.title.replace("`", ""), style="bold", markup=False, highlight=False)
+    for part in table.on_terminal(one, console.width):
+        console.print(part)
+
+
+def _made_with(document: dict[str, Any], console: Console) -> None:
+    """The version of this package, and those of what it rests on."""
+    ours = document["fusestep"]
+    commit = f" at {ours['commit'][:10]}" if ours["commit"] else ""
+    changed = " with changes" if ours["changed"] else ""
+    libraries = [f"{name} {version}" for name, version in document["software"].items() if version]
+    console.print(f"fusestep {ours['version']}{commit}{changed}; {', '.join(libraries)}")
+
+
+def _steps(points: Sequence[Point]) -> Table:
+    """One line for each point; under a peer how many times faster than it we are."""
+    keys = "dtype", "threads", "scenario"
+    varied = [key for key in keys if len({point[key] for point in points}) > 1]
+    common = [
+        f"{points[0][key]}{' threads' * (key == 'threads')}" for key in keys if key not in varied
+    ]
+
+    def figure(name: str) -> Column:
+        return lambda point: table.seconds(point["times"][OURS][name])
+
+    def value(name: str) -> Column:
+        return lambda point: str(point[name])
+
+    columns: dict[str, Column] = {
+        "size": table.size,
+        **{key: value(key) for key in varied},
+        "time": figure("median"),
+        "p20": figure("p20"),
+        "p80": figure("p80"),
+        "GB/s": table.speed,
+        "bound": table.share,
+        **{head[2:]: of for head, of in tables.faster_than(table.peers_of(points)).items()},
+        "memory": lambda point: table.memory(point["memory"][OURS]),
+    }
+    found = table.of_points(points, 2 + len(varied), **columns)
+    title = f"Steps, {', '.join([*common, 'times faster than the fastest form of each peer'])}"
+    return Table(found.head, found.rows, found.left, title)
+
+
+def _doubts(document: dict[str, Any]) -> Iterator[str]:
+    """Which figures a busy machine has spoilt."""
+    load = document["load_before"]
+    if load is not None and load > _BUSY:
+        yield f"the machine was busy before the run: load {load:.1f}"
+    for point in document["points"]:
+        time, bound = point["times"].get(OURS), point["bound"]
+        if point["scenario"] != LOOP:  # times vary, and that is what they are measured for
+            continue
+        if time is not None and time["p80"] > _SPREAD * time["p20"]:
+            wide = f"p80 is {time['p80'] / time['p20']:.1f} x p20"
+            yield f"{_name(point)}: {wide}: was the machine busy?"
+        if point["from_memory"] and bound and bound["value"] > _BEYOND:
+            yield f"{_name(point)}: faster than its bound: was the machine busy?"
+
+
+def _missing(document: dict[str, Any]) -> Iterator[str]:
+    """Which peers, and which forms of them, have no figures, and why."""
+    missing = document["missing_peers"]
+    for peer, reason in missing.items():
+        yield f"{peer}: n/a: {reason}"
+    for point in document["points"]:
+        for label, reason in point["unavailable"].items():
+            if label not in missing:
+                yield f"{_name(point)}, {label}: n/a: {reason}"
+
+
+def _name(point: Point) -> str:
+    short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[point["dtype"]]
+    name = f"{point['case']} {table.size(point)} {short} x{point['threads']}"
+    return name if point["scenario"] == LOOP else f"{name} {point['scenario']}"
+
+
+def show_changes(changes: Sequence[Changed], console: Console) -> int:
+    """Print ratios of times; returns 1 when a step has become slower, else 0."""
+    rows = []
+    for changed in changes:
+        ratio = changed.ratio
+        if ratio is None:
+            rows.append([changed.title, changed.reason, "n/a", "", ""])
+            continue
+        verdict = table.bold(changed.verdict, when=changed.verdict == "slower")
+        figures = (f"{one:.3f}" for one in (ratio.median, ratio.p20, ratio.p80))
+        rows.append([changed.title, verdict, *figures])
+    title = "Time now by time before: above 1, it has become slower"
+    _print(Table(["case", "verdict", "median", "p20", "p80"], rows, 2, title), console)
+    return int(any(c.ratio is not None and c.verdict == "slower" for c in changes))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], Report]]:
+    """A bar that is drawn between rounds only: a thread that draws would disturb the times.
+
+    Where standard error is no terminal, a line for each measurement.
+
+    Yields what gives, for the name of a measurement and its place among so many, the function
+    that is told its progress.
+    """
+    words = TextColumn("{task.description}", markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), words
+    errors = Console(stderr=True)
+    with Progress(
+        *columns, console=errors, auto_refresh=False, disable=not errors.is_terminal
+    ) as bars:
+        task = bars.add_task("", total=None)
+
+        def of(name: str, done: int, total: int) -> Report:
+            if not errors.is_terminal:
+                errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
+            bars.update(task, description=name, completed=done, total=total, refresh=True)
+
+            def report(share: float) -> None:
+                text = f"{name} {share:4.0%}"
+                bars.update(task, completed=int(done + share), description=text, refresh=True)
+
+            return report
+
+        yield of
