@@ -89,8 +89,11 @@ class _AdamUpdate(RowPrimitive):
         if not isinstance(given, DeviceArray):
             # Copy and update in one commit: no interrupt leaves ``out`` with the old weight beside
             # moments that have moved.
-            together = partial(commit, [copy.prepared(), update.prepared()])
-            locks.serialized(together, self.use_locking)
+            together = [copy.prepared(), update.prepared()]
+            if self.use_locking:
+                locks.serialized(partial(commit, together))
+            else:
+                commit(together)
             return result
         with checked_launch([*arrays, *read], update.error, self.use_locking) as launch:
             if isinstance(update, RowUpdate) and out is not None:

@@ -45,7 +45,10 @@ class Host:
         With locking, also what is measured is measured while no other such call writes.
         """
         count = self.count(plan.given.layout)
-        locks.serialized(partial(_write, plan, count), plan.use_locking)
+        if plan.use_locking:
+            locks.serialized(partial(_write, plan, count))
+        else:
+            _write(plan, count)
 
     def count(self, layout: Layout) -> Count:
         """The count of a step with gradients of this layout; the last one is kept."""

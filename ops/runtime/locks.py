@@ -22,14 +22,12 @@ T = TypeVar("T")
 _lock = threading.RLock()
 
 
-def serialized(work: Callable[[], T], use_locking: bool) -> T:
-    """The result of ``work``, which is done under the lock if ``use_locking``.
+def serialized(work: Callable[[], T]) -> T:
+    """The result of ``work``, which is done under the lock.
 
     Raises:
         RuntimeError: this thread holds the lock already.
     """
-    if not use_locking:
-        return work()
     with turn():
         return work()
 

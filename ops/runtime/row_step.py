@@ -158,7 +158,11 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
         with checked_launch(arrays, update.error, use_locking) as launch:
             update.enqueue(launch)
         return
-    locks.serialized(partial(commit, [update.prepared()]), use_locking)
+    step = [update.prepared()]
+    if use_locking:
+        locks.serialized(partial(commit, step))
+    else:
+        commit(step)
 
 
 def row_tables(

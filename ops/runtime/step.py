@@ -271,7 +271,10 @@ def tensor_step(
     step.gradients[0] = addresses[-1]
     step.hp[0] = hp
     step.prepare()
-    locks.serialized(step.run, use_locking)
+    if use_locking:
+        locks.serialized(step.run)
+    else:
+        step.run()
     step.release()
 
 

@@ -299,10 +299,10 @@ def test_an_interrupt_while_waiting_leaves_nothing_behind():
         with held_elsewhere():
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
-                locks.serialized(lambda: order.append("early"), True)
+                locks.serialized(lambda: order.append("early"))
     finally:
         signal.signal(signal.SIGINT, before)
-    locks.serialized(lambda: order.append("later"), True)
+    locks.serialized(lambda: order.append("later"))
     assert order == ["later"]
 
 
@@ -321,7 +321,7 @@ def test_a_call_within_a_call_is_refused_and_no_error_keeps_the_lock(error):
         raise error
 
     with pytest.raises(error):
-        locks.serialized(within, True)
+        locks.serialized(within)
     assert (var[1] != 1).all()
     thread = threading.Thread(target=step, args=call)
     thread.start()

@@ -78,7 +78,7 @@ MUTANTS = (
      "test_a_wrong_place_of_the_count_of_changes_is_found_out"),
     ("if minor not in TRIED[name]", "not in TRIED[name]", "in ()",
      "test_a_version_that_was_not_tried"),
-    ("locks.serialized(step.run, use_locking)", "use_locking", "False",
+    ("locks.serialized(step.run)", "locks.serialized(step.run)", "step.run()",
      "test_use_locking_waits_for_other_calls"),
     ("max(norm, limit) if math.isfinite(norm) else math.nan", "math.nan", "0.0",
      "test_norm_that_is_not_finite_makes_nan"),
