@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 import struct
 from collections.abc import Mapping
@@ -189,7 +188,6 @@ def _array(data: bytes) -> np.ndarray:
     if magic not in _MAGICS or storage != _DENSE or not 0 <= ndim <= 32:
         raise ValueError("an array that is not dense, or of MXNet before 1.0")
     *shape, _, _, code = struct.unpack_from(f"<{ndim}q3i", data, 12)
-    dtype, content = np.dtype(_DTYPES[code]), data[12 + 8 * ndim + 12 :]
-    if min(shape, default=0) < 0 or len(content) != dtype.itemsize * math.prod(shape):
-        raise ValueError("an array whose size does not fit")
-    return np.frombuffer(content, dtype).reshape(shape).copy()
+    if min(shape, default=0) < 0:  # which would stand for whatever fits
+        raise ValueError("an array with a negative size")
+    return np.frombuffer(data[12 + 8 * ndim + 12 :], _DTYPES[code]).reshape(shape).copy()
