@@ -193,7 +193,8 @@ def check_keys(where: str, lists: Sequence[IndexList | RowTable]) -> None:
     """The number of a row and of an occurrence must fit into one sort key of 63 bits."""
     n_rows = n = 0
     for own in lists:
-        n_rows, n = n_rows + own.rows, n + own.length
+        length = own.source.length if type(own) is RowTable else own.length
+        n_rows, n = n_rows + own.rows, n + length
     # The sign of a key stays 0, so that keys sort as the numbers that they are.
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:

@@ -127,9 +127,9 @@ WAYS = {
     lazy_adam: (12, 23),
     fused_sparse_adam: (10, 17),
     mxnet_updater: (13, 23),
-    torch_adamw: (11, 20),
-    torch_sparse: (17, 41),
-    sharded_embedding: (25, 104),
+    torch_adamw: (12, 20),
+    torch_sparse: (18, 38),
+    sharded_embedding: (27, 101),
 }
 
 
