@@ -28,7 +28,23 @@ ROWS: tuple[tuple[Shape, int, float], ...] = (
     *(((60, 8), 3_000, 0.6), ((5, 1), 700, 0.95), ((2_003, 16), 20_000, 0.3)),
 )
 # What each argument is given in turn; most of it is refused.
-BAD = (None, "no", -1.0, 0.0, 2, True, math.nan, math.inf, 1e-60, 1e60, [], (0.5,), {}, object)
+BAD = (
+    None,
+    "no",
+    -1.0,
+    0.0,
+    2,
+    True,
+    False,
+    math.nan,
+    math.inf,
+    1e-60,
+    1e60,
+    [],
+    (0.5,),
+    {},
+    object,
+)
 
 
 def rng_of(*seed: Any) -> np.random.Generator:
@@ -95,7 +111,7 @@ def unusual(value: Any) -> list[Any]:
         ]
         found += [value.astype(t) for t in (np.int8, np.int32, np.complex64, *STORAGE_DTYPES)]
         found += [nn.Parameter(value.astype(F32)), np.ma.masked_array(value), value.tolist()]
-        found += [value - 1, value + 1, value * 2**20]
+        found += [np.asarray(other) for other in (value - 1, value + 1, value * 2**20)]
     elif isinstance(value, str):
         found += ["CPU", "GPU", "Ascend"]
     elif isinstance(value, nn.Parameter):
@@ -106,7 +122,14 @@ def unusual(value: Any) -> list[Any]:
         found += [nn.RowTensor(indices + k, values, shape) for k in (-1, shape[0])]
         found += [[value, values], [value, value], nn.RowTensor(indices[:2], values[:2], shape)]
     elif isinstance(value, list):
-        found += [value[:1], [*value, value[0]], dict(enumerate(value)), tuple(value), value[0]]
+        found += [
+            value[:1],
+            [*value, value[0]],
+            value[:1] * len(value),
+            dict(enumerate(value)),
+            tuple(value),
+            value[0],
+        ]
         parts = [(k, other) for k, part in enumerate(value) for other in unusual(part)]
         found += [[*value[:k], other, *value[k + 1 :]] for k, other in parts]
     elif isinstance(value, dict):

@@ -109,6 +109,11 @@ def update(
     record.add(updater.states, states)
 
 
+def stateful(cls: Any, g: Any, state: Any) -> None:
+    """An update with a state of the caller."""
+    cls().update(0, normal(0, (9, 8)), g, tuple(state) if isinstance(state, list) else state)
+
+
 def refused(label: str, cls: Any) -> Cases:
     """What an updater and the methods of an optimizer refuse."""
     g = normal(1, (9, 8))
@@ -131,6 +136,11 @@ def refused(label: str, cls: Any) -> Cases:
             given = {name: [value] for name, value in given.items()} if several else given
             usual = partial(copy.deepcopy, given)
             yield from refusals(f"{label} {kind} {several}", update, usual, [*given])
+    of_state = partial(dict, state=[normal(2, (9, 8)), normal(3, (9, 8))])
+    stepped = partial(stateful, cls, g)
+    yield from refusals(f"{label} state", stepped, of_state, ["state"])
+    yield from refusals(f"{label} rate", partial(call, "set_learning_rate"),
+                        partial(dict, value=g), ["value"])  # fmt: skip
     for method, value in {
         "set_lr_mult": {0: 0.5},
         "set_wd_mult": {0: 0.5},

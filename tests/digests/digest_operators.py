@@ -101,7 +101,9 @@ def of_operators() -> Cases:
             f"ops.{name}", operator.new, names=[*operator.constructor, "use_lockin"]
         )
         usual = partial(given, operator, (4, 3))
-        yield from refusals(f"ops.{name}()", operator.new(), usual, operator.arguments)
+        yield from refusals(
+            f"ops.{name}()", operator.new(), usual, [*operator.arguments, "learning_rat"]
+        )
         if operator.takes_rows:
             dropping = operator.new(out_of_range="drop")
             yield from refusals(f"ops.{name}() dropped", dropping, usual, ["indices"])

@@ -335,6 +335,18 @@ BETWEEN: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 # What is refused
 
 
+def odd_steps(record: Any, make: Make) -> None:
+    """Of the memory of a parameter; of one that is read-only; the last step of all."""
+    for change in (
+        lambda opt, _: [opt.parameters[0].data, None],
+        lambda opt, given: opt.parameters[0].data.setflags(write=False) or given,
+        lambda opt, given: setattr(opt, "global_step", np.array([2**31 - 1], np.int32)) or given,
+    ):
+        opt = make(parameters("dense"))
+        record.attempt(opt, change(opt, gradients("dense", opt.parameters, 0)))
+        record.add(opt.state_dict(), opt.parameters)
+
+
 def refused(label: str, make: Make) -> Cases:
     """Wrong gradients, states, attributes and parameters of an optimizer, and what they leave."""
 
@@ -357,22 +369,34 @@ def refused(label: str, make: Make) -> Cases:
 
     first = gradients("dense", parameters("dense"), 0)
     sparse = [rows(0, (9, 8), 4), first[1]]
-    mixed, of_vector = [[*sparse], first[1]], [first[0], rows(0, (11,), 4)]
-    of_steps = {"dense": first, "sparse": sparse, "mixed": mixed, "of a vector": of_vector}
+    of_steps = {
+        "dense": first,
+        "sparse": sparse,
+        "mixed": [[*sparse], first[1]],
+        "of a vector": [first[0], rows(0, (11,), 4)],
+        "of parts that differ": [[sparse[0], rows(0, (8, 8), 4)], first[1]],
+    }
     for kind, given in of_steps.items():
         of_opt = partial(usual, "given", lambda _, given=given: given)
         yield from refusals(f"{label} {kind} step", step, of_opt, ["given"])
+    yield f"{label} odd steps", partial(odd_steps, make=make)
     of_opt = partial(usual, "state", lambda opt: opt.state_dict())
     yield from refusals(f"{label} load", load, of_opt, ["state"])
     for name in ("loss_scale", "global_step", "target", "unique", "found_inf", "learning_rate"):
         of_opt = partial(usual, "value", lambda opt, name=name: getattr(opt, name, None))
         yield from refusals(f"{label}.{name}", partial(assign, name), of_opt, ["value"])
-    of_opt = partial(usual, "of", lambda opt: opt.parameters[0])
+    of_opt = partial(usual, "of", lambda opt: [*opt.parameters, nn.Parameter(np.ones(1))])
     yield from refusals(f"{label} rate", lambda opt, of: opt.get_lr_parameter(of), of_opt, ["of"])
     p, q = nn.Parameter(np.ones((2, 3), F32), "a"), nn.Parameter(np.ones((5, 3), F32), "b")
     options = {"lr": 0.1, "weight_decay": 0.1, "grad_centralization": True}
     grouped = [{"params": [p], **options}, {"params": [q]}, {"order_params": [p, q]}]
-    of_groups = {"two": [p, q], "groups": grouped, "overlapping": [q.data[:3], q.data[2:]]}
+    of_groups = {
+        "two": [p, q],
+        "groups": grouped,
+        "overlapping": [q.data[:3], q.data[2:]],
+        "both": [{"params": [p], "order_params": [p]}],
+        "equal names": [p, nn.Parameter(q.data, "a")],
+    }
     for kind, params in of_groups.items():
         of_make = partial(dict, params=params)
         yield from refusals(f"{label} of {kind}", lambda params: make(params), of_make, ["params"])
@@ -437,6 +461,8 @@ def of_subject(name: str, subject: Subject) -> Cases:
 
 
 def cases() -> Cases:
+    of_lars = partial(dict, optimizer=nn.SGD(parameters("dense")))
+    yield from refusals("nn.LARS itself", nn.LARS, of_lars, ["optimizer", "learning_rat"])
     for name, subject in subjects().items():
         yield from of_subject(name, subject)
     for name in ("Formula", "Rule", "State"):

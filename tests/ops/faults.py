@@ -55,7 +55,6 @@ def strided(array: np.ndarray) -> np.ndarray:
 
 def misaligned(array: np.ndarray) -> np.ndarray:
     """The same values one byte off their natural alignment."""
-    buffer = np.frombuffer(b"x" + array.tobytes(), np.uint8)[1:].copy(order="K")
     buffer = np.zeros(array.nbytes + 1, np.uint8)[1:]
     found = buffer.view(array.dtype).reshape(array.shape)
     found[...] = array
