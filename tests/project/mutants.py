@@ -35,7 +35,7 @@ MUTANTS = (
     ("row < 0 or row >= n_rows", ">=", ">", "test_index_out_of_range"),
     ("load_int64(cursor + _KEY) != load_int64(parameters", "!=", "== 0 *", "test_other_states"),
     ("            if load_int64(cursor + _KEY) != name:", "!= name", "== 0",
-     "test_other_states"),
+     "test_a_state_that_is_gone"),
     ("return not next_item(states, cursor)", "not next_item(states, cursor)", "True",
      "test_records_that_are_exchanged"),
     ("        if own == 0:\n            return False\n        _rewind", "own == 0", "own == 1",

@@ -448,6 +448,7 @@ def test_a_state_that_is_gone() -> None:
     look = Looked((one,), {0: recorded(one, one, sum=state)})
     assert look([one + 1], {one: {"sum": state}}) == MOVED | OTHERS
     assert look([one + 1], {one: {}}) == UNLIKE
+    assert look([one + 1], {one: {"other": state}}) == UNLIKE
 
 
 class Restless(dict[Any, Any]):
