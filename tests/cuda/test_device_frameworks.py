@@ -6,7 +6,6 @@ names, around NumPy arrays, which are the device arrays of Numba's simulator.
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 from collections.abc import Iterator
@@ -365,32 +364,6 @@ def test_other_objects() -> None:
             sys.modules["torch"], sys.modules["cupy"] = torch, cupy
 
 
-def test_updates() -> None:
-    """Arrays of every framework are updated in place, as those of the host are."""
-    adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
-    for make in (Tensor, CuPyArray, Interface):
-        w, m, v, g = arrays = [array(5, 3) for _ in range(4)]
-        expected = [a.copy() for a in arrays]
-        ops.Adam()(*(make(a) for a in (w, m, v)), *adam, make(g))
-        ops.Adam()(*expected[:3], *adam, g)
-        step = ops.FusedSparseLazyAdam(use_locking=True)
-        index, values = np.array([4, 1, 4]), array(3, 3)
-        log.clear()
-        theirs = [make(a) for a in (w, m, v)]
-        assert step(*theirs, *adam, make(values), make(index))[0] is theirs[0]
-        step(*expected[:3], *adam, values, index)
-        for a, b in zip(arrays, expected, strict=True):
-            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
-        fusestep.synchronize()
-        # Bad indices and none at all.
-        step(*theirs, *adam, make(values[:0]), make(index[:0]))
-        step(*theirs, *adam, make(values), make(index + 1))
-        with told(IndexError, "indices[0] is out of range: expected 0 <= index < 5, got 5"):
-            fusestep.synchronize()
-        for a, b in zip(arrays, expected, strict=True):
-            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
-
-
 def test_strided_gradients() -> None:
     """The framework copies what is not contiguous; where it cannot, that is an error."""
     wide = array(5, 6)
@@ -440,26 +413,6 @@ def test_captured_copies() -> None:
         assert opt.global_step == 2
 
 
-def test_new_arrays() -> None:
-    """States, copies and results are of the parameter's framework."""
-    for make, kinds in ((Tensor, (np.float32, BF16)), (CuPyArray, (np.float32, np.float64))):
-        for dtype in kinds:
-            p = nn.Parameter(make(array(5, 3, dtype=dtype)), "w")
-            opt = nn.Adam([p], state_dtype=np.float32)
-            (moment,) = opt.moment1
-            assert type(moment.owner) is make and moment.dtype == np.float32
-            assert not moment.owner._array.any()
-            other = copy.deepcopy(opt).parameters[0]
-            assert type(other.data) is make
-            assert (other.shape, other.dtype) == (p.shape, p.dtype)
-            np.testing.assert_array_equal(other.data._array, p.data._array)
-            assert other.data._array is not p.data._array
-        m, v, g = (make(array(3)) for _ in range(3))
-        delta = ops.AdamNoUpdateParam()(m, v, 0.9, 0.99, 0.1, 0.9, 0.99, 1e-8, g)
-        assert type(delta) is make
-        assert delta.shape == (3,)
-
-
 def test_whole_gradients() -> None:
     """What is made out of a gradient is of its framework; in a step, of the parameter's."""
     for make in (Tensor, CuPyArray):
@@ -495,33 +448,6 @@ def test_whole_gradients() -> None:
                 on_cpu((expected,))
             fusestep.synchronize()
             np.testing.assert_allclose(w, arrays, 1e-5)
-
-
-def test_mxnet_arrays() -> None:
-    """States and master copies are of the framework of the weight, after `set_states` too."""
-    for make in (Tensor, CuPyArray):
-        for dtype in (np.float32, BF16):
-            w, g = array(5, 3, dtype=dtype), array(5, 3, dtype=dtype)
-            expected, weight = w.copy(), make(w)
-            updaters = [
-                nn.mxnet.get_updater(nn.mxnet.Adam(0.1, multi_precision=True)) for _ in "ab"
-            ]
-            for _ in range(2):
-                updaters[0](0, make(g), weight)
-                updaters[1](0, g, expected)
-            kept = updaters[0].get_states()
-            updaters[0].set_states(kept)
-            assert updaters[0].get_states() == kept
-            updaters[0](0, make(g), weight)
-            updaters[1](0, g, expected)
-            np.testing.assert_allclose(w.astype(float), expected.astype(float), 1e-5)
-            state = updaters[0].states[0]
-            master, moments = state if dtype == BF16 else (weight, state)
-            assert type(master) is type(moments[0]) is type(moments[1]) is make
-        new = ops.adam_update(
-            make(array(5, 6)[:, ::2]), *(make(array(5, 3)) for _ in "gmv"), lr=0.1
-        )
-        assert type(new) is make
 
 
 def test_streams() -> None:

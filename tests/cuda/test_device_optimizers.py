@@ -194,24 +194,26 @@ def test_row_optimizers(form: str, how: str) -> None:
     compare(lambda p: new_optimizer(form, p, **options), row_steps(), variables)
 
 
-# Widths of no, one and several tiles; int32 and int64; an empty list; one row; hot rows.
-TABLES = (50, 1), (7, 33), (1, 8), (40, 16), (30,), (9, 3, 5)
+# Widths of no, one and several tiles; an empty list; one row; hot rows; rows that are not aligned.
+TABLES = (5, 1), (7, 33), (1, 8), (6, 16), (9,), (4, 3, 5)
+COUNTS = sized((7, 12, 5, 0, 5, 12), (20, 40, 5, 0, 12, 30))
+ROW_TYPES = [(F32, F32), (F32, F16), (F64, F32), (F16, F16), (BF16, BF16)]
 
 
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-@only(STUB, GPU, reason="test_device_rows.py has tables of several kinds there")
-def test_many_tables_of_mixed_kinds(dtype: Any, how: str) -> None:
-    counts, many = (20, 40, 5, 0, 12, 30), HOT + 100
+@pytest.mark.parametrize(("dtype", "of_gradient"), ROW_TYPES, ids=str)
+def test_many_tables_of_mixed_kinds(dtype: Any, of_gradient: Any, how: str) -> None:
+    """Storage types of gradients and of tables; duplicates; both sizes of indices."""
     steps = []
     for step in range(2):
         given = []
-        for k, (shape, count) in enumerate(zip(TABLES, counts, strict=True)):
-            n = many if k == 1 and step else count
-            indices = RNG.integers(0, shape[0], n)
-            if n == many:
-                indices[: HOT + 50] = 3
-            given.append(rows(indices.astype(np.int32 if k % 2 else np.int64), shape, dtype))
+        for k, (shape, count) in enumerate(zip(TABLES, COUNTS, strict=True)):
+            is_hot = k == 5 and step and of_gradient == F32
+            indices = RNG.integers(0, shape[0], HOT + 90 if is_hot else count)
+            indices[: HOT + 40 if is_hot else 0] = 3
+            found = rows(indices, shape, of_gradient)
+            narrow = found.indices.astype(np.int32 if k % 2 else np.int64)
+            given.append(nn.RowTensor(narrow, found.values, shape))
         steps.append(given)
     tables = [positive(shape, dtype) for shape in TABLES]
     compare(lambda p: nn.Adam(p, 0.05, eps=0.01, sparse_update=how), steps, tables)
@@ -271,7 +273,7 @@ def test_copies() -> None:
     for other in others:
         for p, q in zip(opt.parameters, other.parameters, strict=True):
             assert other is not others[0] or type(q.data) is type(p.data)  # pickles are Numba's
-            assert (q.data.shape, q.data.dtype) == (p.data.shape, p.data.dtype)
+            assert (q.shape, q.dtype) == (p.shape, p.dtype)
             assert q.array.address != p.array.address
             np.testing.assert_array_equal(on_host(q.data), on_host(p.data))
     for one in (opt, *others):

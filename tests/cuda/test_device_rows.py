@@ -1,4 +1,4 @@
-"""The loops of row-sparse steps: sums in one order, sorting, parts of batches, guards."""
+"""Row-sparse steps: sums in one order, sorting, thousands that nobody has waited for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cpu.rows import step as host_rows
-from fusestep.kernels.cpu.threads.parallel import run_all
-from fusestep.kernels.cuda.device.guard import NOTHING, WORDS
-from fusestep.kernels.cuda.device.part import LaunchContext, run
 from fusestep.kernels.cuda.rows import sort
-from fusestep.kernels.cuda.rows.step import RowStep
-from fusestep.kernels.element import kernel
-from fusestep.kernels.rules import adam
-from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
-from fusestep.kernels.tables import HOT, RowTable, range_length
+from fusestep.kernels.tables import HOT, range_length
 
 from devices import (
     BETAS,
@@ -29,162 +21,16 @@ from devices import (
     adopted,
     assert_close,
     assert_same,
-    computed,
     numba_stream,
     on_device,
     on_host,
     only,
     positive,
-    shifted,
     sized,
 )
 from optimizers import make as new_optimizer
 
 pytestmark = MARKS
-# Of the tables of a step: rows, columns, occurrences.
-Tables = Sequence[tuple[int, int, int]]
-
-
-class RowCase:
-    """Tables with row-sparse gradients on the host and on the device."""
-
-    def __init__(
-        self,
-        tables: Tables,
-        w: Storage = F32,
-        g: Storage = F32,
-        s: tuple[Storage, ...] = (F32, F32),
-        hottest: int = 0,
-        shift: int = 0,
-        index_dtype: type = np.int64,
-        whole: int = 0,  # length of the batch of which the tables have parts
-    ) -> None:
-        self.kernel = kernel(adam.ADAM, (), w, g, s)
-        rng = np.random.default_rng(7)
-        scalars = rng.uniform(0.1, 0.9, (2, self.kernel.n_scalars))
-        self.hp = scalars.astype(self.kernel.real.carrier)
-        self.hp_of = [t % 2 for t in range(len(tables))]
-        self.shapes, self.whole, self.shift = tables, whole, shift
-        storages = (self.kernel.w, *self.kernel.s)
-        self.variables = [
-            [rng.uniform(0.1, 1.0, n * d).astype(x.dtype) for x in storages] for n, d, _ in tables
-        ]
-        self.indices = [rng.integers(0, n, b).astype(index_dtype) for n, _, b in tables]
-        for index in self.indices:
-            index[rng.permutation(len(index))[:hottest]] = 1
-        self.values = [rng.uniform(-1, 1, (b, d)).astype(g.dtype) for _, d, b in tables]
-        places = (rng.choice(whole, b, replace=False) for _, _, b in tables if whole)
-        self.positions = [np.sort(of_table) for of_table in places]
-
-    def tables(self, variables: Any, indices: Any, values: Any) -> list[RowTable]:
-        """Addresses of these as the tables of a step."""
-        made = []
-        for t, (n, d, b) in enumerate(self.shapes):
-            hp, itemsize = self.hp[self.hp_of[t] :].ctypes.data, self.indices[t].itemsize
-            of_batch = (self.positions[t].ctypes.data, self.whole) if self.whole else ()
-            given = tuple(variables[t]), hp, n, d, indices[t], itemsize, b, values[t], *of_batch
-            made.append(RowTable(*given))
-        return made
-
-    def on_host(self) -> list[RowTable]:
-        """The tables of the host."""
-        variables = [[a.ctypes.data for a in arrays] for arrays in self.variables]
-        indices, values = ([a.ctypes.data for a in of] for of in (self.indices, self.values))
-        return self.tables(variables, indices, values)
-
-    def step_on_device(self, *, touched_only: bool, drop: bool = False) -> np.ndarray:
-        """One step of copies, `found`, and the guard after it."""
-        guard = np.array([NOTHING, 0], np.int64)
-        assert len(guard) == WORDS
-        there = [[shifted(a, self.shift) for a in arrays] for arrays in self.variables]
-        given = on_device([self.indices, [v.reshape(-1) for v in self.values], guard])
-        variables = [[adopted(a).address for a in arrays] for arrays in there]
-        indices, values = ([adopted(a).address for a in of] for of in given[:2])
-        tables = self.tables(variables, indices, values)
-        step = RowStep(self.kernel, tables, touched_only=touched_only, drop=drop, base=1_000)
-        call = LaunchContext(numba_stream(0), adopted(given[2]).address)
-        run(step, self.hp, self.hp_of, call)
-        self.found = [[on_host(a) for a in arrays] for arrays in there]
-        return on_host(given[2])
-
-    def step_on_host(self, *, touched_only: bool, drop: bool = False) -> None:
-        """The same step by the loops of the CPU, in place."""
-        step = host_rows.RowStep(self.kernel, self.on_host(), touched_only=touched_only, drop=drop)
-        assert step.bad_position == -1
-        run_all(step.loops)
-        step.release()
-
-    def assert_equal(self) -> None:
-        """Device and host have done the same to every element."""
-        for ours, theirs in zip(self.found, self.variables, strict=True):
-            for a, b in zip(ours, theirs, strict=True):
-                assert_close(a, b)
-
-
-def compare(tables: Tables, drop: bool = False, **options: Any) -> None:
-    """Both updates, on the device as on the host."""
-    for touched_only in (True, False):
-        case = RowCase(tables, **options)
-        if drop:
-            for index, (n, _, _) in zip(case.indices, tables, strict=True):
-                index[::3] = [n, -1, n + 7][: len(index[::3])] + [n] * (len(index[::3]) - 3)
-        guard = case.step_on_device(touched_only=touched_only, drop=drop)
-        assert guard[0] == NOTHING
-        case.step_on_host(touched_only=touched_only, drop=drop)
-        case.assert_equal()
-
-
-def test_row_steps() -> None:
-    """Duplicates, several tables of different widths, ends of rows, unaligned ones, none."""
-    compare([(9, 8, 20)])
-    compare([(5, 3, 7), (9, 16, 0), (4, 7, 12), (3, 1, 5)])
-    compare([(6, 40, 10)], shift=1, index_dtype=np.int32)
-    compare([(4, 4, 0)])
-    compare([(4, 5, 12)], drop=True)
-    compare([(5, 3, 7), (9, 16, 30)])
-
-
-def test_row_storage_types() -> None:
-    """16-bit and mixed storage types."""
-    compare([(6, 24, 10)], w=BF16, g=BF16)
-    compare([(6, 8, 10)], w=F64, g=F32, s=(F64, F64))
-    compare([(4, 9, 10)], w=F32, g=F16)
-
-
-def test_hot_rows() -> None:
-    """Rows with so many occurrences that they are summed range by range."""
-    compare([(3, 4, HOT + 90), (4, 1, 4_500)], hottest=HOT + 40)
-    compare([(3, 5, HOT + 1)], hottest=HOT + 1)
-    compare([(3, 4, HOT + 90), (4, 1, 700)], hottest=HOT + 40, whole=30_000)
-
-
-def test_part_of_a_batch() -> None:
-    """Ranges are those of positions in the whole batch, not in this part of it."""
-    n, first = HOT + 40, 300  # of the positions, 300 are in the first range
-    case = RowCase([(3, 1, n)], hottest=n, whole=9_000)
-    case.positions = [np.arange(n) + 4_096 - first]
-    assert case.on_host()[0].bounds().tolist() == [0, first, n, n]
-    # 2**24 + 1 is 2**24: with another cut the ones of the second range would be lost.
-    case.values[0][...] = 1.0
-    case.values[0][0], case.values[0][-1] = 2.0**24, -(2.0**24)
-    first_moment, one_minus_beta1 = case.variables[0][1][1], case.hp[0, 0]
-    case.step_on_device(touched_only=True)
-    case.step_on_host(touched_only=True)
-    case.assert_equal()
-    expected = first_moment + one_minus_beta1 * (n - first - 1 - first_moment)
-    computed()
-    np.testing.assert_allclose(case.found[0][1][1], expected, 1e-5)
-
-
-def test_guards() -> None:
-    """A bad index keeps the call from writing, and is found."""
-    for touched_only in (True, False):
-        case = RowCase([(5, 4, 6), (3, 4, 9)])
-        case.indices[1][[4, 7]] = 3, -2
-        guard = case.step_on_device(touched_only=touched_only)
-        case.assert_equal()
-        computed()
-        assert guard.tolist() == [1_000 + 6 + 4, 3]
 
 
 SORTED = sized((0, 1, 32, 85), (0, 1, 2, 255, 2_047, 2_048, 2_049, 100_003, 1_000_000))
