@@ -16,7 +16,7 @@ a second run with the same FOLDER does what the first did not reach. Options are
   FUSESTEP_GPU_PYTHON=python3   the Python
   CUDA_HOME=/usr/local/cuda     the toolkit, where NVVM is no package of that Python
 
-All tests on the device: pytest -m gpu tests/gpu
+All tests on the device: pytest -m gpu tests/cuda
 TEXT
 }
 

@@ -1,8 +1,7 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`kernels.cuda.device.simulated`), device arrays lie on the host, and have to
-be short. The simulator has to be switched on before Numba is imported. So a file of checks, which
-imports this first, is a program, ``python device_loops.py rows``, and a process of its own.
+Blocks are small there (`kernels.cuda.device.simulated`), device arrays lie on the host and are
+short. The simulator has to be switched on before Numba is imported: import this first.
 
 The simulator's own threads of a block all run at once, are polled, and put their ``cuda`` into a
 module whenever they call a function of it. Here they take turns, each up to the next barrier. What
@@ -15,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle
@@ -27,20 +26,11 @@ import numpy as np
 from numba.cuda.simulator import kernel
 from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
 
-import fusestep
 from fusestep.kernels.cuda.device import simulated
 
 
-def run_check(**checks: Sequence[Callable[[], Any]]) -> None:
-    """Run the check that ``sys.argv`` names, and print "right" when all of it is."""
-    for part in checks[sys.argv[1]]:
-        part()
-    fusestep.synchronize()  # which raises what nobody has asked for
-    print("right")
-
-
 @contextmanager
-def capture() -> Iterator[list[str]]:
+def captured() -> Iterator[list[str]]:
     """A context in which every stream is being captured, with what is enqueued meanwhile."""
     enqueued: list[str] = []
     simulated.captures.append(enqueued)

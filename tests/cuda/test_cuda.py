@@ -1,8 +1,7 @@
-"""CUDA kernels without a GPU: index arithmetic under the simulator, and their machine code."""
+"""CUDA without a GPU: machine code, and the set of device tests on devices that are none."""
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -12,53 +11,19 @@ from typing import Any
 
 import pytest
 
+import devices
+import stub
 from helpers import more
 from subprocesses import ENVIRONMENT
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
 # What takes long begins first, here and in `PARTS`.
-CHECKS = (
-    ("device_row_wise.py", "rows"),
-    ("device_gradients.py", "centralization"),
-    ("device_row_wise.py", "dense"),
-    ("device_bags.py", "steps"),
-    ("device_bags.py", "pooling"),
-    ("device_bags.py", "hot"),
-    ("device_loops.py", "hot_rows"),
-    ("device_mxnet.py", "optimizers"),
-    ("device_optimizers.py", "dense_optimizers"),
-    ("device_gradients.py", "row_tensors"),
-    ("device_loops.py", "loops"),
-    ("device_loops.py", "rows"),
-    ("device_operators.py", "operators"),
-    ("device_optimizers.py", "row_optimizers"),
-    ("device_optimizers.py", "copies"),
-    ("device_changes.py", "options"),
-    ("device_changes.py", "numbers"),
-    ("device_changes.py", "captures"),
-    ("device_row_wise.py", "tensors"),
-    ("device_row_wise.py", "others"),
-    ("device_bags.py", "forms"),
-    ("device_bags.py", "errors"),
-    ("device_errors.py", "index_errors"),
-    ("device_errors.py", "locking"),
-    ("device_errors.py", "refusals"),
-    ("device_mxnet.py", "adam_update"),
-    ("device_mxnet.py", "updaters"),
-    ("device_routes.py", "routes"),
-    ("device_thor.py", "steps"),
-    ("device_thor.py", "states"),
-    ("device_thor.py", "numbers"),
-    ("device_thor.py", "errors"),
-    ("device_frameworks.py", "arrays"),
-    ("device_frameworks.py", "steps"),
-    ("device_frameworks.py", "captures"),
-    ("device_frameworks.py", "gradients"),
-    ("device_frameworks.py", "thor"),
-)
+LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "row_wise", "rows")]
+FILES = LONG + sorted({path.name for path in HERE.glob("test_device_*.py")} - {*LONG})
 PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures", "gradients")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 4 blocks of 256 threads at 64, 3 at 65 to 85, and 2 at up to 128.
@@ -130,21 +95,38 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
     return 0, 0
 
 
+def run_set(environment: dict[str, str], *chosen: str) -> str:
+    """Run tests of the set on the device of an environment; the end of what pytest says."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    return done.stdout
+
+
 @needs_numba_cuda
-@pytest.mark.parametrize(("program", "check"), CHECKS)
-def test_under_the_simulator(program: str, check: str) -> None:
-    if "thor" in program + check:
+@pytest.mark.parametrize("name", FILES)
+def test_under_the_simulator(name: str) -> None:
+    """Each file is a process, as the simulator has to be there before Numba is imported."""
+    if "thor" in name:
         pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
-    assert run(program, check) == "right\n"
+    if "torch" in name:
+        pytest.importorskip("torch", reason="torch is not installed")
+    run_set({**ENVIRONMENT, "NUMBA_ENABLE_CUDASIM": "1"}, str(HERE / name))
 
 
-def test_every_check_is_run() -> None:
-    """But for those of PyTorch's modules, which are run beside the tests on the host."""
-    found = {
-        (path.name, check.arg)
-        for path in HERE.glob("device_*.py")
-        for call in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "run_check"
-        for check in call.keywords
-    }
-    assert found - {("device_thor_torch.py", "modules")} == set(CHECKS)
+@pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
+@pytest.mark.parametrize("part", range(2))
+def test_under_a_driver_without_a_device(part: int, tmp_path: Path) -> None:
+    """What reaches the driver; numbers are not computed. Half of the files, in one process."""
+    environment = stub.environment(stub.build(tmp_path))
+    said = run_set(environment, *(str(HERE / name) for name in FILES[part::2]))
+    assert "not computed" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(devices.KIND != devices.GPU, reason=devices.LACKS or "this is another device")
+def test_on_a_device() -> None:
+    """The set itself is collected: `pytest -m gpu tests/cuda` runs it there."""
+    assert devices.FRAMEWORKS == ("numba", "torch", "cupy")

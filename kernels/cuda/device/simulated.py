@@ -1,8 +1,8 @@
 """The names of `driver` and `intrinsics` in plain Python, for Numba's simulator.
 
 With ``NUMBA_ENABLE_CUDASIM=1`` kernels run as Python functions on host memory, so that their index
-arithmetic can be tested without a GPU. Addresses are those of the host; vectors of 16 bytes mean
-nothing there.
+arithmetic can be tested without a GPU. Addresses are those of the host. An address that a device
+refuses for the width of a load or store is refused here, too.
 """
 # ruff: noqa: D103 (the functions are described where they are real)
 
@@ -34,10 +34,19 @@ GEOMETRY = Geometry(
 """A Python thread is one of the device's: arrays are short, and have several blocks even so."""
 
 _one_at_a_time = threading.Lock()
+_WIDEST = 16  # bytes of an instruction
+
+
+def _aligned(address, n_bytes):
+    if address % min(n_bytes, _WIDEST):
+        raise ValueError(f"{address:#x} is not aligned: expected it to be for {n_bytes} bytes")
+    return address
 
 
 def _at(address, dtype, count):
-    return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
+    n_bytes = count * dtype.itemsize
+    place = (ctypes.c_char * n_bytes).from_address(_aligned(address, n_bytes))
+    return np.frombuffer(place, dtype)
 
 
 def tile_loader(count, itemsize):
@@ -72,7 +81,8 @@ def _size_of(kind):
 def reader(kind):
     if kind in _NUMBERS:
         number, made = _NUMBERS[kind]
-        return lambda address: made(number.from_address(int(address)).value)
+        n_bytes = ctypes.sizeof(number)
+        return lambda address: made(number.from_address(_aligned(int(address), n_bytes)).value)
     parts, place = [], 0
     for part in kind:
         parts.append((reader(part), place))
@@ -90,7 +100,8 @@ def storer(kind):
 
     def store(address, value):
         for k, part in enumerate(value if isinstance(value, tuple) else (value,)):
-            number.from_address(int(address) + k * n_bytes).value = made(part)
+            place = _aligned(int(address) + k * n_bytes, n_bytes)
+            number.from_address(place).value = made(part)
 
     return store
 

@@ -1,7 +1,7 @@
 /* A CUDA driver without a device: libcuda.so.1 for tests of everything above it.
  *
  * Memory lies on the host. Copies and fills happen at once; of kernels nothing runs, but a launch
- * is refused where a driver would refuse it, and written down. Streams and events exist, and a
+ * is refused where a driver would refuse it. Streams and events exist, and a
  * stream that is captured refuses what a driver refuses then. The addresses of a block that was freed
  * are never given out again, and nothing lies there, so that whoever still uses it is found.
  *
@@ -23,21 +23,11 @@
 #define POISON 0x7F
 #define MOST_DEVICES 8
 #define MOST_BLOCKS (1 << 16)
-#define MOST_LAUNCHES (1 << 16)
 #define MOST_THREADS 1024
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* -- what tests ask ------------------------------------------------------------------------- */
-
-struct launch {
-    char kernel[256];
-    unsigned grid[3], block[3], shared;
-    unsigned long long stream;
-    int device;
-};
-static struct launch launches[MOST_LAUNCHES];
-static long n_launches;
 
 struct block {
     char *begin;
@@ -48,10 +38,6 @@ static struct block blocks[MOST_BLOCKS];
 static long n_blocks;
 static size_t in_use;
 
-__attribute__((visibility("default"))) long stub_launches(void) { return n_launches; }
-__attribute__((visibility("default"))) struct launch *stub_launch(long k) {
-    return &launches[k % MOST_LAUNCHES];
-}
 static struct block *block_at(unsigned long long address) {
     for (struct block *b = blocks + n_blocks - 1; b >= blocks; b--)
         if ((char *)address >= b->begin && (char *)address < b->begin + b->size) return b;
@@ -62,7 +48,6 @@ __attribute__((visibility("default"))) int stub_state(unsigned long long address
     struct block *found = block_at(address);
     return found ? !found->is_freed : -1;
 }
-__attribute__((visibility("default"))) size_t stub_bytes(void) { return in_use; }
 
 static long setting(const char *name, long otherwise) {
     const char *text = getenv(name);
@@ -364,11 +349,6 @@ API cuLaunchKernelEx(const CUlaunchConfig *given, CUfunction function, void **ar
         given->gridDimY > 65535 || given->gridDimZ > 65535 || threads > MOST_THREADS ||
         given->blockDimZ > 64 || given->gridDimX > 0x7FFFFFFF)
         return CUDA_ERROR_INVALID_VALUE;
-    struct launch *kept = &launches[__sync_fetch_and_add(&n_launches, 1) % MOST_LAUNCHES];
-    *kept = (struct launch){"", {given->gridDimX, given->gridDimY, given->gridDimZ},
-                            {given->blockDimX, given->blockDimY, given->blockDimZ},
-                            given->sharedMemBytes, (unsigned long long)given->hStream, device_now()};
-    snprintf(kept->kernel, sizeof kept->kernel, "%s", (const char *)function);
     return CUDA_SUCCESS;
 }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 from fusestep import nn
 
 from helpers import assert_same_bits
-from test_cuda import needs_numba_cuda, run
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
@@ -368,13 +365,3 @@ def test_no_warning_for_a_plain_module() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(make_module())
-
-
-@needs_numba_cuda
-def test_modules_on_a_device() -> None:
-    assert run("device_thor_torch.py", "modules") == "right\n"
-
-
-def test_torch_is_not_imported_by_fusestep() -> None:
-    code = "import sys; from fusestep import nn; nn.thor; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from simulator import capture, run_check  # isort: split
-
 import copy
 import gc
 import weakref
@@ -11,24 +9,31 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
 
-from device_arrays import (
+from devices import (
     BETAS,
+    COMPUTES,
     F32,
     F64,
+    MARKS,
     Run,
     assert_close,
+    capture,
+    computed,
     gradient,
     on_device,
     on_host,
     positive,
+    put,
     refused,
     rows,
+    told,
 )
+
+pytestmark = MARKS
 
 SHAPES = ((5, 4), (7,), (0, 3))
 Make = Callable[[Any, Any, Any], Any]
@@ -58,13 +63,7 @@ def steps_of(n: int) -> list[list[np.ndarray]]:
     return [[gradient(shape) for shape in SHAPES] for _ in range(n)]
 
 
-def put(there: Any, value: Any) -> None:
-    """Change what lies on the device."""
-    there = getattr(there, "owner", there)
-    cuda.to_device(np.asarray(value, there.dtype), to=there)
-
-
-def numbers() -> None:
+def test_numbers() -> None:
     """A rate and a loss scale on the device are as those of the host, and may change there."""
     variables = [positive(shape) for shape in SHAPES]
     for dtype in (F32, F64):
@@ -105,7 +104,7 @@ def rates(optimizer: Any) -> dict[str, np.ndarray]:
     return {name: array for name, array in state.items() if name.startswith("learning_rate")}
 
 
-def rates_in_states() -> None:
+def test_rates_in_states() -> None:
     """A rate on the device is part of the state, copied to the host and taken back."""
     lr = on_device(np.array(0.125, F32))
     opt = nn.Adam(on_device([positive((3,))]), lr)
@@ -117,7 +116,7 @@ def rates_in_states() -> None:
     assert opt.get_lr() == 0.125 and on_host(lr) == np.float32(0.125)
 
 
-def overflows() -> None:
+def test_overflows() -> None:
     """Steps in which `found_inf` is not 0 change nothing and are counted as skipped."""
     for dtype, target in ((F32, "GPU"), (F64, "GPU"), (np.dtype(bool), "GPU"), (F32, "CPU")):
         run, flag = Run(), on_device(np.zeros(1, dtype))
@@ -147,14 +146,14 @@ def overflows() -> None:
     run.step([8], dense=False)
     put(flag, [1])
     run.step([1])
-    with refused(IndexError, "got 8", *run.w):
+    with told(IndexError, "got 8", *run.w):
         fusestep.synchronize()
     assert run.opt.skipped_steps == 4
 
 
-def schedules_and_skips() -> None:
+def test_schedules_and_skips() -> None:
     """A schedule of the host follows the steps that were taken."""
-    for options in ({"skip_nonfinite": True}, {}):
+    for options in ({}, {"skip_nonfinite": True}):
         asked: list[int] = []
         opt = nn.SGD(on_device([positive((3,))]), lambda k, a=asked: a.append(k) or 0.1, **options)
         flag = on_device(np.zeros(1, F32))
@@ -164,10 +163,12 @@ def schedules_and_skips() -> None:
             put(flag, [bad])
             is_bad = bad and bool(options)
             opt((on_device(np.full(3, np.inf if is_bad else 1.0, F32)),))
+        if options:
+            computed()
         assert asked == [0, 1, 1, 1, 2] and opt.skipped_steps == 2
 
 
-def wrong_numbers() -> None:
+def test_wrong_numbers() -> None:
     """Numbers of another kind, or that live elsewhere."""
     w, host = on_device([positive((7,))]), [positive((7,))]
     opt = nn.Adam(w)
@@ -199,7 +200,7 @@ def wrong_numbers() -> None:
     assert opt.global_step == 1
 
 
-def changed_options() -> None:
+def test_changed_options() -> None:
     """What is assigned between two steps counts from the next one on, as on the host."""
     w = [positive(shape) for shape in SHAPES]
     ours, theirs = nn.Adam(on_device(w), 0.1), nn.Adam(w, 0.1)
@@ -224,7 +225,7 @@ def changed_options() -> None:
         assert_close(array, expected[name], name)
 
 
-def options() -> None:
+def test_options() -> None:
     """Options that are assigned to count in the next step, also for the same gradients."""
 
     def run(make: Callable[[Any], Any], g: Any, changes: dict[str, Any], *, there: bool) -> Any:
@@ -253,13 +254,13 @@ def options() -> None:
     )
     for make, g, changes in cases:
         here, there = (run(make, g, changes, there=there) for there in (False, True))
-        assert here.skipped_steps == there.skipped_steps and here.global_step == there.global_step
-        np.testing.assert_allclose(
-            there.parameters[0].asnumpy(), here.parameters[0].data, 1e-5, 1e-6, err_msg=str(changes)
-        )
+        if COMPUTES:
+            assert here.skipped_steps == there.skipped_steps
+            assert here.global_step == there.global_step
+        assert_close(there.parameters[0].asnumpy(), here.parameters[0].data, str(changes))
 
 
-def targets() -> None:
+def test_targets() -> None:
     """The work can go to the host and back; no step is lost."""
     g = on_device(gradient((7,)))
     opt = nn.Adam(on_device([positive((7,))]))
@@ -269,7 +270,7 @@ def targets() -> None:
         assert opt.global_step == step and opt.state_dict()["step.parameter_0"] == step
 
 
-def nothing_is_kept() -> None:
+def test_nothing_is_kept() -> None:
     """Gradients of earlier steps are let go of."""
     for make in (nn.LARS, lambda opt: opt):
         w = on_device([positive((3, 2))])
@@ -284,14 +285,14 @@ def nothing_is_kept() -> None:
         assert not any(ref() is not None for ref in seen)
 
 
-def no_gradients() -> None:
+def test_no_gradients() -> None:
     """A step without any gradient counts."""
     opt = nn.Adam(on_device([positive((3,)), positive((0,))]))
     opt((None, None))
     assert opt.global_step == 1 and opt.state_dict()["step.parameter_0"] == 0
 
 
-def captures() -> None:
+def test_captures() -> None:
     """What would become part of a CUDA graph is refused; it enqueues and counts nothing."""
     w, g = on_device([positive((5, 3))]), on_device(gradient((5, 3)))
     part, lr = on_device(rows([1, 2], (5, 3))), on_device(np.array(0.125, F32))
@@ -308,13 +309,14 @@ def captures() -> None:
     for opt, given in optimizers:
         calls.append(lambda o=opt, x=given: o((x,)))
     table = on_device([positive((5, 3)) for _ in range(3)])
+    offsets = on_device(np.array([0, 2]))
     calls += [
         lambda: ops.Adam()(*table, *BETAS, g),
         lambda: ops.FusedSparseLazyAdam()(*table, *BETAS, part.values, part.indices),
         lambda: ops.clip_by_global_norm([g], 1.0),
         lambda: ops.clip_by_global_norm([g], 1.0, in_place=True),
         lambda: ops.global_norm([g]),
-        lambda: ops.EmbeddingBags()(w, [part.indices], [on_device(np.array([0, 2]))]),
+        lambda: ops.EmbeddingBags()(w, [part.indices], [offsets]),
         part.to_dense,
         part.coalesce,
     ]
@@ -329,7 +331,7 @@ def captures() -> None:
         assert opt.global_step == 1, repr(opt)
 
 
-def copies() -> None:
+def test_copies() -> None:
     """A number on the device that two groups share is shared by the groups of a copy."""
     lr = on_device(np.array(0.125, F32))
     w = on_device([positive((3,)), positive((2,))])
@@ -341,18 +343,10 @@ def copies() -> None:
     assert copied.get_lr() == (0.5, 0.5) and on_host(lr) == 0.125
 
 
-def new_states() -> None:
+def test_new_states() -> None:
     """Steps that were skipped are counted when the state is made anew."""
     opt = nn.AdaFactor(on_device([positive((3,))]), 0.1, relative_step=False)
     opt.found_inf = on_device(np.ones(1, F32))
     opt((on_device(gradient((3,))),))
     opt.init_ada_factor_state(0.9)
     assert opt.skipped_steps == 1 and opt.global_step == 0
-
-
-if __name__ == "__main__":
-    run_check(
-        numbers=(numbers, rates_in_states, overflows, schedules_and_skips, wrong_numbers),
-        options=(changed_options, options, copies, targets, new_states, nothing_is_kept),
-        captures=(no_gradients, captures),
-    )

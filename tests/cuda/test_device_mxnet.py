@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from simulator import run_check  # isort: split
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
 from fusestep.nn import mxnet as mx
 
-from device_arrays import (
+from devices import (
     BF16,
+    COMPUTES,
     F16,
     F32,
     F64,
+    KIND,
+    MARKS,
+    SIMULATOR,
     assert_close,
+    assert_same,
     gradient,
     on_device,
     on_host,
     positive,
     refused,
     rows,
+    told,
     unchanged,
 )
+
+pytestmark = MARKS
 
 SHAPE = (5, 3)
 SCALARS: dict[str, Any] = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}
@@ -65,7 +70,7 @@ def compare_update(grad: Any, dtype: Any, place: str, **options: Any) -> None:
     fusestep.synchronize()
 
 
-def updates() -> None:
+def test_updates() -> None:
     """Every option, dense and row-sparse, wherever the result goes."""
     sparse = rows([1, 4, 1, 0], SHAPE)
     for place, names in (("weight", OPTIONS), ("None", ["1.9"]), ("other", ["standard", "locked"])):
@@ -81,14 +86,17 @@ def updates() -> None:
             compare_update(grad, F32, place)
 
 
-def update_reads_only_the_weight() -> None:
+def test_update_reads_only_the_weight() -> None:
     """The weight changes only where it is ``out``; the gradient never does."""
     w, mean, var, out, g = on_device([positive(SHAPE) for _ in range(4)] + [gradient(SHAPE)])
     with unchanged(w, g):
         ops.adam_update(w, g, mean, var, out, **SCALARS)
         new = ops.adam_update(w, g, mean, var, **SCALARS)
-    assert not (on_host(out) == on_host(w)).any()
-    assert not (on_host(new) == on_host(w)).any()
+    if COMPUTES:
+        assert not (on_host(out) == on_host(w)).any()
+        assert not (on_host(new) == on_host(w)).any()
+    if KIND != SIMULATOR:
+        return
     # Another view of the weight is the weight.
     view = type(w)(w._ary)
     assert ops.adam_update(w, g, mean, var, view, **SCALARS) is view
@@ -98,7 +106,7 @@ def update_reads_only_the_weight() -> None:
     np.testing.assert_array_equal(on_host(w), before)
 
 
-def update_errors() -> None:
+def test_update_errors() -> None:
     """A bad index writes nothing, not even to ``out``; what is wrong at once is refused."""
     w, mean, var, out = theirs = on_device([positive(SHAPE) for _ in range(4)])
     bad = on_device(rows([1, 5], SHAPE))
@@ -106,11 +114,11 @@ def update_errors() -> None:
         for place in (w, out):
             with unchanged(*theirs):
                 ops.adam_update(w, bad, mean, var, place, lazy_update=lazy, **SCALARS)
-                with refused(IndexError, "adam_update: indices[1] is out of range: expected 0 <="):
+                with told(IndexError, "adam_update: indices[1] is out of range: expected 0 <="):
                     fusestep.synchronize()
         with unchanged(*theirs):
             new = ops.adam_update(w, bad, mean, var, lazy_update=lazy, **SCALARS)
-            with refused(IndexError, "got 5"):
+            with told(IndexError, "got 5"):
                 fusestep.synchronize()
         np.testing.assert_array_equal(on_host(new), on_host(w))
     g, host = on_device(gradient(SHAPE)), positive(SHAPE)
@@ -151,7 +159,7 @@ def update_errors() -> None:
     with refused(ValueError, "too long sort keys"):
         ops.adam_update(huge[0], on_device(rows([1, 2], (2**61, 0), F16)), *huge[1:], **SCALARS)
     with refused(RuntimeError, "lives on a CUDA device", *theirs):
-        ops.adam_update(w, g, mean, var, out, lr=cuda.to_device(np.array(0.1)))
+        ops.adam_update(w, g, mean, var, out, lr=on_device(np.array(0.1)))
 
 
 # nn.mxnet
@@ -197,7 +205,7 @@ def compare_updaters(make: Callable[[], Any], weights: Weights = WEIGHTS) -> tup
         assert_close(on_host(weight), w, f"weight {index}")
         states = flat(found.states[index]), flat(host.states[index])
         for ours_state, state in zip(*states, strict=True):
-            assert type(ours_state) is type(ours[0])
+            assert type(ours_state) is type(ours[index]) or ours_state.dtype == BF16
             assert_close(on_host(ours_state), state, f"state of {index}")
     assert found.optimizer._index_update_count == host.optimizer._index_update_count
     assert found.optimizer.num_update == host.optimizer.num_update
@@ -217,7 +225,7 @@ class Half(mx.Adam):
         super().step(indices, weights, grads, states)
 
 
-def optimizers() -> None:
+def test_optimizers() -> None:
     """Each optimizer, form and version; the scheduler is asked as on the host."""
     scheduler = mx.lr_scheduler.FactorScheduler(2, 0.5)
     for make in (
@@ -232,7 +240,7 @@ def optimizers() -> None:
         compare_updaters(make)
 
 
-def master_copies() -> None:
+def test_master_copies() -> None:
     """Master copies on the device, written in the pass of their weights or by themselves."""
     for make in (
         lambda: mx.Adam(0.1),
@@ -244,7 +252,7 @@ def master_copies() -> None:
         compare_updaters(make, MIXED)
 
 
-def parameters() -> None:
+def test_parameters() -> None:
     """A `Parameter` is its array, wherever that was bound to."""
     p, g = nn.Parameter(on_device(positive((5, 3))), "w"), on_device(gradient((5, 3)))
     opt, w = mx.Adam(0.1), p.asnumpy()
@@ -256,6 +264,8 @@ def parameters() -> None:
         p.data = on_device(on_host(p.data))
         g = on_device(gradient((5, 3)))
     assert_close(p.asnumpy(), w)
+    if KIND != SIMULATOR:
+        return
     # The memory under an array can be exchanged too.
     array = p.data
     opt.update(0, array, g, state)
@@ -267,7 +277,7 @@ def parameters() -> None:
     assert not (before == w).any()
 
 
-def saved_states() -> None:
+def test_saved_states() -> None:
     """States are copied to the host, and taken over on either side; steps go on alike."""
     make = lambda: mx.Adam(0.1, multi_precision=True, lazy_update=True)  # noqa: E731
     first, weights = compare_updaters(make, MIXED)
@@ -288,14 +298,14 @@ def saved_states() -> None:
     (host, expected), (device, ours) = found
     for index in indices:
         assert_close(on_host(ours[index]), expected[index])
-        np.testing.assert_array_equal(on_host(ours[index]), on_host(weights[index]))
+        assert_same(ours[index], on_host(weights[index]))
         states = (flat(u.states[index]) for u in (first, device, host))
         for a, b, c in zip(*states, strict=True):
-            np.testing.assert_array_equal(on_host(a), on_host(b))
+            assert_same(a, on_host(b))
             assert_close(on_host(a), c)
 
 
-def updater_errors() -> None:
+def test_updater_errors() -> None:
     """A bad index writes nothing, of no weight of the call; its counts stay, and steps go on."""
     shapes = (((5, 3), F32), ((4, 2), F64), ((7,), F32))
     weights = on_device([positive(*weight) for weight in shapes])
@@ -306,12 +316,12 @@ def updater_errors() -> None:
         good, bad = rows([1, 2], (5, 3)), rows([0, 4], (4, 2), F64)
         with unchanged(*arrays):
             updater([0, 1, 2], on_device([good, bad, gradient((7,))]), weights)
-            with refused(IndexError, "Adam: gradient of 'table': indices[1] is out of range"):
+            with told(IndexError, "Adam: gradient of 'table': indices[1] is out of range"):
                 updater.get_states()
         assert updater.optimizer._index_update_count == {0: 2, 1: 2, 2: 2}
         with unchanged(*arrays):
             updater(0, on_device(rows([-1], (5, 3))), weights[0])
-            with refused(IndexError, "Adam: gradient of '0': indices[0] is out of range"):
+            with told(IndexError, "Adam: gradient of '0': indices[0] is out of range"):
                 fusestep.synchronize()
         updater(0, on_device(good), weights[0])
         fusestep.synchronize()
@@ -339,11 +349,3 @@ def updater_errors() -> None:
     assert opt.num_update == 0 and not opt._index_update_count
     opt.update([0], [weights[0]], [None], [state])
     assert opt.num_update == 0
-
-
-if __name__ == "__main__":
-    run_check(
-        adam_update=(updates, update_reads_only_the_weight, update_errors),
-        optimizers=(optimizers, master_copies),
-        updaters=(parameters, saved_states, updater_errors),
-    )

@@ -5,8 +5,6 @@ The arithmetic is the host's, so that everything is compared to the last bit.
 
 from __future__ import annotations
 
-from simulator import capture, run_check  # isort: split
-
 import copy
 import pickle
 import tempfile
@@ -17,15 +15,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import cuda
 
 from fusestep import nn
 from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray
 
-from device_arrays import BF16, F16, F32, F64, on_device, on_host, refused, rows
+from devices import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    MARKS,
+    SIMULATOR,
+    capture,
+    on_device,
+    on_host,
+    only,
+    put,
+    refused,
+    rows,
+)
 from helpers import assert_same_bits
 from thor_nets import BASE, Net, Pass, make
+
+pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
+pytestmark = MARKS
 
 
 class Both:
@@ -90,7 +104,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def options() -> None:
+def test_options() -> None:
     """Every kind of layer, refreshes and steps between them, gradients that are None."""
     for given in OPTIONS:
         both = Both(**given)
@@ -106,7 +120,7 @@ def options() -> None:
         both.assert_equal()
 
 
-def dtypes() -> None:
+def test_dtypes() -> None:
     """Parameters of every storage type; gradients and captures of another one."""
     for dtype in (F64, F16, BF16):
         both = Both(dtype)
@@ -120,7 +134,7 @@ def dtypes() -> None:
     both.assert_equal()
 
 
-def captures() -> None:
+def test_captures() -> None:
     """Captures add up; covariances from elsewhere; between refreshes nothing is copied."""
     both, step = Both(frequency=3), Pass(7)
     step.capture(both.host)
@@ -136,23 +150,23 @@ def captures() -> None:
     both.step(1)
     both.opt.request_refresh()
     both.on_cpu.request_refresh()
-    for net, opt, put in (
+    for net, opt, there in (
         (both.host, both.on_cpu, np.asarray),
         (both.device, both.opt, on_device),
     ):
-        step.capture(net, put)
+        step.capture(net, there)
         net.fc.clear()
-        net.fc.capture_covariances(put(2 * np.eye(4)), put(np.eye(5, dtype=F32)))
-        net.emb.capture_covariances(put(np.arange(7, dtype=F32)), put(np.eye(4)))
-        opt(tuple(put(g) for g in step.gradients))
+        net.fc.capture_covariances(there(2 * np.eye(4)), there(np.eye(5, dtype=F32)))
+        net.emb.capture_covariances(there(np.arange(7, dtype=F32)), there(np.eye(4)))
+        opt(tuple(there(g) for g in step.gradients))
     both.assert_equal()
     assert both.opt.state_dict()["refreshes.fc.weight"] == 2
 
 
-def nets() -> None:
+def test_nets() -> None:
     """A net may hold arrays of the device that are no parameters, with all that they hold."""
     net = Net(put=on_device)
-    net.activations = cuda.to_device(np.ones(3, F32))
+    net.activations = on_device(np.ones(3, F32))
     net.activations.layer = nn.ThorDense(np.ones((2, 3), F32))
     assert len(make(net).parameters) == 8
 
@@ -160,7 +174,7 @@ def nets() -> None:
 # States
 
 
-def states() -> None:
+def test_states() -> None:
     """A state is taken over on either side; a checkpoint holds the parameters."""
     both = Both(frequency=3)
     for t in range(4):
@@ -168,7 +182,7 @@ def states() -> None:
     state = both.opt.state_dict()
     resumed = Both(frequency=3)
     for p, q in zip(resumed.opt.parameters, both.opt.parameters, strict=True):
-        cuda.to_device(q.asnumpy(), to=p.data)
+        put(p.data, q.asnumpy())
     for p, q in zip(resumed.on_cpu.parameters, both.opt.parameters, strict=True):
         p.data[...] = q.asnumpy()
     resumed.opt.load_state_dict(both.on_cpu.state_dict())
@@ -187,7 +201,7 @@ def states() -> None:
         assert_same_bits(saved[p.name], p.asnumpy())
 
 
-def copies() -> None:
+def test_copies() -> None:
     """Pickles and deep copies live on the device, apart, and go on as the original does."""
     both = Both()
     both.step(0)
@@ -206,12 +220,12 @@ def copies() -> None:
     both.assert_equal()
 
 
-def rebinding() -> None:
+def test_rebinding() -> None:
     """A parameter can be bound to other memory on the device, and changed there."""
     both = Both()
     both.step(0)
     p, old = both.opt.parameters[3], both.opt.parameters[3].data
-    p.data = cuda.to_device(np.ones(p.shape, F32))
+    p.data = on_device(np.ones(p.shape, F32))
     both.on_cpu.parameters[3].data[...] = 1.0
     before = on_host(old)
     both.step(1)
@@ -221,7 +235,7 @@ def rebinding() -> None:
         p.data = np.ones(p.shape, F32)
 
 
-def targets() -> None:
+def test_targets() -> None:
     """States stay on the host."""
     both = Both()
     assert both.opt.target == both.on_cpu.target == "CPU"
@@ -238,7 +252,7 @@ def targets() -> None:
 # Numbers on the device, skipped steps
 
 
-def numbers() -> None:
+def test_numbers() -> None:
     """Learning rate and loss scale may live on the device, and change there."""
     both = Both(loss_scale=8.0, enable_clip_grad=True)
     lr, scale = on_device([np.array(0.125, F32), np.array([8.0], F32)])
@@ -246,7 +260,7 @@ def numbers() -> None:
     both.device = Net(put=on_device)
     both.opt = make(both.device, **options)
     for rate in (0.125, 0.5):
-        cuda.to_device(np.array(rate, F32), to=lr)
+        put(lr, np.array(rate, F32))
         for p in both.on_cpu.get_lr_parameter(list(both.on_cpu.parameters)):
             p.data[...] = rate
         both.step(0)
@@ -256,13 +270,13 @@ def numbers() -> None:
     assert_equal(both.opt, both.on_cpu, but_for=tuple(rates))
 
 
-def overflows() -> None:
+def test_overflows() -> None:
     """A step in which `found_inf` is not 0 changes nothing, and forgets what was captured."""
     both, flag = Both(), on_device(np.zeros(1, F32))
     both.opt.found_inf = flag
     both.step(0)
     both.step(1)
-    cuda.to_device(np.ones(1, F32), to=flag)
+    put(flag, np.ones(1, F32))
     bad = Pass(2)
     bad.outputs[2][...] = np.inf
     bad.gradients[3][...] = np.nan
@@ -275,7 +289,7 @@ def overflows() -> None:
         assert_same_bits(value, before[name], name)
     assert both.opt.skipped_steps == 1
     assert not both.device.fc.has_captured
-    cuda.to_device(np.zeros(1, F32), to=flag)
+    put(flag, np.zeros(1, F32))
     for t in (2, 3):
         both.step(t)
     both.assert_equal()
@@ -283,7 +297,7 @@ def overflows() -> None:
         both.on_cpu.found_inf = flag
 
 
-def bad_factors() -> None:
+def test_bad_factors() -> None:
     """A factor without an inverse raises and changes nothing, or is skipped."""
     bad = Pass(2)
     bad.outputs[2][...] = np.inf
@@ -308,11 +322,10 @@ def bad_factors() -> None:
 # Errors
 
 
-def bad_captures() -> None:
+def test_bad_captures() -> None:
     """What does not fit is refused before anything of it is taken note of."""
     net = Net(put=on_device)
     x, d = np.ones((3, 4), F32), np.ones((3, 5), F32)
-    wide = on_device(np.ones((3, 8), F32))
     for layer, inputs, outputs, error, text in (
         (net.fc, on_device(x), d, ValueError, "ThorDense: output_gradients lives elsewhere than"),
         (net.fc, x, on_device(d), ValueError, "ThorDense: inputs lives elsewhere than the weight"),
@@ -320,7 +333,6 @@ def bad_captures() -> None:
         (net.fc, on_device(d), on_device(d), ValueError, "inputs has a wrong shape"),
         (net.fc, on_device(x), on_device(x), ValueError, "output_gradients has a wrong shape"),
         (net.fc, on_device(x.astype(int)), on_device(d), TypeError, "inputs has a wrong dtype"),
-        (net.fc, wide[:, ::2], on_device(d), ValueError, "ThorDense: inputs is not contiguous"),
         (net.emb, on_device(np.array([0, 7])), on_device(x[:2]), IndexError, "id < 7, got 7"),
         (net.emb, on_device(np.array([0, -1])), on_device(x[:2]), IndexError, "got -1"),
         (net.emb, on_device(x), on_device(x), TypeError, "int32 or int64 ids"),
@@ -335,17 +347,15 @@ def bad_captures() -> None:
         Net().fc.capture(on_device(x), d)
 
 
-def bad_gradients() -> None:
+def test_bad_gradients() -> None:
     """A step that is refused leaves everything, what was captured included."""
     both, step = Both(), Pass(0)
     step.capture(both.device, on_device)
-    wide = on_device(np.ones((5, 8), F32))
     for place, bad, error, text in (
         (3, np.ones((5, 4), F32), ValueError, "gradient of 'fc.weight' lives elsewhere than"),
         (7, np.ones(3, F32), ValueError, "gradient of 'scale' lives elsewhere than"),
         (7, on_device(np.ones(4, F32)), ValueError, "gradient of 'scale' has a wrong shape"),
         (3, on_device(np.ones((5, 4), int)), TypeError, "'fc.weight' has a wrong dtype"),
-        (3, wide[:, ::2], ValueError, "gradient of 'fc.weight' is not contiguous"),
         (0, on_device(rows([1], (7, 4))), ValueError, "is row-sparse: expected a dense one: THOR"),
         (7, on_device(rows([1], (3,))), ValueError, "gradient of 'scale' is row-sparse: expected"),
     ):
@@ -363,7 +373,21 @@ def bad_gradients() -> None:
         both.on_cpu(tuple(on_device(step.gradients)))
 
 
-def mixed_nets() -> None:
+@only(SIMULATOR, reason="frameworks copy them, but for Numba")
+def test_strided_arrays() -> None:
+    both, step = Both(), Pass(0)
+    step.capture(both.device, on_device)
+    gradients, wide = on_device(step.gradients), on_device(np.ones((5, 8), F32))[:, ::2]
+    gradients[3] = wide
+    with refused(ValueError, "gradient of 'fc.weight' is not contiguous"):
+        both.opt(tuple(gradients))
+    both.device.fc.clear()
+    with refused(ValueError, "ThorDense: inputs is not contiguous"):
+        both.device.fc.capture(wide, on_device(np.ones((5, 5), F32)))
+    assert not both.device.fc.has_captured and both.opt.global_step == 0
+
+
+def test_mixed_nets() -> None:
     """All parameters live in one place."""
     net = Net(put=on_device)
     net.scale = nn.Parameter(np.ones(3, F32))
@@ -371,7 +395,7 @@ def mixed_nets() -> None:
         make(net)
 
 
-def used_up() -> None:
+def test_used_up() -> None:
     """A list of rates or dampings that is used up raises before the step."""
     for name in ("learning_rate", "damping"):
         both = Both(**{name: [0.1, 0.1]})
@@ -382,7 +406,7 @@ def used_up() -> None:
         both.assert_equal()
 
 
-def graphs() -> None:
+def test_graphs() -> None:
     """Nothing of it can be part of a CUDA graph, and nothing has changed."""
     both, step = Both(), Pass(1)
     x, d = on_device(step.inputs[2]), on_device(step.outputs[2])
@@ -398,19 +422,10 @@ def graphs() -> None:
     both.assert_equal()
 
 
-def lars() -> None:
+def test_lars() -> None:
     """LARS around it computes gradients of its own, which it cannot on a device."""
     both = Both()
     with refused(RuntimeError, "lives on a CUDA device", *memory(both.opt)):
         nn.LARS(both.opt)(tuple(on_device(Pass(0).gradients)))
     assert both.opt.global_step == 0
     assert both.opt.loss_scale == 1.0
-
-
-if __name__ == "__main__":
-    run_check(
-        steps=(options, dtypes, captures, nets),
-        states=(states, copies, rebinding, targets),
-        numbers=(numbers, overflows, bad_factors),
-        errors=(bad_captures, bad_gradients, mixed_nets, used_up, graphs, lars),
-    )

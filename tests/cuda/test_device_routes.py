@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from simulator import run_check  # isort: split
-
 import numpy as np
 
 from fusestep import nn
 from fusestep.kernels.tables import HOT
 from fusestep.nn.distributed import Route, RowShard, all_reduce, alone, save_checkpoint
 
-from device_arrays import BF16, F16, F32, F64, assert_close, gradient, on_device, on_host, refused
+from devices import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    MARKS,
+    assert_close,
+    assert_same,
+    gradient,
+    on_device,
+    on_host,
+    refused,
+)
 from thread_processes import ThreadCommunicator, in_threads
+
+pytestmark = MARKS
 
 N = 7
 
 
-def routes() -> None:
+def test_routes() -> None:
     """All storage types, shapes of ids and of rows; ids of the host and of the device."""
     for dtype, tail in ((F32, (4,)), (F64, ()), (F16, (3, 2)), (BF16, (5,))):
         table = gradient((N, *tail), dtype)
@@ -26,16 +38,15 @@ def routes() -> None:
             theirs: Route = shard.route(on_device(ids))
             ours = shard.route(ids)
             found, expected = theirs.gather(on_device(table)), ours.gather(table)
-            assert (found.shape, found.dtype) == (expected.shape, dtype), (found, expected)
-            assert on_host(found).tobytes() == expected.tobytes()
+            assert_same(found, expected)
             rows, known = theirs.scatter(on_device(values)), ours.scatter(values)
-            assert on_host(rows.values).tobytes() == known.values.tobytes()
-            assert on_host(rows.indices).tobytes() == known.indices.tobytes()
+            assert_same(rows.values, known.values)
+            assert_same(rows.indices, known.indices)
             assert rows.positions.tobytes() == known.positions.tobytes()
             assert (rows.batch_length, rows.dense_shape) == (known.batch_length, table.shape)
 
 
-def parts() -> None:
+def test_parts() -> None:
     """Three parts of a batch on devices: as the whole batch on the host.
 
     Their steps have the same arrays, and positions that are cut into ranges in another way.
@@ -72,7 +83,7 @@ def parts() -> None:
             assert_close(on_host(part), tables[k][shard.indices], f"{shard}, step {k}")
 
 
-def refusals() -> None:
+def test_refusals() -> None:
     """Processes that cannot send arrays of devices."""
     table = on_device(np.zeros((N, 2), np.float32))
 
@@ -95,7 +106,3 @@ def refusals() -> None:
     route = RowShard(N, alone()).route(np.array([1, 2]))
     with refused(ValueError, "table has a wrong shape", table):
         route.gather(on_device(np.zeros((N + 1, 2), np.float32)))
-
-
-if __name__ == "__main__":
-    run_check(routes=(routes, parts, refusals))

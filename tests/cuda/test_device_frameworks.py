@@ -6,10 +6,6 @@ names, around NumPy arrays, which are the device arrays of Numba's simulator.
 
 from __future__ import annotations
 
-from simulator import capture, run_check  # isort: split
-
-import copy
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,19 +13,30 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
 from fusestep.ops.runtime import device, frameworks, launch
-from fusestep.ops.runtime.device import DeviceArray, launching
+from fusestep.ops.runtime.device import launching
 
-RNG = np.random.default_rng(13)
-BF16 = np.dtype(ml_dtypes.bfloat16)
+from devices import (
+    BF16,
+    MARKS,
+    SIMULATOR,
+    adopted,
+    capture,
+    on_device,
+    only,
+    positive,
+    refused,
+    told,
+)
+
+pytestmark = [*MARKS, only(SIMULATOR, reason="the stand-ins hold arrays of NumPy")]
+
 log: list[str] = []
 """What happens on streams and to allocators, in order."""
 
@@ -187,7 +194,11 @@ def cupy_stand_in() -> ModuleType:
     return cupy
 
 
-sys.modules["torch"], sys.modules["cupy"] = torch_stand_in(), cupy_stand_in()
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the place of the modules."""
+    monkeypatch.setitem(sys.modules, "torch", torch_stand_in())
+    monkeypatch.setitem(sys.modules, "cupy", cupy_stand_in())
 
 
 class Interface:
@@ -244,24 +255,13 @@ def recorded() -> Iterator[list[str]]:
 
 
 def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return RNG.uniform(0.1, 1.0, shape).astype(dtype)
-
-
-def adopted(value: Any) -> DeviceArray:
-    found = DeviceArray.adopt("here", "x", value)
-    assert found is not None
-    return found
-
-
-def refused(error: type[BaseException], text: str) -> Any:
-    """The block raises ``error``, with ``text`` in its message."""
-    return pytest.raises(error, match=re.escape(text))
+    return positive(shape, dtype)
 
 
 # Checks
 
 
-def places() -> None:
+def test_places() -> None:
     """Address, shape, strides, dtype and device are those of the framework's array."""
     whole = array(4, 6)
     for make in (Tensor, CuPyArray, Interface):
@@ -284,7 +284,7 @@ def places() -> None:
     assert not adopted(Interface(np.zeros(9, np.uint8)[1:].view(np.float32))).flags.aligned
 
 
-def alike() -> None:
+def test_alike() -> None:
     """One that is like another that was seen is looked at no less."""
     whole = array(2, 2, 2)
     for axes in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (1, 0, 2)):
@@ -314,7 +314,7 @@ def alike() -> None:
     assert opt.global_step == 2
 
 
-def dtypes() -> None:
+def test_dtypes() -> None:
     """Every dtype that NumPy or ml_dtypes has; bfloat16 by its two bytes."""
     for name in ("float16", "float32", "float64", "bfloat16", "int32", "int64"):
         dtype = BF16 if name == "bfloat16" else np.dtype(name)
@@ -349,7 +349,7 @@ def dtypes() -> None:
             nn.Parameter(Interface(np.zeros(3, kind)))
 
 
-def other_objects() -> None:
+def test_other_objects() -> None:
     """Arrays on the host are none of a device, nor are those of modules imported in part."""
     host = Tensor(array(3), is_cuda=False)
     for value in (host, array(3), 1.0, [1.0], None, np.float32(1), nn.Parameter(array(3))):
@@ -364,33 +364,7 @@ def other_objects() -> None:
             sys.modules["torch"], sys.modules["cupy"] = torch, cupy
 
 
-def updates() -> None:
-    """Arrays of every framework are updated in place, as those of the host are."""
-    adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
-    for make in (Tensor, CuPyArray, Interface):
-        w, m, v, g = arrays = [array(5, 3) for _ in range(4)]
-        expected = [a.copy() for a in arrays]
-        ops.Adam()(*(make(a) for a in (w, m, v)), *adam, make(g))
-        ops.Adam()(*expected[:3], *adam, g)
-        step = ops.FusedSparseLazyAdam(use_locking=True)
-        index, values = np.array([4, 1, 4]), array(3, 3)
-        log.clear()
-        theirs = [make(a) for a in (w, m, v)]
-        assert step(*theirs, *adam, make(values), make(index))[0] is theirs[0]
-        step(*expected[:3], *adam, values, index)
-        for a, b in zip(arrays, expected, strict=True):
-            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
-        fusestep.synchronize()
-        # Bad indices and none at all.
-        step(*theirs, *adam, make(values[:0]), make(index[:0]))
-        step(*theirs, *adam, make(values), make(index + 1))
-        with refused(IndexError, "indices[0] is out of range: expected 0 <= index < 5, got 5"):
-            fusestep.synchronize()
-        for a, b in zip(arrays, expected, strict=True):
-            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
-
-
-def strided_gradients() -> None:
+def test_strided_gradients() -> None:
     """The framework copies what is not contiguous; where it cannot, that is an error."""
     wide = array(5, 6)
     for make in (Tensor, CuPyArray):
@@ -426,7 +400,7 @@ def strided_gradients() -> None:
     np.testing.assert_allclose(w, expected, 1e-5)
 
 
-def captured_copies() -> None:
+def test_captured_copies() -> None:
     """A framework makes no copy for a step that cannot be captured."""
     wide, narrow = array(5, 6), array(5, 3)
     for make in (Tensor, CuPyArray):
@@ -439,27 +413,7 @@ def captured_copies() -> None:
         assert opt.global_step == 2
 
 
-def new_arrays() -> None:
-    """States, copies and results are of the parameter's framework."""
-    for make, kinds in ((Tensor, (np.float32, BF16)), (CuPyArray, (np.float32, np.float64))):
-        for dtype in kinds:
-            p = nn.Parameter(make(array(5, 3, dtype=dtype)), "w")
-            opt = nn.Adam([p], state_dtype=np.float32)
-            (moment,) = opt.moment1
-            assert type(moment.owner) is make and moment.dtype == np.float32
-            assert not moment.owner._array.any()
-            other = copy.deepcopy(opt).parameters[0]
-            assert type(other.data) is make
-            assert (other.shape, other.dtype) == (p.shape, p.dtype)
-            np.testing.assert_array_equal(other.data._array, p.data._array)
-            assert other.data._array is not p.data._array
-        m, v, g = (make(array(3)) for _ in range(3))
-        delta = ops.AdamNoUpdateParam()(m, v, 0.9, 0.99, 0.1, 0.9, 0.99, 1e-8, g)
-        assert type(delta) is make
-        assert delta.shape == (3,)
-
-
-def whole_gradients() -> None:
+def test_whole_gradients() -> None:
     """What is made out of a gradient is of its framework; in a step, of the parameter's."""
     for make in (Tensor, CuPyArray):
         index, wide = np.array([4, 1, 4, 0])[::2], array(2, 6)
@@ -496,34 +450,7 @@ def whole_gradients() -> None:
             np.testing.assert_allclose(w, arrays, 1e-5)
 
 
-def mxnet_arrays() -> None:
-    """States and master copies are of the framework of the weight, after `set_states` too."""
-    for make in (Tensor, CuPyArray):
-        for dtype in (np.float32, BF16):
-            w, g = array(5, 3, dtype=dtype), array(5, 3, dtype=dtype)
-            expected, weight = w.copy(), make(w)
-            updaters = [
-                nn.mxnet.get_updater(nn.mxnet.Adam(0.1, multi_precision=True)) for _ in "ab"
-            ]
-            for _ in range(2):
-                updaters[0](0, make(g), weight)
-                updaters[1](0, g, expected)
-            kept = updaters[0].get_states()
-            updaters[0].set_states(kept)
-            assert updaters[0].get_states() == kept
-            updaters[0](0, make(g), weight)
-            updaters[1](0, g, expected)
-            np.testing.assert_allclose(w.astype(float), expected.astype(float), 1e-5)
-            state = updaters[0].states[0]
-            master, moments = state if dtype == BF16 else (weight, state)
-            assert type(master) is type(moments[0]) is type(moments[1]) is make
-        new = ops.adam_update(
-            make(array(5, 6)[:, ::2]), *(make(array(5, 3)) for _ in "gmv"), lr=0.1
-        )
-        assert type(new) is make
-
-
-def streams() -> None:
+def test_streams() -> None:
     """A call is launched on the current stream of the first array's framework and thread."""
     with recorded():
         current.torch, current.cupy = 7, 8
@@ -562,7 +489,7 @@ def streams() -> None:
         assert log == after
 
 
-def order_of_streams() -> None:
+def test_order_of_streams() -> None:
     """Under use_locking a call waits for those on other streams that use the same memory."""
     adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
     with recorded():
@@ -591,7 +518,7 @@ def order_of_streams() -> None:
         assert sorted(log) == ["3 waits for 2", "3 waits for 2", "3 waits for 3", "record 3"]
         assert len(launch._uses) == 3
         log.clear()
-        with refused(IndexError, "got 5"):
+        with told(IndexError, "got 5"):
             bad = Tensor(np.array([5, 0]))
             ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], bad)
             fusestep.synchronize()
@@ -599,7 +526,7 @@ def order_of_streams() -> None:
         launch._lock.release()
 
 
-def mixtures() -> None:
+def test_mixtures() -> None:
     """Arrays of several frameworks work together, on the stream of the first."""
     with recorded():
         current.torch, current.cupy = 1, 2
@@ -609,13 +536,13 @@ def mixtures() -> None:
         opt((CuPyArray(g),))
         assert log == ["record 2", "1 waits for 2", "record 1", "2 waits for 1"]
         opt((Interface(g),))
-        opt((cuda.to_device(g),))
+        opt((on_device(g),))
         for _ in range(3):
             other((g,))
         np.testing.assert_allclose(w, expected.data, 1e-5)
 
 
-def thor() -> None:
+def test_thor() -> None:
     """What is copied to the host comes from each framework, and the parameters go back there."""
     wide, out, g = array(6, 8), array(6, 5), array(5, 4)
     for make, strided in ((Tensor, True), (CuPyArray, True), (Interface, False)):
@@ -643,7 +570,7 @@ def thor() -> None:
         assert log == [*before, *before, "record 1", *after, *after]
 
 
-def captured_streams() -> None:
+def test_captured_streams() -> None:
     """A graph that another framework captures is left alone."""
     before = backend.is_capturing
     with recorded():
@@ -656,13 +583,3 @@ def captured_streams() -> None:
             opt((g,))
         backend.is_capturing = before
         assert log == [] and opt.global_step == 1
-
-
-if __name__ == "__main__":
-    run_check(
-        arrays=(places, alike, dtypes, other_objects),
-        steps=(updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
-        captures=(captured_copies, captured_streams),
-        gradients=(whole_gradients, mxnet_arrays),
-        thor=(thor,),
-    )

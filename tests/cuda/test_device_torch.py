@@ -1,4 +1,4 @@
-"""PyTorch's form on a CUDA device: the numbers of the host."""
+"""PyTorch's form on a device: the numbers of the host."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from gpu_arrays import missing
+from devices import GPU, MARKS, STUB, computed, only
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(missing() != "", reason=missing()),
-]
+pytestmark = [*MARKS, only(STUB, GPU, reason="PyTorch has no tensors there")]
 
 
 @pytest.fixture
-def torch() -> Any:
+def torch(framework: Any) -> Any:
+    if type(framework).__name__ != "TorchMaker":
+        pytest.skip("PyTorch's tensors")
     found = pytest.importorskip("torch", reason="torch is not installed")
     if not found.cuda.is_available():
         pytest.skip("this torch has no CUDA")
@@ -32,8 +31,11 @@ def models(torch: Any, dtype: Any) -> list[list[Any]]:
     ]
 
 
+NAMES = ("SGD", "Adagrad", "RMSprop", "AdamW", "NAdam", "ASGD", "FTRL", "LazyAdam")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "AdamW", "NAdam", "ASGD", "FTRL"])
+@pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_the_host(torch: Any, name: str, dtype: str) -> None:
     from fusestep.nn import torch as fused
 
@@ -54,6 +56,7 @@ def test_steps_are_those_of_the_host(torch: Any, name: str, dtype: str) -> None:
             optimizers[1].step()
             torch.cuda.synchronize()
         optimizers[0].step()
+    computed()
     bound = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2}[dtype]
     for p, q in zip(*both, strict=True):
         torch.testing.assert_close(q.cpu(), p, rtol=bound, atol=bound)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from simulator import run_check  # isort: split
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,24 +12,35 @@ from fusestep import nn
 from fusestep.kernels.tables import HOT
 from fusestep.nn.engine import offload
 
-from device_arrays import (
+from device_rules import OF_ROWS, OF_TENSORS, Own
+from devices import (
     BF16,
+    COMPUTES,
     F16,
     F32,
     F64,
-    assert_close,
+    MARKS,
+    assert_equal_runs,
+    assert_same,
+    computed,
     gradient,
     on_device,
     on_host,
     positive,
     refused,
     rows,
+    sized,
+    told,
 )
-from device_rules import OF_ROWS, OF_TENSORS, Own
+
+pytestmark = MARKS
 
 Make = Callable[[Any], Any]
 # Rows that lanes share or one has alone, that end within a tile, of several rounds; vectors.
-SHAPES = ((5, 4), (7,), (9, 1), (3, 64), (2, 257), (1, 3), (4, 2, 3), (0, 3))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (5, 4), (7,), (9, 1), (3, 64), (2, 257), (1, 3), (4, 2, 3), (0, 3),
+    *sized((), ((1_003, 1), (70, 3), (400, 64), (9, 5_003), (40_001,))),
+)  # fmt: skip
 LAZY: tuple[Make, ...] = (
     lambda p: nn.RowWiseAdagrad(p, accum=0.1, learning_rate=0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.RowWiseAdam(
@@ -50,16 +59,6 @@ OPTIMIZERS: tuple[Make, ...] = (
 )  # fmt: skip
 
 
-def assert_same(on_gpu: Any, on_cpu: Any) -> None:
-    """Every parameter and every state, by name, type and value."""
-    for p, q in zip(on_gpu.parameters, on_cpu.parameters, strict=True):
-        assert_close(p.asnumpy(), q.asnumpy(), repr(on_gpu))
-    found, expected = on_gpu.state_dict(), on_cpu.state_dict()
-    assert list(found) == list(expected)
-    for name in found:
-        assert_close(found[name], expected[name], f"{on_gpu!r} {name}")
-
-
 def compare(
     make: Make, variables: Sequence[np.ndarray], steps: Sequence[list[Any]], target: str = "GPU"
 ) -> None:
@@ -67,8 +66,11 @@ def compare(
     on_cpu, on_gpu = make([w.copy() for w in variables]), make(on_device(variables))
     on_gpu.target = target
     for step in steps:
-        assert on_cpu(tuple(step)) == on_gpu(tuple(on_device(step)))
-    assert_same(on_gpu, on_cpu)
+        taken = on_gpu(tuple(on_device(step)))
+        if COMPUTES:
+            assert on_cpu(tuple(step)) == taken
+    if COMPUTES:
+        assert_equal_runs(on_gpu, on_cpu)
 
 
 def dense_steps(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> list[list[Any]]:
@@ -77,7 +79,7 @@ def dense_steps(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> lis
     return steps
 
 
-def dense() -> None:
+def test_dense() -> None:
     """Every shape, in the types whose tiles are 2 and 4 elements."""
     for make in OPTIMIZERS[::2]:
         for dtype in (F32, F64):
@@ -85,7 +87,7 @@ def dense() -> None:
             compare(make, variables, dense_steps(SHAPES, (dtype,) * len(SHAPES)))
 
 
-def types() -> None:
+def test_types() -> None:
     """Every storage type in one optimizer, gradients and states of others."""
     shapes, dtypes = ((4, 24), (5, 3), (3, 16), (6,)), (F16, BF16, F64, BF16)
     variables = [positive(s, d) for s, d in zip(shapes, dtypes, strict=True)]
@@ -97,7 +99,7 @@ def types() -> None:
     compare(lambda p: nn.RowWiseAdam(p, 0.1, state_dtype=np.float32), variables, steps)
 
 
-def sparse() -> None:
+def test_sparse() -> None:
     """Several tables of different widths: duplicates, no rows, dense gradients in between."""
     shapes = ((5, 4), (9, 1), (3, 64), (4, 257))
     steps = [
@@ -110,7 +112,7 @@ def sparse() -> None:
         compare(make, variables, steps)
 
 
-def hot_rows() -> None:
+def test_hot_rows() -> None:
     """A row with so many occurrences that they are summed range by range."""
     indices, variables = np.arange(HOT + 40) % 64 // 63 * 2, [positive((3, 5))]
     for make in (OPTIMIZERS[0], OPTIMIZERS[3]):
@@ -118,7 +120,7 @@ def hot_rows() -> None:
         compare(make, variables, [[rows(indices.tolist(), (3, 5))]])
 
 
-def shared_launches() -> None:
+def test_shared_launches() -> None:
     """The bits of a row do not depend on what else is in its launch, nor on duplicates' places."""
     narrow, wide = positive((4, 6)), positive((2, 30))
     of_narrow, of_wide = rows([1, 3, 1], (4, 6)), rows([0, 1], (2, 30))
@@ -128,10 +130,10 @@ def shared_launches() -> None:
         opt(tuple(on_device(step)))
         found.append([opt.parameters[0].asnumpy(), on_host(opt.accum[0])])
     for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
+        assert_same(one, other)
 
 
-def tensors() -> None:
+def test_tensors() -> None:
     """States of tensors that a factor gives, and many sums, signed ones among them."""
     shapes = ((5, 4), (37,), (), (3, 1), (0, 3))
     decayed = {"weight_decay": 0.1}
@@ -141,7 +143,7 @@ def tensors() -> None:
             compare(partial(Own, of=of, **decayed), variables, dense_steps(shapes, dtypes))
 
 
-def offloaded() -> None:
+def test_offloaded() -> None:
     """States on the host, parameters on the device: rows are not cut."""
     shapes = ((5, 4), (7,), (9, 1), (3, 20))
     steps = dense_steps(shapes, (F32,) * 4)
@@ -156,29 +158,21 @@ def offloaded() -> None:
         offload.CHUNK = before
 
 
-def guards() -> None:
+def test_guards() -> None:
     """A step with a bad index or a NaN leaves states of rows as they are, too."""
     w = on_device([positive((5, 4)), positive((3, 6))])
     opt = LAZY[0](w)
     opt(tuple(on_device([rows([1], (5, 4)), gradient((3, 6))])))
     before = opt.state_dict()
-    with refused(IndexError, "got 5", *w):
+    with told(IndexError, "got 5", *w):
         opt(tuple(on_device([rows([2, 5], (5, 4)), gradient((3, 6))])))
         opt.state_dict()
     opt.skip_nonfinite = True
     opt(tuple(on_device([rows([2], (5, 4)), np.full((3, 6), np.nan, F32)])))
     for name, array in opt.state_dict().items():
-        np.testing.assert_array_equal(array, before[name], name)
+        assert_same(array, before[name], name)
+    computed()
     assert opt.skipped_steps == 1
     opt = nn.RowWiseAdagrad(on_device([positive((7,))]))
     with refused(ValueError, "a vector is one row"):
         opt((on_device(rows([2], (7,))),))
-
-
-if __name__ == "__main__":
-    run_check(
-        dense=(dense, types),
-        rows=(sparse, hot_rows, shared_launches),
-        tensors=(tensors,),
-        others=(offloaded, guards),
-    )

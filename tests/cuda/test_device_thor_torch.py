@@ -5,20 +5,28 @@ Tensors of the CPU are given out as tensors of a CUDA device, which is the host 
 
 from __future__ import annotations
 
-from simulator import run_check  # isort: split
-
 import copy
+import importlib
 import pickle
 from typing import Any
 
 import pytest
-import torch
 
+from fusestep import nn
 from fusestep.nn.thor import net as thor_net
 from fusestep.nn.thor import torch as thor_torch
 from fusestep.ops.runtime import arrays, device, frameworks
 
-from test_thor_torch import loss_of, make, make_module, train
+from devices import GPU, MARKS, SIMULATOR, only
+
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
+modules: Any = importlib.import_module("test_thor_torch")
+loss_of, make, make_module, train = (
+    modules.loss_of, modules.make, modules.make_module, modules.train,
+)  # fmt: skip
+pytestmark = MARKS
+SIMULATED = only(SIMULATOR, reason="tensors of the CPU are given out as those of a device")
 
 
 class OnDevice(frameworks._Torch):
@@ -38,17 +46,19 @@ class OnDevice(frameworks._Torch):
 framework_of, torch_on_device = frameworks.framework_of, OnDevice()
 
 
-def give_out() -> None:
-    """From now on every tensor is one of a device."""
+@pytest.fixture
+def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is one of a device."""
 
     def found(value: Any) -> Any:
         return torch_on_device if isinstance(value, torch.Tensor) else framework_of(value)
 
     for module in (arrays, device, thor_net, thor_torch):
-        module.framework_of = found  # type: ignore[attr-defined]
+        monkeypatch.setattr(module, "framework_of", found)
 
 
-def host_runs() -> dict[Any, list[Any]]:
+@pytest.fixture(scope="module")
+def expected() -> dict[Any, list[Any]]:
     """The parameters of modules on the host after some steps."""
     found = {}
     for dtype in (torch.float32, torch.float64):
@@ -71,8 +81,10 @@ def same_bits(module: Any, expected: list[Any]) -> None:
         assert torch.equal(p, q)
 
 
-def runs(expected: dict[Any, list[Any]]) -> None:
+@SIMULATED
+def test_runs(expected: dict[Any, list[Any]], request: pytest.FixtureRequest) -> None:
     """The steps are those of the host; storage may be replaced, optimizers be copied."""
+    request.getfixturevalue("given_out")  # the expected ones are of the host
     for dtype, parameters in expected.items():
         module = make_module(dtype=dtype)
         opt = make(module)
@@ -88,7 +100,9 @@ def runs(expected: dict[Any, list[Any]]) -> None:
         same_bits(other_module, parameters)
 
 
-def pickles() -> None:
+@SIMULATED
+@pytest.mark.usefixtures("given_out")
+def test_pickles() -> None:
     """What is pickled with its module goes on with it."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     opt, x = make(module), torch.randn(6, 4)
@@ -102,7 +116,9 @@ def pickles() -> None:
     same_bits(pairs[1][0], list(module.parameters()))
 
 
-def bfloat16_and_strides() -> None:
+@SIMULATED
+@pytest.mark.usefixtures("given_out")
+def test_bfloat16_and_strides() -> None:
     """bfloat16, and gradients that are not contiguous."""
     module = torch.nn.Linear(8, 4).to(torch.bfloat16)
     opt, x = make(module), torch.randn(4, 8, dtype=torch.bfloat16)
@@ -117,7 +133,9 @@ def bfloat16_and_strides() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def errors() -> None:
+@SIMULATED
+@pytest.mark.usefixtures("given_out")
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row-sparse gradients, devices of other kinds, and modules that were moved."""
     module = torch.nn.Embedding(5, 4, sparse=True)
     opt = make(module)
@@ -128,7 +146,7 @@ def errors() -> None:
     opt = make(module)
     train(module, opt, range(1))
     for part in (arrays, device, thor_net, thor_torch):
-        part.framework_of = framework_of  # type: ignore[attr-defined]
+        monkeypatch.setattr(part, "framework_of", framework_of)
     for p in module.parameters():
         p.data = p.data.clone()
     before = [p.detach().clone() for p in module.parameters()]
@@ -137,15 +155,17 @@ def errors() -> None:
     same_bits(module, before)
 
 
-def modules() -> None:
-    """Everything above, and what of it the host does before tensors are given out."""
-    expected = host_runs()
-    give_out()
-    runs(expected)
-    pickles()
-    bfloat16_and_strides()
-    errors()
-
-
-if __name__ == "__main__":
-    run_check(modules=(modules,))
+@only(GPU, reason="hooks capture in the threads of autograd")
+def test_a_module_on_a_device() -> None:
+    """PyTorch's own kernels round otherwise there."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    there, x = copy.deepcopy(module).cuda(), torch.randn(16, 8)
+    for one, inputs in ((module, x), (there, x.cuda())):
+        opt = nn.thor(one, 0.05, 0.1, 0.9, batch_size=16, frequency=2)
+        for _ in range(5):
+            opt.zero_grad()
+            one(inputs).square().mean().backward()
+            opt.step()
+    for p, q in zip(there.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-3, atol=1e-4)

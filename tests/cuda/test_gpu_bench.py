@@ -19,7 +19,7 @@ from fusestep.bench.report import terminal
 from fusestep.bench.report.result import BOUND, OURS
 from fusestep.bench.report.stats import Summary
 
-import gpu_arrays
+from devices import GPU, KIND, LACKS
 
 DEVICE = {
     "name": "NVIDIA Test",
@@ -111,7 +111,7 @@ def test_a_second_run_does_what_is_left(tmp_path: Path) -> None:
     assert first_run.Run(tmp_path, 4.0).start("a", parts["a"], 4.0) is None  # no time is left
 
 
-@pytest.mark.skipif(not gpu_arrays.missing(), reason="there is a CUDA device")
+@pytest.mark.skipif(LACKS == "", reason="there is a CUDA device")
 def test_without_a_device_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert capsys.readouterr().err.startswith("fusestep bench: ")
@@ -119,7 +119,7 @@ def test_without_a_device_it_says_what_is_missing(capsys: pytest.CaptureFixture[
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")
-@pytest.mark.skipif(bool(gpu_arrays.missing()), reason=gpu_arrays.missing())
+@pytest.mark.skipif(KIND != GPU, reason=LACKS or "needs a CUDA device")
 def test_small_points_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point; the times mean nothing."""
     from fusestep.bench.gpu import points as gpu_points

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from simulator import run_check  # isort: split
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,24 +16,38 @@ from fusestep.kernels.rules.adam import ADAM
 from fusestep.kernels.storage import F32 as FLOAT32
 from fusestep.kernels.tables import HOT, RowSource, RowTable
 
-from device_arrays import (
+from devices import (
     BF16,
+    COMPUTES,
     F16,
     F32,
     F64,
+    MARKS,
     RNG,
     assert_close,
+    assert_equal_runs,
+    assert_same,
+    computed,
     gradient,
     on_device,
     on_host,
     refused,
     rows,
+    sized,
     unchanged,
 )
 
+pytestmark = MARKS
+
 POOLINGS = ("sum", "mean", "max")
 # Rows that end within a tile, of several tiles, alone or with others; an empty table.
-SHAPES = ((7, 4), (3, 9), (5, 16), (1, 1), (0, 3), (6, 8))
+SHAPES = sized(
+    ((7, 4), (3, 9), (5, 16), (1, 1), (0, 3), (6, 8)),
+    ((3_000, 64), (7, 16), (50_000, 5), (1, 1), (0, 3), (900, 130)),
+)
+
+
+SOME = sized((4, 5), (2_000, 10))
 
 
 def tables_of(shapes: Sequence[tuple[int, int]] = SHAPES, dtype: Any = F32) -> list[np.ndarray]:
@@ -43,7 +55,10 @@ def tables_of(shapes: Sequence[tuple[int, int]] = SHAPES, dtype: Any = F32) -> l
 
 
 def bags_of(
-    tables: Sequence[np.ndarray], batch: int = 5, longest: int = 7, dtype: Any = np.int64
+    tables: Sequence[np.ndarray],
+    batch: int = sized(5, 2_000),
+    longest: int = sized(7, 20),
+    dtype: Any = np.int64,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Ids and offsets of a feature for each table; some bags are empty."""
     ids, offsets = [], []
@@ -63,13 +78,6 @@ def joined(
     sizes = np.cumsum([0, *map(len, ids)])
     parts = [own[:-1] + at for own, at in zip(offsets, sizes[:-1], strict=True)]
     return np.concatenate(ids), np.concatenate([*parts, sizes[-1:]])
-
-
-def assert_same(found: Any, expected: np.ndarray) -> None:
-    """The same bits."""
-    array = on_host(found)
-    assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
-    assert array.tobytes() == expected.tobytes()
 
 
 def compare_forward(options: dict[str, Any], tables: Any, *given: Any) -> np.ndarray:
@@ -92,6 +100,8 @@ def compare_gradients(options: dict[str, Any], tables: Any, grad: Any, *given: A
     there = on_device([ids, offsets, grad, *weights])
     found = bags.gradients(on_device(tables), *there)
     fusestep.synchronize()
+    if not COMPUTES:  # which of them count
+        return
     places = np.flatnonzero(np.concatenate([on_host(own.indices) for own in found]) >= 0)
     for own, host in zip(found, expected, strict=True):
         indices = on_host(own.indices)
@@ -113,7 +123,7 @@ def compare(options: dict[str, Any], tables: Any, *given: Any) -> None:
     compare_gradients(options, tables, gradient(out.shape, out.dtype), *given)
 
 
-def pooling() -> None:
+def test_pooling() -> None:
     """Sums, means and maxima of every storage type; weights; both sizes of ids and offsets."""
     for name in ("sum", "mean", "max"):
         for dtype, index in ((F32, np.int64), (F64, np.int32), (F16, np.int32), (BF16, np.int64)):
@@ -134,7 +144,7 @@ def pooling() -> None:
         compare({"pooling": name}, [table], ids, offsets)
 
 
-def lists() -> None:
+def test_lists() -> None:
     """Rows as they are, an array for each feature; and pooled outputs in arrays of their own."""
     for dtype, features in ((F32, None), (BF16, [4, 0, 2, 0, 1, 0])):
         tables = tables_of(dtype=dtype)[:5]
@@ -155,7 +165,7 @@ def lists() -> None:
             grad = [gradient(own.shape, own.dtype) for own in expected]
             hosts = bags.gradients(tables, ids, None, grad)
             found = bags.gradients(*there, None, on_device(grad))
-            for own, host in zip(found, hosts, strict=True):
+            for own, host in zip(found, hosts if COMPUTES else [], strict=COMPUTES):
                 kept = on_host(own.indices) >= 0
                 np.testing.assert_array_equal(on_host(own.indices)[kept], host.indices)
                 np.testing.assert_array_equal(on_host(own.rows)[kept], host.rows)
@@ -176,10 +186,11 @@ def compare_products(options: dict[str, Any], tables: Any, grad: Any, *given: An
     expected = bags.weight_gradients(tables, *given, grad)
     found = bags.weight_gradients(on_device(tables), *on_device([*given, grad]))
     for own, host in zip(found, expected, strict=True):
-        assert_close(on_host(own), host)
+        if COMPUTES:  # of joined ids also how many there are
+            assert_close(on_host(own), host)
 
 
-def products() -> None:
+def test_products() -> None:
     """Of every storage type; ids that count for nothing; joined ids; of the last forward."""
     for dtype, grad_dtype in ((F32, F32), (F64, F64), (F16, F32), (BF16, F16)):
         tables = tables_of(dtype=dtype)
@@ -205,7 +216,7 @@ def products() -> None:
         bags.weight_gradients(grad)
 
 
-def forms() -> None:
+def test_forms() -> None:
     """Joined ids, bags of one length, one table, shared tables, ids that count for nothing."""
     tables = tables_of()
     ids, offsets = bags_of(tables)
@@ -253,16 +264,6 @@ OPTIMIZERS: tuple[Make, ...] = (
 )
 
 
-def assert_same_steps(on_gpu: Any, on_cpu: Any) -> None:
-    fusestep.synchronize()
-    found, expected = on_gpu.state_dict(), on_cpu.state_dict()
-    for p, q in zip(on_gpu.parameters, on_cpu.parameters, strict=True):
-        assert_close(p.asnumpy(), q.asnumpy(), repr(on_gpu))
-    assert list(found) == list(expected)
-    for name in found:
-        assert_close(found[name], expected[name], f"{on_gpu!r} {name}")
-
-
 def compare_steps(
     make: Make, tables: Any, options: dict[str, Any], steps: Sequence[tuple[Any, ...]],
     grad_dtype: Any = F32,
@@ -279,17 +280,17 @@ def compare_steps(
         grad = gradient(expected.shape, grad_dtype)
         host.backward(grad)
         device.backward(on_device(grad))
-    assert_same_steps(on_gpu, on_cpu)
+    assert_equal_runs(on_gpu, on_cpu)
 
 
-def steps() -> None:
+def test_steps() -> None:
     """Every kind of rule, pooling and storage type; ids that count for nothing."""
     tables = tables_of()
     for k, make in enumerate(OPTIMIZERS):
         for name in ("sum", "mean", "max") if k < 3 else ("mean",):
-            own = [bags_of(tables, 4, 5) for _ in range(2)]
+            own = [bags_of(tables, *SOME) for _ in range(2)]
             compare_steps(make, tables, {"pooling": name}, own)
-    ids, offsets = bags_of(tables, 4, 5)
+    ids, offsets = bags_of(tables, *SOME)
     weights = [gradient(own.shape) for own in ids]
     compare_steps(OPTIMIZERS[1], tables, {}, [(ids, offsets, weights), (ids, offsets)])
     compare_steps(OPTIMIZERS[1], tables, {}, [joined(ids, offsets)])
@@ -306,14 +307,14 @@ def steps() -> None:
     device(on_device(lists))
     host.backward(grad)
     device.backward(on_device(grad))
-    assert_same_steps(on_gpu, on_cpu)
+    assert_equal_runs(on_gpu, on_cpu)
     for dtype, grad_dtype in ((F64, F64), (F16, F32), (BF16, BF16)):
         own = tables_of(dtype=dtype)
         for name in ("mean", "max"):
-            compare_steps(OPTIMIZERS[1], own, {"pooling": name}, [bags_of(own, 4, 5)], grad_dtype)
+            compare_steps(OPTIMIZERS[1], own, {"pooling": name}, [bags_of(own, *SOME)], grad_dtype)
 
 
-def hot() -> None:
+def test_hot() -> None:
     """Rows that occur more than `HOT` times, whose ranges are summed; widths that are no tiles."""
     tables, batch = tables_of([(3, 4), (4, 5)]), 40
     for name in ("sum", "mean", "max"):
@@ -328,7 +329,7 @@ def hot() -> None:
     assert step._hot_stride % 4 == 0
 
 
-def any_bags() -> None:
+def test_any_bags() -> None:
     """Drawn ones: shapes, features, forms, sizes of ids and offsets, what counts for nothing."""
     for _ in range(12):
         widths = RNG.choice([1, 2, 4, 5, 8, 12], RNG.integers(1, 5))
@@ -356,7 +357,7 @@ def any_bags() -> None:
         compare_steps(OPTIMIZERS[1], tables, options, [tuple(given)])
 
 
-def mixtures() -> None:
+def test_mixtures() -> None:
     """Tables with weights, with maxima and with neither in one step: each as by itself."""
     tables = tables_of([(5, 4)] * 3)
     on_cpu, on_gpu = (
@@ -376,12 +377,12 @@ def mixtures() -> None:
     for chosen in ([0, 1, 2], [0, 2], [1, 2], [2]):
         on_cpu(tuple(found["host"][k] if k in chosen else None for k in range(3)))
         on_gpu(tuple(found["device"][k] if k in chosen else None for k in range(3)))
-        assert_same_steps(on_gpu, on_cpu)
+        assert_equal_runs(on_gpu, on_cpu)
     # Pooled rows and plain ones in one step.
     plain = rows([3, 1, 3], (5, 4))
     on_cpu((found["host"][0], plain, found["host"][2]))
     on_gpu((found["device"][0], on_device(plain), found["device"][2]))
-    assert_same_steps(on_gpu, on_cpu)
+    assert_equal_runs(on_gpu, on_cpu)
 
 
 # Errors
@@ -391,11 +392,12 @@ def late(error: type[Exception], text: str, call: Callable[[], Any], *arrays: An
     """The call is enqueued, writes to no array, and its error is raised by who waits."""
     with unchanged(*arrays):
         call()
-        with pytest.raises(error, match=text):
-            fusestep.synchronize()
+        if COMPUTES:
+            with pytest.raises(error, match=text):
+                fusestep.synchronize()
 
 
-def errors() -> None:
+def test_errors() -> None:
     """Bad ids and offsets are told later; outputs stay as they are, or are 0; no step is taken."""
     tables = tables_of([(5, 4), (3, 2)])
     opt = nn.LazyAdam(on_device(tables), 0.1)
@@ -415,9 +417,9 @@ def errors() -> None:
     for lists, text in bad_ids:
         ids = on_device([np.array(x) for x in lists])
         late(IndexError, text, lambda ids=ids: bags(ids, on_device(ends), out=out), *arrays, out)
-        assert not on_host(bags(ids, on_device(ends))).any()
+        assert not COMPUTES or not on_host(bags(ids, on_device(ends))).any()
         late(IndexError, text, step, *arrays)
-        assert opt.state_dict()["global_step"] == 0
+        assert not COMPUTES or opt.state_dict()["global_step"] == 0
     bad_offsets = (
         ([[1, 1, 2], [0, 0, 2]], r"offsets\[0\]\[0\] does not fit: expected 0, got 1"),
         ([[0, 3, 2], [0, 0, 2]], r"offsets\[0\]\[1\] does not fit: expected at least .*, got 3"),
@@ -427,7 +429,7 @@ def errors() -> None:
     for lists, text in bad_offsets:
         bounds = on_device([np.array(x) for x in lists])
         late(ValueError, text, lambda b=bounds: bags(on_device(good), b, out=out), *arrays, out)
-        assert not on_host(bags(on_device(good), bounds)).any()
+        assert not COMPUTES or not on_host(bags(on_device(good), bounds)).any()
         late(ValueError, text, step, *arrays)
     for name in POOLINGS:
         own = nn.EmbeddingBags(opt.parameters, opt, name)
@@ -454,10 +456,11 @@ def errors() -> None:
     bags(on_device(good), on_device(ends))
     step()
     fusestep.synchronize()
+    computed()
     assert opt.state_dict()["global_step"] == 1
 
 
-def refusals() -> None:
+def test_refusals() -> None:
     """What cannot be, or is not done on devices, raises at once."""
     host = tables_of([(5, 4), (3, 2)])
     tables = on_device(host)
@@ -546,10 +549,3 @@ def refusals() -> None:
         assert on_host_alone.state_dict()["global_step"] == step
         on_host_alone(tuple(host_grad))
     fusestep.synchronize()
-
-
-if __name__ == "__main__":
-    run_check(
-        pooling=(pooling,), forms=(forms, lists, products), steps=(steps, any_bags, mixtures),
-        hot=(hot,), errors=(errors, refusals),
-    )  # fmt: skip

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from simulator import run_check  # isort: split
-
 import copy
 import gc
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,8 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
-from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
@@ -23,33 +18,38 @@ from fusestep.kernels.cuda.dense import step as dense
 from fusestep.kernels.cuda.rows import step as row_step
 from fusestep.ops.runtime import pending
 
-from device_arrays import (
+from devices import (
     BETAS,
     F16,
     F32,
     F64,
+    MARKS,
     Run,
+    assert_same,
+    computed,
     gradient,
     on_device,
-    on_host,
     positive,
     refused,
     rows,
+    told,
     unchanged,
 )
 from own_functions import PLAIN
 
+pytestmark = MARKS
+
 BAD = "LazyAdam: gradient of 'parameter_0': indices[1] is out of range: expected 0 <= index < 5"
 
 
-def index_errors() -> None:
+def test_index_errors() -> None:
     """The step writes nothing, and its counts are taken back; later ones are taken."""
     run = Run()
     with unchanged(*run.w):
         run.step([1, 5])
         run.step([-3], dense=False)
         assert run.opt.global_step == 3
-        with pytest.raises(IndexError, match=re.escape(f"{BAD}, got 5")) as found:
+        with told(IndexError, f"{BAD}, got 5") as found:
             run.opt.state_dict()
         assert "indices[0]" in found.value.__notes__[0]
         assert run.opt.global_step == 1
@@ -69,26 +69,26 @@ def index_errors() -> None:
         if opt is run.opt:
             opt((on_device(rows([9], (5, 4))), on_device(gradient((7,)))))
         opt((None, step[1]))
-    with refused(IndexError, "got 9"):
+    with told(IndexError, "got 9"):
         fusestep.synchronize()
     state, expected = run.opt.state_dict(), other.state_dict()
     for name in ("global_step", "step.parameter_0", "step.parameter_1"):
         assert state[name] == expected[name], name
 
 
-def rows_without_indices() -> None:
+def test_rows_without_indices() -> None:
     """A lazy step without any index finds none that is bad."""
     run = Run()
     run.step([])
     with unchanged(run.w[0]):
         run.step([1, 9], dense=False)
         run.step([])
-        with refused(IndexError, f"{BAD}, got 9"):
+        with told(IndexError, f"{BAD}, got 9"):
             fusestep.synchronize()
     assert run.opt.global_step == 3
 
 
-def several_tables() -> None:
+def test_several_tables() -> None:
     """Tables of several kernel calls: none of them writes; the error names the table."""
     w = on_device([positive((5, 4)), positive((3, 2), F64), positive((4,))])
     for make in (nn.LazyAdam, nn.Adam):
@@ -97,9 +97,9 @@ def several_tables() -> None:
             good = on_device(rows([1], (5, 4)))
             with unchanged(*w):
                 opt((good, on_device(rows(bad, (3, 2), F64)), on_device(gradient((4,)))))
-                with refused(IndexError, f"'parameter_1': indices[{bad.index(7)}] is out of"):
+                with told(IndexError, f"'parameter_1': indices[{bad.index(7)}] is out of"):
                     fusestep.synchronize()
-                with refused(IndexError, "got 7"):
+                with told(IndexError, "got 7"):
                     opt((on_device(rows([7], (5, 4))), on_device(rows([9], (3, 2), F64)), None))
                     fusestep.synchronize()
         state = opt.state_dict()
@@ -113,7 +113,7 @@ def several_tables() -> None:
     assert opt.global_step == 0
 
 
-def many_calls() -> None:
+def test_many_calls() -> None:
     """When too many calls wait for an answer, the host asks; the one that asks is not taken."""
     pending.MOST_PENDING = 4
     try:
@@ -123,7 +123,7 @@ def many_calls() -> None:
         for _ in range(3):
             run.step(None)
             run.step([1], dense=False)
-        with refused(IndexError, "got 9", *run.w):
+        with told(IndexError, "got 9", *run.w):
             run.step([1])
         assert run.opt.global_step == 7
         run.step([1])
@@ -132,12 +132,12 @@ def many_calls() -> None:
         pending.MOST_PENDING = 1_024
 
 
-def several_optimizers() -> None:
+def test_several_optimizers() -> None:
     """One bad step does not keep other optimizers from writing; all errors are told."""
     first, second, third = Run(), Run(), Run()
     for run, index in ((first, 5), (second, 2), (third, 6)):
         run.step([index])
-    with pytest.raises(IndexError, match="got 5") as found:
+    with told(IndexError, "got 5") as found:
         fusestep.synchronize()
     (note,) = found.value.__notes__
     assert "got 6" in note
@@ -152,11 +152,11 @@ def several_optimizers() -> None:
     del second, run
     gc.collect()
     assert gone() is None
-    with refused(IndexError, "got 9"):
+    with told(IndexError, "got 9"):
         fusestep.synchronize()
 
 
-def nonfinite_steps() -> None:
+def test_nonfinite_steps() -> None:
     """A step that is to be skipped is skipped."""
     run = Run(skip_nonfinite=True)
     bad = rows([1], (5, 4))
@@ -165,18 +165,19 @@ def nonfinite_steps() -> None:
         run.opt((on_device(bad), on_device(gradient((7,)))))
         run.opt((None, on_device(np.full(7, np.nan, F32))))
         run.step(None, dense=False)
+        computed()
         assert run.opt.skipped_steps == 2
         assert run.opt.global_step == 2
         run.before = run.opt.state_dict()
         run.step([1, 8])
-        with refused(IndexError, f"{BAD}, got 8"):
+        with told(IndexError, f"{BAD}, got 8"):
             fusestep.synchronize()
         run.assert_as_before()
     run.step([1])
     assert run.opt.global_step == 3
 
 
-def failing_steps() -> None:
+def test_failing_steps() -> None:
     """An error in the middle of a call leaves no lock held and counts nothing."""
     run, (w, m, v) = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
     op, index = ops.FusedSparseLazyAdam(use_locking=True), on_device(np.array([1, 2]))
@@ -227,7 +228,7 @@ def in_threads(*works: Callable[[], Any]) -> None:
     assert not errors, errors
 
 
-def threads() -> None:
+def test_threads() -> None:
     """Operators and optimizers under use_locking at once: every step counts, nothing waits."""
     run, (w, m, v) = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
     op, index = ops.FusedSparseLazyAdam(use_locking=True), on_device(np.array([1, 2]))
@@ -255,7 +256,7 @@ def threads() -> None:
     assert run.opt.state_dict()["step.parameter_0"] == 9
 
 
-def lock_order() -> None:
+def test_lock_order() -> None:
     """Every call takes the locks of guards and streams in the same order."""
     from fusestep.ops.runtime import launch
 
@@ -284,9 +285,9 @@ def lock_order() -> None:
     assert orders == {("guards", "streams")}
 
 
-def mixtures() -> None:
+def test_mixtures() -> None:
     """Parameters, gradients and indices of a step are all on the host, or all on the device."""
-    w, host = cuda.to_device(positive((5, 4))), positive((5, 4))
+    w, host = on_device(positive((5, 4))), positive((5, 4))
     for named in ([w, host], [nn.Parameter(w, "1"), host], [nn.Parameter(host, "1"), w]):
         with refused(ValueError, "lives elsewhere than", w):
             nn.Adam(named)
@@ -300,14 +301,14 @@ def mixtures() -> None:
         (opt, rows([1], (5, 4))),
         (opt, mixed),
         (opt, [rows([1], (5, 4)), theirs]),
-        (on_cpu, cuda.to_device(gradient((5, 4)))),
+        (on_cpu, on_device(gradient((5, 4)))),
         (on_cpu, theirs),
         (on_cpu, mixed),
     ):
         with refused(ValueError, "lives elsewhere than", w):
             one((bad,))
     with refused(ValueError, "lives elsewhere than"):
-        nn.RowTensor(index, cuda.to_device(values), (5, 4))
+        nn.RowTensor(index, on_device(values), (5, 4))
     np.testing.assert_array_equal(host, before)
     assert opt.global_step == on_cpu.global_step == 0
     shared = on_device(rows([1], (5, 4)))
@@ -317,19 +318,19 @@ def mixtures() -> None:
             opt((bad,))
 
 
-def not_taken() -> None:
+def test_not_taken() -> None:
     """What has no kernels for the device says so, and computes nothing."""
     w, m = theirs = on_device([positive((5, 4)) for _ in range(2)])
-    g = cuda.to_device(gradient((5, 4)))
+    g = on_device(gradient((5, 4)))
     with refused(RuntimeError, "device", *theirs):
-        ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9)
+        ops.ApplyMomentum()(w, m, on_device(np.array(0.1)), g, 0.9)
     with refused(TypeError, "lives on a CUDA device"):
         np.asarray(nn.Parameter(w))
     with refused(ValueError, "Adam: clipnorm is measured on the host", *theirs):
         nn.Adam(theirs, clipnorm=1.0)
 
 
-def own_formulas() -> None:
+def test_own_formulas() -> None:
     """What a user's formula returns is looked at before the step on the device has it."""
 
     class Own(nn.FusedOptimizer):
@@ -355,19 +356,5 @@ def own_formulas() -> None:
     with_formula(lambda *_: (1,))((g,))
     opt = with_formula(lambda _real, _lr, _decay, _step, constants, _: (constants[0],), (0.25,))
     opt((g,))
-    assert on_host(opt.parameters[0].array).tolist() == [0.75] * 3 and opt.global_step == 1
-
-
-if __name__ == "__main__":
-    run_check(
-        index_errors=(
-            index_errors,
-            rows_without_indices,
-            several_tables,
-            many_calls,
-            several_optimizers,
-            nonfinite_steps,
-        ),
-        locking=(failing_steps, threads, lock_order),
-        refusals=(mixtures, not_taken, own_formulas),
-    )
+    assert opt.global_step == 1
+    assert_same(opt.parameters[0].array, np.full(3, 0.75, F32))

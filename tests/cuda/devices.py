@@ -1,0 +1,400 @@
+"""The device of a process of tests, and arrays on it.
+
+One set of tests, `test_device_*.py`, has three kinds of devices:
+
+- a GPU (`GPU`) runs everything, and has the sizes of real work;
+- Numba's simulator (`SIMULATOR`), with ``NUMBA_ENABLE_CUDASIM=1`` in the environment, computes the
+  numbers of short arrays, and tells nothing of launches;
+- the driver without a device (`STUB`), with its folder in ``LD_LIBRARY_PATH``, takes every launch
+  of the real stack above it, looks at its arguments, and computes nothing. There a test runs until
+  it needs a number of the device: it ends as "not computed".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from fusestep import nn, synchronize
+from fusestep.bench.gpu import checks
+from fusestep.ops.runtime.device import DeviceArray
+
+from helpers import BF16, EPSILON, assert_same_bits
+
+SIMULATOR, STUB, GPU = "simulator", "stub", "GPU"
+
+
+def _kind() -> tuple[str, str]:
+    """The kind of device of this process, and why there is none."""
+    if find_spec("numba_cuda") is None:
+        return "", 'needs a CUDA device and numba-cuda: pip install ".[cuda13,test]" (or cuda12)'
+    if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+        import simulator  # noqa: F401  (changes the simulator)
+
+        return SIMULATOR, ""
+    from numba import cuda
+
+    if not cuda.is_available():
+        return "", "needs a CUDA device: Numba finds none"
+    from watch import is_stub
+
+    return STUB if is_stub() else GPU, ""
+
+
+KIND, LACKS = _kind()
+COMPUTES = KIND != STUB
+
+F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
+RNG = np.random.default_rng(11)
+BETAS = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
+"""Of a call of Adam: powers, rate, betas, epsilon."""
+# After some steps, of 1 + the value on the simulator, which computes some roots in double
+# precision; on a GPU in units in the last place of the largest value. There both round each
+# operation alike, but either compiler chooses for itself which products and sums become one FMA.
+UNITS = {2: 2.0**-7, 4: 1e-5, 8: 1e-13}
+RUN_ULPS = {False: 32.0, True: 4.0}  # in 16 bits (True) one rounding hides the others
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("framework"),
+    # Frameworks and drivers have warnings of their own; test_a_step_warns_of_nothing has ours.
+    pytest.mark.filterwarnings("default"),
+]
+"""Of each file of the set."""
+
+
+def only(*kinds: str, reason: str) -> pytest.MarkDecorator:
+    """A test that makes sense on some kinds of devices."""
+    return pytest.mark.skipif(KIND not in kinds, reason=f"on {' and '.join(kinds)} only: {reason}")
+
+
+def sized(short: Any, long: Any) -> Any:
+    """What a simulated thread for each of the device's can do, and the sizes of real work."""
+    return long if KIND == GPU else short
+
+
+def computed() -> None:
+    """End the test as not computed, unless the device computes."""
+    if not COMPUTES:
+        pytest.skip("not computed")
+
+
+# Frameworks
+
+
+class Stream(NamedTuple):
+    """A stream that does not wait for the default stream by itself, nor the other way round."""
+
+    handle: int
+    owner: Any
+
+
+class Maker:
+    """Makes device arrays of one framework; here of Numba."""
+
+    def put(self, array: np.ndarray) -> Any:
+        """A copy on the device."""
+        return checks.Device().put(array)
+
+    def stream(self) -> Stream:
+        """A new stream."""
+        from cuda.bindings import driver
+        from numba import cuda
+
+        cuda.current_context()
+        error, made = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+        assert error == driver.CUresult.CUDA_SUCCESS
+        return Stream(int(made), made)
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        """The framework's current stream, where it has one."""
+        del stream
+        return nullcontext()
+
+    def bound(self, array: Any, stream: Stream) -> Any:
+        """The array, as one that belongs to the stream, where arrays do."""
+        return array.bind(numba_stream(stream.handle))
+
+
+class TorchMaker(Maker):
+    """Of torch; bfloat16 as torch has it."""
+
+    def __init__(self) -> None:
+        self._torch = pytest.importorskip("torch", reason="torch is not installed")
+        if not self._torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+
+    def put(self, array: np.ndarray) -> Any:
+        if array.dtype == BF16:
+            bits = self._torch.from_numpy(array.view(np.int16).copy())
+            return bits.to("cuda").view(self._torch.bfloat16)
+        return self._torch.from_numpy(array.copy()).to("cuda")
+
+    def stream(self) -> Stream:
+        made = self._torch.cuda.Stream()
+        return Stream(int(made.cuda_stream), made)
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self._torch.cuda.stream(stream.owner)
+        return found
+
+    def bound(self, array: Any, stream: Stream) -> Any:
+        del stream
+        return array
+
+
+class CupyMaker(Maker):
+    """Of CuPy; bfloat16 where it has it."""
+
+    def __init__(self) -> None:
+        self._cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+
+    def put(self, array: np.ndarray) -> Any:
+        try:
+            return self._cupy.array(array)
+        except (TypeError, ValueError) as error:
+            if array.dtype == BF16:
+                pytest.skip(f"this CuPy has no bfloat16: {error}")
+            raise
+
+    def stream(self) -> Stream:
+        made = self._cupy.cuda.Stream(non_blocking=True)
+        return Stream(int(made.ptr), made)
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        owner: AbstractContextManager[Any] = stream.owner
+        return owner
+
+    def bound(self, array: Any, stream: Stream) -> Any:
+        del stream
+        return array
+
+
+_MAKERS = {"numba": Maker, "torch": TorchMaker, "cupy": CupyMaker}
+FRAMEWORKS = {SIMULATOR: ("numba",), STUB: ("numba", "torch"), GPU: tuple(_MAKERS)}.get(KIND, ())
+"""Those whose arrays each test has in turn; `test_device_frameworks.py` simulates others."""
+current = Maker()
+
+
+@contextmanager
+def using_framework(name: str) -> Iterator[Maker]:
+    """Arrays on the device are those of a framework; what a failed test has left is dropped."""
+    global current
+    current = _MAKERS[name]()
+    try:
+        yield current
+    finally:
+        current = Maker()
+        try:
+            synchronize()
+        except IndexError:
+            warnings.warn("a test has left an index error pending", stacklevel=1)
+
+
+def wait() -> None:
+    """Until all work on the device is done; nothing is told of bad indices."""
+    from numba import cuda
+
+    cuda.synchronize()
+
+
+def numba_stream(handle: int) -> Any:
+    """The stream of Numba with this handle."""
+    from numba import cuda
+
+    return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+@contextmanager
+def capture() -> Iterator[list[str]]:
+    """A context in which the default stream is being captured, with what is enqueued meanwhile."""
+    if KIND == SIMULATOR:
+        from simulator import captured
+
+        with captured() as enqueued:
+            yield enqueued
+        return
+    from cuda.bindings import driver
+
+    import watch
+
+    stream, launched = Maker().stream(), watch.launched
+    before = len(launched)
+    driver.cuStreamBeginCapture(
+        stream.owner, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    )
+    enqueued = []
+    try:
+        yield enqueued
+    finally:
+        driver.cuStreamEndCapture(stream.owner)
+        enqueued += launched[before:]
+
+
+# Arrays
+
+
+def positive(shape: tuple[int, ...], dtype: Any = F32) -> np.ndarray:
+    return np.asarray(RNG.uniform(0.1, 1.0, shape)).astype(dtype)
+
+
+def gradient(shape: tuple[int, ...], dtype: Any = F32) -> np.ndarray:
+    return np.asarray(RNG.uniform(-1.0, 1.0, shape)).astype(dtype)
+
+
+def rows(indices: Sequence[int], shape: tuple[int, ...], dtype: Any = F32) -> nn.RowTensor:
+    values = gradient((len(indices), *shape[1:]), dtype)
+    return nn.RowTensor(np.array(indices, np.int64), values, shape)
+
+
+def on_device(value: Any) -> Any:
+    """The same on the device: an array, a `RowTensor`, None, or a list of these."""
+    if isinstance(value, list | tuple):
+        return [on_device(x) for x in value]
+    if isinstance(value, nn.RowTensor):
+        indices, values = on_device([value.indices, value.values])
+        of_batch = {"positions": value.positions, "batch_length": value.batch_length}
+        return nn.RowTensor(indices, values, value.dense_shape, **of_batch)
+    return None if value is None else current.put(np.asarray(value))
+
+
+def shifted(array: np.ndarray, shift: int) -> Any:
+    """A copy on the device that begins ``shift`` elements past the start of its memory."""
+    room = np.concatenate(
+        [np.zeros(shift, array.dtype), array.reshape(-1), np.zeros(1, array.dtype)]
+    )
+    return on_device(room)[shift : shift + array.size].reshape(array.shape)
+
+
+def adopted(array: Any) -> DeviceArray:
+    """An array of the device as the library sees it."""
+    found = DeviceArray.adopt("test", "array", array)
+    assert found is not None
+    return found
+
+
+_copy_out = DeviceArray.numpy  # which tests replace
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A copy on the host, of what the array holds when all work on the device is done."""
+    if KIND == GPU:
+        wait()
+    return _copy_out(array if isinstance(array, DeviceArray) else adopted(array))
+
+
+def put(there: Any, value: Any) -> None:
+    """Change what lies on the device."""
+    array = there if isinstance(there, DeviceArray) else adopted(there)
+    array.assign(np.asarray(value, array.dtype).reshape(array.shape))
+
+
+# Comparisons
+
+
+def assert_close(
+    found: np.ndarray, expected: np.ndarray, label: str = "", narrow: Any = None
+) -> None:
+    """After some steps, in which rounding to the ``narrow`` type has gone on."""
+    __tracebackhide__ = True
+    assert found.dtype == expected.dtype, label
+    assert found.shape == expected.shape, label
+    if not COMPUTES:
+        return
+    if found.dtype.kind in "iub":
+        assert_same_bits(found, expected, label)
+        return
+    a, b = (array.astype(np.float64) for array in (found, expected))
+    if KIND == SIMULATOR:
+        unit = UNITS[found.itemsize]
+        np.testing.assert_allclose(a, b, unit, unit, err_msg=label)
+        return
+    epsilon = max(EPSILON[found.dtype], EPSILON[np.dtype(narrow or found.dtype)])
+    allowed = RUN_ULPS[epsilon > 1e-4] * epsilon * np.abs(b).max(initial=0.0)
+    np.testing.assert_allclose(a, b, 0.0, allowed, err_msg=label)
+
+
+def assert_same(found: Any, expected: np.ndarray, label: str = "") -> None:
+    """The same bits, of an array on the device or of a copy."""
+    __tracebackhide__ = True
+    array = found if isinstance(found, np.ndarray) else on_host(found)
+    assert (array.dtype, array.shape) == (expected.dtype, expected.shape), label
+    if COMPUTES:
+        assert_same_bits(array, expected, label)
+
+
+def assert_equal_runs(ours: Any, theirs: Any, *, bits: bool = False) -> None:
+    """Parameters and states of an optimizer on the device, and of another one."""
+    __tracebackhide__ = True
+    synchronize()
+    narrow = max((p.dtype for p in ours.parameters), key=EPSILON.__getitem__)
+    compare = assert_same if bits else lambda *of: assert_close(*of, narrow)
+    for p, q in zip(ours.parameters, theirs.parameters, strict=True):
+        compare(p.asnumpy(), q.asnumpy(), f"{ours!r} {p.name}")
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert list(found) == list(expected)
+    for name, array in found.items():
+        assert type(array) is np.ndarray
+        compare(array, expected[name], f"{ours!r} {name}")
+
+
+@contextmanager
+def unchanged(*arrays: Any) -> Iterator[None]:
+    """Every byte of some device arrays is the same afterwards."""
+    __tracebackhide__ = True
+    before = [on_host(array).tobytes() for array in arrays]
+    yield
+    assert [on_host(array).tobytes() for array in arrays] == before
+
+
+@contextmanager
+def refused(error: type[BaseException], text: str, *arrays: Any) -> Iterator[None]:
+    """The block raises ``error``, with ``text`` in its message, and changes no array."""
+    __tracebackhide__ = True
+    with unchanged(*arrays), pytest.raises(error, match=re.escape(text)):
+        yield
+
+
+@contextmanager
+def told(
+    error: type[BaseException], text: str, *arrays: Any
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """As `refused`, of what only the device finds out: who computes nothing, finds nothing."""
+    __tracebackhide__ = True
+    with unchanged(*arrays):
+        if not COMPUTES:
+            said = text
+            try:
+                yield pytest.ExceptionInfo.for_later()
+            except error as raised:  # the host has looked itself
+                said = str(raised)
+            assert text in said
+            computed()
+        with pytest.raises(error, match=re.escape(text)) as found:
+            yield found
+
+
+class Run:
+    """LazyAdam on a table and a vector, with the arrays and states of its good steps."""
+
+    def __init__(self, **options: Any) -> None:
+        self.w = on_device([positive((5, 4)), positive((7,))])
+        self.opt = nn.LazyAdam(self.w, 0.1, **options)
+        self.step([1, 3])
+        self.before = self.opt.state_dict()
+
+    def step(self, indices: Sequence[int] | None, *, dense: bool = True) -> None:
+        sparse = None if indices is None else on_device(rows(indices, (5, 4)))
+        self.opt((sparse, on_device(gradient((7,))) if dense else None))
+
+    def assert_as_before(self) -> None:
+        state = self.opt.state_dict()
+        for name, array in self.before.items():
+            assert_same(state[name], array, name)

@@ -1,0 +1,313 @@
+"""Operators on device arrays, as on the host and as published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fusestep
+from fusestep import ops
+from fusestep.kernels.tables import HOT
+
+import reference
+from devices import (
+    BETAS,
+    BF16,
+    COMPUTES,
+    F16,
+    F32,
+    F64,
+    KIND,
+    MARKS,
+    RNG,
+    SIMULATOR,
+    assert_close,
+    assert_same,
+    computed,
+    gradient,
+    on_device,
+    on_host,
+    only,
+    positive,
+    refused,
+    shifted,
+    sized,
+    told,
+    unchanged,
+)
+from helpers import STORAGE_DTYPES, assert_within_ulps, in_turn
+from operators import DENSE_OPERATORS, LARS_UPDATE, ROW_OPERATORS, Operator
+from test_ops_reference import CALLS, known_scalars
+
+pytestmark = MARKS
+# Between the device and the CPU: both round each operation alike, but either compiler chooses for
+# itself which products and sums become one FMA. Each choice is worth at most half a unit, and no
+# rule has more than about eight.
+CPU_ULPS = 4.0
+
+
+def both(
+    operator: Operator, inputs: dict[str, Any], **made: Any
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The variables after a call on the device, and after one on the CPU, with what is new."""
+    given = {name: on_device(v) if isinstance(v, np.ndarray) else v for name, v in inputs.items()}
+    found, expected = operator.call(given, **made), operator.call(inputs, **made)
+    names = operator.variables
+    here, there = [inputs[name] for name in names], [given[name] for name in names]
+    if operator.returned:
+        for name, array in zip(
+            operator.returned, found if isinstance(found, tuple) else (found,), strict=True
+        ):
+            assert array is given[name]
+    elif not isinstance(expected, tuple):
+        here, there = [*here, expected], [*there, found]
+    fusestep.synchronize()
+    return [on_host(array) for array in there], here
+
+
+def assert_operator(operator: Operator, inputs: dict[str, Any], **made: Any) -> None:
+    """All numbers are of size 1, but FTRL adds terms of ten times that."""
+    __tracebackhide__ = True
+    size = 10.0 if "Ftrl" in operator.name else 1.0
+    for k, (a, b) in enumerate(zip(*both(operator, inputs, **made), strict=True)):
+        if COMPUTES:
+            assert_within_ulps(a, b, size + np.abs(b.astype(float)), CPU_ULPS, f"array {k}")
+
+
+DENSE = [*DENSE_OPERATORS, LARS_UPDATE.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]),
+)
+def test_dense_operators(name: str, dtype: Any) -> None:
+    operator = {**DENSE_OPERATORS, LARS_UPDATE.name: LARS_UPDATE}[name]
+    for shape in ((9, sized(2, 37)), (), (0, 3)):
+        assert_operator(operator, operator.inputs(shape, dtype))
+
+
+@pytest.mark.parametrize("made", [{}, {"use_locking": True}], ids=str)
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("name", ROW_OPERATORS)
+def test_row_operators(name: str, index_dtype: Any, made: dict[str, Any]) -> None:
+    """Duplicates, rows of 1, 2 and more dimensions, no rows, no columns, out of range."""
+    operator = ROW_OPERATORS[name]
+    for shape in ((9,), (9, sized(5, 37)), (9, 2, sized(3, 5)), (5, 0)):
+        inputs = operator.inputs(shape)
+        inputs["indices"] = inputs["indices"].astype(index_dtype)
+        assert_operator(operator, inputs, **made)
+    for n in (0, 9):
+        inputs = operator.inputs((9, 3))
+        inputs = {k: v[:n] if k in operator.variables else v for k, v in inputs.items()}
+        nothing = np.zeros((0, 3), F32)
+        inputs["indices"], inputs[operator.gradient] = np.zeros(0, index_dtype), nothing
+        assert_operator(operator, inputs, **made)
+    inputs, kept = operator.inputs((9, 3)), operator.inputs((9, 3))
+    inputs["indices"] = np.array([-1, 0, 2**40, 5])
+    kept["indices"], kept[operator.gradient] = np.array([0, 5]), kept[operator.gradient][[1, 3]]
+    for a, b in zip(
+        both(operator, inputs, out_of_range="drop")[0], both(operator, kept)[0], strict=True
+    ):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("name", "made", "step"), CALLS, ids=lambda x: None if callable(x) else str(x)
+)
+def test_operators_meet_the_reference(
+    name: str, made: dict[str, Any], step: Any, dtype: Any
+) -> None:
+    operator = {**DENSE_OPERATORS, **ROW_OPERATORS}[name]
+    dtype = np.float32 if operator.only_float32 else dtype
+    inputs = operator.inputs((40, 3) if KIND != SIMULATOR else (8, 2), dtype)
+    if operator.takes_rows:
+        inputs["indices"] = np.array([7, len(inputs[operator.variables[0]]) - 1, 7, 0])
+    before = [inputs[variable].copy() for variable in operator.variables]
+    step = partial(step, **known_scalars(operator, inputs, made))
+    g = reference.wide(inputs[operator.gradient])
+    if operator.takes_rows:
+        expected = reference.lazy_step(step, before[0], inputs["indices"], g, *before[1:])
+    else:
+        expected = step(before[0], g, *before[1:])
+    found, _ = both(operator, inputs, **made)
+    computed()
+    for array, exact in zip(found, expected, strict=True):
+        unit = 1e-13 if array.dtype == np.float64 else 4e-6 if "lr_power" in made else 2e-6
+        np.testing.assert_allclose(array, exact, rtol=unit, atol=unit)
+
+
+def test_gathers() -> None:
+    """The rows of a table, and the gradient that comes back; a bad index is heard of later."""
+    for dtype, width in ((F32, 4), (F32, 3), (BF16, 1), (F64, 1), (F16, 600)):
+        table = positive((5, width), dtype)
+        for index in (np.array([[1, 4], [1, 0]]), np.array([3], np.int32), np.array([], np.int64)):
+            ours, theirs = ops.SparseGatherV2(), ops.SparseGatherV2()
+            found = ours(*on_device([table, index]), 0)
+            assert_same(found, theirs(table, index, 0), "rows")
+            g = gradient((*index.shape, width), dtype)
+            (of_table,) = on_device([g])
+            back, expected = ours.backward(of_table), theirs.backward(g)
+            assert_same(back.values, expected.values, "values")
+            assert_same(back.indices, expected.indices)
+            fusestep.synchronize()
+    with refused(ValueError, "lives elsewhere than"):
+        ops.SparseGatherV2()(on_device(table), np.array([1]), 0)
+    table, index = on_device([positive((5, 3)), np.array([1, 5, -2])])
+    found = on_host(ops.SparseGatherV2()(table, index, 0))
+    with told(IndexError, "SparseGatherV2: indices[1] is out of range"):
+        fusestep.synchronize()
+    assert found[0].all() and not found[1:].any()
+
+
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("op", [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam(use_locking=True)])
+def test_bad_indices_are_told_later(op: Any, index_dtype: Any) -> None:
+    """In the words of the host, once; nothing is written, and the next call is a good one."""
+    arrays, values = [positive((6, 5)) for _ in range(3)], gradient((4, 5))
+    for bad in (-1, 6, 2**31 - 1):
+        w, m, v = on_device(arrays)
+        index = np.array([1, 0, bad, 5], index_dtype)
+        with pytest.raises(IndexError) as expected:
+            op(*(a.copy() for a in arrays), *BETAS, values, index)
+        with told(IndexError, str(expected.value), w, m, v) as found:
+            op(w, m, v, *BETAS, *on_device([values, index]))
+            op(w, m, v, *BETAS, *on_device([values[:2], np.array([-7, 2], index_dtype)]))
+            fusestep.synchronize()
+        (note,) = found.value.__notes__
+        assert "indices[0]" in note and "got -7" in note
+        fusestep.synchronize()
+        twins = on_device(arrays)
+        for own in ([w, m, v], twins):
+            op(*own, *BETAS, *on_device([values, np.array([1, 0, 2, 5])]))
+        for one, twin in zip((w, m, v), twins, strict=True):
+            assert_same(one, on_host(twin))
+    for n, d in ((0, 3), (4, 0)):
+        empty = on_device([positive((n, d)) for _ in range(3)])
+        op(*empty, *BETAS, on_device(gradient((1, d))), on_device(np.array([7])))
+        with told(IndexError, f"expected 0 <= index < {n}, got 7"):
+            fusestep.synchronize()
+
+
+def test_operators_refuse() -> None:
+    """What an operator refuses, it refuses before it writes."""
+    w, m, v = theirs = on_device([positive((5, 3)) for _ in range(3)])
+    g, index = gradient((2, 3)), np.array([1, 5])
+    lazy, one, other = ops.FusedSparseLazyAdam(), on_device(g), on_device(index)
+    host = gradient((5, 3))
+    for call in (
+        lambda: lazy(w, m, v, *BETAS, g, other),
+        lambda: lazy(w, m, v, *BETAS, one, index),
+        lambda: lazy(w, m, host, *BETAS, one, other),
+        lambda: ops.Adam()(w, m, v, *BETAS, host),
+        lambda: ops.Adam()(*(host.copy() for _ in range(3)), *BETAS, w),
+        lambda: ops.AdamNoUpdateParam()(m, host, *BETAS, w),
+    ):
+        with refused(ValueError, "lives elsewhere than", *theirs):
+            call()
+    for call in (
+        lambda: ops.Adam()(w, m, v, *BETAS, w),
+        lambda: ops.Adam()(w, w, v, *BETAS, m),
+        lambda: ops.Adam()(w[:4], w[1:], v[:4], *BETAS, m[:4]),
+    ):
+        with refused(ValueError, "shares memory", *theirs):
+            call()
+    with refused(ValueError, "is not contiguous", *theirs):
+        ops.Adam()(*(on_device(positive((5, 6)))[:, ::2] for _ in "wmv"), *BETAS, on_device(host))
+    with refused(TypeError, "higher dtype", *theirs):
+        ops.Adam()(w, m, v, *BETAS, on_device(gradient((5, 3), F64)))
+    momentum = ops.ApplyMomentum()
+    with refused(RuntimeError, "device", *theirs):
+        momentum(w, m, on_device(np.array([0.1], F32)), on_device(host), 0.9)
+
+
+@only(SIMULATOR, reason="its arrays can be read-only, and begin between two elements")
+def test_memory_that_cannot_be_written() -> None:
+    w, m, v = theirs = on_device([positive((5, 3)) for _ in range(3)])
+    with refused(ValueError, "is not contiguous", *theirs):
+        ops.Adam()(w, m, v, *BETAS, on_device(gradient((5, 6)))[:, ::2])
+    locked = on_device(positive((5, 3)))
+    locked._ary.flags.writeable = False
+    with refused(ValueError, "is read-only", *theirs):
+        ops.Adam()(locked, m, v, *BETAS, on_device(gradient((5, 3))))
+    ops.Adam()(w, m, v, *BETAS, locked)
+    for shift in (1, 2):
+        between = np.zeros(64, np.uint8)[shift : shift + 60].view(F32).reshape(5, 3)
+        with refused(ValueError, "is not aligned", *theirs):
+            ops.Adam()(w, m, v, *BETAS, type(w)(between))
+
+
+@pytest.mark.parametrize("hottest", [3, HOT + 9])
+@pytest.mark.parametrize("op", [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()])
+def test_where_tables_begin_does_not_matter(op: Any, hottest: int) -> None:
+    """Of parameter, moments, gradient and indices: the same bits as from aligned ones."""
+    n, d, b = 9, sized(4, 12), hottest + 20
+    index = np.concatenate([np.full(hottest, 4), RNG.integers(0, n, 20)])
+    arrays = [*(positive((n, d)) for _ in range(3)), gradient((b, d))]
+    found = []
+    for shift in (0, 1, 3):
+        *variables, g = (shifted(array, shift) for array in arrays)
+        op(*variables, *BETAS, g, shifted(index, min(shift, 1)))
+        fusestep.synchronize()
+        found.append([on_host(array) for array in variables])
+    for other in found[1:]:
+        for a, b_ in zip(other, found[0], strict=True):
+            assert_same(a, b_)
+
+
+def test_clipping() -> None:
+    """New gradients and in place, as on the host; a bad index or a small norm writes nothing."""
+    shapes = (((sized(70, 700), 3), F32), ((9,), F64), ((), F16))
+    index = np.concatenate([[1, 4, 1], *sized([], [np.full(HOT + 9, 2)])]).astype(np.int64)
+    host: list[Any] = [
+        *(gradient(shape, dtype) for shape, dtype in shapes),
+        None, ops.RowTensor(index, gradient((len(index), 2)), (5, 2)), gradient((33,), BF16),
+    ]  # fmt: skip
+    ours, other = (on_device(host) for _ in range(2))
+    norm = ops.global_norm(host)
+    if COMPUTES:
+        np.testing.assert_allclose(ops.global_norm(ours), norm, rtol=1e-12)
+    for known in (None, norm):
+        expected = ops.clip_by_global_norm(host, 0.5 * norm, known)
+        with unchanged(*_values(ours)):
+            found = ops.clip_by_global_norm(ours, 0.5 * norm, known)
+        for array, their in zip(_values(found), _values(expected), strict=True):
+            assert_close(on_host(array), their, "clipped")
+    with refused(ValueError, "x[6] shares memory with x[0]", *_values(ours)):
+        ops.clip_by_global_norm([*ours, ours[0]], 1e-3, in_place=True)
+    with refused(ValueError, "x[6] is not contiguous", *_values(ours)):
+        strided = on_device(gradient((5, 6)))[:, ::2]
+        ops.clip_by_global_norm([*ours, strided], 1e-3, in_place=True)
+    for known in (None, norm):
+        with unchanged(*_values(ours)):
+            for limit in (norm * 1.001, 2.0 * norm):
+                found = ops.clip_by_global_norm(ours, limit, known, in_place=True)
+    for known, of in ((None, ours), (norm, other)):
+        found = ops.clip_by_global_norm(of, 0.5 * norm, known, in_place=True)
+        assert all(a is b for a, b in zip(found, of, strict=True))
+        for array, their in zip(_values(of), _values(expected), strict=True):
+            assert_close(on_host(array), their, "clipped in place")
+    bad = on_device(ops.RowTensor(np.array([0, 5]), gradient((2, 2)), (5, 2)))
+    with unchanged(*_values([*ours, bad])):
+        ops.clip_by_global_norm([*ours, bad], 1e-3, in_place=True)
+    with told(IndexError, "clip_by_global_norm: x[6]: indices[1] is out of range"):
+        fusestep.synchronize()
+    not_a_number = on_device(np.array([np.nan, 1.0], F32))
+    ops.clip_by_global_norm([not_a_number], in_place=True)
+    assert np.isnan(on_host(not_a_number)).all()
+
+
+def _values(gradients: Sequence[Any]) -> list[Any]:
+    return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
+
+
+def test_every_operator_is_in_the_tables() -> None:
+    kinds = [kind for kind in vars(ops).values() if isinstance(kind, type)]
+    named = {kind.__name__ for kind in kinds if issubclass(kind, ops.primitive.Primitive)}
+    assert named == {*DENSE_OPERATORS, *ROW_OPERATORS, LARS_UPDATE.name}

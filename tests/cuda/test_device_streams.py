@@ -1,0 +1,242 @@
+"""Streams, threads, waiting, and whose memory a stream may still use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fusestep
+from fusestep import nn, ops
+
+from devices import (
+    BETAS,
+    GPU,
+    MARKS,
+    RNG,
+    STUB,
+    Maker,
+    TorchMaker,
+    adopted,
+    assert_same,
+    gradient,
+    numba_stream,
+    on_device,
+    on_host,
+    only,
+    positive,
+    rows,
+    wait,
+)  # fmt: skip
+from optimizers import BY_NAME
+
+pytestmark = MARKS
+ON_GPU = only(GPU, reason="a driver without a device is never busy")
+
+
+MANY = (1, 200, 2_000)  # tensors; the table of the last is more than 64 KiB
+BUSY = 400  # milliseconds that a stream is kept busy: far more than a call takes
+N_LATE = 4_096
+late = [positive((N_LATE,)) for _ in "wmv"]
+
+
+def keep_busy(handle: int, milliseconds: int) -> Any:
+    """Enqueue work of about so long; the event that comes after it.
+
+    One thread sleeps, so other streams can work meanwhile. It may sleep up to twice as long.
+    """
+    from fusestep.bench.gpu import clock
+
+    return clock.keep_busy(milliseconds / 1e3, numba_stream(handle))
+
+
+def fill_later(handle: int, array: Any, value: float) -> None:
+    """Enqueue filling an array, of a size divisible by 8, with one value."""
+    from fusestep.kernels.cuda.device.arrays import fill
+
+    found = adopted(array)
+    assert found.size % 8 == 0
+    fill(found.address, found.size, value, found.dtype, numba_stream(handle))
+
+
+def expected_late() -> list[np.ndarray]:
+    on = on_device(late)
+    ops.Adam()(*on, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
+    return [on_host(a) for a in on]
+
+
+def assert_in_order(make: Maker, *, apart: bool) -> None:
+    """A step on a gradient of a new stream, written there later than the call is made.
+
+    The variables belong to that stream too, or ``apart``, to the default stream.
+    """
+    expected, stream = expected_late(), make.stream()
+
+    def given() -> tuple[list[Any], Any]:
+        on, g = on_device(late), on_device(np.zeros(N_LATE, np.float32))
+        if not apart:
+            on = [make.bound(a, stream) for a in on]
+        return on, make.bound(g, stream)
+
+    # What allocates or compiles does so before the stream is busy.
+    (before, g_before), (on, g) = given(), given()
+    with make.using(stream):
+        fill_later(stream.handle, g_before, 0.0)
+        ops.Adam()(*before, *BETAS, g_before)
+        wait()
+        begin = keep_busy(stream.handle, BUSY)
+        fill_later(stream.handle, g, 0.5)
+        ops.Adam()(*on, *BETAS, g)
+        assert not begin.query()  # otherwise the order has not been tested
+        fill_later(stream.handle, g, 9.0)
+    for a, b in zip(on, expected, strict=True):
+        assert_same(on_host(a), b)
+
+
+@ON_GPU
+def test_a_step_comes_after_what_is_on_its_stream(framework: Maker) -> None:
+    """On a stream of the framework: first the gradient is written, later it is overwritten."""
+    assert_in_order(framework, apart=False)
+
+
+@ON_GPU
+def test_a_step_waits_for_arrays_of_another_stream(framework: Maker) -> None:
+    """The parameter decides where it runs; that stream and the gradient's wait for each other."""
+    assert_in_order(framework, apart=True)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
+@ON_GPU
+def test_locked_steps_on_two_streams_have_some_order(framework: Maker, rows: bool) -> None:
+    """The first one is late; the result is that of one after the other."""
+    shape = (512, 8)
+    start = [positive(shape) for _ in "wmv"]
+    gs = [np.random.default_rng(k).standard_normal(shape).astype(np.float32) for k in (1, 2)]
+    operator = (ops.FusedSparseLazyAdam if rows else ops.Adam)(use_locking=True)
+    extra = [np.arange(512)[::-1].copy()] if rows else []
+
+    def serial(order: Sequence[int]) -> list[np.ndarray]:
+        on = on_device(start)
+        for k in order:
+            operator(*on, *BETAS, on_device(gs[k]), *on_device(extra))
+        return [on_host(a) for a in on]
+
+    orders = [serial((0, 1)), serial((1, 0))]
+    streams = framework.stream(), framework.stream()
+    for attempt in range(4):  # what allocates does so in the first one
+        on = on_device(start)
+        given = [on_device([g, *extra]) for g in gs]
+        wait()
+        for k, stream in enumerate(streams):
+            with framework.using(stream):
+                if k == 0:
+                    begin = keep_busy(stream.handle, BUSY // 4)
+                bound = [[framework.bound(a, stream) for a in arrays] for arrays in (on, given[k])]
+                operator(*bound[0], *BETAS, *bound[1])
+        assert attempt == 0 or not begin.query()
+        found = [on_host(a) for a in on]
+        fusestep.synchronize()
+        assert [a.tobytes() for a in found] in [[a.tobytes() for a in o] for o in orders]
+
+
+def test_threads_with_streams_of_their_own_lose_no_update(framework: Maker) -> None:
+    """Two threads on one optimizer: sums of powers of two are exact in any order."""
+    p = nn.Parameter(on_device(np.zeros((64, 8), np.float32)), "w")
+    opt = nn.SGD([p], 1.0, use_locking=True)
+    opt([on_device(np.zeros((64, 8), np.float32))])
+    wait()
+    n, failures = 100, []
+
+    def run(value: float) -> None:
+        try:
+            stream = framework.stream()
+            g = on_device(np.full((64, 8), value, np.float32))
+            wait()
+            with framework.using(stream):
+                for _ in range(n):
+                    opt([framework.bound(g, stream)])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(value,)) for value in (1.0, 0.0625)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert opt.global_step[0] == 2 * n + 1
+    assert_same(on_host(p.data), np.full((64, 8), -1.0625 * n, np.float32))
+
+
+def dense_steps(form: str, count: int) -> Callable[[], Any]:
+    """A step of many small tensors."""
+    opt = BY_NAME[form].make([nn.Parameter(on_device(positive((16,)))) for _ in range(count)])
+    given = [on_device(gradient((16,))) for _ in range(count)]
+    return lambda: opt(given)
+
+
+def row_steps(how: str, count: int) -> Callable[[], Any]:
+    """A step on a table."""
+    opt = nn.Adam([nn.Parameter(on_device(positive((1_000, 16))))], sparse_update=how)
+    sparse = on_device(rows(RNG.integers(0, 1_000, count), (1_000, 16)))
+    return lambda: opt([sparse])
+
+
+STEPS: dict[str, Callable[[], Callable[[], Any]]] = {
+    **{f"{n} tensors": partial(dense_steps, form="Adam", count=n) for n in MANY},
+    "LAMB": partial(dense_steps, form="Lamb", count=3),
+    "lazy rows": partial(row_steps, how="lazy", count=3_000),
+    "all rows": partial(row_steps, how="dense_equivalent", count=3_000),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@ON_GPU
+def test_a_call_does_not_wait_for_the_device(name: str) -> None:
+    """It returns while work that was enqueued before it is still running."""
+    step = STEPS[name]()
+    for _ in range(3):
+        step()
+    wait()
+    begin = keep_busy(0, BUSY)
+    assert not begin.query()
+    before = time.perf_counter()
+    step()
+    took, waited = time.perf_counter() - before, begin.query()
+    wait()
+    fusestep.synchronize()
+    assert not waited, f"the call took {took * 1e3:.0f} ms"
+
+
+@only(STUB, reason="it knows which stream has waited for which")
+def test_memory_of_other_streams_is_used_in_order(framework: Maker) -> None:
+    """A gradient that goes after the call goes to the next array on its stream."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    del framework
+    other = torch.cuda.Stream()
+    optimizers = [nn.Adam([Maker().put(positive((5, 3)))]) for _ in "ab"]
+    optimizers += [nn.LazyAdam([Maker().put(positive((5, 3)))], use_locking=True)]
+    for opt in optimizers:
+        for _ in range(3):
+            with torch.cuda.stream(other):
+                g = TorchMaker().put(gradient((5, 3)))
+                opt((g,))
+                del g
+                index, values = map(TorchMaker().put, (np.array([1, 2]), gradient((2, 3))))
+                opt((nn.RowTensor(index, values, (5, 3)),))
+                del index, values
+    fusestep.synchronize()
+    import watch
+
+    assert not watch.violations
+    # What breaks the rule is seen: work of one stream on memory of another, without a wait.
+    with torch.cuda.stream(other):
+        g = TorchMaker().put(gradient((5, 3)))
+    watch.order.use(0, g.data_ptr())
+    del g
+    assert watch.violations.pop().startswith("stream")
