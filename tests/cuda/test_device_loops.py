@@ -188,8 +188,9 @@ def each_build(names: Any) -> Any:
 @each_build(CASES)
 def test_rule_cases(name: str, dtype: Any) -> None:
     """Three steps, each from where the CPU has arrived; with and without what comes before."""
-    if KIND == SIMULATOR and "centered" in name:
-        dtype = np.dtype(np.float64)  # a variance may round to less than 0: Python takes no root
+    if KIND == SIMULATOR and name == "rmsprop_centered_momentum":
+        compare(CASES[name].rule, (19, 2))  # of a variance below 0 Python takes no root
+        return
     case, real = CASES[name], real_of(dtype)
     for prologue in ((), OPTIMIZER) if dtype == np.float32 else ((),):
         w, _, *states = case.samples(ELEMENTS, seed=2)

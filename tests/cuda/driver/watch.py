@@ -142,7 +142,9 @@ def install() -> None:
     def watched_copy(call: Any, n_bytes: int, stream: Any, *places: int) -> None:
         handle, name = driver.handle_of(stream), call.__name__
         look_at(handle, places, name)
-        if "HtoD" in name:  # which may be a table; no number is by chance an address here
+        # Tables lie in rooms. Beside addresses they hold numbers that look otherwise.
+        rooms = memory._rooms.values() if "HtoD" in name else ()
+        if any(room._address <= places[0] < room._address + room._size for room in rooms):
             words = (ctypes.c_longlong * (n_bytes // 8)).from_address(places[1])
             look_at(handle, [word for word in words if word >> 44 == 7], "a table")
         enqueue(call, n_bytes, stream, *places)
