@@ -20,7 +20,7 @@ from ..rule import Prologue, Rule
 from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
 from ..storage import STORAGES, Storage, real_of, state_storage
-from . import bags, dense, gather  # noqa: F401
+from . import bags, dense, gather, numbers  # noqa: F401
 from .blocks import blocks
 from .compiler import machine
 from .compiler.compile import PARTS, NativeFunction

@@ -23,6 +23,7 @@ import pytest
 
 from fusestep import __main__ as main
 from fusestep.bench import command, machine
+from fusestep.bench.cases import options
 from fusestep.bench.cases.steps import select
 from fusestep.bench.report import markdown, table
 from fusestep.bench.report.result import OURS
@@ -129,7 +130,8 @@ OPTIONS = {"bench": command.add_arguments, "demo": word2vec.add_arguments}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_exist(page: str) -> None:
+def test_commands_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "get_num_threads", lambda: 8)
     for block in re.findall(r"```sh\n(.*?)```", PAGES[page], re.DOTALL):
         for line in re.findall(r"(?:^|&& )fusestep (.*)$", block, re.MULTILINE):
             name, *given = shlex.split(line, comments=True)
