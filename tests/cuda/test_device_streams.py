@@ -144,6 +144,7 @@ def test_locked_steps_on_two_streams_have_some_order(framework: Maker, rows: boo
         assert [a.tobytes() for a in found] in [[a.tobytes() for a in o] for o in orders]
 
 
+@only(STUB, GPU, reason="the simulator has no streams")
 def test_threads_with_streams_of_their_own_lose_no_update(framework: Maker) -> None:
     """Two threads on one optimizer: sums of powers of two are exact in any order."""
     p = nn.Parameter(on_device(np.zeros((64, 8), np.float32)), "w")
