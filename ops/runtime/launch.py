@@ -62,8 +62,9 @@ def in_order(device: Any, stream: Any) -> Iterator[None]:
     the device, for the last one before it; the host waits for nothing.
     """
     with locks.turn():
-        if device in _last:
-            _last[device].wait(stream)
+        last = _last.get(device)
+        if last is not None and not last.query():
+            last.wait(stream)
         try:
             yield
         finally:  # also what was enqueued before an error

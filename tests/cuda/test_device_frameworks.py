@@ -19,7 +19,7 @@ import pytest
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
-from fusestep.ops.runtime import device, frameworks, launch
+from fusestep.ops.runtime import device, frameworks, launch, locks
 from fusestep.ops.runtime.device import launching
 
 from devices import (
@@ -249,7 +249,7 @@ def recorded() -> Iterator[list[str]]:
     finally:
         device.stream_of, backend.new_event = before
         memory.new_event = backend.new_event
-        launch._uses.clear()
+        launch._last.clear()
         log.clear()
         current.torch = current.cupy = 0
 
@@ -490,7 +490,7 @@ def test_streams() -> None:
 
 
 def test_order_of_streams() -> None:
-    """Under use_locking a call waits for those on other streams that use the same memory."""
+    """Under use_locking a call waits for the last such call on its device."""
     adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
     with recorded():
         w, m, v, g = (Tensor(array(5, 3)) for _ in range(4))
@@ -502,10 +502,10 @@ def test_order_of_streams() -> None:
         assert log == ["record 1"]
         current.torch = 2
         ops.Adam(use_locking=True)(*other, *adam, g)
-        assert log == ["record 1", "record 2"]
+        assert log == ["record 1", "2 waits for 1", "record 2"]
         log.clear()
         ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], index)
-        assert log == ["2 waits for 1", "record 2"]
+        assert log == ["2 waits for 2", "record 2"]
         log.clear()
         current.torch = 3
         opt = nn.LazyAdam([w[1:], other[0]], use_locking=True)
@@ -513,17 +513,14 @@ def test_order_of_streams() -> None:
         opt((g[1:], None))
         assert log == ["3 waits for 2", "record 3"]
         log.clear()
-        # What covers the memory of earlier calls stands for them.
         opt((g[1:], g))
-        assert sorted(log) == ["3 waits for 2", "3 waits for 2", "3 waits for 3", "record 3"]
-        assert len(launch._uses) == 3
-        log.clear()
+        assert log == ["3 waits for 3", "record 3"]
+        assert len(launch._last) == 1
         with told(IndexError, "got 5"):
             bad = Tensor(np.array([5, 0]))
             ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], bad)
             fusestep.synchronize()
-        assert launch._lock.acquire(timeout=1)
-        launch._lock.release()
+        assert not locks._lock._is_owned()
 
 
 def test_mixtures() -> None:

@@ -59,7 +59,7 @@ def there(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def test_recorded_operators(name: str) -> None:
     """As test_recorded_ops.py, on the device."""
     case = test_recorded_ops.CASES[name]
-    call = test_recorded_ops.CALLS[case.api]
+    operator = test_recorded_ops.operator_of(case)
     dropping = {"out_of_range": "drop"} if name in test_recorded_ops.OUT_OF_RANGE else {}
     op = test_recorded_ops.build(case, **dropping)
     arrays = {entry: on_device(array) for entry, array in case.initial.items()}
@@ -68,7 +68,8 @@ def test_recorded_operators(name: str) -> None:
     for t, step in enumerate(case.steps, 1):
         before = after
         known = {**case.hyper, **there(step.inputs), **arrays}
-        op(*(known[argument] for argument in call.arguments))
+        known[operator.gradient] = known["grad"]
+        op(*(known[argument] for argument in operator.arguments))
         fusestep.synchronize()
         computed()
         after = {entry: on_host(array) for entry, array in arrays.items()}

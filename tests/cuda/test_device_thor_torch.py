@@ -14,13 +14,13 @@ import pytest
 
 from fusestep import nn
 from fusestep.nn.thor import net as thor_net
-from fusestep.nn.thor import torch as thor_torch
 from fusestep.ops.runtime import arrays, device, frameworks
 
 from devices import GPU, MARKS, SIMULATOR, only
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
+thor_torch: Any = importlib.import_module("fusestep.nn.thor.torch")
 modules: Any = importlib.import_module("test_thor_torch")
 loss_of, make, make_module, train = (
     modules.loss_of, modules.make, modules.make_module, modules.train,

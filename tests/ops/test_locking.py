@@ -340,6 +340,9 @@ def test_locked_launches_wait_for_the_last_one_of_their_device(monkeypatch):
         def wait(self, stream):
             noted.append((stream, self.after))
 
+        def query(self):
+            return self.after == "over"
+
     backend = SimpleNamespace(new_event=Event)
     monkeypatch.setattr(launch, "cuda", SimpleNamespace(device=SimpleNamespace(backend=backend)))
     monkeypatch.setattr(launch, "_last", {})
@@ -354,6 +357,10 @@ def test_locked_launches_wait_for_the_last_one_of_their_device(monkeypatch):
         with pytest.raises(RuntimeError, match="a call is made within another one"):
             inner.__enter__()
     assert noted == [("c", "a"), ("d", "b"), ("e", "d")]
+    for stream in ("over", "g"):  # an event that is over is not waited for
+        with launch.in_order(2, stream):
+            pass
+    assert len(noted) == 3
 
 
 def test_fork_while_a_thread_is_in_a_locked_call():

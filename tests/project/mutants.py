@@ -60,7 +60,7 @@ MUTANTS = (
      "test_entries_that_others_may_have_written_are_replaced"),
     ("array.dtype.itemsize >= dtype.itemsize", ">=", ">", "test_gradient_that_16_bits_cannot_hold"),
     ("if n_bytes and begin < end:", "n_bytes and ", "", "test_an_empty_array_shares_no_memory"),
-    ("_last[device].wait(stream)", "wait", "query",
+    ("            last.wait(stream)", "wait", "query",
      "test_locked_launches_wait_for_the_last_one_of_their_device"),
     ("check.epsilon(where, \"epsilon\", self.epsilon, found[-1])", "found[-1]", "1.0",
      "test_what_each_argument_refuses"),
