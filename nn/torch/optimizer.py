@@ -63,6 +63,8 @@ class Fused(Declaration, _Base):
     name look among those of this package too if one of them is reached by way of another.
     """
 
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, Any]
     defaults: dict[str, Any]
     _steps: Steps
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin

@@ -33,8 +33,8 @@ class Declaration(ABC):
         skipped_steps: how many did.
     """
 
-    param_groups: list[dict[str, Any]]
-    state: dict[Tensor, Any]
+    param_groups: Any  # typed by `Fused`: PyTorch's class, which stands behind, has its own types
+    state: Any
     skip_nonfinite: bool
     skipped_steps: int
     _clipping: Any = None
