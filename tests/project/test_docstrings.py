@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import fusestep
+
 LAYERS = ("fusestep.nn", "fusestep.ops")
 EXTRAS = ("mindspore", "mpi4py", "torch")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(fusestep.__file__).resolve().parent
 # Words that point at another docstring, or leave open what is described.
 OPENINGS = re.compile(
     r"(These|Those|That|It|Its|Of|What|Who|Whoever|Nothing|Their|They|This one"
