@@ -8,38 +8,10 @@ row-wise one; its own function knows nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from .rule import Keeping
 from .state import State
-
-
-@dataclass(frozen=True, eq=False)
-class Keeping:
-    """A way to keep a weight; compared by identity.
-
-    Attributes:
-        name: part of kernel names.
-        beside: the states that lie beside the weight, one for each element.
-        load: ``load(w, *beside)``: the weight as a number. None: ``w`` is all of it, and the rest
-            is only written.
-        store: ``store(x, rounded)``: what is written beside the weight, a tuple, for its new value
-            ``x`` and what is left of this where the weight itself is stored.
-    """
-
-    name: str
-    beside: tuple[State, ...]
-    load: Callable[..., Any] | None
-    store: Callable[..., Any]
-
-    def __reduce__(self) -> Any:
-        return keeping_of, (self.name,)
-
-
-def keeping_of(name: str) -> Keeping:
-    """The way of a name."""
-    return next(known for known in (MASTER, KAHAN) if known.name == name)
 
 
 def _copied(x: Any, rounded: Any) -> Any:
@@ -54,8 +26,8 @@ def _left(x: Any, rounded: Any) -> Any:
     return (x - rounded,)
 
 
-MASTER = Keeping("master", (State("copy"),), None, _copied)
+MASTER = Keeping(_copied, (State("copy"),), "master")
 """A weight in full precision, and a rounded copy in another storage: never read, written on the
 way (MXNet's ``multi_precision``)."""
-KAHAN = Keeping("kahan", (State("remainder"),), _joined, _left)
+KAHAN = Keeping(_left, (State("remainder"),), "kahan", _joined)
 """A rounded weight, and what rounding has cut off, rounded too (Kahan's compensated sum)."""

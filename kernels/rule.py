@@ -15,7 +15,6 @@ import numpy as np
 from numba.extending import register_jitable
 
 from .inner import NO_WRAPPERS
-from .keeping import Keeping
 from .lazy import lazy
 from .state import State
 
@@ -79,6 +78,25 @@ class Lines(NamedTuple):
     smallest: str  # the scalar above which C is held
     smallest_mean: str  # the scalar above which the mean of all R is held
     measures_parameter: str
+
+
+@dataclass(frozen=True, eq=False)
+class Keeping(_Constant):
+    """A way to keep a weight; compared by identity.
+
+    Attributes:
+        store: ``store(x, rounded)``: what is written beside the weight, a tuple, for its new value
+            ``x`` and what is left of this where the weight itself is stored.
+        beside: the states that lie beside the weight, one for each element.
+        name: for messages.
+        load: ``load(w, *beside)``: the weight as a number. None: ``w`` is all of it, and the rest
+            is only written.
+    """
+
+    store: Callable[..., Any]
+    beside: tuple[State, ...]
+    name: str
+    load: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)

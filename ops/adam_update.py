@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -91,7 +90,8 @@ class _AdamUpdate(RowPrimitive):
             # moments that have moved.
             together = [copy.prepared(), update.prepared()]
             if self.use_locking:
-                locks.serialized(partial(commit, together))
+                with locks.turn():
+                    commit(together)
             else:
                 commit(together)
             return result

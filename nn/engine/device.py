@@ -68,7 +68,7 @@ def launch_updates(
     for update in updates:
         bases.append(sum(own.length for own in lists))
         if isinstance(update, RowUpdate):
-            check_keys(update.where[0], update.tables)
+            check_keys(update.where[0], update.sizes)
             lists += update.lists
     error = bad_index_error(lists)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,8 @@ class Host:
         """
         count = self.count(plan.given.layout)
         if plan.use_locking:
-            locks.serialized(partial(_write, plan, count))
+            with locks.turn():
+                _write(plan, count)
         else:
             _write(plan, count)
 

@@ -358,8 +358,8 @@ def _on_device_of(w: DeviceArray, gradient: Any) -> Any:
     """A copy of a gradient on the device of ``w``, in arrays of its framework."""
     if not isinstance(gradient, RowGradient):
         return w.holding(gradient)
-    arrays = w.holding(gradient.indices), w.holding(gradient.values)
-    return RowGradient.of(*arrays, gradient.positions, gradient.source.whole_length)
+    indices, values = w.holding(gradient.indices), w.holding(gradient.values)
+    return gradient.with_arrays(indices=indices, values=values)
 
 
 def by_storage(
@@ -389,7 +389,7 @@ def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexLis
     """
     entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
     lists = [IndexList(label, len(g.indices), w.shape[0]) for label, g, (w, *_) in entries]
-    check_keys(batch.labels[0], lists)
+    check_keys(batch.labels[0], [own.size for own in lists])
     return lists
 
 

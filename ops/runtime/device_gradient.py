@@ -146,5 +146,5 @@ def _contiguous(gradient: RowGradient) -> RowGradient:
 def _rows_of(gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any]) -> Any:
     """A gradient as kernels see it."""
     table = row_table((0,), shape, gradient.source)
-    check_keys("RowTensor", [table])
+    check_keys("RowTensor", [(table.rows, table.length)])
     return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real])

@@ -71,7 +71,7 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
     lists: list[IndexList] = []
     for by_place in rows.values():
         lists += index_lists(where, by_place)
-        check_keys(where, lists[-len(by_place) :])
+        check_keys(where, [own.size for own in lists[-len(by_place) :]])
     arrays = [values_of(gradient) for gradient in gradients if gradient is not None]
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
     with checked_launch(arrays, bad_index_error(lists) if lists else None) as launch:

@@ -11,25 +11,12 @@ call, the lock is released. A context manager in Python could be interrupted bef
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ...kernels.cpu.process.forks import in_child
 from .errors import reject
 
-T = TypeVar("T")
-
 _lock = threading.RLock()
-
-
-def serialized(work: Callable[[], T]) -> T:
-    """The result of ``work``, which is done under the lock.
-
-    Raises:
-        RuntimeError: this thread holds the lock already.
-    """
-    with turn():
-        return work()
 
 
 def turn() -> Any:

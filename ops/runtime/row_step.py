@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +50,19 @@ class RowGradient(NamedTuple):
             return cls(indices, values, RowSource(*at))
         source = RowSource(*at, headers.address_of(positions), batch_length)
         return cls(indices, values, source, positions)
+
+    @classmethod
+    def shared(
+        cls, indices: Any, values: Any, rows: Any, stride: int, weights: Any = None,
+        winners: Any = None, first: int = 0,
+    ) -> RowGradient:  # fmt: skip
+        """A gradient whose occurrences may share rows of values, ``stride`` bytes apart."""
+        source = RowSource(
+            address_of(indices), indices.itemsize, len(indices), address_of(values), 0, 0,
+            address_of(rows), stride, 0 if weights is None else address_of(weights),
+            0 if winners is None else address_of(winners), first, values.nbytes // max(1, stride),
+        )  # fmt: skip
+        return cls(indices, values, source, None, rows, weights, winners)
 
     def with_arrays(self, *, indices: Any = None, values: Any = None) -> RowGradient:
         """This gradient with other indices or values of its occurrences, at the same places."""
@@ -118,18 +130,23 @@ class RowUpdate(NamedTuple):
         return [IndexList(label, table.length, table.rows) for label, table in labelled]
 
     @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """The rows and the occurrences of each table."""
+        return [(table.rows, table.source.length) for table in self.tables]
+
+    @property
     def error(self) -> BadIndex | None:
         """The maker of the error of the step on a device; None where there is none.
 
         Too many rows for the sort keys are an error already.
         """
-        check_keys(self.where[0], self.tables)
+        check_keys(self.where[0], self.sizes)
         return None if self.drop else bad_index_error(self.lists)
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error."""
         where, compiled, tables, gradients, *_, touched_only, drop = self
-        check_keys(where[0], tables)
+        check_keys(where[0], self.sizes)
         step = RowStep(compiled, tables, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
@@ -160,7 +177,8 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
         return
     step = [update.prepared()]
     if use_locking:
-        locks.serialized(partial(commit, step))
+        with locks.turn():
+            commit(step)
     else:
         commit(step)
 
@@ -188,13 +206,17 @@ class IndexList(NamedTuple):
     length: int
     rows: int  # that there are
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """The rows, and the length."""
+        return self.rows, self.length
 
-def check_keys(where: str, lists: Sequence[IndexList | RowTable]) -> None:
+
+def check_keys(where: str, sizes: Iterable[tuple[int, int]]) -> None:
     """The number of a row and of an occurrence must fit into one sort key of 63 bits."""
     n_rows = n = 0
-    for own in lists:
-        length = own.source.length if type(own) is RowTable else own.length
-        n_rows, n = n_rows + own.rows, n + length
+    for rows, length in sizes:
+        n_rows, n = n_rows + rows, n + length
     # The sign of a key stays 0, so that keys sort as the numbers that they are.
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
@@ -218,7 +240,7 @@ def row_squares(
         ValueError: there are too many rows for sort keys.
     """
     hp = np.ones(1, real.dtype)
-    check_keys(where, lists)
+    check_keys(where, [own.size for own in lists])
     found = [row_table((), shape, g.source, address_of(hp)) for shape, g in tables]
     position, total = row_norm(kernel(SCALED, (), real, g, ()), found)
     if position >= 0:

@@ -272,7 +272,8 @@ def tensor_step(
     step.hp[0] = hp
     step.prepare()
     if use_locking:
-        locks.serialized(step.run)
+        with locks.turn():
+            step.run()
     else:
         step.run()
     step.release()

@@ -298,11 +298,12 @@ def test_an_interrupt_while_waiting_leaves_nothing_behind():
     try:
         with held_elsewhere():
             threading.Thread(target=interrupt).start()
-            with pytest.raises(KeyboardInterrupt):
-                locks.serialized(lambda: order.append("early"))
+            with pytest.raises(KeyboardInterrupt), locks.turn():
+                order.append("early")
     finally:
         signal.signal(signal.SIGINT, before)
-    locks.serialized(lambda: order.append("later"))
+    with locks.turn():
+        order.append("later")
     assert order == ["later"]
 
 
@@ -320,8 +321,8 @@ def test_a_call_within_a_call_is_refused_and_no_error_keeps_the_lock(error):
         ops.FusedSparseLazyAdam()(*call)  # has no part in the order
         raise error
 
-    with pytest.raises(error):
-        locks.serialized(within)
+    with pytest.raises(error), locks.turn():
+        within()
     assert (var[1] != 1).all()
     thread = threading.Thread(target=step, args=call)
     thread.start()

@@ -1,4 +1,4 @@
-"""The declaration of an optimizer: its options, its scalars, and what its parameters have to be."""
+"""The declaration of an optimizer: its method, its scalars, and what its parameters have to be."""
 
 from __future__ import annotations
 

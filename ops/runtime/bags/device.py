@@ -16,7 +16,6 @@ import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.storage import STORAGES
-from ....kernels.tables import RowSource
 from .. import cuda, device_gradient
 from ..arrays import native
 from ..device import DeviceArray, may_share_memory
@@ -271,13 +270,8 @@ class DevicePooled:
             ids, rows = self._ids.part(part), self._rows.part(part)
             weights = None if self._weights is None else self._weights.part(part)
             unit = pooling.unit if pooling.pools else table.shape[1]
-            stride, winners = unit * own.itemsize, self._winners
-            source = RowSource(
-                ids.address, ids.itemsize, len(ids), own.address, 0, 0, rows.address, stride,
-                0 if weights is None else weights.address,
-                0 if winners is None else winners.address, part.start, own.nbytes // max(1, stride),
-            )  # fmt: skip
-            gradient = RowGradient(ids, own, source, None, rows, weights, winners)
+            factors = weights, self._winners, part.start
+            gradient = RowGradient.shared(ids, own, rows, unit * own.itemsize, *factors)
             found.append(BagTensor(gradient, unit, table.shape))
         return found
 

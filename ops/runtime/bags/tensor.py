@@ -10,8 +10,7 @@ import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.quiet import quiet
-from ....kernels.tables import RowSource
-from ..arrays import address_of, real_type
+from ..arrays import real_type
 from ..device import is_on_device
 from ..errors import reject
 from ..row_step import RowGradient
@@ -133,12 +132,7 @@ class BagTensor:
     def with_arrays(self, indices: Any, values: Any, rows: Any, weights: Any) -> BagTensor:
         """A gradient of the same table for other occurrences, without winners."""
         stride = self.unit * values.itemsize
-        source = RowSource(
-            address_of(indices), indices.itemsize, len(indices), address_of(values), 0, 0,
-            address_of(rows), stride, 0 if weights is None else address_of(weights),
-            n_rows=values.nbytes // max(1, stride),
-        )  # fmt: skip
-        gradient = RowGradient(indices, values, source, None, rows, weights)
+        gradient = RowGradient.shared(indices, values, rows, stride, weights)
         return BagTensor(gradient, self.unit, self.dense_shape)
 
     def without(self, row: int) -> BagTensor:

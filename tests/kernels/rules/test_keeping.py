@@ -11,8 +11,8 @@ import pytest
 
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules
-from fusestep.kernels.keeping import KAHAN, MASTER, Keeping
-from fusestep.kernels.rule import Rule, hp_type
+from fusestep.kernels.keeping import KAHAN, MASTER
+from fusestep.kernels.rule import Keeping, Rule, hp_type
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.storage import STORAGES
@@ -111,3 +111,4 @@ def test_a_kept_rule_is_one_everywhere() -> None:
     kept = adam.ADAM.kept(KAHAN)
     assert kept is adam.ADAM.kept(KAHAN) is pickle.loads(pickle.dumps(kept))
     assert kept.names == (*adam.ADAM.names, "remainder")
+    assert all(pickle.loads(pickle.dumps(keeping)) is keeping for keeping in (MASTER, KAHAN))
