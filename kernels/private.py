@@ -153,11 +153,12 @@ def cubin_of(loop: Any) -> tuple[str, bytes] | None:
 def parts_of(gradient: Any) -> tuple[Any, Any]:
     """Indices and values of a sparse gradient of PyTorch, whether it is coalesced or not."""
     # The documented accessors refuse a gradient that is not.
-    missing = [name for name in ("indices", "values") if not hasattr(gradient, f"_{name}")]
-    if not missing:
+    try:
         return gradient._indices(), gradient._values()
-    for name in missing:
-        lose(name)
+    except AttributeError:
+        for name in ("indices", "values"):
+            if not hasattr(gradient, f"_{name}"):
+                lose(name)
     gradient = gradient.coalesce()
     return gradient.indices(), gradient.values()
 

@@ -110,10 +110,10 @@ def prepared(call: KernelCall, plan: Plan) -> Prepared:
 def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
     """A `KernelCall`, or its fields up to ``hp_of``, as it is run on the host and on devices."""
     batch, rule, prologue, touched_only, gradients, hp, hp_of, *_ = call
-    own = rule, prologue, batch.variables, gradients
+    own = rule, prologue, batch.variables, gradients, batch.g, hp
     if not batch.row_sparse:
-        return DenseUpdate(*own, batch.g, hp, hp_of)
-    return RowUpdate.of(batch.labels, *own, hp, hp_of.tolist(), touched_only)
+        return DenseUpdate(*own, hp_of)
+    return RowUpdate.of(batch.labels, *own, hp_of.tolist(), touched_only)
 
 
 @quiet  # what is infinite or NaN reaches the parameter: no reason to stop half way

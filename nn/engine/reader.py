@@ -370,7 +370,8 @@ def by_storage(
     for batch, gradients in by_batch:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
-            found += [(g.source.values, g.values.size) for g in gradients]
+            itemsize = batch.g.itemsize
+            found += [(g.source.values, g.values.nbytes // itemsize) for g in gradients]
         else:
             sizes = np.diff(batch.variables.table.first)
             found += zip(gradients.tolist(), sizes.tolist(), strict=True)

@@ -14,7 +14,7 @@ from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.element import Kernel, kernel
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
-from ...kernels.storage import STORAGES, Storage
+from ...kernels.storage import Storage
 from ...kernels.tables import RowSource, RowTable
 from . import cuda, locks
 from .arrays import address_of
@@ -28,6 +28,7 @@ from .step import DenseUpdate, Variables
 class RowGradient(NamedTuple):
     """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``.
 
+    On the host these are arrays of NumPy, or tensors of PyTorch.
     With ``rows`` its values are any contiguous array of which one row may be that of many
     occurrences; how they are found says `BagTensor`. The arrays keep alive what is in ``source``.
     """
@@ -114,11 +115,14 @@ class RowUpdate(NamedTuple):
     @classmethod
     def of(
         cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
-        gradients: Sequence[RowGradient], *rest: Any,
+        gradients: Sequence[RowGradient], g: Storage, *rest: Any,
     ) -> RowUpdate:  # fmt: skip
-        """The update of variables by a rule behind a prologue; ``rest`` is from ``hp`` on."""
+        """The update of variables by a rule behind a prologue; ``rest`` is from ``hp`` on.
+
+        ``g`` is the storage of the gradients' values.
+        """
         hp, hp_of, *_ = rest
-        g, base = STORAGES[gradients[0].values.dtype], headers.address_of(hp)
+        base = headers.address_of(hp)
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
         tables = row_tables(variables, gradients, [base + k * hp.strides[0] for k in hp_of])
         return cls(where, compiled, tables, gradients, *rest)

@@ -41,20 +41,23 @@ _FEW = 8  # parameters: to look at so many takes no longer than to fetch them be
 _KEPT_SETS = 16  # of parameters that had gradients: layers may take turns
 
 
+Layout = tuple[Sequence[RuleChoice], Sequence[int]]
+"""The choices of all groups, and how many parameters each of several has."""
+
+
 class Binding:
     """Parameters with their states, recorded as they come to have gradients.
 
     One step at a time uses it; it is dropped when that fails. Between two steps it keeps no tensor
-    alive: another parameter in the place of one fits if it lies as that one did.
+    alive: another parameter in the place of one fits if it lies as that one did. In steps of
+    another `layout` there is another binding.
 
     Raises:
         RuntimeError: a tensor does not fit; in `read`.
     """
 
-    def __init__(
-        self, where: str, n_parameters: int, choices: Sequence[RuleChoice], lengths: Sequence[int]
-    ) -> None:
-        self._where, self._options = where, (choices, lengths)
+    def __init__(self, where: str, n_parameters: int, layout: Layout) -> None:
+        self._where, self.layout = where, layout
         self.is_large = n_parameters > _FEW
         self._records: list[Any] = [None] * n_parameters
         self._kinds: dict[Kind, int] = {}
@@ -73,10 +76,6 @@ class Binding:
         self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
         # Whether any record has them, or both: then a look alone does not tell enough.
         self._has_copies = self._has_own_counts = self._has_rows = self._is_special = False
-
-    def is_for(self, choices: Sequence[RuleChoice], lengths: Sequence[int]) -> bool:
-        """Whether groups of these sizes, with these kernels, can be those of its parameters."""
-        return self._options == (choices, lengths)
 
     def is_of(self, parameter: Tensor, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether its only parameter is in the group in which it was recorded."""

@@ -164,8 +164,9 @@ class ParameterBatch:
     places: list[int]  # [T]: of each tensor among all that have a gradient
 
     def __post_init__(self) -> None:
-        groups, self.row_of = np.unique(self.group_of, return_inverse=True)
-        self.groups = groups.tolist()  # those that have parameters here
+        of_each = self.group_of.tolist()
+        self.groups = sorted({*of_each})  # those that have parameters here
+        self.row_of = np.searchsorted(self.groups, of_each)
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
         is_fixed = self.device is not None or self.rule.is_two_stage
         self.takes_array = not (self.batch.row_sparse or is_fixed)
@@ -181,11 +182,11 @@ class ParameterBatch:
     def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
         batch = self.batch
-        own = self.rule, before.prologue, batch.variables, self.gradients(given)
+        own = self.rule, before.prologue, batch.variables, self.gradients(given), batch.g, hp
         if not batch.row_sparse:
-            return DenseUpdate(*own, batch.g, hp, hp_of)
+            return DenseUpdate(*own, hp_of)
         touched_only = bool(self.choice.touched_only)
-        return RowUpdate.of(batch.labels, *own, hp, np.asarray(hp_of).tolist(), touched_only)
+        return RowUpdate.of(batch.labels, *own, np.asarray(hp_of).tolist(), touched_only)
 
     def gradients(self, given: StepInputs) -> Any:
         """The gradients of its parameters: addresses, or rows."""

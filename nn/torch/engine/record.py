@@ -116,12 +116,12 @@ class Record:
         self.n_bytes = [extent(t) * t.element_size() for t in self.tensors]
         self.n_sparse = 0
         if is_sparse:
-            dtype = self.rows(parameter, given).dtype
+            self.rows(parameter, given)
             if not self._is_bags:
                 self._check_rows(given)
         else:
             self._check_dense(parameter, given)
-            dtype = DTYPES[given.dtype]
+        dtype = given.dtype if self._is_bags else DTYPES[given.dtype]
         declared = entry.declared
         self._declared = {self.places[role]: state for role, state in declared.items()}
         dtypes = tuple(NUMBERS[self._dtype(k, self.tensors[k], parameter)] for k in self.columns)

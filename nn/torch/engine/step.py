@@ -23,9 +23,9 @@ from ....ops.runtime.step import DenseUpdate, measured
 from ...base.own_rules import checked_scalars
 from ...engine.device import launch_updates
 from ...engine.host import Constants, completed, step_together
-from .binding import Binding, finish, has_finite, on_devices
+from .binding import Binding, Layout, finish, has_finite, on_devices
 from .declaration import Declaration
-from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, RuleChoice, StepInputs
+from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, StepInputs
 from .state import Number, place_of, single_of
 from .threads import as_torch
 
@@ -64,25 +64,27 @@ class Steps:
         if binding is not None and binding.is_large:
             binding.fetch()
         lists = [*map(_params_of, groups)]
-        if param is not None:
-            parameters: tuple[Tensor, ...] = (param,)
-        else:
-            parameters = tuple(lists[0] if len(lists) == 1 else chain.from_iterable(lists))
+        is_only = len(lists) == 1
+        parameters: tuple[Tensor, ...] = (param,)  # type: ignore[assignment]
+        if param is None:
+            parameters = tuple(lists[0] if is_only else chain.from_iterable(lists))
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
-        factors = [factor]
-        clipping = optimizer._clipping  # which another thread may exchange
+        clipping, factors = optimizer._clipping, None  # another thread may exchange the first
         if clipping is not None:
             factors = [factor * own for own in clipping.factors(parameters, gradients)]
+        elif factor != 1.0:
+            factors = [factor]
         options = self._options
         if options is None or optimizer._chooses_anew or not options.are_still(groups):
             options = self._options = GroupOptions(groups, optimizer._choice)
         plain, choices, before = options.plain or groups, options.choices, options.before
-        if factors != [1.0]:
+        if factors is not None:
             before = GradientPrologue.of(plain, choices, factors)
-        lengths = [*map(len, lists)]
-        if binding is not None and not binding.is_for(choices, lengths):
-            binding = _exchanged(binding, known, choices, lengths)
+        # A look finds the length of a single list.
+        layout = choices, () if is_only else (*map(len, lists),)
+        if binding is not None and binding.layout != layout:
+            binding = _exchanged(binding, known, layout)
         states, given = optimizer.state, None
         if param is not None:
             states = {param: states.get(param, {})}
@@ -94,7 +96,7 @@ class Steps:
             if param is not None and place_of(groups, param) is None:
                 where = type(optimizer).__name__
                 reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
-            binding = Binding(type(optimizer).__name__, len(parameters), choices, lengths)
+            binding = Binding(type(optimizer).__name__, len(parameters), layout)
             given = binding.read(parameters, gradients, states, choices, optimizer._entry)
         if given is None or binding is None:
             why = "another thread changes them meanwhile"
@@ -114,13 +116,11 @@ class Steps:
                 self.bindings.pop(key, None)
 
 
-def _exchanged(
-    binding: Binding, known: list[Binding], choices: Sequence[RuleChoice], lengths: Sequence[int]
-) -> Binding | None:
-    """The binding among those that are known, in place of another one, for other kernels."""
+def _exchanged(binding: Binding, known: list[Binding], layout: Layout) -> Binding | None:
+    """The binding among those that are known, in place of another one, for another layout."""
     others = [binding]
     while known:
-        if (found := known.pop()).is_for(choices, lengths):
+        if (found := known.pop()).layout == layout:
             known[:0] = reversed(others)
             return found
         others.append(found)

@@ -38,6 +38,8 @@ def is_part(parameter: Tensor) -> bool:
 def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTensor) -> RowGradient:
     """The indices and values of a sparse gradient, coalesced or not, or that of pooled rows.
 
+    On the host they are tensors of PyTorch.
+
     Raises:
         RuntimeError: it is of another shape, or has no sparse dimension.
         IndexError: it has several, and an index is out of range.
@@ -49,7 +51,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     indices, values = parts_of(gradient)
     indices = in_memory(indices, where, f"the indices of {name}")
     values = in_memory(values, where, f"the values of {name}")
-    n_sparse, sizes = len(indices), parameter.shape
+    n_sparse, sizes = indices.shape[0], parameter.shape
     if n_sparse == 1:
         indices = indices[0]
     elif n_sparse == 0 or values.dim() - 1 + n_sparse != len(sizes):
@@ -65,9 +67,10 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
         reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
     # What a `ShardedEmbedding` has received; a gradient of several backwards is in no such order.
     of_batch = getattr(parameter, "row_positions", None)
-    at = indices.data_ptr(), indices.element_size(), len(indices), values.data_ptr()
-    arrays = array_there(indices), array_there(values)
-    if of_batch is None or len(of_batch[0]) != len(values):
+    n = indices.numel()
+    at = indices.data_ptr(), indices.element_size(), n, values.data_ptr()
+    arrays = (array_there(indices), array_there(values)) if values.is_cuda else (indices, values)
+    if of_batch is None or len(of_batch[0]) != n:
         return RowGradient(*arrays, RowSource(*at))
     positions, length = of_batch
     return RowGradient(*arrays, RowSource(*at, address_of(positions), length), positions)
