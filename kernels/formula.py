@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Powers of the last updates, by type, beta and update: the next one is one multiplication.
-_powers: dict[tuple[Any, float, int], float] = {}
+# Powers of the last updates and their rounded bases, by type, beta and update: the next one is one
+# multiplication.
+_powers: dict[tuple[Any, float, int], tuple[float, float]] = {}
 _KEPT_POWERS = 1024
 
 
@@ -54,13 +55,17 @@ def running_power(real: Any, beta: float, step: int) -> float:
     """
     known = _powers.get((real, beta, step - 1))
     rounded = ROUNDING[real]
-    base = rounded(beta)
-    power = float(_product(real(base), step)) if known is None else rounded(known * base)
+    if known is None:
+        base = rounded(beta)
+        power = float(_product(real(base), step))
+    else:
+        power, base = known
+        power = rounded(power * base)
     # All at once: what is gone is computed anew, multiplication by multiplication, to the same
     # bits.
     if len(_powers) >= _KEPT_POWERS:
         _powers.clear()
-    _powers[real, beta, step] = power
+    _powers[real, beta, step] = power, base
     return power
 
 

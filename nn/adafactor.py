@@ -14,7 +14,7 @@ from ..ops.runtime import check
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, base_arguments, non_negative_float, open_unit, positive_float
 from .base.groups import Groups
-from .engine.plan import Update
+from .engine.plan import Method
 from .fused import FusedOptimizer, declared
 from .schedules.decay import LearningRateSchedule
 
@@ -220,13 +220,13 @@ class AdaFactor(FusedOptimizer):
         """See `FusedOptimizer`."""
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
-    def _update(self) -> Update:
+    def _method(self) -> Method:
         sizes = {
             "epsilon2": self.eps[1],
             "clip_threshold": self.clip_threshold,
             "scale_parameter": self.scale_parameter,
         }
-        return super()._update()._replace(constants=tuple(sizes.items()))
+        return super()._method()._replace(constants=tuple(sizes.items()))
 
 
 def _two_epsilons(where: str, value: Any) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -29,12 +28,11 @@ from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite
 from .engine.host import Host
 from .engine.offload import Offload
-from .engine.plan import Classes, Counts, Plan, StepAgreement, Stepper, Update, calls_of
+from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
-_NO_TURN: Any = nullcontext()
 
 
 class FusedOptimizer(StatefulOptimizer, ABC):
@@ -162,9 +160,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def formula(self) -> Formula:
         """The formula that gives scalars from the learning rate and the number of the update."""
 
-    def _update(self) -> Update:
+    def _method(self) -> Method:
         """The update of a step, with the present options."""
-        return Update(self._rule, self.formula())
+        return Method(self._rule, self.formula())
 
     def _check_used_rates(self, rates: Sequence[float]) -> None:
         """Refuse learning rates out of the range of a subclass; called before every step."""
@@ -173,7 +171,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """Assign an attribute; since it may be an option, the next step asks `formula` anew."""
         super().__setattr__(name, value)
         # Through `vars`: an assignment would call this method again.
-        vars(self)["_known_update"] = None
+        vars(self)["_known_method"] = None
 
     # Objects that are not part of the state, and are made anew in a copy
 
@@ -234,29 +232,31 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return self._step_with(gradients, self._conditioning)
 
     def _step_with(self, gradients: Any, conditioning: Conditioning) -> tuple[bool, ...]:
-        update: Update | None = vars(self)["_known_update"]
-        stepper = self._stepper
-        if update is None:
-            update = self._update()
-            formula = checked_formula(self._name, update.rule, update.formula)
-            update = vars(self)["_known_update"] = update._replace(formula=formula)
-        with stepper.turn() if self.use_locking else _NO_TURN:
-            plan = self._plan(gradients, update, conditioning)
-            if plan is not None:
-                stepper.run(plan)
+        method: Method | None = vars(self)["_known_method"]
+        if method is None:
+            method = self._method()
+            formula = checked_formula(self._name, method.rule, method.formula)
+            method = vars(self)["_known_method"] = method._replace(formula=formula)
+        stepper, given = self._stepper, (gradients, method, conditioning)
+        if self.use_locking:
+            with stepper.turn():
+                self._run(stepper, *given)
+        else:
+            self._run(stepper, *given)
         return (True,) * len(self.parameters)
 
-    def _plan(self, *arguments: Any) -> Plan | None:
-        """The plan of the step, agreed with other processes if there are any; None: skipped."""
+    def _run(self, stepper: Stepper, *arguments: Any) -> None:
+        """Take the step that `_plan` gives, agreed with other processes if there are any."""
         if self.together is None:
-            plan = self._own_plan(*arguments)
+            plan = self._plan(*arguments)
         else:
-            plan = self.together.agreed(partial(self._own_plan, *arguments), self._step)
+            plan = self.together.agreed(partial(self._plan, *arguments), self._step)
         if plan is None:
             self._skipped[0] += 1
-        return plan
+        else:
+            stepper.run(plan)
 
-    def _own_plan(self, gradients: Any, update: Update, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, method: Method, conditioning: Conditioning) -> Plan | None:
         """The plan of the step, read and checked; None for a step that is to be skipped.
 
         All errors come from here, before anything has been written.
@@ -281,11 +281,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             return None
         touched_only = self.sparse_update == "lazy"
         calls = calls_of(
-            given, update, conditioning, classes, (rates, decays), self._steps,
+            given, method, conditioning, classes, (rates, decays), self._steps,
             touched_only=touched_only,
         )  # fmt: skip
         return Plan(
-            given, update, conditioning, rates, decays, touched_only, self.skip_nonfinite,
+            given, method, conditioning, rates, decays, touched_only, self.skip_nonfinite,
             self.use_locking, calls,
         )  # fmt: skip
 
@@ -413,7 +413,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 # Attributes that a copy makes anew. `together` is left out for good: the other processes have no
 # such copy, which would wait for them for ever.
 _DERIVED = {
-    "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
+    "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_method",
     "sends_parameters", "together",
 }  # fmt: skip
 

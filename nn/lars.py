@@ -258,7 +258,7 @@ class LayerwiseConditioning(Conditioning):
 
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in decay and factor of the parameters on which LARS acts."""
-        batch, hp, decays = call.batch, call.hp, call.decays
+        batch, hp, decays = call.batch, call.update.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table
         sizes, w = np.diff(table.first), batch.variables.tensors[0][0]
         squares = partial(device_norm.squares_at, w) if is_on_device(w) else squares_at

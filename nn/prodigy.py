@@ -22,7 +22,7 @@ from .base.arguments import (
     positive_float,
 )
 from .engine.conditioning import Conditioning
-from .engine.plan import Plan, Update
+from .engine.plan import Method, Plan
 from .fused import FusedOptimizer
 
 _CONSTANTS = "beta3", "d0", "d_coef", "growth_rate"
@@ -169,17 +169,17 @@ class Prodigy(FusedOptimizer):
 
     # The step
 
-    def _own_plan(self, gradients: Any, update: Update, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, method: Method, conditioning: Conditioning) -> Plan | None:
         # Before the checks, which is no write too early: until its first update is counted, each
         # attempt copies a parameter again.
         for i in np.flatnonzero(self._steps == 0).tolist():  # weights may be loaded until then
             if gradients[i] is not None:
                 self._states["p0"][i][...] = self.parameters[i].array
-        return super()._own_plan(gradients, update._replace(formula=self.formula()), conditioning)
+        return super()._plan(gradients, method._replace(formula=self.formula()), conditioning)
 
-    def _update(self) -> Update:
+    def _method(self) -> Method:
         constants = tuple((name, getattr(self, name)) for name in _CONSTANTS)
-        return super()._update()._replace(constants=constants, numbers=self.numbers)
+        return super()._method()._replace(constants=constants, numbers=self.numbers)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`; that of the next step."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...kernels.cpu.compiler import traits
 from ...kernels.formula import ROUNDING, Formula, Numbers
-from ...kernels.rule import GradientTransform, Rule, factors
+from ...kernels.rule import GradientTransform, Rule
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.state import PARAMETER, PER, State
 from ...kernels.storage import REALS, STORAGES, Storage, real_of
@@ -273,16 +273,6 @@ def _check_returned(
         reject(TypeError, where, what, "returns a wrong type", expected, got)
     if len(found.returned) != len(names):
         reject(ValueError, where, what, "returns another number of values", expected, got)
-
-
-def factors_of(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """The factors of `factors`; an exception says from which function it comes."""
-    try:
-        return factors(rule, sums, known)
-    except Exception as error:
-        assert rule.factor is not None
-        error.add_note(f"{_named('factor', rule.factor)} raised it; nothing has changed")
-        raise
 
 
 # A formula

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.rule import Prologue
+from ...kernels.quiet import quiet
+from ...kernels.rule import Prologue, columns
 from ...kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
@@ -16,7 +17,7 @@ from ...ops.runtime.row_step import RowGradient, row_squares
 from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
 from ..base.numbers import number_of
-from .layout import Batch, KernelCall
+from .layout import NOTHING, Batch, KernelCall
 from .reader import index_lists
 
 
@@ -79,8 +80,16 @@ class Conditioning:
         """Whether the step adds the weight decay of each parameter to its gradient; bool."""
         return np.array([not option.centralize for option in self._options])
 
+    @quiet  # what is infinite or NaN reaches the parameter: no reason to stop half way
+    def measure(self, calls: Sequence[KernelCall]) -> None:
+        """Fill in the scalars of calls that follow from measuring their tensors."""
+        for call in calls:
+            if call.rates is not NOTHING:
+                kernel = call.update.kernel
+                self.complete(call, columns(kernel.rule, kernel.prologue))
+
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:
-        """Fill in the scalars that follow from measuring tensors, in their columns."""
+        """Fill in the scalars of one call, in their columns."""
 
 
 class Clipping(Conditioning):
@@ -127,7 +136,7 @@ class Clipping(Conditioning):
         norms = [math.sqrt(square) * scale for square in squares]
         # A norm that is not finite gives NaN: such a gradient must not look clipped.
         factors = [self.limit / max(n, self.limit) if math.isfinite(n) else math.nan for n in norms]
-        call.hp[:, column["grad_scale"]] = np.array(factors) * scale
+        call.update.hp[:, column["grad_scale"]] = np.array(factors) * scale
 
 
 def _squares_of_rows(batch: Batch, gradients: Sequence[RowGradient]) -> list[float]:

@@ -17,7 +17,7 @@ from ...ops.runtime.row_step import (
     bad_index_error,
     check_keys,
 )  # fmt: skip
-from .host import Host, conditioned
+from .host import Host
 from .layout import Batch
 from .plan import Plan
 from .reader import by_storage
@@ -38,13 +38,14 @@ class Device:
         What it finds out of range is told by `fusestep.synchronize`, which takes the count back:
         such a step writes nothing.
         """
-        given, layout, constants = plan.given, plan.given.layout, plan.update.constants
+        given, layout, constants = plan.given, plan.given.layout, plan.method.constants
         # Nobody takes a count back while it is written.
         with pending.held():
             if layout.batches:
                 arrays, is_measured = given.arrays, plan.conditioning.is_measured
                 with launching(arrays) if is_measured else nullcontext():
-                    updates: list[Any] = [conditioned(call, plan) for call in plan.calls]
+                    plan.conditioning.measure(plan.calls)
+                updates: list[Any] = [call.update for call in plan.calls]
                 if constants:  # of rules that measure tensors: all are dense
                     updates = [update._replace(constants=constants) for update in updates]
                 launch_updates(updates, arrays, plan.use_locking, self._host.undo(layout))

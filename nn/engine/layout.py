@@ -18,7 +18,8 @@ from ...kernels.rule import Prologue, Rule
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.step import Variables
+from ...ops.runtime.row_step import RowUpdate, Update
+from ...ops.runtime.step import DenseUpdate, Variables
 
 NOTHING = np.empty(0)
 
@@ -42,20 +43,34 @@ class Batch:
         shape: tuple[int, ...] = self.variables.tensors[0][0].shape
         return shape
 
+    def update(
+        self, rule: Rule, prologue: Prologue, gradients: Any, hp: Any, hp_of: Any, *,
+        touched_only: bool,
+    ) -> Update:  # fmt: skip
+        """The update of its tensors by a rule behind gradient transforms.
+
+        ``gradients`` are those of `KernelCall`, ``hp`` and ``hp_of`` those of `DenseUpdate`; with
+        ``touched_only`` row-sparse gradients update only the rows that occur.
+        """
+        own = rule, prologue, self.variables, gradients, self.g, hp
+        if not self.row_sparse:
+            return DenseUpdate(*own, hp_of)
+        return RowUpdate.of(self.labels, *own, np.asarray(hp_of).tolist(), touched_only)
+
 
 class KernelCall(NamedTuple):
-    """The arguments of one kernel call."""
+    """One kernel call of a step."""
 
     batch: Batch
-    rule: Rule
-    prologue: Prologue  # the gradient transforms before the rule
-    touched_only: bool  # whether row-sparse gradients update only the rows that occur
-    gradients: Any  # int64 [T]: addresses of dense gradients; or row-sparse gradients
-    hp: np.ndarray  # rows of scalars
-    hp_of: np.ndarray  # int64 [T]: the row of each tensor
+    update: Update
     # float64 [T], for each tensor, if tensors are measured first:
     rates: np.ndarray = NOTHING
     decays: np.ndarray = NOTHING
+
+    @property
+    def gradients(self) -> Any:
+        """Addresses of dense gradients, int64 ``[T]``, or row-sparse gradients."""
+        return self.update.gradients
 
 
 class Kind(NamedTuple):

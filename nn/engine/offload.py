@@ -18,9 +18,10 @@ from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
+from ...ops.runtime.measured_step import prepared
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
-from .host import Host, prepared
+from .host import Host
 from .layout import NOTHING, Batch, KernelCall
 from .plan import Plan
 from .reader import check_rows
@@ -93,7 +94,9 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
     batch, tensors = call.batch, call.batch.variables.tensors
     is_measured = call.rates is not NOTHING
     # A tensor that has states of rows or of the tensor, or is measured, must not be cut.
-    is_apart = call.rule.is_elementwise and not call.rule.is_row_wise
+    kernel = call.update.kernel
+    rule = kernel.rule
+    is_apart = rule.is_elementwise and not rule.is_row_wise
     split = is_apart and not (is_measured or rows)
     sizes = [arrays[0].size for arrays in tensors]
     tables = [[TensorSlice(t, 0, size)] for t, size in enumerate(sizes)]
@@ -119,15 +122,14 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
             places=batch.places[chosen],
             labels=tuple(batch.labels[t] for t in chosen),
         )
-        own = call._replace(
-            batch=own_batch,
-            gradients=gradients,
-            hp=call.hp[call.hp_of[chosen]],
-            hp_of=np.arange(len(chosen)),
+        hp, touched_only = call.update.hp[np.asarray(call.update.hp_of)[chosen]], plan.touched_only
+        update = own_batch.update(
+            rule, kernel.prologue, gradients, hp, np.arange(len(chosen)), touched_only=touched_only
         )
         if is_measured:
-            own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen])
-        commit([prepared(own, plan)])
+            own = KernelCall(own_batch, update, call.rates[chosen], call.decays[chosen])
+            plan.conditioning.measure([own])
+        commit([prepared(update, [dict(plan.method.constants)])])
 
     pieces = [[piece for part in chunk for piece in _pieces(call, rows, part)] for chunk in chunks]
     cuda.device.staging.staging().run(pieces, work, stream)

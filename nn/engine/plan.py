@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -17,12 +18,12 @@ from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import PerOwnerRates
 from .conditioning import Conditioning
-from .layout import Batch, KernelCall
+from .layout import NOTHING, Batch, KernelCall
 from .reader import Gradients
 
 
-class Update(NamedTuple):
-    """The update that a step makes of each tensor, and the numbers that it needs."""
+class Method(NamedTuple):
+    """The method by which an optimizer updates each tensor, and the numbers that it needs."""
 
     rule: Rule
     formula: Formula  # computes its scalars from the learning rate and the number of the update
@@ -68,26 +69,22 @@ class Classes:
         Raises:
             RuntimeError, TypeError, ValueError: as `PerOwnerRates.at`.
         """
-        rates = self._fixed_rates() or self.rates.at(rate_step)
-        return rates, self._fixed_decays or self.decays.at(step)
-
-    def _fixed_rates(self) -> list[float] | None:
-        """The learning rates, if all are numbers on the host and in range; else None."""
         rates = []
         for rate in self._rates:
             array = rate.array if type(rate) is Parameter else None
             # `PerOwnerRates` raises for a rate out of range, with its name.
             if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
-                return None
+                rates = self.rates.at(rate_step)
+                break
             rates.append(float(array))
-        return rates
+        return rates, self._fixed_decays or self.decays.at(step)
 
 
 class Plan(NamedTuple):
     """A step that has been read and checked."""
 
     given: Gradients
-    update: Update
+    method: Method
     conditioning: Conditioning  # the gradient transforms before the rule
     rates: Sequence[float]  # of each class of parameters
     decays: Sequence[float]  # of each class of parameters
@@ -99,7 +96,7 @@ class Plan(NamedTuple):
 
 def calls_of(
     given: Gradients,
-    update: Update,
+    method: Method,
     conditioning: Conditioning,
     classes: Classes,
     numbers: tuple[Sequence[Any], Sequence[float]],
@@ -118,7 +115,7 @@ def calls_of(
     calls = []
     for batch in given.layout.batches:
         keys, hp_of = _rows_of(batch, steps, classes.of, n_classes)
-        real, at = batch.real, update.formula.at
+        real, at = batch.real, method.formula.at
         before: list[tuple[float, ...]] = [()] * n_classes
         if prologue:
             examples = zip(classes.examples, decays, strict=True)
@@ -127,16 +124,17 @@ def calls_of(
             ]
         # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
-        rule = update.rule if update.rule.matrix is None else update.rule.on(batch.shape)
-        shared = batch, rule, prologue, touched_only, given.of(batch)
+        rule = method.rule if method.rule.matrix is None else method.rule.on(batch.shape)
         hp: np.ndarray = np.array(rows, real)
-        measures = conditioning.measures_rows if batch.row_sparse else conditioning.is_measured
-        if not (measures or rule.is_two_stage):
-            calls.append(KernelCall(*shared, hp, hp_of))
-        else:  # each tensor is measured, so it gets a row of scalars of its own
+        measures, measured = conditioning.is_measured, (NOTHING, NOTHING)
+        if batch.row_sparse:
+            measures = conditioning.measures_rows
+        if measures or rule.is_two_stage:  # each tensor has a row of scalars of its own
             own = np.array([k for _, k in keys])[hp_of]
-            hp, each = hp[hp_of], np.arange(len(hp_of))
-            calls.append(KernelCall(*shared, hp, each, np.array(rates)[own], np.array(decays)[own]))
+            measured = np.array(rates)[own], np.array(decays)[own]
+            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
+        update = batch.update(rule, prologue, given.of(batch), hp, hp_of, touched_only=touched_only)
+        calls.append(KernelCall(batch, update, *measured))
     return calls
 
 
@@ -151,7 +149,7 @@ def _rows_of(
         steps, class_of = steps[batch.positions], class_of[batch.positions]
     first_step = int(steps[0])
     if n_classes <= len(steps) and (len(steps) == 1 or are_equal(steps)):
-        return [(first_step, k) for k in range(n_classes)], class_of
+        return [*zip(repeat(first_step, n_classes), range(n_classes), strict=True)], class_of
     codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
     return [divmod(code, n_classes) for code in codes.tolist()], hp_of
 

@@ -47,13 +47,11 @@ class Gradients(NamedTuple):
             found += gradient[:2] if isinstance(gradient, RowGradient) else [gradient]
         return found
 
-    def addresses_of(self, batch: Batch) -> np.ndarray:
-        """The addresses of the dense gradients of a batch."""
-        return self.addresses if batch.is_all else self.addresses[batch.places]
-
     def of(self, batch: Batch) -> Any:
         """The gradients of a batch: addresses of dense gradients, or row-sparse gradients."""
-        return self.rows_of(batch) if batch.row_sparse else self.addresses_of(batch)
+        if batch.row_sparse:
+            return self.rows_of(batch)
+        return self.addresses if batch.is_all else self.addresses[batch.places]
 
     @property
     def by_batch(self) -> list[tuple[Batch, Any]]:

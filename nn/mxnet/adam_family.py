@@ -24,7 +24,6 @@ from ...ops.runtime.row_step import Update
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
 from ..engine.device import launch_updates
-from ..engine.host import update_of
 from ..engine.reader import Gradients
 from .arguments import LISTS, Lists, as_lists, decay_rate, kept_epsilon
 from .bindings import Bindings
@@ -239,8 +238,8 @@ class AdamFamily(Optimizer):
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
             has_copy = len(batch.variables.s) > len(plain.states)
             rule = plain.kept(MASTER) if has_copy else plain
-            call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
-            updates.append(update_of(call))
+            own = rule, prologue, given.of(batch), hp, hp_of
+            updates.append(batch.update(*own, touched_only=touched_only))
         return updates
 
 

@@ -26,11 +26,17 @@ class ClippedConditioning(Conditioning):
 
     def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in the factor of each tensor: 1 over its norm where that is above 1."""
-        batch, hp, before = call.batch, call.hp, self.prologue[:-1]
+        batch, hp, before = call.batch, call.update.hp, self.prologue[:-1]
         fields = [name for part in before for name in part.hp]
         own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
         own[:, 1:] = hp[:, [column[name] for name in fields]]
-        given = replace(batch.variables, s=()), call.gradients, batch.g, own, np.arange(len(hp))
+        given = (
+            replace(batch.variables, s=()),
+            call.gradients,
+            batch.g,
+            own,
+            np.arange(len(hp)),
+        )
         squares = DenseUpdate(SCALED, before, *given).sums()
         norms = np.maximum(np.sqrt(squares[:, 0]), LARGEST_NORM)
         hp[:, column["trust_ratio"]] = LARGEST_NORM / norms

@@ -399,8 +399,10 @@ def _euclidean(given: Sequence[_Given]) -> float:
     for name, parameter, gradient in given:
         if gradient.is_sparse:
             rows = rows_of(_NORM, name, parameter, gradient)
-            own = [array_of(x) if isinstance(x, Tensor) else x for x in (rows.indices, rows.values)]
-            others.append(RowTensor(*own, table_shape(gradient)))
+            indices, values = (
+                array_of(x) if isinstance(x, Tensor) else x for x in (rows.indices, rows.values)
+            )
+            others.append(RowTensor(indices, values, table_shape(gradient)))
             continue
         keep.append(read := in_memory(gradient, _NORM, name))
         if read.is_cuda:

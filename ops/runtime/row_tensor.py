@@ -60,11 +60,15 @@ class RowTensor:
         batch_length: int = 0,
     ) -> None:
         self.indices, self.values, self.dense_shape = indices, values, dense_shape
-        self.positions, self.batch_length = positions, batch_length
+        put = super().__setattr__
+        put("positions", None)
+        put("batch_length", 0)
         device_of("RowTensor", {"indices": self.indices, "values": self.values})
         check.row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
         check.float_dtype("RowTensor", "values", self.values, "a floating dtype")
-        self.check_positions("RowTensor")
+        if positions is not None or type(batch_length) is not int or batch_length:
+            self.positions, self.batch_length = positions, batch_length
+            self.check_positions("RowTensor")
 
     def check_positions(self, where: str) -> None:
         """Check that the positions, if there are any, fit the indices and the batch.
@@ -185,7 +189,12 @@ def _length(batch_length: Any) -> int:
     return length
 
 
+_INTS = {int}
+
+
 def _shape(dense_shape: Any) -> tuple[int, ...]:
+    if type(dense_shape) is tuple and {*map(type, dense_shape)} == _INTS and min(dense_shape) >= 0:
+        return dense_shape
     where, name, is_list = "RowTensor", "dense_shape", isinstance(dense_shape, tuple | list)
     if not is_list or not all(isinstance(n, int | np.integer) for n in dense_shape):
         reject(TypeError, where, name, "is no shape", "a tuple of int", repr(dense_shape))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from ctypes import c_char
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.dense import DenseStep, measure
-from ...kernels.cpu.matrices.step import MatrixStep, MatrixTable
+from ...kernels.cpu.matrices.step import MatrixTable
 from ...kernels.cpu.threads.parallel import Prepared
 from ...kernels.cpu.threads.workspace import Pool
 from ...kernels.element import Kernel, kernel
 from ...kernels.lazy import lazy
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
-from ...kernels.state import State
 from ...kernels.storage import STORAGES, Storage, real_of, storage_of
 from ...kernels.tables import MatrixTensor, TensorTable, row_width
 from . import cuda, locks
@@ -122,15 +120,6 @@ class DenseUpdate(NamedTuple):
         """The sums that a two-stage rule measures: float64 ``[T, n_measured]``."""
         return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
-    def states_of_tensors(self) -> list[tuple[State, list[np.ndarray]]]:
-        """The states that have one number for each tensor, with those of all tensors."""
-        found, table = [], self.variables.table
-        for k, (state, own) in enumerate(zip(self.rule.states, self.variables.s, strict=True), 1):
-            if state.per == "tensor":
-                places = table.addresses[:, k].tolist()
-                found.append((state, [number_at(place, own.dtype) for place in places]))
-        return found
-
     @property
     def error(self) -> None:
         """None: a dense step on a device cannot fail later."""
@@ -166,12 +155,6 @@ class DenseUpdate(NamedTuple):
         pool.give(part)
 
 
-def number_at(address: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """The number at an address, as an array that keeps no memory alive."""
-    memory: Any = (c_char * dtype.itemsize).from_address(address)
-    return np.ndarray((), dtype, memory)
-
-
 def _dense_part(
     kernel: Kernel, table: TensorTable, constants: tuple[tuple[str, float], ...]
 ) -> Any:
@@ -181,26 +164,6 @@ def _dense_part(
     if kernel.rule.is_row_wise:
         return cuda.dense.row_wise.RowWiseStep(kernel, *arrays, sizes, table.widths)
     return cuda.dense.step.DenseStep(kernel, *arrays, sizes, constants)
-
-
-def measured(
-    update: DenseUpdate, constants: Mapping[str, float]
-) -> tuple[MatrixStep | None, np.ndarray]:
-    """The sums that a rule measures for an update, and the step for a rule on matrices.
-
-    A rule on matrices needs constants, and its step has run two of its passes; its scalars are
-    still to be completed. For other rules the step is None.
-    """
-    kernel, variables, gradients = update.kernel, update.variables, update.gradients
-    table, lines = variables.table, kernel.rule.lines
-    if lines is None:
-        return None, update.sums()
-    sums = np.zeros((len(gradients), kernel.rule.n_measured))
-    if constants[lines.measures_parameter]:
-        sums[:, 0] = squares_at(variables.w, table.addresses[:, 0], np.diff(table.first))
-    step = MatrixStep(kernel, variables.matrices, gradients, update.hp)
-    sums[:, 1] = step.measured_squares()
-    return step, sums
 
 
 def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -18,8 +18,7 @@ from torch import Tensor
 from ....kernels.formula import Numbers
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ....ops.runtime.row_step import RowGradient, RowUpdate, Update
-from ....ops.runtime.step import DenseUpdate
+from ....ops.runtime.row_step import RowGradient, Update
 from ...engine.layout import Batch
 
 Group = Mapping[str, Any]
@@ -181,12 +180,10 @@ class ParameterBatch:
 
     def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
-        batch = self.batch
-        own = self.rule, before.prologue, batch.variables, self.gradients(given), batch.g, hp
-        if not batch.row_sparse:
-            return DenseUpdate(*own, hp_of)
-        touched_only = bool(self.choice.touched_only)
-        return RowUpdate.of(batch.labels, *own, np.asarray(hp_of).tolist(), touched_only)
+        if self.rule.is_two_stage and self.device is None:  # each tensor has a row of its own
+            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
+        own = self.rule, before.prologue, self.gradients(given), hp, hp_of
+        return self.batch.update(*own, touched_only=bool(self.choice.touched_only))
 
     def gradients(self, given: StepInputs) -> Any:
         """The gradients of its parameters: addresses, or rows."""

@@ -15,14 +15,12 @@ from ....kernels.cpu.numbers import NumberWrite
 from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers
-from ....kernels.quiet import quiet
 from ....kernels.rule import Rule
 from ....ops.runtime.errors import reject
+from ....ops.runtime.measured_step import Constants, prepared, prepared_together
 from ....ops.runtime.row_step import Update
-from ....ops.runtime.step import DenseUpdate, measured
 from ...base.own_rules import checked_scalars
 from ...engine.device import launch_updates
-from ...engine.host import Constants, completed, step_together
 from .binding import Binding, Layout, finish, has_finite, on_devices
 from .declaration import Declaration
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, StepInputs
@@ -65,7 +63,7 @@ class Steps:
             binding.fetch()
         lists = [*map(_params_of, groups)]
         is_only = len(lists) == 1
-        parameters: tuple[Tensor, ...] = (param,)  # type: ignore[assignment]
+        parameters: tuple[Tensor, ...] = (param,) if param is not None else ()
         if param is None:
             parameters = tuple(lists[0] if is_only else chain.from_iterable(lists))
         if gradients is None:
@@ -137,38 +135,35 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
     groups, before = options
     steps, numbers = _steps(optimizer, given, count), []
     updates: list[Update] = []  # alive until they are done: rows are found by addresses
-    prepared: list[Prepared] = []
+    ready: list[Prepared] = []
     launched: dict[ParameterBatch, Update] = {}
-    together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
+    together: list[Any] = []  # whose scalars follow from sums over all of them
     places: list[Sequence[int]] = []
     for part in given.chosen.parts:
         hp, hp_of, after = _rows(optimizer, part, given, steps, options)
         numbers += after
-        if part.rule.is_two_stage and part.device is None:
-            own: Any = part.update(given, before, hp[hp_of], np.arange(len(hp_of)))
-            if part.rule.scope == "step":
-                together.append(own)
-                places.append(part.places)
-            else:
-                known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
-                prepared.append(_measured(own, known))
-            continue
-        updates.append(part.update(given, before, hp, hp_of))
-        if part.device is None:
-            prepared.append(updates[-1].prepared())
+        updates.append(update := part.update(given, before, hp, hp_of))
+        if part.device is not None:
+            launched[part] = update
+        elif part.rule.scope == "step":
+            together.append(update)
+            places.append(part.places)
         else:
-            launched[part] = updates[-1]
+            known: Sequence[Constants] = ()
+            if part.rule.is_two_stage:
+                known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
+            ready.append(prepared(update, known))
     if together:
-        found = step_together(together, places, optimizer.known_of_step())
+        found = prepared_together(together, places, optimizer.known_of_step())
         if found is None:
             return False
         of_step, steps_together = found
-        prepared += steps_together
+        ready += steps_together
     counts = optimizer._counts_updates and not count.n
     counted = _counted(given, numbers) if counts else []
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
-        prepared.append(NumberWrite(written))
+        ready.append(NumberWrite(written))
     # After all that can fail: a parameter whose first step raises still has no state.
     if given.new:
         for parameter, state in given.new.items():
@@ -179,7 +174,7 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
     if launched:
         for parts, _, arrays in on_devices(given):
             launch_updates([launched[part] for part in parts], arrays)
-    commit(prepared, count)
+    commit(ready, count)
     for parameter, step in counted:
         if isinstance(step, Tensor):
             step.add_(1)
@@ -202,11 +197,6 @@ def _counted(given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any
         else:
             others.append((given.parameters[i], step))
     return others
-
-
-@quiet
-def _measured(update: DenseUpdate, known: Sequence[Constants]) -> Prepared:
-    return completed(update, *measured(update, known[0]), known)
 
 
 def _steps(optimizer: Declaration, given: StepInputs, count: TensorCount) -> float | list[float]:
