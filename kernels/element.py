@@ -139,7 +139,7 @@ def _transformed(
     """Lines that load element ``i`` of ``w`` and ``g``: ``x``, and ``d`` after the transforms."""
     names = {"real": numba_type(kernel.real), "load": compiler.conversion(kernel.w.to_real)}
     lines, keeping = ["x = real(load(w[i]))", "d = real(0)"], kernel.rule.keeping
-    if keeping is not None and keeping.load is not None:
+    if keeping is not None:
         beside, loads = _loaded(kernel, compiler, keeping.beside)
         names |= {"join": compiler.part(keeping.load), **loads}
         lines[0] = f"x = join(real(load(w[i])), {', '.join(beside)})"

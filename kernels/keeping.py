@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .rule import Keeping
-from .state import State
+from .state import PARAMETER, State
 
 
-def _copied(x: Any, rounded: Any) -> Any:
+def _master(w: Any, master: Any) -> Any:
+    return master
+
+
+def _all(x: Any, rounded: Any) -> Any:
     return (x,)
 
 
@@ -26,8 +32,10 @@ def _left(x: Any, rounded: Any) -> Any:
     return (x - rounded,)
 
 
-MASTER = Keeping(_copied, (State("copy"),), "master")
-"""A weight in full precision, and a rounded copy in another storage: never read, written on the
-way (MXNet's ``multi_precision``)."""
-KAHAN = Keeping(_left, (State("remainder"),), "kahan", _joined)
+MASTER = Keeping("master", _master, _all, (State("master", initial=PARAMETER, dtype=np.float32),))
+"""A rounded weight, never read but written on the way, and all of it in float32 (NVIDIA's mixed
+precision, MXNet's ``multi_precision``)."""
+KAHAN = Keeping("kahan", _joined, _left, (State("remainder", dtype=PARAMETER),))
 """A rounded weight, and what rounding has cut off, rounded too (Kahan's compensated sum)."""
+KEEPINGS: dict[str, Keeping | None] = {"nearest": None, "master": MASTER, "kahan": KAHAN}
+"""By name; ``"nearest"`` is the weight alone, rounded to the nearest number that can be stored."""

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 PER = ("element", "row", "column", "tensor")
 PARAMETER = "parameter"
-"""In place of the number with which a state begins: a copy of the parameter."""
+"""In place of the number with which a state begins: a copy of the parameter. In place of a dtype:
+that of the parameter."""
 
 
 class State(NamedTuple):
@@ -19,8 +20,8 @@ class State(NamedTuple):
             ``"column"`` of such a matrix, or a ``"tensor"``. A vector is one row.
         initial: the number with which it begins, or `PARAMETER`.
         is_read: it is only read, so no function returns it.
-        dtype: ``np.int32`` for a count. None: of an element the parameter's or what the user
-            asks for, else the type of the arithmetic.
+        dtype: its dtype: ``np.int32`` of a count; or `PARAMETER`, that of the parameter. None: of
+            an element the parameter's or what the user asks for, else the type of the arithmetic.
     """
 
     name: str

@@ -188,6 +188,8 @@ REALS = {dtype: storage for dtype, storage in STORAGES.items() if real_of(storag
 
 def state_storage(state: State, w: Storage, asked: Storage | None = None) -> Storage:
     """The storage of a state (`State.dtype`) of a parameter that is stored as ``w``."""
+    if state.dtype == PARAMETER:
+        return w
     if state.dtype is not None:
         return storage_of(np.dtype(state.dtype))
     if state.per == "element":

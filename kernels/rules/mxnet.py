@@ -10,7 +10,7 @@ With a step size ``l`` that holds the learning rate and the correction of the bi
 The form of the moments is MXNet's, not that of `adam`: with ``beta = 0`` nothing of the past is
 left, and ``v`` stays finite up to gradients of 1e20, whose square is no float32.
 
-With ``multi_precision`` the weight is a float32 master, and the 16-bit one a copy that is written
+With ``multi_precision`` a 16-bit weight is the rounded copy of a float32 master, which is written
 on the way (`keeping.MASTER`).
 """
 

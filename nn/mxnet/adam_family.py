@@ -115,11 +115,10 @@ class AdamFamily(Optimizer):
         return weight.array if isinstance(weight, Parameter) else weight, *state
 
     def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
-        """Master copy, mean, variance, and the weight that becomes the rounded copy."""
+        """Weight, mean, variance, and the master copy that the weight is rounded from."""
         expected = "(master, (mean, var)) of create_state_multi_precision"
         master, moments = self._pair(index, state, expected)
-        copy = weight.array if isinstance(weight, Parameter) else weight
-        return (*self._variables(index, master, moments), copy)
+        return (*self._variables(index, weight, moments), master)
 
     def check_state(self, index: Any, state: Any) -> None:
         """Refuse a state that was read and is not two moments, or a master copy and its moments.
@@ -236,8 +235,8 @@ class AdamFamily(Optimizer):
             if len(rows) > 1:
                 row = {each: k for k, each in enumerate(different)}
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
-            has_copy = len(batch.variables.s) > len(plain.states)
-            rule = plain.kept(MASTER) if has_copy else plain
+            has_master = len(batch.variables.s) > len(plain.states)
+            rule = plain.kept(MASTER) if has_master else plain
             own = rule, prologue, given.of(batch), hp, hp_of
             updates.append(batch.update(*own, touched_only=touched_only))
         return updates

@@ -15,7 +15,7 @@ from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
 from ...kernels.rules.torch.adam import share_of
-from .engine.options import KERAS, Sparse, arguments, not_negative, with_defaults
+from .engine.options import KERAS, Rounding, Sparse, arguments, not_negative, with_defaults
 from .engine.part import Group, Method, RuleChoice, number
 from .optimizer import Fused
 
@@ -44,7 +44,9 @@ class Adagrad(Fused, torch.optim.Adagrad):
             every row; None: the rows that occur without decay, where both mean the same; else it
             raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -69,7 +71,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
         foreach: bool | None = None, *, maximize: bool = False, differentiable: bool = False,
         fused: bool | None = None,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -110,7 +112,9 @@ class Adadelta(Fused, torch.optim.Adadelta):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -134,7 +138,7 @@ class Adadelta(Fused, torch.optim.Adadelta):
         weight_decay: float = 0, foreach: bool | None = None, *, capturable: bool = False,
         maximize: bool = False, differentiable: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -181,7 +185,9 @@ class RMSprop(Fused, torch.optim.RMSprop):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -206,7 +212,7 @@ class RMSprop(Fused, torch.optim.RMSprop):
         capturable: bool = False, foreach: bool | None = None, maximize: bool = False,
         differentiable: bool = False, *,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -248,7 +254,9 @@ class FTRL(Fused, torch.optim.Optimizer):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -273,7 +281,7 @@ class FTRL(Fused, torch.optim.Optimizer):
         initial_accumulator_value: float = 0.1, l1: float = 0.0, l2: float = 0.0,
         weight_decay: float = 0.0, *, beta: float = 0.0, l2_shrinkage: float = 0.0,
         maximize: bool = False, sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, initial_accumulator_value=initial_accumulator_value, l1=l1, l2=l2,
                      weight_decay=weight_decay)  # fmt: skip
@@ -295,6 +303,8 @@ class FTRL(Fused, torch.optim.Optimizer):
 
     def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
         rule = ftrl_rules.FTRL
+        if keeping := choice.rule.keeping:
+            rule = rule.kept(keeping)
         own = choice._replace(rule=rule, states=rule.names)
         return super()._new_state(group, parameter, own)
 

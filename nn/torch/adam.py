@@ -12,7 +12,15 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from ..engine.reader import is_row_sparse
-from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative, with_defaults
+from .engine.options import (
+    EPS_HAT,
+    Rounding,
+    Sparse,
+    arguments,
+    betas_in_range,
+    not_negative,
+    with_defaults,
+)
 from .engine.part import Group, Method, RuleChoice, number, shrink_of
 from .optimizer import Fused
 
@@ -52,7 +60,9 @@ class Adam(Fused, torch.optim.Adam):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -80,7 +90,7 @@ class Adam(Fused, torch.optim.Adam):
         maximize: bool = False, capturable: bool = False, differentiable: bool = False,
         fused: bool | None = None, decoupled_weight_decay: bool = False, eps_hat: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -129,7 +139,9 @@ class AdamW(Fused, torch.optim.AdamW):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -155,7 +167,7 @@ class AdamW(Fused, torch.optim.AdamW):
         foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
         fused: bool | None = None, eps_hat: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -187,7 +199,9 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -212,7 +226,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, maximize: bool = False, *,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -271,7 +285,9 @@ class LazyAdam(Fused, torch.optim.Optimizer):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -292,6 +308,7 @@ class LazyAdam(Fused, torch.optim.Optimizer):
         eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *,
         maximize: bool = False, eps_hat: bool = False, sparse: Sparse | None = None,
         skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)

@@ -14,7 +14,7 @@ from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
 from ...kernels.rules.torch import adam as rules
 from .adam import moments_of
-from .engine.options import Sparse, arguments, betas_in_range, not_negative, with_defaults
+from .engine.options import Rounding, Sparse, arguments, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method, number, shrink_of
 from .optimizer import Fused
 
@@ -45,7 +45,9 @@ class NAdam(Fused, torch.optim.NAdam):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -70,7 +72,7 @@ class NAdam(Fused, torch.optim.NAdam):
         decoupled_weight_decay: bool = False, *, foreach: bool | None = None,
         maximize: bool = False, capturable: bool = False, differentiable: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -131,7 +133,9 @@ class RAdam(Fused, torch.optim.RAdam):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -156,7 +160,7 @@ class RAdam(Fused, torch.optim.RAdam):
         foreach: bool | None = None, maximize: bool = False, capturable: bool = False,
         differentiable: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -200,7 +204,9 @@ class Adamax(Fused, torch.optim.Adamax):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -224,7 +230,7 @@ class Adamax(Fused, torch.optim.Adamax):
         eps: float = 1e-8, weight_decay: float = 0, foreach: bool | None = None, *,
         maximize: bool = False, differentiable: bool = False, capturable: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -256,7 +262,9 @@ class Lion(Fused, torch.optim.Optimizer):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -276,6 +284,7 @@ class Lion(Fused, torch.optim.Optimizer):
         self, params: ParamsT, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0, *, maximize: bool = False, sparse: Sparse | None = None,
         skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
@@ -315,7 +324,9 @@ class Adan(Fused, torch.optim.Optimizer):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -336,6 +347,7 @@ class Adan(Fused, torch.optim.Optimizer):
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99), eps: float = 1e-8,
         weight_decay: float = 0.0, *, maximize: bool = False, sparse: Sparse | None = None,
         skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas, 3)

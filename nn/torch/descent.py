@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.torch.rprop import TORCH_RPROP
-from .engine.options import Sparse, arguments
+from .engine.options import Rounding, Sparse, arguments
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
@@ -40,7 +40,9 @@ class SGD(Fused, torch.optim.SGD):
             every row; None: the rows that occur without momentum and decay, where both mean the
             same; else it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -66,7 +68,7 @@ class SGD(Fused, torch.optim.SGD):
         weight_decay: float | Tensor = 0, nesterov: bool = False, *, maximize: bool = False,
         foreach: bool | None = None, differentiable: bool = False, fused: bool | None = None,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -107,7 +109,9 @@ class ASGD(Fused, torch.optim.ASGD):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -131,7 +135,7 @@ class ASGD(Fused, torch.optim.ASGD):
         t0: float = 1e6, weight_decay: float = 0, foreach: bool | None = None,
         maximize: bool = False, differentiable: bool = False, capturable: bool = False, *,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -176,7 +180,9 @@ class Rprop(Fused, torch.optim.Rprop):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -200,7 +206,7 @@ class Rprop(Fused, torch.optim.Rprop):
         step_sizes: tuple[float, float] = (1e-6, 50), *, capturable: bool = False,
         foreach: bool | None = None, maximize: bool = False, differentiable: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.torch import lars as lars_rules
-from .engine.options import betas_in_range, not_negative, with_defaults
+from .engine.options import Rounding, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method
 from .optimizer import Fused
 
@@ -34,7 +34,9 @@ class Lamb(Fused, torch.optim.Optimizer):
         weight_decay: at least 0.
         maximize: go up, not down.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -58,6 +60,7 @@ class Lamb(Fused, torch.optim.Optimizer):
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6, weight_decay: float = 0.0, *, maximize: bool = False,
         skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
@@ -97,7 +100,9 @@ class LARS(Fused, torch.optim.Optimizer):
         trust_coefficient: at least 0, or None.
         maximize: go up, not down.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -123,6 +128,7 @@ class LARS(Fused, torch.optim.Optimizer):
         dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
         trust_coefficient: float | None = 1e-3, eps: float = 1e-8, *, maximize: bool = False,
         skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps,
                      trust_coefficient=trust_coefficient or 0.0)  # fmt: skip

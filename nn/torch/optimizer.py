@@ -16,13 +16,15 @@ from ..base.own_rules import is_own
 from .engine.declaration import Declaration
 from .engine.options import (
     OWN,
+    Rounding,
     Sparse,
     as_before_after_errors,
     check_group,
     check_own,
+    check_rounding,
     check_rows,
 )  # fmt: skip
-from .engine.part import Group, number
+from .engine.part import Group, number, state_dtype_of
 from .engine.state import (
     cast_states,
     check_states,
@@ -72,9 +74,10 @@ class Fused(Declaration, _Base):
 
     def __init__(
         self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None, **kwargs: Any,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest", **kwargs: Any,
     ) -> None:  # fmt: skip
-        where, own = type(self).__name__, {"sparse": sparse, "state_dtype": state_dtype}
+        where = type(self).__name__
+        own = {"sparse": sparse, "state_dtype": state_dtype, "rounding": rounding}
         own |= {name: kwargs.pop(name, x) for name, x in self._more_options.items()}
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
@@ -86,7 +89,7 @@ class Fused(Declaration, _Base):
             for group in self.param_groups:
                 self._complete(group)
                 for parameter in group["params"]:  # of classes that make states at once
-                    cast_states(self.state.get(parameter, {}), parameter, group["state_dtype"])
+                    cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -102,9 +105,12 @@ class Fused(Declaration, _Base):
         for name, value in (OWN | dict(self._more_options)).items():
             group.setdefault(name, self.defaults.get(name, value))
         check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
-        if self.method(group).rule.is_row_wise:
-            for k, parameter in enumerate(group["params"]):
-                check_rows(type(self).__name__, f"parameter {k} of a group", parameter)
+        where, rule = type(self).__name__, self.method(group).rule
+        for k, parameter in enumerate(group["params"]):
+            name = f"parameter {k} of a group"
+            check_rounding(where, group, rule, name, parameter)
+            if rule.is_row_wise:
+                check_rows(where, name, parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; one that is refused is not kept."""
@@ -267,7 +273,14 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
             where both mean the same or the class is made for it; other classes raise in the step.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
             counted in ``skipped_steps``.
-        state_dtype: a dtype of PyTorch for the states; default each parameter's.
+        state_dtype: a dtype of PyTorch for the states; default each parameter's, float32 with
+            ``rounding="master"``.
+        rounding: what becomes of a weight of 16 bits, whose updates are often smaller than its last
+            place. ``"nearest"``: it is rounded to the nearest, and such updates are lost.
+            ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
+            written in the same pass. ``"kahan"``: a 16-bit state ``remainder`` has what rounding
+            cuts off, and is added before the next update (Kahan's compensated sum). Norms and decay
+            are those of the whole weight.
 
     These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
     and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default

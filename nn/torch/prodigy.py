@@ -14,7 +14,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import prodigy as rules
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .engine.options import betas_in_range, not_negative
+from .engine.options import Rounding, betas_in_range, not_negative
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
@@ -60,7 +60,9 @@ class Prodigy(Fused, torch.optim.Optimizer):
         fsdp_in_use, slice_p: must be False and 1.
         maximize: go up, not down.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter.
+        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -92,7 +94,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
         safeguard_warmup: bool = False, d0: float = 1e-6, d_coef: float = 1.0,
         growth_rate: float = math.inf, fsdp_in_use: bool = False,
         slice_p: int = 1, *, maximize: bool = False, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         flags = decouple, use_bias_correction, safeguard_warmup
         for name, flag in zip(_FLAGS, flags, strict=True):
@@ -117,7 +119,10 @@ class Prodigy(Fused, torch.optim.Optimizer):
             "decouple": decouple, "safeguard_warmup": safeguard_warmup, "fsdp_in_use": False,
             "slice_p": 1, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
+        super().__init__(
+            params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype,
+            rounding=rounding,
+        )  # fmt: skip
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""

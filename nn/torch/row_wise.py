@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
-from .engine.options import Sparse, betas_in_range, not_negative, with_defaults
+from .engine.options import Rounding, Sparse, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method
 from .optimizer import Fused
 
@@ -37,6 +37,8 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -65,6 +67,7 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
         weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
         decoupled_weight_decay: bool = False, *, maximize: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay,
                      initial_accumulator_value=initial_accumulator_value)  # fmt: skip
@@ -115,7 +118,9 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of ``exp_avg``; None: that of each parameter.
+        state_dtype: of ``exp_avg``; None: that of each parameter, or float32 beside a master.
+        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
+            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -140,7 +145,7 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0.0, *, maximize: bool = False,
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)

@@ -71,7 +71,7 @@ def mixtures(*, every: bool) -> dict[str, Any]:
         "dense adam all bf16": kernel(ADAM, (), BF16, BF16, (BF16, BF16)),
     }
     if every:
-        with_master = kernel(MXNET_ADAM.kept(MASTER), (), F32, F16, (F32, F32, F16))
+        with_master = kernel(MXNET_ADAM.kept(MASTER), (), F16, F16, (F32, F32, F32))
         found["dense mxnet_adam_master f16"] = with_master
     return found
 

@@ -151,7 +151,7 @@ def test_mixed_storage_types() -> None:
     compare(adam.ADAM, SIZES, w=F64, g=F32, s=(F64, F32))
     compare(adam.ADAM, SIZES, w=F16, g=F16, s=(F32, F32))
     compare(adam.ADAM, SIZES, w=BF16, g=BF16, s=(BF16, BF16))
-    compare(mxnet.MXNET_ADAM.kept(MASTER), SIZES, g=F16, s=(F32, F32, F16))
+    compare(mxnet.MXNET_ADAM.kept(MASTER), SIZES, w=F16, g=F16, s=(F32, F32, F32))
     compare(adam.ADAM, SIZES, shift=1)
     compare(adam.ADAM, SIZES, w=BF16, g=F32, s=(F32, F32), shift=3)
 

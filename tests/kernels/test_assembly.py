@@ -157,7 +157,7 @@ def test_16_bit_blocks_are_vectorised(kind):
 def test_the_copy_of_a_master_is_not_read(kind):
     """Only written: nothing is converted from 16 bit where the gradient is float32."""
     f32 = storage.F32
-    compiled = kernel(RULES["mxnet_adam"].kept(MASTER), (), f32, f32, (f32, f32, kind))
+    compiled = kernel(RULES["mxnet_adam"].kept(MASTER), (), kind, f32, (f32, f32, f32))
     text = blocks(compiled).update.assembly()
     assert_packed(text, MUST_HAVE["mxnet_adam"])
     if MACHINE == "x86_64" and FEATURES["f16c"]:

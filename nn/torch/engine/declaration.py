@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +17,10 @@ from ...base.own_rules import check_compiled, check_rule
 from ...engine.reader import is_row_sparse
 from .binding import check_parameter
 from .memory import DTYPES
-from .options import check_rows
-from .part import Group, Method, RuleChoice
+from .options import check_rounding, check_rows
+from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import full_like, place_at, place_of, single
+from .state import beside_of, copy_of, full_like, place_at, place_of, single
 from .tensors import is_part, local, wide_dtype
 
 
@@ -40,6 +41,7 @@ class Declaration(ABC):
     _clipping: Any = None
     _counts_updates = True  # whether there is a state "step"
     _takes_sparse = True
+    _has_warned = False  # that a state beside a weight begins anew
     _looks_at_scalars = False  # whether `scalars` is a user's
     _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
 
@@ -115,6 +117,12 @@ class Declaration(ABC):
         is_new = all(state.get(role) is None for role in roles or state)
         if is_new and (made := self._new_state(group, parameter, choice)):
             state = new[parameter] = {**state, **made}  # beside what a user may have there
+        elif choice.rule.beside and (made := beside_of(parameter, choice.rule.beside, state)):
+            state = new[parameter] = {**state, **made}
+            if not self._has_warned and float(state.get("step", 1.0)) > 0.0:
+                self._has_warned = True
+                what = "begins at the weight, which is not the one that it was made for"
+                warnings.warn(f"{where}: {' and '.join(made)} of {name} {what}", stacklevel=2)
         self._check_complete(name, state, roles)
         entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None
@@ -137,6 +145,7 @@ class Declaration(ABC):
         rule, states = choice.rule, dict.fromkeys(choice.states, 0.0)
         check_rule(where, rule, states, group["sparse"], couples=choice.couples)
         check_compiled(where, rule, (DTYPES[parameter.dtype],))
+        check_rounding(where, group, rule, name, parameter)
         if self.skip_nonfinite and is_part(parameter):
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
@@ -164,17 +173,18 @@ class Declaration(ABC):
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts_updates else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
-        dtype, shapes = group["state_dtype"], self.shapes(choice, parameter)
+        dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
         rule = choice.rule.on(tuple(parameter.shape))
         for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
-            value = self.initial(role, group)
-            if state.initial == PARAMETER:
-                made[role] = parameter.detach().clone()
-            elif state.per == "element":
-                made[role] = full_like(parameter, value, dtype)
-            else:
+            if state.per != "element":
                 own = self._dtype_of(state, parameter, dtype)
+                value = self.initial(role, group)
                 made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
+            elif state.initial == PARAMETER:
+                made[role] = copy_of(parameter, state)
+            else:
+                own = dtype if state.dtype is None else wide_dtype(state, parameter.dtype)
+                made[role] = full_like(parameter, self.initial(role, group), own)
         return made
 
     def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
+from ....kernels.rule import Rule
 from ....kernels.tables import has_rows
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
@@ -16,7 +18,9 @@ from .part import Group
 
 Sparse = Literal["touched", "all"]
 SPARSE = get_args(Sparse)
-OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
+Rounding = Literal["nearest", "master", "kahan"]
+ROUNDINGS = get_args(Rounding)
+OWN: dict[str, Any] = {"sparse": None, "state_dtype": None, "rounding": "nearest"}
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
 """The extra option of `Adam` and of classes with its formula."""
@@ -67,6 +71,18 @@ def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
     check_own(where, {**OWN, **group}, takes_sparse=takes_sparse)
 
 
+def check_rounding(where: str, group: Group, rule: Rule, name: str, parameter: Tensor) -> None:
+    """Refuse a way of rounding for a rule on matrices, or for a parameter that has no 16 bits."""
+    if group["rounding"] == "nearest":
+        return
+    label = f"rounding={group['rounding']!r}"
+    if rule.lines or rule.matrix:
+        reject(ValueError, where, label, "does not fit a rule on matrices", "'nearest'", "another")
+    if parameter.dtype not in (torch.float16, torch.bfloat16):
+        expected, got = "torch.float16 or torch.bfloat16", parameter.dtype
+        reject(ValueError, where, label, f"does not fit {name}", expected, got)
+
+
 def check_rows(where: str, name: str, parameter: Tensor) -> None:
     """Refuse a parameter that has no rows to measure; a vector is one row."""
     shape = tuple(parameter.shape)
@@ -83,6 +99,8 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
         reject(ValueError, where, "sparse", "is unknown", expected, sparse)
     if dtype is not None and dtype not in DTYPES:
         reject(ValueError, where, "state_dtype", "is unknown", DTYPE_NAMES, dtype)
+    if own["rounding"] not in ROUNDINGS:
+        reject(ValueError, where, "rounding", "is unknown", ROUNDINGS, own["rounding"])
     for name in EPS_HAT.keys() & own.keys():
         check.flag(where, name, own[name])
 

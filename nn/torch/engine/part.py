@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.formula import Numbers
+from ....kernels.keeping import KEEPINGS
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....ops.runtime.row_step import RowGradient, Update
@@ -28,6 +29,12 @@ _TYPECODES: dict[Any, str] = {np.float32: "f", np.float64: "d"}
 def number(value: Any) -> float:
     """A hyper-parameter: a number or a tensor of one element, which may require a gradient."""
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def state_dtype_of(group: Group) -> torch.dtype | None:
+    """The dtype of the states of elements; None: the parameter's."""
+    asked: torch.dtype | None = group["state_dtype"]
+    return torch.float32 if asked is None and group["rounding"] == "master" else asked
 
 
 def shrink_of(group: Group) -> float:
@@ -57,7 +64,11 @@ class Method(NamedTuple):
         told, touched_only = group["sparse"], True if self.touches else None
         if told is not None:
             touched_only = told == "touched"
-        return RuleChoice(self.rule, self.states or self.rule.names, touched_only, self.couples)
+        rule, states = self.rule, self.states or self.rule.names
+        if keeping := KEEPINGS[group["rounding"]]:
+            rule = rule.kept(keeping)
+            states = (*states, *(state.name for state in keeping.beside))
+        return RuleChoice(rule, states, touched_only, self.couples)
 
 
 class GradientPrologue(NamedTuple):

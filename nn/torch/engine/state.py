@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
 from ....kernels.quiet import quiet
+from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
 from ...distributed.shard import RowShard, places
 from .memory import NUMBERS
 from .part import number
-from .tensors import local
+from .tensors import local, wide_dtype
 
 
 def single(value: float) -> Tensor:
@@ -31,6 +32,31 @@ def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Ten
     if here.device.type == "cpu":
         allocation.on_large_pages(here.data_ptr(), here.nbytes)
     return made.fill_(value)
+
+
+def copy_of(parameter: Tensor, state: State) -> Tensor:
+    """A state that begins as a copy of a parameter."""
+    dtype = parameter.dtype if state.dtype is None else wide_dtype(state, parameter.dtype)
+    return full_like(parameter, 0.0, dtype).copy_(parameter.detach())
+
+
+def beside_of(
+    parameter: Tensor, beside: Sequence[State], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The states beside a weight that a state lacks, or that make another weight, begun anew."""
+    made = {}
+    for own in beside:
+        found = state.get(own.name)
+        if found is None and own.initial == PARAMETER:
+            made[own.name] = copy_of(parameter, own)
+        elif found is None:
+            made[own.name] = full_like(parameter, 0.0, wide_dtype(own, parameter.dtype))
+        elif own.initial == PARAMETER and found.shape == parameter.shape:
+            weight, rounded = parameter.detach(), found.to(parameter.dtype)
+            is_same = (rounded == weight) | (rounded.isnan() & weight.isnan())
+            if not is_same.all():
+                made[own.name] = torch.where(is_same, found, weight.to(found.dtype))
+    return made
 
 
 class Number(NamedTuple):

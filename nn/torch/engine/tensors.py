@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ....kernels.cpu.headers.arrays import address_of
 from ....kernels.private import parts_of
-from ....kernels.state import State
+from ....kernels.state import PARAMETER, State
 from ....kernels.tables import RowSource
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
@@ -19,8 +20,13 @@ from .memory import DTYPES, array_there, in_memory
 
 
 def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a state that is not one of elements: a count, or of the arithmetic's type."""
-    return torch.promote_types(dtype, torch.float32) if state.dtype is None else torch.int32
+    """The dtype of a state: its own, or the type of the arithmetic."""
+    if state.dtype == PARAMETER:
+        return dtype
+    if state.dtype is None:
+        return torch.promote_types(dtype, torch.float32)
+    found: torch.dtype = getattr(torch, np.dtype(state.dtype).name)
+    return found
 
 
 def local(tensor: Tensor) -> Tensor:

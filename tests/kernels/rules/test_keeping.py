@@ -68,9 +68,8 @@ def test_a_rule_does_not_know_how_its_weight_is_kept(
     """What the plain rule makes of the same number in float32, rounded to what is stored."""
     rule, dtype, generator = RULES[name], HALVES[half], np.random.default_rng(1)
     kept, x = rule.kept(keeping), generator.standard_normal((N, D)).astype(F32)
-    weight, beside = x.copy(), np.zeros((N, D), dtype)
+    weight, beside = x.astype(dtype), x.copy()
     if keeping is KAHAN:
-        weight = x.astype(dtype)
         beside = (x - weight.astype(F32)).astype(dtype)
         x = weight.astype(F32) + beside.astype(F32)
     plain, own = begin(rule, np.random.default_rng(2)), begin(rule, np.random.default_rng(2))
@@ -88,7 +87,7 @@ def test_a_rule_does_not_know_how_its_weight_is_kept(
             written[:] = False
             written[indices] = True
         rounded = x.astype(dtype)
-        expected = x, rounded
+        expected = rounded, x
         if keeping is KAHAN:
             expected = rounded, (x - rounded.astype(F32)).astype(dtype)
         for found, new, old in zip((weight, beside), expected, before, strict=True):

@@ -13,7 +13,6 @@ import pytest
 from fusestep import nn, ops
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.formula import running_power
-from fusestep.kernels.keeping import MASTER
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
@@ -29,16 +28,6 @@ HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.
 POWERS = {"beta1_power": 0.9**3, "beta2_power": 0.99**3}
 DECAY = {"decay": 0.05}
-
-
-def with_copy(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """The formula on a master parameter; the last state is not read and becomes a copy of it."""
-
-    def copied(w: Any, g: Any, m: Any, v: Any, _: Any, hp: Any) -> Any:
-        w, m, v = formula(w, g, m, v, hp)
-        return w, m, v, w
-
-    return copied
 
 
 # Each rule of the family: how its scalars are made, and the reference step (w, g, *states, hp).
@@ -60,17 +49,6 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
     "mxnet": (mxnet.MXNET_ADAM, POWERS, reference.adam),
     "mxnet_decay": (mxnet.MXNET_ADAMW, DECAY, reference.adam_weight_decay),
     "mxnet_decay_composed": (mxnet.MXNET_ADAMW_COMPOSED, DECAY, reference.adamw_composed),
-    "mxnet_master": (mxnet.MXNET_ADAM.kept(MASTER), POWERS, with_copy(reference.adam)),
-    "mxnet_decay_master": (
-        mxnet.MXNET_ADAMW.kept(MASTER),
-        DECAY,
-        with_copy(reference.adam_weight_decay),
-    ),
-    "mxnet_decay_composed_master": (
-        mxnet.MXNET_ADAMW_COMPOSED.kept(MASTER),
-        DECAY,
-        with_copy(reference.adamw_composed),
-    ),
 }
 EACH_RULE = pytest.mark.parametrize("name", RULES)
 
@@ -192,13 +170,10 @@ def largest_terms(
     rate = hp.lr if "decay" in name else hp.step_size
     step = rate * ahead / denominator
     old = 0.0 if name.endswith("delta") else np.abs(w) * (1 + hp.lr * hp.decay)
-    last = {"amsgrad": [expected[-1]], "master": [old + step]}
-    return [old + step, m, v, *last.get(name.rpartition("_")[2], [])]
+    return [old + step, m, v, *([expected[-1]] if name == "amsgrad" else [])]
 
 
-# What a rule with a copy steps is a float32 master, whatever the type of the copy.
-MASTERS = [name for name in RULES if name.endswith("master")]
-STEPPED = with_prologues(RULES, PROLOGUE, only_float32=MASTERS)
+STEPPED = with_prologues(RULES, PROLOGUE)
 
 
 @pytest.mark.parametrize(("name", "dtype", "prologue"), STEPPED)

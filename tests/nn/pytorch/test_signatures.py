@@ -15,7 +15,10 @@ from fusestep.nn import torch as fused  # noqa: E402
 from torch_training import EVERY, SHARED  # noqa: E402
 
 OPTIMIZERS = [*EVERY, "FusedOptimizer", "Thor"]
-OWN = {"sparse": None, "skip_nonfinite": False, "state_dtype": None, "eps_hat": False}
+OWN = {
+    "sparse": None, "skip_nonfinite": False, "state_dtype": None, "rounding": "nearest",
+    "eps_hat": False,
+}  # fmt: skip
 VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -67,6 +70,7 @@ def test_what_is_given_arrives(name: str) -> None:
         "sparse": "all", "state_dtype": torch.float64, "lr_power": -0.25, "rho": 0.5,
         "beta2_decay": -0.5, "etas": (0.25, 1.5), "step_sizes": (0.125, 2.0), "beta3": 0.5,
         "capturable": False, "differentiable": False, "fsdp_in_use": False, "slice_p": 1,
+        "rounding": "kahan",
     }  # fmt: skip
     others |= {"betas": (0.5, 0.25, 0.75)} if name == "Adan" else {}
     others |= {"eps": (0.5, 0.25)} if name == "Adafactor" else {}
@@ -78,7 +82,9 @@ def test_what_is_given_arrives(name: str) -> None:
     given |= {"d": 2.0} if name == "Adafactor" else {}
     given |= {"d0": 0.5} if name == "Prodigy" else {}
     skips = "skip_nonfinite" in parameters(cls)
-    optimizer = cls([torch.nn.Parameter(torch.ones(2, 2))], **given, skip_nonfinite=skips)
+    optimizer = cls(
+        [torch.nn.Parameter(torch.ones(2, 2).bfloat16())], **given, skip_nonfinite=skips
+    )
     group = optimizer.param_groups[0]
     assert {key: group[key] for key in given} == given
     assert optimizer.skip_nonfinite is True
@@ -99,7 +105,7 @@ def test_classes_of_users_show_what_they_take() -> None:
         pass
 
     assert [*parameters(Written)] == [*parameters(Below)] == ["params", "mine"]
-    expected = [*parameters(torch.optim.SGD), "sparse", "skip_nonfinite", "state_dtype"]
+    expected = [*parameters(torch.optim.SGD), "sparse", "skip_nonfinite", "state_dtype", "rounding"]
     assert [*parameters(Before)] == [*parameters(Further)] == expected
     w = torch.nn.Parameter(torch.ones(2))
     assert Further([w], 0.5, momentum=0.25).param_groups[0]["momentum"] == 0.25

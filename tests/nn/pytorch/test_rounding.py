@@ -1,0 +1,270 @@
+"""Weights of 16 bits beside float32 masters or remainders: steps, states, resumes, bad input."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusestep.nn import torch as fused  # noqa: E402
+
+from helpers import more  # noqa: E402
+from test_options import SIXTEEN_BITS, mixed, unchanged  # noqa: E402
+from torch_training import EVERY, FOLDERS, TABLES, assert_same_bits, everything  # noqa: E402
+
+FORMS = {"master": "master", "kahan": "remainder"}
+"""Ways to round, and the state that lies beside the weight."""
+ROUNDED = [name for name in EVERY if name != "Adafactor"]  # which has a rule on matrices
+SAMPLE = "AdamW", "SGD", "Lamb", "RowWiseAdagrad"
+EACH = pytest.mark.parametrize("name", [n if n in SAMPLE else more(n) for n in ROUNDED])
+EACH_FORM = pytest.mark.parametrize("form", FORMS)
+
+
+def options_of(name: str, form: str, **more_options: Any) -> dict[str, Any]:
+    """A rate that matters, and states in float32 in both forms."""
+    options = {"lr": 0.1, "rounding": form, **more_options}
+    if name in TABLES:
+        options.setdefault("sparse", "touched")
+    if name != "RowWiseAdagrad":
+        options["state_dtype"] = torch.float32
+    return options
+
+
+def wide(parameter: Any, state: Any) -> Any:
+    """The number that a weight and what lies beside it make."""
+    if "master" in state:
+        return state["master"].clone()
+    remainder = state.get("remainder")
+    return parameter.detach().float() + (0.0 if remainder is None else remainder.float())
+
+
+@EACH
+@EACH_FORM
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=["f16", "bf16"])
+@pytest.mark.parametrize("sparse", ["touched", "all"])
+def test_a_step_is_that_of_the_float32_weight(
+    name: str, form: str, dtype: Any, sparse: str
+) -> None:
+    """To the last bit, states too; then both are rounded, channels last and rows as well."""
+    if name not in TABLES and sparse == "all":
+        pytest.skip("takes no sparse gradients")
+    narrow = mixed(dtype)[: None if name in TABLES else 2]
+    own = {"sparse": sparse} if name in TABLES else {}
+    ours = getattr(fused, name)(narrow, **options_of(name, form, **own))
+    plain = {n: x for n, x in options_of(name, form, **own).items() if n != "rounding"}
+    exact = [torch.nn.Parameter(p.detach().float()) for p in narrow]
+    theirs = getattr(fused, name)(exact, **plain)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        for p, q in zip(narrow, exact, strict=True):
+            g = torch.randn(p.shape, generator=generator).to(dtype)
+            if p.grad.is_sparse:
+                ids = torch.tensor([[4, 1, 4]])
+                g = torch.sparse_coo_tensor(ids, g[:3], p.shape, check_invariants=False)
+            p.grad, q.grad = g, g.float()
+            q.data.copy_(wide(p, ours.state.get(p, {})))
+        before = [wide(p, ours.state.get(p, {})) for p in narrow]
+        ours.step()
+        theirs.step()
+        for p, q, old in zip(narrow, exact, before, strict=True):
+            state = ours.state[p]
+            beside, x = state[FORMS[form]], q.detach()
+            rounded = x.to(dtype)
+            expected = x if form == "master" else (x - rounded.float()).to(dtype)
+            written = (x != old) if p.grad.is_sparse else torch.ones_like(x, dtype=torch.bool)
+            assert_same_bits([p.detach()[written]], [rounded[written]])
+            assert_same_bits([beside[written]], [expected[written]])
+            assert torch.equal(wide(p, state)[~written], old[~written])
+            others = {n: t for n, t in state.items() if n != FORMS[form]}
+            assert others.keys() == theirs.state[q].keys()
+            assert_same_bits(others.values(), theirs.state[q].values())
+
+
+@EACH_FORM
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=["f16", "bf16"])
+def test_updates_below_the_last_place_are_kept(form: str, dtype: Any) -> None:
+    """Ten thousandths of a step each, which the weight alone never takes."""
+    moved = []
+    for rounding in ("nearest", form):
+        w = torch.nn.Parameter(torch.ones(300, dtype=dtype))
+        optimizer = fused.SGD([w], lr=1e-5, rounding=rounding)
+        for _ in range(2000):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+        moved.append(float(1.0 - wide(w, optimizer.state[w]).mean()))
+    # A remainder is rounded in each step, too.
+    assert moved[0] == 0.0
+    assert abs(moved[1] - 0.02) < (1e-4 if form == "master" else 4e-3)
+
+
+def test_dtypes_of_states() -> None:
+    for rounding, asked, expected, beside in (
+        ("master", None, torch.float32, torch.float32),
+        ("master", torch.bfloat16, torch.bfloat16, torch.float32),
+        ("kahan", None, torch.bfloat16, torch.bfloat16),
+        ("kahan", torch.float32, torch.float32, torch.bfloat16),
+    ):
+        (w, *_) = mixed(torch.bfloat16)
+        optimizer = fused.AdamW([w], rounding=rounding, state_dtype=asked)
+        optimizer.step()
+        state = optimizer.state[w]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == expected
+        assert state[FORMS[rounding]].dtype == beside
+
+
+def resumed(way: str, name: str, form: str, parameters: list[Any], optimizer: Any) -> Any:
+    """Another optimizer of these parameters, with the states of the first."""
+    saved: Any = optimizer.state_dict()
+    if way == "file":
+        stream = io.BytesIO()
+        torch.save(saved, stream)
+        stream.seek(0)
+        saved = torch.load(stream)
+    other = getattr(fused, name)(parameters, **options_of(name, form))
+    other.load_state_dict(copy.deepcopy(saved))
+    return other
+
+
+@EACH
+@EACH_FORM
+@pytest.mark.parametrize("way", ["dict", "file"])
+def test_a_resumed_run_is_the_same(way: str, name: str, form: str) -> None:
+    runs = []
+    for stops in (False, True):
+        parameters = mixed(torch.bfloat16)[: None if name in TABLES else 2]
+        optimizer = getattr(fused, name)(parameters, **options_of(name, form))
+        for k in range(4):
+            if stops and k == 2:
+                with warnings.catch_warnings(action="error"):
+                    optimizer = resumed(way, name, form, parameters, optimizer)
+            optimizer.step()
+        runs.append(everything(optimizer))
+    assert_same_bits(*runs)
+
+
+@EACH_FORM
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+@pytest.mark.parametrize("way", FOLDERS)
+def test_distributed_checkpoints_have_them(way: str, form: str) -> None:
+    from torch_training import net, through_folder, train
+
+    runs = []
+    for stops in (False, True):
+        model = net(dtype=torch.bfloat16)
+        optimizer: Any = fused.AdamW(model.parameters(), lr=0.1, rounding=form)
+        train(model, optimizer, range(2))
+        if stops:
+            fresh = net(seed=1, dtype=torch.bfloat16)
+            other = fused.AdamW(fresh.parameters(), lr=0.1, rounding=form)
+            model, optimizer = through_folder(model, optimizer, fresh, other, **FOLDERS[way])
+        train(model, optimizer, range(2, 4))
+        runs.append(everything(optimizer))
+    assert_same_bits(*runs)
+
+
+@EACH_FORM
+def test_states_without_them_begin_at_the_weight(form: str) -> None:
+    """Of a run that rounded to the nearest, say, with one warning."""
+    parameters = mixed(torch.bfloat16)
+    before = fused.Adam(parameters, sparse="touched", state_dtype=torch.float32)
+    before.step()
+    optimizer = fused.Adam(parameters, sparse="touched", rounding=form)
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert all(group["rounding"] == "nearest" for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["rounding"] = form
+    weights = [p.detach().float() for p in parameters]
+    with pytest.warns(UserWarning, match=f"Adam: {FORMS[form]} of parameter 0 begins") as told:
+        optimizer.step()
+    assert len(told) == 1
+    exact = [torch.nn.Parameter(w) for w in weights]
+    for p, q in zip(parameters, exact, strict=True):
+        q.grad = p.grad.float()
+    other = fused.Adam(exact, sparse="touched")
+    other.load_state_dict(before.state_dict())
+    other.step()
+    for p, q in zip(parameters, exact, strict=True):
+        assert torch.equal(p, q.detach().bfloat16())
+
+
+def test_a_weight_that_was_changed_wins() -> None:
+    """A master that makes another weight begins at that, element by element; with one warning."""
+    parameters = mixed(torch.float16)
+    optimizer = fused.SGD(parameters, lr=0.0, sparse="touched", rounding="master")
+    optimizer.step()
+    masters = [optimizer.state[p]["master"].clone() for p in parameters]
+    with torch.no_grad():
+        parameters[0][1:3] = 7.0
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="SGD: master of parameter 0 begins at the weight") as told:
+        optimizer.step()
+    assert len(told) == 1
+    masters[0][1:3] = 7.0
+    assert_same_bits([optimizer.state[p]["master"] for p in parameters], masters)
+
+
+def test_a_nan_is_the_weight_of_a_nan() -> None:
+    (w, *_) = mixed(torch.bfloat16)
+    optimizer = fused.SGD([w], lr=0.1, rounding="master")
+    optimizer.step()
+    w.grad.fill_(torch.nan)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_parameters_without_16_bits(place: int) -> None:
+    parameters = mixed(torch.bfloat16)
+    parameters[place] = torch.nn.Parameter(parameters[place].detach().float())
+    group = {"params": parameters, "rounding": "kahan"}
+    wrong = f"rounding='kahan' does not fit parameter {place} of a group: expected torch.float16"
+    with pytest.raises(ValueError, match=f"AdamW: {wrong}"):
+        fused.AdamW([group])
+    assert group == {"params": parameters, "rounding": "kahan"}
+
+
+def test_parameters_that_are_converted_later() -> None:
+    parameters = mixed(torch.bfloat16)[:1]
+    optimizer = fused.AdamW(parameters, rounding="master")
+    optimizer.step()
+    parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
+    parameters[0].grad = torch.ones_like(parameters[0])
+    before = everything(optimizer)
+    with pytest.raises((ValueError, RuntimeError), match="does not fit parameter 0"):
+        optimizer.step()
+    assert unchanged(optimizer, before)
+
+
+@pytest.mark.parametrize("rounding", ["Master", "stochastic", None, 3])
+def test_roundings_that_are_unknown(rounding: Any) -> None:
+    with pytest.raises(ValueError, match="SGD: rounding is unknown"):
+        fused.SGD(mixed(torch.bfloat16), lr=0.1, rounding=rounding)
+
+
+def test_rules_on_matrices() -> None:
+    optimizer = fused.Adafactor(mixed(torch.bfloat16)[:1])
+    with pytest.raises(ValueError, match="rounding='kahan' does not fit a rule on matrices"):
+        optimizer.add_param_group({"params": mixed(torch.bfloat16)[1:2], "rounding": "kahan"})
+    assert len(optimizer.param_groups) == 1
+
+
+@EACH_FORM
+def test_a_state_of_another_dtype(form: str) -> None:
+    """A master is float32."""
+    parameters = mixed(torch.bfloat16)[:1]
+    optimizer = fused.SGD(parameters, lr=0.1, rounding=form)
+    optimizer.step()
+    state = optimizer.state[parameters[0]]
+    state[FORMS[form]] = state[FORMS[form]].to(torch.float64)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=f"state '{FORMS[form]}' of parameter 0"):
+        optimizer.step()
+    assert unchanged(optimizer, before)
