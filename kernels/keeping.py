@@ -32,10 +32,11 @@ def _left(x: Any, rounded: Any) -> Any:
     return (x - rounded,)
 
 
-MASTER = Keeping("master", _master, _all, (State("master", initial=PARAMETER, dtype=np.float32),))
+_STATE = State("master", initial=PARAMETER, dtype=np.float32)
+MASTER = Keeping(_master, _all, (_STATE,), "master")
 """A rounded weight, never read but written on the way, and all of it in float32 (NVIDIA's mixed
 precision, MXNet's ``multi_precision``)."""
-KAHAN = Keeping("kahan", _joined, _left, (State("remainder", dtype=PARAMETER),))
+KAHAN = Keeping(_joined, _left, (State("remainder", dtype=PARAMETER),), "kahan")
 """A rounded weight, and what rounding has cut off, rounded too (Kahan's compensated sum)."""
 KEEPINGS: dict[str, Keeping | None] = {"nearest": None, "master": MASTER, "kahan": KAHAN}
 """By name; ``"nearest"`` is the weight alone, rounded to the nearest number that can be stored."""

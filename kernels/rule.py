@@ -85,17 +85,17 @@ class Keeping(_Constant):
     """A way to keep a weight; compared by identity.
 
     Attributes:
-        name: for messages.
         load: ``load(w, *beside)``: the weight as a number.
         store: ``store(x, rounded)``: what is written beside the weight, a tuple, for its new value
             ``x`` and what is left of this where the weight itself is stored.
         beside: the states that lie beside the weight, one for each element.
+        name: for messages.
     """
 
-    name: str
     load: Callable[..., Any]
     store: Callable[..., Any]
     beside: tuple[State, ...]
+    name: str
 
 
 @dataclass(frozen=True, eq=False)

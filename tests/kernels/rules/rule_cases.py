@@ -363,6 +363,6 @@ def run_rows(
     """One row-sparse step on one table."""
     hp = hp_row(rule, prologue, scalars, real_of(arrays[0].dtype))
     gradient = RowGradient.of(indices, values)
-    variables = Variables.of([tuple(arrays)])
-    update = RowUpdate.of(["test"], rule, prologue, variables, [gradient], hp, [0], lazy)
+    given = Variables.of([tuple(arrays)]), [gradient], STORAGES[values.dtype], hp, [0], lazy
+    update = RowUpdate.of(["test"], rule, prologue, *given)
     commit([update.prepared()])

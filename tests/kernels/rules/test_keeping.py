@@ -43,8 +43,8 @@ def step(
         place, storage = np.array([g.ctypes.data]), STORAGES[g.dtype]
         update: Any = DenseUpdate(rule, prologue, variables, place, storage, hp, one)
     else:
-        rows = RowGradient.of(indices, g)
-        update = RowUpdate.of(["x"], rule, prologue, variables, [rows], hp, [0], lazy)
+        given = variables, [RowGradient.of(indices, g)], STORAGES[g.dtype], hp, [0], lazy
+        update = RowUpdate.of(["x"], rule, prologue, *given)
     commit([update.prepared()])
 
 

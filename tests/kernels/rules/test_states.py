@@ -94,7 +94,7 @@ def test_rows(rule: Any, w: Any, g: Any, s: Any, lazy: bool) -> None:
         gradients.append(RowGradient.of(indices, values))
         sums.append(total)
     hp = scalars_of(real_of(w))
-    given = Variables.of(tensors), gradients, hp, [0, 1], lazy
+    given = Variables.of(tensors), gradients, STORAGES[np.dtype(g)], hp, [0, 1], lazy
     commit([RowUpdate.of(["", ""], rule, (), *given).prepared()])
     for t, (found, old) in enumerate(zip(tensors, before, strict=True)):
         touched = np.zeros(len(old[0]), bool)
@@ -125,7 +125,7 @@ def test_every_loop_gives_the_same_bits(w: Any, g: Any, s: Any) -> None:
     rows = [RowGradient.of(order, gradient[order])]
     for arrays, touched_only in ((lazy, True), (swept, False)):
         variables = Variables.of([arrays])
-        given = variables, rows, hp, [0], touched_only
+        given = variables, rows, storage, hp, [0], touched_only
         commit([RowUpdate.of([""], FIVE, prologue, *given).prepared()])
         for found, wanted in zip(arrays, dense, strict=True):
             assert_same_bits(found, wanted)
