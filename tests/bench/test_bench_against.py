@@ -17,8 +17,7 @@ from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
 from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, SECONDS
-from fusestep.bench.report.stats import Summary
+from fusestep.bench.report.result import OURS, SECONDS, Summary
 from fusestep.bench.workers import worker_protocol
 
 import bench_support

@@ -20,6 +20,7 @@ from fusestep.bench.cases import (
 )
 from fusestep.bench.cases import mxnet as mxnet_subjects
 from fusestep.bench.cases import steps as cases
+from fusestep.bench.cases.options import Request
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import Peers
@@ -98,7 +99,7 @@ def test_a_case_with_a_method_of_its_own_says_what_it_measures(
     """Its module does, in one line."""
     module = import_module(f"fusestep.bench.special.{case.name.replace('-', '_')}")
     monkeypatch.setattr(module, "run", lambda result, *_: result.limits.update(x=1.0))
-    found = run.measure(case, 1.0, 1, Peers({}), quiet)
+    found = run.measure(case, Request([], [], {}, 1.0, []), 1, Peers({}), quiet)
     assert isinstance(found, SpecialResult)
     assert (found.name, found.limits) == (case.name, {"x": 1.0})
     assert 20 < len(found.summary) < 100 and "\n" not in found.summary

@@ -221,13 +221,15 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--peers", "torch,none"): "--peers: expected names out of",
     ("--torch-python", "/nowhere/python"): "--torch-python: '/nowhere/python' is no Python inter",
     ("--mindspore-python", "/"): "--mindspore-python: '/' is no Python interpreter",
+    ("--optax-python", __file__): "is no Python interpreter",
     ("--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file or dir",
     ("--json", "/"): "--json is a folder: expected a regular file or a name that is free, got '/'",
     ("--json", ""): "--json is a folder: expected a regular file or a name that is free, got '.'",
-    ("--plot", "x.gif"): "--plot: expected a file .png, .svg or .pdf, got 'x.gif'",
+    ("--plot", "x.gif"): "--plot: expected a file .png, .svg, .pdf, got 'x.gif'",
     ("--plot", "/nowhere/x.png"): "--plot: cannot write '/nowhere/x.png': No such file",
     ("--nonsense",): "unrecognized arguments: --nonsense",
     ("--threads",): "argument --threads: expected one argument",
+    ("--from", "x.json", "--plot", "x.jpg"): "expected a file .png, .svg, .pdf",
 }
 
 
@@ -319,7 +321,6 @@ def test_an_earlier_run_is_shown_and_drawn(
         (("--threads", "1"), "measures nothing, so it takes no --threads"),
         (("nn.SGD",), "holds no results of nn.SGD"),
         (("--scenario", "busy"), "holds no results of busy"),
-        (("--plot", "x.jpg"), "expected a file .png, .svg or .pdf"),
     ):
         status, out, err = said(capsys, *given, *earlier)
         assert (status, out) == (2, "") and text in err
