@@ -67,7 +67,7 @@ def jobs_of(point: Point, given: Inputs) -> dict[str, Job]:
     """
     given = replace(given, copies=1, from_memory=True)  # no fresh gradients, and one set of them
     asked, library = point.case.use.algorithm is not None, torch_of_device()
-    needed, free = (2 + asked) * given.needed + given.bytes, free_bytes()
+    needed, free = (1 + asked) * given.needed + given.bytes, free_bytes()
     if needed > _OF_FREE * free:
         text = f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of device memory are free"
         raise BenchError(text)

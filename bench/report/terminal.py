@@ -159,23 +159,24 @@ def progress() -> Iterator[Callable[[str, int, int], Report]]:
     Yields what gives, for the name of a measurement and its place among so many, the function
     that is told its progress.
     """
+    errors = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), words
-    errors = Console(stderr=True)
+    is_drawn = errors.is_terminal
     with Progress(
-        *columns, console=errors, auto_refresh=False, disable=not errors.is_terminal
+        *columns, words, console=errors, auto_refresh=False, disable=not is_drawn
     ) as bars:
         task = bars.add_task("", total=None)
 
         def of(name: str, done: int, total: int) -> Report:
-            if not errors.is_terminal:
-                errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
-            bars.update(task, description=name, completed=done, total=total, refresh=True)
-
             def report(share: float) -> None:
                 text = f"{name} {share:4.0%}"
-                bars.update(task, completed=int(done + share), description=text, refresh=True)
+                bars.update(task, total=total, completed=int(done + share), description=text)
+                bars.refresh()
 
+            if not is_drawn:
+                errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
+            report(0.0)
             return report
 
         yield of

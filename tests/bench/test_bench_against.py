@@ -125,10 +125,7 @@ def test_the_worktree_goes_after_an_error_too(error: type[BaseException], reposi
 
 @pytest.mark.parametrize("ref", ["no-such-branch", "", "--all", "HEAD~9"])
 def test_a_commit_that_does_not_exist(ref: str, repository: Path) -> None:
-    with (
-        pytest.raises(BenchError) as error,
-        against.versions(ref),
-    ):
+    with pytest.raises(BenchError) as error, against.versions(ref):
         pass
     assert str(error.value) == f"--against: expected a results file or a commit, got {ref!r}"
     assert len(git(repository, "worktree", "list").splitlines()) == 1

@@ -38,13 +38,7 @@ from fusestep.bench.report.result import (
     paired,
     ratio,
 )
-from fusestep.bench.special import (
-    changing_steps,
-    dlrm_training,
-    far_rows,
-    first_step,
-    training,
-)
+from fusestep.bench.special import changing_steps, dlrm_training, far_rows, first_step, training
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
@@ -385,12 +379,7 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("ours", "losses"),
-    [
-        (11.4, ["87.7% of the bound"]),
-        (11.0, []),
-        (9.0, []),
-        (40.0, ["25.0% of the bound"]),
-    ],
+    [(11.4, ["87.7% of the bound"]), (11.0, []), (9.0, []), (40.0, ["25.0% of the bound"])],
 )
 def test_a_slowed_step_is_reported(
     clock: FakeClock, ours: float, losses: list[str], monkeypatch: pytest.MonkeyPatch

@@ -296,7 +296,7 @@ def test_one_point_is_drawn_as_bars_with_its_times(tmp_path: Path) -> None:
     times = {OURS: "10.00 ms", "PyTorch": "12.50 ms", "NumPy": "500 ms"}
     for words in (*times, *times.values()):
         assert f"{words}<" in text, words
-    assert "nn.Adam: 900 numbers<" in text and "float32, 2 threads<" in text
+    assert "nn.Adam: 900 numbers<" in text and "float32, 2 threads, in a loop<" in text
     assert "20.00 ms" not in text
     plot.draw(data, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
