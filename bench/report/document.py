@@ -75,10 +75,13 @@ def _point(result: PointResult) -> dict[str, Any]:
 
 
 def joined(*documents: dict[str, Any]) -> dict[str, Any]:
-    """The last of some documents, with the results of the others before its own."""
-    parts = {part: [one for data in documents for one in data[part]]
-             for part in ("points", "special")}  # fmt: skip
-    return {**documents[-1], **parts}
+    """The last of some documents, with the results and the peers of the others before its own."""
+    found = dict(documents[-1])
+    for part in ("points", "special"):
+        found[part] = [one for data in documents for one in data[part]]
+    for part in ("peers", "missing_peers"):
+        found[part] = {name: text for data in documents for name, text in data[part].items()}
+    return found
 
 
 def same(point: dict[str, Any]) -> tuple[Any, ...]:

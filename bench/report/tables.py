@@ -48,11 +48,16 @@ def _in_loop(data: Data) -> list[Point]:
     return [point for point in all_of(data) if point["scenario"] == LOOP]
 
 
-def _plain(data: Data) -> list[Point]:
-    """In a loop, in float32, with all threads."""
+def _plain(data: Data, *kinds: str) -> list[Point]:
+    """In a loop, in float32, with all threads; of cases that begin so, or all."""
     points = _in_loop(data)
     threads = max(point["threads"] for point in points)
-    return [p for p in points if p["threads"] == threads and p["dtype"] == "float32"]
+    return [
+        point
+        for point in points
+        if point["threads"] == threads and point["dtype"] == "float32"
+        and (not kinds or point["case"].partition("/")[0] in kinds)
+    ]  # fmt: skip
 
 
 def _usual(data: Data) -> list[Point]:
@@ -64,11 +69,6 @@ def _usual(data: Data) -> list[Point]:
         if point["size"] in (*sizes, point["case"].partition("/")[0])
         and point["indices"] in (None, indices.DEFAULT)
     ]
-
-
-def _of_kinds(data: Data, *kinds: str) -> list[Point]:
-    """Plain points of cases that begin so."""
-    return [point for point in _plain(data) if point["case"].partition("/")[0] in kinds]
 
 
 # -- steps ----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _sizes(data: Data) -> Blocks:
     Then, for each peer, how many times faster.
     """
     cases: dict[str, dict[str, Point]] = {}
-    for point in _of_kinds(data, "dense"):
+    for point in _plain(data, "dense"):
         cases.setdefault(point["case"], {})[point["size"]] = point
     columns = sorted({size for found in cases.values() for size in found}, key=number)
 
@@ -205,7 +205,7 @@ def _growth(data: Data) -> Blocks:
         "memory": lambda point: table.memory(point["memory"][OURS]),
         "bytes of an id": beside,
     }
-    return [of_points(_of_kinds(data, "pooled"), 2, **columns)]
+    return [of_points(_plain(data, "pooled"), 2, **columns)]
 
 
 def _dtypes(data: Data) -> Blocks:
@@ -377,7 +377,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "usual": lambda data: _steps(_usual(data)),
     "models": lambda data: _steps(_in_loop(data)),
     "sizes": _sizes,
-    "rows": lambda data: _steps(_of_kinds(data, "rows", "pooled"), size=size),
+    "rows": lambda data: _steps(_plain(data, "rows", "pooled"), size=size),
     "growth": _growth,
     "dtypes": _dtypes,
     "scaling": lambda data: [scaling(_in_loop(data))],

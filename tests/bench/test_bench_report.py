@@ -122,6 +122,10 @@ def test_a_document_is_read_as_it_was_written(full: dict[str, Any], tmp_path: Pa
     document.write(path, full)
     assert document.read(path, "--against") == json.loads(json.dumps(full))
     assert list(tmp_path.iterdir()) == [path]
+    joined = document.joined(full, made_up(result(), versions={"numpy": "3.0"}))
+    document.check_schema(joined)
+    assert joined["points"][:2] == full["points"] and len(joined["points"]) == 3
+    assert joined["peers"] == {"torch": "2.0", "numpy": "3.0"}
 
 
 @pytest.mark.parametrize(
