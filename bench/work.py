@@ -220,4 +220,5 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """An array itself; in place of several, one as large as all of them."""
     if len(arrays) == 1:
         return arrays[0].reshape(-1)
-    return written_zeros(np.empty(sum(a.size for a in arrays), arrays[0].dtype))
+    joined: np.ndarray = written_zeros(np.empty(sum(a.size for a in arrays), arrays[0].dtype))
+    return joined

@@ -39,8 +39,10 @@ def draw(document: dict[str, Any], path: Path) -> None:
     figure.supxlabel(setting, fontsize="small")
     if groups:
         is_one = len({same(point) for point in points}) == 1
-        options = {"sharex": is_one, "squeeze": False, "height_ratios": heights}
-        axes = figure.subplots(len(groups), 1, **options)[:, 0]
+        panels = figure.subplots(
+            len(groups), 1, sharex=is_one, squeeze=False, height_ratios=heights
+        )
+        axes = panels[:, 0]
         for axis, (point, names) in zip(axes, groups, strict=True):
             _bars(axis, point, names)
         axes[-1].set_xlabel("milliseconds for one step")

@@ -34,7 +34,7 @@ _SECONDS = 1.0  # of a measurement
 def run(result: SpecialResult, _threads: int, progress: Progress) -> None:
     """Measure all parts, then all sorts."""
     point = import_module("..gpu.point", __package__)
-    todo = [(parts, f"{name}: ", name) for name in DISTRIBUTIONS]
+    todo: list[tuple[Any, str, Any]] = [(parts, f"{name}: ", name) for name in DISTRIBUTIONS]
     todo += [(sorts, f"sort of {n:,} keys: ", n) for n in SORTED]
     for make, label, argument in tracked(todo, progress):
         times, _ = point.in_turn(make(argument), _SECONDS, lambda _: None)
@@ -49,7 +49,8 @@ def parts(distribution: str) -> dict[str, Job]:
     from ...kernels.cuda.device.part import LaunchContext
     from ...kernels.cuda.rows.step import RowStep
 
-    operator, put = ops.FusedSparseLazyAdam(), clock().put
+    operator: Any = ops.FusedSparseLazyAdam()
+    put = clock().put
     variables = [clock().zeros((ROWS, WIDTH)) for _ in range(3)]
     values = put(np.random.default_rng(1).standard_normal((BATCH, WIDTH), np.float32))
     ids = put(indices.draw(distribution, ROWS, BATCH))
