@@ -101,6 +101,8 @@ def test_check(name: str) -> None:
     assert len(found) == len(expected)
     for ours, host in zip(map(clock.get, found), expected, strict=True):
         epsilon = float(ml_dtypes.finfo(host.dtype).eps)
-        a, b = (np.asarray(array, np.float64) for array in (ours, host))
+        # States of rows are columns on the host.
+        a, b = (np.asarray(array, np.float64).reshape(-1) for array in (ours, host))
+        assert a.size == b.size
         allowed = ULPS[epsilon > 1e-4] * epsilon * np.abs(b).max(initial=0.0)
         np.testing.assert_allclose(a, b, rtol=0, atol=allowed)
