@@ -20,8 +20,7 @@ from .measure import ContestantLostError, measured
 from .peer import Worker
 from .point import company, in_worker, setup_request
 from .report.document import same
-from .report.result import OURS, Progress
-from .report.stats import Change, Summary, change, paired, ratio
+from .report.result import OURS, Change, Progress, Summary, change, paired, ratio
 from .work import inputs
 
 # -P: the folder in which the user happens to be is no place to import from.

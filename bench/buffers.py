@@ -5,7 +5,7 @@ What a version to compare with imports: nothing of the inside of the package, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,22 +23,31 @@ class Buffers:
         use: what it does with such gradients.
         dtype: of parameters and gradients.
         given: the parameters and their gradients.
+        put: copies an array to where the step is taken; None: to the host.
     """
 
     def __init__(
-        self, prepare: Prepare, use: Use, dtype: np.dtype[Any], given: Sequence[Parameter]
+        self,
+        prepare: Prepare,
+        use: Use,
+        dtype: np.dtype[Any],
+        given: Sequence[Parameter],
+        put: Callable[[np.ndarray], Any] | None = None,
     ) -> None:
-        self.use = use
-        self.values = [one.gradient.astype(dtype) for one in given]
-        self.indices = [None if one.indices is None else one.indices.copy() for one in given]
+        self.use, put = use, put or np.asarray
+        values = [one.gradient.astype(dtype) for one in given]
         lengths = [one.bag for one in given if one.bag is not None]
-        self.bags: list[Bags] = []  # of pooled rows, which have one gradient for all tables
+        if lengths:  # of pooled rows, which have one gradient for all tables
+            values = [np.concatenate(values, axis=1)]
+        self.values = [put(array) for array in values]
+        self.indices = [None if one.indices is None else put(one.indices.copy()) for one in given]
+        self.bags: list[Bags] = []
         if lengths:
-            self.values = [np.concatenate(self.values, axis=1)]
-            counts = np.repeat(lengths, len(self.values[0]))
-            ids = np.concatenate([index for index in self.indices if index is not None])
-            self.bags = [Bags(ids, np.concatenate([[0], np.cumsum(counts)]), self.values[0])]
-        self.parameters = [np.array(one.start, dtype, order="C") for one in given]
+            counts = np.repeat(lengths, len(values[0]))
+            ids = np.concatenate([one.indices for one in given if one.indices is not None])
+            offsets = np.concatenate([[0], np.cumsum(counts)])
+            self.bags = [Bags(put(ids), put(offsets), self.values[0])]
+        self.parameters = [put(np.array(one.start, dtype, order="C")) for one in given]
         self.prepared = prepare(self.parameters)
         if use.in_place:
             self.prepared = self.prepared._replace(updated=[(values,) for values in self.values])

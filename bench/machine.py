@@ -17,6 +17,8 @@ from .. import __version__
 from .errors import BenchError
 from .workers.worker_protocol import last_cache_bytes as last_cache_bytes
 
+_OF_DEVICES = ("numba-cuda", "cuda-bindings", "torch", "cupy-cuda12x", "cupy-cuda13x")
+
 
 def machine() -> dict[str, Any]:
     """The processor, as the system and the compiler see it."""
@@ -56,7 +58,9 @@ def load() -> float | None:
 def software() -> dict[str, str | None]:
     """Versions of what the measurement rests on."""
     names = ("numpy", "numba", "llvmlite", "tbb")
-    return {"python": platform.python_version(), **{name: version_of(name) for name in names}}
+    found = {name: version_of(name) for name in (*names, *_OF_DEVICES)}
+    known = {name: of for name, of in found.items() if of is not None or name in names}
+    return {"python": platform.python_version(), **known}
 
 
 def version_of(name: str) -> str | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .report.stats import Summary
+from .report.result import Summary
 from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Job, before_step, samples
 
 _SLOW = 4.0  # times the first contestant

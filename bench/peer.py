@@ -21,29 +21,32 @@ import psutil
 from .errors import BenchError
 from .measure import ContestantLostError
 
-_SCRIPTS = Path(__file__).parent / "workers"
-
 
 @dataclass(frozen=True)
 class PeerKind:
     """A library that we are compared with."""
 
     modules: tuple[str, ...]  # what has to be installed in the interpreter that runs its worker
-    script: Path  # the worker
+    program: tuple[str, ...]  # the worker and its arguments
     is_default: bool = True  # it is asked when no peer is named
     # The peer whose interpreter it shares; by default it has its own.
     interpreter: str | None = None
 
 
+def _kind(worker: str, *modules: str) -> PeerKind:
+    return PeerKind(modules, (str(Path(__file__).parent / "workers" / f"{worker}_worker.py"),))
+
+
+_TORCH = _kind("torch", "torch")
 PEERS = {
-    "numpy": PeerKind(("numpy",), _SCRIPTS / "numpy_worker.py"),
-    "torch": PeerKind(("torch",), _SCRIPTS / "torch_worker.py"),
-    "torch-compile": PeerKind(("torch",), _SCRIPTS / "torch_compile_worker.py", False, "torch"),
-    "optax": PeerKind(("jax", "optax"), _SCRIPTS / "optax_worker.py"),
-    "mindspore": PeerKind(("mindspore",), _SCRIPTS / "mindspore_worker.py"),
-    "mxnet": PeerKind(("mxnet",), _SCRIPTS / "mxnet_worker.py"),
-    "deepspeed": PeerKind(("torch", "deepspeed"), _SCRIPTS / "deepspeed_worker.py"),
-    "fbgemm": PeerKind(("torch", "fbgemm_gpu"), _SCRIPTS / "fbgemm_worker.py"),
+    "numpy": _kind("numpy", "numpy"),
+    "torch": _TORCH,
+    "torch-compile": PeerKind(_TORCH.modules, (*_TORCH.program, "compiled"), False, "torch"),
+    "optax": _kind("optax", "jax", "optax"),
+    "mindspore": _kind("mindspore", "mindspore"),
+    "mxnet": _kind("mxnet", "mxnet"),
+    "deepspeed": _kind("deepspeed", "torch", "deepspeed"),
+    "fbgemm": _kind("fbgemm", "torch", "fbgemm_gpu"),
 }
 _TIMEOUT = 600.0  # compiling may take minutes
 
@@ -59,12 +62,10 @@ def find_python(peer: str, option: str | None) -> str | None:
     Raises:
         BenchError: the user named something that is no program.
     """
-    if option is None:
-        here = all(find_spec(module) is not None for module in PEERS[peer].modules)
-        return sys.executable if here else None
-    if not (os.path.isfile(option) and os.access(option, os.X_OK)):
+    if option and not (os.path.isfile(option) and os.access(option, os.X_OK)):
         raise BenchError(f"{interpreter_option(peer)}: {option!r} is no Python interpreter")
-    return option
+    here = all(find_spec(module) is not None for module in PEERS[peer].modules)
+    return option or (sys.executable if here else None)
 
 
 class Worker:
@@ -207,7 +208,7 @@ class Peers:
             self.missing[peer] = text
         elif found is None and peer not in self.missing:
             try:
-                found = Worker([str(PEERS[peer].script)], python, threads)
+                found = Worker(PEERS[peer].program, python, threads)
                 self._workers[peer, threads] = found
                 self.versions[peer] = found.version
             except ContestantLostError as error:

@@ -162,6 +162,7 @@ def setup_request(algorithm: str, point: Point, given: Inputs) -> Iterator[dict[
         ]
         yield {
             "algorithm": algorithm,
+            "kind": point.case.kind,
             "dtype": point.dtype,
             "parameters": parameters,
             "copies": given.copies,

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import get_num_threads
 from . import against, machine, point
-from .cases.options import Request, check_files, other_option
+from .cases.options import Request, other_option
 from .cases.steps import Point, SpecialCase, select
 from .errors import BenchError
 from .peer import Peers
@@ -65,33 +65,36 @@ def _status(trouble: list[str], status: int = 0) -> int:
 
 def _measured(args: argparse.Namespace, request: Request) -> tuple[dict[str, Any], int]:
     """The document of a run, printed and written, and the exit status."""
-    load = machine.load()
-    results: list[document.Result] = []
+    load, results = machine.load(), list[document.Result]()
     # Of the cases that are measured with one number only.
     threads = max((p.threads for p in request.points), default=get_num_threads())
     wanted: list[Point | SpecialCase] = [*request.points, *request.special]
+    gpu = import_module(".gpu.clock", __package__).about() if request.device else None
+    earlier = [document.read(args.json, "--append")] if args.append and args.json.exists() else []
     with closing(Peers(request.pythons)) as peers:
         with _as_far_as_it_goes(results) as trouble, terminal.progress() as reports:
             for one in wanted:
                 name = one.title if isinstance(one, Point) else one.name
                 report = reports(name, len(results), len(wanted))
-                results.append(measure(one, request.seconds, threads, peers, report))
-        data = document.document(results, request.seconds, peers, load)
+                results.append(measure(one, request, threads, peers, report))
+        data = document.document(results, request.seconds, peers, load, gpu)
     document.check_schema(data)
     if args.json is not None:
-        document.write(args.json, data)
-    terminal.show(data, terminal.console())
-    if args.plot is not None:
-        plot.draw(data, args.plot)
+        document.write(args.json, document.joined(*earlier, data))
+    _report(args, data)
     return data, _status(trouble)
 
 
 def measure(
-    one: Point | SpecialCase, seconds: float, threads: int, peers: Peers, progress: Progress
+    one: Point | SpecialCase, request: Request, threads: int, peers: Peers, progress: Progress
 ) -> document.Result:
     """Measure one point or special case."""
+    if isinstance(one, Point) and request.device:
+        on_device: Any = import_module(".gpu.point", __package__)
+        found: document.Result = on_device.run(one, request.seconds, progress)
+        return found
     if isinstance(one, Point):
-        return point.run(one, seconds, peers, progress)
+        return point.run(one, request.seconds, peers, progress)
     module: Any = import_module(f".special.{one.name.replace('-', '_')}", __package__)
     result = SpecialResult(one.name, module.__doc__.partition(".\n")[0])
     with point.using_threads(threads):
@@ -117,8 +120,12 @@ def show(args: argparse.Namespace) -> int:
     if not data["points"] and not data["special"]:
         asked = ", ".join([*args.cases, *(args.scenario or ())])
         raise BenchError(f"--from {args.earlier}: holds no results of {asked}")
-    check_files(args)
+    _report(args, data)
+    return 0
+
+
+def _report(args: argparse.Namespace, data: dict[str, Any]) -> None:
+    """Print the figures, and draw them where that was asked for."""
     terminal.show(data, terminal.console())
     if args.plot is not None:
         plot.draw(data, args.plot)
-    return 0

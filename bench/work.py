@@ -15,13 +15,13 @@ import psutil
 from . import bounds, machine
 from .bounds import Gather, Pass, Rows, Stream
 from .buffers import Buffers
-from .cases import traffic, workloads
+from .cases import torch, traffic, workloads
 from .cases.steps import Point
 from .cases.subject import DTYPES, Prepare, written_zeros
 from .cases.workloads import Tensors
 from .errors import BenchError
 from .report.result import BOUND, OURS
-from .workers.worker_protocol import Job, Parameter, Turns
+from .workers.worker_protocol import Case, Job, Parameter, Turns
 
 # Buffers that are used in turn come to so many times the last cache. Below an eighth of one, a
 # step is so short that a training loop would find its arrays in the cache, too.
@@ -117,13 +117,24 @@ def build(point: Point, given: Inputs) -> dict[str, Job]:
         return turns.job([s.job(fresh=given.fresh) for s in sets])
 
     ours = sets_of(case.subject.prepare)
-    others = case.use.beside if point.dtype == "float32" else {}
+    others = jobs_of_torch(point, given) if case.use.in_process else {}
     loops = [bounds.jobs(bound_of(s), point.threads) for s in ours]
     return {
         OURS: job(ours),
-        **{label: job(sets_of(prepare)) for label, prepare in others.items()},
+        **{label: turns.job(jobs) for label, jobs in others.items()},
         **{f"{BOUND}{shape}": turns.job([jobs[shape] for jobs in loops]) for shape in loops[0]},
     }
+
+
+def jobs_of_torch(point: Point, given: Inputs) -> dict[str, list[Job]]:
+    """By label PyTorch's steps in this process, on sets of buffers of their own."""
+    algorithm = str(point.case.use.algorithm)
+    forms = torch.forms_here(algorithm, point.case.kind, point.dtype, point.threads)
+    found = {}
+    for form, make in forms.items():
+        case = Case(algorithm, form, point.dtype, given.parameters, point.case.kind, given.fresh)
+        found[f"{torch.SAME_PROCESS} {form}"] = [make(case).job for _ in range(given.copies)]
+    return found
 
 
 def bytes_moved(point: Point, parameters: Sequence[Parameter]) -> int:
@@ -209,4 +220,5 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """An array itself; in place of several, one as large as all of them."""
     if len(arrays) == 1:
         return arrays[0].reshape(-1)
-    return written_zeros(np.empty(sum(a.size for a in arrays), arrays[0].dtype))
+    joined: np.ndarray = written_zeros(np.empty(sum(a.size for a in arrays), arrays[0].dtype))
+    return joined

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class DemoError(Exception):
     """A mistake that the user can mend; its text is the one line that the user sees."""
+
+
+def require(who: str, needed: Mapping[str, str], extras: str) -> None:
+    """Refuse to begin without a library.
+
+    Args:
+        who: needs it.
+        needed: modules, each with the name to install.
+        extras: of this package, which bring them.
+
+    Raises:
+        DemoError: one of them is not installed.
+    """
+    for module, name in needed.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            install = f'install it with pip install "fusestep[{extras}]"'
+            raise DemoError(f"{who} needs {name}: {install}") from error
 
 
 def status_of(who: str, run: Callable[[], None]) -> int:

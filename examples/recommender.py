@@ -11,11 +11,10 @@ which takes their step in backward.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__, get_num_threads, set_num_threads
 from .click_model.clicks import N_TABLES, ClickLog, table_sizes
 from .click_model.runs import QUICK, Run, Settings, differences, figures, picture, report
-from .errors import DemoError, status_of
+from .errors import DemoError, require, status_of
 from .options import Parser, integer
 from .report import prepare_folder, write_files
 
@@ -94,7 +93,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _run(args: argparse.Namespace) -> None:
-    require_libraries(NEEDED)
+    require("this example", NEEDED, "torch,demo")
     settings, folder = settings_of(args), Path(args.output)
     sizes = table_sizes(settings.rows)
     require_memory(settings, 3)
@@ -151,17 +150,6 @@ def heading(settings: Settings, threads: int) -> list[str]:
         f"{sum(sizes):,} in all, of {settings.dim} numbers",
         f"training   {settings.steps:,} batches of {settings.batch:,} clicks, {threads} thread(s)",
     ]
-
-
-def require_libraries(needed: Mapping[str, str]) -> None:
-    """Refuse to begin without a library, by its module and the name to install."""
-    for module, name in needed.items():
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise DemoError(
-                f'this example needs {name}: install it with pip install "fusestep[torch,demo]"'
-            ) from error
 
 
 def require_memory(settings: Settings, trainings: float) -> None:

@@ -87,11 +87,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], option: str = "--outpu
 
 
 def save(
-    folder: Path,
-    corpus: Corpus,
-    model: SkipGram,
-    histories: dict[str, History],
-    guess: float,
+    folder: Path, corpus: Corpus, model: SkipGram, histories: dict[str, History], guess: float
 ) -> None:
     """Writes the vectors, the vocabulary and the loss curve.
 

@@ -22,7 +22,7 @@ from typing import Any
 from . import recommender
 from .click_model.clicks import ClickLog, table_sizes
 from .click_model.runs import Run, Settings, figures, report_of
-from .errors import DemoError, status_of
+from .errors import DemoError, require, status_of
 from .options import Parser
 from .report import prepare_folder, write_files
 
@@ -37,7 +37,7 @@ def main(options: Sequence[str] | None = None) -> int:
     The first process reads the options and speaks; the others do as they are told.
     """
     needed = {module: name for module, name in recommender.NEEDED.items() if module != "matplotlib"}
-    if status := status_of(WHO, lambda: recommender.require_libraries(needed)):
+    if status := status_of(WHO, lambda: require("this example", needed, "torch,demo")):
         return status
     import torch.distributed as dist
 

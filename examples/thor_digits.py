@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import itertools
 import json
 import sys
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from .. import nn
-from .errors import DemoError, status_of
+from .errors import DemoError, require, status_of
 from .options import integer
 from .report import prepare_folder, write_files
 
@@ -37,7 +36,7 @@ NETS: dict[str, Sequence[tuple[tuple[int, ...], int]]] = {
     "convnet": [((8, 1, 3, 3), 1), ((16, 8, 3, 3), 2), ((10, 16 * 4 * 4), 1)],
 }
 """The shapes of the weights of each net, and strides."""
-CURVES, FIGURES = "thor_digits.png", "thor_digits.json"
+FIGURES = "thor_digits.json"
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Record = nn.ThorDense | nn.ThorConv2d
@@ -164,15 +163,13 @@ def train(net: Classifier, opt: Any, label: str, digits: Digits, seed: int, most
 
     Every pass has the batches in a new order, a short rest left out.
     """
-    run, rng, batches = Run(label), np.random.default_rng(seed), list[Integers]()
-    size = min(BATCH, len(digits.labels))
+    run, rng, n = Run(label), np.random.default_rng(seed), len(digits.labels)
+    size = min(BATCH, n)
+    orders = (rng.permutation(n)[: n // size * size] for _ in itertools.count())
+    batches = itertools.chain.from_iterable(np.split(order, n // size) for order in orders)
     # A learning rate of the grid that is too high ends in infinities: no news.
     with np.errstate(all="ignore"):
-        for step in range(1, most + 1):
-            if not batches:
-                order = rng.permutation(len(digits.labels))
-                batches = [order[k : k + size] for k in range(0, len(order) - size + 1, size)]
-            chosen = batches.pop(0)
+        for step, chosen in enumerate(itertools.islice(batches, most), 1):
             begin = time.perf_counter()
             opt(net.gradients(digits.images[chosen], digits.labels[chosen]))
             run.seconds += time.perf_counter() - begin
@@ -199,9 +196,8 @@ def best_momentum(name: str, digits: Digits, seed: int) -> Run:
         if run.steps is not None:
             best, allowed = run, run.steps - 1
     if best is None:
-        raise DemoError(
-            f"no setting of Momentum reaches a loss of {TARGET:g} in {MOST_STEPS} steps"
-        )
+        text = f"no setting of Momentum reaches a loss of {TARGET:g} in {MOST_STEPS} steps"
+        raise DemoError(text)
     return best
 
 
@@ -227,54 +223,25 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    needed = {"matplotlib": "matplotlib", "scipy": "scipy", "sklearn.datasets": "scikit-learn"}
-    for module, package in needed.items():
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            install = f'{package}: install it with pip install "fusestep[demo,thor]"'
-            raise DemoError(f"this example needs {install}") from error
+    require("this example", {"scipy": "scipy", "sklearn.datasets": "scikit-learn"}, "demo,thor")
     digits, folder = read_digits(), Path(args.output)
-    prepare_folder(folder, [CURVES, FIGURES])
+    prepare_folder(folder, [FIGURES])
     print(f"{len(digits.labels)} images, batches of {BATCH}, steps to a loss of {TARGET:g}")
     print(f"grid of Momentum: learning rates {LEARNING_RATES}, momenta {MOMENTA}")
-    runs: dict[str, list[Run]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for name in NETS if args.net == "both" else [args.net]:
         print(f"\n{name}")
-        for train_with in (best_momentum, thor_run):
-            run = train_with(name, digits, args.seed)
-            runs.setdefault(name, []).append(run)
+        pair = [best_momentum(name, digits, args.seed), thor_run(name, digits, args.seed)]
+        for run in pair:
             reached = "not reached" if run.steps is None else f"{run.steps:4d} steps"
             each = 1e3 * run.seconds / len(run.losses)
             print(f"  {reached}  {each:6.2f} ms a step  {run.label}")
-        momentum, thor = (run.steps for run in runs[name])
+        momentum, thor = (run.steps for run in pair)
         if thor and momentum:
             print(f"  THOR takes {thor / momentum:.2f} of the steps of the best Momentum")
-    figures = {
-        name: {run.label: {"steps": run.steps, "losses": run.losses} for run in pair}
-        for name, pair in runs.items()
-    }
-    write_files(folder, {CURVES: curves(runs), FIGURES: json.dumps(figures, indent=1).encode()})
-    print(f"\ncurves and figures are in {folder / CURVES} and {folder / FIGURES}")
-
-
-def curves(runs: dict[str, list[Run]]) -> bytes:
-    """A PNG: for each net the loss over all images by the number of steps."""
-    # Not pyplot: so it needs no display, and nobody's open figures and backend are touched.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5 * len(runs), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(runs), squeeze=False)[0]
-    for axes, (name, pair) in zip(panels, runs.items(), strict=True):
-        for run in pair:
-            axes.semilogy(range(1, len(run.losses) + 1), run.losses, label=run.label)
-        axes.axhline(TARGET, color="0.6", linewidth=0.8, linestyle="--")
-        axes.set(title=name, xlabel="step", ylabel="loss over all images (nats)")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=6, loc="upper right")
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=120)  # drawn by the Agg backend
-    return png.getvalue()
+        figures[name] = {run.label: {"steps": run.steps, "losses": run.losses} for run in pair}
+    write_files(folder, {FIGURES: json.dumps(figures, indent=1).encode()})
+    print(f"\nthe losses after each step are in {folder / FIGURES}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ batches: what the row-sparse steps of this package are made for.
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import os
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from .. import get_num_threads, set_num_threads
 from .corpus import Corpus, read_standard_library, read_text
-from .errors import DemoError, status_of
+from .errors import require, status_of
 from .options import integer, positive
 from .report import (
     CURVE,
@@ -98,7 +97,7 @@ def _run(args: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The words of a text may be of a script that the terminal does not know.
         sys.stdout.reconfigure(errors="backslashreplace")
-    _require_libraries()
+    require("the demo", {"tqdm": "tqdm", "matplotlib": "matplotlib"}, "demo")
     set_num_threads(args.threads)
     settings = settings_of(args)
     corpus = read_corpus(args.text)
@@ -205,13 +204,3 @@ def _lines(trainer: Trainer, histories: dict[str, History]) -> Iterator[tuple[st
         yield _DENSE, f"{dense:.1f} s", f"{whole:.1f} s", ""
     yield "guesses by frequency alone", "", "", f"{trainer.guess_loss():.3f}"
     yield "untrained", "", "", f"{trainer.history.held_out[0].loss:.3f}"
-
-
-def _require_libraries() -> None:
-    for name in ("tqdm", "matplotlib"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise DemoError(
-                f'the demo needs {name}: install it with pip install "fusestep[demo]"'
-            ) from error

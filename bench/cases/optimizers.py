@@ -56,7 +56,8 @@ def moved(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
         w, states = parameter.data, _states(optimizer, i, is_read=False)
         same = [state for state in states if state.shape == w.shape]
         is_row_wise = w.ndim > 1 and getattr(_rule(optimizer), "is_row_wise", False)
-        of_rows = [s[:, None] for s in states if is_row_wise and s.shape == w.shape[:1]]
+        of_rows = [s[:, None] if isinstance(s, np.ndarray) else s
+                   for s in states if is_row_wise and s.shape == w.shape[:1]]  # fmt: skip
         found.append((w, *same, *of_rows))
     return found
 

@@ -83,12 +83,14 @@ class SpecialCase(NamedTuple):
 
     name: str
     is_default: bool = False
+    device: str | None = None  # where it is measured, if not on the host
 
 
 SPECIAL = (
     SpecialCase("far-rows"),
     SpecialCase("first-step", is_default=True),
     *map(SpecialCase, ("training", "dlrm-training", "in-mindspore", "changing-steps")),
+    SpecialCase("device-rows", device="cuda"),
 )
 SUBJECTS: dict[str, Subject] = {
     **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},
@@ -103,7 +105,7 @@ SUBJECTS: dict[str, Subject] = {
 _ON_MODELS = {
     "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb", "nn.mxnet.Adam", "nn.torch.Adam"),
     "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam", "nn.torch.Adam"),
-    "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb", "nn.torch.Adam"),
+    "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb", "nn.torch.Adam", "nn.torch.AdamW"),
     "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam", "nn.torch.LazyAdam"),
     "bags": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam", "nn.torch.LazyAdam"),
 }

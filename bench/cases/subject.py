@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -53,8 +54,7 @@ class Use:
     is_matrix: bool = False  # it is measured on a square matrix, not on a vector
     in_place: bool = False  # the gradient is what it updates
     start: float = 0.0  # what the parameters start from. At 0, the norms of LARS would stop it.
-    # By label, the same step of another library in this process, on float32.
-    beside: Mapping[str, Prepare] = field(default_factory=dict)
+    in_process: bool = False  # PyTorch takes the same step in this process, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +66,18 @@ class Subject:
     dtypes: tuple[str, ...] = tuple(DTYPES)  # of the parameters that it takes
 
 
-def written_zeros(like: np.ndarray) -> np.ndarray:
+def clock() -> Any:
+    """The module of arrays on a CUDA device, which needs Numba's CUDA."""
+    return import_module("..gpu.clock", __package__)
+
+
+def written_zeros(like: Any) -> Any:
     """Zeros in memory that has been written, unlike that of ``np.zeros``.
 
     Reading memory that was never written costs no traffic: it is all one page.
     """
+    if not isinstance(like, np.ndarray):
+        return clock().zeros(like.shape, like.dtype)
     array = np.empty_like(like)
     array.fill(0)
     return array

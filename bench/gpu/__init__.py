@@ -1,1 +1,1 @@
-"""Steps on a CUDA device: ``python -m fusestep.bench.gpu``."""
+"""Steps on a CUDA device: ``fusestep bench --device cuda``, and the checks of ``bench/gpu.sh``."""

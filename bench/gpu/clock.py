@@ -1,4 +1,4 @@
-"""Times on a CUDA device: events around what was enqueued.
+"""A CUDA device for the benchmark: arrays on it, and times between events.
 
 Before each sample the stream is kept busy until all steps of the sample are enqueued, so that
 the device never waits for the host between them: what is measured is the work of the device. How
@@ -9,57 +9,63 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numba import config, cuda, float32, int64
+from numba import cuda
 
 from ...kernels.cuda.device.arrays import fill
 from ...kernels.cuda.device.backend import address_of, copy_in
 from ...ops.runtime import pending
+from ...ops.runtime.device import DeviceArray
 from ..errors import BenchError
-from ..report.result import BOUND
-
-if config.ENABLE_CUDASIM:
-    from ...kernels.cuda.device.simulated import tile_loader, tile_storer
-else:
-    from ...kernels.cuda.device.intrinsics import tile_loader, tile_storer
-
-Enqueue = Callable[[], object]
-"""Enqueues one step on the default stream."""
-
-THREADS = 256
-COPY_UNIT = 16 * THREADS * 4
-"""Copies are of a multiple of so many bytes: four vectors of 16 of each thread of a block."""
+from ..workers.worker_protocol import Job
 
 _MOST_STEPS = 20  # of a sample; far fewer launches than a stream can hold
 _FIRST_LEAD, _LONGEST_LEAD = 0.02, 0.5  # seconds for which the stream is busy before a sample
-BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+
+def about() -> dict[str, Any]:
+    """The device and its driver."""
+    from cuda.bindings import driver
+
+    device = cuda.get_current_device()
+    name = getattr(device, "name", "unknown")
+    error, number = driver.cuDriverGetVersion()
+    known = error == driver.CUresult.CUDA_SUCCESS
+    return {
+        "name": name.decode() if isinstance(name, bytes) else str(name),
+        "compute_capability": ".".join(str(x) for x in device.compute_capability),
+        "multiprocessors": getattr(device, "MULTIPROCESSOR_COUNT", None),
+        "memory_bytes": int(cuda.current_context().get_memory_info().total),
+        "cuda_of_driver": f"{number // 1000}.{number % 1000 // 10}" if known else None,
+    }
 
 
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def new_array(shape: int | tuple[int, ...], value: float = 0.0, dtype: Any = np.float32) -> Any:
+def zeros(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
     """An array of Numba's, filled on the device."""
     array = cuda.device_array(shape, dtype)
     if array.size:
-        fill(int(address_of(array)), int(array.size), value, np.dtype(dtype), cuda.default_stream())
+        fill(int(address_of(array)), int(array.size), 0, np.dtype(dtype), cuda.default_stream())
     return array
 
 
-def normal_array(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
-    """Normal numbers; a block of them, again and again."""
-    array = cuda.device_array(shape, dtype)
-    n, itemsize = int(np.prod(shape)), np.dtype(dtype).itemsize
-    block = np.random.default_rng(1).standard_normal(min(n, 1 << 22), np.float32).astype(dtype)
-    for first in range(0, n, len(block)):
-        part = block[: n - first]
-        copy_in(int(address_of(array)) + first * itemsize, part, cuda.default_stream())
-    return array
+def put(array: np.ndarray) -> Any:
+    """A copy on the device, also of what `numba.cuda.to_device` does not know."""
+    there = cuda.device_array(array.shape, array.dtype)
+    if array.size:
+        copy_in(address_of(there), np.ascontiguousarray(array), cuda.default_stream())
+    return there
+
+
+def get(array: Any) -> np.ndarray:
+    """A copy on the host."""
+    found = DeviceArray.adopt("bench", "array", array)
+    return np.array(array) if found is None else np.array(found.numpy())
 
 
 def free_bytes() -> int:
@@ -70,9 +76,6 @@ def free_bytes() -> int:
     if deallocations is not None:
         deallocations.clear()
     return int(context.get_memory_info().free)
-
-
-# -- copies ---------------------------------------------------------------------------------------
 
 
 def copy_on_device(to: int, source: int, n_bytes: int) -> None:
@@ -86,48 +89,6 @@ def copy_on_device(to: int, source: int, n_bytes: int) -> None:
     (error,) = driver.cuMemcpyDtoDAsync(to, source, n_bytes, 0)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise BenchError(f"cuMemcpyDtoDAsync: {error!r}")
-
-
-@cache
-def _copy_kernel() -> Any:
-    """A copy of four vectors of 16 bytes by each thread; arguments ``to, source``."""
-    load: Any = tile_loader(4, 4)  # type: ignore[no-untyped-call]
-    store: Any = tile_storer(4, 4)  # type: ignore[no-untyped-call]
-
-    @cuda.jit
-    def copy(to, source):  # type: ignore[no-untyped-def]
-        a, b = cuda.local.array(4, float32), cuda.local.array(4, float32)
-        c, d = cuda.local.array(4, float32), cuda.local.array(4, float32)
-        at = (int64(cuda.blockIdx.x) * (THREADS * 4) + cuda.threadIdx.x) * 16
-        step = THREADS * 16
-        load(a, source + at, 0)
-        load(b, source + at + step, 0)
-        load(c, source + at + 2 * step, 0)
-        load(d, source + at + 3 * step, 0)
-        store(a, to + at, 0)
-        store(b, to + at + step, 0)
-        store(c, to + at + 2 * step, 0)
-        store(d, to + at + 3 * step, 0)
-
-    return copy
-
-
-class Copies:
-    """Plain copies on the device; the fastest of them is the bound.
-
-    Args:
-        n_bytes: of a copy; a multiple of `COPY_UNIT`.
-    """
-
-    def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
-        self._arrays = [new_array(n_bytes, 0, np.uint8) for _ in range(2)]
-        to, source = (int(address_of(array)) for array in self._arrays)
-        copy, stream = _copy_kernel(), cuda.default_stream()
-        self.jobs: dict[str, Enqueue] = {
-            f"{BOUND}cuMemcpyDtoD": lambda: copy_on_device(to, source, n_bytes),
-            f"{BOUND}copy kernel": lambda: copy[n_bytes // COPY_UNIT, THREADS, stream](to, source),
-        }
 
 
 # -- timing ---------------------------------------------------------------------------------------
@@ -153,7 +114,7 @@ def keep_busy(seconds: float, stream: Any = None) -> Any:
 
 
 class Timed:
-    """A contestant that enqueues steps, timed between two events on the stream.
+    """A job whose steps are enqueued on the default stream, timed between two events on it.
 
     Attributes:
         host: of each sample the seconds a step that the calls took.
@@ -161,15 +122,16 @@ class Timed:
             device may have waited for it.
     """
 
-    def __init__(self, enqueue: Enqueue) -> None:
-        self._enqueue = enqueue
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self.host: list[float] = []
         self.ahead: list[bool] = []
 
     def sample(self, steps: int) -> list[float]:
         """Seconds of a step on the device."""
         if not self.host:
-            self._enqueue()  # compiles
+            self._job.load()
+            self._job.step()  # compiles
             cuda.synchronize()
         steps = min(steps, _MOST_STEPS)
         # The sleep of a thread may be shorter than asked for.
@@ -180,7 +142,7 @@ class Timed:
         begin.record(stream)
         started = time.perf_counter()
         for _ in range(steps):
-            self._enqueue()
+            self._job.step()
         took = time.perf_counter() - started
         end.record(stream)
         self.ahead.append(not before.query())

@@ -27,11 +27,28 @@ Result = PointResult | SpecialResult
 
 
 def document(
-    results: Sequence[Result], seconds: float, peers: Peers, load: float | None
+    results: Sequence[Result],
+    seconds: float,
+    peers: Peers,
+    load: float | None,
+    gpu: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
+    """Everything about a run, times in seconds.
+
+    Args:
+        results: its results.
+        seconds: that the measurement of a point could take.
+        peers: the libraries beside.
+        load: of the machine before it.
+        gpu: the CUDA device that took the steps.
+    """
     return {
-        **head(SCHEMA),
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "fusestep": machine.fusestep(),
+        "machine": machine.machine(),
+        "software": machine.software(),
+        **({} if gpu is None else {"gpu": gpu}),
         "threading_layer": threading_layer(),
         "seconds_per_point": seconds,
         "load_before": load,
@@ -42,29 +59,29 @@ def document(
     }
 
 
-def head(schema: int) -> dict[str, Any]:
-    """When, on what and with what a measurement was made."""
-    return {
-        "schema": schema,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "fusestep": machine.fusestep(),
-        "machine": machine.machine(),
-        "software": machine.software(),
-    }
-
-
 def _point(result: PointResult) -> dict[str, Any]:
     point, of_point = result.point, ("size", "dtype", "threads", "scenario")
-    others = "sizes", "bytes", "from_memory", "copies", "losses", "memory", "unavailable"
+    others = "sizes", "bytes", "from_memory", "copies", "losses", "memory", "unavailable", "waited"
     return {
         "case": point.case.name,
         "indices": None if point.case.kind == "dense" else point.distribution,
         **{name: getattr(point, name) for name in of_point},
         **{name: getattr(result, name) for name in others},
         "times": {label: asdict(summary) for label, summary in result.times.items()},
+        "host": {label: asdict(summary) for label, summary in result.host.items()},
         "bound": asdict(result.bound) if result.bound else None,
         "peers": {peer: asdict(against) for peer, against in result.peers.items()},
     }
+
+
+def joined(*documents: dict[str, Any]) -> dict[str, Any]:
+    """The last of some documents, with the results and the peers of the others before its own."""
+    found = dict(documents[-1])
+    for part in ("points", "special"):
+        found[part] = [one for data in documents for one in data[part]]
+    for part in ("peers", "missing_peers"):
+        found[part] = {name: text for data in documents for name, text in data[part].items()}
+    return found
 
 
 def same(point: dict[str, Any]) -> tuple[Any, ...]:
@@ -73,28 +90,22 @@ def same(point: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @cache
-def _schema(folder: Path) -> dict[str, Any]:
-    text = (folder / "results.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema
+def _schema() -> Any:
+    path = Path(__file__).with_name("results.schema.json")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def check_schema(document: Any, schema: int = SCHEMA, folder: Path = Path(__file__).parent) -> None:
+def check_schema(document: Any) -> None:
     """Check that a document has the form of this version.
-
-    Args:
-        document: the document.
-        schema: the number of its form.
-        folder: where ``results.schema.json`` says what that is.
 
     Raises:
         ValueError: it has not; the text names the place.
     """
     found = document.get("schema") if isinstance(document, dict) else None
-    if found != schema:
-        raise ValueError(f"expected results of schema {schema}, got {found}")
+    if found != SCHEMA:
+        raise ValueError(f"expected results of schema {SCHEMA}, got {found}")
     try:
-        jsonschema.validate(document, _schema(folder))
+        jsonschema.validate(document, _schema())
     except jsonschema.ValidationError as error:
         raise ValueError(f"{error.json_path}: {error.message}") from error
 

@@ -28,41 +28,27 @@ def draw(document: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     points = [point for point in document["points"] if OURS in point["times"]]
-    groups = [list(group) for _, group in groupby(points, same)]
-    heights = [
-        0.3 * len(_names(group)) + 0.5 + 0.4 * (len(groups) > 1) for group in groups for _ in group
-    ]
+    groups = []
+    for _, found in groupby(points, same):
+        alike = list(found)
+        groups += [(point, _names(alike)) for point in alike]
+    heights = [0.3 * len(names) + 0.9 for _, names in groups]
     figure = Figure(figsize=(_NARROW, sum(heights) + 0.9), layout="constrained")
     version, machine = document["fusestep"]["version"], document["machine"]
     setting = f"fusestep {version} on {machine['cpu']}, {document['date'][:10]}"
-    if len(groups) == 1:
-        figure.suptitle(_title(points[0]))
-        setting = f"{setting}\n{_kind(points[0])}"
     figure.supxlabel(setting, fontsize="small")
-    if points:
-        share = len(groups) == 1
-        axes = figure.subplots(len(points), 1, sharex=share, squeeze=False, height_ratios=heights)[
-            :, 0
-        ]
-        panels = iter(axes)
-        for group in groups:
-            for point in group:
-                words = IN_WORDS[point["scenario"]] if len(group) > 1 else ""
-                if len(groups) > 1:
-                    words = f"{_title(point)}\n{_kind(point)}, {IN_WORDS[point['scenario']]}"
-                _bars(next(panels), point, _names(group), words)
+    if groups:
+        is_one = len({same(point) for point in points}) == 1
+        panels = figure.subplots(
+            len(groups), 1, sharex=is_one, squeeze=False, height_ratios=heights
+        )
+        axes = panels[:, 0]
+        for axis, (point, names) in zip(axes, groups, strict=True):
+            _bars(axis, point, names)
         axes[-1].set_xlabel("milliseconds for one step")
     # In an SVG words stay words, and nothing in it says when it was drawn.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusestep"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _title(point: dict[str, Any]) -> str:
-    return f"{point['case'].partition('/')[2]}: {size_in_words(point)}"
-
-
-def _kind(point: dict[str, Any]) -> str:
-    return f"{point['dtype']}, {point['threads']} thread{'s' * (point['threads'] > 1)}"
 
 
 def _names(group: Points) -> list[str]:
@@ -71,7 +57,8 @@ def _names(group: Points) -> list[str]:
     return sorted(first, key=lambda name: float(group[0]["times"][first[name]]["median"]))
 
 
-def _bars(axis: Any, point: dict[str, Any], names: list[str], title: str) -> None:
+def _bars(axis: Any, point: dict[str, Any], names: list[str]) -> None:
+    """The times of the point, below what it is."""
     labels = contestants(point)
     times = [point["times"][labels[n]]["median"] if n in labels else 0.0 for n in names]
     words = [_plain(n, labels.get(n, n)) for n in names]
@@ -81,7 +68,10 @@ def _bars(axis: Any, point: dict[str, Any], names: list[str], title: str) -> Non
     axis.margins(x=0.2)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(title, fontsize="medium", loc="left")
+    title = f"{point['case'].partition('/')[2]}: {size_in_words(point)}"
+    kind = f"{point['dtype']}, {point['threads']} thread{'s' * (point['threads'] > 1)}"
+    words_of = f"{title}\n{kind}, {IN_WORDS[point['scenario']]}"
+    axis.set_title(words_of, fontsize="medium", loc="left")
 
 
 def _plain(peer: str, label: str) -> str:

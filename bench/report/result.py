@@ -1,13 +1,14 @@
-"""The results of measurements, as the report takes them."""
+"""The results of measurements: percentiles, ratios and verdicts, as the report takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from ..cases.steps import LOOP, Point
-from .stats import Ratio, Summary, ratio
 
 OURS = "fusestep"
 BOUND = "bound: "
@@ -15,6 +16,10 @@ BOUND = "bound: "
 # more time than a peer anywhere.
 OF_BOUND = 0.9
 SECONDS = 0.5  # that the measurement of a point may take, by default
+# A step is called slower or faster than before when the middle three fifths of the rounds agree
+# on it and the median moved by more than so much.
+NOISE = 0.03
+Change = Literal["slower", "faster", "same"]
 
 
 # Told the share of the work that is done.
@@ -28,6 +33,51 @@ def tracked(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
         progress(done / len(items))
         yield item
     progress(1.0)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Percentiles of the samples of one contestant: seconds, or ratios."""
+
+    median: float
+    p20: float
+    p80: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Summary:
+        """Percentiles with linear interpolation."""
+        p20, median, p80 = (float(x) for x in np.percentile(samples, (20, 50, 80)))
+        return cls(median, p20, p80, len(samples))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A time by another time."""
+
+    value: float  # of the medians
+    # Its spread: 20th by 80th percentile, and the other way round.
+    low: float
+    high: float
+
+
+def ratio(of: Summary, by: Summary) -> Ratio:
+    """How much longer ``of`` takes than ``by``: above 1, the second is faster."""
+    return Ratio(of.median / by.median, of.p20 / by.p80, of.p80 / by.p20)
+
+
+def paired(new: Sequence[float], old: Sequence[float]) -> Summary:
+    """Ratios of times that were measured in the same rounds, round by round."""
+    return Summary.of([a / b for a, b in zip(new, old, strict=True)])
+
+
+def change(ratios: Summary) -> Change:
+    """The verdict on ratios of new by old times."""
+    if ratios.median > 1 + NOISE and ratios.p20 > 1:
+        return "slower"
+    if ratios.median < 1 - NOISE and ratios.p80 < 1:
+        return "faster"
+    return "same"
 
 
 @dataclass(frozen=True)
@@ -51,6 +101,10 @@ class PointResult:
     memory: dict[str, int | None] = field(default_factory=dict)
     # Why a label, or a peer, has no times.
     unavailable: dict[str, str] = field(default_factory=dict)
+    # Of a CUDA device, by label: seconds that the host took to enqueue a step.
+    host: dict[str, Summary] = field(default_factory=dict)
+    # Labels whose steps the device may have waited for.
+    waited: list[str] = field(default_factory=list)
 
     @property
     def bound(self) -> Against | None:

@@ -48,11 +48,16 @@ def _in_loop(data: Data) -> list[Point]:
     return [point for point in all_of(data) if point["scenario"] == LOOP]
 
 
-def _plain(data: Data) -> list[Point]:
-    """In a loop, in float32, with all threads."""
+def _plain(data: Data, *kinds: str) -> list[Point]:
+    """In a loop, in float32, with all threads; of cases that begin so, or all."""
     points = _in_loop(data)
     threads = max(point["threads"] for point in points)
-    return [p for p in points if p["threads"] == threads and p["dtype"] == "float32"]
+    return [
+        point
+        for point in points
+        if point["threads"] == threads and point["dtype"] == "float32"
+        and (not kinds or point["case"].partition("/")[0] in kinds)
+    ]  # fmt: skip
 
 
 def _usual(data: Data) -> list[Point]:
@@ -64,11 +69,6 @@ def _usual(data: Data) -> list[Point]:
         if point["size"] in (*sizes, point["case"].partition("/")[0])
         and point["indices"] in (None, indices.DEFAULT)
     ]
-
-
-def _of_kinds(data: Data, *kinds: str) -> list[Point]:
-    """Plain points of cases that begin so."""
-    return [point for point in _plain(data) if point["case"].partition("/")[0] in kinds]
 
 
 # -- steps ----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def _sizes(data: Data) -> Blocks:
     Then, for each peer, how many times faster.
     """
     cases: dict[str, dict[str, Point]] = {}
-    for point in _of_kinds(data, "dense"):
+    for point in _plain(data, "dense"):
         cases.setdefault(point["case"], {})[point["size"]] = point
     columns = sorted({size for found in cases.values() for size in found}, key=number)
 
@@ -205,7 +205,7 @@ def _growth(data: Data) -> Blocks:
         "memory": lambda point: table.memory(point["memory"][OURS]),
         "bytes of an id": beside,
     }
-    return [of_points(_of_kinds(data, "pooled"), 2, **columns)]
+    return [of_points(_plain(data, "pooled"), 2, **columns)]
 
 
 def _dtypes(data: Data) -> Blocks:
@@ -256,10 +256,35 @@ def _memory(data: Data) -> Blocks:
 # -- cases that are no steps of one optimizer -----------------------------------------------------
 
 
-def _special(name: str, data: Data) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians by label, and limits."""
-    (special,) = (special for special in data["special"] if special["name"] == name)
-    return {label: t["median"] for label, t in special["times"].items()}, special["limits"]
+def _compared(
+    data: Data, name: str, head: Sequence[str], columns: Sequence[str | tuple[str, str]]
+) -> Table:
+    """Medians of a special case: a row for the first words of labels.
+
+    Args:
+        data: the document.
+        name: of the case.
+        head: of those words and of the columns.
+        columns: what follows the words in a label; a pair is the first by the second, and stands
+            out where either is beyond its limit.
+    """
+    (special,) = (one for one in data["special"] if one["name"] == name)
+    words = len(head) - len(columns)
+    rows: dict[tuple[str, ...], dict[str, tuple[float, bool]]] = {}
+    for label, times in special["times"].items():
+        *key, rest = label.split(" ", words)
+        is_lost = times["median"] > special["limits"].get(label, times["median"])
+        row = tuple(IN_WORDS.get(word, word.removesuffix(":")) for word in key)
+        rows.setdefault(row, {})[rest] = times["median"], is_lost
+
+    def cell(found: dict[str, tuple[float, bool]], column: str | tuple[str, str]) -> str:
+        if isinstance(column, str):
+            return seconds(found[column][0])
+        (one, is_lost), (other, is_other_lost) = map(found.__getitem__, column)
+        return bold(f"{one / other:.2f}", when=is_lost or is_other_lost)
+
+    lines = [[*row, *(cell(found, column) for column in columns)] for row, found in rows.items()]
+    return Table(head, lines, words)
 
 
 def with_limits(special: Data, *keys: str) -> Table:
@@ -279,18 +304,6 @@ def _with_limits(data: Data, name: str) -> Blocks:
     return [with_limits(one, "median") for one in data["special"] if one["name"] == name]
 
 
-def _far_rows(data: Data) -> Blocks:
-    """The parts of a step on large tables, and how the update compares with the plain loop."""
-    times, _ = _special("far-rows", data)
-    rows = []
-    for of in dict.fromkeys(label.partition(": ")[0] for label in times):
-        medians = [times[f"{of}: {part}"] for part in far_rows.PARTS]
-        _, _, update, plain = medians
-        is_lost = update > far_rows.OF_PLAIN * plain
-        rows.append([of, *map(seconds, medians), bold(f"{update / plain:.2f}", when=is_lost)])
-    return [Table(["size", *far_rows.PARTS, "update / plain loop"], rows)]
-
-
 def _programs(data: Data, name: str, of: str, library: str) -> Blocks:
     """Step and iteration of each model, and how much faster than theirs.
 
@@ -300,35 +313,26 @@ def _programs(data: Data, name: str, of: str, library: str) -> Blocks:
         of: what the second column is.
         library: theirs; labels call it in lower case, without Py, and ours ``nn.`` and that.
     """
-    times, limits = _special(name, data)
-    theirs_is = library.lower().removeprefix("py")
-    rows = []
-    for model, other in dict.fromkeys(tuple(label.split()[:2]) for label in times):
-        row = [model, IN_WORDS.get(other, f"`{other}`")]
-        for part in training.PARTS:
-            ours, theirs = (
-                f"{model} {other} {whose}: {part}" for whose in (f"nn.{theirs_is}", theirs_is)
-            )
-            faster = f"{times[theirs] / times[ours]:.2f}"
-            row += [seconds(times[ours]), seconds(times[theirs])]
-            row.append(bold(faster, when=times[ours] > limits[ours]))
-        rows.append(row)
+    them = library.lower().removeprefix("py")
+    pairs = [(f"nn.{them}: {part}", f"{them}: {part}") for part in training.PARTS]
+    columns = [column for ours, theirs in pairs for column in (ours, theirs, (theirs, ours))]
     head = [cell for part in training.PARTS for cell in (part, f"{library}'s", "x")]
-    return [Table(["model", of, *head], rows, left=2), setting(data)]
+    return [_compared(data, name, ["model", of, *head], columns), setting(data)]
 
 
 def _dlrm_training(data: Data) -> Blocks:
     """In each scenario an iteration with either's tables, and what of it are the layers."""
-    times, limits = _special("dlrm-training", data)
-    names = training.THEIRS, training.OURS, dlrm_training.LAYERS
-    rows = []
-    for scenario in dict.fromkeys(label.split()[0] for label in times):
-        theirs, ours, layers = (times[f"{scenario} {name}"] for name in names)
-        is_lost = ours > limits[f"{scenario} {training.OURS}"]
-        faster = bold(f"{theirs / ours:.2f}", when=is_lost)
-        rows.append([IN_WORDS[scenario], *map(seconds, (theirs, ours)), faster, seconds(layers)])
-    head = ["", "PyTorch's tables", "EmbeddingBags", "x torch", dlrm_training.LAYERS]
-    return [Table(head, rows), setting(data)]
+    theirs, ours, layers = training.THEIRS, training.OURS, dlrm_training.LAYERS
+    head = ["", "PyTorch's tables", "EmbeddingBags", "x torch", layers]
+    columns = theirs, ours, (theirs, ours), layers
+    return [_compared(data, "dlrm-training", head, columns), setting(data)]
+
+
+def _far_rows(data: Data) -> Blocks:
+    """The parts of a step on large tables, and how the update compares with the plain loop."""
+    parts = far_rows.PARTS
+    columns = *parts, (far_rows.UPDATE, far_rows.PLAIN)
+    return [_compared(data, "far-rows", ["size", *parts, "update / plain loop"], columns)]
 
 
 def _recommender(data: Data) -> Blocks:
@@ -373,7 +377,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "usual": lambda data: _steps(_usual(data)),
     "models": lambda data: _steps(_in_loop(data)),
     "sizes": _sizes,
-    "rows": lambda data: _steps(_of_kinds(data, "rows", "pooled"), size=size),
+    "rows": lambda data: _steps(_plain(data, "rows", "pooled"), size=size),
     "growth": _growth,
     "dtypes": _dtypes,
     "scaling": lambda data: [scaling(_in_loop(data))],

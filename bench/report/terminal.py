@@ -29,10 +29,16 @@ def console() -> Console:
 
 def show(document: dict[str, Any], console: Console) -> None:
     """Print the figures, then what is lost, in doubt, or missing."""
-    _made_with(document, console)
-    layer = document["threading_layer"]
-    cpu = f"{document['machine']['cpu']}, {document['machine']['cores']} cores"
-    console.print(f"{cpu}{f', {layer}' if layer else ''}; peers: {tables.peers_in(document)}")
+    ours, machine, gpu = document["fusestep"], document["machine"], document.get("gpu")
+    commit = f" at {ours['commit'][:10]}" if ours["commit"] else ""
+    changed = " with changes" if ours["changed"] else ""
+    libraries = [f"{name} {version}" for name, version in document["software"].items() if version]
+    console.print(f"fusestep {ours['version']}{commit}{changed}; {', '.join(libraries)}")
+    layer = f", {document['threading_layer']}" if document["threading_layer"] else ""
+    place = f"{machine['cpu']}, {machine['cores']} cores{layer}"
+    if gpu:
+        place = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB, CUDA {gpu['cuda_of_driver']}"
+    console.print(f"{place}; peers: {tables.peers_in(document)}")
     points = tables.all_of(document)
     found = [_steps(points)] if points else []
     scaling = tables.scaling(points)
@@ -53,36 +59,11 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(text, style="dim", markup=False)
 
 
-def show_gpu(document: dict[str, Any], console: Console) -> None:
-    """Print what a document of a CUDA device holds."""
-    device = document["gpu"]
-    _made_with(document, console)
-    memory = f"{device['memory_bytes'] / 1e9:.1f} GB"
-    console.print(f"{device['name']}, {memory}, CUDA {device['cuda_of_driver']}")
-    _print(tables.on_device(document), console)
-    for point in document["points"]:
-        size = ", ".join(f"{value:,} {name}" for name, value in point["size"].items())
-        copy = f"; fastest copy: {point['copy'] / 1e9:.0f} GB/s" if point["copy"] else ""
-        waited = [label for label, share in point["ahead"].items() if share < 1]
-        late = f"; the device waited for the host: {', '.join(waited)}" if waited else ""
-        notes = "".join(f"; {note}" for note in point["notes"])
-        console.print(f"{point['case']}: {size}{copy}{late}{notes}", style="dim", markup=False)
-
-
 def _print(one: Table, console: Console) -> None:
     if one.title:
         console.print(one.title.replace("`", ""), style="bold", markup=False, highlight=False)
     for part in table.on_terminal(one, console.width):
         console.print(part)
-
-
-def _made_with(document: dict[str, Any], console: Console) -> None:
-    """The version of this package, and those of what it rests on."""
-    ours = document["fusestep"]
-    commit = f" at {ours['commit'][:10]}" if ours["commit"] else ""
-    changed = " with changes" if ours["changed"] else ""
-    libraries = [f"{name} {version}" for name, version in document["software"].items() if version]
-    console.print(f"fusestep {ours['version']}{commit}{changed}; {', '.join(libraries)}")
 
 
 def _steps(points: Sequence[Point]) -> Table:
@@ -110,6 +91,9 @@ def _steps(points: Sequence[Point]) -> Table:
         **{head[2:]: of for head, of in tables.faster_than(table.peers_of(points)).items()},
         "memory": lambda point: table.memory(point["memory"][OURS]),
     }
+    if any(point.get("host") for point in points):
+        del columns["memory"]
+        columns["enqueued in"] = lambda point: table.seconds(point["host"][OURS]["median"])
     found = table.of_points(points, 2 + len(varied), **columns)
     title = f"Steps, {', '.join([*common, 'times faster than the fastest form of each peer'])}"
     return Table(found.head, found.rows, found.left, title)
@@ -127,6 +111,8 @@ def _doubts(document: dict[str, Any]) -> Iterator[str]:
         if time is not None and time["p80"] > _SPREAD * time["p20"]:
             wide = f"p80 is {time['p80'] / time['p20']:.1f} x p20"
             yield f"{_name(point)}: {wide}: was the machine busy?"
+        if waited := ", ".join(point.get("waited", ())):
+            yield f"{_name(point)}: the device waited for the host: {waited}"
         if point["from_memory"] and bound and bound["value"] > _BEYOND:
             yield f"{_name(point)}: faster than its bound: was the machine busy?"
 
@@ -173,23 +159,24 @@ def progress() -> Iterator[Callable[[str, int, int], Report]]:
     Yields what gives, for the name of a measurement and its place among so many, the function
     that is told its progress.
     """
+    errors = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), words
-    errors = Console(stderr=True)
+    is_drawn = errors.is_terminal
     with Progress(
-        *columns, console=errors, auto_refresh=False, disable=not errors.is_terminal
+        *columns, words, console=errors, auto_refresh=False, disable=not is_drawn
     ) as bars:
         task = bars.add_task("", total=None)
 
         def of(name: str, done: int, total: int) -> Report:
-            if not errors.is_terminal:
-                errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
-            bars.update(task, description=name, completed=done, total=total, refresh=True)
-
             def report(share: float) -> None:
                 text = f"{name} {share:4.0%}"
-                bars.update(task, completed=int(done + share), description=text, refresh=True)
+                bars.update(task, total=total, completed=int(done + share), description=text)
+                bars.refresh()
 
+            if not is_drawn:
+                errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
+            report(0.0)
             return report
 
         yield of

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import machine
 from ..cases.indices import DEFAULT, draw
-from ..cases.options import check_files, other_option, seconds_of
+from ..cases.options import other_option, seconds_of
 from ..errors import BenchError
 from ..report import document, terminal
 from ..report.table import Table, bold, markdown, memory, seconds
@@ -47,7 +47,6 @@ def main(args: argparse.Namespace) -> int:
     if find_spec("torch") is None:
         raise BenchError("--processes: needs PyTorch, for gloo: pip install torch")
     counts = sorted({1, *args.processes})
-    check_files(args)
     rows, batch = (_QUICK_ROWS, _QUICK_BATCH) if args.quick else (ROWS, BATCH)
     time = seconds_of(args, _SECONDS, _QUICK_SECONDS)
     with terminal.progress() as reports:

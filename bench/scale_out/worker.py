@@ -98,28 +98,23 @@ class Training:
 def measured(training: Training, seconds: float) -> dict[str, Any]:
     """Medians over the iterations of this process."""
     comm, whole, outside = training.comm, [], []
-    for k in range(3):
-        training.iteration(k)
+    warm = timeit.repeat(lambda: training.iteration(0), number=1, repeat=4)
+    fitting = max(1, min(_MOST, int(seconds / min(warm))))
+    n = int(agree(comm, "bench", {}, told=(fitting, 0))[:, 0].min())
     comm.sent = comm.calls = 0
-    end = time.perf_counter() + seconds
-    is_over, k = False, 0
-    while not is_over:
+    for k in range(n):
         before, begin = comm.seconds, time.perf_counter()
         training.iteration(k)
         whole.append(time.perf_counter() - begin)
         outside.append(whole[-1] - (comm.seconds - before))
-        k += 1
-        sent, calls = comm.sent, comm.calls
-        is_late = time.perf_counter() > end or k == _MOST
-        is_over = bool(agree(comm, "bench", {}, told=(is_late, 0))[:, 0].any())
-        comm.sent, comm.calls = sent, calls
+    sent, calls = comm.sent / n, comm.calls / n
     states = [a for name, a in training.optimizer.state_dict().items() if "moment" in name]
     return {
-        "iterations": k,
+        "iterations": n,
         "iteration": np.percentile(whole, [20, 50, 80]).tolist(),
         "outside": float(np.median(outside)),
-        "sent": comm.sent / k,
-        "exchanges": comm.calls / k,
+        "sent": sent,
+        "exchanges": calls,
         "least": training.least_bytes(),
         "ids": len(training.gradient),
         "table_and_states": training.table.nbytes + sum(array.nbytes for array in states),

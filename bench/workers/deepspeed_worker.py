@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch_arrays import stepped
+from torch_worker import stepped
 from worker_protocol import LR, Case, Replica, serve
 
 # Module, class and arguments of each step.

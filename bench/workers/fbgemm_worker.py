@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import arrays_of, stepped, tensor
+from torch_worker import arrays_of, stepped, tensor
 from worker_protocol import LR, Case, Job, Parameter, Replica, parts_of, serve
 
 # The optimizer in the tables, and that of torch for the dense parameters.

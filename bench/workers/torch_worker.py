@@ -1,22 +1,23 @@
 """PyTorch's steps, for the interpreter in which PyTorch is installed.
 
 A dense step comes as torch offers it: as a loop, with ``foreach``, and fused where there is such
-a kernel. Steps that torch compiles are another peer, since that takes seconds for each of them:
-`torch_compile_worker`.
+a kernel. Steps that torch compiles, as its tutorial on compiled optimizers shows, are another peer,
+since they need a compiler and take seconds for each optimizer and shape: ``torch_worker.py compiled
+THREADS``.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import arrays_of, parameters_of, stepped, tensor
-from worker_protocol import LR, Case, Job, Replica, lookup, parts_of, serve
+from worker_protocol import LR, Case, Job, Parameter, Replica, lookup, parts_of, serve
 
 _COMPILED = "compiled"
 _LOOPS: dict[str, dict[str, Any]] = {
@@ -53,9 +54,8 @@ _SPARSE = {
 class Torch:
     """The library, on ``threads`` threads."""
 
-    compiles = False  # it has the compiled forms, and no others
-
     def __init__(self, threads: int) -> None:
+        self.compiles = _COMPILED in sys.argv  # it has the compiled forms, and no others
         # No resident processes that compile; with one thread it compiles in this process.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         self.torch: Any = import_module("torch")
@@ -136,6 +136,60 @@ class Torch:
             if hasattr(config, limit):  # not in torch of all years
                 setattr(config, limit, value)
         return self.torch.compile(step)
+
+
+# -- what is built on PyTorch has these, too -------------------------------------------------------
+
+
+def tensor(array: np.ndarray, dtype: str) -> Any:
+    """A copy in torch's own memory, which is better aligned than NumPy's; on its default device."""
+    torch = import_module("torch")
+    writable = torch.from_numpy(np.require(array, requirements="W"))
+    return writable.to(torch.empty(0).device, getattr(torch, dtype), copy=True)
+
+
+def parameters_of(case: Case) -> list[Any]:
+    """Torch's parameters at their start."""
+    parameter = import_module("torch").nn.Parameter
+    return [parameter(tensor(given.start, case.dtype)) for given in case.parameters]
+
+
+def _gradient(given: Parameter, dtype: str) -> Any:
+    """Dense, or sparse and uncoalesced as ``nn.Embedding(sparse=True)`` leaves it."""
+    values = tensor(given.gradient, dtype)
+    if given.indices is None:
+        return values
+    indices = tensor(given.indices, "int64")[None]
+    torch = import_module("torch")
+    return torch.sparse_coo_tensor(indices, values, given.shape, check_invariants=False)
+
+
+def arrays_of(tensors: Iterable[Any]) -> list[np.ndarray]:
+    """Their values as float32."""
+    return [one.detach().float().cpu().numpy() for one in tensors]
+
+
+def stepped(
+    case: Case, make: Callable[[list[Any]], Callable[[], object]], *, fresh: bool = False
+) -> Replica:
+    """Parameters that get their gradients before each step.
+
+    Args:
+        case: the case.
+        make: makes the step of the parameters.
+        fresh: new gradients in any case: the step changes them.
+    """
+    parameters = parameters_of(case)
+    gradients = [_gradient(given, case.dtype) for given in case.parameters]
+
+    def load() -> None:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient.clone() if fresh or case.fresh else gradient
+
+    return Replica(Job(make(parameters), load), lambda: arrays_of(parameters))
+
+
+# -- its steps -------------------------------------------------------------------------------------
 
 
 def _beside(sparse: Any, make: Callable[[list[Any]], Any] | None, case: Case) -> Replica:

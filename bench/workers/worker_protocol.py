@@ -6,7 +6,7 @@ A worker reads JSON lines from its standard input and answers each with one JSON
         -> {"version": "2.13.0"}
     {"do": "forms", "algorithm": "adam", "kind": "dense", "dtype": "float32"}
         -> {"forms": ["Adam(foreach=True)", "Adam(fused=True)"]}
-    {"do": "setup", "algorithm": ..., "form": ..., "dtype": ..., "copies": 1,
+    {"do": "setup", "algorithm": ..., "form": ..., "kind": ..., "dtype": ..., "copies": 1,
      "parameters": [{"shape": [9, 4], "gradient": "/g.npy", "indices": null}],
      "fresh_gradients": false}
         -> {}
@@ -272,17 +272,8 @@ class Case:
     form: str
     dtype: str  # of parameters and gradients
     parameters: list[Parameter]  # all parameters of one optimizer
+    kind: str  # of these: "dense", "rows", "mixed" or "pooled"
     fresh: bool  # the gradients of each step are new arrays
-
-    @property
-    def kind(self) -> str:
-        """Which of the three kinds of gradients the parameters have."""
-        if any(parameter.bag for parameter in self.parameters):
-            return "pooled"
-        sparse = [parameter.indices is not None for parameter in self.parameters]
-        if not any(sparse):
-            return "dense"
-        return "rows" if sparse == [True] else "mixed"
 
 
 @dataclass(frozen=True)
@@ -336,7 +327,7 @@ class _Server:
     """Answers requests, each with the method of its name; remembers what was set up, by form."""
 
     def __init__(self, load: Callable[[int], Any]) -> None:
-        self._threads = int(sys.argv[1])
+        self._threads = int(sys.argv[-1])
         self._library = lru_cache(None)(lambda: load(self._threads))
         self._replicas: dict[str, list[Replica]] = {}
         self._jobs: dict[str, Job] = {}
@@ -398,6 +389,7 @@ def _case(request: dict[str, Any]) -> Case:
         request["form"],
         request["dtype"],
         [_parameter(**entry) for entry in request["parameters"]],
+        request["kind"],
         # Clipping in place leaves nothing to clip.
         request["fresh_gradients"] or request["algorithm"] == "clip-by-global-norm",
     )
@@ -419,7 +411,7 @@ def serve(load: Callable[[int], Any]) -> None:
     """Answer requests until the end of input.
 
     Args:
-        load: imports the library for a number of threads, the script's only argument, and says
+        load: imports the library for a number of threads, the script's last argument, and says
             about it ``version``; ``forms(algorithm, kind, dtype)``, by name the forms in which it
             has a step, each of which makes the `Replica` of a `Case`; and ``warm_up``, how many
             steps each replica takes before the first sample, if not 3. One that keeps the memory of
@@ -429,7 +421,7 @@ def serve(load: Callable[[int], Any]) -> None:
     # Libraries print to standard output; the answers keep it for themselves.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    os.environ["OMP_NUM_THREADS"] = sys.argv[1]  # for whatever is loaded from now on
+    os.environ["OMP_NUM_THREADS"] = sys.argv[-1]  # for whatever is loaded from now on
     _die_with_parent()
     server = _Server(load)
     for line in sys.stdin:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.cases.torch import TORCH
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult
-from fusestep.bench.report.stats import Summary
+from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult, Summary
+from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job
 
 from helpers import in_turn
 
+WORKERS = Path(worker_protocol.__file__).parent
 EVERY_STEP = [
     (case, dtype)
     for case in cases.STEPS
@@ -132,6 +134,54 @@ class FakeClock:
         return Job(step, load)
 
 
+# -- a made-up library ----------------------------------------------------------------------------
+
+FAKE_WORKER = f"""
+import os, sys, time
+sys.path.insert(0, {str(WORKERS)!r})
+from worker_protocol import Job, Replica, serve
+
+class Fake:
+    version = "1.2.3"
+
+    def __init__(self, threads):
+        print("libraries print what they like, such as", threads)
+        self.threads = threads
+
+    def forms(self, algorithm, kind, dtype):
+        if algorithm in ("small", "fails", "keeps"):
+            return {{algorithm + " " + kind + " " + dtype: self.replica}}
+        names = ["quick", "slow", "unknown", f"on {{self.threads}}"]
+        return {{}} if algorithm == "adam-rows" else dict.fromkeys(names, self.replica)
+
+    def replica(self, case):
+        if case.form == "unknown":
+            raise KeyError("no such form")
+        if case.algorithm == "fails":
+            raise MemoryError("too large")
+        if case.form == "fatal":
+            self.end()
+        self.warm_up = 5 if case.algorithm == "small" else 0
+        self.keeps_memory = case.algorithm == "keeps"
+        values = [p.start - 2 * p.gradient * (case.form == "quick") for p in case.parameters]
+        steps = {{"slow": lambda: time.sleep(0.05), "dies": self.end}}
+
+        def step():
+            for w, p in zip(values, case.parameters):
+                w += p.gradient
+
+        return Replica(Job(steps.get(case.form, step)), lambda: values)
+
+    def end(self):
+        sys.stderr.write("Segmentation fault\\n")
+        sys.stderr.flush()
+        os._exit(9)
+
+serve(Fake)
+"""
+"""Its steps are very fast, very slow, or the end of it."""
+
+
 # -- made-up results ------------------------------------------------------------------------------
 
 
@@ -160,12 +210,15 @@ def result(
 
 
 def made_up(
-    *results: PointResult | SpecialResult, load: float | None = 0.1, **peers: dict[str, str]
+    *results: PointResult | SpecialResult,
+    load: float | None = 0.1,
+    gpu: dict[str, Any] | None = None,
+    **peers: dict[str, str],
 ) -> dict[str, Any]:
     """A document of these results; ``versions`` and ``missing`` are those of its peers."""
     of_run = Peers({})
     of_run.versions = peers.get("versions", {})
     of_run.missing = peers.get("missing", {})
-    data = document.document(results, SECONDS, of_run, load)
+    data = document.document(results, SECONDS, of_run, load, gpu)
     document.check_schema(data)
     return data

@@ -17,8 +17,7 @@ from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
 from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, SECONDS
-from fusestep.bench.report.stats import Summary
+from fusestep.bench.report.result import OURS, SECONDS, Summary
 from fusestep.bench.workers import worker_protocol
 
 import bench_support
@@ -126,10 +125,7 @@ def test_the_worktree_goes_after_an_error_too(error: type[BaseException], reposi
 
 @pytest.mark.parametrize("ref", ["no-such-branch", "", "--all", "HEAD~9"])
 def test_a_commit_that_does_not_exist(ref: str, repository: Path) -> None:
-    with (
-        pytest.raises(BenchError) as error,
-        against.versions(ref),
-    ):
+    with pytest.raises(BenchError) as error, against.versions(ref):
         pass
     assert str(error.value) == f"--against: expected a results file or a commit, got {ref!r}"
     assert len(git(repository, "worktree", "list").splitlines()) == 1

@@ -18,7 +18,7 @@ from fusestep.bench import command, run
 from fusestep.bench.cases import options
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.errors import BenchError
-from fusestep.bench.report import document
+from fusestep.bench.report import document, markdown
 from fusestep.bench.report.result import OURS
 
 from bench_support import arguments, refused_line
@@ -97,19 +97,15 @@ def test_the_document_has_times_of_ours_bounds_and_peers(
         assert point["bound"]["value"] == pytest.approx(bound / times[OURS]["median"])
 
 
-def test_a_run_prints_what_it_writes(small_run: tuple[dict[str, Any], str, Path]) -> None:
-    data, out, _ = small_run
-    lines = out.splitlines()
+def test_a_run_prints_and_draws_what_it_writes(
+    small_run: tuple[dict[str, Any], str, Path],
+) -> None:
+    data, out, folder = small_run
     for point in data["points"]:
-        line = next(line for line in lines if line.strip().startswith(f"{point['case']} "))
-        if "numpy" in point["peers"]:
-            assert f"{point['peers']['numpy']['value']:.2f}" in line.split()
-        else:
-            assert "n/a" in line.split()
-
-
-def test_a_run_draws_its_points(small_run: tuple[dict[str, Any], str, Path]) -> None:
-    assert "<svg" in (small_run[2] / "x.svg").read_text(encoding="utf-8")
+        line = next(x for x in out.splitlines() if x.strip().startswith(f"{point['case']} "))
+        peer = point["peers"].get("numpy")
+        assert (f"{peer['value']:.2f}" if peer else "n/a") in line.split()
+    assert "<svg" in (folder / "x.svg").read_text(encoding="utf-8")
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -120,34 +116,19 @@ def parsed(*given: str) -> options.Request:
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """All cases or a selection; options stand among them."""
     status, out, err = said(capsys, "--list")
     assert (status, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == [case.name for case in cases.CASES]
     marked = [line.split()[0] for line in out.splitlines() if line.endswith("(when named)")]
     assert marked == [case.name for case in cases.CASES if not case.is_default]
-
-
-def test_list_of_a_selection(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--list", "rows/nn.S*", "first-step")[1].split() == [
-        "rows/nn.SGD",
-        "first-step",
-    ]
-    assert said(capsys, "--list", "zzz")[0] == 2
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ("--list", "rows/nn.SGD", "first-step"),
+    for given in (
+        ("--list", "rows/nn.S*", "first-step"),
         ("rows/nn.SGD", "--list", "first-step"),
         ("rows/nn.SGD", "--threads", "1", "first-step", "--list"),
-    ],
-)
-def test_options_among_the_cases(
-    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["bench", *given]) == 0
-    assert capsys.readouterr().out.split() == ["rows/nn.SGD", "first-step"]
+    ):
+        assert said(capsys, *given)[:2] == (0, "rows/nn.SGD\nfirst-step\n")
+    assert said(capsys, "--list", "zzz")[0] == 2
 
 
 def test_threads_are_a_dimension() -> None:
@@ -162,10 +143,9 @@ def test_what_is_left_out_has_a_default() -> None:
     assert {p.dtype for p in request.points} == {"float32"}
     assert {p.scenario for p in request.points} == {"loop"}
     assert {p.threads for p in request.points} == {options.get_num_threads()}
-    assert {p.size for p in request.points if p.case.name.startswith("rows/")} == {
-        "500000x64x65536"
-    }
-    assert {p.size for p in request.points if p.case.name.startswith("dense/")} == {"4M"}
+    sizes = {(p.case.name.partition("/")[0], p.size) for p in request.points}
+    assert {("rows", "500000x64x65536"), ("dense", "4M")} <= sizes
+    assert len([kind for kind, _ in sizes if kind in ("rows", "dense")]) == 2
     assert [special.name for special in request.special] == ["first-step"]
     assert request.seconds == 0.5
     assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]
@@ -188,15 +168,21 @@ def test_options_act() -> None:
     assert parsed("--peers", "none").pythons == {}
 
 
+COUNTS = "--processes: expected whole numbers from 1 to 64, got "
 WRONG: dict[tuple[str, ...], str] = {
+    **{("--processes", text): f"{COUNTS}{text!r}"
+       for text in ("0", "a", "65", "1,,2", "1,2,", "1.5", "1e1", "\u00b2", "")},
+    **{("--processes", "2", *given): f"--processes: takes no {given[0]}"
+       for given in (("--scenario", "busy"), ("--against", "main"), ("--threads", "1"),
+                     ("--plot", "x.png"), ("--peers", "none"), ("--from", "x.json"),
+                     ("--torch-python", sys.executable), ("--device", "cuda"))},
+    ("--processes", "-1"): "--processes",
+    ("--processes", "2", "rows/nn.LazyAdam"): "--processes: takes no cases",
     ("rows/nn.LasyAdam",): "no case 'rows/nn.LasyAdam': did you mean 'rows/nn.LazyAdam'?",
     ("zzz",): "no case 'zzz': 'fusestep bench --list' names them",
     ("--size", "1.5M"): "--size: expected a number such as 65536, 64K or 16M, got '1.5M'",
     ("--size", ""): "--size: expected a number such as 65536, 64K or 16M, got ''",
-    (
-        "--size",
-        "4x4x4x4x4x4",
-    ): "--size: expected N x D x B such as 500000x64x65536, got '4x4x4x4x4x4'",
+    ("--size", "4x4x4x4x4x4"): "--size: expected N x D x B such as 500000x64x65536, got '4x4x4x",
     ("--size", "4K..1K"): "--size: expected a range that ascends, got '4K..1K'",
     ("rows/nn.SGD", "--size", "1K"): "--size 1K, --dtype float32: fits none of the chosen cases",
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
@@ -221,14 +207,16 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--peers", "torch,none"): "--peers: expected names out of",
     ("--torch-python", "/nowhere/python"): "--torch-python: '/nowhere/python' is no Python inter",
     ("--mindspore-python", "/"): "--mindspore-python: '/' is no Python interpreter",
+    ("--optax-python", __file__): "is no Python interpreter",
     ("--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file or dir",
     ("--json", "/"): "--json is a folder: expected a regular file or a name that is free, got '/'",
     ("--json", ""): "--json is a folder: expected a regular file or a name that is free, got '.'",
-    ("--plot", "x.gif"): "--plot: expected a file .png, .svg or .pdf, got 'x.gif'",
+    ("--plot", "x.gif"): "--plot: expected a file .png, .svg, .pdf, got 'x.gif'",
     ("--plot", "/nowhere/x.png"): "--plot: cannot write '/nowhere/x.png': No such file",
     ("--nonsense",): "unrecognized arguments: --nonsense",
     ("--threads",): "argument --threads: expected one argument",
-}
+    ("--from", "x.json", "--plot", "x.jpg"): "expected a file .png, .svg, .pdf",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
@@ -286,23 +274,23 @@ def test_an_interrupted_run(
     assert said(capsys, "nn.SGD") == (130, "", "fusestep bench: interrupted\n")
 
 
+@pytest.mark.parametrize("is_checkout", [True, False])
 def test_check_is_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_checkout: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fusestep.bench.report import markdown
+    text = "--check: the documents are in a Git checkout only, and this is none"
 
-    monkeypatch.setattr(markdown, "documents", dict)
-    assert said(capsys, "--check")[0] == 0
+    def documents() -> dict[Path, str]:
+        if not is_checkout:
+            raise BenchError(text)
+        return {}
 
-    def fail() -> None:
-        raise BenchError("--check: the documents are in a Git checkout only, and this is none")
-
-    monkeypatch.setattr(markdown, "documents", fail)
+    monkeypatch.setattr(markdown, "documents", documents)
     status, out, err = said(capsys, "--check")
-    assert (status, out) == (2, "")
-    assert err == (
-        "fusestep bench: --check: the documents are in a Git checkout only, and this is none\n"
-    )
+    if is_checkout:
+        assert (status, out) == (0, "all tables are those of the committed results\n")
+    else:
+        assert (status, out, err) == (2, "", f"fusestep bench: {text}\n")
 
 
 def test_an_earlier_run_is_shown_and_drawn(
@@ -319,7 +307,6 @@ def test_an_earlier_run_is_shown_and_drawn(
         (("--threads", "1"), "measures nothing, so it takes no --threads"),
         (("nn.SGD",), "holds no results of nn.SGD"),
         (("--scenario", "busy"), "holds no results of busy"),
-        (("--plot", "x.jpg"), "expected a file .png, .svg or .pdf"),
     ):
         status, out, err = said(capsys, *given, *earlier)
         assert (status, out) == (2, "") and text in err

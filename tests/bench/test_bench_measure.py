@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 import pytest
 
-from fusestep import ops
 from fusestep.bench import bounds, measure, point, work
+from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import model_shapes, options
-from fusestep.bench.cases.steps import SUBJECTS
+from fusestep.bench.cases import torch as torch_cases
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import (
     Contestant,
@@ -27,15 +27,18 @@ from fusestep.bench.measure import (
     plan_of_turns,
 )
 from fusestep.bench.peer import Peers
-from fusestep.bench.report.result import OURS, SECONDS, PointResult, fastest
-from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
-from fusestep.bench.special import (
-    changing_steps,
-    dlrm_training,
-    far_rows,
-    first_step,
-    training,
+from fusestep.bench.report.result import (
+    OURS,
+    SECONDS,
+    PointResult,
+    Ratio,
+    Summary,
+    change,
+    fastest,
+    paired,
+    ratio,
 )
+from fusestep.bench.special import changing_steps, dlrm_training, far_rows, first_step, training
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
@@ -344,21 +347,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 @pytest.mark.parametrize("case", ["rows/nn.torch.SGD", "dense/nn.torch.SGD"])
 def test_pytorch_takes_the_same_steps_in_this_process(case: str) -> None:
-    """On arrays of its own."""
+    """Its parameters are its own, its gradients those of the point; of dense ones it is fused."""
     pytest.importorskip("torch")
-    ((label, prepare),) = bench_support.point(case).case.use.beside.items()
-    assert label.startswith("torch-in-process SGD(")
-    ours, other = (np.zeros((9, 4), np.float32) for _ in range(2))
-    gradient: Any = np.arange(36, dtype=np.float32).reshape(9, 4)
-    if case.startswith("rows"):
-        gradient = ops.RowTensor(np.array([3, 1, 3]), gradient[:3], (9, 4))
-    for array, made in ((ours, SUBJECTS["nn.torch.SGD"].prepare), (other, prepare)):
-        prepared = made([array])
-        assert prepared.load is not None
-        prepared.load([gradient])
-        prepared.step([])
-    assert other.any()
-    np.testing.assert_allclose(ours, other, rtol=1e-6)
+    one = bench_support.point(case)
+    given = work.inputs(one)
+    labels = [label for label in work.build(one, given) if label.startswith("torch-in-process")]
+    form = "SGD" if case.startswith("rows") else "SGD(fused=True)"
+    assert labels == [f"torch-in-process {form}"]
+    subject, use = one.case.subject, one.case.use
+    ours = Buffers(subject.prepare, use, np.dtype(np.float32), given.parameters)
+    make = torch_cases.forms_here(str(use.algorithm), one.case.kind, "float32", 1)[form]
+    of = worker_protocol.Case("", form, "float32", given.parameters, one.case.kind, True)
+    theirs = make(of)
+    for job in (ours.job(fresh=True), theirs.job):
+        job.load()
+        job.step()
+    assert ours.parameters[0].any()
+    np.testing.assert_allclose(ours.parameters[0], theirs.values()[0], rtol=1e-5)
 
 
 def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> PointResult:
@@ -374,12 +379,7 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("ours", "losses"),
-    [
-        (11.4, ["87.7% of the bound"]),
-        (11.0, []),
-        (9.0, []),
-        (40.0, ["25.0% of the bound"]),
-    ],
+    [(11.4, ["87.7% of the bound"]), (11.0, []), (9.0, []), (40.0, ["25.0% of the bound"])],
 )
 def test_a_slowed_step_is_reported(
     clock: FakeClock, ours: float, losses: list[str], monkeypatch: pytest.MonkeyPatch

@@ -21,55 +21,16 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
-from fusestep.bench.workers import worker_protocol
 
 import bench_support
-from bench_support import quiet
-
-WORKERS = Path(worker_protocol.__file__).parent
-
-# Its steps are very fast, very slow, or the end of it.
-FAKE_WORKER = f"""
-import os, sys, time
-sys.path.insert(0, {str(WORKERS)!r})
-from worker_protocol import Job, Replica, serve
-
-class Fake:
-    version = "1.2.3"
-    warm_up = 0
-
-    def __init__(self, threads):
-        print("libraries print what they like")
-        self.threads = threads
-
-    def forms(self, algorithm, kind, dtype):
-        if algorithm == "adam-rows":
-            return {{}}
-        return dict.fromkeys(["quick", "slow", "unknown", f"on {{self.threads}}"], self.replica)
-
-    def replica(self, case):
-        if case.form == "unknown":
-            raise KeyError("no such form")
-        if case.form == "fatal":
-            self.end()
-        steps = {{"slow": lambda: time.sleep(0.05), "dies": self.end}}
-        values = [p.start - 2 * p.gradient for p in case.parameters]
-        return Replica(Job(steps.get(case.form, lambda: None)), lambda: values)
-
-    def end(self):
-        sys.stderr.write("Segmentation fault\\n")
-        sys.stderr.flush()
-        os._exit(9)
-
-serve(Fake)
-"""
+from bench_support import FAKE_WORKER, WORKERS, quiet
 
 
 @pytest.fixture
 def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "fake_worker.py"
     script.write_text(FAKE_WORKER, encoding="utf-8")
-    monkeypatch.setitem(PEERS, "torch", PeerKind(("numpy",), script))
+    monkeypatch.setitem(PEERS, "torch", PeerKind(("numpy",), (str(script),)))
     monkeypatch.setattr(measure, "_SETTLE", 0.0)
     return script
 
@@ -139,32 +100,21 @@ def test_an_error_is_an_answer(worker: Worker, form: str, text: str) -> None:
 
 
 def test_the_end_of_a_worker(fake_worker: Path) -> None:
-    fake_worker.write_text(FAKE_WORKER.replace('"quick"', '"fatal"'), encoding="utf-8")
-    worker = Worker([str(fake_worker)], sys.executable, 1)
-    try:
+    fake_worker.write_text(FAKE_WORKER.replace('"quick", "slow"', '"fatal", "slow"'), "utf-8")
+    with contextlib.closing(Worker([str(fake_worker)], sys.executable, 1)) as worker:
         for _ in range(2):  # the same words again
             died = pytest.raises(ContestantLostError, match=r"^Segmentation fault$")
             with died, set_up(worker, "fatal"):
                 pass
         assert worker.is_broken
-    finally:
-        worker.close()
 
 
 def test_a_worker_that_does_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_TIMEOUT", 0.02)
-    with set_up_patiently(worker, monkeypatch), pytest.raises(ContestantLostError, match="within"):
-        worker.ask({"do": "sample", "form": "slow", "scenario": "loop", "steps": 200})
+    with set_up(worker, "slow"):
+        monkeypatch.setattr(peer, "_TIMEOUT", 0.02)
+        with pytest.raises(ContestantLostError, match="within"):
+            worker.ask({"do": "sample", "form": "slow", "scenario": "loop", "steps": 200})
     assert worker.is_broken
-
-
-@contextlib.contextmanager
-def set_up_patiently(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patient:
-        patient.setattr(peer, "_TIMEOUT", 60.0)
-        with set_up(worker, "slow"):
-            pass
-    yield
 
 
 # -- a point with peers ---------------------------------------------------------------------------
@@ -176,7 +126,7 @@ def measured(pythons: dict[str, str | None], name: str = "dense/nn.Adam") -> Poi
 
 
 @pytest.mark.usefixtures("fake_worker")
-def test_a_faster_peer_is_a_loss_and_a_slower_one_is_none() -> None:
+def test_a_faster_peer_is_a_loss() -> None:
     found = measured({"torch": sys.executable})
     assert found.times.keys() >= {OURS, "torch quick", "torch slow", "torch on 1"}
     assert found.unavailable == {"torch unknown": "KeyError: 'no such form'"}
@@ -189,27 +139,20 @@ def test_a_faster_peer_is_a_loss_and_a_slower_one_is_none() -> None:
 
 
 def test_a_slower_peer_is_no_loss(fake_worker: Path) -> None:
-    forms = '["quick", "slow", "unknown", f"on {self.threads}"]'
-    assert forms in FAKE_WORKER
-    fake_worker.write_text(FAKE_WORKER.replace(forms, '["slow"]'), encoding="utf-8")
+    names = '"quick", "slow", "unknown", f"on {self.threads}"'
+    assert names in FAKE_WORKER
+    fake_worker.write_text(FAKE_WORKER.replace(names, '"slow"'), encoding="utf-8")
     found = measured({"torch": sys.executable})
     assert found.peers["torch"].value > 1
     assert found.losses == []
 
 
 @pytest.mark.usefixtures("fake_worker")
-def test_a_peer_without_the_algorithm_has_no_column() -> None:
+def test_peers_without_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no column; of a step that only we have nobody is asked."""
     found = measured({"torch": sys.executable}, "rows/nn.Adam")
-    assert found.peers == {}
-    assert found.unavailable == {}
-
-
-@pytest.mark.usefixtures("fake_worker")
-def test_nobody_is_asked_for_a_step_that_only_we_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: object) -> None:
-        raise AssertionError("a worker was started")
-
-    monkeypatch.setattr(Peers, "worker", start)
+    assert (found.peers, found.unavailable) == ({}, {})
+    monkeypatch.setattr(Peers, "worker", lambda *_: pytest.fail("a worker was started"))
     assert measured({"torch": sys.executable}, "dense/ops.LARSUpdate").peers == {}
 
 
@@ -240,7 +183,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[tuple[str, Worker]]:
     python = INTERPRETERS[request.param]
     if python is None:
         pytest.skip(f"{request.param} is not here: FUSESTEP_FBGEMM_PYTHON names FBGEMM's Python")
-    worker = Worker([str(PEERS[request.param].script)], python, 2)
+    worker = Worker(PEERS[request.param].program, python, 2)
     yield request.param, worker
     worker.close()
 
@@ -328,17 +271,14 @@ def test_a_worker_for_each_number_of_threads() -> None:
     assert all(process.poll() is not None for process in processes)
 
 
-def test_an_interpreter_is_found_or_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interpreter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"torch", "jax"}
     monkeypatch.setattr(peer, "find_spec", lambda name: object() if name in known else None)
     assert find_python("torch", None) == sys.executable
     assert find_python("optax", None) is None  # jax alone is not enough
     assert find_python("optax", sys.executable) == sys.executable
-    program = tmp_path / "python"
-    program.write_text("", encoding="utf-8")
-    for path in ("/nowhere/python", "/", str(program)):
-        with pytest.raises(BenchError, match=f"--optax-python: '{path}' is no Python"):
-            find_python("optax", path)
+    with pytest.raises(BenchError, match="--optax-python: '/nowhere' is no Python"):
+        find_python("optax", "/nowhere")
 
 
 def test_another_interpreter_gets_none_of_our_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,8 +295,8 @@ def test_another_interpreter_gets_none_of_our_packages(monkeypatch: pytest.Monke
 
 def test_every_peer_has_its_worker() -> None:
     for name, kind in PEERS.items():
-        assert kind.script == WORKERS / f"{name.replace('-', '_')}_worker.py"
-        assert kind.script.is_file(), name
+        assert kind.program[0] == str(WORKERS / f"{name.partition('-')[0]}_worker.py")
+        assert Path(kind.program[0]).is_file(), name
 
 
 def test_workers_need_no_fusestep() -> None:

@@ -122,6 +122,10 @@ def test_a_document_is_read_as_it_was_written(full: dict[str, Any], tmp_path: Pa
     document.write(path, full)
     assert document.read(path, "--against") == json.loads(json.dumps(full))
     assert list(tmp_path.iterdir()) == [path]
+    joined = document.joined(full, made_up(result(), versions={"numpy": "3.0"}))
+    document.check_schema(joined)
+    assert joined["points"][:2] == full["points"] and len(joined["points"]) == 3
+    assert joined["peers"] == {"torch": "2.0", "numpy": "3.0"}
 
 
 @pytest.mark.parametrize(
@@ -152,48 +156,56 @@ def shown(data: dict[str, Any], width: int = 200) -> str:
     return console.file.getvalue()
 
 
+def line_of(name: str, text: str) -> list[str]:
+    """The cells of the line of a table that begins so."""
+    (line,) = (line for line in text.splitlines() if line.strip().startswith(name))
+    return line.removeprefix(" ").split()
+
+
 def test_the_report_of_a_run(full: dict[str, Any]) -> None:
     text = shown(full)
-    assert "peers: torch 2.0" in text
-    (line,) = (line for line in text.splitlines() if line.strip().startswith("dense/nn.Adam"))
     figures = "16M 10.00 ms 9.00 ms 11.00 ms 45.0 95% 1.25 4 KB"
-    assert line.split() == ["dense/nn.Adam", *figures.split()]
-    assert "float32, 2 threads" in text
-    assert "1 of 2 points lose:" in text
+    assert line_of("dense/nn.Adam", text) == ["dense/nn.Adam", *figures.split()]
     name = "rows/nn.LazyAdam 500000x64x65536 zipf1.2 fp32 x2"
-    assert f"{name}: 80.0% of the bound; 0.25 x torch fused" in text
-    assert "mxnet: n/a: not installed here" in text
-    assert "was the machine busy" not in text
-    assert "3.00 s" in text and "2.50 s" in text  # the first step and its limit
-    assert "9x2x4: grouping alone" in text
+    for expected in (
+        *("peers: torch 2.0", "float32, 2 threads", "1 of 2 points lose:"),
+        f"{name}: 80.0% of the bound; 0.25 x torch fused",
+        "mxnet: n/a: not installed here",
+        *("3.00 s", "2.50 s", "9x2x4: grouping alone"),  # the first step and its limit; parts
+    ):
+        assert expected in text
+    assert "was the machine busy" not in text and "No losses." not in text
 
 
-def test_a_run_without_losses(full: dict[str, Any]) -> None:
-    assert "No losses." in shown(made_up(result(**USUAL)))
-    assert "No losses." not in shown(full)
+WIDE = result(bound_x=0.0120)
+WIDE.times[OURS] = summary(0.010, spread=0.3)
+NOTHING = PointResult(point(), 0, {}, False, 0, {}, unavailable={OURS: "needs 9 GB of 1 GB"})
+SHOWN: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
+    "no losses": (lambda: made_up(result(**USUAL)), ["No losses."]),
+    "not available": (
+        lambda: made_up(result(**USUAL), result(point("dense/nn.SGD")), NOTHING),
+        ["dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB"],
+    ),
+    "from the cache": (lambda: made_up(result(from_memory=False, **USUAL)), ["(95%)"]),
+    "doubts": (
+        lambda: made_up(WIDE, load=3.25),
+        [
+            "the machine was busy before the run: load 3.2",
+            "dense/nn.Adam 900 fp32 x1: p80 is 1.9 x p20: was the machine busy?",
+            "dense/nn.Adam 900 fp32 x1: faster than its bound",
+        ],
+    ),
+}
 
 
-def test_what_is_not_available_is_said() -> None:
-    missing = result(point("dense/nn.SGD"))
-    nothing = PointResult(point(), 0, {}, False, 0, {}, unavailable={OURS: "needs 9 GB of 1 GB"})
-    data = made_up(result(**USUAL), missing, nothing)
-    text = shown(data)
-    (line,) = (line for line in text.splitlines() if line.strip().startswith("dense/nn.SGD"))
-    assert line.split().count("n/a") == 2  # bound and torch
-    assert "dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB" in text
-
-
-def test_figures_from_the_cache_are_in_brackets() -> None:
-    assert "(95%)" in shown(made_up(result(from_memory=False, **USUAL)))
-
-
-def test_doubts() -> None:
-    wide = result(bound_x=0.0120)
-    wide.times[OURS] = summary(0.010, spread=0.3)
-    text = shown(made_up(wide, load=3.25))
-    assert "the machine was busy before the run: load 3.2" in text
-    assert "dense/nn.Adam 900 fp32 x1: p80 is 1.9 x p20: was the machine busy?" in text
-    assert "dense/nn.Adam 900 fp32 x1: faster than its bound" in text
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_said(name: str) -> None:
+    make, expected = SHOWN[name]
+    text = shown(make())
+    for words in expected:
+        assert words in text
+    if name == "not available":
+        assert line_of("dense/nn.SGD", text).count("n/a") == 2  # bound and torch
 
 
 def test_scaling() -> None:
@@ -208,32 +220,17 @@ def test_scaling() -> None:
 
 
 def test_scenarios() -> None:
-    """A row for each below its case; the usual table has a line for each."""
-    loop, busy = (
-        result(point(scenario=name), torch_fused=0.02, **{OURS: seconds})
-        for name, seconds in (("loop", 0.01), ("busy", 0.015))
-    )
-    other = result(point("dense/nn.SGD", scenario="busy"), bound_x=0.02)
-    of_adam, of_sgd = (
-        shown(made_up(loop, busy, other))
-        .partition("dense/nn.Adam, 900 numbers:")[2]
-        .split("dense/nn.SGD, 900 numbers:")
-    )
-    lines = [line.split() for line in (*of_adam.splitlines(), *of_sgd.splitlines())]
-    assert [line for line in lines if line and line[-1] in ("ms", "torch", "bound")] == [
-        [OURS, "torch"],
-        ["in", "a", "loop", "10.00", "ms", "20.00", "ms"],
-        ["beside", "a", "busy", "process", "15.00", "ms", "20.00", "ms"],
-        [OURS, "bound"],
-        ["beside", "a", "busy", "process", "10.00", "ms", "20.00", "ms"],
+    """A row for each below its case; beside other work a step is compared with peers only."""
+    points = [result(point(scenario=name), bound_x=0.001, torch_fused=0.009, **{OURS: seconds})
+              for name, seconds in (("loop", 0.01), ("busy", 0.015))]  # fmt: skip
+    assert [len(one.losses) for one in points] == [2, 1]
+    text = shown(made_up(*points)).partition("dense/nn.Adam, 900 numbers:")[2]
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert [line for line in lines if line[0] in (OURS, "in", "beside")] == [
+        [OURS, "bound", "torch"],
+        ["in", "a", "loop", "10.00", "ms", "1.00", "ms", "9.00", "ms"],
+        ["beside", "a", "busy", "process", "15.00", "ms", "1.00", "ms", "9.00", "ms"],
     ]
-
-
-def test_beside_other_work_a_step_is_compared_with_peers_only() -> None:
-    """The loops of the bound meet other work too, each in a way of its own."""
-    for scenario, losses in (("loop", 2), ("busy", 1)):
-        found = result(point(scenario=scenario), bound_x=0.001, torch_fused=0.009)
-        assert len(found.losses) == losses
 
 
 @pytest.mark.parametrize("width", [70, 80, 120, 200, 300])
@@ -303,7 +300,7 @@ def test_one_point_is_drawn_as_bars_with_its_times(tmp_path: Path) -> None:
     times = {OURS: "10.00 ms", "PyTorch": "12.50 ms", "NumPy": "500 ms"}
     for words in (*times, *times.values()):
         assert f"{words}<" in text, words
-    assert "nn.Adam: 900 numbers<" in text and "float32, 2 threads<" in text
+    assert "nn.Adam: 900 numbers<" in text and "float32, 2 threads, in a loop<" in text
     assert "20.00 ms" not in text
     plot.draw(data, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
@@ -351,28 +348,90 @@ def region(name: str, checkout: Path) -> str:
     return found
 
 
-def cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.split("|")[1:-1]]
-
-
-def save(checkout: Path, *results: PointResult, **options: Any) -> None:
+def save(checkout: Path, *results: PointResult | SpecialResult, **options: Any) -> None:
     document.write(checkout / "bench" / "results" / "y.json", made_up(*results, **options))
 
 
-def test_the_tables_of_large_tables(checkout: Path) -> None:
-    *_, far = region("far-rows x.json", checkout).splitlines()
-    assert far == "| 9x2x4 | 4.00 ms | 1.00 ms | 3.00 ms | 2.00 ms | **1.50** |"
+POOLED = replace(
+    result(point("pooled/ops.EmbeddingBags", "4x20x8x10x5"), memory=2**20),
+    sizes={"parameters": 4, "occurrences": 200},
+)
+PROGRAMS = {"nn.torch: step": 0.1, "torch: step": 0.2, "nn.torch: iteration": 0.5}
+TRAINING = SpecialResult(
+    "training",
+    "iterations",
+    {f"gpt2 loop {name}": summary(t) for name, t in {**PROGRAMS, "torch: iteration": 0.4}.items()},
+    {"gpt2 loop nn.torch: step": 0.21, "gpt2 loop nn.torch: iteration": 0.42},
+)
+DLRM = SpecialResult(
+    "dlrm-training",
+    "iterations",
+    {
+        f"{scenario} {name}": summary(time)
+        for scenario in ("loop", "busy")
+        for name, time in (("torch", 0.1), ("nn.torch", 0.05), ("layers alone", 0.02))
+    },
+    {"loop nn.torch": 0.06, "busy nn.torch": 0.04},
+)
+PEERS_OF = ("numpy", "torch", "optax", "mindspore", "mxnet")
+WITH_PEERS = result(point(size=PUBLISHED_DENSE), **{f"{peer}_x": 0.02 for peer in PEERS_OF})
+HEAD = "| case | size | in a loop | beside a busy process |"
+# By name of the table, the results, and lines of it.
+TABLES: list[tuple[str, list[Any], list[str]]] = [
+    ("far-rows", [FAR], ["| 9x2x4 | 4.00 ms | 1.00 ms | 3.00 ms | 2.00 ms | **1.50** |"]),
+    ("training", [TRAINING],
+     ["| gpt2 | in a loop | 100 ms | 200 ms | 2.00 | 500 ms | 400 ms | **0.80** |"]),
+    ("dlrm-training", [DLRM],
+     ["| in a loop | 100 ms | 50.00 ms | 2.00 | 20.00 ms |",
+      "| beside a busy process | 100 ms | 50.00 ms | **2.00** | 20.00 ms |"]),
+    ("growth", [POOLED, replace(POOLED, memory={OURS: None})],
+     ["| case | size | tables | ids | time | of an id | memory | bytes of an id |",
+      "| `pooled/ops.EmbeddingBags` | 4x20x8x10x5 zipf1.2 | 4 | 200 | 10.00 ms | 50000.0 ns |"
+      " 1.0 MB | 5243 |",
+      "| `pooled/ops.EmbeddingBags` | 4x20x8x10x5 zipf1.2 | 4 | 200 | 10.00 ms | 50000.0 ns |"
+      " n/a | n/a |"]),
+    ("beside-torch", [result(torch_x=0.0125), result(point(scenario="busy"), torch_x=0.0025)],
+     [HEAD, "| `dense/nn.Adam` | 900 | 10.00 ms (1.25) | 10.00 ms (**0.25**) |"]),
+    ("scenarios", [result(point(), torch_fast=0.02, numpy_x=0.5),
+                   result(point(scenario="busy"), torch_slow=0.03, bound_x=0.001)],
+     ["`dense/nn.Adam`, 900 numbers:", "|  | fusestep | torch | numpy | bound |",
+      "| in a loop | 10.00 ms | 20.00 ms | 500 ms | n/a |",
+      "| beside a busy process | 10.00 ms | 30.00 ms | n/a | 1.00 ms |"]),
+    ("sizes", [result(point(size="900"), from_memory=False, bound_x=0.005, torch_x=0.005),
+               result(point(size="4K"), bound_x=0.01, numpy_x=0.02)],
+     ["| case | 900 | 4K |", "| `dense/nn.Adam` | 10.00 ms, (50%) | 10.00 ms, 100% |",
+      "| x torch | 900 | 4K |", "| `dense/nn.Adam` | **0.50** | n/a |",
+      "| x numpy | 900 | 4K |", "| `dense/nn.Adam` | n/a | 2.00 |"]),
+    ("usual", [WITH_PEERS, result(point("dense/nn.SGD", size=PUBLISHED_DENSE))],
+     ["| case | time | GB/s | of bound |", "| `dense/nn.SGD` | 10.00 ms | 45.0 | n/a |",
+      "| case | x numpy | x torch | x optax | x mindspore | x mxnet |",
+      "| `dense/nn.Adam` | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |"]),
+    ("rows", [result(point("rows/nn.SGD"), bound_x=0.008, torch_x=0.0025)],
+     ["| case | size | time | GB/s | of bound | x torch |",
+      "| `rows/nn.SGD` | 100x8x50 zipf1.2 | 10.00 ms | 45.0 | **80%** | **0.25** |"]),
+]  # fmt: skip
 
 
-def test_the_table_of_pooled_tables_that_grow(checkout: Path) -> None:
-    of = point("pooled/ops.EmbeddingBags", "4x20x8x10x5")
-    few = replace(result(of, memory=2**20), sizes={"parameters": 4, "occurrences": 200})
-    save(checkout, few, replace(few, memory={OURS: None}))
-    head, _, one, other = region("growth y.json", checkout).splitlines()
-    assert cells(head)[2:] == ["tables", "ids", "time", "of an id", "memory", "bytes of an id"]
-    name = ["`pooled/ops.EmbeddingBags`", "4x20x8x10x5 zipf1.2", "4", "200", "10.00 ms"]
-    assert cells(one) == [*name, "50000.0 ns", "1.0 MB", "5243"]
-    assert cells(other)[-2:] == ["n/a", "n/a"]
+@pytest.mark.parametrize(("name", "results", "lines"), TABLES, ids=[one[0] for one in TABLES])
+def test_tables(name: str, results: list[Any], lines: list[str], checkout: Path) -> None:
+    save(checkout, *results, versions={"torch": "2.0"})
+    found = region(f"{name} y.json", checkout).splitlines()
+    shown = [line for line in found if line and "---" not in line]
+    assert [line for line in shown if line in lines] == lines
+
+
+def test_scenarios_without_peers_are_columns(checkout: Path) -> None:
+    save(checkout, *(result(point(scenario=name), bound_x=0.005) for name in ("loop", "busy")))
+    head, _, row = region("scenarios y.json", checkout).splitlines()[:3]
+    assert head == HEAD
+    assert row == "| `dense/nn.Adam` | 900 | 10.00 ms (50%) | 10.00 ms (50%) |"
+
+
+def test_peers_that_are_few_are_beside_ours(checkout: Path) -> None:
+    save(checkout, result(point(size=PUBLISHED_DENSE), torch_x=0.0125, bound_x=0.0095))
+    head, _, adam = region("usual y.json", checkout).splitlines()
+    assert head == "| case | time | GB/s | of bound | x torch |"
+    assert adam == "| `dense/nn.Adam` | 10.00 ms | 45.0 | 95% | 1.25 |"
 
 
 @pytest.mark.parametrize(
@@ -387,18 +446,6 @@ def test_sizes_of_pooled_tables_in_words(size: str, words: str) -> None:
     assert table.size_in_words({"size": size, "indices": "zipf1.2"}) == words
 
 
-def test_the_table_of_a_training_with_bags(checkout: Path) -> None:
-    times = {"torch": 0.1, "nn.torch": 0.05, "layers alone": 0.02}
-    found = SpecialResult("dlrm-training", "iterations")
-    for scenario, limit in (("loop", 0.06), ("busy", 0.04)):
-        found.times.update({f"{scenario} {name}": summary(time) for name, time in times.items()})
-        found.limits[f"{scenario} nn.torch"] = limit
-    save(checkout, found)
-    _, _, loop, busy = region("dlrm-training y.json", checkout).split("\n\n")[0].splitlines()
-    assert cells(loop) == ["in a loop", "100 ms", "50.00 ms", "2.00", "20.00 ms"]
-    assert cells(busy)[3] == "**2.00**"
-
-
 def test_the_table_of_the_recommender(checkout: Path) -> None:
     run = {"median_ms": {"forward": 10.0, "backward": 20.0, "optimizer": 10.0}, "auc": {"0": 0.5}}
     runs = {"torch": run, "fusestep": {**run, "auc": {"0": 0.5, "9": 0.75}}}
@@ -410,61 +457,6 @@ def test_the_table_of_the_recommender(checkout: Path) -> None:
         markdown.rewritten(DOCUMENT.format("recommender x"), checkout / "bench" / "results")
 
 
-def test_the_table_beside_torch(checkout: Path) -> None:
-    head, _, adam, rows = region("beside-torch x.json", checkout).split("\n\n")[0].splitlines()
-    assert cells(head) == ["case", "size", "in a loop"]
-    assert cells(adam)[1:] == [PUBLISHED_DENSE, "10.00 ms (1.25)"]
-    assert cells(rows)[2] == "10.00 ms (**0.25**)"
-
-
-def test_scenarios_are_lines_below_each_case(checkout: Path) -> None:
-    loop = result(point(), torch_fast=0.02, numpy_x=0.5)
-    busy = result(point(scenario="busy"), torch_slow=0.03, bound_x=0.001)
-    save(checkout, loop, busy, versions={"torch": "2.0", "numpy": "2.0"})
-    name, _, head, _, *rows = region("scenarios y.json", checkout).splitlines()[:6]
-    assert name == "`dense/nn.Adam`, 900 numbers:"
-    assert cells(head) == ["", OURS, "torch", "numpy", "bound"]
-    assert [cells(row) for row in rows] == [
-        ["in a loop", "10.00 ms", "20.00 ms", "500 ms", "n/a"],
-        ["beside a busy process", "10.00 ms", "30.00 ms", "n/a", "1.00 ms"],
-    ]
-
-
-def test_scenarios_without_peers_are_columns(checkout: Path) -> None:
-    scenarios = "loop", "busy"
-    save(checkout, *(result(point(scenario=name), bound_x=0.005) for name in scenarios))
-    head, _, row = region("scenarios y.json", checkout).splitlines()[:3]
-    assert cells(head) == ["case", "size", "in a loop", "beside a busy process"]
-    assert cells(row) == ["`dense/nn.Adam`", "900", "10.00 ms (50%)", "10.00 ms (50%)"]
-
-
-def test_sizes_are_columns_with_a_table_for_each_peer(checkout: Path) -> None:
-    small = result(point(size="900"), from_memory=False, bound_x=0.005, torch_x=0.005)
-    save(checkout, small, result(point(size="4K"), bound_x=0.01, numpy_x=0.02))
-    tables = region("sizes y.json", checkout).split("\n\n")
-    found = [[cells(line) for line in text.splitlines() if "---" not in line] for text in tables]
-    name = "`dense/nn.Adam`"
-    assert found == [
-        [["case", "900", "4K"], [name, "10.00 ms, (50%)", "10.00 ms, 100%"]],
-        [["x torch", "900", "4K"], [name, "**0.50**", "n/a"]],
-        [["x numpy", "900", "4K"], [name, "n/a", "2.00"]],
-    ]
-
-
-def test_peers_have_a_table_of_their_own_where_one_is_too_wide(checkout: Path) -> None:
-    peers = {f"{peer}_x": 0.02 for peer in ("numpy", "torch", "optax", "mindspore", "mxnet")}
-    alone = result(point("dense/nn.SGD", size=PUBLISHED_DENSE))
-    save(checkout, result(point(size=PUBLISHED_DENSE), **peers), alone)
-    ours, theirs = (text.splitlines() for text in region("usual y.json", checkout).split("\n\n"))
-    assert cells(ours[0]) == ["case", "time", "GB/s", "of bound"]
-    assert cells(theirs[0])[1:] == [f"x {label.removesuffix('_x')}" for label in peers]
-    assert len(ours) == 4 and len(theirs) == 3  # nothing is beside the second case
-    del peers["mxnet_x"]
-    save(checkout, result(point(size=PUBLISHED_DENSE), **peers))
-    (head, *_) = region("usual y.json", checkout).splitlines()
-    assert len(cells(head)) == 8
-
-
 @pytest.mark.parametrize(
     "name", ["summary", "scenarios", "setting", "usual", "rows", "memory", "first-step"]
 )
@@ -472,14 +464,6 @@ def test_every_table_of_a_run(name: str, checkout: Path) -> None:
     text = region(f"{name} x.json", checkout)
     assert text.strip()
     assert markdown.rewritten(text, checkout) == text  # what is no region stays
-
-
-def test_the_table_of_usual_cases(checkout: Path) -> None:
-    lines = region("usual x.json", checkout).splitlines()
-    (adam,) = (line for line in lines if "dense/nn.Adam" in line)
-    assert all(figure in adam for figure in ("10.00 ms", "45.0", "95%", "1.25"))
-    (lazy,) = (line for line in lines if "rows/nn.LazyAdam" in line)
-    assert "**80%**" in lazy and "**0.25**" in lazy  # what is lost stands out
 
 
 def test_a_table_without_measurement_has_every_case(checkout: Path) -> None:

@@ -25,53 +25,6 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch
 
 # -- the options ----------------------------------------------------------------------------------
 
-EXPECTED = "--processes: expected whole numbers from 1 to 64, got "
-WRONG: dict[tuple[str, ...], str] = {
-    ("0",): f"{EXPECTED}'0'",
-    ("-1",): "--processes",
-    ("a",): f"{EXPECTED}'a'",
-    ("65",): f"{EXPECTED}'65'",
-    ("1,,2",): f"{EXPECTED}'1,,2'",
-    ("1,2,",): f"{EXPECTED}'1,2,'",
-    ("1.5",): f"{EXPECTED}'1.5'",
-    ("1e1",): f"{EXPECTED}'1e1'",
-    ("\u00b2",): f"{EXPECTED}'\u00b2'",
-    ("",): f"{EXPECTED}''",
-    ("2", "--scenario", "busy"): "--processes: takes no --scenario",
-    ("2", "--against", "main"): "--processes: takes no --against",
-    ("2", "--threads", "1"): "--processes: takes no --threads",
-    ("2", "--plot", "x.png"): "--processes: takes no --plot",
-    ("2", "--peers", "none"): "--processes: takes no --peers",
-    ("2", "--torch-python", sys.executable): "--processes: takes no --torch-python",
-    ("2", "--from", "x.json"): "--processes: takes no --from",
-    ("2", "rows/nn.LazyAdam"): "--processes: takes no cases",
-    ("2", "--seconds", "0"): "--seconds: expected a number above 0, got '0'",
-    ("2", "--quick", "--seconds", "2"): "argument --seconds: not allowed with argument --quick",
-    ("2", "--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file",
-    (
-        "2",
-        "--json",
-        "/",
-    ): "--json is a folder: expected a regular file or a name that is free",
-    (
-        "2",
-        "--json",
-        "",
-    ): "--json is a folder: expected a regular file or a name that is free",
-}
-
-
-@needs_torch
-@pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
-def test_wrong_options_cost_one_line(
-    given: tuple[str, ...],
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(runs, "_run", lambda *_: pytest.fail("measured"))
-    assert text in refused_line(capsys, "--processes", *given)
-
 
 def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find: Callable[[str], Any] = find_spec

@@ -3,109 +3,68 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
+import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fusestep.bench.measure import ContestantLostError
+from fusestep.bench.peer import PEERS, Worker
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job
 
 import reference
 import reference_elementwise as elementwise
+from bench_support import FAKE_WORKER, WORKERS
 
-WORKERS = Path(worker_protocol.__file__).parent
 Arrays = list[np.ndarray]
 
 
-class Driver:
-    """A worker process without the benchmark around it."""
+class Asked(Worker):
+    """A worker process, asked with the usual arguments where none are given."""
 
-    def __init__(self, script: Path, threads: int = 2) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", str(script), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-        )
-
-    def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """The answer to a request."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
+    def __init__(self, script: Path | str, threads: int = 2) -> None:
+        super().__init__(["-W", "error", str(script)], sys.executable, threads)
 
     def forms(self, algorithm: str, kind: str, dtype: str = "float32") -> list[str]:
-        return list(self.ask("forms", algorithm=algorithm, kind=kind, dtype=dtype)["forms"])
+        asked = {"do": "forms", "algorithm": algorithm, "kind": kind, "dtype": dtype}
+        return list(self.ask(asked)["forms"])
 
-    def set_up(self, parameters: Sequence[dict[str, Any]], **case: Any) -> dict[str, Any]:
-        """Set up a case with the usual arguments where none are given."""
+    def set_up(self, *parameters: dict[str, Any], **case: Any) -> dict[str, Any]:
+        sparse = [bool(one["indices"]) for one in parameters]
+        kind = "dense" if not any(sparse) else "rows" if sparse == [True] else "mixed"
         usual = {"dtype": "float32", "copies": 1, "fresh_gradients": False, "warm_up": 3}
-        return self.ask("setup", **{**usual, **case, "parameters": [*parameters]})
+        chosen = {"do": "setup", "kind": kind, **usual, **case, "parameters": parameters}
+        return self.ask({name: value for name, value in chosen.items() if value is not None})
 
-    def values(self, form: str, path: Path) -> Arrays:
+    def sample(self, form: str, scenario: str = "loop", steps: int = 1) -> float:
+        asked = {"do": "sample", "form": form, "scenario": scenario, "steps": steps}
+        return float(self.ask(asked)["seconds"][0])
+
+    def memory(self, form: str) -> int | None:
+        found: int | None = self.ask({"do": "memory", "form": form})["bytes"]
+        return found
+
+    def values(self, form: str, folder: Path) -> Arrays:
         """The parameters as they are now."""
-        assert self.ask("values", form=form, path=str(path)) == {}
-        with np.load(path) as arrays:
+        assert self.ask({"do": "values", "form": form, "path": str(folder / "x.npz")}) == {}
+        with np.load(folder / "x.npz") as arrays:
             return [arrays[f"p{index}"] for index in range(len(arrays.files))]
-
-    def close(self) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        status = self.process.wait(timeout=30)
-        self.process.stdout.close()
-        return status
 
 
 # -- the protocol, with a made-up library ---------------------------------------------------------
 
-FAKE = f"""
-import sys
-sys.path.insert(0, {str(WORKERS)!r})
-import numpy as np
-from worker_protocol import Job, Replica, serve
-
-class Fake:
-    version = "1.2.3"
-    warm_up = 5
-    keeps_memory = False
-
-    def __init__(self, threads):
-        print("libraries print what they like, such as", threads)
-
-    def forms(self, algorithm, kind, dtype):
-        return {{algorithm + " " + kind + " " + dtype: self.replica}}
-
-    def replica(self, case):
-        (given,) = case.parameters
-        w = given.start.copy()
-        if case.algorithm == "fails":
-            raise MemoryError("too large")
-        self.keeps_memory = case.algorithm == "keeps"
-
-        def step():
-            w[...] += given.gradient
-
-        return Replica(Job(step), lambda: [w])
-
-serve(Fake)
-"""
-
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Driver]:
+def fake(tmp_path: Path) -> Iterator[Asked]:
     script = tmp_path / "fake_worker.py"
-    script.write_text(FAKE, encoding="utf-8")
-    driver = Driver(script)
-    yield driver
-    assert driver.close() == 0
+    script.write_text(FAKE_WORKER, encoding="utf-8")
+    with contextlib.closing(Asked(script)) as worker:
+        yield worker
 
 
 @pytest.fixture
@@ -131,69 +90,55 @@ def given(
 
 
 SMALL = {"algorithm": "small", "form": "small dense float32"}
+FORM = SMALL["form"]
 
 
-def test_what_a_library_says_about_itself(fake: Driver) -> None:
-    assert fake.ask("hello") == {"version": "1.2.3"}
-    assert fake.forms("adam", "rows", "float16") == ["adam rows float16"]
-
-
-@pytest.mark.parametrize(("warm_up", "steps"), [({"warm_up": 0}, 0), ({"warm_up": 2}, 2), ({}, 5)])
+@pytest.mark.parametrize(("warm_up", "steps"), [(0, 0), (2, 2), (None, 5)])
 def test_a_case_from_set_up_to_drop(
-    fake: Driver, ones: dict[str, Any], tmp_path: Path, warm_up: dict[str, int], steps: int
+    fake: Asked, ones: dict[str, Any], tmp_path: Path, warm_up: int | None, steps: int
 ) -> None:
-    case = {**SMALL, "dtype": "float32", "copies": 1, "fresh_gradients": False, **warm_up}
-    assert fake.ask("setup", parameters=[ones], **case) == {}
+    assert fake.version == "1.2.3"
+    assert fake.forms("keeps", "rows", "float16") == ["keeps rows float16"]
+    assert fake.set_up(ones, **SMALL, warm_up=warm_up) == {}
     Path(ones["gradient"]).unlink()
-    form = SMALL["form"]
-    assert np.all(fake.values(form, tmp_path / "x.npz")[0] == steps)
-    assert fake.ask("sample", form=form, scenario="loop", steps=3)["seconds"][0] > 0
-    (w,) = fake.values(form, tmp_path / "x.npz")
+    assert np.all(fake.values(FORM, tmp_path)[0] == steps)
+    assert fake.sample(FORM, steps=3) > 0
+    (w,) = fake.values(FORM, tmp_path)
     assert w.dtype == np.float32
     assert steps + 1 + 3 <= w[0, 0] <= steps + 20 + 3  # with the lead-in
     assert np.all(w == w[0, 0])
-    memory = fake.ask("memory", form=form)["bytes"]
-    assert memory is None or memory >= 0
-    assert fake.ask("drop") == {}
-    assert "KeyError" in fake.ask("sample", form=form, scenario="loop", steps=1)["error"]
+    assert (fake.memory(FORM) or 0) >= 0
+    assert fake.ask({"do": "drop"}) == {}
+    with pytest.raises(ContestantLostError, match="KeyError"):
+        fake.sample(FORM)
 
 
-def test_copies_take_turns(fake: Driver, ones: dict[str, Any], tmp_path: Path) -> None:
-    assert fake.set_up([ones], copies=3, warm_up=2, **SMALL) == {}
-    fake.ask("sample", form=SMALL["form"], scenario="loop", steps=6)
-    (first,) = fake.values(SMALL["form"], tmp_path / "x.npz")
+def test_copies_take_turns(fake: Asked, ones: dict[str, Any], tmp_path: Path) -> None:
+    assert fake.set_up(ones, copies=3, warm_up=2, **SMALL) == {}
+    fake.sample(FORM, steps=6)
+    (first,) = fake.values(FORM, tmp_path)
     assert 2 + 3 <= first[0, 0] <= 2 + 9  # of 7 to 26 steps
 
 
-def test_every_failure_is_answered(fake: Driver, ones: dict[str, Any]) -> None:
-    unknown = {**SMALL, "form": "large"}
-    assert fake.set_up([ones], **unknown) == {
-        "error": "ValueError: no form 'large' of small, dense, float32"
-    }
+def test_every_failure_is_answered(fake: Asked, ones: dict[str, Any], tmp_path: Path) -> None:
     failing = {"algorithm": "fails", "form": "fails dense float32"}
-    assert fake.set_up([ones], **failing) == {"error": "MemoryError: too large"}
-    assert fake.ask("dance") == {"error": "ValueError: no request 'dance'"}
-    assert "KeyError" in fake.ask("values", form="never set up", path="/x.npz")["error"]
-    assert "FileNotFoundError" in fake.set_up([{**ones, "gradient": "/none"}], **SMALL)["error"]
+    for call, text in (
+        (lambda: fake.set_up(ones, **{**SMALL, "form": "large"}),
+         "ValueError: no form 'large' of small, dense, float32"),
+        (lambda: fake.set_up(ones, **failing), "MemoryError: too large"),
+        (lambda: fake.ask({"do": "dance"}), "ValueError: no request 'dance'"),
+        (lambda: fake.values("never set up", tmp_path), "KeyError: 'never set up'"),
+        (lambda: fake.set_up({**ones, "gradient": "/none"}, **SMALL), "FileNotFoundError: "),
+    ):  # fmt: skip
+        with pytest.raises(ContestantLostError) as error:
+            call()
+        assert str(error.value).startswith(text)
 
 
-def test_memory_that_nobody_sees(fake: Driver, ones: dict[str, Any]) -> None:
+def test_memory_that_nobody_sees(fake: Asked, ones: dict[str, Any]) -> None:
     form = "keeps dense float32"
-    assert fake.set_up([ones], algorithm="keeps", form=form) == {}
-    assert fake.ask("memory", form=form) == {"bytes": None}
-
-
-@pytest.mark.parametrize(
-    ("indices", "kind"),
-    [([None], "dense"), ([None, None], "dense"), ([1], "rows"), ([1, None], "mixed")],
-)
-def test_the_kind_follows_from_the_gradients(indices: list[int | None], kind: str) -> None:
-    gradient = np.zeros((1, 2), np.float32)
-    parameters = [
-        worker_protocol.Parameter((3, 2), gradient, None if i is None else np.array([i]), gradient)
-        for i in indices
-    ]
-    assert worker_protocol.Case("a", "f", "float32", parameters, False).kind == kind
+    assert fake.set_up(ones, algorithm="keeps", form=form) == {}
+    assert fake.memory(form) is None
 
 
 def test_peak_memory_sees_what_a_step_gives_back() -> None:
@@ -268,10 +213,9 @@ def run(name: str, w: np.ndarray, g: np.ndarray, indices: np.ndarray | None = No
 
 
 @pytest.fixture(scope="module")
-def numpy_worker() -> Iterator[Driver]:
-    driver = Driver(WORKERS / "numpy_worker.py")
-    yield driver
-    assert driver.close() == 0
+def numpy_worker() -> Iterator[Asked]:
+    with contextlib.closing(Asked(PEERS["numpy"].program[0])) as worker:
+        yield worker
 
 
 def normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -286,7 +230,7 @@ def assert_steps(got: np.ndarray, want: np.ndarray, start: np.ndarray, tolerance
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest + rounding)
 
 
-def check(worker: Driver, folder: Path, name: str, form: str, dtype: str = "float32") -> None:
+def check(worker: Asked, folder: Path, name: str, form: str, dtype: str = "float32") -> None:
     """Three steps on three dense parameters, one of which needs several blocks."""
     starts = [0.01 * normal(1, shape) for shape in [(7, 5), (1003,), (3, 110_000)]]
     gradients = [normal(2, w.shape) for w in starts]
@@ -296,9 +240,9 @@ def check(worker: Driver, folder: Path, name: str, form: str, dtype: str = "floa
         given(folder, str(index), gradients[index], start=w) for index, w in enumerate(starts)
     ]
     case = {"algorithm": name, "form": form, "dtype": dtype}
-    assert worker.set_up(parameters, **case) == {}
+    assert worker.set_up(*parameters, **case) == {}
     tolerance = 1e-5 if dtype == "float32" else 2e-3
-    for got, w, g in zip(worker.values(form, folder / "x.npz"), starts, gradients, strict=True):
+    for got, w, g in zip(worker.values(form, folder), starts, gradients, strict=True):
         assert_steps(got, run(name, w, g), w, tolerance)
 
 
@@ -308,13 +252,13 @@ def half(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_steps(numpy_worker: Driver, tmp_path: Path, name: str, form: str) -> None:
+def test_dense_steps(numpy_worker: Asked, tmp_path: Path, name: str, form: str) -> None:
     assert numpy_worker.forms(name, "dense") == FORMS
     check(numpy_worker, tmp_path, name, form)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_on_float16(numpy_worker: Driver, tmp_path: Path, form: str) -> None:
+def test_a_step_on_float16(numpy_worker: Asked, tmp_path: Path, form: str) -> None:
     check(numpy_worker, tmp_path, "adam", form, "float16")
 
 
@@ -327,14 +271,14 @@ def row_case(folder: Path) -> tuple[dict[str, Any], Arrays]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ROWS)
-def test_steps_on_rows(numpy_worker: Driver, tmp_path: Path, name: str, form: str) -> None:
+def test_steps_on_rows(numpy_worker: Asked, tmp_path: Path, name: str, form: str) -> None:
     assert numpy_worker.forms(name, "rows") == numpy_worker.forms(name, "mixed") == FORMS
     table, (start, g, indices) = row_case(tmp_path)
     w, dense = 0.01 * normal(5, (6,)), normal(6, (6,))
     beside = given(tmp_path, "beside", dense, start=w)
     for parameters in ([table], [table, beside]):
-        assert numpy_worker.set_up(parameters, algorithm=name, form=form) == {}
-        got = numpy_worker.values(form, tmp_path / "x.npz")
+        assert numpy_worker.set_up(*parameters, algorithm=name, form=form) == {}
+        got = numpy_worker.values(form, tmp_path)
         assert_steps(got[0], run(name, start, g, indices), start, 1e-5)
         if name != "adam-rows":
             absent = np.setdiff1d(np.arange(9), indices)
@@ -342,41 +286,40 @@ def test_steps_on_rows(numpy_worker: Driver, tmp_path: Path, name: str, form: st
     assert_steps(got[1], run(name, w, dense), w, 1e-5)
 
 
-def test_rows_larger_than_a_block(numpy_worker: Driver, tmp_path: Path) -> None:
+def test_rows_larger_than_a_block(numpy_worker: Asked, tmp_path: Path) -> None:
     start, g = 0.01 * normal(3, (4000, 100)), normal(4, (3000, 100))
     indices = np.random.default_rng(5).integers(0, 4000, 3000)
     table = given(tmp_path, "table", g, indices, start)
     for name in ("adam-lazy", "adam-rows"):
         for form in FORMS:
-            assert numpy_worker.set_up([table], algorithm=name, form=form) == {}
-            (got,) = numpy_worker.values(form, tmp_path / "x.npz")
+            assert numpy_worker.set_up(table, algorithm=name, form=form) == {}
+            (got,) = numpy_worker.values(form, tmp_path)
             assert_steps(got, run(name, start, g, indices), start, 1e-5)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adam", "dense"), ("adam-lazy", "rows")])
 def test_copies_and_fresh_gradients(
-    numpy_worker: Driver, tmp_path: Path, name: str, kind: str
+    numpy_worker: Asked, tmp_path: Path, name: str, kind: str
 ) -> None:
     table, (start, g, indices) = row_case(tmp_path)
     if kind == "dense":
         start, g = start[:8], g
         table = given(tmp_path, "dense", g, start=start)
     case = {"algorithm": name, "form": FORMS[0], "copies": 2, "fresh_gradients": True}
-    assert numpy_worker.set_up([table], **case) == {}
+    assert numpy_worker.set_up(table, **case) == {}
     want = run(name, start, g, None if kind == "dense" else indices)
-    (got,) = numpy_worker.values(FORMS[0], tmp_path / "x.npz")
+    (got,) = numpy_worker.values(FORMS[0], tmp_path)
     assert_steps(got, want, start, 1e-5)
-    assert numpy_worker.ask("sample", form=FORMS[0], scenario="flush", steps=2)["seconds"][0] > 0
-    memory = numpy_worker.ask("memory", form=FORMS[0])["bytes"]
-    assert memory is None or memory >= 0
+    assert numpy_worker.sample(FORMS[0], "flush", 2) > 0
+    assert (numpy_worker.memory(FORMS[0]) or 0) >= 0
 
 
-def test_what_numpy_does_not_have(numpy_worker: Driver, tmp_path: Path) -> None:
+def test_what_numpy_does_not_have(numpy_worker: Asked, tmp_path: Path) -> None:
     for name, kind in [("adam", "rows"), ("adam-lazy", "dense"), ("lamb", "dense")]:
         assert numpy_worker.forms(name, kind) == []
     table, _ = row_case(tmp_path)
-    answer = numpy_worker.set_up([table], algorithm="adam-lazy", form="in place")
-    assert answer == {"error": "ValueError: no form 'in place' of adam-lazy, rows, float32"}
-    single = Driver(WORKERS / "numpy_worker.py", threads=1)
-    assert single.forms("adam", "dense") == FORMS[:2]
-    assert single.close() == 0
+    text = "no form 'in place' of adam-lazy, rows, float32"
+    with pytest.raises(ContestantLostError, match=text):
+        numpy_worker.set_up(table, algorithm="adam-lazy", form="in place")
+    with contextlib.closing(Asked(PEERS["numpy"].program[0], threads=1)) as single:
+        assert single.forms("adam", "dense") == FORMS[:2]

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn, synchronize
-from fusestep.bench.gpu import checks
 from fusestep.ops.runtime.device import DeviceArray
 
 from helpers import BF16, EPSILON, assert_same_bits
@@ -101,7 +100,9 @@ class Maker:
 
     def put(self, array: np.ndarray) -> Any:
         """A copy on the device."""
-        return checks.Device().put(array)
+        from fusestep.bench.gpu import clock
+
+        return clock.put(array)
 
     def stream(self) -> Stream:
         """A new stream."""

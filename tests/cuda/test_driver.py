@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fusestep.bench.gpu.checks import CHECKS
-
 import stub
 
 pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
-# Of each kind of kernel one, compiled. `test_device_checks.py` runs all, and `bench/gpu.sh`
-# compiles them under this driver.
+# Of each kind of kernel one, compiled: as checks, and as a program.
 SAMPLE = (
-    "dense/Adam/bfloat16", "dense/Lamb", "dense/centralized", "rows/LazyAdam/hot",
-    "rows/RowWiseAdagrad", "bags/max/float64 gradient", "ops/RowTensor.coalesce",
-    "ops/clip_by_global_norm", "bad index",
+    "dense/Adam/bfloat16", "dense/Lamb", "rows/LazyAdam/hot", "rows/RowWiseAdagrad",
+    "bags/LazyAdam", "ops/clip_by_global_norm",
 )  # fmt: skip
 CHECK = """
 import sys
-from fusestep.bench.gpu import checks
+from fusestep.bench.gpu import clock
+from test_device_checks import CHECKS, results
 for name in sys.argv[1:]:
-    assert not checks.run(name)["is_computed"]
+    results(CHECKS[name], clock.put)
+"""
+OTHERS = """
+import numpy as np
+from fusestep import nn, synchronize
+from fusestep.bench.gpu.clock import put, zeros
+
+group = {"params": [zeros((60, 9)), zeros((2, 100_003))], "grad_centralization": True}
+nn.Momentum([group], 0.1, 0.9)((zeros((60, 9)), zeros((2, 100_003))))
+tables = [zeros((50, width)) for width in (2, 4, 6)]
+pooled = nn.EmbeddingBags(tables, nn.LazyAdam(tables, 0.1), "max")
+pooled([put(np.arange(30))] * 3, [put(np.arange(0, 31, 3))] * 3)
+pooled.backward(zeros((10, 12), np.float64))
+nn.RowTensor(put(np.array([3, 1, 3])), zeros((3, 12)), (60, 12)).coalesce()
+synchronize()
 """
 
 
@@ -41,11 +53,14 @@ def run(
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("names", [SAMPLE[:3], SAMPLE[3:5], SAMPLE[5:]], ids="+".join)
-def test_compiled_kernels_are_launched(driver: dict[str, str], names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("program", "names"), [(CHECK, SAMPLE[:3]), (CHECK, SAMPLE[3:]), (OTHERS, ())]
+)
+def test_compiled_kernels_are_launched(
+    driver: dict[str, str], program: str, names: tuple[str, ...]
+) -> None:
     """The arguments that the driver reads are those of the compiled kernels."""
-    assert set(names) <= set(CHECKS)
-    done = run(driver, "-c", CHECK, *names)
+    done = run(driver, "-c", program, *names, PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr[-3_000:]
 
 

@@ -1,25 +1,23 @@
-"""The benchmark on a CUDA device: its report without one, and small points on one."""
+"""The benchmark on a CUDA device: its report, its script, and points under any driver."""
 
 from __future__ import annotations
 
-import io
 import json
+import os
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from rich.console import Console
 
-from fusestep.bench.gpu import __main__ as gpu
-from fusestep.bench.gpu import checks, first_run
-from fusestep.bench.gpu import point as gpu_point
-from fusestep.bench.report import terminal
+from fusestep.bench import run
 from fusestep.bench.report.result import BOUND, OURS
-from fusestep.bench.report.stats import Summary
 
-from devices import GPU, KIND, LACKS
+import stub
+from bench_support import made_up, point, refused_line, result, summary
+from devices import LACKS
 
 DEVICE = {
     "name": "NVIDIA Test",
@@ -28,111 +26,121 @@ DEVICE = {
     "memory_bytes": 10**11,
     "cuda_of_driver": "13.0",
 }
+SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.sh"
 
 
-class FakeBench:
-    """What the report reads of a run."""
-
-    seconds = 1.5
-
-    class copies:
-        n_bytes = 1 << 31
-
-
-def a_point() -> gpu_point.Point:
-    """Ours takes 2 ms for 4 GB, torch 3 ms, the copy of 2 GB 1 ms."""
-    times = {OURS: 2e-3, gpu_point.TORCH: 3e-3, f"{BOUND}cuMemcpyDtoD": 1e-3}
-    device = {label: Summary(t, 0.9 * t, 1.1 * t, 9) for label, t in times.items()}
-    host = {label: Summary(1e-5, 9e-6, 2e-5, 9) for label in times}
-    moved = {OURS: 4 * 10**9, gpu_point.TORCH: 4 * 10**9}
-    ahead = {**{label: [True] for label in times}, gpu_point.TORCH: [True, False]}
-    notes = ["7 elements instead of 8"]
-    return gpu_point.point("dense/x", {"elements": 7}, moved, (device, host), ahead, 4e12, notes)
-
-
-def test_report_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "gpu", lambda: DEVICE)
-    bench: Any = FakeBench
-    data = json.loads(json.dumps(gpu.results([a_point()], bench)))
-    (point,) = data["points"]
-    assert point["of_copy"] == {OURS: pytest.approx(0.5), gpu_point.TORCH: pytest.approx(1 / 3)}
-    assert point["by_ours"][gpu_point.TORCH]["value"] == pytest.approx(1.5)
-    assert point["ahead"][gpu_point.TORCH] == 0.5
-    console = Console(width=160, file=io.StringIO())
-    terminal.show_gpu(data, console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    for expected in ("NVIDIA Test", "2.00 ms", "50%", "1.50", "10.0 us", "4000 GB/s"):
+def test_report_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours takes 2 ms, the copy 1 ms; the device has waited for what the host enqueued."""
+    found = result(point(), torch_fused=0.003, bound_cuMemcpyDtoD=0.001, **{OURS: 0.002})
+    host = {OURS: summary(1e-5), f"{BOUND}cuMemcpyDtoD": summary(2e-6)}
+    data = made_up(replace(found, host=host, waited=["torch fused"]), gpu=DEVICE)
+    run.terminal.show(data, run.terminal.console())
+    text = capsys.readouterr().out
+    for expected in ("NVIDIA Test, 100.0 GB, CUDA 13.0", "2.00 ms", "50%", "1.50", "10.0 us"):
         assert expected in text
-    assert "the device waited for the host: torch fused; 7 elements instead of 8" in text
+    assert "dense/nn.Adam 900 fp32 x1: the device waited for the host: torch fused" in text
 
 
-def test_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--list", "rows/*"]) == 0
-    assert capsys.readouterr().out.split() == [
-        f"rows/{kind}/{name}" for kind in ("all", "lazy") for name in gpu_point.DISTRIBUTIONS
-    ]
-    assert gpu.main(["nothing"]) == 2
-    assert "no point is called nothing" in capsys.readouterr().err
-
-
-def test_checks_find_what_is_wrong() -> None:
-    """Of a result some elements are known, and the sums of blocks of the others."""
-    name = "dense/SGD/float32"
-    results = checks.CHECKS[name][0](checks.Host())
-    assert checks.compare(name, results)["off"] == 0
-    for place, change in (((0, 0), 1e-3), ((100, 33), 1.0), ((256, 63), np.nan)):
-        changed = [array.copy() for array in results]
-        changed[0][place] += np.float32(change)
-        found = checks.compare(name, changed)
-        assert found["off"] > 1, place
-        assert found["wrong"] >= 1
-    assert checks.compare(name, [*results, results[0]])["off"] is None
-    bits = "rows/LazyAdam/bfloat16", "sort/2048", "bad index"
-    for name in bits:
-        assert checks.compare(name, checks.CHECKS[name][0](checks.Host()))["is_same"], name
-    assert checks.KNOWN.stat().st_size < 1 << 20
-
-
-def test_a_second_run_does_what_is_left(tmp_path: Path) -> None:
-    run = first_run.Run(tmp_path, 60.0)
-    parts = {
-        "a": [sys.executable, "-c", "print('found')"],
-        "b": [sys.executable, "-c", f"import sys; sys.exit({checks.WRONG})"],
-        "c": [sys.executable, "-c", f"import sys; sys.exit({checks.NOT_COMPUTED})"],
-        "d": [sys.executable, "-c", "import time; time.sleep(30)"],
-    }
-    run.side_by_side(parts, 4.0)
-    assert sorted(run.failed) == ["b", "d"]
-    lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    verdicts = {found["name"]: found["verdict"] for found in map(json.loads, lines)}
-    assert verdicts == {"a": "right", "b": "wrong", "c": "not computed", "d": "stopped after 4 s"}
-    again = first_run.Run(tmp_path, 60.0)
-    assert [name for name in parts if again.is_due(name)] == ["b", "d"]
-    assert first_run.Run(tmp_path, 4.0).start("a", parts["a"], 4.0) is None  # no time is left
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--device", "cuda", "--threads", "1"], "--device cuda: takes no --threads"),
+        (["--device", "cuda", "--scenario", "busy"], "--device cuda: takes no --scenario"),
+        (["--device", "cuda", "--peers", "none"], "--device cuda: takes no --peers"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["device-rows"], "device-rows: is measured on --device cuda only"),
+        (["--append"], "--append: needs --json FILE"),
+    ],
+)
+def test_options_of_a_device(
+    given: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused_line(capsys, *given)
 
 
 @pytest.mark.skipif(LACKS == "", reason="there is a CUDA device")
 def test_without_a_device_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main([]) == 2
-    assert capsys.readouterr().err.startswith("fusestep bench: ")
+    assert "--device: " in refused_line(capsys, "--device", "cuda", "nn.Adam")
+
+
+# A Python that has four checks: one is right, one wrong, one never ends, and one ends its process.
+PYTHON = """#!/bin/bash
+case "$*" in
+    *--collect-only*) printf 'x::test_check[%s]\\n' dense/SGD/float32 a b c ;;
+    *'[a]') echo wrong; exit 1 ;;
+    *'[b]') exec sleep 30 ;;
+    *'[c]') kill -9 $$ ;;
+    *) echo found ;;
+esac
+"""
+
+
+def test_a_second_run_of_the_script_does_what_is_left(tmp_path: Path) -> None:
+    python, folder = tmp_path / "python", tmp_path / "found"
+
+    def lines(
+        *options: str, program: str = PYTHON, to: Path = folder
+    ) -> tuple[int, list[list[str]]]:
+        python.write_text(program, encoding="utf-8")
+        python.chmod(0o755)
+        path = f"/usr/bin:/bin:{os.environ['PATH']}"
+        done = subprocess.run(
+            [SCRIPT, to, "--no-sanitizer", "--no-bench", *options],
+            env={**os.environ, "FUSESTEP_GPU_PYTHON": str(python), "PATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        found = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+        return done.returncode, sorted([verdict, name] for verdict, _, name, _ in found)
+
+    status, found = lines("--seconds", "8")
+    assert status == 1
+    assert [one for one in found if one[1] != "nvidia-smi"] == [
+        ["failed with 1", "a"], ["right", "dense/SGD/float32"], ["right", "info"],
+        ["stopped", "b"], ["stopped", "c"],
+    ]  # fmt: skip
+    status, found = lines("--seconds", "60", program=PYTHON.replace("exec sleep 30", "echo b"))
+    assert status == 1
+    assert found == [["failed with 1", "a"], ["right", "b"], ["stopped", "c"]]
+    assert lines("--seconds", "2") == (0, [])  # no time is left for anything
+    assert "wrong" in (folder / "log" / "a").read_text(encoding="utf-8")
+    status, found = lines(program="#!/bin/bash\nexit 9\n", to=tmp_path / "others")
+    assert status == 2  # no kernel runs
+    assert ["failed with 9", "dense/SGD/float32"] in found
+
+
+POINTS = [
+    *("dense/nn.Adam", "rows/nn.LazyAdam", "rows/nn.torch.LazyAdam", "dense/nn.AdaFactor"),
+    *("pooled/nn.EmbeddingBags", "pooled/nn.EmbeddingBags(LazyAdam)", "many-small/nn.Adam"),
+    *("rows/ops.FusedSparseAdam", "dense/nn.Lamb"),
+]
+SMALL_ROWS = """
+import sys
+from fusestep.__main__ import main
+from fusestep.bench.special import device_rows
+device_rows.ROWS, device_rows.WIDTH, device_rows.BATCH = 1 << 12, 32, 5_000
+device_rows.SORTED, device_rows._SECONDS = (10_000,), 0.05
+sys.exit(main(["bench", *sys.argv[1:]]))
+"""
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")
-@pytest.mark.skipif(KIND != GPU, reason=LACKS or "needs a CUDA device")
-def test_small_points_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every point; the times mean nothing."""
-    from fusestep.bench.gpu import points as gpu_points
-
-    sizes = {
-        gpu_points: {"ROWS": 1 << 12, "WIDTH": 32, "BATCH": 5_000},
-        gpu_point: {"COPY_BYTES": 1 << 22, "LARGE": (1 << 16,), "SORTED": (10_000,)},
-    }
-    for module, values in sizes.items():
-        for name, value in values.items():
-            monkeypatch.setattr(module, name, value)
+@pytest.mark.skipif(LACKS != "" and stub.lacks() != "", reason=stub.lacks())
+def test_small_points(tmp_path: Path) -> None:
+    """The times mean nothing; on the driver without a device they are times of launches."""
+    environment = stub.environment(stub.build(tmp_path)) if LACKS else dict(os.environ)
     path = tmp_path / "x.json"
-    assert gpu.main(["--seconds", "0.05", "--json", str(path)]) == 0
-    data = json.loads(path.read_text(encoding="utf-8"))
-    assert len(data["points"]) == len(gpu_point.named_points())
-    assert all(min(point["ahead"].values()) >= 0.0 for point in data["points"])
+    common = "--device", "cuda", "--seconds", "0.05", "--json", str(path), "--append"
+    given = "--size", "64K,4Kx32x5K,3x50x16x100x3"
+    for names in ([*POINTS, *given], ["device-rows"], ["dense/nn.Adam", "--size", "32K"]):
+        command = [sys.executable, "-c", SMALL_ROWS, *common, *names]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    measured = {one["case"]: one for one in data["points"] if OURS in one["times"]}
+    assert measured.keys() | {"rows/nn.torch.LazyAdam"} == {*POINTS}
+    assert len(data["points"]) == len(POINTS) + 1
+    for one in measured.values():
+        assert {OURS, f"{BOUND}cuMemcpyDtoD"} <= one["times"].keys() == one["host"].keys()
+    (rows,) = data["special"]
+    assert {"zipf1.2: grouping alone", "sort of 10,000 keys: fusestep"} <= rows["times"].keys()
+    assert data["gpu"]["memory_bytes"] > 0

@@ -85,11 +85,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="the example draws")
     assert thor_digits.main(options("--output", str(tmp_path / "new"))) == 0
     said = capsys.readouterr().out
     assert said.count("of the steps of the best Momentum") == 2
-    assert (tmp_path / "new" / thor_digits.CURVES).read_bytes().startswith(b"\x89PNG")
     figures = json.loads((tmp_path / "new" / thor_digits.FIGURES).read_text())
     assert list(figures) == ["mlp", "convnet"]
     for runs in figures.values():
@@ -98,7 +96,6 @@ def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_example_is_deterministic(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the example draws")
     for name in "ab":
         assert thor_digits.main(options("--net", "mlp", "--output", str(tmp_path / name))) == 0
     a, b = (tmp_path / name / thor_digits.FIGURES for name in "ab")
@@ -107,12 +104,11 @@ def test_example_is_deterministic(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "text"),
-    [("scipy", "needs scipy"), ("matplotlib", "needs matplotlib"), ("sklearn", "needs scikit")],
+    [("scipy", "needs scipy"), ("sklearn", "needs scikit")],
 )
 def test_what_is_missing_is_named(
     missing: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the example draws")
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "sklearn":
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
@@ -124,7 +120,6 @@ def test_what_is_missing_is_named(
 
 @pytest.mark.usefixtures("short")
 def test_a_folder_that_cannot_be_written(capsys: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the example draws")
     (tmp_path / "file").write_text("")
     assert thor_digits.main(options("--output", str(tmp_path / "file" / "x"))) == 2
     assert "thor_digits: --output: cannot write to" in capsys.readouterr().err
