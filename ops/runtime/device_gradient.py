@@ -17,7 +17,7 @@ from . import cuda
 from .arrays import real_type
 from .check import index_error
 from .device import DeviceArray, launching
-from .launch import checked_launch, launch_on
+from .launch import launch_on
 from .row_step import IndexList, RowGradient, bad_index_error, check_keys, row_table
 from .step import tensor_step
 
@@ -62,7 +62,7 @@ def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[Device
     def error(position: int, _: int) -> IndexError:
         return index_error(where, position, int(kept.numpy().flat[position]), n_rows)
 
-    with checked_launch([table, index], error) as launch:
+    with launch_on([table, index], error) as launch:
         table_place = table.address, n_rows, table.nbytes // max(1, n_rows)
         index_place = index.address, index.itemsize, index.size
         results = out.address, kept.address, launch.guard
@@ -113,7 +113,7 @@ def dense(gradient: RowGradient, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     gradient = _contiguous(gradient)
     made: DeviceArray = gradient.values.filled_like(0.0, dtype, shape)
     error = bad_index_error([IndexList("RowTensor", len(gradient.indices), shape[0])])
-    with checked_launch([made, *gradient.arrays], error) as launch:
+    with launch_on([made, *gradient.arrays], error) as launch:
         rows = _rows_of(gradient, shape, _real(dtype))
         cuda.rows.coalesce.dense_sums(
             rows, STORAGES[dtype], made.address, guard=launch.guard, stream=launch.stream

@@ -260,7 +260,7 @@ def tensor_step(
         pool, places = _parts_on_one_tensor(rule, prologue, *kinds), np.array([addresses], np.int64)
         part, row = pool.take(), np.array([hp], real_of(STORAGES[w.dtype]).dtype)
         part.put(places[:, :-1], places[:, -1])
-        with launch_on(arrays, use_locking) as launch:
+        with launch_on(arrays, use_locking=use_locking) as launch:
             cuda.device.part.run(part, row, [0], launch.call)
         pool.give(part)
         return

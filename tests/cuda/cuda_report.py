@@ -130,7 +130,7 @@ def other_loops(*, every: bool) -> dict[str, Any]:
     found |= {f"finite {s.name}": finite.finite_kernel(s) for s in (F32, F64, F16)}
     return found | {
         "rows check": keys.check_kernel,
-        "rows find hot": rows.find_hot_kernel,
+        "rows sort one tile": keys.tile_kernel,
         "rows mark": rows.mark_kernel,
         "sort count": sort.count_kernel,
         "sort scan": sort.scan_kernel,

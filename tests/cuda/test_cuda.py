@@ -32,8 +32,13 @@ MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
 # index is the smallest.
 INTEGER_ATOMICS = {
     "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
-    "rows find hot": {"ATOMG.E.ADD.64.STRONG.GPU", "ATOM.E.ADD.64.STRONG.GPU"},
-    "rows check": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "rows check": {
+        "ATOMS.POPC.INC.32",
+        "ATOMS.ADD",
+        "REDG.E.MIN.S64.STRONG.GPU",
+        "RED.E.MIN.S64.STRONG.GPU",
+    },
+    "rows sort one tile": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "bags bounds": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "bags lay out": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "gather": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},

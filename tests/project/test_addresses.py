@@ -39,7 +39,8 @@ CHECKED = {
     },
     "what exports it holds it; where that is not known, it is not 0": {
         "ops/runtime/frameworks.py": "Framework.place, Framework.look, _CuPy.place, _CuPy.look, "
-                                     "_CuPy.stream, _Simulator.place, _Simulator.look",
+                                     "_CuPy.address, _CuPy.stream, _Simulator.place, "
+                                     "_Simulator.look",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "place_of compares the size of the storage with what is needed": {
@@ -60,6 +61,7 @@ CHECKED = {
         "kernels/cpu/headers/id_lists.py": "_reader.read_lists",
         "kernels/cpu/rows/sort.py": "_finish",
         "kernels/tables.py": "RowTable.bounds",
+        "kernels/cuda/device/memory.py": "_Pinned.begin",
         "kernels/cuda/device/simulated.py": "_at, reader, storer.store",
         "nn/torch/engine/state.py": "full_like",
         "nn/torch/clipping.py": "_of_order",

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda, types
 
 from ...storage import Storage
-from ..device.backend import GEOMETRY, copy_in, copy_out, store_int64, tile_loader
+from ..device.backend import GEOMETRY, copy_out, store_int64, tile_loader
 from ..device.memory import Places, room_of
 from ..device.records import row_finder
 from .step import Chunks, TensorRow
@@ -67,8 +67,8 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, st
     at_found, at_table = places.add(found.nbytes), places.add(table.nbytes)
     with room_of(stream) as room:
         base = room.take(places.size)
-        copy_in(base + at_found, found, stream)
-        copy_in(base + at_table, table, stream)
+        room.send(base + at_found, found)
+        room.send(base + at_table, table)
         arguments = base + at_table, chunks.n_tensors, base + at_found
         chunks.launch(finite_kernel(storage), stream, *arguments)
         copy_out(found, base + at_found, stream)

@@ -16,7 +16,6 @@ from ...storage import F64, Storage, real_of
 from ..device import backend
 from ..device.backend import (
     GEOMETRY,
-    copy_in,
     copy_out,
     launcher,
     load_float64,
@@ -86,7 +85,7 @@ class DenseSquares:
         with room_of(stream) as room:
             place = room.take(8 * chunks.n_words)
             # No scalar is used, but they are read: the table itself is memory as good as any.
-            copy_in(place, chunks.words(np.full(len(self.counts), place)), stream)
+            room.send(place, chunks.words(np.full(len(self.counts), place)))
             chunks.launch(self._loop, stream, place, chunks.n_tensors, parts, 0)
 
 
@@ -142,7 +141,7 @@ class GlobalNorm(NamedTuple):
         words = chunks.words(np.full(len(results), self.totals + factor))
         with room_of(stream) as room:
             place, loop = room.take(words.nbytes), dense_kernel(scaling(found.storage))
-            copy_in(place, words, stream)
+            room.send(place, words)
             guard = self.totals + AT.gate if in_place else 0
             chunks.launch(loop, stream, place, chunks.n_tensors, guard)
 
@@ -159,7 +158,7 @@ def global_norm(
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)
-        copy_in(base + at_totals, totals, stream)
+        room.send(base + at_totals, totals)
         place = first = base + at_parts
         for of in found:
             if of.n_parts:

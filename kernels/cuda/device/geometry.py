@@ -26,6 +26,7 @@ class SortGeometry(NamedTuple):
     keys: int = 8  # of a thread
     counts: int = 4  # of a thread, in a round of `scan_kernel`
     line_bits: int = 4  # of the words between two that are left out in shared memory
+    few: int = 16  # tiles at most whose counts each block adds up itself
 
 
 class Geometry(NamedTuple):

@@ -181,7 +181,7 @@ class DistinctRows:
         kernel = distinct_sums_kernel(rows.g, rows.real, out)
         is_aligned = rows.are_aligned((result, out))
         loop = _launcher(kernel, rows, n_distinct, out, stream)
-        keys = *self.keys.sorted, self.keys.table
+        keys = *self.keys.sorted(self._call), self.keys.table
         loop(*keys, self._firsts, n_distinct, indices, result, is_aligned)
 
 
