@@ -17,6 +17,7 @@ from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers
 from ....kernels.quiet import quiet
 from ....kernels.rule import Rule
+from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import Update
 from ....ops.runtime.step import DenseUpdate, measured
@@ -45,6 +46,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.bindings: dict[int | None, list[Binding]] = {}
+        self._there: Sequence[Tensor] = ()  # a parameter of each CUDA device
         self._options: GroupOptions | None = None  # of the last step
 
     def take(
@@ -68,6 +70,9 @@ class Steps:
             parameters: tuple[Tensor, ...] = (param,)
         else:
             parameters = tuple(lists[0] if len(lists) == 1 else chain.from_iterable(lists))
+        if binding is None:
+            self._there = [*{p.device: p for p in parameters if p.is_cuda}.values()]
+        refuse_captures(self._there)
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
