@@ -11,10 +11,9 @@ import numpy as np
 from ..element import Kernel
 from ..storage import STORAGES
 from ..tables import RowSource, RowTable
-from .dense.finite import finite_kernel
+from .dense.norm import FINITE, scaling
 from .dense.row_wise import RowWiseStep
-from .dense.step import DenseStep
-from .device.arrays import fill_kernel
+from .dense.step import DenseStep, chunk_sums_kernel
 from .device.backend import prepare
 from .rows.sort import TILE
 from .rows.step import RowStep
@@ -26,7 +25,7 @@ def prepare_loops(kernels: Iterable[Kernel]) -> int:
     What only the host works out (`AdaFactor`, `Prodigy`, THOR) has none.
     """
     loops = dict.fromkeys(loop for kernel in kernels for loop in _loops_of(kernel))
-    loops |= dict.fromkeys([fill_kernel, *map(finite_kernel, STORAGES.values())])
+    loops |= {chunk_sums_kernel(scaling(storage, FINITE)): None for storage in STORAGES.values()}
     for loop in loops:
         prepare(loop)
     return len(loops)

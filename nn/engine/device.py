@@ -107,5 +107,5 @@ def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:
     if not arrays:
         return True
     with launch_on(arrays) as launch:
-        all_finite = cuda.dense.finite.all_finite
+        all_finite = cuda.dense.norm.all_finite
         return all(all_finite(*own, stream=launch.stream) for own in by_storage(by_batch))

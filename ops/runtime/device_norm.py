@@ -89,6 +89,6 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
     for g, by_place in rows.items():
         tables = [row_table((), t.dense_shape, row_gradient(t).source) for t in by_place.values()]
         compiled = kernel(SCALED, (), real_of(g), g, ())
-        found.append(cuda.rows.step.RowSquares(compiled, tables, launch.call, base))
+        found.append(cuda.rows.step.RowSquares(compiled, tables, launch.guard, base))
         base += sum(table.length for table in tables)
     return found

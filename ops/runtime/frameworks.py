@@ -65,7 +65,7 @@ class Framework:
 
     def address(self, value: Any) -> int:
         """The address of ``value`` now."""
-        return int(cuda.device.backend.address_of(value) or 0)
+        return int(value.__cuda_array_interface__["data"][0] or 0)
 
     def stream(self, device: int) -> int:  # noqa: ARG002
         """The handle of the framework's current stream; Numba has the default stream only."""
@@ -176,6 +176,9 @@ class _Simulator(Framework):
         array = value._ary
         strides = None if array.flags.c_contiguous else array.strides
         return Place(array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable)
+
+    def address(self, value: Any) -> int:
+        return int(value._ary.ctypes.data)
 
     def look(self, value: Any) -> tuple[int, Any]:
         array = value._ary

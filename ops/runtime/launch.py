@@ -17,11 +17,6 @@ class Launch(NamedTuple):
     guard: int = 0  # its address on the device, or 0 for a call that cannot fail
     base: int = 0  # added to a bad position that it finds
 
-    @property
-    def call(self) -> Any:
-        """The context of the launches of a `DevicePart`."""
-        return cuda.device.part.LaunchContext(self.stream, self.guard)
-
 
 @contextmanager
 def launch_on(

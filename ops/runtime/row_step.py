@@ -164,7 +164,7 @@ class RowUpdate(NamedTuple):
             part.put(self.tables)
         except IndexError:
             part = cuda.rows.step.RowStep(self.kernel, self.tables, **options)
-        cuda.device.part.run(part, self.hp, self.hp_of, launch.call)
+        cuda.device.part.run(part, self.hp, self.hp_of, launch)
         free.append(part)
 
 

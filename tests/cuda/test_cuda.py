@@ -24,7 +24,7 @@ needs_numba_cuda = pytest.mark.skipif(
 # What takes long begins first, here and in `PARTS`.
 LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "row_wise", "rows")]
 FILES = LONG + sorted({path.name for path in HERE.glob("test_device_*.py")} - {*LONG})
-PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures", "gradients")
+PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 4 blocks of 256 threads at 64, 3 at 65 to 85, and 2 at up to 128.
 MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
@@ -93,8 +93,6 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
         return 6, 1
     if name.startswith("bags max"):  # and the winners, of 4 bytes each
         return 3, 1 if name.endswith("f64") else 2
-    if name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
-        return 6, 1
     if name.startswith(("rows hot", "finite")):
         return 1, 0
     return 0, 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
 # compiles them under this driver.
 SAMPLE = (
     "dense/Adam/bfloat16", "dense/Lamb", "dense/centralized", "rows/LazyAdam/hot",
-    "rows/RowWiseAdagrad", "bags/max/float64 gradient", "ops/RowTensor.coalesce",
+    "rows/RowWiseAdagrad", "bags/max/float64 gradient",
     "ops/clip_by_global_norm", "bad index",
 )  # fmt: skip
 CHECK = """

@@ -67,10 +67,7 @@ _HP, _IS_ALIGNED, _ARRAYS = (at // 8 for at in (_AT.hp, _AT.is_aligned, _AT.arra
 class Chunks:
     """Tensors of a launch, int64 ``[T, n]`` arrays of ``[T]`` sizes, in chunks."""
 
-    def __init__(
-        self, chunk: int, arrays: np.ndarray, sizes: np.ndarray, threads: int = THREADS
-    ) -> None:
-        self._threads = threads
+    def __init__(self, chunk: int, arrays: np.ndarray, sizes: np.ndarray) -> None:
         self.counts = -(-sizes // chunk)  # blocks of each tensor
         first = np.cumsum(self.counts) - self.counts
         self.n_tensors, self.n_blocks = len(sizes), int(self.counts.sum())
@@ -96,7 +93,7 @@ class Chunks:
     def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
         if self.n_blocks:
-            launcher(loop, self.n_blocks, self._threads, stream)(*arguments)
+            launcher(loop, self.n_blocks, THREADS, stream)(*arguments)
 
 
 @cache

@@ -33,7 +33,6 @@ class Geometry(NamedTuple):
     """The cuts of all loops; a number alone is that of the threads of a block."""
 
     dense: ChunkGeometry = ChunkGeometry(256, 4)
-    finite: ChunkGeometry = ChunkGeometry(256, 8)
     rows: int = 256  # and of copies
     hot: int = 64  # of rows that occur often
     totals: int = 256  # where a block adds up the sums of others

@@ -43,15 +43,11 @@ class _Pinned:
 
     def __init__(self) -> None:
         self.bytes: Any = np.empty(0, np.uint8)
-        self.address, self.used, self._read = 0, 0, new_event()
-
-    def leave(self, stream: Any) -> None:
-        """No more copies come from here for now."""
-        self._read.record(stream)
+        self.address, self.used, self.last = 0, 0, new_event()
 
     def begin(self, n_bytes: int) -> None:
         """Use it from the start, for so many bytes at least; the host waits for its last copies."""
-        self._read.synchronize()
+        self.last.synchronize()
         self.used = 0
         if n_bytes > len(self.bytes):
             size = max(_LEAST, 2 << (n_bytes - 1).bit_length())
@@ -86,7 +82,7 @@ class Room:
         """So many bytes of the host, for the next `copy`."""
         pinned = self._pinned
         if pinned.used + n_bytes > len(pinned.bytes):
-            pinned.leave(self._stream)
+            pinned.last.record(self._stream)  # behind the last copy
             self._pinned, self._other = self._other, pinned
             pinned = self._pinned
             pinned.begin(n_bytes)

@@ -47,14 +47,17 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterat
         yield _put(part, hp, hp_of, call, room)
 
 
-def run(part: DevicePart, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
-    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
+def run(part: DevicePart, hp: np.ndarray, hp_of: Any, call: Any) -> None:
+    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`.
+
+    Of ``call`` the stream and the guard are used.
+    """
     if part.n_words:
         with room_of(call.stream) as room:
             part.enqueue(_put(part, hp, hp_of, call, room))
 
 
-def _put(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext, room: Room) -> LaunchContext:
+def _put(part: Any, hp: np.ndarray, hp_of: Any, call: Any, room: Room) -> LaunchContext:
     scalars = np.ascontiguousarray(hp)
     at_words, row_bytes = aligned(scalars.nbytes), scalars.strides[0]
     at_scratch = at_words + aligned(8 * part.n_words)

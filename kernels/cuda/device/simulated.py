@@ -22,7 +22,6 @@ from .geometry import ChunkGeometry, Geometry, SortGeometry
 
 GEOMETRY = Geometry(
     dense=ChunkGeometry(threads=4, tiles=1),
-    finite=ChunkGeometry(threads=4, tiles=1),
     rows=8,
     hot=4,
     totals=4,
@@ -211,3 +210,7 @@ def copy_within(address, source, n_bytes, stream):
 
 def fill_ones(address, n_bytes, stream):
     _enqueue(ctypes.memset, int(address), 0xFF, n_bytes)
+
+
+def fill(address, n, value, dtype, stream):
+    _enqueue(_at(int(address), dtype, n).fill, value)

@@ -26,18 +26,17 @@ def check_tools() -> None:
     """
     linker, compiler = nvjitlink.version(), _release_of_nvvm()
     _, number = driver.cuDriverGetVersion()
+    newest = number // 1_000, number % 1_000 // 10
+    wrong = ""
     if compiler and linker < compiler:
+        wrong, least, got = "nvJitLink is older than NVVM", compiler, linker
         fix = "install nvidia-nvvm and nvidia-nvjitlink of one version"
-        raise _misfit("nvJitLink is older than NVVM", compiler, linker, fix)
-    if linker[0] > number // 1_000:
+    elif linker[0] > newest[0]:
+        wrong, least, got = "the driver is older than nvJitLink", linker[:1], newest
         fix = "install a newer driver, or fusestep[cuda12]"
-        of_driver = number // 1_000, number % 1_000 // 10
-        raise _misfit("the driver is older than nvJitLink", linker[:1], of_driver, fix)
-
-
-def _misfit(wrong: str, least: tuple[int, ...], got: tuple[int, ...], fix: str) -> RuntimeError:
-    expected, found = (".".join(map(str, version)) for version in (least, got))
-    return RuntimeError(f"CUDA: {wrong}: expected at least {expected}, got {found}; {fix}")
+    if wrong:
+        expected, found = (".".join(map(str, version)) for version in (least, got))
+        raise RuntimeError(f"CUDA: {wrong}: expected at least {expected}, got {found}; {fix}")
 
 
 def _release_of_nvvm() -> tuple[int, ...]:

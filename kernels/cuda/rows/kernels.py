@@ -50,8 +50,6 @@ AT_ONCE, HOT_AT_ONCE, HOT_THREADS = 4, 32, GEOMETRY.hot
 a hot row: few threads add those up, so that they may have many registers, and small blocks of
 them, so that many multiprocessors take part."""
 _of_row = row_finder(TableRow, "first_row")
-OTHER_BIT = 62
-"""Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""
 
 
 class HotSums(NamedTuple):
@@ -333,18 +331,3 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
         store_part(parts, block, shared, thread, THREADS, 1)
 
     return loop
-
-
-@cuda.jit
-def mark_firsts_kernel(keys, n, bits, words):
-    """Write ``k`` to ``words[k]``, with `OTHER_BIT` where key ``k`` is not the first of its row."""
-    k = cuda.grid(1)
-    if k < n:
-        other = 0 if is_first(Keys(keys, n, bits), k) else 1
-        store_int64(words + 8 * k, k | (other << OTHER_BIT))
-
-
-@cuda.jit
-def count_firsts_kernel(words, n, count):
-    """Write to ``count`` how many sorted words are of first keys; one thread."""
-    store_int64(count, lower_bound(Keys(words, n, 0), 0, n, 1 << OTHER_BIT))

@@ -21,22 +21,8 @@ from ..device.launch import Launches
 from ..device.memory import Places
 from ..device.part import LaunchContext
 from ..device.records import Word, row_finder
-from .sort import (
-    KEYS_PER_THREAD,
-    THREADS,
-    TILE,
-    count_digits,
-    count_kernel,
-    first_mask,
-    n_tiles,
-    scan_kernel,
-    scatter_kernel,
-    scratch_words,
-    sort_launches,
-    sort_one_tile,
-    sorted_place,
-    thread,
-)
+from . import sort
+from .sort import KEYS_PER_THREAD, THREADS, TILE, thread
 
 
 class TableRow(NamedTuple):
@@ -155,7 +141,7 @@ def check_kernel(
     for k in range(KEYS_PER_THREAD):
         if first + k * THREADS < n:
             store_int64(keys + 8 * (first + k * THREADS), own[k])
-    count_digits(own, counters, shift, mask)
+    sort.count_digits(own, counters, shift, mask)
 
 
 @cuda.jit
@@ -163,7 +149,7 @@ def tile_kernel(tables, n_tables, n, bits, dropped_row, drops, base, keys, mask,
     """Make and sort the keys of a list that one block can sort."""
     own = cuda.local.array(KEYS_PER_THREAD, int64)
     _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
-    sort_one_tile(own, keys, n, bits, mask)
+    sort.sort_one_tile(own, keys, n, bits, mask)
 
 
 @cuda.jit(device=True)
@@ -207,12 +193,12 @@ class KeySort:
         self.widest = max(table.width for table in tables)
         self._lay_out(tables)
         self.places = Places()
-        words = (n, n, scratch_words(n)) if n > TILE else (n, 0, 0)
+        words = (n, n, sort.scratch_words(n)) if n > TILE else (n, 0, 0)
         self._sections = [self.places.add(8 * count) for count in words]
         self._sorting = Launches(self._sort_launches)
         self.loops: list[Any] = [check_kernel]
         if n > TILE:
-            self.loops += [count_kernel, scan_kernel, scatter_kernel]
+            self.loops += [sort.count_kernel, sort.scan_kernel, sort.scatter_kernel]
         elif n:
             self.loops = [tile_kernel]
 
@@ -290,7 +276,7 @@ class KeySort:
 
     def check(self, call: LaunchContext) -> None:
         """Enqueue the check of all indices alone."""
-        check = launcher(check_kernel, max(1, n_tiles(self.n)), THREADS, call.stream)
+        check = launcher(check_kernel, max(1, sort.n_tiles(self.n)), THREADS, call.stream)
         check(*self._key_arguments, 0, 0, 0, 0, call.guard)
 
     @property
@@ -298,15 +284,14 @@ class KeySort:
         options = self._dropped_row, int(self._drops), self._base
         return self.table, self._n_tables, self.n, self.bits, *options
 
-    def sort(self, call: LaunchContext) -> tuple[int, ...]:
-        """Enqueue making and sorting the keys: their address, how many, bits of positions."""
+    def sort(self, call: LaunchContext) -> None:
+        """Enqueue making and sorting the keys."""
         self._sorting.run(call, self.table)
-        return self.sorted(call)
 
     def sorted(self, call: LaunchContext) -> tuple[int, ...]:
-        """What `sort` says."""
+        """The address of the sorted keys, how many there are, and bits of their positions."""
         keys, spare, _ = (call.scratch + at for at in self._sections)
-        place = keys if self.n <= TILE else sorted_place(keys, spare, self._row_bits)
+        place = keys if self.n <= TILE else sort.sorted_place(keys, spare, self._row_bits)
         return place, self.n, self.bits
 
     def _sort_launches(self, call: LaunchContext) -> Iterator[Any]:
@@ -318,8 +303,8 @@ class KeySort:
             if self.n:
                 yield partial(launch, *given, keys, (1 << self._row_bits) - 1), True
             return
-        launch = launcher(check_kernel, n_tiles(self.n), THREADS, stream)
-        count = keys, scratch, self.bits, first_mask(self._row_bits)
+        launch = launcher(check_kernel, sort.n_tiles(self.n), THREADS, stream)
+        count = keys, scratch, self.bits, sort.first_mask(self._row_bits)
         yield partial(launch, *given, *count), True
         of_sort = keys, spare, scratch, self.n, self.bits, self._row_bits, stream
-        yield from ((run, False) for run in sort_launches(*of_sort, is_counted=True))
+        yield from ((run, False) for run in sort.sort_launches(*of_sort, is_counted=True))

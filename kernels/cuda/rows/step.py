@@ -130,19 +130,16 @@ class RowStep(_RowLoops):
 class RowSquares(_RowLoops):
     """`norm.Squares` of row-sparse gradients, duplicates summed first; 0 behind a closed guard."""
 
-    def __init__(
-        self, kernel: Kernel, tables: Sequence[RowTable], call: LaunchContext, base: int
-    ) -> None:
+    def __init__(self, kernel: Kernel, tables: Sequence[RowTable], guard: int, base: int) -> None:
         super().__init__(kernel, tables, base=base)
-        self._call, self.n_parts = call, -(-self.n // self._block[1]) * self._tile_groups
+        self._guard, self.n_parts = guard, -(-self.n // self._block[1]) * self._tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `norm.Squares`."""
-        call, hp_of = self._call._replace(stream=stream), [0] * self._n_tables
+        call, hp_of = LaunchContext(stream, self._guard), [0] * self._n_tables
         loop = rows.row_squares_kernel(self._kernel.g, self._kernel.real, self._length)
         with placed(self, _NO_SCALARS, hp_of, call) as there:
             self.sort(there)
-            launches = *self._sum_hot(there), *self._over(loop, self.n, self._tile_groups, there,
-                                                          parts)  # fmt: skip
-            for launch, _ in launches:
-                launch(call.guard)
+            squares = self._over(loop, self.n, self._tile_groups, there, parts)
+            for launch, _ in (*self._sum_hot(there), *squares):
+                launch(self._guard)
