@@ -14,6 +14,7 @@ from ..tables import RowSource, RowTable
 from .dense.norm import FINITE, scaling
 from .dense.row_wise import RowWiseStep
 from .dense.step import DenseStep, chunk_sums_kernel
+from .device.arrays import fill_kernel
 from .device.backend import prepare
 from .rows.sort import TILE
 from .rows.step import RowStep
@@ -25,7 +26,8 @@ def prepare_loops(kernels: Iterable[Kernel]) -> int:
     What only the host works out (`AdaFactor`, `Prodigy`, THOR) has none.
     """
     loops = dict.fromkeys(loop for kernel in kernels for loop in _loops_of(kernel))
-    loops |= {chunk_sums_kernel(scaling(storage, FINITE)): None for storage in STORAGES.values()}
+    checks = [chunk_sums_kernel(scaling(storage, FINITE)) for storage in STORAGES.values()]
+    loops |= dict.fromkeys([fill_kernel, *checks])
     for loop in loops:
         prepare(loop)
     return len(loops)

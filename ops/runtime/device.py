@@ -154,7 +154,7 @@ class DeviceArray:
         """A new array of another dtype, filled with ``value``; of the same shape unless given."""
         made = self.empty_like(dtype, shape)
         with launching([self]) as stream:
-            cuda.device.backend.fill(made.address, made.size, value, dtype, stream)
+            cuda.device.arrays.fill(made.address, made.size, value, dtype, stream)
         return made
 
     def empty_like(

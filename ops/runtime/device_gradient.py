@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.rules.gradient import COUPLED_DECAY
 from ...kernels.rules.norm import SCALED
 from . import cuda
-from .arrays import real_type
 from .check import index_error
 from .device import DeviceArray, launching
 from .launch import launch_on
@@ -23,23 +21,8 @@ from .step import tensor_step
 
 def converted(array: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
     """A copy in another dtype, in the same framework."""
-    made = array.empty_like(dtype)
-    convert(array, made)
-    return made
-
-
-def convert(array: DeviceArray, out: DeviceArray, factor: float = 1.0) -> None:
-    """Write ``factor * array``, rounded to its dtype, to a contiguous ``out`` of the same shape."""
-    array = array.contiguous("a conversion", "array")
-    tensor_step(SCALED, (), (out, array), (out.address, array.address), (factor,))
-
-
-def decayed(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
-    """``gradient + factor * w`` in the type of the arithmetic on ``w``, in its framework."""
-    gradient = gradient.contiguous("decay_weight", "gradients")
-    made = converted(w, np.dtype(real_type(w.dtype)))
-    arrays, addresses = (made, gradient), (made.address, gradient.address)
-    tensor_step(SCALED, (COUPLED_DECAY,), arrays, addresses, (1.0, factor, 0.0))
+    made, array = array.empty_like(dtype), array.contiguous("a conversion", "array")
+    tensor_step(SCALED, (), (made, array), (made.address, array.address), (1.0,))
     return made
 
 

@@ -83,6 +83,7 @@ def other_loops(*, every: bool) -> dict[str, Any]:
         every: or those of float32 alone, of the loops that depend on storage types.
     """
     from fusestep.kernels.cuda.dense import norm, row_wise, step, totals
+    from fusestep.kernels.cuda.device import arrays
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.element import kernel
@@ -121,6 +122,7 @@ def other_loops(*, every: bool) -> dict[str, Any]:
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
         "gather": gather.gather_kernel(16),
+        "fill": arrays.fill_kernel,
     }
 
 

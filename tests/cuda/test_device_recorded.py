@@ -145,7 +145,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Numba's, filled on the device."""
     from numba import cuda
 
-    from fusestep.kernels.cuda.device.backend import fill
+    from fusestep.kernels.cuda.device.arrays import fill
 
     free = cuda.current_context().get_memory_info().free
     needed = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -160,7 +160,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 @only(GPU, reason="tens of gigabytes")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_more_elements_than_an_int32_counts(dtype: Any) -> None:
-    from fusestep.kernels.cuda.device.backend import fill
+    from fusestep.kernels.cuda.device.arrays import fill
 
     n = 2**31 + 4_099
     w, g = zeros((n,), dtype), zeros((n,), dtype)

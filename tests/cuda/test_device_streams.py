@@ -59,7 +59,7 @@ def keep_busy(handle: int, milliseconds: int) -> Any:
 
 def fill_later(handle: int, array: Any, value: float) -> None:
     """Enqueue filling an array, of a size divisible by 8, with one value."""
-    from fusestep.kernels.cuda.device.backend import fill
+    from fusestep.kernels.cuda.device.arrays import fill
 
     found = adopted(array)
     assert found.size % 8 == 0

@@ -172,13 +172,3 @@ def copy_within(address: int, source: int, n_bytes: int, stream: Any) -> None:
 def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
     """Enqueue setting all bits of some memory: every ``int64`` becomes -1."""
     _enqueue(driver.cuMemsetD8Async, n_bytes, stream, address, 0xFF)
-
-
-def fill(address: int, n: int, value: Any, dtype: np.dtype[Any], stream: Any) -> None:
-    """Enqueue setting ``n`` elements of a dtype of 2, 4 or 8 bytes at an address to ``value``."""
-    one = np.full(1, value, dtype)
-    if one.itemsize == 2:
-        _enqueue(driver.cuMemsetD16Async, n, stream, address, int(one.view(np.uint16)[0]))
-        return
-    for k, part in enumerate(one.view(np.uint32).tolist()):  # a column of each 4 bytes
-        _enqueue(driver.cuMemsetD2D32Async, n, stream, address + 4 * k, one.itemsize, part, 1)

@@ -210,7 +210,3 @@ def copy_within(address, source, n_bytes, stream):
 
 def fill_ones(address, n_bytes, stream):
     _enqueue(ctypes.memset, int(address), 0xFF, n_bytes)
-
-
-def fill(address, n, value, dtype, stream):
-    _enqueue(_at(int(address), dtype, n).fill, value)

@@ -308,19 +308,6 @@ API cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n, CUstream stre
     memset((void *)to, value, n);
     return CUDA_SUCCESS;
 }
-API cuMemsetD16Async(CUdeviceptr to, unsigned short value, size_t n, CUstream stream) {
-    MUST_BE_THERE(to);
-    for (size_t k = 0; k < n; k++) ((unsigned short *)to)[k] = value;
-    return CUDA_SUCCESS;
-}
-API cuMemsetD2D32Async(CUdeviceptr to, size_t pitch, unsigned value, size_t width, size_t height,
-                       CUstream stream) {
-    MUST_BE_THERE(to);
-    MUST_BE_THERE(to + pitch * (height - 1) + 4 * width - 1);
-    for (size_t k = 0; k < width * height; k++)
-        *(unsigned *)(to + k / width * pitch + k % width * 4) = value;
-    return CUDA_SUCCESS;
-}
 API cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t n) {
     return cuMemsetD8Async(to, value, n, NULL);
 }
