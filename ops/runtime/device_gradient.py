@@ -21,9 +21,15 @@ from .step import tensor_step
 
 def converted(array: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
     """A copy in another dtype, in the same framework."""
-    made, array = array.empty_like(dtype), array.contiguous("a conversion", "array")
-    tensor_step(SCALED, (), (made, array), (made.address, array.address), (1.0,))
+    made = array.empty_like(dtype)
+    convert(array, made)
     return made
+
+
+def convert(array: DeviceArray, out: DeviceArray) -> None:
+    """Write the numbers of an array, rounded, to a contiguous ``out`` of the same shape."""
+    array = array.contiguous("a conversion", "array")
+    tensor_step(SCALED, (), (out, array), (out.address, array.address), (1.0,))
 
 
 def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
