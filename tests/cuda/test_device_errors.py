@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -93,10 +94,10 @@ def test_several_tables() -> None:
     w = on_device([positive((5, 4)), positive((3, 2), F64), positive((4,))])
     for make in (nn.LazyAdam, nn.Adam):
         opt = make(w, 0.1)
-        for bad in ([7, 0], [0, 7]):
-            good = on_device(rows([1], (5, 4)))
+        for bad, first in product(([7, 0], [0, 7]), (None, rows([1], (5, 4)))):
             with unchanged(*w):
-                opt((good, on_device(rows(bad, (3, 2), F64)), on_device(gradient((4,)))))
+                step = [first, rows(bad, (3, 2), F64), gradient((4,))]
+                opt(on_device(step))
                 with told(IndexError, f"'parameter_1': indices[{bad.index(7)}] is out of"):
                     fusestep.synchronize()
                 with told(IndexError, "got 7"):

@@ -38,7 +38,8 @@ CHECKED = {
         "ops/runtime/arrays.py": "adopt",
     },
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, Framework.look, _CuPy.place, _CuPy.look, "
+        "ops/runtime/frameworks.py": "Framework.place, Framework.look, Framework.address, "
+                                     "_CuPy.place, _CuPy.look, "
                                      "_CuPy.address, _CuPy.stream, _Simulator.place, "
                                      "_Simulator.look",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",

@@ -260,7 +260,7 @@ class KeySort:
     def _new_words(
         self, table: RowTable, scalars: int, wide: int, first_position: int
     ) -> tuple[int, ...]:
-        """What a step has anew of a table."""
+        """The words of a table that are others in each step."""
         source, g_bytes = table.source, self._itemsizes[0]
         indices, wide = source.indices - first_position * source.index_bytes, wide | source.values
         if not source.rows:

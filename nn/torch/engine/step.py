@@ -72,7 +72,8 @@ class Steps:
             parameters = tuple(lists[0] if len(lists) == 1 else chain.from_iterable(lists))
         if binding is None:
             self._there = [*{p.device: p for p in parameters if p.is_cuda}.values()]
-        refuse_captures(self._there)
+        if self._there:
+            refuse_captures(self._there)
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
