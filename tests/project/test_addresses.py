@@ -38,10 +38,8 @@ CHECKED = {
         "ops/runtime/arrays.py": "adopt",
     },
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, Framework.look, Framework.address, "
-                                     "_CuPy.place, _CuPy.look, "
-                                     "_CuPy.address, _CuPy.stream, _Simulator.place, "
-                                     "_Simulator.look",
+        "ops/runtime/frameworks.py": "Framework.place, Framework.look, _CuPy.place, _CuPy.look, "
+                                     "_CuPy.stream, _Simulator.place, _Simulator.look",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "place_of compares the size of the storage with what is needed": {
@@ -79,6 +77,8 @@ CHECKED = {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/torch/bags.py": "EmbeddingBags._now, _versions",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
+        "ops/runtime/frameworks.py": "Framework.address, _CuPy.address, _Simulator.address, "
+                                     "_Torch.address",
     },
 }  # fmt: skip
 
