@@ -334,8 +334,9 @@ def refuse_captures(tensors: Iterable[Any]) -> None:
     """Refuse a call in which PyTorch works on tensors of CUDA devices, as `refuse_capture`."""
     for device, tensor in {t.device: t for t in tensors}.items():
         with on_device(device.index):
-            handle = framework_of(tensor).stream(device.index)
-            if cuda.device.backend.is_capturing(stream_of(device.index, handle)):
+            framework: Any = framework_of(tensor)
+            stream = stream_of(device.index, framework.stream(device.index))
+            if cuda.device.backend.is_capturing(stream):
                 raise _captured()
 
 

@@ -28,7 +28,8 @@ class Launches:
     """
 
     def __init__(self, make: Callable[[Any], Iterable[tuple[Callable[..., Any], bool]]]) -> None:
-        self._make, self._of, self._launches = make, (), []
+        self._make, self._launches = make, list[tuple[Callable[..., Any], bool]]()
+        self._of: tuple[Any, ...] = ()
 
     def run(self, call: Any, table: int) -> None:
         """Enqueue them for a `LaunchContext`; their tables lie at an address."""
