@@ -25,7 +25,7 @@ from .base.own_rules import check_apart, check_compiled, check_rule, checked_for
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer, States
 from .engine.conditioning import Clipping, Conditioning
-from .engine.device import Device, are_finite
+from .engine.device import Device, are_finite, follow
 from .engine.host import Host
 from .engine.offload import Offload
 from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
@@ -264,6 +264,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
             self.check_kept(gradients)
+        if self._device is not None:
+            follow(self.parameters)
         classes = self._classes
         step = next_step(self._name, self._global_step)
         rate_step = max(0, step - self._rate_lag)

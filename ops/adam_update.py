@@ -17,7 +17,7 @@ from .runtime import check, cuda, locks
 from .runtime.arrays import address_of, adopt_anywhere, empty_like, native, real_type
 from .runtime.device import DeviceArray, device_of, may_share_memory
 from .runtime.errors import reject, reject_unknown
-from .runtime.launch import checked_launch
+from .runtime.launch import launch_on
 from .runtime.row_step import RowUpdate, Update
 from .runtime.row_tensor import RowTensor
 from .runtime.step import one_tensor
@@ -95,7 +95,7 @@ class _AdamUpdate(RowPrimitive):
             else:
                 commit(together)
             return result
-        with checked_launch([*arrays, *read], update.error, self.use_locking) as launch:
+        with launch_on([*arrays, *read], update.error, self.use_locking) as launch:
             if isinstance(update, RowUpdate) and out is not None:
                 cuda.rows.step.check_indices(update.tables, launch.guard, 0, stream=launch.stream)
                 copy.enqueue(launch)

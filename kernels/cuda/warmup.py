@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ..element import Kernel
 from ..storage import STORAGES
-from ..tables import HOT, RowSource, RowTable
-from .dense.finite import finite_kernel
+from ..tables import RowSource, RowTable
+from .dense.norm import FINITE, scaling
 from .dense.row_wise import RowWiseStep
-from .dense.step import DenseStep
+from .dense.step import DenseStep, chunk_sums_kernel
 from .device.arrays import fill_kernel
 from .device.backend import prepare
+from .rows.sort import TILE
 from .rows.step import RowStep
 
 
@@ -24,7 +26,8 @@ def prepare_loops(kernels: Iterable[Kernel]) -> int:
     What only the host works out (`AdaFactor`, `Prodigy`, THOR) has none.
     """
     loops = dict.fromkeys(loop for kernel in kernels for loop in _loops_of(kernel))
-    loops |= dict.fromkeys([fill_kernel, *map(finite_kernel, STORAGES.values())])
+    checks = [chunk_sums_kernel(scaling(storage, FINITE)) for storage in STORAGES.values()]
+    loops |= dict.fromkeys([fill_kernel, *checks])
     for loop in loops:
         prepare(loop)
     return len(loops)
@@ -40,8 +43,7 @@ def _loops_of(kernel: Kernel) -> Iterator[Any]:
     else:
         yield from DenseStep(kernel, addresses, 0 * one, one).loops
     if not rule.is_two_stage:
-        # So many occurrences that some rows may be hot.
-        source = RowSource(0, 8, HOT + 1, 0)
-        table = RowTable(tuple(addresses[0].tolist()), 0, 1, 1, source)
-        for touched_only in (True, False):
+        # A list that one block sorts, and one that many do, of which some rows may be hot.
+        for length, touched_only in product((1, TILE + 1), (True, False)):
+            table = RowTable(tuple(addresses[0].tolist()), 0, 1, 1, RowSource(0, 8, length, 0))
             yield from RowStep(kernel, [table], touched_only=touched_only).loops

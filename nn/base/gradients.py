@@ -47,10 +47,8 @@ def decayed(gradient: Any, parameter: Any, factor: float) -> Any:
     device_of(where, {"the parameter": w, "gradients": g})
     if g.shape != w.shape:
         reject(ValueError, where, "gradients", "has a wrong shape", w.shape, g.shape)
-    if is_on_device(g):
-        found = device_gradient.decayed(g, w, factor)
-        same = found.dtype == g.dtype
-        return (found if same else device_gradient.converted(found, g.dtype)).native()
+    if is_on_device(g):  # computed on the host, which waits
+        return g.holding(decayed(g.numpy(), w.numpy(), factor)).native()
     real = real_type(w.dtype)
     return (g.astype(real) + real(factor) * w.astype(real)).astype(g.dtype)
 
@@ -78,9 +76,7 @@ def scaled(gradient: Any, factor: float) -> Any:
     if isinstance(gradient, RowTensor):
         return with_values(gradient, scaled(gradient.values, factor))
     g = adopt_anywhere("scale_grad", "gradients", gradient)
-    if is_on_device(g):
-        made = g.empty_like()
-        device_gradient.convert(g, made, factor)
-        return made.native()
+    if is_on_device(g):  # computed on the host, which waits
+        return g.holding(scaled(g.numpy(), factor)).native()
     real = real_type(g.dtype)
     return (g.astype(real) * real(factor)).astype(g.dtype)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from ...kernels.cpu.threads.parallel import commit
 from ...ops.runtime import cuda, pending
 from ...ops.runtime.device import launching
-from ...ops.runtime.launch import checked_launch, launch_on
+from ...ops.runtime.launch import Launch, launch_on
 from ...ops.runtime.row_step import (
     IndexList,
     RowUpdate,
@@ -17,6 +17,7 @@ from ...ops.runtime.row_step import (
     bad_index_error,
     check_keys,
 )  # fmt: skip
+from ..base.parameter import Parameter
 from .host import Host
 from .layout import Batch
 from .plan import Plan
@@ -52,6 +53,17 @@ class Device:
             commit([], self._host.count(layout))
 
 
+def follow(parameters: Iterable[Parameter]) -> None:
+    """Bind those parameters anew whose memory a framework has exchanged since the last step.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as an assignment to `Parameter.data`.
+    """
+    for parameter in parameters:
+        if parameter.array.has_moved:
+            parameter.data = parameter.data
+
+
 def launch_updates(
     updates: Sequence[Update], arrays: Sequence[Any], use_locking: bool = False,
     undo: Callable[[], None] | None = None,
@@ -65,12 +77,16 @@ def launch_updates(
         ValueError: the tables of an update have too many rows for its sort keys.
     """
     lists: list[IndexList] = []
-    bases = []  # of each update, the positions before its own
+    rows: list[tuple[RowUpdate, int]] = []
+    each: list[tuple[Update, int]] = []  # with the positions before its own
+    base = 0
     for update in updates:
-        bases.append(sum(own.length for own in lists))
+        each.append((update, base))
         if isinstance(update, RowUpdate):
             check_keys(update.where[0], update.sizes)
-            lists += update.lists
+            rows.append((update, base))
+            lists += (own := update.lists)
+            base += sum(indices.length for indices in own)
     error = bad_index_error(lists)
 
     def found(position: int, index: int) -> IndexError:
@@ -78,14 +94,13 @@ def launch_updates(
             undo()
         return error(position, index)
 
-    rows = [(u, base) for u, base in zip(updates, bases, strict=True) if isinstance(u, RowUpdate)]
-    with checked_launch(arrays, found if rows else None, use_locking) as launch:
+    with launch_on(arrays, found if rows else None, use_locking) as launch:
+        stream, guard, _ = launch
         if len(rows) > 1:  # one checks its indices before it writes
-            for update, base in rows:
-                guard, stream = launch.guard, launch.stream
-                cuda.rows.step.check_indices(update.tables, guard, base, stream=stream)
-        for any_update, base in zip(updates, bases, strict=True):
-            any_update.enqueue(launch._replace(base=base))
+            for row_update, base in rows:
+                cuda.rows.step.check_indices(row_update.tables, guard, base, stream=stream)
+        for update, base in each:
+            update.enqueue(Launch(stream, guard, base))
 
 
 def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:
@@ -93,5 +108,5 @@ def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:
     if not arrays:
         return True
     with launch_on(arrays) as launch:
-        all_finite = cuda.dense.finite.all_finite
+        all_finite = cuda.dense.norm.all_finite
         return all(all_finite(*own, stream=launch.stream) for own in by_storage(by_batch))

@@ -40,7 +40,7 @@ class Offload:
         """Take a step: parameters and gradients come to the host, and the parameters go back."""
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
-            with launch_on(arrays, plan.use_locking) as launch:
+            with launch_on(arrays, use_locking=plan.use_locking) as launch:
                 # The indices of all batches are checked before the first chunk is written: a bad
                 # index in a later chunk would leave half a step.
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}

@@ -64,11 +64,38 @@ class Gradients(NamedTuple):
         return self.rows if is_only else [self.rows[k] for k in batch.places]
 
 
+class _RowLook(NamedTuple):
+    """The form of a `RowTensor` on a device."""
+
+    dense_shape: tuple[int, ...]
+    indices: DeviceArray
+    values: DeviceArray
+
+    def is_of(self, gradient: Any) -> bool:
+        """Whether a gradient has this form."""
+        if type(gradient) is not RowTensor or gradient.dense_shape != self.dense_shape:
+            return False
+        if gradient.positions is not None or gradient.batch_length:  # `read` checks these
+            return False
+        return self.indices.is_like(gradient.indices) and self.values.is_like(gradient.values)
+
+
+def _look_of(gradient: Any, read: Any) -> Any:
+    """The look of a gradient on a device; None if it is another form of it that was read."""
+    if not isinstance(read, RowGradient):
+        return read.look
+    is_itself = type(gradient) is RowTensor and read.rows is None and read.positions is None
+    if not (is_itself and read.values is gradient.values and read.indices is gradient.indices):
+        return None
+    arrays = gradient.indices.without_owner(), gradient.values.without_owner()
+    return _RowLook(gradient.dense_shape, *arrays)
+
+
 class _LastOnDevice(NamedTuple):
-    """The last step on a device, if its gradients were dense and not copied."""
+    """The last step on a device, if its gradients were not copied, and none was pooled."""
 
     layout: Layout
-    looks: Sequence[Any]  # `DeviceArray.look` of each gradient, or None
+    looks: Sequence[Any]  # `DeviceArray.look` or `_RowLook` of each gradient, or None
     streams: Sequence[DeviceArray]
 
 
@@ -144,9 +171,14 @@ class GradientReader:
         return Gradients(last, dense, rows, arrays)
 
     def _read_on_device(self, last: _LastOnDevice, gradients: tuple[Any, ...]) -> Gradients | None:
-        """The dense gradients on a device if they are like the last ones (`read_like_last`)."""
-        addresses = []
+        """The gradients on a device if they are like the last ones (`read_like_last`)."""
+        addresses, rows = [], []
         for look, gradient in zip(last.looks, gradients, strict=True):
+            if type(look) is _RowLook:
+                if not look.is_of(gradient):
+                    return None
+                rows.append(RowGradient.of(gradient.indices, gradient.values))
+                continue
             if look is None:
                 if gradient is not None:
                     return None
@@ -159,18 +191,20 @@ class GradientReader:
                 return None
             addresses.append(address)
         layout = last.layout
-        if layout.shares_memory(zip(addresses, layout.dense_bytes, strict=True)):
+        spans = [*zip(addresses, layout.dense_bytes, strict=True)]
+        spans += [span for row in rows for span in row.spans]
+        if layout.shares_memory(spans):
             return None
-        return Gradients(layout, np.array(addresses, np.int64), [], gradients, last.streams)
+        return Gradients(layout, np.array(addresses, np.int64), rows, gradients, last.streams)
 
-    def _last_on_device(self, layout: Layout, given: Gradients) -> _LastOnDevice | None:
-        """A record of gradients on a device; None if one is row-sparse, or was copied."""
-        if not layout.batches or layout.row_arrays or self._centralized:
-            return None
-        if not self._parameters[0].is_on_device:
+    def _last_on_device(
+        self, layout: Layout, given: Gradients, gradients: tuple[Any, ...]
+    ) -> _LastOnDevice | None:
+        """A record of gradients on a device; None if one is not plain, or was copied."""
+        if not layout.batches or self._centralized or not self._parameters[0].is_on_device:
             return None
         read = iter(given.keep)
-        looks = [None if kind is None else next(read).look for kind in layout.kinds]
+        looks = [None if g is None else _look_of(g, next(read)) for g in gradients]
         if any(look is None and kind for look, kind in zip(looks, layout.kinds, strict=True)):
             return None
         streams = {(array.framework, array.stream): array for array in reversed(given.arrays)}
@@ -226,7 +260,7 @@ class GradientReader:
         if not self._centralized:  # `read_like_last` would not centralize them
             layouts[None] = layout
         given = Gradients(layout, np.array(addresses, np.int64), rows, read)
-        self._on_device = self._last_on_device(layout, given)
+        self._on_device = self._last_on_device(layout, given, gradients)
         return given
 
     def check_indices(self, given: Gradients) -> None:

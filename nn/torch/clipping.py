@@ -18,6 +18,7 @@ from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
 from ...ops.norm import global_norm
 from ...ops.runtime import check
+from ...ops.runtime.device import refuse_captures
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ...ops.runtime.step import squares_at
@@ -315,6 +316,8 @@ def _given(where: str, parameters: Any) -> list[_Given]:
         if device.type not in ("cpu", "cuda"):
             expected = "the host or a CUDA device"
             reject(RuntimeError, where, name, "has a wrong device", expected, device)
+        if device.type == "cuda":
+            refuse_captures([gradient])
         kinds.add(kind)
     return [*found.values()]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
+from ...ops.runtime.device import refuse_captures
 from ...ops.runtime.errors import reject
 from ..base.own_rules import is_own
 from .engine.declaration import Declaration
@@ -236,6 +237,7 @@ class Fused(Declaration, _Base):
         attributes = vars(self)
         found_inf, scale = attributes.get("found_inf"), attributes.get("grad_scale")
         if isinstance(found_inf, Tensor) and found_inf.is_cuda and isinstance(scale, Tensor):
+            refuse_captures([found_inf])
             # Waited for once.
             found_inf, scale = torch.stack((found_inf.reshape(()), scale.reshape(()))).tolist()
         # A step that a GradScaler skips changes and counts nothing.

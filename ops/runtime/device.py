@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,12 +31,12 @@ class DeviceArray:
     """
 
     __slots__ = (
-        "address", "device", "dtype", "flags", "framework", "itemsize", "nbytes", "ndim", "owner",
-        "shape", "size", "stream", "strides",
+        "_base", "address", "device", "dtype", "flags", "framework", "itemsize", "nbytes", "ndim",
+        "owner", "shape", "size", "stream", "strides",
     )  # fmt: skip
 
     def __init__(self, owner: Any, framework: Framework, place: Place) -> None:
-        self.owner, self.framework = owner, framework
+        self.owner, self.framework, self._base = owner, framework, framework.address(owner)
         self.address, self.shape, strides, self.dtype, self.device, writable, self.stream = place
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self.itemsize: int = self.dtype.itemsize
@@ -73,8 +73,8 @@ class DeviceArray:
     def _at(self, address: int, owner: Any) -> DeviceArray:
         """An array of the same form at another address; its memory belongs to ``owner``."""
         made = DeviceArray.__new__(DeviceArray)
-        made.address, made.owner, made.framework, made.stream = (
-            address, owner, self.framework, self.stream
+        made.address, made._base, made.owner, made.framework, made.stream = (
+            address, address, owner, self.framework, self.stream
         )  # fmt: skip
         made.shape, made.strides, made.dtype, made.device, made.flags = (
             self.shape, self.strides, self.dtype, self.device, self.flags
@@ -110,6 +110,20 @@ class DeviceArray:
         address, form = self.framework.look(self.owner)
         is_whole = address == self.address and self.flags.c_contiguous
         return (type(self.owner), self.framework, form) if is_whole else None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the adopted array lies elsewhere now: a framework has exchanged its memory."""
+        return self.framework.address(self.owner) != self._base
+
+    def is_like(self, other: Any) -> bool:
+        """Whether another array differs in its place alone."""
+        return type(other) is DeviceArray and self._form == other._form
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        kind = self.shape, self.dtype, self.strides, self.flags
+        return *kind, self.device, self.framework, self.stream
 
     def without_owner(self) -> DeviceArray:
         """An array that tells the stream of this one, and does not keep it alive."""
@@ -314,6 +328,16 @@ def refuse_capture(array: DeviceArray) -> None:
     """
     with launching([array]):
         pass
+
+
+def refuse_captures(tensors: Iterable[Any]) -> None:
+    """Refuse a call in which PyTorch works on tensors of CUDA devices, as `refuse_capture`."""
+    for device, tensor in {t.device: t for t in tensors}.items():
+        with on_device(device.index):
+            framework: Any = framework_of(tensor)
+            stream = stream_of(device.index, framework.stream(device.index))
+            if cuda.device.backend.is_capturing(stream):
+                raise _captured()
 
 
 def _captured() -> RuntimeError:

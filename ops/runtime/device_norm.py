@@ -13,7 +13,7 @@ from ...kernels.rules.norm import SCALED
 from ...kernels.storage import Storage, real_of
 from . import cuda, pending
 from .device import DeviceArray, launching
-from .launch import Launch, checked_launch
+from .launch import Launch, launch_on
 from .row_forms import by_storage, index_lists, row_gradient, values_by_storage, values_of
 from .row_step import IndexList, bad_index_error, check_keys, row_table
 from .row_tensor import RowTensor
@@ -74,7 +74,7 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
         check_keys(where, [own.size for own in lists[-len(by_place) :]])
     arrays = [values_of(gradient) for gradient in gradients if gradient is not None]
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
-    with checked_launch(arrays, bad_index_error(lists) if lists else None) as launch:
+    with launch_on(arrays, bad_index_error(lists) if lists else None) as launch:
         norm = cuda.dense.norm
         dense_gradients = [norm.DenseGradients(g, *_described(found)) for g, found in dense.items()]
         row_squares = _row_squares(rows, launch)
@@ -89,6 +89,6 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
     for g, by_place in rows.items():
         tables = [row_table((), t.dense_shape, row_gradient(t).source) for t in by_place.values()]
         compiled = kernel(SCALED, (), real_of(g), g, ())
-        found.append(cuda.rows.step.RowSquares(compiled, tables, launch.call, base))
+        found.append(cuda.rows.step.RowSquares(compiled, tables, launch.guard, base))
         base += sum(table.length for table in tables)
     return found

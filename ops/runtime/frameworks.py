@@ -35,8 +35,8 @@ class Place(NamedTuple):
 class Framework:
     """The device arrays of a framework: their places, their streams, and how to make new ones.
 
-    This class itself is for Numba's own arrays, and for objects of unknown classes with
-    ``__cuda_array_interface__``. Streams are given by their handles.
+    This class itself is for objects of unknown classes with ``__cuda_array_interface__``. Streams
+    are given by their handles.
     """
 
     def place(self, where: str, name: str, value: Any) -> Place:
@@ -63,6 +63,10 @@ class Framework:
         strides, is_whole = found.get("strides"), found.get("mask") is None
         return address or 0, (tuple(found["shape"]), strides, *form, is_whole, device)
 
+    def address(self, value: Any) -> int:
+        """The address of ``value`` now."""
+        return int(value.__cuda_array_interface__["data"][0] or 0)
+
     def stream(self, device: int) -> int:  # noqa: ARG002
         """The handle of the framework's current stream; Numba has the default stream only."""
         return 0
@@ -86,6 +90,18 @@ class Framework:
         return None
 
 
+class _Numba(Framework):
+    """Arrays of Numba, whose interface takes longer than all else of a look."""
+
+    def look(self, value: Any) -> tuple[int, Any]:
+        address = self.address(value)
+        device = cuda.device.backend.device_at(address) if address else None
+        return address, (value.shape, value.strides, value.dtype, value.stream, device)
+
+    def address(self, value: Any) -> int:
+        return value.device_ctypes_pointer.value or 0
+
+
 class _Torch(Framework):
     @property
     def _torch(self) -> Any:
@@ -106,6 +122,9 @@ class _Torch(Framework):
         there = n_bytes if address else 0, value.storage_offset()
         strides = value.is_contiguous() or value.stride()
         return address, (value.shape, *there, value.dtype, value.get_device(), strides)
+
+    def address(self, value: Any) -> int:
+        return int(value.data_ptr())
 
     def stream(self, device: int) -> int:
         return int(self._torch.cuda.current_stream(device).cuda_stream)
@@ -133,6 +152,9 @@ class _CuPy(Framework):
         data = value.data
         return data.ptr, (value.shape, value.strides, value.dtype, data.device_id)
 
+    def address(self, value: Any) -> int:
+        return int(value.data.ptr)
+
     def stream(self, device: int) -> int:
         with self._cupy.cuda.Device(device):
             return int(self._cupy.cuda.get_current_stream().ptr)
@@ -155,12 +177,17 @@ class _Simulator(Framework):
         strides = None if array.flags.c_contiguous else array.strides
         return Place(array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable)
 
+    def address(self, value: Any) -> int:
+        return int(value._ary.ctypes.data)
+
     def look(self, value: Any) -> tuple[int, Any]:
         array = value._ary
         return array.ctypes.data, (array.shape, array.strides, array.dtype, array.flags.writeable)
 
 
-_INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulator()
+_INTERFACE, _NUMBA, _TORCH, _CUPY, _SIMULATOR = (
+    Framework(), _Numba(), _Torch(), _CuPy(), _Simulator()
+)  # fmt: skip
 
 
 def extent(tensor: Any) -> int:
@@ -211,7 +238,7 @@ def framework_of(value: Any) -> Framework | None:
         elif getattr(value, "__cuda_array_interface__", None) is None:
             return None
         elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # true of all of this class
-            known = _of_types[kind] = _INTERFACE
+            known = _of_types[kind] = _NUMBA
         else:
             return _INTERFACE
     return None if known is _TORCH and not value.is_cuda else known

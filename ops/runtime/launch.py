@@ -17,40 +17,29 @@ class Launch(NamedTuple):
     guard: int = 0  # its address on the device, or 0 for a call that cannot fail
     base: int = 0  # added to a bad position that it finds
 
-    @property
-    def call(self) -> Any:
-        """The context of the launches of a `DevicePart`."""
-        return cuda.device.part.LaunchContext(self.stream, self.guard)
-
 
 @contextmanager
-def launch_on(arrays: Sequence[DeviceArray], use_locking: bool = False) -> Iterator[Launch]:
+def launch_on(
+    arrays: Sequence[DeviceArray], error: pending.Error | None = None, use_locking: bool = False
+) -> Iterator[Launch]:
     """A launch on the stream of the first of all arrays that a call reads or writes.
 
-    With ``use_locking`` it comes after all such launches on this device that were made before.
+    With an ``error`` it has a guard, which the host reads later. With ``use_locking`` it comes
+    after all such launches on this device that were made before.
     """
-    with (
-        launching(arrays) as stream,
-        in_order(arrays[0].device, stream) if use_locking else nullcontext(),
-    ):
-        yield Launch(stream)
-
-
-@contextmanager
-def checked_launch(
-    arrays: Sequence[DeviceArray], error: pending.Error | None, use_locking: bool = False
-) -> Iterator[Launch]:
-    """A launch (`launch_on`) with a guard, which the host reads later; no guard without error."""
+    device = arrays[0].device
     # The guards before the order of streams, as in steps of optimizers: two threads that took the
     # locks of both the other way round would wait for each other.
-    with pending.held(), launch_on(arrays, use_locking) as launch:
-        if error is None:
-            yield launch
-            return
-        with pending.guarded(arrays[0].device, error) as guard:
-            yield launch._replace(guard=guard)
+    with (
+        pending.held() if error else _FREE,
+        launching(arrays) as stream,
+        in_order(device, stream) if use_locking else _FREE,
+        pending.guarded(device, error) if error else _FREE as guard,
+    ):
+        yield Launch(stream, guard or 0)
 
 
+_FREE: Any = nullcontext()
 _last: dict[Any, Any] = {}  # of each device, the event after the last call with use_locking
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -83,11 +84,9 @@ def guarded(device: int, error: Error) -> Iterator[int]:
         guards.calls.append((slot, error))
 
 
-@contextmanager
-def held() -> Iterator[None]:
+def held() -> AbstractContextManager[Any]:
     """A context in which no other thread settles calls."""
-    with _lock:
-        yield
+    return _lock
 
 
 def synchronize() -> None:

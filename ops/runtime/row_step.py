@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from .arrays import address_of
 from .check import index_error
 from .device import DeviceArray
 from .errors import reject
-from .launch import Launch, checked_launch
+from .launch import Launch, launch_on
 from .step import DenseUpdate, Variables
 
 
@@ -159,11 +161,29 @@ class RowUpdate(NamedTuple):
 
     def enqueue(self, launch: Launch) -> None:
         """The step on a device, where bad indices are found; whoever launches locks."""
-        step = cuda.rows.step.RowStep(
-            self.kernel, self.tables, touched_only=self.touched_only, drop=self.drop,
-            base=launch.base,
-        )  # fmt: skip
-        cuda.device.part.run(step, self.hp, self.hp_of, launch.call)
+        options = {"touched_only": self.touched_only, "drop": self.drop, "base": launch.base}
+        free = _free_parts(self.kernel, *options.values(), *map(_form_of, self.tables))
+        try:
+            part = free.pop()
+            part.put(self.tables)
+        except IndexError:
+            part = cuda.rows.step.RowStep(self.kernel, self.tables, **options)
+        cuda.device.part.run(part, self.hp, self.hp_of, launch)
+        free.append(part)
+
+
+@lru_cache(256)
+def _free_parts(*form: Any) -> deque[Any]:  # noqa: ARG001  (the key)
+    """The parts of device steps of one form that no step uses now."""
+    return deque(maxlen=4)
+
+
+def _form_of(table: RowTable) -> tuple[Any, ...]:
+    """All of a table but addresses, in which steps with one part may differ."""
+    source = table.source
+    has = source.rows != 0, source.weights != 0, source.winners != 0
+    lengths = source.index_bytes, source.length, source.whole_length, source.stride
+    return (table.rows, table.width, *lengths, *has)
 
 
 Update = DenseUpdate | RowUpdate
@@ -176,7 +196,7 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
     """
     if isinstance(variables[0], DeviceArray):
         arrays = *variables, *update.gradients[0].arrays
-        with checked_launch(arrays, update.error, use_locking) as launch:
+        with launch_on(arrays, update.error, use_locking) as launch:
             update.enqueue(launch)
         return
     step = [update.prepared()]

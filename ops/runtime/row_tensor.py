@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...kernels.quiet import quiet
-from . import check, device_gradient
+from . import check
 from .arrays import adopt, adopt_anywhere, real_type
 from .device import DeviceArray, device_of
 from .errors import reject
-from .row_step import RowGradient
 
 
 class RowTensor:
@@ -124,16 +123,16 @@ class RowTensor:
     def coalesce(self) -> RowTensor:
         """Each row once, in ascending order, duplicates summed in order of occurrence.
 
-        On a device the host waits for the number of rows.
+        On a device the host works it out and waits for it.
 
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
         self._check()
         if isinstance(self.values, DeviceArray):
-            gradient = RowGradient.of(self.indices, self.values)
-            found = device_gradient.coalesced(gradient, self.dense_shape)
-            return RowTensor(*found, self.dense_shape)
+            found, like = self._on_host().coalesce(), self.values
+            arrays = like.holding(found.indices), like.holding(found.values)
+            return RowTensor(*arrays, self.dense_shape)
         unique, places = np.unique(self.indices, return_inverse=True)
         total = self._summed(places.reshape(-1), (len(unique), *self.dense_shape[1:]))
         return RowTensor(unique, total, self.dense_shape)
@@ -141,17 +140,20 @@ class RowTensor:
     def to_dense(self) -> Any:
         """The dense ``[N, ...]`` array, duplicates summed in order of occurrence.
 
-        On a device the result is an array of the framework of the values, and is enqueued: if an
-        index is out of range, all of it is 0, and `fusestep.synchronize` raises the error.
+        On a device the host works it out and waits for it; the result is an array of the framework
+        of the values.
 
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
         self._check()
         if isinstance(self.values, DeviceArray):
-            gradient = RowGradient.of(self.indices, self.values)
-            return device_gradient.dense(gradient, self.dense_shape, self.dtype).native()
+            return self.values.holding(self._on_host().to_dense()).native()
         return self._summed(self.indices, self.dense_shape)
+
+    def _on_host(self) -> RowTensor:
+        """A copy on the host of a gradient on a device, which is waited for."""
+        return RowTensor(self.indices.numpy(), self.values.numpy(), self.dense_shape)
 
     @quiet
     def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

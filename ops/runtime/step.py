@@ -151,7 +151,7 @@ class DenseUpdate(NamedTuple):
             pool = pools.setdefault(key, pool)
         part = pool.take()
         part.put(table.addresses, self.gradients)
-        cuda.device.part.run(part, self.hp, self.hp_of, launch.call)
+        cuda.device.part.run(part, self.hp, self.hp_of, launch)
         pool.give(part)
 
 
@@ -223,8 +223,8 @@ def tensor_step(
         pool, places = _parts_on_one_tensor(rule, prologue, *kinds), np.array([addresses], np.int64)
         part, row = pool.take(), np.array([hp], real_of(STORAGES[w.dtype]).dtype)
         part.put(places[:, :-1], places[:, -1])
-        with launch_on(arrays, use_locking) as launch:
-            cuda.device.part.run(part, row, [0], launch.call)
+        with launch_on(arrays, use_locking=use_locking) as launch:
+            cuda.device.part.run(part, row, [0], launch)
         pool.give(part)
         return
     # After an error or an interrupt the step is not given back, since its arguments may be half

@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test has the arrays of each framework; where nothing is computed, of one in turn."""
     if "framework" in metafunc.fixturenames:
         turn = crc32(metafunc.definition.nodeid.encode())
-        chosen = devices.FRAMEWORKS
+        chosen = getattr(metafunc.module, "FRAMEWORKS", devices.FRAMEWORKS)
         if devices.KIND == devices.STUB:
             chosen = (chosen[turn % len(chosen)],)
         metafunc.parametrize("framework", chosen, indirect=True)

@@ -76,39 +76,13 @@ def mixtures(*, every: bool) -> dict[str, Any]:
     return found
 
 
-def gradient_loops(*, every: bool) -> dict[str, Any]:
-    """The loops on whole gradients, outside of a step: sums of equal rows.
-
-    Args:
-        every: or one of each loop alone.
-    """
-    from fusestep.kernels.cuda.device import arrays
-    from fusestep.kernels.cuda.rows import coalesce as row_sums
-    from fusestep.kernels.cuda.rows import kernels as rows
-    from fusestep.kernels.storage import BF16, F32, F64
-
-    found = {
-        "rows dense sums f32 to f64": row_sums.dense_sums_kernel(F32, F64, F64),
-        "rows distinct sums bf16": row_sums.distinct_sums_kernel(BF16, F32, BF16),
-        "rows mark firsts": rows.mark_firsts_kernel,
-        "rows count firsts": rows.count_firsts_kernel,
-        "widen": arrays.widen_kernel,
-    }
-    if every:
-        found |= {
-            "rows dense sums f32": row_sums.dense_sums_kernel(F32, F32, F32),
-            "rows distinct sums f32": row_sums.distinct_sums_kernel(F32, F32, F32),
-        }
-    return found
-
-
 def other_loops(*, every: bool) -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks.
 
     Args:
         every: or those of float32 alone, of the loops that depend on storage types.
     """
-    from fusestep.kernels.cuda.dense import finite, norm, row_wise, step, totals
+    from fusestep.kernels.cuda.dense import norm, row_wise, step, totals
     from fusestep.kernels.cuda.device import arrays
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
@@ -127,10 +101,11 @@ def other_loops(*, every: bool) -> dict[str, Any]:
     found = {f"rows lazy {name}": rows.touched_kernel(k) for name, k in by_type.items()}
     found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
     found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
-    found |= {f"finite {s.name}": finite.finite_kernel(s) for s in (F32, F64, F16)}
+    for s in (F32, F64, F16):
+        found[f"finite {s.name}"] = step.chunk_sums_kernel(norm.scaling(s, norm.FINITE))
     return found | {
         "rows check": keys.check_kernel,
-        "rows find hot": rows.find_hot_kernel,
+        "rows sort one tile": keys.tile_kernel,
         "rows mark": rows.mark_kernel,
         "sort count": sort.count_kernel,
         "sort scan": sort.scan_kernel,
@@ -302,7 +277,6 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
     "rules": rules,
     "torch": partial(rules, of_torch=True),
     "mixtures": mixtures,
-    "gradients": gradient_loops,
     "others": other_loops,
     "bags": bag_loops,
     "row-wise": row_wise_loops,

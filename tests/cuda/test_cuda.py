@@ -24,7 +24,7 @@ needs_numba_cuda = pytest.mark.skipif(
 # What takes long begins first, here and in `PARTS`.
 LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "row_wise", "rows")]
 FILES = LONG + sorted({path.name for path in HERE.glob("test_device_*.py")} - {*LONG})
-PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures", "gradients")
+PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 4 blocks of 256 threads at 64, 3 at 65 to 85, and 2 at up to 128.
 MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
@@ -32,8 +32,13 @@ MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
 # index is the smallest.
 INTEGER_ATOMICS = {
     "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
-    "rows find hot": {"ATOMG.E.ADD.64.STRONG.GPU", "ATOM.E.ADD.64.STRONG.GPU"},
-    "rows check": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "rows check": {
+        "ATOMS.POPC.INC.32",
+        "ATOMS.ADD",
+        "REDG.E.MIN.S64.STRONG.GPU",
+        "RED.E.MIN.S64.STRONG.GPU",
+    },
+    "rows sort one tile": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "bags bounds": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "bags lay out": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
     "gather": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
@@ -88,8 +93,6 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
         return 6, 1
     if name.startswith("bags max"):  # and the winners, of 4 bytes each
         return 3, 1 if name.endswith("f64") else 2
-    if name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
-        return 6, 1
     if name.startswith(("rows hot", "finite")):
         return 1, 0
     return 0, 0

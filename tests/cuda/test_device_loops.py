@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusestep import nn, ops
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules
-from fusestep.kernels.cuda.dense import finite
+from fusestep.kernels.cuda.dense import norm
 from fusestep.kernels.element import kernel
 from fusestep.kernels.keeping import MASTER
 from fusestep.kernels.rule import Prologue, Rule
@@ -337,7 +337,7 @@ def test_finite_values() -> None:
             def is_finite(arrays: Any, sizes: Any, shift: int, storage: Storage) -> bool:
                 there = [shifted(a, shift) for a in arrays]
                 places = np.array([adopted(a).address for a in there])
-                return finite.all_finite(storage, places, sizes, stream=numba_stream(0))
+                return norm.all_finite(storage, places, sizes, stream=numba_stream(0))
 
             assert is_finite(arrays, sizes, shift, storage)
             for array, place, value in ((0, 69, np.nan), (0, 3, np.inf), (1, 2, -np.inf)):

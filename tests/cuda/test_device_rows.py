@@ -10,6 +10,7 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.tables import HOT, range_length
 
@@ -63,9 +64,10 @@ def test_own_sort(n: int) -> None:
         assert_same(found[addresses.index(place)][:n], keys[order])
 
 
-# A row of up to 512 occurrences; of more, in one range and in several of them.
+# A list that one block sorts; a row of up to 512 occurrences; of more, in one range and in several.
 WIDTHS = sized((5,), (1, 8, 33, 300))
 OCCURRENCES = {
+    "short-5": (6, 16, 5),
     **{f"cold-{d}": (400, 900, d) for d in WIDTHS},
     **{f"hot-{d}": (600, 900, d) for d in WIDTHS},
     **{f"ranges-{d}": (9_000, 20_000, d) for d in sized((), WIDTHS)},
@@ -93,6 +95,7 @@ def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) ->
     n, rng, length = sized(40, 500), np.random.default_rng(3), range_length(b)
     indices = rng.integers(0, n, b)
     indices[rng.permutation(b)[:hottest]] = 7
+    indices[(indices != 7) & (rng.random(b) < 0.5)] = 39  # another row by its highest bit alone
     values = rng.standard_normal((b, d)).astype(np.float32)
     rows = np.unique(indices)
     folded = np.zeros((len(rows), d), np.float32)
@@ -111,6 +114,23 @@ def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) ->
     for a, b_, c in zip(found, once, start, strict=True):
         assert_same(a, b_)
         assert_close(a, c)
+
+
+@BOTH
+def test_memory_that_grows(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step like an earlier one works where its tables lie now."""
+    monkeypatch.setattr(memory, "_rooms", {})
+    monkeypatch.setattr(memory, "_LEAST", 1)
+    for b in (4, 60, 4):
+        start, values, indices = (
+            [positive((6, 3)) for _ in "wmv"],
+            positive((b, 3)),
+            np.arange(b) % 6,
+        )
+        found = row_step(op, start, values, indices)
+        op(*start, *BETAS, values, indices)
+        for a, b_ in zip(found, start, strict=True):
+            assert_close(a, b_)
 
 
 @BOTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.kernels.cuda.device import memory
 
 from devices import (
     BETAS,
@@ -241,3 +243,31 @@ def test_memory_of_other_streams_is_used_in_order(framework: Maker) -> None:
     watch.order.use(0, g.data_ptr())
     del g
     assert watch.violations.pop().startswith("stream")
+
+
+def test_what_is_copied_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that a copy may still read are not given out again before the host has waited."""
+    going: list[range] = []  # copies since the last event, then those that an event is behind of
+    read: dict[Any, list[range]] = {}
+
+    class Event:
+        def record(self, _: Any) -> None:
+            read[self], going[:] = [*going], []
+
+        def synchronize(self) -> None:
+            read.pop(self, None)
+
+    def copy_from(_: int, source: int, n_bytes: int, __: Any) -> None:
+        own = range(source, source + n_bytes)
+        late = [*going, *(other for copies in read.values() for other in copies)]
+        assert not any(max(own[0], x[0]) <= min(own[-1], x[-1]) for x in late)
+        going.append(own)
+
+    monkeypatch.setattr(memory, "new_event", Event)
+    monkeypatch.setattr(memory, "copy_from", copy_from)
+    room = memory.Room(numba_stream(0))
+    sent = [np.full(int(n), k, np.uint8) for k, n in enumerate(RNG.integers(1, 50_000, 60))]
+    for array in [*sent, np.zeros(300_000, np.uint8), *sent]:
+        room.send(0, array)
+        assert bytes((ctypes.c_char * len(array)).from_address(going[-1][0])) == array.tobytes()
+    assert read

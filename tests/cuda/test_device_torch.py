@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from devices import GPU, MARKS, STUB, computed, only
+from fusestep import nn, synchronize
+
+from devices import GPU, MARKS, STUB, capture, computed, only, refused
 
 pytestmark = [*MARKS, only(STUB, GPU, reason="PyTorch has no tensors there")]
 
 
+FRAMEWORKS = ("torch",)
+"""Of these tests."""
+
+
 @pytest.fixture
 def torch(framework: Any) -> Any:
-    if type(framework).__name__ != "TorchMaker":
-        pytest.skip("PyTorch's tensors")
-    found = pytest.importorskip("torch", reason="torch is not installed")
-    if not found.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    return found
+    del framework
+    return pytest.importorskip("torch")
 
 
 def models(torch: Any, dtype: Any) -> list[list[Any]]:
@@ -72,3 +75,62 @@ def test_options_that_a_device_refuses(torch: Any) -> None:
     for name in ("LARS", "Adafactor"):
         with pytest.raises(RuntimeError, match="on CUDA devices"):
             getattr(fused, name)([parameter]).step()
+
+
+def test_captures_are_refused(torch: Any) -> None:
+    """By one error, before PyTorch has copied, read or scaled anything."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fusestep.nn import torch as fused
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
+            made.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    made: list[str] = []
+    dense, table = (torch.nn.Parameter(torch.ones(6, 4, device="cuda")) for _ in range(2))
+    own = fused.Adam([dense, table], sparse="touched")
+    unscaled, strict = fused.SGD([dense], fused=True), fused.SGD([dense], skip_nonfinite=True)
+    unscaled.grad_scale, unscaled.found_inf = (
+        torch.full((1,), x, device="cuda") for x in (2.0, 0.0)
+    )
+    calls = [
+        own.step, own.step, unscaled.step, strict.step,
+        lambda: fused.clip_grad_norm_([dense, table], 1.0),
+        lambda: fused.clip_grad_norm_([dense, table], 1.0, math.inf, optimizer=own),
+        lambda: fused.clip_grad_value_([dense, table], 1.0),
+    ]  # fmt: skip
+    for k, call in enumerate(calls):
+        # Neither lies as kernels need it: they are copied.
+        dense.grad = torch.ones(4, 6, device="cuda").T
+        indices = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+        values = torch.ones(4, 3, device="cuda").T
+        table.grad = torch.sparse_coo_tensor(indices, values, (6, 4), check_invariants=False)
+        before = len(own.state)
+        made.clear()
+        text = "a CUDA graph is being captured"
+        with refused(RuntimeError, text), capture() as enqueued, Operations():
+            call()
+        assert (made, enqueued, len(own.state)) == ([], [], before), k
+        call()
+
+
+@pytest.mark.parametrize("name", ["Adam", "LazyAdam", "AdamOffload"])
+def test_memory_of_parameters_is_exchanged(torch: Any, name: str) -> None:
+    """A step writes where the parameter lies now, and refuses what it has become otherwise."""
+    parameter = torch.ones(5, 4, device="cuda")
+    own = nn.Parameter(parameter)
+    optimizer = getattr(nn, name)([own], 0.1)
+    for step in range(3):
+        g = torch.ones(5, 4, device="cuda")
+        if step and name != "AdamOffload":
+            g = nn.RowTensor(torch.arange(5, device="cuda"), g, (5, 4))
+        optimizer((g,))
+        synchronize()
+        assert own.array.address == parameter.data_ptr()
+        parameter.data = torch.full((5, 4), float(step), device="cuda")
+    parameter.data = torch.ones(4, 5, device="cuda")
+    with refused(ValueError, "data has a wrong shape: expected (5, 4), got (4, 5)"):
+        optimizer((torch.ones(5, 4, device="cuda"),))
+    assert optimizer.global_step == 3

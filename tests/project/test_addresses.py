@@ -60,6 +60,7 @@ CHECKED = {
         "kernels/cpu/headers/id_lists.py": "_reader.read_lists",
         "kernels/cpu/rows/sort.py": "_finish",
         "kernels/tables.py": "RowTable.bounds",
+        "kernels/cuda/device/memory.py": "_Pinned.begin",
         "kernels/cuda/device/simulated.py": "_at, reader, storer.store",
         "nn/torch/engine/state.py": "full_like",
         "nn/torch/clipping.py": "_of_order",
@@ -76,6 +77,8 @@ CHECKED = {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/torch/bags.py": "EmbeddingBags._now, _versions",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
+        "ops/runtime/frameworks.py": "Framework.address, _CuPy.address, _Simulator.address, "
+                                     "_Torch.address",
     },
 }  # fmt: skip
 

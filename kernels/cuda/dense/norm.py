@@ -11,12 +11,12 @@ import numpy as np
 from numba import cuda, float64
 
 from ...element import Kernel, kernel
+from ...rule import Rule
 from ...rules.norm import SCALED
 from ...storage import F64, Storage, real_of
 from ..device import backend
 from ..device.backend import (
     GEOMETRY,
-    copy_in,
     copy_out,
     launcher,
     load_float64,
@@ -45,9 +45,17 @@ class NormTotals(NamedTuple):
 AT = offsets_of(NormTotals)
 
 
-def scaling(storage: Storage) -> Kernel:
+def _vanishing(out: Any, g: Any, hp: Any) -> Any:
+    return (g - g,)  # NaN if it is NaN or infinite
+
+
+FINITE = Rule(SCALED.update, SCALED.states, SCALED.hp, _vanishing, 1)
+"""Its sums of squares are 0 for arrays in which all is finite, else NaN."""
+
+
+def scaling(storage: Storage, rule: Rule = SCALED) -> Kernel:
     """The kernel that measures and scales arrays."""
-    return kernel(SCALED, (), storage, storage, ())
+    return kernel(rule, (), storage, storage, ())
 
 
 class DenseGradients(NamedTuple):
@@ -75,8 +83,8 @@ class Squares(Protocol):
 class DenseSquares:
     """The squares of dense arrays, summed over each of their chunks."""
 
-    def __init__(self, found: DenseGradients) -> None:
-        self._loop = chunk_sums_kernel(scaling(found.storage))
+    def __init__(self, found: DenseGradients, rule: Rule = SCALED) -> None:
+        self._loop = chunk_sums_kernel(scaling(found.storage, rule))
         self._chunks = found.chunks(found.addresses)
         self.counts, self.n_parts = self._chunks.counts, self._chunks.n_blocks
 
@@ -86,13 +94,13 @@ class DenseSquares:
         with room_of(stream) as room:
             place = room.take(8 * chunks.n_words)
             # No scalar is used, but they are read: the table itself is memory as good as any.
-            copy_in(place, chunks.words(np.full(len(self.counts), place)), stream)
+            room.send(place, chunks.words(np.full(len(self.counts), place)))
             chunks.launch(self._loop, stream, place, chunks.n_tensors, parts, 0)
 
 
-def squares(found: DenseGradients, stream: Any) -> np.ndarray:
+def squares(found: DenseGradients, stream: Any, rule: Rule = SCALED) -> np.ndarray:
     """The float64 sum of squares of each of some arrays; the host waits for them."""
-    own = DenseSquares(found)
+    own = DenseSquares(found, rule)
     parts, ends = np.zeros(own.n_parts), np.cumsum(own.counts)
     if own.n_parts:
         with room_of(stream, SUMS) as room:
@@ -101,6 +109,14 @@ def squares(found: DenseGradients, stream: Any) -> np.ndarray:
             copy_out(parts, place, stream)
     spans = zip((ends - own.counts).tolist(), ends.tolist(), strict=True)
     return np.array([parts[begin:end].sum() for begin, end in spans])
+
+
+def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, stream: Any) -> bool:
+    """Whether contiguous arrays hold no NaN and no infinity; the host waits.
+
+    They are given by int64 addresses and numbers of elements.
+    """
+    return not squares(DenseGradients(storage, addresses, sizes), stream, FINITE).any()
 
 
 @cuda.jit
@@ -142,7 +158,7 @@ class GlobalNorm(NamedTuple):
         words = chunks.words(np.full(len(results), self.totals + factor))
         with room_of(stream) as room:
             place, loop = room.take(words.nbytes), dense_kernel(scaling(found.storage))
-            copy_in(place, words, stream)
+            room.send(place, words)
             guard = self.totals + AT.gate if in_place else 0
             chunks.launch(loop, stream, place, chunks.n_tensors, guard)
 
@@ -159,7 +175,7 @@ def global_norm(
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)
-        copy_in(base + at_totals, totals, stream)
+        room.send(base + at_totals, totals)
         place = first = base + at_parts
         for of in found:
             if of.n_parts:

@@ -196,7 +196,7 @@ class RowWiseStep:
         places = np.column_stack([gradients, addresses, self._strides])
         self._rows = self._rows._replace(values=gradients, is_aligned=are_aligned(places))
 
-    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: Any) -> np.ndarray:
         """See `DevicePart`; behind the table lies what it points at."""
         self._table, n = place, self._n_tensors
         lists = place + n * size_of(RowsRow) + np.arange(n) * self._addresses.strides[0]

@@ -67,25 +67,25 @@ _HP, _IS_ALIGNED, _ARRAYS = (at // 8 for at in (_AT.hp, _AT.is_aligned, _AT.arra
 class Chunks:
     """Tensors of a launch, int64 ``[T, n]`` arrays of ``[T]`` sizes, in chunks."""
 
-    def __init__(
-        self, chunk: int, arrays: np.ndarray, sizes: np.ndarray, threads: int = THREADS
-    ) -> None:
-        self._threads = threads
+    def __init__(self, chunk: int, arrays: np.ndarray, sizes: np.ndarray) -> None:
         self.counts = -(-sizes // chunk)  # blocks of each tensor
         first = np.cumsum(self.counts) - self.counts
         self.n_tensors, self.n_blocks = len(sizes), int(self.counts.sum())
         table = table_of(TensorRow(0, sizes, first, 0, arrays), self.n_tensors)
         self._words, self.n_words = table, table.size
         self._table = table.reshape(self.n_tensors, -1)
-        self._arrays = self._table[:, _ARRAYS:]
+        self._arrays, self._places = self._table[:, _ARRAYS:], (b"", b"")
         self.put(arrays[:, 0], arrays[:, 1:])
 
     def put(self, first: np.ndarray, others: np.ndarray) -> None:
         """Take over where the first array of each tensor lies now, and where its others do."""
-        self._arrays[:, 0], self._arrays[:, 1:] = first, others
-        self._table[:, _IS_ALIGNED] = are_aligned(self._arrays)
+        places = first.tobytes(), others.tobytes()
+        if places != self._places:
+            self._places = places
+            self._arrays[:, 0], self._arrays[:, 1:] = first, others
+            self._table[:, _IS_ALIGNED] = are_aligned(self._arrays)
 
-    def words(self, hp: np.ndarray) -> np.ndarray:
+    def words(self, hp: Any) -> np.ndarray:
         """The int64 table, until the next call; ``hp`` are the addresses of scalars by tensor."""
         self._table[:, _HP] = hp
         return self._words
@@ -93,7 +93,7 @@ class Chunks:
     def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
         if self.n_blocks:
-            launcher(loop, self.n_blocks, self._threads, stream)(*arguments)
+            launcher(loop, self.n_blocks, THREADS, stream)(*arguments)
 
 
 @cache
@@ -162,7 +162,7 @@ class DenseStep:
         """Take over where the tensors and their gradients lie now."""
         self._chunks.put(gradients, addresses)
 
-    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: Any) -> np.ndarray:
         """See `DevicePart`."""
         self._table = place
         return self._chunks.words(hp)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import cuda, from_dtype, types
 
 from ...element import Kernel, adder, element_of, scope_loader, scope_storer, values_of
-from ...storage import F64, Storage, numba_type
+from ...storage import Storage, numba_type
 from ..device.backend import on_device, reader, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function
 from ..device.sums import putter
@@ -45,12 +45,6 @@ def are_aligned(places: np.ndarray) -> np.ndarray:
     # the device. A view may begin anywhere, and is moved element by element then.
     aligned: np.ndarray = (places % WIDEST == 0).all(-1)
     return aligned
-
-
-def rows_are_aligned(width: int, *arrays: tuple[int, Storage]) -> int:
-    """Whether rows of ``width`` elements of arrays, an address and a storage each, are aligned."""
-    places = [x for address, storage in arrays for x in (address, width * storage.itemsize)]
-    return int(are_aligned(np.array(places)))
 
 
 class Access(NamedTuple):
@@ -313,18 +307,3 @@ def add_between(start: Any, place_of: Any, real: Storage, length: int, at_once: 
         add_rest(total, i, k, end, *source)
 
     return run
-
-
-def narrow_storer(real: Storage, out: Storage, length: int) -> Any:
-    """``store(total, address, i)``: numbers of the arithmetic to an array of another type."""
-    narrow = device_function(out.from_wide if real is F64 else out.from_real)
-    kind, _, store_tile = access(out, length)
-
-    @cuda.jit(device=True)
-    def store(total, address, i):
-        x = cuda.local.array(length, kind)
-        for c in range(length):
-            x[c] = narrow(total[c])
-        store_tile(x, address, i)
-
-    return store

@@ -1,4 +1,4 @@
-"""Whole arrays of the device: filled with one value, or indices widened."""
+"""Whole arrays of the device, filled with one value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from .backend import copy_in, load_int32, store_int64
+from .backend import copy_in, store_int64
 from .launch import on_elements
 
 _WORD = 8  # bytes
@@ -29,17 +29,3 @@ def fill(address: int, n: int, value: Any, dtype: np.dtype[Any], stream: Any) ->
         word = int(pattern.view(np.int64)[0])
         on_elements(fill_kernel, n_words, stream)(address, n_words, word)
     copy_in(address + n_words * _WORD, pattern[: rest // dtype.itemsize], stream)
-
-
-@cuda.jit
-def widen_kernel(source, n, out):
-    """``out[i] = source[i]``: of ``int32`` to ``int64``."""
-    i = cuda.grid(1)
-    if i < n:
-        store_int64(out + 8 * i, load_int32(source + 4 * i))
-
-
-def widen(source: int, n: int, out: int, stream: Any) -> None:
-    """Enqueue writing ``n`` ``int32`` at an address to another one as ``int64``."""
-    if n:
-        on_elements(widen_kernel, n, stream)(source, n, out)

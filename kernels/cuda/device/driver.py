@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ...private import cubin_of
 from . import cubins
 from .cubins import Cubin
 from .geometry import Geometry
+from .tools import check_tools
 
 GEOMETRY = Geometry()
 
@@ -73,17 +74,14 @@ def handle_of(stream: Any) -> int:
 
 
 def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
-    """The launch of a loop, to be called with its arguments, which are all ``int64``."""
+    """The launch of a loop, to be called with its arguments, which are all ``int64``.
+
+    Each must be an ``int`` of Python: the bindings take a number as it comes, a bool as one byte.
+    """
     compiled = prepare(loop)
     if compiled is None:
         return _by_numba(loop, grid, block, stream)
-    shape, on = _config(grid, block), _stream(handle_of(stream))
-
-    # The bindings take a number as it comes: a bool would be one byte of the eight.
-    def run(*arguments: int) -> None:
-        launch(on, shape, compiled, *map(int, arguments))
-
-    return run
+    return partial(launch, _stream(handle_of(stream)), _config(grid, block), compiled)
 
 
 def _by_numba(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
@@ -121,6 +119,7 @@ def prepare(loop: Any) -> Any:
         capability = cuda.get_current_device().compute_capability
         cubin = cubins.load(loop, capability)
         if cubin is None:
+            check_tools()
             loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
             cubin = Cubin(*found) if (found := cubin_of(loop)) else None
             if cubin is not None:
@@ -131,11 +130,12 @@ def prepare(loop: Any) -> Any:
 
 def is_capturing(stream: Any) -> bool:
     """Whether what is enqueued on a stream becomes part of a CUDA graph."""
-    result = driver.cuStreamIsCapturing(handle_of(stream))
+    error, status = driver.cuStreamIsCapturing(handle_of(stream))
     # The default stream cannot be asked while a stream that waits for it is captured.
-    if result[0] == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+    if error == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
-    return bool(_checked(result) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    _checked((error,))
+    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 def _enqueue(call: Any, n_bytes: int, stream: Any, *places: Any) -> None:
@@ -145,7 +145,12 @@ def _enqueue(call: Any, n_bytes: int, stream: Any, *places: Any) -> None:
 
 def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
     """Enqueue a copy of a contiguous array of the host to an address of the device."""
-    _enqueue(driver.cuMemcpyHtoDAsync, array.nbytes, stream, address, array.ctypes.data)
+    copy_from(address, array.ctypes.data, array.nbytes, stream)
+
+
+def copy_from(address: int, source: int, n_bytes: int, stream: Any) -> None:
+    """Enqueue a copy from an address of the host to one of the device."""
+    _enqueue(driver.cuMemcpyHtoDAsync, n_bytes, stream, address, source)
 
 
 def start_copy_out(array: np.ndarray, address: int, stream: Any) -> None:

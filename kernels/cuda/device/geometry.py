@@ -26,13 +26,13 @@ class SortGeometry(NamedTuple):
     keys: int = 8  # of a thread
     counts: int = 4  # of a thread, in a round of `scan_kernel`
     line_bits: int = 4  # of the words between two that are left out in shared memory
+    few: int = 16  # tiles at most whose counts each block adds up itself
 
 
 class Geometry(NamedTuple):
     """The cuts of all loops; a number alone is that of the threads of a block."""
 
     dense: ChunkGeometry = ChunkGeometry(256, 4)
-    finite: ChunkGeometry = ChunkGeometry(256, 8)
     rows: int = 256  # and of copies
     hot: int = 64  # of rows that occur often
     totals: int = 256  # where a block adds up the sums of others

@@ -187,7 +187,7 @@ def _atomic(operation):
     return run
 
 
-add_int64, lower_int64 = _atomic("add"), _atomic("min")
+lower_int64 = _atomic("min")
 
 
 REPLACED = {product: rounded_product}

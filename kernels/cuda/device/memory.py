@@ -1,7 +1,6 @@
-"""Room on the device that the calls on a stream share, and the order of streams.
+"""Room on the device that the calls on a stream share, what is copied there, and order of streams.
 
-A copy from ordinary host memory is staged by the driver before the call returns, so its source may
-change at once and nothing waits for the device. (On "stream 0" of Numba's own copies it would.)
+What is copied goes through pinned memory, since a copy from other memory may wait for the stream.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from .backend import address_of, device_id, handle_of, new_event
+from .backend import address_of, copy_from, device_id, handle_of, new_event
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
@@ -30,8 +29,30 @@ class Places:
     def add(self, n_bytes: int) -> int:
         """The offset of a further section."""
         place = self.size
-        self.size += -(-n_bytes // ALIGN) * ALIGN
+        self.size += aligned(n_bytes)
         return place
+
+
+def aligned(n_bytes: int) -> int:
+    """The next offset at which a section may begin."""
+    return -(-n_bytes // ALIGN) * ALIGN
+
+
+class _Pinned:
+    """Pinned memory out of which copies are enqueued, one part of it after the other."""
+
+    def __init__(self) -> None:
+        self.bytes: Any = np.empty(0, np.uint8)
+        self.address, self.used, self.last = 0, 0, new_event()
+
+    def begin(self, n_bytes: int) -> None:
+        """Use it from the start, for so many bytes at least; the host waits for its last copies."""
+        self.last.synchronize()
+        self.used = 0
+        if n_bytes > len(self.bytes):
+            size = max(_LEAST, 2 << (n_bytes - 1).bit_length())
+            self.bytes = cuda.pinned_array(size, np.uint8)
+            self.address = int(self.bytes.ctypes.data)
 
 
 class Room:
@@ -41,10 +62,11 @@ class Room:
     left. ``with room:`` keeps other threads from enqueueing in between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._lock = stream, threading.Lock()
         self._array, self._size, self._address = None, 0, 0
-        self._bytes: np.ndarray = np.empty(0, np.uint8)
-        self._lock = threading.Lock()
+        # Copies come from one of them while those from the other may still be on their way.
+        self._pinned, self._other = _Pinned(), _Pinned()
 
     def take(self, n_bytes: int) -> int:
         """The address of at least ``n_bytes``."""
@@ -57,10 +79,26 @@ class Room:
         return self._address
 
     def to_copy(self, n_bytes: int) -> np.ndarray:
-        """So many bytes of the host, for a copy that is staged before its call returns."""
-        if n_bytes > len(self._bytes):
-            self._bytes = np.zeros(1 << (n_bytes - 1).bit_length(), np.uint8)
-        return self._bytes[:n_bytes]
+        """So many bytes of the host, for the next `copy`."""
+        pinned = self._pinned
+        if pinned.used + n_bytes > len(pinned.bytes):
+            pinned.last.record(self._stream)  # behind the last copy
+            self._pinned, self._other = self._other, pinned
+            pinned = self._pinned
+            pinned.begin(n_bytes)
+        found: np.ndarray = pinned.bytes[pinned.used : pinned.used + n_bytes]
+        return found
+
+    def copy(self, address: int, n_bytes: int) -> None:
+        """Enqueue a copy of the bytes that `to_copy` gave to an address of the device."""
+        pinned = self._pinned
+        copy_from(address, pinned.address + pinned.used, n_bytes, self._stream)
+        pinned.used += aligned(n_bytes)
+
+    def send(self, address: int, array: np.ndarray) -> None:
+        """Enqueue a copy of a contiguous array to an address of the device."""
+        self.to_copy(array.nbytes)[:] = array.reshape(-1).view(np.uint8)
+        self.copy(address, array.nbytes)
 
     def __enter__(self) -> Room:
         self._lock.acquire()
@@ -75,7 +113,8 @@ _rooms: dict[tuple[int, ...], Room] = {}
 
 def room_of(stream: Any, kind: int = WORK) -> Room:
     """The room of a stream of the current device; there is one of each ``kind``."""
-    return _rooms.setdefault((device_id(), *key_of(stream), kind), Room())
+    key = device_id(), *key_of(stream), kind
+    return _rooms.get(key) or _rooms.setdefault(key, Room(stream))
 
 
 def key_of(stream: Any) -> tuple[int, int]:

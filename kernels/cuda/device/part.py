@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .backend import copy_in
-from .memory import Places, room_of
+from .memory import Room, aligned, room_of
 
 
 class LaunchContext(NamedTuple):
@@ -30,7 +29,7 @@ class DevicePart(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes of memory that the launches need for the time of the call."""
 
-    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: Any) -> np.ndarray:
         """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
 
     def enqueue(self, call: LaunchContext) -> None:
@@ -44,23 +43,33 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterat
     It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
     on the host, and ``hp_of`` says which of them each tensor uses.
     """
-    scalars, places = np.ascontiguousarray(hp), Places()
-    n_bytes = scalars.nbytes
-    places.add(n_bytes)
-    at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
     with room_of(call.stream) as room:
-        base = room.take(places.size)
-        words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
-        # Scalars and tables in one array: one copy to the device for a step.
-        content = room.to_copy(at_words + words.nbytes)
-        content[:n_bytes] = scalars.reshape(-1).view(np.uint8)
-        content[at_words:] = words.view(np.uint8)
-        copy_in(base, content, call.stream)
-        yield call._replace(scratch=base + at_scratch)
+        yield _put(part, hp, hp_of, call, room)
 
 
-def run(part: DevicePart, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
-    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
+def run(part: DevicePart, hp: np.ndarray, hp_of: Any, call: Any) -> None:
+    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`.
+
+    Of ``call`` the stream and the guard are used.
+    """
     if part.n_words:
-        with placed(part, hp, hp_of, call) as there:
-            part.enqueue(there)
+        with room_of(call.stream) as room:
+            part.enqueue(_put(part, hp, hp_of, call, room))
+
+
+def _put(part: Any, hp: np.ndarray, hp_of: Any, call: Any, room: Room) -> LaunchContext:
+    scalars = np.ascontiguousarray(hp)
+    at_words, row_bytes = aligned(scalars.nbytes), scalars.strides[0]
+    at_scratch = at_words + aligned(8 * part.n_words)
+    base = room.take(at_scratch + part.scratch_bytes)
+    if type(hp_of) is list:  # NumPy takes longer for a few
+        places: Any = [base + k * row_bytes for k in hp_of]
+    else:
+        places = base + hp_of * row_bytes
+    words = part.words(base + at_words, places)
+    # Scalars and tables in one array: one copy to the device for a step.
+    content = room.to_copy(at_words + words.nbytes)
+    content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
+    content[at_words:] = words.view(np.uint8)
+    room.copy(base, len(content))
+    return LaunchContext(call.stream, call.guard, base + at_scratch)

@@ -22,13 +22,12 @@ from .geometry import ChunkGeometry, Geometry, SortGeometry
 
 GEOMETRY = Geometry(
     dense=ChunkGeometry(threads=4, tiles=1),
-    finite=ChunkGeometry(threads=4, tiles=1),
     rows=8,
     hot=4,
     totals=4,
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort=SortGeometry(
-        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2
+        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2, few=2
     ),
 )
 """A Python thread is one of the device's: arrays are short, and have several blocks even so."""
@@ -119,7 +118,7 @@ def _atomic(operation):
     return run
 
 
-add_int64, lower_int64 = _atomic(lambda a, b: a + b), _atomic(min)
+lower_int64 = _atomic(min)
 
 
 def address_of(array):
@@ -191,7 +190,11 @@ def is_capturing(stream):
 
 
 def copy_in(address, array, stream):
-    _enqueue(ctypes.memmove, int(address), array.ctypes.data, array.nbytes)
+    copy_from(address, array.ctypes.data, array.nbytes, stream)
+
+
+def copy_from(address, source, n_bytes, stream):
+    _enqueue(ctypes.memmove, int(address), source, n_bytes)
 
 
 def copy_out(array, address, stream):

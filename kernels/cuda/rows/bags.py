@@ -23,7 +23,6 @@ from ...tables import LARGEST, LEFT_OUT, MEAN
 from ..dense.tiles import access, add_next, by_tiles, tile_length, wide_loader
 from ..device.backend import (
     GEOMETRY,
-    copy_in,
     launcher,
     load_float32,
     load_float64,
@@ -455,5 +454,5 @@ def _placed(features: Sequence[Feature], stream: Any) -> Iterator[int]:
     words = np.array(features, np.int64).ravel()
     with room_of(stream) as room:
         table = room.take(words.nbytes)
-        copy_in(table, words, stream)
+        room.send(table, words)
         yield table

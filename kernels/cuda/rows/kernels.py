@@ -33,7 +33,6 @@ from ..dense.tiles import (
 )
 from ..device.backend import (
     GEOMETRY,
-    add_int64,
     for_blocks,
     load_int64,
     on_device,
@@ -51,8 +50,6 @@ AT_ONCE, HOT_AT_ONCE, HOT_THREADS = 4, 32, GEOMETRY.hot
 a hot row: few threads add those up, so that they may have many registers, and small blocks of
 them, so that many multiprocessors take part."""
 _of_row = row_finder(TableRow, "first_row")
-OTHER_BIT = 62
-"""Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""
 
 
 class HotSums(NamedTuple):
@@ -154,24 +151,15 @@ def _sum_of_range(g: Storage, real: Storage, length: int, form: Form) -> Any:
     return run
 
 
-@cuda.jit
-def find_hot_kernel(keys, n, bits, n_rows, found, guard):
-    """List the hot rows: of each the first probe that it covers, and its first key.
-
-    Those of row ``i`` lie at ``found + 16 * (i + 1)``. At ``found`` lies the number of rows less 1,
-    which is -1 before. The order is any.
-    """
-    k, keys = cuda.grid(1) * HOT, Keys(keys, n, bits)
-    if k >= n or is_closed(guard):
-        return
+@cuda.jit(device=True)
+def _hot_begin(keys, probe, n_rows):
+    """The first key of the hot row whose first probe this is; -1 if it is that of none."""
+    k = probe * HOT
     row = row_at(keys, k)
     if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
-        return
-    begin = lower_bound(keys, max(0, k - HOT), k, row << bits)
-    if begin + HOT < n and row_at(keys, begin + HOT) == row:
-        place = found + 16 * (add_int64(found, 1) + 2)
-        store_int64(place, k // HOT)
-        store_int64(place + 8, begin)
+        return -1
+    begin = lower_bound(keys, max(0, k - HOT), k, row << keys.bits)
+    return begin if begin + HOT < keys.n and row_at(keys, begin + HOT) == row else -1
 
 
 @cache
@@ -181,20 +169,22 @@ def hot_kernel(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     real_bytes = real.itemsize
 
     @for_blocks(HOT_THREADS, 1)
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, found):
-        keys = Keys(keys, n, bits)
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard):
+        keys, probe = Keys(keys, n, bits), np.int64(cuda.blockIdx.x)
         number = np.int64(cuda.blockIdx.y) * cuda.blockDim.y + cuda.threadIdx.y
         tile = np.int64(cuda.blockIdx.z) * cuda.blockDim.x + cuda.threadIdx.x
-        i, n_hot = np.int64(cuda.blockIdx.x), load_int64(found) + 1
-        while i < n_hot:
-            probe, begin = load_int64(found + 16 * (i + 1)), load_int64(found + 16 * (i + 1) + 8)
-            row = row_at(keys, begin)
-            table = _of_row(tables, n_tables, row)
-            if number < table.n_ranges:
-                column, width, is_aligned = tile * length, table.width, table.is_aligned
-                place = hot_sums + (probe * hot_stride + number * width) * real_bytes
-                sum_range(column, width, is_aligned, keys, begin, row, table, number, place)
-            i += cuda.gridDim.x
+        if is_closed(guard):
+            return
+        while probe * HOT < n:
+            begin = _hot_begin(keys, probe, n_rows)
+            if begin >= 0:
+                row = row_at(keys, begin)
+                table = _of_row(tables, n_tables, row)
+                if number < table.n_ranges:
+                    column, width, is_aligned = tile * length, table.width, table.is_aligned
+                    place = hot_sums + (probe * hot_stride + number * width) * real_bytes
+                    sum_range(column, width, is_aligned, keys, begin, row, table, number, place)
+            probe += cuda.gridDim.x
 
     return loop
 
@@ -264,7 +254,7 @@ def touched_kernel(kernel: Kernel, form: Form = OWN) -> Any:
     update, compiled = _updater(kernel, form)
 
     @compiled
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, each):
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, base, each, guard):
         if may_not_write(guard, base, n, tables, n_tables):
             return
         keys, hot = Keys(keys, n, bits), HotSums(hot_sums, hot_stride)
@@ -295,7 +285,7 @@ def sweep_kernel(kernel: Kernel, form: Form = OWN) -> Any:
     update, compiled = _updater(kernel, form)
 
     @compiled
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, first):
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, base, first, guard):
         if may_not_write(guard, base, n, tables, n_tables):
             return
         (row, tile), hot = thread_place(), HotSums(hot_sums, hot_stride)
@@ -326,7 +316,7 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
     add_squares = by_tiles(lambda n: _squares_of_tile(g, real, n), length)
 
     @cuda.jit
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, parts):
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, base, parts, guard):
         is_bad = may_not_write(guard, base, n, tables, n_tables)
         keys, (k, tile) = Keys(keys, n, bits), thread_place()
         thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
@@ -341,18 +331,3 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
         store_part(parts, block, shared, thread, THREADS, 1)
 
     return loop
-
-
-@cuda.jit
-def mark_firsts_kernel(keys, n, bits, words):
-    """Write ``k`` to ``words[k]``, with `OTHER_BIT` where key ``k`` is not the first of its row."""
-    k = cuda.grid(1)
-    if k < n:
-        other = 0 if is_first(Keys(keys, n, bits), k) else 1
-        store_int64(words + 8 * k, k | (other << OTHER_BIT))
-
-
-@cuda.jit
-def count_firsts_kernel(words, n, count):
-    """Write to ``count`` how many sorted words are of first keys; one thread."""
-    store_int64(count, lower_bound(Keys(words, n, 0), 0, n, 1 << OTHER_BIT))

@@ -5,46 +5,48 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
+from numba import cuda, int64
 
-from ...tables import LEFT_OUT, RowSource, RowTable
-from ..dense.tiles import are_aligned
-from ..device.backend import load_int32, load_int64, lower_int64, store_int64
+from ...tables import LEFT_OUT, RowTable
+from ..dense.tiles import WIDEST
+from ..device.backend import launcher, load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
-from ..device.launch import on_elements
+from ..device.launch import Launches
 from ..device.memory import Places
 from ..device.part import LaunchContext
-from ..device.records import Word, row_finder, size_of
-from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort_keys
+from ..device.records import Word, row_finder
+from . import sort
+from .sort import KEYS_PER_THREAD, THREADS, TILE, thread
 
 
 class TableRow(NamedTuple):
-    """A table with a row-sparse gradient."""
+    """A table with a row-sparse gradient: first what each step has anew."""
 
     # Addresses of lists are biased: they are those of position 0, even if it is of another table.
-    arrays: Word  # address of the addresses of the parameter and of its states
     values: Word  # biased
     hp: Word  # address of the scalars
+    indices: Word  # biased
+    is_aligned: Word  # whether tiles are moved by vectors
+    # If positions may share rows of the gradient (`sources`); otherwise 0.
+    gradient_rows: Word  # int32, biased
+    weights: Word  # biased
+    winners: Word  # address of the winners of row 0
+    first: Word  # the number of position 0 among the winners
+    unit: Word  # elements from one row of the gradient to the next
     rows: Word
     width: Word  # elements of a row
     first_row: Word  # global row
     first_position: Word
-    indices: Word  # biased
     index_bytes: Word  # 4 or 8
-    bounds: Word  # address of the first position of each range, and of the end of the last one
     n_ranges: Word
-    is_aligned: Word  # whether tiles are moved by vectors
-    # If positions may share rows of the gradient (`sources`); otherwise 0.
-    gradient_rows: Word  # int32, biased
-    unit: Word  # elements from one row of the gradient to the next
-    weights: Word  # biased
-    winners: Word  # address of the winners of row 0
-    first: Word  # the number of position 0 among the winners
+    arrays: Word  # address of the addresses of the parameter and of its states
+    bounds: Word  # address of the first position of each range, and of the end of the last one
 
 
 _of_position = row_finder(TableRow, "first_position")
@@ -102,28 +104,52 @@ def index_at(indices, n_bytes, k):
     return load_int64(indices + 8 * k)
 
 
-@cuda.jit
-def check_kernel(tables, n_tables, n, bits, dropped_row, drops, keys, guard, base):
-    """Make the key of each position, unless the address of the keys is 0.
+@cuda.jit(device=True)
+def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
+    """Make a thread's keys of the block's tile; those beyond the last position are -1.
 
     Bad indices get ``dropped_row`` if it ``drops`` them, else they close the guard: the smallest
     position, with ``base`` added, is what was found. What pooling left out is always dropped.
     """
-    position = cuda.grid(1)
-    if position >= n:
+    first = np.int64(cuda.blockIdx.x) * TILE + thread()
+    for k in range(KEYS_PER_THREAD):
+        position, own[k] = first + k * THREADS, -1
+        if position < n:
+            table = _of_position(tables, n_tables, position)
+            index = index_at(table.indices, table.index_bytes, position)
+            row = index + table.first_row
+            if index < 0 or index >= table.rows:
+                row = dropped_row
+                if drops == 0 and (table.gradient_rows == 0 or index != LEFT_OUT):
+                    # Its key is made as well: the sort runs before anybody has heard of it, and the
+                    # loops behind it find the guard closed.
+                    row = 0
+                    lower_int64(guard + 8 * FOUND, base + position)
+            own[k] = (row << bits) | position
+
+
+@cuda.jit
+def check_kernel(
+    tables, n_tables, n, bits, dropped_row, drops, base, keys, counters, shift, mask, guard
+):
+    """Check all indices; make the keys and count their first digit, unless ``keys`` is 0."""
+    own = cuda.local.array(KEYS_PER_THREAD, int64)
+    _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
+    if keys == 0:
         return
-    table = _of_position(tables, n_tables, position)
-    index = index_at(table.indices, table.index_bytes, position)
-    row = index + table.first_row
-    if index < 0 or index >= table.rows:
-        row = dropped_row
-        if drops == 0 and (table.gradient_rows == 0 or index != LEFT_OUT):
-            # Its key is made as well: the sort runs before anybody has heard of it, and the loops
-            # behind it find the guard closed.
-            row = 0
-            lower_int64(guard + 8 * FOUND, base + position)
-    if keys != 0:
-        store_int64(keys + 8 * position, (row << bits) | position)
+    first = np.int64(cuda.blockIdx.x) * TILE + thread()
+    for k in range(KEYS_PER_THREAD):
+        if first + k * THREADS < n:
+            store_int64(keys + 8 * (first + k * THREADS), own[k])
+    sort.count_digits(own, counters, shift, mask)
+
+
+@cuda.jit
+def tile_kernel(tables, n_tables, n, bits, dropped_row, drops, base, keys, mask, guard):
+    """Make and sort the keys of a list that one block can sort."""
+    own = cuda.local.array(KEYS_PER_THREAD, int64)
+    _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
+    sort.sort_one_tile(own, keys, n, bits, mask)
 
 
 @cuda.jit(device=True)
@@ -141,6 +167,10 @@ def may_not_write(guard, base, n, tables, n_tables):
     return True
 
 
+_N_NEW = TableRow._fields.index("unit")
+_COLUMN = {name: k for k, name in enumerate(TableRow._fields)}
+
+
 class KeySort:
     """Tables with row-sparse gradients, one at least, and scratch memory for their keys."""
 
@@ -153,8 +183,7 @@ class KeySort:
         base: int = 0,  # added to the position of a bad index
         real_bytes: int = 0,  # of weights
     ) -> None:
-        self._tables, self._itemsizes, self._base = tables, itemsizes, base
-        self._real_bytes = real_bytes
+        self._itemsizes, self._base, self._real_bytes = itemsizes, base, real_bytes
         self.n = n = sum(table.length for table in tables)  # positions
         self.n_rows = sum(table.rows for table in tables)
         self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
@@ -162,68 +191,120 @@ class KeySort:
         self._dropped_row = self.n_rows if leaves_out else -1
         self._row_bits = max(1, (self.n_rows if leaves_out else self.n_rows - 1).bit_length())
         self.widest = max(table.width for table in tables)
-        list_words = sum(len(table.addresses) + table.ranges[1] + 1 for table in tables)
-        self.n_words = len(tables) * size_of(TableRow) // 8 + list_words
+        self._lay_out(tables)
         self.places = Places()
-        words = n, n, scratch_words(n)
+        words = (n, n, sort.scratch_words(n)) if n > TILE else (n, 0, 0)
         self._sections = [self.places.add(8 * count) for count in words]
-        sort_loops = (count_kernel, scan_kernel, scatter_kernel) if n else ()
-        self.loops: list[Any] = [check_kernel, *sort_loops]
-        self.table = 0
-        self.sorted: tuple[int, ...] = ()  # what `sort` says
+        self._sorting = Launches(self._sort_launches)
+        self.loops: list[Any] = [check_kernel]
+        if n > TILE:
+            self.loops += [sort.count_kernel, sort.scan_kernel, sort.scatter_kernel]
+        elif n:
+            self.loops = [tile_kernel]
+
+    def _lay_out(self, tables: Sequence[RowTable]) -> None:
+        """Make the words of the tables: a row for each, then the lists that it points at."""
+        self._n_tables = n_tables = len(tables)
+        counts = [(len(table.addresses), table.ranges[1] + 1) for table in tables]
+        ends = np.cumsum(counts).reshape(-1, 2)
+        self._at_lists = 8 * (n_tables * len(TableRow._fields) + ends - counts)  # bytes
+        self.n_words = n_tables * len(TableRow._fields) + int(ends[-1, -1])
+        self._words: np.ndarray = np.zeros(self.n_words, np.int64)
+        self._rows = self._words[: n_tables * len(TableRow._fields)].reshape(n_tables, -1)
+        self._addresses: list[tuple[int, ...]] = []
+        self.table, self._firsts = 0, []
+        first_row = first_position = 0
+        for row, table in zip(self._rows, tables, strict=True):
+            unit = table.width
+            if table.source.rows:
+                unit = table.source.stride // max(1, self._itemsizes[0])
+            firsts = first_row, first_position, table.source.index_bytes, table.ranges[1]
+            row[_N_NEW:-2] = unit, table.rows, table.width, *firsts
+            self._firsts.append(first_position)
+            first_row, first_position = first_row + table.rows, first_position + table.length
+        self.put(tables)
+
+    def put(self, tables: Sequence[RowTable]) -> None:
+        """Take over where the arrays and gradients of tables of the same form lie now."""
+        is_new, addresses = not self._addresses, [table.addresses for table in tables]
+        self._tables = tables
+        if is_new or any(table.source.positions for table in tables):
+            for table, at, first in zip(tables, self._at_lists, self._firsts, strict=True):
+                begin = at[1] // 8
+                self._words[begin : begin + table.ranges[1] + 1] = first + table.bounds()
+        if is_new or addresses != self._addresses:
+            self._addresses, self._wide = addresses, []
+            for table, at in zip(tables, self._at_lists, strict=True):
+                begin = at[0] // 8
+                self._words[begin : begin + len(table.addresses)] = table.addresses
+                strides = [table.width * n for n in self._itemsizes]
+                if table.source.rows:
+                    strides[0] = table.source.stride
+                # A sum of bits: all are multiples of a power of 2 if it is.
+                self._wide.append(reduce(or_, (*table.addresses, *strides)))
 
     @property
     def scratch_bytes(self) -> int:
         """See `DevicePart`."""
         return self.places.size
 
-    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: Sequence[int]) -> np.ndarray:
         """See `DevicePart`; behind the table of tables lies what it points at."""
-        self.table, rows, lists, first_row, first_position = place, [], [], 0, 0
-        place += len(self._tables) * size_of(TableRow)
-        for table, scalars in zip(self._tables, hp.tolist(), strict=True):
-            source, strides = table.source, [table.width * n for n in self._itemsizes]
-            shared: tuple[int, ...] = (0, table.width, 0, 0, 0)
-            own, wide = -first_position * strides[0], [source.values, *table.addresses]
-            if source.rows:
-                own, strides[0], shared = 0, source.stride, self._shared(source, first_position)
-                # Of a pooled gradient's elements the winners, int32, are read as wide.
-                wide += [source.winners, 4 * shared[1]] if source.winners else []
-            is_aligned = are_aligned(np.array([*wide, *strides]))
-            values = source.values + own
-            firsts = table.rows, table.width, first_row, first_position
-            indices = source.indices - first_position * source.index_bytes, source.index_bytes
-            bounds = (first_position + table.bounds()).tolist()
-            arrays, place = place, place + 8 * len(table.addresses)
-            ranges = place, table.ranges[1]
-            place += 8 * len(bounds)
-            rows.append(
-                TableRow(
-                    arrays, values, scalars, *firsts, *indices, *ranges, bool(is_aligned), *shared
-                )
-            )
-            lists += [table.addresses, bounds]
-            first_row, first_position = first_row + table.rows, first_position + table.length
-        return np.array([*itertools.chain(*rows, *lists)], np.int64)
+        if place != self.table:
+            self.table = place
+            self._rows[:, -2:] = place + self._at_lists
+        each = zip(self._tables, hp, self._wide, self._firsts, strict=True)
+        self._rows[:, :_N_NEW] = [self._new_words(*own) for own in each]
+        return self._words
 
-    def _shared(self, source: RowSource, first_position: int) -> tuple[int, ...]:
-        """Where the gradients of a table are whose occurrences share rows of them."""
+    def _new_words(
+        self, table: RowTable, scalars: int, wide: int, first_position: int
+    ) -> tuple[int, ...]:
+        """The words of a table that are others in each step."""
+        source, g_bytes = table.source, self._itemsizes[0]
+        indices, wide = source.indices - first_position * source.index_bytes, wide | source.values
+        if not source.rows:
+            values = source.values - first_position * table.width * g_bytes
+            return values, scalars, indices, wide % WIDEST == 0, 0, 0, 0, 0
+        if source.winners:  # int32, of a pooled gradient's elements, are read as wide
+            wide |= source.winners | 4 * (source.stride // max(1, g_bytes))
         weights = source.weights and source.weights - first_position * self._real_bytes
-        unit = source.stride // max(1, self._itemsizes[0])
-        rows = source.rows - 4 * first_position
-        return rows, unit, weights, source.winners, source.first - first_position
+        return (
+            source.values, scalars, indices, wide % WIDEST == 0, source.rows - 4 * first_position,
+            weights, source.winners, source.first - first_position,
+        )  # fmt: skip
 
-    def check(self, call: LaunchContext, keys: int = 0) -> None:
-        """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        key_arguments = self.n, self.bits, self._dropped_row, int(self._drops), keys
-        check = on_elements(check_kernel, self.n, call.stream)
-        check(self.table, len(self._tables), *key_arguments, call.guard, self._base)
+    def check(self, call: LaunchContext) -> None:
+        """Enqueue the check of all indices alone."""
+        check = launcher(check_kernel, max(1, sort.n_tiles(self.n)), THREADS, call.stream)
+        check(*self._key_arguments, 0, 0, 0, 0, call.guard)
 
-    def sort(self, call: LaunchContext) -> tuple[int, ...]:
-        """Enqueue making and sorting the keys: their address, how many, bits of positions."""
+    @property
+    def _key_arguments(self) -> tuple[int, ...]:
+        options = self._dropped_row, int(self._drops), self._base
+        return self.table, self._n_tables, self.n, self.bits, *options
+
+    def sort(self, call: LaunchContext) -> None:
+        """Enqueue making and sorting the keys."""
+        self._sorting.run(call, self.table)
+
+    def sorted(self, call: LaunchContext) -> tuple[int, ...]:
+        """The address of the sorted keys, how many there are, and bits of their positions."""
+        keys, spare, _ = (call.scratch + at for at in self._sections)
+        place = keys if self.n <= TILE else sort.sorted_place(keys, spare, self._row_bits)
+        return place, self.n, self.bits
+
+    def _sort_launches(self, call: LaunchContext) -> Iterator[Any]:
+        """See `Launches`. Positions are in order before and stay so."""
         keys, spare, scratch = (call.scratch + at for at in self._sections)
-        self.check(call, keys)
-        # Positions are in order before and stay so.
-        place = sort_keys(keys, spare, scratch, self.n, self.bits, self._row_bits, call.stream)
-        self.sorted = place, self.n, self.bits
-        return self.sorted
+        stream, given = call.stream, self._key_arguments
+        if self.n <= TILE:
+            launch = launcher(tile_kernel, 1, THREADS, stream)
+            if self.n:
+                yield partial(launch, *given, keys, (1 << self._row_bits) - 1), True
+            return
+        launch = launcher(check_kernel, sort.n_tiles(self.n), THREADS, stream)
+        count = keys, scratch, self.bits, sort.first_mask(self._row_bits)
+        yield partial(launch, *given, *count), True
+        of_sort = keys, spare, scratch, self.n, self.bits, self._row_bits, stream
+        yield from ((run, False) for run in sort.sort_launches(*of_sort, is_counted=True))

@@ -3,7 +3,8 @@
 A pass sorts by one digit, in three launches. `count_kernel` counts the digits of each tile of keys,
 one tile a block. `scan_kernel` turns the counts into places: they lie digit by digit, and the sum
 of all counts before one of them is where its keys begin. `scatter_kernel` sorts each tile in shared
-memory, so that equal digits lie side by side, and writes them to their places.
+memory, so that equal digits lie side by side, and writes them to their places. Of few tiles each
+block adds up the counts itself, without `scan_kernel`.
 
 Equal digits keep their order throughout, so the result is fixed by the keys alone. The index
 arithmetic is tested with smaller constants than a device has.
@@ -11,15 +12,19 @@ arithmetic is tested with smaller constants than a device has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from numba import cuda, int32, int64, uint32
 
 from ..device.backend import GEOMETRY, launcher, load_int64, store_int64
 
-DIGIT_BITS, _SPLIT_BITS, THREADS, GROUP, KEYS_PER_THREAD, _COUNTS_PER_THREAD, LINE_BITS = (
+DIGIT_BITS, _SPLIT_BITS, THREADS, GROUP, KEYS_PER_THREAD, _COUNTS_PER_THREAD, LINE_BITS, _FEW = (
     GEOMETRY.sort
 )
+TILE = THREADS * KEYS_PER_THREAD
+"""Keys of a block."""
 
 # Of arrays in shared memory a word is left out after each line of 1 << LINE_BITS: threads that
 # read at a distance of a power of two would else meet in few banks. What a thread or a group reads
@@ -39,13 +44,13 @@ def _words(n: int) -> int:
 
 _word = cuda.jit(device=True)(_words)
 _DIGITS, _OWN_DIGITS = 1 << DIGIT_BITS, (1 << DIGIT_BITS) // THREADS
-_TILE_WORDS, _RANKS_WORDS = _words(THREADS * KEYS_PER_THREAD), _words(THREADS * _HALF)
+_TILE_WORDS, _RANKS_WORDS = _words(TILE), _words(THREADS * _HALF)
 _SUMS_WORDS = _words(THREADS) + THREADS // GROUP + 1
 
 
 def scratch_words(n: int) -> int:
     """The ``int64`` words of scratch that sorting ``n`` keys needs."""
-    return (_n_tiles(n) + 1) << DIGIT_BITS
+    return (n_tiles(n) + 1) << DIGIT_BITS
 
 
 def sort_keys(
@@ -56,29 +61,59 @@ def sort_keys(
     ``keys`` and ``spare`` are addresses of int64 ``[n]``: one of them gets the result. No key is
     negative. ``scratch`` has `scratch_words`. The number of bits decides that of the launches.
     """
-    if n == 0:
-        return keys
-    n_tiles = _n_tiles(n)
+    for launch in sort_launches(keys, spare, scratch, n, first_bit, n_bits, stream) if n else ():
+        launch()
+    return sorted_place(keys, spare, n_bits)
+
+
+def sorted_place(keys: int, spare: int, n_bits: int) -> int:
+    """Where so many bits leave the sorted keys, of the two addresses."""
+    return spare if -(-n_bits // DIGIT_BITS) % 2 else keys
+
+
+def first_mask(n_bits: int) -> int:
+    """The mask of the first digit of a sort by so many bits."""
+    return (1 << min(DIGIT_BITS, n_bits)) - 1
+
+
+def sort_launches(
+    keys: int, spare: int, scratch: int, n: int, first_bit: int, n_bits: int, stream: Any,
+    is_counted: bool = False,
+) -> Iterator[Any]:  # fmt: skip
+    """The launches of `sort_keys`; the first digit may be counted already (`count_digits`)."""
+    blocks = n_tiles(n)
+    is_scanned = int(blocks > _FEW)
     for done in range(0, n_bits, DIGIT_BITS):
-        shift, mask = first_bit + done, (1 << min(DIGIT_BITS, n_bits - done)) - 1
-        launcher(count_kernel, n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
-        launcher(scan_kernel, _DIGITS, THREADS, stream)(scratch, n_tiles)
-        launcher(scatter_kernel, n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
+        digit = first_bit + done, first_mask(n_bits - done)
+        if done or not is_counted:
+            count = launcher(count_kernel, blocks, THREADS, stream)
+            yield partial(count, keys, scratch, n, *digit)
+        if is_scanned:
+            yield partial(launcher(scan_kernel, _DIGITS, THREADS, stream), scratch, blocks)
+        scatter = launcher(scatter_kernel, blocks, THREADS, stream)
+        yield partial(scatter, keys, spare, scratch, n, *digit, is_scanned)
         keys, spare = spare, keys
-    return keys
 
 
-def _n_tiles(n: int) -> int:
-    return -(-n // (THREADS * KEYS_PER_THREAD))
+def n_tiles(n: int) -> int:
+    """The tiles of ``n`` keys."""
+    return -(-n // TILE)
 
 
 @cuda.jit
 def count_kernel(keys, counters, n, shift, mask):
     """``[digits, tiles]``: how often each is in each; room for the sums of the rows comes after."""
-    own, counts = cuda.local.array(KEYS_PER_THREAD, int64), cuda.shared.array(_DIGITS, int32)
-    for k in range(_OWN_DIGITS):
-        counts[_thread() + k * THREADS] = 0
+    own = cuda.local.array(KEYS_PER_THREAD, int64)
     _load_keys(own, keys, n)
+    count_digits(own, counters, shift, mask)
+
+
+@cuda.jit(device=True)
+def count_digits(own, counters, shift, mask):
+    """Count the digits of the keys of a tile, of which a thread has its ``own``."""
+    counts = cuda.shared.array(_DIGITS, int32)
+    for k in range(_OWN_DIGITS):
+        counts[thread() + k * THREADS] = 0
     cuda.syncthreads()
     # What is counted beyond the last key is the greatest digit of the last tile: no place comes
     # after it. The sums are of integers, the same in any order.
@@ -86,7 +121,7 @@ def count_kernel(keys, counters, n, shift, mask):
         cuda.atomic.add(counts, _digit(own[k], shift, mask), 1)
     cuda.syncthreads()
     for k in range(_OWN_DIGITS):
-        digit = _thread() + k * THREADS
+        digit = thread() + k * THREADS
         place = digit * int64(cuda.gridDim.x) + cuda.blockIdx.x
         store_int64(counters + 8 * place, counts[digit])
 
@@ -98,7 +133,7 @@ def scan_kernel(counters, n_tiles):
     sums = cuda.shared.array(_SUMS_WORDS, int64)
     row, row_sum = counters + 8 * cuda.blockIdx.x * n_tiles, 0
     for begin in range(0, n_tiles, THREADS * _COUNTS_PER_THREAD):
-        first, sum_of_own = begin + _thread() * _COUNTS_PER_THREAD, 0
+        first, sum_of_own = begin + thread() * _COUNTS_PER_THREAD, 0
         for k in range(_COUNTS_PER_THREAD):
             counts[k] = load_int64(row + 8 * (first + k)) if first + k < n_tiles else 0
             sum_of_own += counts[k]
@@ -109,12 +144,12 @@ def scan_kernel(counters, n_tiles):
                 store_int64(row + 8 * (first + k), before)
             before += counts[k]
         row_sum += sum_of_all
-    if _thread() == 0:
+    if thread() == 0:
         store_int64(counters + 8 * (_DIGITS * n_tiles + cuda.blockIdx.x), row_sum)
 
 
 @cuda.jit
-def scatter_kernel(keys, out, counters, n, shift, mask):
+def scatter_kernel(keys, out, counters, n, shift, mask, is_scanned):
     """Move the keys to their places."""
     own = cuda.local.array(KEYS_PER_THREAD, int64)
     # A line for each: that is how the simulator tells shared arrays apart.
@@ -125,29 +160,26 @@ def scatter_kernel(keys, out, counters, n, shift, mask):
     rank_sums = cuda.shared.array(_SUMS_WORDS, uint32)
     n_valid = _load_keys(own, keys, n)
     for k in range(KEYS_PER_THREAD):
-        tile[_word(_thread()) + k * _word(THREADS)] = own[k]
-    _load_places(places, place_sums, counters, out)
+        tile[_word(thread()) + k * _word(THREADS)] = own[k]
+    _load_places(places, place_sums, counters, out, is_scanned)
     cuda.syncthreads()
-    low_bit, rest = shift, mask
-    while rest > 0:
-        _split(tile, ranks, rank_sums, low_bit, rest)
-        low_bit, rest = low_bit + _SPLIT_BITS, rest >> _SPLIT_BITS
+    _sort_tile(tile, ranks, rank_sums, shift, mask)
     for k in range(KEYS_PER_THREAD):
-        i = _thread() + k * THREADS
-        own[k] = tile[_word(_thread()) + k * _word(THREADS)]
+        i = thread() + k * THREADS
+        own[k] = tile[_word(thread()) + k * _word(THREADS)]
         digit = _digit(own[k], shift, mask)
         # One thread has the first key of a digit. Key i of the tile then goes to place + 8 i.
         if i == 0 or _digit(tile[_word(i - 1)], shift, mask) != digit:
             places[digit] -= 8 * i
     cuda.syncthreads()
     for k in range(KEYS_PER_THREAD):
-        i = _thread() + k * THREADS
+        i = thread() + k * THREADS
         if i < n_valid:
             store_int64(places[_digit(own[k], shift, mask)] + 8 * i, own[k])
 
 
 @cuda.jit(device=True)
-def _thread():
+def thread():
     """The number of the thread. Of an unsigned index Numba need not test the sign."""
     return int64(uint32(cuda.threadIdx.x))
 
@@ -163,27 +195,66 @@ def _load_keys(own, keys, n):
 
     Those beyond are nothing but 1 bits: no digit is greater, so they stay at the end of the tile.
     """
-    first = int64(cuda.blockIdx.x) * (THREADS * KEYS_PER_THREAD)
-    n_valid = uint32(min(n - first, THREADS * KEYS_PER_THREAD))
-    address = keys + 8 * (first + _thread())
+    first = int64(cuda.blockIdx.x) * TILE
+    n_valid = uint32(min(n - first, TILE))
+    address = keys + 8 * (first + thread())
     for k in range(KEYS_PER_THREAD):
-        is_valid = _thread() + k * THREADS < n_valid
+        is_valid = thread() + k * THREADS < n_valid
         own[k] = load_int64(address + 8 * THREADS * k) if is_valid else -1
     return n_valid
 
 
 @cuda.jit(device=True)
-def _load_places(places, sums, counters, out):
+def _load_places(places, sums, counters, out, is_scanned):
     """The address for the block's keys of each digit: after smaller digits, and earlier tiles."""
-    n_tiles = int64(cuda.gridDim.x)
-    column, row_sums = counters + 8 * cuda.blockIdx.x, counters + 8 * _DIGITS * n_tiles
-    first, sum_of_own = _thread() * _OWN_DIGITS, 0
+    first, sum_of_own = thread() * _OWN_DIGITS, 0
     for digit in range(first, first + _OWN_DIGITS):
-        sum_of_own += load_int64(row_sums + 8 * digit)
+        sum_of_own += _counts_of(counters, digit, is_scanned)[1]
     before, _ = _sum_before(sum_of_own, sums)
     for digit in range(first, first + _OWN_DIGITS):
-        places[digit] = out + 8 * (before + load_int64(column + 8 * digit * n_tiles))
-        before += load_int64(row_sums + 8 * digit)
+        in_earlier, in_all = _counts_of(counters, digit, is_scanned)
+        places[digit] = out + 8 * (before + in_earlier)
+        before += in_all
+
+
+@cuda.jit(device=True)
+def _counts_of(counters, digit, is_scanned):
+    """How often a digit is in the tiles before the block's own, and in all."""
+    tile, n_tiles = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
+    row = counters + 8 * digit * n_tiles
+    if is_scanned != 0:
+        return load_int64(row + 8 * tile), load_int64(counters + 8 * (_DIGITS * n_tiles + digit))
+    in_earlier, in_all = 0, 0
+    for k in range(n_tiles):
+        count = load_int64(row + 8 * k)
+        in_earlier += count if k < tile else 0
+        in_all += count
+    return in_earlier, in_all
+
+
+@cuda.jit(device=True)
+def _sort_tile(tile, ranks, sums, shift, mask):
+    """Sort a tile in shared memory by the bits of a mask."""
+    rest = mask
+    while rest > 0:
+        _split(tile, ranks, sums, shift, rest)
+        shift, rest = shift + _SPLIT_BITS, rest >> _SPLIT_BITS
+
+
+@cuda.jit(device=True)
+def sort_one_tile(own, keys, n, shift, mask):
+    """Write the keys of the only tile, of which a thread has its ``own``, in their order."""
+    tile = cuda.shared.array(_TILE_WORDS, int64)
+    ranks = cuda.shared.array(_RANKS_WORDS, uint32)
+    sums = cuda.shared.array(_SUMS_WORDS, uint32)
+    for k in range(KEYS_PER_THREAD):
+        tile[_word(thread()) + k * _word(THREADS)] = own[k]
+    cuda.syncthreads()
+    _sort_tile(tile, ranks, sums, shift, mask)
+    for k in range(KEYS_PER_THREAD):
+        i = thread() + k * THREADS
+        if i < n:
+            store_int64(keys + 8 * i, tile[_word(thread()) + k * _word(THREADS)])
 
 
 @cuda.jit(device=True)
@@ -195,7 +266,7 @@ def _split(tile, ranks, sums, shift, mask):
     """
     own = cuda.local.array(KEYS_PER_THREAD, int64)
     rank = cuda.local.array(KEYS_PER_THREAD, int32)
-    column, first = _word(_thread()), _word(_thread() * KEYS_PER_THREAD)
+    column, first = _word(thread()), _word(thread() * KEYS_PER_THREAD)
     for row in range(_HALF):
         ranks[column + row * _word(THREADS)] = 0
     for k in range(KEYS_PER_THREAD):
@@ -224,7 +295,7 @@ def _row_and_bit(key, shift, mask):
 @cuda.jit(device=True)
 def _scan_counters(counters, sums):
     """Each counter becomes the sum of those before it: all lower halves, then all upper ones."""
-    first, sum_of_own = _word(_thread() * _HALF), 0
+    first, sum_of_own = _word(thread() * _HALF), 0
     for k in range(_HALF):
         sum_of_own += counters[first + k]
     before, sum_of_all = _sum_before(sum_of_own, sums)
@@ -243,15 +314,15 @@ def _sum_before(value, sums):
     for the device than when all threads take part in each of a number of steps.
     """
     groups, n_groups = _word(THREADS), THREADS // GROUP
-    sums[_word(_thread())] = value
+    sums[_word(thread())] = value
     cuda.syncthreads()
-    if _thread() < n_groups:
-        sums[groups + _thread()] = _scan_run(sums, _word(_thread() * GROUP), GROUP)
+    if thread() < n_groups:
+        sums[groups + thread()] = _scan_run(sums, _word(thread() * GROUP), GROUP)
     cuda.syncthreads()
-    if _thread() == 0:
+    if thread() == 0:
         sums[groups + n_groups] = _scan_run(sums, groups, n_groups)
     cuda.syncthreads()
-    return sums[_word(_thread())] + sums[groups + _thread() // GROUP], sums[groups + n_groups]
+    return sums[_word(thread())] + sums[groups + thread() // GROUP], sums[groups + n_groups]
 
 
 @cuda.jit(device=True)

@@ -16,6 +16,7 @@ from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers
 from ....kernels.rule import Rule
+from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
 from ....ops.runtime.measured_step import Constants, prepared, prepared_together
 from ....ops.runtime.row_step import Update
@@ -43,6 +44,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.bindings: dict[int | None, list[Binding]] = {}
+        self._there: Sequence[Tensor] = ()  # a parameter of each CUDA device
         self._options: GroupOptions | None = None  # of the last step
 
     def take(
@@ -66,6 +68,10 @@ class Steps:
         parameters: tuple[Tensor, ...] = (param,) if param is not None else ()
         if param is None:
             parameters = tuple(lists[0] if is_only else chain.from_iterable(lists))
+        if binding is None:
+            self._there = [*{p.device: p for p in parameters if p.is_cuda}.values()]
+        if self._there:
+            refuse_captures(self._there)
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
         clipping, factors = optimizer._clipping, None  # another thread may exchange the first

@@ -20,7 +20,7 @@ from .. import cuda, device_gradient
 from ..arrays import native
 from ..device import DeviceArray, may_share_memory
 from ..errors import message, reject
-from ..launch import checked_launch, launch_on
+from ..launch import launch_on
 from ..row_step import RowGradient
 from .given import (
     Ids,
@@ -132,7 +132,7 @@ class DevicePooled:
         weighted = given.weights is not None
         self._multiplies = weighted if multiplies is None else multiplies
         self._kept = features
-        with checked_launch(arrays, self._error(given, features)) as launch:
+        with launch_on(arrays, self._error(given, features)) as launch:
             lists = self._lists(weighted=weighted)
             cuda.rows.bags.pool(
                 features, lists, launches,
