@@ -1,4 +1,8 @@
-"""Rules of Adam's family: the formulas in plain Python, and compiled steps to the ulp."""
+"""Rules of Adam's family as a table, their scalars, and what happens to a gradient before them.
+
+Steps are compared with the references in test_family_reference.py, test_ops_reference.py and
+test_mxnet_reference.py.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,6 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference
-from helpers import assert_within_ulps
-from rule_cases import with_prologues
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.
@@ -70,7 +72,6 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
         with_copy(reference.adamw_composed),
     ),
 }
-EACH_RULE = pytest.mark.parametrize("name", RULES)
 
 
 def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalars]:
@@ -99,21 +100,6 @@ def samples(n: int, n_states: int, seed: int) -> list[np.ndarray]:
     m[:k] = -g[:k] / 9
     w[k : 2 * k] = g[2 * k : 3 * k] = m[3 * k : 4 * k] = v[4 * k : 5 * k] = 0.0
     return [w, g, m, v, *size[4:] ** 2]
-
-
-@EACH_RULE
-def test_rule_in_plain_python(name: str) -> None:
-    """Scalars in, scalars out: each element by itself, as the formulas have it."""
-    rule, _, formula = RULES[name]
-    hp, expected_hp = scalars(name, np.float64)
-    arrays = samples(40, len(rule.states), seed=1)
-    expected = np.array(formula(*arrays, expected_hp))
-    n = len(arrays) - len(rule.beside)  # of which its function knows nothing
-    arrays, expected = arrays[:n], expected[: n - 1]
-    for i, element in enumerate(zip(*arrays, strict=True)):
-        found = rule.update(*element, hp)
-        assert all(isinstance(x, float) for x in found)
-        np.testing.assert_allclose(found, expected[:, i], rtol=1e-13, atol=1e-15)
 
 
 def test_prologue_in_plain_python() -> None:
@@ -196,35 +182,3 @@ def largest_terms(
 
 # What a rule with a copy steps is a float32 master, whatever the type of the copy.
 MASTERS = [name for name in RULES if name.endswith("master")]
-STEPPED = with_prologues(RULES, PROLOGUE, only_float32=MASTERS)
-
-
-@pytest.mark.parametrize(("name", "dtype", "prologue"), STEPPED)
-def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: tuple[Any, ...]) -> None:
-    """Three steps, each against the float64 reference on the state that the step began with.
-
-    The reference gets the scalars as they were rounded, and the unit is the last place of the
-    storage type, at the size of the largest term: in float64 the reference itself is off by
-    as much, which the factor 2 allows for.
-    """
-    rule, _, formula = RULES[name]
-    real = np.float64 if dtype == np.float64 else np.float32
-    _, hp = scalars(name, real)
-    w, _, *states = samples(600, len(rule.states), seed=2)
-    arrays = [a.astype(dtype) for a in (w, *states)]
-    for step in range(3):
-        gradient = samples(600, len(rule.states), seed=3 + step)[1].astype(dtype)
-        before = [reference.wide(a) for a in arrays]
-        g = reference.wide(gradient)
-        size = np.abs(g)
-        if prologue:
-            decay, scale = float(real(DECAY_FACTOR)), float(real(GRAD_SCALE))
-            g, size = (g + decay * before[0]) * scale, (size + decay * np.abs(before[0])) * scale
-        expected = formula(before[0], g, *before[1:], hp)
-        run_compiled(name, arrays, gradient, prologue)
-        scales = largest_terms(name, before[0], size, before[1:], hp, expected)
-        for role, found, exact, scale in zip(
-            ("w", *rule.names), arrays, expected, scales, strict=True
-        ):
-            ulps = 8.0 if dtype == np.float64 else 4.0
-            assert_within_ulps(found, exact, scale, ulps, f"{role} after step {step + 1}")

@@ -1,4 +1,7 @@
-"""Rules outside of Adam's family: in plain Python, compiled to the ulp, and at their edges."""
+"""Rules outside of Adam's family: mixed storage types, and their edges.
+
+Their steps are compared with the references in test_family_reference.py and test_ops_reference.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ from rule_cases import (
     with_prologues,
 )
 
-EACH = pytest.mark.parametrize("name", CASES)
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 
 
@@ -80,54 +82,24 @@ def test_every_rule_of_the_package_is_tested() -> None:
     assert missing == {*of_vectors, *(f"{name}_matrix" for name in of_vectors)}
 
 
-@EACH
-def test_in_plain_python(name: str) -> None:
-    """Scalars in, scalars out: each element by itself, as the formulas have it."""
-    case = CASES[name]
-    before = case.samples(40, seed=1)
-    expected = case.step(before[0], before[1], *before[2:], **case.known(np.float64))
-    usable = np.full(40, True)
-    if "centered" in name:  # plain Python has no root of a negative variance
-        usable = expected[2] - expected[1] ** 2 + case.given["epsilon"] > 0
-    before, hp = [a[usable] for a in before], case.hp(np.float64)
-    results = []
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for element in zip(*before, strict=True):
-            found = case.rule.update(*element, hp)
-            results.append(found if isinstance(found, tuple) else (found,))
-    assert usable.sum() >= 25
-    assert all(isinstance(x, float) for found in results for x in found)
-    w, g, *states = before
-    only_read = [x for x, s in zip(states, case.rule.states, strict=True) if s.is_read]
-    found = [*np.array(results).T, *only_read]
-    assert_near(case, found, [w, *states], g, g, "in plain Python")
-
-
 STEPPED = with_prologues(CASES, OPTIMIZER)
-
-
-@pytest.mark.parametrize(("name", "dtype", "prologue"), STEPPED)
-def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: Any) -> None:
-    """Three steps, each against the reference on the state that the step began with."""
-    steps_near_reference(CASES[name], dtype, prologue, ulps=4.0)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_compiled_step_behind_the_prologue_of_lars(dtype: np.dtype) -> None:
-    """It rounds the gradient three times more."""
-    steps_near_reference(CASES["momentum"], dtype, LARS, ulps=6.0)
+    """Three steps, each against the reference on the state that the step began with.
 
-
-def steps_near_reference(case: RuleCase, dtype: np.dtype, prologue: Any, ulps: float) -> None:
-    real = real_of(dtype)
+    The prologue rounds the gradient three times.
+    """
+    case, real = CASES["momentum"], real_of(dtype)
     w, _, *states = case.samples(600, seed=2)
     arrays = [a.astype(dtype) for a in (w, *states)]
     for step in range(3):
         gradient = case.samples(600, seed=3 + step)[1].astype(dtype)
         before = [a.copy() for a in arrays]
-        g, size = condition(gradient, before[0], prologue, real)
-        run_dense(case.rule, arrays, gradient, case.hp(real), prologue)
-        assert_near(case, arrays, before, g, size, f"after step {step + 1}", ulps)
+        g, size = condition(gradient, before[0], LARS, real)
+        run_dense(case.rule, arrays, gradient, case.hp(real), LARS)
+        assert_near(case, arrays, before, g, size, f"after step {step + 1}", ulps=6.0)
 
 
 # For each rule storage types of the parameter, the gradient and the states that all differ.
