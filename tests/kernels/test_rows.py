@@ -17,6 +17,7 @@ from fusestep import nn, ops
 import reference
 import reference_elementwise as elementwise
 from helpers import BF16, EPSILON, assert_same_bits, assert_within_ulps, unchanged
+from operators import ROW_OPERATORS
 from rule_cases import ftrl_terms, proximal_terms
 
 ADAM = {"beta1_power": 0.9, "beta2_power": 0.99, "lr": 0.01, "beta1": 0.9, "beta2": 0.99,
@@ -40,6 +41,7 @@ class Family:
     """An operator on rows and what it is compared with.
 
     Attributes:
+        operator: its class.
         rows: ``(*variables, values, indices)``.
         dense: the operator on dense gradients: ``(*variables, gradient)``.
         step: the float64 reference.
@@ -48,6 +50,7 @@ class Family:
         lazy: rows that do not occur stay; else they take the step of a zero gradient.
     """
 
+    operator: type
     rows: Callable[..., object]
     dense: Callable[..., object]
     step: Callable[..., Any]
@@ -65,9 +68,10 @@ def adam_terms(w: Any, g: Any, states: Any, new: Any, *, nesterov: bool) -> list
 
 
 def adam(lazy: bool, nesterov: bool = False) -> Family:
-    rows = (ops.FusedSparseLazyAdam if lazy else ops.FusedSparseAdam)(use_nesterov=nesterov)
-    dense = ops.Adam(use_nesterov=nesterov)
+    cls = ops.FusedSparseLazyAdam if lazy else ops.FusedSparseAdam
+    rows, dense = cls(use_nesterov=nesterov), ops.Adam(use_nesterov=nesterov)
     return Family(
+        cls,
         lambda w, m, v, g, i: rows(w, m, v, *ADAM.values(), g, i),
         lambda w, m, v, g: dense(w, m, v, *ADAM.values(), g),
         partial(reference.adam, hp=HP, nesterov=nesterov),
@@ -78,10 +82,11 @@ def adam(lazy: bool, nesterov: bool = False) -> Family:
 
 
 def elementwise_family(
-    rows: Any, dense: Any, step: Any, terms: Any, scalars: dict[str, float], *kinds: str
+    cls: type, rows: Any, dense: Any, step: Any, terms: Any, scalars: dict[str, float], *kinds: str
 ) -> Family:
     known = {name: float(np.float32(x)) for name, x in scalars.items()}
     return Family(
+        cls,
         rows,
         dense,
         partial(step, **known),
@@ -94,6 +99,7 @@ def ftrl(cls: Any = ops.FusedSparseFtrl, **changed: float) -> Family:
     """Scalars are attributes of the operator on rows."""
     scalars = {**FTRL, **changed}
     return elementwise_family(
+        cls,
         cls(**scalars),
         lambda *variables_and_g: ops.ApplyFtrl()(*variables_and_g, *scalars.values()),
         elementwise.ftrl,
@@ -105,6 +111,7 @@ def ftrl(cls: Any = ops.FusedSparseFtrl, **changed: float) -> Family:
 
 def proximal(cls: Any = ops.FusedSparseProximalAdagrad) -> Family:
     return elementwise_family(
+        cls,
         lambda w, accum, g, i: cls()(w, accum, *PROXIMAL.values(), g, i),
         lambda w, accum, g: ops.ApplyProximalAdagrad()(w, accum, *PROXIMAL.values(), g),
         elementwise.proximal_adagrad,
@@ -481,12 +488,21 @@ def test_storage_types(parameter: Any, gradient: Any, how: str) -> None:
     assert (w != problem.w.astype(parameter)).any()
 
 
+OF_ALL_TYPES = {
+    "ftrl": ftrl(ops.SparseApplyFtrl),
+    "ftrl of another power": ftrl(ops.SparseApplyFtrl, lr_power=-0.3),
+    "ftrl of power 0": ftrl(ops.SparseApplyFtrl, lr_power=0.0),
+    "proximal": proximal(ops.SparseApplyProximalAdagrad),
+}
+
+
+def test_every_row_operator_is_tested() -> None:
+    found = {family.operator.__name__ for family in (*FAMILIES.values(), *OF_ALL_TYPES.values())}
+    assert found == ROW_OPERATORS.keys()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, BF16, np.float64, np.float32], ids=str)
-@pytest.mark.parametrize(
-    "family",
-    [ftrl(ops.SparseApplyFtrl), proximal(ops.SparseApplyProximalAdagrad)],
-    ids=["ftrl", "proximal"],
-)
+@pytest.mark.parametrize("family", OF_ALL_TYPES.values(), ids=OF_ALL_TYPES)
 def test_storage_types_of_operators(family: Family, dtype: Any) -> None:
     """Sums in the type of the arithmetic, one rounding at the store: the bits of a dense step."""
     indices = np.random.default_rng(3).integers(0, 20, 60)

@@ -12,7 +12,7 @@ import pytest
 from fusestep import nn, ops
 
 from helpers import BF16, assert_same_bits, sampled
-from operators import OPERATORS, ROW_OPERATORS
+from operators import OPERATORS
 from rule_cases import CASES as OTHERS
 from rule_cases import LARS, NEUTRAL, OPTIMIZER, real_of, run_dense, run_rows
 from subprocesses import output_of
@@ -177,40 +177,6 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         print(len(results))
     """
     assert output_of(program, NUMBA_NUM_THREADS="7").split() == ["1"]
-
-
-# The same through the operators
-
-PAIRS = {
-    "SparseApplyFtrl": "ApplyFtrl",
-    "FusedSparseFtrl": "ApplyFtrl",
-    "SparseApplyProximalAdagrad": "ApplyProximalAdagrad",
-    "FusedSparseProximalAdagrad": "ApplyProximalAdagrad",
-    "FusedSparseLazyAdam": "Adam",
-    "FusedSparseAdam": "Adam",
-}
-
-
-def test_every_row_operator_has_a_dense_one() -> None:
-    assert PAIRS.keys() == ROW_OPERATORS.keys()
-
-
-@pytest.mark.parametrize("power", [-0.5, -0.3, 0.0])
-@pytest.mark.parametrize("name", PAIRS)
-def test_row_operators_take_the_dense_step(name: str, power: float) -> None:
-    """All rows in any order, once each."""
-    rows, dense = ROW_OPERATORS[name], OPERATORS[PAIRS[name]]
-    shape = (301, 13)
-    one, other = rows.inputs(shape), dense.inputs(shape)
-    order = np.random.default_rng(5).permutation(len(one["var"]))
-    one["indices"], one[rows.gradient] = order, other[dense.gradient][order]
-    attributes = {"lr_power": power} if "lr_power" in rows.attributes else {}
-    if "lr_power" in other:
-        other["lr_power"] = power
-    rows.call(one, **attributes)
-    dense.call(other)
-    for variable in rows.variables:
-        assert_same_bits(one[variable], other[variable], variable)
 
 
 def test_the_general_power_of_ftrl_is_not_far_from_the_root() -> None:
