@@ -16,9 +16,9 @@ from fusestep import nn, ops
 
 import reference
 import reference_elementwise as elementwise
-from helpers import BF16, EPSILON, assert_same_bits, assert_within_ulps, unchanged
+from helpers import BF16, EPSILON, assert_same_bits, unchanged
 from operators import ROW_OPERATORS
-from rule_cases import ftrl_terms, proximal_terms
+from roundings import Rounded, assert_rounded
 
 ADAM = {"beta1_power": 0.9, "beta2_power": 0.99, "lr": 0.01, "beta1": 0.9, "beta2": 0.99,
         "epsilon": 1e-3}  # fmt: skip
@@ -45,7 +45,6 @@ class Family:
         rows: ``(*variables, values, indices)``.
         dense: the operator on dense gradients: ``(*variables, gradient)``.
         step: the float64 reference.
-        terms: ``(w, g, states, new) -> sizes``: the largest term that each result is a sum of.
         kinds: what each state holds: "signed" numbers or a sum of "squares".
         lazy: rows that do not occur stay; else they take the step of a zero gradient.
     """
@@ -54,17 +53,8 @@ class Family:
     rows: Callable[..., object]
     dense: Callable[..., object]
     step: Callable[..., Any]
-    terms: Callable[..., Any]
     kinds: tuple[str, ...]
     lazy: bool = True
-
-
-def adam_terms(w: Any, g: Any, states: Any, new: Any, *, nesterov: bool) -> list[Any]:
-    """An error of the sum reaches w through m, and through v where v is smallest."""
-    zero, moment = np.zeros_like(w), np.abs(states[0])
-    step, m, v = reference.adam(zero, g, moment, states[1], HP, nesterov=nesterov)
-    step = 2 * np.abs(step) * np.sqrt(v / np.maximum(new[2], 1e-30))
-    return [np.abs(w) + step, m, v]
 
 
 def adam(lazy: bool, nesterov: bool = False) -> Family:
@@ -75,49 +65,34 @@ def adam(lazy: bool, nesterov: bool = False) -> Family:
         lambda w, m, v, g, i: rows(w, m, v, *ADAM.values(), g, i),
         lambda w, m, v, g: dense(w, m, v, *ADAM.values(), g),
         partial(reference.adam, hp=HP, nesterov=nesterov),
-        partial(adam_terms, nesterov=nesterov),
         ("signed", "squares"),
         lazy,
     )
 
 
-def elementwise_family(
-    cls: type, rows: Any, dense: Any, step: Any, terms: Any, scalars: dict[str, float], *kinds: str
-) -> Family:
-    known = {name: float(np.float32(x)) for name, x in scalars.items()}
-    return Family(
-        cls,
-        rows,
-        dense,
-        partial(step, **known),
-        lambda w, g, states, new: terms(w, g, states, known, new),
-        kinds,
-    )
+def rounded(scalars: dict[str, float]) -> dict[str, float]:
+    return {name: float(np.float32(x)) for name, x in scalars.items()}
 
 
 def ftrl(cls: Any = ops.FusedSparseFtrl, **changed: float) -> Family:
     """Scalars are attributes of the operator on rows."""
     scalars = {**FTRL, **changed}
-    return elementwise_family(
+    return Family(
         cls,
         cls(**scalars),
         lambda *variables_and_g: ops.ApplyFtrl()(*variables_and_g, *scalars.values()),
-        elementwise.ftrl,
-        ftrl_terms,
-        scalars,
-        *("squares", "signed"),
+        partial(elementwise.ftrl, **rounded(scalars)),
+        ("squares", "signed"),
     )
 
 
 def proximal(cls: Any = ops.FusedSparseProximalAdagrad) -> Family:
-    return elementwise_family(
+    return Family(
         cls,
         lambda w, accum, g, i: cls()(w, accum, *PROXIMAL.values(), g, i),
         lambda w, accum, g: ops.ApplyProximalAdagrad()(w, accum, *PROXIMAL.values(), g),
-        elementwise.proximal_adagrad,
-        proximal_terms,
-        PROXIMAL,
-        "squares",
+        partial(elementwise.proximal_adagrad, **rounded(PROXIMAL)),
+        ("squares",),
     )
 
 
@@ -203,23 +178,24 @@ def fixed(n: int, tail: tuple[int, ...], indices: list[int], *, exact: bool = Tr
 
 
 def assert_near_reference(family: Family, problem: Problem, found: list[np.ndarray]) -> None:
-    """Within 4 ulps of the largest term, and two more for every term of the longest sum.
+    """Within the bound of the rounding errors of sums and step.
 
     Rows that take no step keep their bits.
     """
     __tracebackhide__ = True
-    before = problem.variables(family)
-    apply = reference.lazy_step if family.lazy else reference.dense_equivalent_step
-    expected = apply(family.step, before[0], problem.indices, problem.values, *before[1:])
-    # Every term of the sums positive, which is what rounding errors are relative to.
-    g = reference.densify(problem.indices, np.abs(problem.values), problem.shape)
-    w, *states = map(reference.wide, before)
-    scales = family.terms(w, g, states, expected)
-    ulps = 4.0 + 2.0 * np.bincount(problem.indices, minlength=1).max()
-    rows = problem.stepped(family)
-    for k, (array, exact, scale) in enumerate(zip(found, expected, scales, strict=True)):
-        assert_within_ulps(array[rows], exact[rows], scale[rows], ulps, f"array {k}")
+    before, rows = problem.variables(family), problem.stepped(family)
+    g, size = (
+        reference.densify(problem.indices, values, problem.shape)
+        for values in (problem.values, np.abs(problem.values))
+    )
+    n_rounded = np.maximum(np.bincount(problem.indices, minlength=len(g)) - 1, 0)
+    summed = Rounded(g, n_rounded.reshape(-1, *[1] * (g.ndim - 1)) * size)
+    w, *states = map(Rounded, before)
+    for k, (array, exact) in enumerate(zip(found, family.step(w, summed, *states), strict=True)):
         assert_same_bits(array[~rows], before[k][~rows], f"other rows of array {k}")
+        if array[rows].size:
+            of_rows = Rounded(exact.value[rows], exact.error[rows])
+            assert_rounded(array[rows], of_rows, np.float32, 2.0, f"array {k} ")
 
 
 def assert_dense_step(
