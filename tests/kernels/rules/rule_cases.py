@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -311,9 +311,7 @@ CASES = {
 }  # fmt: skip
 
 
-def with_prologues(
-    names: Iterable[str], prologue: Prologue, only_float32: Collection[str] = ()
-) -> list[Any]:
+def with_prologues(names: Iterable[str], prologue: Prologue) -> list[Any]:
     """Rule, storage type and prologue, as parameters of a test.
 
     Every rule in both forms in float32, and one of them in float64, the other in a 16-bit type:
@@ -323,7 +321,7 @@ def with_prologues(
     for k, name in enumerate(names):
         half, forms = HALVES[k // 2 % 2], ((), prologue)
         some = [*product((F32,), forms), (F64, forms[k % 2]), (half, forms[1 - k % 2])]
-        for one in product((F32,) if name in only_float32 else STORAGE_DTYPES, forms):
+        for one in product(STORAGE_DTYPES, forms):
             of = pytest.param if one in some else more
             chosen.append(of(name, *one, id=f"{name}-{one[0]}-{'prologue' if one[1] else 'plain'}"))
     return chosen
