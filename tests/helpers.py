@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -95,6 +96,27 @@ def refused(error: type[BaseException], match: str, *values: Any) -> Iterator[No
     __tracebackhide__ = True
     with unchanged(*values), pytest.raises(error, match=match):
         yield
+
+
+def at_once(calls: Collection[Callable[[], Any]]) -> None:
+    """Make the calls at once, each on a thread of its own; what one raises is raised here."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(calls))
+
+    def work(call: Callable[[], Any]) -> None:
+        barrier.wait()
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def assign(array: np.ndarray, **attributes: Any) -> None:

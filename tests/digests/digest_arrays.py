@@ -1,4 +1,4 @@
-"""The arrays and wrong arguments of the cases of `digests.py`."""
+"""Arrays, parameters and gradients of the cases of `digests.py`, and what is given wrongly."""
 
 from __future__ import annotations
 
@@ -18,32 +18,12 @@ from helpers import STORAGE_DTYPES, arrays_of
 Shape = tuple[int, ...]
 Cases = Iterator[tuple[str, Callable[[Any], object]]]
 
-F32 = STORAGE_DTYPES[0]
-SIZES: tuple[Shape, ...] = ((), (0,), (1,), (7,), (1003,), (3, 5), (0, 4), (2, 3, 4, 1))
+F32, DOUBLE, HALF, _ = STORAGE_DTYPES
 LARGE = (203, 199)  # several threads work on it
-# Shape of a table, number of indices, and the share of them that is one row.
-ROWS: tuple[tuple[Shape, int, float], ...] = (
-    *(((40, width), 80, 0.0) for width in (1, 3, 8, 16, 64, 100)),
-    *(((9, 8), 0, 0.0), ((0, 4), 0, 0.0), ((20, 3, 4), 50, 0.0), ((50,), 2_000, 0.9)),
-    *(((60, 8), 3_000, 0.6), ((5, 1), 700, 0.95), ((2_003, 16), 20_000, 0.3)),
-)
 # What each argument is given in turn; most of it is refused.
 BAD = (
-    None,
-    "no",
-    -1.0,
-    0.0,
-    2,
-    True,
-    False,
-    math.nan,
-    math.inf,
-    1e-60,
-    1e60,
-    [],
-    (0.5,),
-    {},
-    object,
+    *(None, "no", -1.0, 0.0, 2, True, False, math.nan, math.inf, 1e-60, 1e60),
+    *([], (0.5,), {}, object),
 )
 
 
@@ -53,10 +33,6 @@ def rng_of(*seed: Any) -> np.random.Generator:
 
 def normal(seed: Any, shape: Shape, dtype: Any = F32) -> np.ndarray:
     return np.asarray(rng_of("normal", seed).standard_normal(shape)).astype(dtype)
-
-
-def positive(seed: Any, shape: Shape, dtype: Any = F32) -> np.ndarray:
-    return np.asarray(rng_of("positive", seed).uniform(0.1, 1.0, shape)).astype(dtype)
 
 
 def strided(seed: Any, shape: Shape, dtype: Any = F32) -> np.ndarray:
@@ -73,6 +49,71 @@ def rows(
     indices[rng.random(n) < hot] = shape[0] // 2
     values = rng.standard_normal((n, *shape[1:])).astype(dtype)
     return nn.RowTensor(indices.astype(index), values, shape)
+
+
+# What is stepped
+
+Kind = Callable[[Any, Shape, Any], Any]
+DENSE: dict[str, Kind] = {
+    "dense": normal,
+    "strided": strided,
+    "none": lambda *_: None,
+    "nan": lambda seed, shape, dtype: normal(seed, shape, dtype) * np.array(np.nan, dtype),
+}
+SPARSE: dict[str, Kind] = {
+    "rows": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype),
+    "int32": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype, np.int32),
+    "no rows": lambda seed, shape, dtype: rows(seed, shape, 0, dtype),
+    "hot": lambda seed, shape, dtype: rows(seed, shape, 3_000, dtype, hot=0.6),
+    "many": lambda seed, shape, dtype: rows(seed, shape, 20_000, dtype, hot=0.3),
+    "parts": lambda seed, shape, dtype: [rows((seed, n), shape, n, dtype) for n in (5, 0, 9)],
+    "nan rows": lambda _, shape, dtype: nn.RowTensor(
+        np.arange(2), np.full((2, *shape[1:]), np.nan, dtype), shape
+    ),
+}
+# The parameters of a run: the shape of each, and the kinds of its gradients from step to step.
+PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
+    "dense": (((9, 8), "dense"), ((11,), "dense")),
+    "sizes": tuple(
+        (shape, "dense") for shape in ((), (0,), (1,), (7,), (1003,), (3, 5), (0, 4), (2, 3, 4, 1))
+    ),
+    "large": ((LARGE, "dense"), ((40_003,), "dense")),
+    "strided": (((5, 7), "strided"), ((11,), "strided, dense")),
+    "sometimes": (((9, 8), "dense, none"), ((11,), "none, none, dense")),
+    "nan": (((9, 8), "dense"), ((11,), "dense, nan, dense")),
+    "mixed": (
+        *(((9, 8), "rows"), ((5, 7), "dense"), ((11,), "dense"), ((4, 3), "none")),
+        *(((6, 16), "parts"), ((5, 1), "no rows"), ((50,), "int32"), ((20, 3, 4), "rows")),
+    ),
+    "widths": tuple(((40, width), "rows") for width in (1, 3, 8, 16, 64, 100)),
+    "hot": (((60, 8), "hot"), ((5, 1), "hot"), ((9, 8), "rows")),
+    "many": (((2_003, 16), "many"), ((40, 64), "rows")),
+    "changing": (((9, 8), "rows, dense, none"), ((7, 3), "dense, int32, no rows")),
+    "nan rows": (((9, 8), "rows, nan rows, rows"), ((11,), "dense")),
+}
+NAMES = ("weight", "beta", "LayerNorm", "bias")  # some of them are exempt from decay, or of LARS
+
+
+def plans(takes_rows: bool) -> list[str]:
+    """Those of what takes row-sparse gradients or does not."""
+    kinds = {*DENSE, *(SPARSE if takes_rows else ())}
+    return [name for name, plan in PLANS.items() if all({*k.split(", ")} <= kinds for _, k in plan)]
+
+
+def parameters(plan: str, dtypes: Sequence[Any] = (F32,)) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(normal(k, shape, dtypes[k % len(dtypes)]), f"{NAMES[k % 4]}{k}")
+        for k, (shape, _) in enumerate(PLANS[plan])
+    ]
+
+
+def gradients(plan: str, params: Sequence[Any], step: int, dtype: Any = None) -> list[Any]:
+    found = []
+    for k, ((shape, kinds), p) in enumerate(zip(PLANS[plan], params, strict=True)):
+        of_steps = kinds.split(", ")
+        make = {**DENSE, **SPARSE}[of_steps[step % len(of_steps)]]
+        found.append(make((k, step), shape, dtype or p.dtype))
+    return found
 
 
 def defaults_of(function: Any) -> dict[str, Any]:
@@ -102,13 +143,8 @@ def unusual(value: Any) -> list[Any]:
         read_only = value.copy()
         read_only.flags.writeable = False
         lines = np.atleast_1d(value)
-        found += [
-            read_only,
-            np.repeat(lines, 2, axis=0)[::2],
-            lines[:2],
-            value[None],
-            lines.ravel(),
-        ]
+        found += [read_only, np.repeat(lines, 2, axis=0)[::2], lines[:2], value[None]]
+        found += [lines.ravel()]
         found += [value.astype(t) for t in (np.int8, np.int32, np.complex64, *STORAGE_DTYPES)]
         found += [nn.Parameter(value.astype(F32)), np.ma.masked_array(value), value.tolist()]
         found += [np.asarray(other) for other in (value - 1, value + 1, value * 2**20)]
@@ -122,14 +158,8 @@ def unusual(value: Any) -> list[Any]:
         found += [nn.RowTensor(indices + k, values, shape) for k in (-1, shape[0])]
         found += [[value, values], [value, value], nn.RowTensor(indices[:2], values[:2], shape)]
     elif isinstance(value, list):
-        found += [
-            value[:1],
-            [*value, value[0]],
-            value[:1] * len(value),
-            dict(enumerate(value)),
-            tuple(value),
-            value[0],
-        ]
+        found += [value[:1], [*value, value[0]], value[:1] * len(value), dict(enumerate(value))]
+        found += [tuple(value), value[0]]
         parts = [(k, other) for k, part in enumerate(value) for other in unusual(part)]
         found += [[*value[:k], other, *value[k + 1 :]] for k, other in parts]
     elif isinstance(value, dict):

@@ -6,145 +6,23 @@ import copy
 import inspect
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fusestep import nn
-from fusestep.nn.registry import ROWS, Argument
+from fusestep.nn.registry import ROWS
 from fusestep.nn.registry.record import COMMON
 
-from digest_arrays import (
-    F32,
-    LARGE,
-    SIZES,
-    Cases,
-    Shape,
-    labelled,
-    normal,
-    refusals,
-    rng_of,
-    rows,
-    strided,
-)
-from helpers import BF16, STORAGE_DTYPES
+from digest_arrays import F32, Cases, gradients, parameters, plans, refusals, rows
+from digest_runs import Subject, halving, of_subject
 
 Make = Callable[..., Any]
-HALF, DOUBLE = np.dtype(np.float16), np.dtype(np.float64)
 
-# What optimizers are run on
-
-Kind = Callable[[Any, Shape, Any], Any]
-DENSE: dict[str, Kind] = {
-    "dense": normal,
-    "strided": strided,
-    "none": lambda *_: None,
-    "nan": lambda seed, shape, dtype: normal(seed, shape, dtype) * np.array(np.nan, dtype),
-}
-SPARSE: dict[str, Kind] = {
-    "rows": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype),
-    "int32": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype, np.int32),
-    "no rows": lambda seed, shape, dtype: rows(seed, shape, 0, dtype),
-    "hot": lambda seed, shape, dtype: rows(seed, shape, 3_000, dtype, hot=0.6),
-    "many": lambda seed, shape, dtype: rows(seed, shape, 20_000, dtype, hot=0.3),
-    "parts": lambda seed, shape, dtype: [rows((seed, n), shape, n, dtype) for n in (5, 0, 9)],
-    "nan rows": lambda _, shape, dtype: nn.RowTensor(
-        np.arange(2), np.full((2, *shape[1:]), np.nan, dtype), shape
-    ),
-}
-# The parameters of a run: the shape of each, and the kinds of its gradients from step to step.
-PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
-    "dense": (((9, 8), "dense"), ((11,), "dense")),
-    "sizes": tuple((shape, "dense") for shape in SIZES),
-    "large": ((LARGE, "dense"), ((40_003,), "dense")),
-    "strided": (((5, 7), "strided"), ((11,), "strided, dense")),
-    "sometimes": (((9, 8), "dense, none"), ((11,), "none, none, dense")),
-    "nan": (((9, 8), "dense"), ((11,), "dense, nan, dense")),
-    "mixed": (
-        *(((9, 8), "rows"), ((5, 7), "dense"), ((11,), "dense"), ((4, 3), "none")),
-        *(((6, 16), "parts"), ((5, 1), "no rows"), ((50,), "int32"), ((20, 3, 4), "rows")),
-    ),
-    "widths": tuple(((40, width), "rows") for width in (1, 3, 8, 16, 64, 100)),
-    "hot": (((60, 8), "hot"), ((5, 1), "hot"), ((9, 8), "rows")),
-    "many": (((2_003, 16), "many"), ((40, 64), "rows")),
-    "changing": (((9, 8), "rows, dense, none"), ((7, 3), "dense, int32, no rows")),
-    "nan rows": (((9, 8), "rows, nan rows, rows"), ((11,), "dense")),
-}
-NAMES = ("weight", "beta", "LayerNorm", "bias")  # some of them are exempt from decay, or of LARS
-
-
-def plans(takes_rows: bool) -> list[str]:
-    """Those of what takes row-sparse gradients or does not."""
-    kinds = {*DENSE, *(SPARSE if takes_rows else ())}
-    return [name for name, plan in PLANS.items() if all({*k.split(", ")} <= kinds for _, k in plan)]
-
-
-def parameters(plan: str, dtypes: Sequence[Any] = (F32,)) -> list[nn.Parameter]:
-    return [
-        nn.Parameter(normal(k, shape, dtypes[k % len(dtypes)]), f"{NAMES[k % 4]}{k}")
-        for k, (shape, _) in enumerate(PLANS[plan])
-    ]
-
-
-def gradients(plan: str, params: Sequence[Any], step: int, dtype: Any = None) -> list[Any]:
-    found = []
-    for k, ((shape, kinds), p) in enumerate(zip(PLANS[plan], params, strict=True)):
-        of_steps = kinds.split(", ")
-        make = {**DENSE, **SPARSE}[of_steps[step % len(of_steps)]]
-        found.append(make((k, step), shape, dtype or p.dtype))
-    return found
-
-
-# Optimizers, and the values of their options
-
-
-def halving(step: int) -> float:
-    return 0.2 * 0.5 ** (step % 3)
-
-
-def of_weights(parameter: nn.Parameter) -> bool:
-    return "weight" in str(parameter.name)
-
-
-RATES = ((0.1, 0.05, 0.2, 0.1, 0.3), nn.CosineDecayLR(0.01, 0.1, 4), halving)
-# Values beside that of the registry, by what an argument takes.
-FURTHER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("rate", "rate or none"), RATES),
-    **dict.fromkeys(("decay", "float decay", "unit decay"), (halving,)),
-    "loss scale": (1_000,),
-    "not positive": (-0.7, 0.0),
-    "not negative": (0.0,),
-    "positive": (0.5,),
-    "positive or infinite": (1.02,),
-    "beta1": (None, 0.5),
-    "sparse update": ("dense_equivalent", None),
-    "filter": (of_weights,),
-}
-
-
-class Subject(NamedTuple):
-    """An optimizer: how it is made of parameters and options, which these are, and its forms."""
-
-    make: Make
-    arguments: Mapping[str, Argument]
-    takes_rows: bool
-    forms: Sequence[Mapping[str, Any]] = ()
-
-    def turns(self) -> list[dict[str, Any]]:
-        """Each option with each of its values but the usual one, and what it needs beside it."""
-        found = []
-        for name, argument in self.arguments.items():
-            flags = (True, False) if argument.takes == "flag" else ()
-            numbers = isinstance(argument.moved, int | float | tuple | type)
-            moved = (argument.moved,) if numbers else ()
-            found += [
-                {**argument.beside, **(argument.also if value in moved else {}), name: value}
-                for value in (*flags, *moved, *FURTHER.get(argument.takes, ()))
-            ]
-        return found
+# Optimizers of users
 
 
 class Descent(nn.Optimizer):
@@ -196,36 +74,6 @@ def of_class(cls: Any, params: Any, **options: Any) -> Any:
     return cls(**{"learning_rate": 0.05, "parameters": params, **options})
 
 
-def subjects() -> dict[str, Subject]:
-    """By the name of a class, and of what LARS has inside."""
-    found: dict[str, Subject] = {}
-    for name, row in ROWS.items():
-        usual, *others = (
-            {
-                **({"sparse_update": form.rows or "dense_equivalent"} if row.takes_rows else {}),
-                **form.options,
-            }
-            for form in row.forms.values()
-        )
-        found[name] = Subject(partial(row.make, **usual), row.arguments, row.takes_rows, others)
-    lars = found.pop("LARS")
-    for name in ("Momentum", "SGD", "Adam", "AdamWeightDecay", "Lamb", "AdaFactor", "Descent"):
-        inner = ROWS[name].make if name in ROWS else partial(of_class, Descent)
-        make = partial(lars.make, optimizer=partial(inner, weight_decay=0.1))
-        found[f"LARS around {name}"] = Subject(make, {}, False)
-    found["LARS"] = found.pop("LARS around Momentum")._replace(arguments=lars.arguments)
-    for name, cls in (("Optimizer", Descent), ("FusedOptimizer", Heavy)):
-        names = inspect.signature(getattr(nn, name)).parameters
-        known = {name: argument for name, argument in COMMON.items() if name in names}
-        found[name] = Subject(partial(of_class, cls), known, True)
-    return found
-
-
-# Dtypes of parameters, of gradients, and of states where they have others.
-STORAGES = (
-    *((F32, HALF, None), (F32, BF16, DOUBLE), (F32, DOUBLE, None), (DOUBLE, F32, None)),
-    *((DOUBLE, DOUBLE, F32), (HALF, F32, F32), (BF16, BF16, F32), (F32, F32, BF16)),
-)
 # How the parameters of a run are grouped.
 GROUPS: dict[str, Callable[[list[nn.Parameter]], list[dict[str, Any]]]] = {
     "rates": lambda p: [{"params": p[:1], "lr": 0.2}, {"params": p[1:]}],
@@ -242,8 +90,7 @@ GROUPS: dict[str, Callable[[list[nn.Parameter]], list[dict[str, Any]]]] = {
 }
 
 
-def grouped(params: Any, make: Make, of: Callable[[Any], Any], **options: Any) -> Any:
-    return make(of(params), **options)
+# Steps
 
 
 def train(
@@ -276,11 +123,13 @@ def train_on(
     dtypes: Sequence[Any] = (F32,),
     of_gradient: Any = None,
     between: Any = None,
+    of_groups: Callable[[Any], Any] = list,
+    **options: Any,
 ) -> None:
     """Steps of an optimizer on the parameters and gradients of a plan."""
     train(
         record,
-        lambda: make(parameters(plan, dtypes)),
+        lambda: make(of_groups(parameters(plan, dtypes)), **options),
         lambda opt, step: gradients(plan, opt.parameters, step, of_gradient),
         between,
     )
@@ -409,61 +258,59 @@ def one_step(make: Make, **options: Any) -> list[Any]:
     return [opt, opt.state_dict(), opt.parameters]
 
 
-# The cases
-
-Run = tuple[dict[str, Any], str, tuple[Any, ...], Any]
+# Their cases
 
 
-def runs(name: str, subject: Subject, usual: str) -> Iterator[Run]:
-    """Options, plan, dtypes of the parameters, and that of gradients where they have another."""
-    mine, turns = plans(subject.takes_rows), subject.turns()
-    for plan in mine:
-        for dtype in (F32, BF16) if plan in ("large", "many") else STORAGE_DTYPES:
-            yield {}, plan, (dtype,), None
-        if "nan" in plan and "skip_nonfinite" in subject.arguments:
-            yield {"skip_nonfinite": True}, plan, (F32,), None
-        for form in subject.forms:
-            yield {**form}, plan, (F32,), None
-    yield {}, usual, STORAGE_DTYPES, None
-    for k, options in enumerate(turns):
-        for dtype in (F32, STORAGE_DTYPES[1 + k % 3]):
-            yield options, usual, (dtype,), None
-    turns = [options for options in turns if not {"state_dtype", "sparse_update"} & {*options}]
-    for k, (w, g, s) in enumerate(STORAGES if turns else ()):
-        kept: dict[str, Any] = {}
-        if s and "state_dtype" in subject.arguments:
-            kept = {**subject.arguments["state_dtype"].beside, "state_dtype": s}
-        yield kept, usual, (w,), g
-        rng = rng_of(name, k)
-        together = [options for options in turns if rng.random() < 0.2]
-        mixed = {name: value for options in together for name, value in options.items()}
-        yield {**mixed, **kept}, mine[int(rng.integers(len(mine)))], (w,), g
+def made(make: Make, arguments: Mapping[str, Any], takes_rows: bool, *forms: Any) -> Subject:
+    """An optimizer as a subject, with the options of its forms."""
+    usual = "mixed" if takes_rows else "dense"
+    return Subject(
+        partial(train_on, make=make),
+        partial(one_step, make),
+        arguments,
+        plans(takes_rows),
+        usual,
+        forms,
+        BETWEEN,
+    )
 
 
-def of_subject(name: str, subject: Subject) -> Cases:
-    make, known = subject.make, subject.arguments
-    usual, found = "mixed" if subject.takes_rows else "dense", {}
-    for options, plan, dtypes, g in runs(name, subject, usual):
-        label = f"nn.{name}({labelled(options)}) {' '.join(map(str, dtypes))} {plan}"
-        case = partial(train_on, make=partial(make, **options), plan=plan, dtypes=dtypes)
-        found[label + f" of {g}" * bool(g)] = partial(case, of_gradient=g)
-    for group, of in GROUPS.items():
-        for options in ({}, {"loss_scale": 4.0}) if "loss_scale" in known else ({},):
-            case = partial(train_on, make=partial(grouped, make=make, of=of, **options), plan=usual)
-            found[f"nn.{name}({labelled(options)}) groups: {group}"] = case
-    for label, between in BETWEEN.items():
-        for plan in ("dense", usual, "sometimes"):
-            case = partial(train_on, make=make, plan=plan, between=between)
-            found[f"nn.{name} {plan} {label}"] = case
-    yield from found.items()
-    yield from refused(f"nn.{name}", make)
-    yield from refusals(f"nn.{name}", partial(one_step, make), names=[*known, "learning_rat"])
+def subjects() -> dict[str, Subject]:
+    """By the name of a class, and of what LARS has inside."""
+    found: dict[str, Subject] = {}
+    for name, row in ROWS.items():
+        usual, *others = (
+            {
+                **({"sparse_update": form.rows or "dense_equivalent"} if row.takes_rows else {}),
+                **form.options,
+            }
+            for form in row.forms.values()
+        )
+        found[name] = made(partial(row.make, **usual), row.arguments, row.takes_rows, *others)
+    lars = ROWS["LARS"]
+    for name in ("Momentum", "SGD", "Adam", "AdamWeightDecay", "Lamb", "AdaFactor", "Descent"):
+        inner = ROWS[name].make if name in ROWS else partial(of_class, Descent)
+        make = partial(lars.make, optimizer=partial(inner, weight_decay=0.1))
+        found[f"LARS around {name}"] = made(make, {}, False)
+    found["LARS"] = found.pop("LARS around Momentum")._replace(arguments=lars.arguments)
+    for name, cls in (("Optimizer", Descent), ("FusedOptimizer", Heavy)):
+        names = inspect.signature(getattr(nn, name)).parameters
+        known = {name: argument for name, argument in COMMON.items() if name in names}
+        found[name] = made(partial(of_class, cls), known, True)
+    return found
 
 
 def cases() -> Cases:
     of_lars = partial(dict, optimizer=nn.SGD(parameters("dense")))
     yield from refusals("nn.LARS itself", nn.LARS, of_lars, ["optimizer", "learning_rat"])
     for name, subject in subjects().items():
-        yield from of_subject(name, subject)
+        yield from of_subject("nn", name, subject)
+        yield from refused(f"nn.{name}", subject.run.keywords["make"])
+        for group, of in GROUPS.items():
+            case = partial(subject.run, plan=subject.usual, of_groups=of)
+            yield f"nn.{name}() groups: {group}", case
+            if "loss_scale" in subject.arguments:
+                scaled = partial(case, loss_scale=4.0)
+                yield f"nn.{name}(loss_scale=4.0) groups: {group}", scaled
     for name in ("Formula", "Rule", "State"):
         yield f"nn.{name}", own_rules

@@ -37,7 +37,7 @@ from typing import Any
 # THOR calls BLAS, whose sums may depend on the number of its threads; it reads this at its import.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # The tables of the tests, which pytest finds by itself.
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "nn/thor")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "nn/mxnet", "nn/thor")]
 
 import numpy as np
 
@@ -45,7 +45,7 @@ import fusestep
 from fusestep import nn, ops
 
 import digest_front_ends
-import digest_operators
+import digest_functions
 import digest_optimizers
 
 MODULES = {
@@ -148,8 +148,8 @@ def _add_signature(record: Record, function: Any) -> None:
 def all_cases() -> dict[str, Callable[[Record], object]]:
     """Every case by its name."""
     found: dict[str, Callable[[Record], object]] = {}
-    parts = (digest_operators.cases(), digest_optimizers.cases(), digest_front_ends.cases())
-    for name, case in (*signatures(), *chain(*parts)):
+    modules = (digest_functions, digest_optimizers, digest_front_ends)
+    for name, case in chain(signatures(), *(module.cases() for module in modules)):
         if name in found:
             raise ValueError(f"two cases are called {name!r}")
         found[name] = case

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,8 @@ from fusestep.kernels.cpu.headers.arrays import (
     overlaps,
 )
 from fusestep.kernels.cpu.threads.parallel import commit
+
+from helpers import at_once
 
 NOWHERE = np.zeros((2, 0), np.int64)
 SCALARS = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
@@ -385,11 +387,7 @@ def test_prepared_steps_belong_to_one_call_at_a_time():
         for _ in range(300):
             operator(w, a, 0.5, gradients[k], 0.0)
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([partial(work, k) for k in range(4)])
     for k, (w, a) in enumerate(found):
         assert (w == -150.0 * (k + 1)).all()
         assert (a == k + 1).all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,16 @@ from hypothesis import strategies as st
 from fusestep import nn, ops
 
 import reference
-from helpers import BF16, EPSILON, assert_same_bits, assert_within_ulps, unchanged
+import reference_elementwise as elementwise
+from helpers import BF16, EPSILON, assert_same_bits, unchanged
+from operators import ROW_OPERATORS
+from roundings import Rounded, assert_rounded
 
-HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
-POWERS = {"beta1_power": 0.9, "beta2_power": 0.99}
-SCALARS = (0.9, 0.99, 0.01, 0.9, 0.99, 1e-3)  # in the operators' order
-HP = reference.adam_scalars(**HYPER, **POWERS)
+ADAM = {"beta1_power": 0.9, "beta2_power": 0.99, "lr": 0.01, "beta1": 0.9, "beta2": 0.99,
+        "epsilon": 1e-3}  # fmt: skip
+FTRL = {"lr": 0.6, "l1": 0.7, "l2": 0.2, "lr_power": -0.5}
+PROXIMAL = {"lr": 0.3, "l1": 0.6, "l2": 0.2}
+HP = reference.adam_scalars(**ADAM)
 
 # Rows with more occurrences are summed in ranges of this many positions (of a short list).
 HOT, RANGE = 512, 4_096
@@ -32,26 +37,106 @@ quick = settings(
 
 
 @dataclass(frozen=True)
+class Family:
+    """An operator on rows and what it is compared with.
+
+    Attributes:
+        operator: its class.
+        rows: ``(*variables, values, indices)``.
+        dense: the operator on dense gradients: ``(*variables, gradient)``.
+        step: the float64 reference.
+        kinds: what each state holds: "signed" numbers or a sum of "squares".
+        lazy: rows that do not occur stay; else they take the step of a zero gradient.
+    """
+
+    operator: type
+    rows: Callable[..., object]
+    dense: Callable[..., object]
+    step: Callable[..., Any]
+    kinds: tuple[str, ...]
+    lazy: bool = True
+
+
+def adam(lazy: bool, nesterov: bool = False) -> Family:
+    cls = ops.FusedSparseLazyAdam if lazy else ops.FusedSparseAdam
+    rows, dense = cls(use_nesterov=nesterov), ops.Adam(use_nesterov=nesterov)
+    return Family(
+        cls,
+        lambda w, m, v, g, i: rows(w, m, v, *ADAM.values(), g, i),
+        lambda w, m, v, g: dense(w, m, v, *ADAM.values(), g),
+        partial(reference.adam, hp=HP, nesterov=nesterov),
+        ("signed", "squares"),
+        lazy,
+    )
+
+
+def rounded(scalars: dict[str, float]) -> dict[str, float]:
+    return {name: float(np.float32(x)) for name, x in scalars.items()}
+
+
+def ftrl(cls: Any = ops.FusedSparseFtrl, **changed: float) -> Family:
+    """Scalars are attributes of the operator on rows."""
+    scalars = {**FTRL, **changed}
+    return Family(
+        cls,
+        cls(**scalars),
+        lambda *variables_and_g: ops.ApplyFtrl()(*variables_and_g, *scalars.values()),
+        partial(elementwise.ftrl, **rounded(scalars)),
+        ("squares", "signed"),
+    )
+
+
+def proximal(cls: Any = ops.FusedSparseProximalAdagrad) -> Family:
+    return Family(
+        cls,
+        lambda w, accum, g, i: cls()(w, accum, *PROXIMAL.values(), g, i),
+        lambda w, accum, g: ops.ApplyProximalAdagrad()(w, accum, *PROXIMAL.values(), g),
+        partial(elementwise.proximal_adagrad, **rounded(PROXIMAL)),
+        ("squares",),
+    )
+
+
+FAMILIES = {
+    "adam": adam(lazy=True),
+    "nesterov": adam(lazy=True, nesterov=True),
+    "adam of every row": adam(lazy=False),
+    "nesterov of every row": adam(lazy=False, nesterov=True),
+    "ftrl": ftrl(),
+    "ftrl of another power": ftrl(lr_power=-0.3),
+    "ftrl of power 0": ftrl(lr_power=0.0),
+    "proximal": proximal(),
+}
+EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+@dataclass(frozen=True)
 class Problem:
-    """A table with its moments and a row-sparse gradient of it."""
+    """A table with its states and a row-sparse gradient of it."""
 
     w: np.ndarray
-    m: np.ndarray
-    v: np.ndarray
+    signed: np.ndarray
+    squares: np.ndarray
     indices: np.ndarray
     values: np.ndarray
 
     @classmethod
     def make(
-        cls, n: int, tail: tuple[int, ...], indices: np.ndarray, *, exact: bool, seed: int
+        cls,
+        n: int,
+        tail: tuple[int, ...],
+        indices: np.ndarray,
+        *,
+        exact: bool = True,
+        seed: int = 0,
+        dtype: Any = np.float32,
     ) -> Problem:
         """With `exact`, every sum of gradient rows is exact in float32, in any order."""
         rng = np.random.default_rng(seed)
-        w, m = rng.standard_normal((2, n, *tail)).astype(np.float32)
-        v = rng.uniform(0.5, 2.0, (n, *tail)).astype(np.float32)
+        w, signed = rng.standard_normal((2, n, *tail)).astype(dtype)
+        squares = rng.uniform(0.1, 2.0, (n, *tail)).astype(dtype)
         shape = (len(indices), *tail)
         values = rng.integers(-64, 65, shape) / 32 if exact else rng.standard_normal(shape)
-        return cls(w, m, v, indices, values.astype(np.float32))
+        return cls(w, signed, squares, indices, values.astype(dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,19 +146,18 @@ class Problem:
     def rows(self) -> ops.RowTensor:
         return ops.RowTensor(self.indices, self.values, self.shape)
 
-    def variables(self) -> tuple[np.ndarray, ...]:
-        return self.w.copy(), self.m.copy(), self.v.copy()
+    def variables(self, family: Family) -> list[np.ndarray]:
+        return [self.w.copy(), *(getattr(self, kind).copy() for kind in family.kinds)]
 
-    def run(self, op: Any) -> tuple[np.ndarray, ...]:
-        """The variables after a fused sparse operator, which leaves the gradient alone."""
-        variables = self.variables()
+    def stepped(self, family: Family) -> np.ndarray:
+        """Which rows take a step."""
+        return np.isin(np.arange(len(self.w)), self.indices) | (not family.lazy)
+
+    def run(self, family: Family) -> list[np.ndarray]:
+        """The variables after the step on rows, which leaves the gradient alone."""
+        variables = self.variables(family)
         with unchanged(self.indices, self.values):
-            op(*variables, *SCALARS, self.values, self.indices)
-        return variables
-
-    def run_dense(self, op: Any, gradient: np.ndarray) -> tuple[np.ndarray, ...]:
-        variables = self.variables()
-        op(*variables, *SCALARS, gradient)
+            family.rows(*variables, self.values, self.indices)
         return variables
 
 
@@ -90,90 +174,88 @@ def problems(draw: st.DrawFn, *, exact: bool) -> Problem:
 
 
 def fixed(n: int, tail: tuple[int, ...], indices: list[int], *, exact: bool = True) -> Problem:
-    return Problem.make(n, tail, np.array(indices, np.int64), exact=exact, seed=0)
+    return Problem.make(n, tail, np.array(indices, np.int64), exact=exact)
 
 
-OPERATORS = pytest.mark.parametrize("lazy", [False, True], ids=["dense_equivalent", "lazy"])
-NESTEROV = pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
+def assert_near_reference(family: Family, problem: Problem, found: list[np.ndarray]) -> None:
+    """Within the bound of the rounding errors of sums and step.
 
-
-def operator(lazy: bool, nesterov: bool = False) -> Any:
-    cls = ops.FusedSparseLazyAdam if lazy else ops.FusedSparseAdam
-    return cls(use_nesterov=nesterov)
-
-
-def assert_near_reference(
-    problem: Problem, found: tuple[np.ndarray, ...], lazy: bool, nesterov: bool
-) -> None:
-    """Within 4 ulps of the largest term, and one more for every term of the longest sum."""
+    Rows that take no step keep their bits.
+    """
     __tracebackhide__ = True
-    apply = reference.lazy_step if lazy else reference.dense_equivalent_step
-    step = partial(reference.adam, hp=HP, nesterov=nesterov)
-    expected = apply(step, problem.w, problem.indices, problem.values, problem.m, problem.v)
-    # The same with every term positive, which is what rounding errors are relative to.
-    size = np.abs(problem.values)
-    terms = apply(
-        partial(reference.adam, hp=HP, nesterov=nesterov),
-        np.zeros(problem.shape), problem.indices, size, np.abs(problem.m), problem.v,
-    )  # fmt: skip
-    longest = np.bincount(problem.indices, minlength=1).max()
-    # An error of the sum reaches w through m, and through v where v is smallest.
-    step_size = 2 * np.abs(terms[0]) * np.sqrt(terms[2] / np.maximum(expected[2], 1e-30))
-    scales = (np.abs(problem.w) + step_size, terms[1], terms[2])
-    for name, actual, exact, scale in zip(("w", "m", "v"), found, expected, scales, strict=True):
-        assert_within_ulps(actual, exact, scale, 4.0 + 2.0 * longest, name)
+    before, rows = problem.variables(family), problem.stepped(family)
+    g, size = (
+        reference.densify(problem.indices, values, problem.shape)
+        for values in (problem.values, np.abs(problem.values))
+    )
+    n_rounded = np.maximum(np.bincount(problem.indices, minlength=len(g)) - 1, 0)
+    summed = Rounded(g, n_rounded.reshape(-1, *[1] * (g.ndim - 1)) * size)
+    w, *states = map(Rounded, before)
+    for k, (array, exact) in enumerate(zip(found, family.step(w, summed, *states), strict=True)):
+        assert_same_bits(array[~rows], before[k][~rows], f"other rows of array {k}")
+        if array[rows].size:
+            of_rows = Rounded(exact.value[rows], exact.error[rows])
+            assert_rounded(array[rows], of_rows, np.float32, 2.0, f"array {k} ")
 
 
-@OPERATORS
-@NESTEROV
+def assert_dense_step(
+    family: Family, problem: Problem, found: list[np.ndarray], gradient: np.ndarray
+) -> None:
+    """The rows that take a step have the bits of the dense one, the others those of before."""
+    __tracebackhide__ = True
+    before, dense = problem.variables(family), problem.variables(family)
+    family.dense(*dense, gradient)
+    rows = problem.stepped(family)
+    for k, (a, b, old) in enumerate(zip(found, dense, before, strict=True)):
+        assert_same_bits(a[rows], b[rows], f"array {k}")
+        assert_same_bits(a[~rows], old[~rows], f"other rows of array {k}")
+
+
+@EACH
 @given(problem=problems(exact=False))
 @example(problem=fixed(1, (1,), []))
 @example(problem=fixed(5, (3,), [], exact=False))
 @example(problem=fixed(5, (3,), [4, 4, 4, 0], exact=False))
 @quick
-def test_operators_meet_the_reference(lazy: bool, nesterov: bool, problem: Problem) -> None:
-    found = problem.run(operator(lazy, nesterov))
-    assert_near_reference(problem, found, lazy, nesterov)
+def test_rows_meet_the_reference(family: Family, problem: Problem) -> None:
+    assert_near_reference(family, problem, problem.run(family))
 
 
-@OPERATORS
+@EACH
 @given(problem=problems(exact=True), data=st.data())
 @quick
 def test_order_of_the_list_does_not_matter(
-    lazy: bool, problem: Problem, data: st.DataObject
+    family: Family, problem: Problem, data: st.DataObject
 ) -> None:
-    """To the last bit, where the sums are exact."""
+    """To the last bit, where the sums are exact; nor does the type of the indices."""
     order = np.array(data.draw(st.permutations(range(len(problem.indices)))), np.intp)
-    shuffled = Problem(
-        problem.w, problem.m, problem.v, problem.indices[order], problem.values[order]
-    )
-    for a, b in zip(problem.run(operator(lazy)), shuffled.run(operator(lazy)), strict=True):
+    indices = problem.indices[order].astype(np.int32)
+    shuffled = replace(problem, indices=indices, values=problem.values[order])
+    for a, b in zip(problem.run(family), shuffled.run(family), strict=True):
         assert_same_bits(a, b)
 
 
-@NESTEROV
+@EACH
 @given(problem=problems(exact=True))
 @example(problem=fixed(7, (3,), []))
 @quick
-def test_dense_equivalent_is_the_dense_step(nesterov: bool, problem: Problem) -> None:
-    found = problem.run(operator(lazy=False, nesterov=nesterov))
-    dense = problem.run_dense(ops.Adam(use_nesterov=nesterov), problem.rows.to_dense())
-    for name, a, b in zip(("w", "m", "v"), found, dense, strict=True):
-        assert_same_bits(a, b, name)
+def test_rows_take_the_dense_step(family: Family, problem: Problem) -> None:
+    """Those that occur or, where every row takes a step, all."""
+    assert_dense_step(family, problem, problem.run(family), problem.rows.to_dense())
 
 
-@NESTEROV
-@given(problem=problems(exact=True))
-@quick
-def test_lazy_is_the_dense_step_on_the_rows_that_occur(nesterov: bool, problem: Problem) -> None:
-    """Those rows to the last bit; the others are not touched."""
-    found = problem.run(operator(lazy=True, nesterov=nesterov))
-    dense = problem.run_dense(ops.Adam(use_nesterov=nesterov), problem.rows.to_dense())
-    present = np.isin(np.arange(problem.shape[0]), problem.indices)
-    old = (problem.w, problem.m, problem.v)
-    for name, a, b, before in zip(("w", "m", "v"), found, dense, old, strict=True):
-        assert_same_bits(a[present], b[present], name)
-        assert_same_bits(a[~present], before[~present], name)
+@EACH
+def test_several_steps(family: Family) -> None:
+    """Rows come and go; each step begins with the bits that the last one left."""
+    problem = fixed(30, (4,), [])
+    for step in range(5):
+        indices = np.random.default_rng(step).integers(0, 30, 20)
+        values = Problem.make(30, (4,), indices).values
+        problem = replace(problem, indices=indices, values=values)
+        found = problem.run(family)
+        assert_near_reference(family, problem, found)
+        w, *states = found
+        problem = replace(problem, w=w, **dict(zip(family.kinds, states, strict=True)))
 
 
 @given(problem=problems(exact=True))
@@ -200,11 +282,8 @@ def test_a_list_of_row_tensors_is_their_concatenation(problem: Problem, cut: flo
     assert_same_bits(whole, split)
 
 
-# nn with row-sparse gradients
-
-
-@OPERATORS
-@NESTEROV
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense_equivalent", "lazy"])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
 @given(problem=problems(exact=True))
 @quick
 def test_optimizers_take_the_operators_steps(lazy: bool, nesterov: bool, problem: Problem) -> None:
@@ -212,11 +291,11 @@ def test_optimizers_take_the_operators_steps(lazy: bool, nesterov: bool, problem
     cls = nn.LazyAdam if lazy else nn.Adam
     opt = cls([w], 0.01, 0.9, 0.99, 1e-3, use_nesterov=nesterov)
     expected = problem.w.copy(), np.zeros_like(w), np.zeros_like(w)
-    op = operator(lazy, nesterov)
+    op = (ops.FusedSparseLazyAdam if lazy else ops.FusedSparseAdam)(use_nesterov=nesterov)
     powers = [reference.beta_powers(beta, 3) for beta in (0.9, 0.99)]
     for powers_now in zip(*powers, strict=True):
         assert opt((problem.rows,)) == (True,)
-        op(*expected, *powers_now, *SCALARS[2:], problem.values, problem.indices)
+        op(*expected, *powers_now, *[*ADAM.values()][2:], problem.values, problem.indices)
     for name, a, b in zip("wmv", (w, *opt.moment1, *opt.moment2), expected, strict=True):
         assert_same_bits(a, b, name)
 
@@ -256,12 +335,12 @@ def test_several_tables_are_each_by_itself(how: str, options: dict[str, Any]) ->
         assert_same_bits(one.moment2[k], opt.moment2[0], f"moment2 of table {k}")
 
 
-def ordered_sums(problem: Problem) -> np.ndarray:
+def ordered_sums(problem: Problem, length: int = RANGE) -> np.ndarray:
     """The dense gradient, added in float32 in the documented order, row by row."""
     dense = np.zeros(problem.shape, np.float32)
     for row in np.unique(problem.indices):
         positions = np.flatnonzero(problem.indices == row)
-        ranges = positions // RANGE if len(positions) > HOT else np.zeros_like(positions)
+        ranges = positions // length if len(positions) > HOT else np.zeros_like(positions)
         sums = [
             np.add.accumulate(problem.values[positions[ranges == k]], axis=0)[-1]
             for k in np.unique(ranges)
@@ -270,11 +349,11 @@ def ordered_sums(problem: Problem) -> np.ndarray:
     return dense
 
 
-@OPERATORS
+@EACH
 @pytest.mark.parametrize("tail", [(), (3,), (32,), (200,)])
 @pytest.mark.parametrize("counts", [(511, 512, 513, 1), (1024, 1025, 3, 1), (9000, 2, 600, 5)])
 def test_hot_rows_are_summed_in_the_documented_order(
-    lazy: bool, tail: tuple[int, ...], counts: tuple[int, ...]
+    family: Family, tail: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
     """To the last bit, also for numbers whose sum depends on the order."""
     rng = np.random.default_rng(9)
@@ -282,39 +361,39 @@ def test_hot_rows_are_summed_in_the_documented_order(
     problem = Problem.make(9, tail, indices, exact=False, seed=10)
     sums = ordered_sums(problem)
     # The test would prove nothing if any order gave the same bits.
-    assert (
-        sums
-        != problem.values.dtype.type(0)
-        + reference.densify(indices[::-1], problem.values[::-1], problem.shape).astype(np.float32)
-    ).any()
-    found = problem.run(operator(lazy))
-    dense = problem.run_dense(ops.Adam(), sums)
-    present = np.isin(np.arange(9), indices) | (not lazy)
-    for name, a, b in zip(("w", "m", "v"), found, dense, strict=True):
-        assert_same_bits(a[present], b[present], name)
+    turned = reference.densify(indices[::-1], problem.values[::-1], problem.shape)
+    assert (sums != turned.astype(np.float32)).any()
+    found = problem.run(family)
+    assert_dense_step(family, problem, found, sums)
+    assert_near_reference(family, problem, found)
 
 
-@OPERATORS
+@pytest.mark.parametrize("n", [5_000, 300_000])
+def test_ranges_are_a_part_of_a_long_list(n: int) -> None:
+    """A 64th of it; one has none of the row."""
+    length = max(RANGE, -(-n // 64))
+    indices = np.where(np.random.default_rng(0).random(n) < 0.5, 1, 2)
+    indices[length : 2 * length] = 2
+    problem, family = Problem.make(4, (8,), indices, exact=False), FAMILIES["adam"]
+    assert_dense_step(family, problem, problem.run(family), ordered_sums(problem, length))
+
+
+@EACH
 @pytest.mark.parametrize("size", [8191, 8192, 30_000])
-def test_large_batches_meet_the_reference(lazy: bool, size: int) -> None:
+def test_large_batches_meet_the_reference(family: Family, size: int) -> None:
     """Either side of the size from which several threads sort."""
     indices = np.random.default_rng(11).integers(0, 20_000, size)
     problem = Problem.make(20_000, (4,), indices, exact=False, seed=12)
-    assert_near_reference(problem, problem.run(operator(lazy)), lazy, nesterov=False)
+    assert_near_reference(family, problem, problem.run(family))
 
 
-@OPERATORS
+@EACH
 @pytest.mark.parametrize("gap", range(1, 12))
-@pytest.mark.parametrize("width", [1, 7, 64])
-def test_gaps_between_rows(lazy: bool, gap: int, width: int) -> None:
+def test_gaps_between_rows(family: Family, gap: int) -> None:
     # pytorch#62135: a wrong result for one small gap only.
-    indices = np.arange(0, 600, gap)
-    problem = Problem.make(600, (width,), indices, exact=True, seed=13)
-    found = problem.run(operator(lazy))
-    dense = problem.run_dense(ops.Adam(), problem.rows.to_dense())
-    present = np.isin(np.arange(600), indices) | (not lazy)
-    for a, b in zip(found, dense, strict=True):
-        assert_same_bits(a[present], b[present])
+    for width in (1, 7, 64):
+        problem = Problem.make(600, (width,), np.arange(0, 600, gap), seed=13)
+        assert_dense_step(family, problem, problem.run(family), problem.rows.to_dense())
 
 
 # Which rows change
@@ -325,55 +404,35 @@ def test_row_whose_values_sum_to_zero_is_updated(occurrences: int) -> None:
     """DeepSpeed#8504: its moments decay and move it, as with an explicit zero gradient."""
     ones = np.ones((1, 2), np.float32)
     values = np.concatenate([ones, -ones]) if occurrences == 2 else 0 * ones
-    problem = fixed(4, (2,), [2] * occurrences)
-    found = Problem(problem.w, problem.m, problem.v, problem.indices, values).run(
-        operator(lazy=True)
-    )
-    for array, before in zip(found, (problem.w, problem.m, problem.v), strict=True):
+    problem, family = replace(fixed(4, (2,), [2] * occurrences), values=values), FAMILIES["adam"]
+    for array, before in zip(problem.run(family), problem.variables(family), strict=True):
         assert (array[2] != before[2]).all()
         assert_same_bits(np.delete(array, 2, 0), np.delete(before, 2, 0))
 
 
-@given(problem=problems(exact=True))
-@quick
-def test_absent_rows_move_in_dense_equivalent_mode(problem: Problem) -> None:
-    absent = ~np.isin(np.arange(problem.shape[0]), problem.indices)
-    w, m, v = problem.run(operator(lazy=False))
-    assert (m[absent] != problem.m[absent]).all()
-    assert (v[absent] < problem.v[absent]).all()
-    moved = np.abs(problem.m[absent]) > 1e-3  # by more than the rounding of w
-    assert (w[absent][moved] != problem.w[absent][moved]).all()
+@EACH
+def test_duplicates_are_not_applied_one_after_the_other(family: Family) -> None:
+    """MindSpore's SparseApplyFtrl does so on the CPU; its square of a sum is another number."""
+    problem = fixed(3, (2,), [1, 1])
+    merged, apart = problem.run(family), problem.variables(family)
+    for k in range(2):
+        family.rows(*apart, problem.values[k : k + 1], problem.indices[k : k + 1])
+    square = 1 + family.kinds.index("squares")
+    assert np.abs(merged[square][1] - apart[square][1]).min() > 1e-3
 
 
-@pytest.mark.parametrize("cls", [nn.Adam, nn.LazyAdam, nn.AdamOffload])
-@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
-@given(problem=problems(exact=True))
-@quick
-def test_coupled_decay_once_a_row(cls: type, how: str, problem: Problem) -> None:
-    """Lazy: rows that occur, once each. Dense-equivalent: every row."""
-    decay, scale = 0.25, 2.0  # exact, like the sums
-    w = problem.w.copy()
-    opt = cls([w], 0.01, 0.9, 0.99, 1e-3, weight_decay=decay, loss_scale=scale, sparse_update=how)
-    opt((problem.rows,))
-    dense = problem.w.copy()
-    other = nn.Adam([dense], 0.01, 0.9, 0.99, 1e-3, weight_decay=decay, loss_scale=scale)
-    other((problem.rows.to_dense(),))
-    present = np.isin(np.arange(problem.shape[0]), problem.indices) | (how == "dense_equivalent")
-    assert_same_bits(w[present], dense[present])
-    assert_same_bits(opt.moment1[0][present], other.moment1[0][present])
-    assert_same_bits(w[~present], problem.w[~present])
-
-
-@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
-@given(problem=problems(exact=True))
-@quick
-def test_decoupled_decay_once_a_row(how: str, problem: Problem) -> None:
-    w, dense = problem.w.copy(), problem.w.copy()
-    nn.AdamWeightDecay([w], 0.01, weight_decay=0.3, sparse_update=how)((problem.rows,))
-    nn.AdamWeightDecay([dense], 0.01, weight_decay=0.3)((problem.rows.to_dense(),))
-    present = np.isin(np.arange(problem.shape[0]), problem.indices) | (how == "dense_equivalent")
-    assert_same_bits(w[present], dense[present])
-    assert_same_bits(w[~present], problem.w[~present])
+@EACH
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_element(family: Family, bad: float) -> None:
+    """One occurrence of a row is enough; other elements do not see it."""
+    problem = fixed(6, (3,), [4, 1, 4, 2])
+    values = problem.values.copy()
+    values[2, 1] = bad
+    clean, spoiled = problem.run(family), replace(problem, values=values).run(family)
+    assert not np.isfinite(spoiled[0][4, 1]) and not np.isfinite(spoiled[1][4, 1])
+    for a, b in zip(spoiled, clean, strict=True):
+        a[4, 1] = b[4, 1] = 0.0
+        assert_same_bits(a, b)
 
 
 # Storage types
@@ -403,6 +462,30 @@ def test_storage_types(parameter: Any, gradient: Any, how: str) -> None:
     assert_same_bits(opt.moment1[0][present], other.moment1[0][present])
     assert_same_bits(opt.moment2[0][present], other.moment2[0][present])
     assert (w != problem.w.astype(parameter)).any()
+
+
+OF_ALL_TYPES = {
+    "ftrl": ftrl(ops.SparseApplyFtrl),
+    "ftrl of another power": ftrl(ops.SparseApplyFtrl, lr_power=-0.3),
+    "ftrl of power 0": ftrl(ops.SparseApplyFtrl, lr_power=0.0),
+    "proximal": proximal(ops.SparseApplyProximalAdagrad),
+}
+
+
+def test_every_row_operator_is_tested() -> None:
+    found = {family.operator.__name__ for family in (*FAMILIES.values(), *OF_ALL_TYPES.values())}
+    assert found == ROW_OPERATORS.keys()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float64, np.float32], ids=str)
+@pytest.mark.parametrize("family", OF_ALL_TYPES.values(), ids=OF_ALL_TYPES)
+def test_storage_types_of_operators(family: Family, dtype: Any) -> None:
+    """Sums in the type of the arithmetic, one rounding at the store: the bits of a dense step."""
+    indices = np.random.default_rng(3).integers(0, 20, 60)
+    problem = Problem.make(20, (5,), indices, dtype=dtype)
+    merged = reference.densify(indices, problem.values, (20, 5))
+    assert np.array_equal(merged, merged.astype(dtype).astype(float))
+    assert_dense_step(family, problem, problem.run(family), merged.astype(dtype))
 
 
 def test_16_bit_rows_are_summed_in_float32() -> None:

@@ -134,7 +134,7 @@ def test_none_skips_a_parameter_and_its_count(form: str) -> None:
     assert state["global_step"].tolist() == [len(patterns)]
 
 
-# Of the rules themselves it is in test_bits_elementwise.py.
+# Of the rules themselves it is in test_bits.py.
 @pytest.mark.parametrize("form", [f if f in ONE_OF_EACH else more(f) for f in FORMS])
 def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> None:
     """To the last bit: what is compiled for the call must not show in its result."""

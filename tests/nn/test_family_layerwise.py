@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from fusestep import nn
 
 import reference_layerwise as reference
-from helpers import BF16, STORAGE_DTYPES, assert_same_bits, more, typed
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits, at_once, more, typed
 from optimizers import BY_NAME, FORMS, ONE_OF_EACH, gradients, make, parameters, states
 from subprocesses import output_of
 
@@ -295,27 +293,6 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 
 
 # Locking
-
-
-def at_once(calls: list[Callable[[], Any]]) -> None:
-    """Run the calls on a thread each; what they raise is raised here."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(calls))
-
-    def work(call: Callable[[], Any]) -> None:
-        barrier.wait()
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 LOCKING = ("Momentum", "SGD-momentum", "RMSProp-both", "FTRL", "Lamb", "LARS", "AdaFactor")

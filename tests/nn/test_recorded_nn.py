@@ -1,4 +1,8 @@
-"""Optimizers against runs of MindSpore, and row-wise Adagrad against runs of FBGEMM."""
+"""Optimizers against runs of MindSpore, and those that it does not have against runs of others.
+
+What runs of PyTorch and others say of optimizers that MindSpore has too, the references must meet,
+in test_references.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from fusestep import nn
 import recorded
 import recorded_nn
 import recorded_quirks
+import recorded_torch
 import reference
 import reference_elementwise as elementwise
 from helpers import assert_same_bits
@@ -302,3 +307,46 @@ def test_what_the_run_tells_apart() -> None:
         assert (RUN[f"{mode}/w"][-1][untouched] == RUN["w0"][untouched]).all()
     for one, other in (("none", "l2"), ("none", "decouple"), ("l2", "decouple")):
         assert np.abs(RUN[f"{one}/w"][-1] - RUN[f"{other}/w"][-1]).max() > 1e-3
+
+
+# Lion of optax, Adan of pytorch_optimizer
+
+# How each is made; its states by their recorded names, with the sign in which they were recorded;
+# how many roundings of what they have been the elements of a state may hold, where they cancel.
+OF_OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[str, int]], dict[str, float]]] = {
+    "optax_lion": (
+        lambda p: nn.Lion(p, 0.01, weight_decay=0.1),
+        {"mu": ("exp_avg.p", 1)},
+        {"mu": 2.0},  # optax rounds 1 - beta2 once, here it is the difference of float32 numbers
+    ),
+    "po_adan": (
+        lambda p: nn.Adan(p, 0.01, weight_decay=0.1),
+        {
+            **{name: (f"{name}.p", 1) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")},
+            "previous_grad": ("previous_grad.p", -1),
+        },
+        {"exp_avg": 1.0, "exp_avg_diff": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_steps_are_those_of_other_systems(name: str) -> None:
+    """Parameters and states after each step."""
+    make, states, cancelling = OF_OTHERS[name]
+    run = recorded_torch.runs()[name]
+    params = [nn.Parameter(x.weights[0].copy(), f"p{i}") for i, x in enumerate(run.traces)]
+    opt = make(params)
+    for t in range(1, run.steps + 1):
+        opt(recorded_torch.gradients(run, t))
+        held = opt.state_dict()
+        for i, (p, trace) in enumerate(zip(params, run.traces, strict=True)):
+            assert_close_recorded(p.data, trace.weights[t], np.float32, f"p{i} after step {t}")
+            assert states.keys() == trace.states.keys() - {"step"}
+            for entry, (ours, sign) in states.items():
+                past = trace.states[entry][:t]
+                reached = cancelling.get(entry, 0.0) * np.abs(past[:-1]).max(0, initial=0.0)
+                label = f"{entry} of p{i} after step {t}"
+                assert_close_recorded(
+                    sign * held[f"{ours}{i}"], past[-1], np.float32, label, reached
+                )

@@ -6,7 +6,6 @@ What it shares with the operators is tested with them: see `ADAM_UPDATE` in oper
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +16,7 @@ from faults import FAULTS, frozen, strided
 from fusestep import nn
 from fusestep.ops import RowTensor, adam_update
 
-from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
+from helpers import STORAGE_DTYPES, assert_same_bits, at_once, refused, unchanged
 from operators import ADAM_UPDATE
 
 F32 = np.dtype(np.float32)
@@ -212,11 +211,7 @@ def test_locked_calls_are_serialised() -> None:
             adam_update(w, g, mean, var, out=w, epsilon=1.0, use_locking=True, **options)
 
     # The first moment stays, the weight counts the updates: 1 / (1 + 1) each.
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once([work] * threads)
     assert np.unique(w).tolist() == [-0.5 * threads * times]
 
 

@@ -12,30 +12,10 @@ import pytest
 from fusestep import nn, ops
 from fusestep.ops.runtime import launch, locks
 
+from helpers import at_once
 from subprocesses import output_of
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
-
-
-def hammer(calls):
-    """Run the calls at once, each on a thread of its own; errors of threads are raised here."""
-    errors = []
-    barrier = threading.Barrier(len(calls))
-
-    def work(call):
-        barrier.wait()
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def tables(n, d):
@@ -70,7 +50,7 @@ def test_lazy_calls_on_overlapping_rows_lose_nothing(d):
         for rows in mine:
             op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
 
-    hammer([lambda mine=mine: work(mine) for mine in lists])
+    at_once([lambda mine=mine: work(mine) for mine in lists])
     # All updates are equal, so every serial order gives the same rows: those after
     # counts[row] updates.
     for actual, expected in zip((var, m, v), apply_serially(counts, d), strict=True):
@@ -87,7 +67,7 @@ def test_lazy_calls_on_disjoint_rows():
         for _ in range(100):
             op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
 
-    hammer([lambda t=t: work(t) for t in range(n_threads)])
+    at_once([lambda t=t: work(t) for t in range(n_threads)])
     expected = apply_serially(np.full(n, 100), d)
     for actual, wanted in zip((var, m, v), expected, strict=True):
         np.testing.assert_array_equal(actual, wanted)
@@ -113,7 +93,7 @@ def test_ftrl_rows_see_some_serial_order():
     assert (one[0, 2:4] != other[0, 2:4]).any(axis=1).all()
     for _ in range(50):
         arrays = tables(n, d)
-        hammer([lambda call=call, a=arrays: op(*a, *call) for call in (first, second)])
+        at_once([lambda call=call, a=arrays: op(*a, *call) for call in (first, second)])
         # Parameter and states of a row are those of the same order.
         equal = [(np.stack(arrays) == wanted).all(axis=(0, 2)) for wanted in (one, other)]
         assert (equal[0] | equal[1]).all()
@@ -135,7 +115,7 @@ def test_mixing_lazy_with_dense_calls():
         for _ in range(80):
             dense(var, m, v, *HP, np.full((n, d), 0.5, np.float32))
 
-    hammer([lambda: run(lazy, half), lambda: run(sweep, all_rows), run_dense] * 2)
+    at_once([lambda: run(lazy, half), lambda: run(sweep, all_rows), run_dense] * 2)
     counts = np.full(n, 4 * 80)
     counts[half] += 2 * 80
     for actual, wanted in zip((var, m, v), apply_serially(counts, d), strict=True):
@@ -157,7 +137,7 @@ def test_dense_calls_are_serialised_as_a_whole():
     assert first[0] != second[0]
     for _ in range(20):
         arrays = [np.full(n, x, np.float32) for x in (1.0, 0.1, 0.2)]
-        hammer(
+        at_once(
             [
                 lambda g=g, arrays=arrays: dense(*arrays, *HP, np.full(n, g, np.float32))
                 for g in (3.0, -1.0)
@@ -180,7 +160,7 @@ def test_views_of_one_buffer_exclude_each_other():
         for _ in range(100):
             op(*arrays, *HP, g, rows)
 
-    hammer([lambda: run((var, m, v)), lambda: run(narrow)] * 2)
+    at_once([lambda: run((var, m, v)), lambda: run(narrow)] * 2)
     for actual, wanted in zip((var, m, v), apply_serially(np.full(n, 400), d), strict=True):
         np.testing.assert_array_equal(actual, wanted)
 
@@ -190,7 +170,7 @@ def test_optimizer_counters_and_rows():
     table = np.ones((n, d), np.float32)
     opt = nn.LazyAdam([table], 0.01, use_locking=True)
     gradient = nn.RowTensor(np.arange(n), np.full((n, d), 0.5, np.float32), (n, d))
-    hammer([lambda: [opt((gradient,)) for _ in range(n_calls)]] * n_threads)
+    at_once([lambda: [opt((gradient,)) for _ in range(n_calls)]] * n_threads)
     assert opt.global_step[0] == n_threads * n_calls
     # Every step has its own bias correction: calls must run in the order in which they took
     # their numbers, or the weights are those of no serial order.
@@ -217,7 +197,7 @@ def test_without_locking_memory_is_safe():
             rows = rng.integers(0, n, 200)
             op(var, m, v, *HP, rng.standard_normal((200, d)).astype(np.float32), rows)
 
-    hammer([lambda s=s: work(lazy if s % 2 else sweep, s) for s in range(8)])
+    at_once([lambda s=s: work(lazy if s % 2 else sweep, s) for s in range(8)])
     for buffer in buffers:
         assert (buffer[:guard] == 7).all()
         assert (buffer[-guard:] == 7).all()

@@ -58,12 +58,6 @@ def assert_norm(gradients: Any, rel: float = 1e-12) -> float:
     return found
 
 
-@EACH_DTYPE
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (1_003,), (3, 4, 5), (140_000,)], ids=str)
-def test_norm_of_one_dense_gradient(shape: tuple[int, ...], dtype: np.dtype) -> None:
-    assert_norm([dense(shape, dtype)])
-
-
 def test_norm_of_nothing() -> None:
     assert ops.global_norm([]) == 0.0
     assert ops.global_norm(()) == 0.0
@@ -113,20 +107,6 @@ def test_forms_of_rows() -> None:
         assert_same_bits(clipped.indices, expected.indices)
         assert_same_bits(clipped.values, expected.values)
         assert clipped.shape == expected.shape
-
-
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
-@given(data=st.data())
-def test_norm_of_any_rows(data: st.DataObject) -> None:
-    """Any order, any number of duplicates, any width: the norm of the dense gradient."""
-    n = data.draw(st.integers(1, 40))
-    tail = data.draw(st.sampled_from([(), (1,), (3,), (17,), (2, 5), (0,)]))
-    indices = data.draw(st.lists(st.integers(0, n - 1), max_size=60))
-    dtype = data.draw(st.sampled_from(STORAGE_DTYPES))
-    gradient = rows(indices, tail, n, dtype, seed=len(indices))
-    found = assert_norm([gradient])
-    as_dense = [wide(gradient.to_dense())] if dtype != BF16 else plain([gradient])
-    assert found == pytest.approx(layerwise.global_norm(as_dense), rel=1e-12)
 
 
 @EACH_DTYPE
@@ -256,15 +236,89 @@ def assert_clipped(gradients: Any, found: Any, factor: float) -> None:
         assert (np.abs(wide(new) - expected) <= np.maximum(allowed, 6e-8)).all()
 
 
-@pytest.mark.parametrize("clip_norm", [0.5, 1.0, 250.0, 3])
-def test_clipping_above_the_limit(clip_norm: float) -> None:
-    gradients = mixture(10.0)
-    norm = ops.global_norm(gradients)
-    assert norm > 251
+def values_of(gradients: Any) -> list[np.ndarray]:
+    return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
+
+
+def check(
+    gradients: list[Any], limit: float, known: float | None = None, *, exact: bool = True
+) -> None:
+    """Gradients that are clipped anew, and in place, by their own norm or by a known one.
+
+    Where sums of rows are not exact, their own norm is taken from `ops.global_norm`.
+    """
+    __tracebackhide__ = True
+    norm = known
+    if known is None:
+        norm = assert_norm(gradients) if exact else ops.global_norm(gradients)
     with unchanged([g for g in gradients if g is not None]):
-        found = ops.clip_by_global_norm(gradients, clip_norm)
-    assert_clipped(gradients, found, clip_norm / norm)
-    assert ops.global_norm(list(found)) == pytest.approx(clip_norm, rel=1e-3)
+        found = ops.clip_by_global_norm(gradients, limit, known)
+    assert_clipped(gradients, found, limit / max(norm, limit))
+    if norm <= limit:
+        for new, old in zip(values_of(found), values_of(gradients), strict=True):
+            assert_same_bits(new, old)
+    with unchanged([g.indices for g in gradients if isinstance(g, ops.RowTensor)]):
+        same = ops.clip_by_global_norm(gradients, limit, known, in_place=True)
+    assert type(same) is tuple and all(a is b for a, b in zip(same, gradients, strict=True))
+    for ours, other in zip(values_of(same), values_of(found), strict=True):
+        assert_same_bits(ours, other)
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> list[Any]:
+    """Of any kinds, dtypes and widths; rows in any order, with any number of duplicates."""
+    found: list[Any] = []
+    for seed in range(draw(st.integers(0, 6))):
+        dtype, kind = draw(st.sampled_from(STORAGE_DTYPES)), draw(st.integers(0, 4))
+        if kind == 0:
+            found.append(None)
+        elif kind <= 2:
+            shape = draw(st.sampled_from([(), (0,), (1,), (17,), (300,), (1_003,), (3, 4, 5)]))
+            found.append(dense(shape, dtype, seed))
+        else:
+            n = draw(st.integers(1, 40))
+            tail = draw(st.sampled_from([(), (1,), (3,), (17,), (2, 5), (0,)]))
+            indices = draw(st.lists(st.integers(0, n - 1), max_size=60))
+            found.append(rows(indices, tail, n, dtype, seed))
+    return found
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    gradients=lists(),
+    limits=st.lists(st.floats(1e-3, 30.0), min_size=1, max_size=3),
+    known=st.none() | st.sampled_from([0.0, 0.5, 8.0, 900.0]),
+)
+def test_any_gradients(gradients: list[Any], limits: list[float], known: float | None) -> None:
+    """Clipped again and again."""
+    for k, limit in enumerate(limits):
+        check(gradients, limit, known, exact=k == 0)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("sizes", [(140_000,), (70_001,), (0, 5), (3, 0, 17, 40_000, 1)], ids=str)
+def test_dense_gradients(sizes: Any, dtype: np.dtype) -> None:
+    gradients = [dense(size, dtype, seed) for seed, size in enumerate(sizes)]
+    expected = layerwise.clip_by_global_norm(plain(gradients), 0.7)
+    check(gradients, 0.7)
+    for new, wanted in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(wide(new), wanted, rtol=2 * EPSILON[dtype] + 3e-7, atol=6e-8)
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1.0, 3, 250.0])
+@pytest.mark.parametrize("use_norm", [None, 0.0, 0.5, 2.0, 8.0, 900.0])
+def test_a_mixture(clip_norm: float, use_norm: float | None) -> None:
+    """Above the limit, or of a norm that counts, whatever their own is."""
+    check(mixture(10.0), clip_norm, use_norm)
+    if use_norm is None:
+        found = ops.clip_by_global_norm(mixture(10.0), clip_norm)
+        assert ops.global_norm(list(found)) == pytest.approx(clip_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [np.float64(8.0), np.array([8.0])], ids=type)
+def test_forms_of_a_known_norm(value: Any) -> None:
+    (found,) = ops.clip_by_global_norm([np.ones(3, np.float32)], 2.0, value)
+    assert found.tolist() == [0.25] * 3
 
 
 def test_default_limit_is_one() -> None:
@@ -277,13 +331,7 @@ def test_clipping_below_the_limit_copies(excess: float) -> None:
     """On the limit too: every bit stays, negative zeros and subnormal numbers included."""
     gradients = mixture()
     gradients[0].flat[:3] = -0.0, 1e-42, -1e-42
-    limit = ops.global_norm(gradients) + excess
-    found = ops.clip_by_global_norm(gradients, limit)
-    assert_clipped(gradients, found, 1.0)
-    for old, new in zip(gradients, found, strict=True):
-        if old is not None:
-            arrays = [g.values if isinstance(g, ops.RowTensor) else g for g in (old, new)]
-            assert_same_bits(arrays[1], arrays[0])
+    check(gradients, ops.global_norm(gradients) + excess)
 
 
 def test_rows_stay_unmerged() -> None:
@@ -296,14 +344,6 @@ def test_rows_stay_unmerged() -> None:
     np.testing.assert_allclose(found.values[:, 0], [0.75, 1.0, 0.25], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("use_norm", "factor"), [(0.0, 1.0), (0.5, 1.0), (2.0, 1.0), (8.0, 0.25)])
-def test_a_known_norm(use_norm: float, factor: float) -> None:
-    """It counts, whatever the gradients' own norm is; 0 and a NumPy scalar are norms too."""
-    gradients = mixture(5.0)
-    for value in (use_norm, np.float64(use_norm), np.array([use_norm])):
-        assert_clipped(gradients, ops.clip_by_global_norm(gradients, 2.0, value), factor)
-
-
 def test_the_norm_that_was_measured_can_be_handed_over() -> None:
     """Whatever its size: float32 gradients have norms that are no float32 numbers."""
     for x in (1.0, 3e38):
@@ -313,14 +353,14 @@ def test_the_norm_that_was_measured_can_be_handed_over() -> None:
         assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_norm_that_is_not_finite_makes_nan(bad: float) -> None:
+def test_norm_that_is_not_finite_makes_nan(bad: float, in_place: bool) -> None:
     """Zeros too: no gradient passes for a clipped one."""
     gradients = [np.array([0.0, bad, 1.0], np.float32), rows([1, 1]), None, dense((2,), BF16)]
-    found = ops.clip_by_global_norm(gradients, 1.0)
+    found = ops.clip_by_global_norm(gradients, 1.0, in_place=in_place)
     assert found[2] is None
-    for g in (found[0], found[1].values, found[3]):
-        assert np.isnan(wide(g)).all()
+    assert all(np.isnan(wide(values)).all() for values in values_of(found))
     assert found[1].indices.tolist() == [1, 1]
 
 
@@ -331,66 +371,7 @@ def test_nothing_to_clip() -> None:
     assert_same_bits(found, np.zeros(3, np.float32))
 
 
-def test_clipping_against_the_reference() -> None:
-    gradients = [dense((20, 3)), rows([1, 1, 4]), dense(5, np.float64)]
-    found = ops.clip_by_global_norm(gradients, 0.7)
-    expected = layerwise.clip_by_global_norm(plain(gradients), 0.7)
-    for new, wanted in zip(plain(found), expected, strict=True):
-        a, b = (x[1] if isinstance(x, tuple) else x for x in (new, wanted))
-        np.testing.assert_allclose(a, b, rtol=3e-7)
-
-
 # In place
-
-
-def values_of(gradients: Any) -> list[np.ndarray]:
-    return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("sizes", [(70_001,), (1,), (), (0, 5), (3, 0, 17, 40_000, 1)], ids=str)
-def test_in_place_every_element_is_the_reference(sizes: Any, dtype: np.dtype) -> None:
-    gradients = [dense(size, dtype, seed) for seed, size in enumerate(sizes)]
-    before = [wide(g) for g in gradients]
-    limit = 0.3 * layerwise.global_norm(before) or 1.0
-    found = ops.clip_by_global_norm(gradients, limit, in_place=True)
-    assert type(found) is tuple and all(a is b for a, b in zip(found, gradients, strict=True))
-    for new, wanted in zip(gradients, layerwise.clip_by_global_norm(before, limit), strict=True):
-        allowed = np.abs(wanted) * (EPSILON[dtype] + 1e-7 * (dtype != np.float64))
-        assert (np.abs(wide(new) - wanted) <= np.maximum(allowed, 6e-8)).all()
-
-
-@pytest.mark.parametrize("use_norm", [None, 900.0])
-@pytest.mark.parametrize("clip_norm", [0.5, 250.0])
-def test_in_place_has_the_bits_of_new_gradients(clip_norm: float, use_norm: float | None) -> None:
-    """All kinds and dtypes; the objects themselves come back."""
-    gradients = mixture(10.0)
-    expected = ops.clip_by_global_norm(gradients, clip_norm, use_norm)
-    indices = [g.indices for g in gradients if isinstance(g, ops.RowTensor)]
-    with unchanged(indices):
-        found = ops.clip_by_global_norm(gradients, clip_norm, use_norm, in_place=True)
-    assert all(a is b for a, b in zip(found, gradients, strict=True))
-    for ours, other in zip(values_of(found), values_of(expected), strict=True):
-        assert_same_bits(ours, other)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(data=st.data())
-def test_in_place_any_gradients(data: st.DataObject) -> None:
-    """Random lists, scaled again and again: what new gradients would be, in every bit."""
-    gradients: list[Any] = []
-    for seed in range(data.draw(st.integers(0, 6))):
-        dtype = data.draw(st.sampled_from(STORAGE_DTYPES))
-        if data.draw(st.booleans()):
-            gradients.append(dense(data.draw(st.integers(0, 300)), dtype, seed))
-        else:
-            some = data.draw(st.lists(st.integers(0, 9), max_size=20))
-            gradients.append(rows(some, (data.draw(st.integers(1, 9)),), dtype=dtype, seed=seed))
-    for limit in data.draw(st.lists(st.floats(1e-3, 30.0), min_size=1, max_size=3)):
-        expected = ops.clip_by_global_norm(gradients, limit)
-        ops.clip_by_global_norm(gradients, limit, in_place=True)
-        for ours, other in zip(values_of(gradients), values_of(expected), strict=True):
-            assert_same_bits(ours, other)
 
 
 @pytest.mark.parametrize("excess", [0.0, 1.0])
@@ -412,14 +393,6 @@ def test_in_place_within_the_limit_nothing_is_written(excess: float) -> None:
         ops.clip_by_global_norm(gradients, limit, limit, in_place=True)
     finally:
         protect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_in_place_a_norm_that_is_not_finite_makes_nan(bad: float) -> None:
-    gradients = [np.array([0.0, bad, 1.0], np.float32), rows([1, 1]), None, dense((2,), BF16)]
-    ops.clip_by_global_norm(gradients, 1.0, in_place=True)
-    for values in values_of(gradients):
-        assert np.isnan(wide(values)).all()
 
 
 def test_in_place_of_parameters_and_nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import reference_mxnet
-from recorded import DATA, assert_close_recorded
+from recorded import DATA
 from reference_mxnet import Gradient, Hyper, Optimizer, Schedule
 
 # What `Hyper` calls otherwise, and what is no argument of a step.
@@ -24,7 +24,7 @@ STATES = ("m", "v", "w32")
 # master copy; equal ids are summed, where MXNet makes one step each, or has them race.
 HALF = {"mx191_f16_nomp", "mx200b1_f16_nomp"}
 DUPLICATES = {"mx191_rsp_lazy_dup", "mx200b1_rsp_lazy_dup"}
-# Elements of all sizes, each of which is compared on its own scale.
+# Elements of all sizes.
 SPREAD = {
     f"{version}_dense_special{kind}" for version in ("mx191", "mx200b1") for kind in ("", "_clip")
 }
@@ -154,22 +154,6 @@ def flushed(run: Run, entry: str, t: int, found: np.ndarray) -> np.ndarray:
     assert abs(found[element]) < np.finfo(np.float32).tiny
     found[element] = 0
     return found
-
-
-def assert_each_close(
-    actual: np.ndarray, expected: np.ndarray, label: str, reached: Any = 0.0
-) -> None:
-    """Every element on its own scale, for arrays whose elements are of all sizes.
-
-    Subnormal numbers of a type may be off by a few units, which are few bits of theirs.
-    """
-    __tracebackhide__ = True
-    reached = np.broadcast_to(reached, expected.shape)
-    unit = float(np.finfo(expected.dtype).smallest_subnormal)
-    for place in np.ndindex(expected.shape):
-        found, wanted = actual[place], expected[place]
-        if not abs(float(found) - float(wanted)) <= 2 * unit:
-            assert_close_recorded(found, wanted, expected.dtype, f"{label}{place}", reached[place])
 
 
 def _by_index(table: dict[str, float]) -> dict[int | str, float]:

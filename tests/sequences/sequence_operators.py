@@ -156,7 +156,9 @@ def _check(operator: Operator, given: dict[str, Any], made: Any = None) -> Check
     """Against the float64 reference; sums of thousands of rows are left to other tests."""
     if operator.name == LARS_UPDATE.name or len(given.get("indices", ())) > 1_000:
         return None
-    step = _reference_of(operator, given, made or {})
+    real = np.float64 if given[operator.variables[0]].dtype == F64 else np.float32
+    known = known_scalars(operator, given, made or {}, real)
+    step = partial(_REFERENCES[operator.name], **known)
 
     def check(before: Sequence[np.ndarray]) -> None:
         n = len(operator.variables)
@@ -175,25 +177,6 @@ def _check(operator: Operator, given: dict[str, Any], made: Any = None) -> Check
             assert_near(given[name], exact, tolerance, name)
 
     return check
-
-
-def _reference_of(operator: Operator, given: dict[str, Any], made: dict[str, Any]) -> Any:
-    if "Adam" not in operator.name:
-        known = known_scalars(operator, given, made)
-        return partial(_REFERENCES[operator.name], **known)
-    real = np.float64 if given[operator.variables[0]].dtype == F64 else np.float32
-    known = {name: given[name] for name in operator.scalars}
-    # Published with constants.
-    known = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, **known}
-    hp = reference.adam_scalars(**known, real=real)
-    steps = {
-        "AdamWeightDecay": reference.adam_weight_decay,
-        "AdamNoUpdateParam": lambda _, g, m, v, hp: reference.adam_delta(g, m, v, hp),
-        "ApplyAdamWithAmsgrad": reference.adam_amsgrad,
-        "ApplyAdamWithAmsgradV2": reference.adam_amsgrad,
-    }
-    step = steps.get(operator.name, reference.adam)
-    return lambda *arrays: step(*arrays, hp)
 
 
 def _function(name: str, rng: np.random.Generator, memory: Memory) -> Call:

@@ -1,85 +1,137 @@
-"""One rule gives equal bits in every loop: dense, rows, sweeps, spans, serial and parallel."""
+"""One rule gives equal bits in every loop: dense, rows and sweeps, of every storage and place."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from fusestep import nn, ops, set_num_threads
+from fusestep import nn, ops
 
-HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
-
-
-def state(shape, seed=0):
-    rng = np.random.default_rng(seed)
-    var, m, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
-    return var, m, np.abs(v)
-
-
-@pytest.mark.parametrize("use_nesterov", [False, True])
-@pytest.mark.parametrize("d", [1, 2, 3, 7, 8, 16, 31, 64, 100, 2_000])
-def test_dense_lazy_and_sweep_agree(d, use_nesterov):
-    n = max(3, 4_000 // d)
-    gradient = np.random.default_rng(1).standard_normal((n, d)).astype(np.float32)
-    dense, lazy, sweep = state((n, d)), state((n, d)), state((n, d))
-    ops.Adam(use_nesterov=use_nesterov)(*dense, *HP, gradient)
-    order = np.random.default_rng(2).permutation(n)
-    ops.FusedSparseLazyAdam(use_nesterov=use_nesterov)(*lazy, *HP, gradient[order], order)
-    ops.FusedSparseAdam(use_nesterov=use_nesterov)(*sweep, *HP, gradient[order], order)
-    for a, b, c in zip(dense, lazy, sweep, strict=True):
-        assert a.tobytes() == b.tobytes()
-        assert a.tobytes() == c.tobytes()
+from helpers import BF16, assert_same_bits, sampled
+from operators import OPERATORS
+from rule_cases import CASES as OTHERS
+from rule_cases import LARS, NEUTRAL, OPTIMIZER, real_of, run_dense, run_rows
+from subprocesses import output_of
+from test_rules import MASTERS, RULES, samples, scalars
 
 
-@pytest.mark.parametrize("use_nesterov", [False, True])
-def test_absent_rows_take_the_step_of_a_zero_gradient(use_nesterov):
-    """The block that reads no gradient against the block that reads zeros."""
-    n, d = 1_500, 33
-    rows = np.array([3, 700, 701, 1_499])
-    values = np.random.default_rng(1).standard_normal((4, d)).astype(np.float32)
-    sweep, dense = state((n, d)), state((n, d))
-    ops.FusedSparseAdam(use_nesterov=use_nesterov)(*sweep, *HP, values, rows)
-    gradient = np.zeros((n, d), np.float32)
-    gradient[rows] = values
-    ops.Adam(use_nesterov=use_nesterov)(*dense, *HP, gradient)
-    for a, b in zip(sweep, dense, strict=True):
-        assert a.tobytes() == b.tobytes()
+def of_adam(name: str) -> Any:
+    """A rule of Adam's family in the form of the others."""
+    rule, *_ = RULES[name]
+    return SimpleNamespace(
+        rule=rule,
+        hp=lambda real: scalars(name, real)[0],
+        samples=lambda n, seed: samples(n, len(rule.states), seed),
+    )
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3, 5])
-@pytest.mark.parametrize("n", [1, 7, 33, 1_003, 40_000])
-def test_alignment_and_place_do_not_matter(offset, n):
-    """Vector bodies, scalar tails and unaligned beginnings."""
-    whole = state((n,))
-    gradient = np.random.default_rng(1).standard_normal(n).astype(np.float32)
-    shifted = []
-    for array in whole:
-        room = np.empty(n + 8, np.float32)
-        room[offset : offset + n] = array
-        shifted.append(room[offset : offset + n])
-    single = [a.copy() for a in whole]
-    ops.Adam()(*whole, *HP, gradient)
-    ops.Adam()(*shifted, *HP, gradient)
-    for i in range(0, n, max(1, n // 50)):
-        ops.Adam()(*(a[i : i + 1] for a in single), *HP, gradient[i : i + 1])
-        for a, b in zip(whole, single, strict=True):
-            assert a[i : i + 1].tobytes() == b[i : i + 1].tobytes()
-    for a, b in zip(whole, shifted, strict=True):
-        assert a.tobytes() == b.tobytes()
+CASES: dict[str, Any] = {**OTHERS, **{n: of_adam(n) for n in RULES if n not in MASTERS}}
+EACH = pytest.mark.parametrize("name", CASES)
+F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
+# Storage of parameter and states, storage of the gradient, prologue. Summed rows are float32 or
+# float64, whatever the gradient is: they go through machine code of their own.
+BUILDS = {
+    "float32": (F32, F32, ()),
+    "float32, prologue": (F32, F32, OPTIMIZER),
+    "float32, bfloat16 gradient": (F32, BF16, ()),
+    "float32, bfloat16 gradient, prologue": (F32, BF16, LARS),
+    "float16": (F16, F16, ()),
+    "float64, float32 gradient": (F64, F32, ()),
+}
 
 
-def test_serial_and_parallel_agree():
-    arrays, again = state((300_000,)), state((300_000,))
-    gradient = np.random.default_rng(1).standard_normal(300_000).astype(np.float32)
-    ops.Adam()(*arrays, *HP, gradient)
-    set_num_threads(1)
-    try:
-        ops.Adam()(*again, *HP, gradient)
-    finally:
-        set_num_threads(None)
-    for a, b in zip(arrays, again, strict=True):
-        assert a.tobytes() == b.tobytes()
+def problem(
+    case: Any, shape: tuple[int, ...], dtype: Any = F32, g_dtype: Any = F32, seed: int = 1
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Parameter and states, and a gradient."""
+    w, g, *states = case.samples(int(np.prod(shape)), seed)
+    arrays = [a.reshape(shape).astype(dtype) for a in (w, *states)]
+    return arrays, g.reshape(shape).astype(g_dtype)
 
 
-def test_one_call_equals_separate_calls():
+def assert_all_same(found: list[np.ndarray], expected: list[np.ndarray], label: str) -> None:
+    __tracebackhide__ = True
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(a, b, f"{label}, array {k}")
+
+
+# Every rule in float32, where sweeps are compared, and in one of the other builds: not in the same
+# one with all variants of a rule.
+MIXED = [build for build in BUILDS if build != "float32"]
+BUILT = [
+    (name, build)
+    for k, name in enumerate(CASES)
+    for build in BUILDS
+    if build not in MIXED or MIXED.index(build) == k % len(MIXED)
+]
+
+
+@pytest.mark.parametrize(("name", "build"), sampled(product(CASES, BUILDS), BUILT))
+def test_dense_rows_and_sweep_agree(name: str, build: str) -> None:
+    """Rows of every width; half of them absent from a sweep, where their gradient is 0."""
+    dtype, g_dtype, prologue = BUILDS[build]
+    case, real = CASES[name], real_of(dtype)
+    hp = case.hp(real)
+    for d in (1, 2, 3, 7, 8, 16, 31, 33, 64, 100, 2_000):
+        n = max(4, 2_000 // d)
+        start, gradient = problem(case, (n, d), dtype, g_dtype)
+        dense, lazy, sweep = ([a.copy() for a in start] for _ in range(3))
+        run_dense(case.rule, dense, gradient, hp, prologue)
+        order = np.random.default_rng(2).permutation(n)
+        run_rows(case.rule, lazy, order, gradient[order], hp, prologue)
+        assert_all_same(lazy, dense, f"lazy rows of {d}")
+        if (dtype, g_dtype) != (F32, F32):
+            continue
+        half = order[: n // 2]
+        run_rows(case.rule, sweep, half, gradient[half], hp, prologue, lazy=False)
+        dense, gradient = [a.copy() for a in start], gradient.copy()
+        gradient[order[n // 2 :]] = 0.0
+        run_dense(case.rule, dense, gradient, hp, prologue)
+        assert_all_same(sweep, dense, f"sweep over rows of {d}")
+
+
+PROLOGUES = {"optimizer": OPTIMIZER, "lars": LARS}
+IN_FRONT = [(name, list(PROLOGUES)[k % 2]) for k, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "prologue"), sampled(product(CASES, PROLOGUES), IN_FRONT))
+def test_a_neutral_prologue_is_none(name: str, prologue: str) -> None:
+    """A parameter steps the same whether or not others of its call are decayed or scaled."""
+    case = CASES[name]
+    start, gradient = problem(case, (1_003,))
+    plain, neutral = ([a.copy() for a in start] for _ in range(2))
+    run_dense(case.rule, plain, gradient, case.hp(np.float32))
+    run_dense(case.rule, neutral, gradient, case.hp(np.float32), PROLOGUES[prologue], NEUTRAL)
+    assert_all_same(neutral, plain, "neutral")
+
+
+@EACH
+def test_alignment_and_place_do_not_matter(name: str) -> None:
+    """Vector bodies, scalar tails and unaligned beginnings; each element alone."""
+    case = CASES[name]
+    hp = case.hp(np.float32)
+    for n in (1, 7, 33, 1_003, 40_000):
+        start, gradient = problem(case, (n,))
+        whole, single = ([a.copy() for a in start] for _ in range(2))
+        run_dense(case.rule, whole, gradient, hp)
+        for i in range(0, n, max(1, n // 20)):
+            one = [a[i : i + 1] for a in single]
+            run_dense(case.rule, one, gradient[i : i + 1], hp)
+            assert_all_same(one, [a[i : i + 1] for a in whole], f"element {i} of {n}")
+        for offset in (1, 3, 5):
+            rooms = [np.empty(n + 8, np.float32) for _ in start]
+            shifted = [room[offset : offset + n] for room in rooms]
+            for array, old in zip(shifted, start, strict=True):
+                array[:] = old
+            run_dense(case.rule, shifted, gradient, hp)
+            assert_all_same(shifted, whole, f"{n} from {offset}")
+
+
+def test_one_call_equals_separate_calls() -> None:
     shapes = [(5,), (140_000,), (3, 4), (1,), (0,), (2, 3, 4, 5), ()]
     rng = np.random.default_rng(0)
     values = [np.asarray(rng.standard_normal(s), np.float32) for s in shapes]
@@ -89,46 +141,49 @@ def test_one_call_equals_separate_calls():
     for value, gradient, parameter in zip(values, gradients, together, strict=True):
         alone = nn.Parameter(value.copy())
         nn.Adam([alone], 0.1, weight_decay=0.1)((gradient,))
-        assert alone.data.tobytes() == parameter.data.tobytes()
+        assert_same_bits(parameter.data, alone.data)
 
 
-def test_rows_are_summed_in_order_of_occurrence():
-    """Up to 512 occurrences: bit for bit the left fold in the order of the list."""
-    n, d, b = 40, 24, 6_000
-    rng = np.random.default_rng(0)
-    indices = rng.integers(0, n, b)
-    assert np.bincount(indices).max() <= 512
-    values = (rng.standard_normal((b, d)) * 10.0 ** rng.integers(-4, 5, (b, 1))).astype(np.float32)
-    folded = np.zeros((n, d), np.float32)
-    for i, value in zip(indices, values, strict=True):
-        folded[i] += value
-    rows, once = state((n, d)), state((n, d))
-    ops.FusedSparseLazyAdam()(*rows, *HP, values, indices)
-    ops.FusedSparseLazyAdam()(*once, *HP, folded, np.arange(n))
-    for a, c in zip(rows, once, strict=True):
-        assert a.tobytes() == c.tobytes()
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """1, 2, 3 and 7 threads: dense, hot rows, lazy rows and sweeps of every rule."""
+    program = """
+        import hashlib, sys
+        import numpy as np
+        from fusestep import get_num_threads, set_num_threads
+        from test_bits import CASES, problem, run_dense, run_rows
+
+        def digest():
+            total = hashlib.sha256()
+            for case in CASES.values():
+                hp = case.hp(np.float32)
+                arrays, g = problem(case, (90_001,))
+                run_dense(case.rule, arrays, g, hp)
+                for lazy in (True, False):
+                    table, _ = problem(case, (900, 40))
+                    indices = np.random.default_rng(3).zipf(1.3, 9_000) % 900
+                    indices[::3] = 5
+                    _, values = problem(case, (9_000, 40), seed=4)
+                    run_rows(case.rule, table, indices, values, hp, lazy=lazy)
+                    arrays += table
+                for array in arrays:
+                    total.update(array.tobytes())
+            return total.hexdigest()
+
+        results = {}
+        for n in (1, 2, 3, 7):
+            set_num_threads(n)
+            assert get_num_threads() == n
+            results[digest()] = n
+        print(len(results))
+    """
+    assert output_of(program, NUMBA_NUM_THREADS="7").split() == ["1"]
 
 
-@pytest.mark.parametrize("b", [5_000, 300_000])
-def test_hot_rows_are_summed_range_by_range(b):
-    """Ranges of 4,096 positions, or a 64th of the list; one has none of the row."""
-    d, length = 8, max(4_096, -(-b // 64))
-    rng = np.random.default_rng(0)
-    values = rng.standard_normal((b, d)).astype(np.float32)
-    indices = np.where(rng.random(b) < 0.5, 1, 2)
-    indices[length : 2 * length] = 2
-    totals = []
-    for row in (1, 2):
-        total = None
-        for begin in range(0, b, length):
-            block = np.zeros(d, np.float32)
-            mine = values[begin : begin + length][indices[begin : begin + length] == row]
-            for k, value in enumerate(mine):
-                block = value.copy() if k == 0 else block + value
-            total = block if total is None else total + block
-        totals.append(total)
-    rows, once = state((4, d)), state((4, d))
-    ops.FusedSparseLazyAdam()(*rows, *HP, values, indices)
-    ops.FusedSparseLazyAdam()(*once, *HP, np.stack(totals), np.array([1, 2]))
-    for a, c in zip(rows, once, strict=True):
-        assert a.tobytes() == c.tobytes()
+def test_the_general_power_of_ftrl_is_not_far_from_the_root() -> None:
+    """Next to -0.5 the other rule runs: their results are neighbours, not equal."""
+    results = []
+    for power in (-0.5, float(np.nextafter(-0.5, 0))):
+        inputs = {**OPERATORS["ApplyFtrl"].inputs((1_000,)), "lr_power": power}
+        ops.ApplyFtrl()(*inputs.values())
+        results.append(inputs["var"])
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=1e-6)

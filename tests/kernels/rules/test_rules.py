@@ -1,8 +1,11 @@
-"""Rules: the formulas in plain Python, the compiled steps to the ulp, and that all scalars act."""
+"""Rules of Adam's family as a table, their scalars, and what happens to a gradient before them.
+
+Steps are compared with the references in test_family_reference.py, test_ops_reference.py and
+test_mxnet_reference.py.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import nn, ops
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.formula import running_power
 from fusestep.kernels.rule import Rule, hp_type
@@ -21,8 +23,6 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference
-from helpers import FAR, assert_within_ulps, distance
-from rule_cases import with_prologues
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.
@@ -50,7 +50,6 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
     "mxnet_decay": (mxnet.MXNET_ADAMW, DECAY, reference.adam_weight_decay),
     "mxnet_decay_composed": (mxnet.MXNET_ADAMW_COMPOSED, DECAY, reference.adamw_composed),
 }
-EACH_RULE = pytest.mark.parametrize("name", RULES)
 
 
 def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalars]:
@@ -79,21 +78,6 @@ def samples(n: int, n_states: int, seed: int) -> list[np.ndarray]:
     m[:k] = -g[:k] / 9
     w[k : 2 * k] = g[2 * k : 3 * k] = m[3 * k : 4 * k] = v[4 * k : 5 * k] = 0.0
     return [w, g, m, v, *size[4:] ** 2]
-
-
-@EACH_RULE
-def test_rule_in_plain_python(name: str) -> None:
-    """Scalars in, scalars out: each element by itself, as the formulas have it."""
-    rule, _, formula = RULES[name]
-    hp, expected_hp = scalars(name, np.float64)
-    arrays = samples(40, len(rule.states), seed=1)
-    expected = np.array(formula(*arrays, expected_hp))
-    n = len(arrays) - len(rule.beside)  # of which its function knows nothing
-    arrays, expected = arrays[:n], expected[: n - 1]
-    for i, element in enumerate(zip(*arrays, strict=True)):
-        found = rule.update(*element, hp)
-        assert all(isinstance(x, float) for x in found)
-        np.testing.assert_allclose(found, expected[:, i], rtol=1e-13, atol=1e-15)
 
 
 def test_prologue_in_plain_python() -> None:
@@ -173,142 +157,5 @@ def largest_terms(
     return [old + step, m, v, *([expected[-1]] if name == "amsgrad" else [])]
 
 
-STEPPED = with_prologues(RULES, PROLOGUE)
-
-
-@pytest.mark.parametrize(("name", "dtype", "prologue"), STEPPED)
-def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: tuple[Any, ...]) -> None:
-    """Three steps, each against the float64 reference on the state that the step began with.
-
-    The reference gets the scalars as they were rounded, and the unit is the last place of the
-    storage type, at the size of the largest term: in float64 the reference itself is off by
-    as much, which the factor 2 allows for.
-    """
-    rule, _, formula = RULES[name]
-    real = np.float64 if dtype == np.float64 else np.float32
-    _, hp = scalars(name, real)
-    w, _, *states = samples(600, len(rule.states), seed=2)
-    arrays = [a.astype(dtype) for a in (w, *states)]
-    for step in range(3):
-        gradient = samples(600, len(rule.states), seed=3 + step)[1].astype(dtype)
-        before = [reference.wide(a) for a in arrays]
-        g = reference.wide(gradient)
-        size = np.abs(g)
-        if prologue:
-            decay, scale = float(real(DECAY_FACTOR)), float(real(GRAD_SCALE))
-            g, size = (g + decay * before[0]) * scale, (size + decay * np.abs(before[0])) * scale
-        expected = formula(before[0], g, *before[1:], hp)
-        run_compiled(name, arrays, gradient, prologue)
-        scales = largest_terms(name, before[0], size, before[1:], hp, expected)
-        for role, found, exact, scale in zip(
-            ("w", *rule.names), arrays, expected, scales, strict=True
-        ):
-            ulps = 8.0 if dtype == np.float64 else 4.0
-            assert_within_ulps(found, exact, scale, ulps, f"{role} after step {step + 1}")
-
-
-# Sensitivity of optimizers; that of operators is in test_operator_arguments.py.
-
-SHAPE = (6, 4)
-LEARNING = {"learning_rate": 0.05, "eps": 0.01}
-
-
-def trained(optimizer: type, rows: bool = False, **options: Any) -> list[np.ndarray]:
-    """Parameters and states after three steps from the same start with the same gradients."""
-    rng = np.random.default_rng(5)
-    w = rng.standard_normal(SHAPE).astype(np.float32)
-    opt = optimizer([nn.Parameter(w, "w")], **{**LEARNING, **options})
-    for indices in ([4, 1, 4], [0, 2, 2], [5, 4, 5]):
-        g = rng.standard_normal(SHAPE).astype(np.float32)
-        given = ops.RowTensor(np.array(indices), g[:3], SHAPE) if rows else g
-        opt((given,))
-    return [w, *(state for states in opt._states.values() for state in states)]
-
-
-OPTIMIZER_OPTIONS: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "beta1": 0.5,
-    "beta2": 0.9,
-    "eps": 0.1,
-    "weight_decay": 0.3,
-    "loss_scale": 4.0,
-    "use_nesterov": True,
-    "state_dtype": np.float16,
-}
-CLASSES = (nn.Adam, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay)
-CLASS_OPTIONS = [
-    pytest.param(cls, name, id=f"{cls.__name__}-{name}")
-    for cls in CLASSES
-    for name in OPTIMIZER_OPTIONS
-    if name in inspect.signature(cls).parameters
-]
-
-
-@pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
-@pytest.mark.parametrize(("cls", "name"), CLASS_OPTIONS)
-def test_optimizer_option_acts(cls: type, name: str, rows: bool) -> None:
-    base = {"sparse_update": "dense_equivalent"} if rows else {}
-    # A 16-bit state is off by its rounding, which is 2**-11.
-    far = 1e-4 if name == "state_dtype" else FAR
-    moved = trained(cls, rows, **base, **{name: OPTIMIZER_OPTIONS[name]})
-    assert distance(moved, trained(cls, rows, **base)) > far
-
-
-@pytest.mark.parametrize(
-    "name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "loss_scale"]
-)
-def test_amsgrad_option_acts(name: str) -> None:
-    moved = trained(nn.Adam, use_amsgrad=True, **{name: OPTIMIZER_OPTIONS[name]})
-    plain = trained(nn.Adam, use_amsgrad=True)
-    assert distance(moved[:1], plain[:1]) > FAR
-    assert distance(moved, plain) > FAR
-
-
-@pytest.mark.parametrize("cls", [nn.Adam, nn.LazyAdam, nn.AdamOffload])
-def test_loss_scale_moves_the_parameter_too(cls: type) -> None:
-    # Adam forgives a factor of the gradient, except for epsilon: here it is large enough.
-    assert distance(trained(cls, loss_scale=4.0)[:1], trained(cls)[:1]) > FAR
-
-
-def test_loss_scale_undoes_a_scaled_gradient() -> None:
-    """With a power of 2 to the last bit."""
-    rng = np.random.default_rng(6)
-    start, g = rng.standard_normal((2, 50)).astype(np.float32)
-    plain, scaled = start.copy(), start.copy()
-    nn.Adam([plain], weight_decay=0.1)((g,))
-    nn.Adam([scaled], weight_decay=0.1, loss_scale=1024)((1024 * g,))
-    np.testing.assert_array_equal(plain, scaled)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_sparse_update_acts(cls: type) -> None:
-    lazy, dense = (
-        trained(cls, rows=True, sparse_update=how) for how in ("lazy", "dense_equivalent")
-    )
-    assert distance(lazy, dense) > FAR
-
-
-def test_use_lazy_acts() -> None:
-    assert distance(trained(nn.Adam, rows=True, use_lazy=True), trained(nn.Adam, rows=True)) > FAR
-
-
-def test_use_amsgrad_acts() -> None:
-    """After a large gradient has gone by: before that both divide by the same."""
-    weights = []
-    for use_amsgrad in (False, True):
-        w = np.ones(3, np.float32)
-        opt = nn.Adam([w], 0.1, beta2=0.5, use_amsgrad=use_amsgrad)
-        for g in (10.0, 0.1, 0.1, 0.1):
-            opt((np.full(3, g, np.float32),))
-        weights.append(w)
-    assert distance(weights[:1], weights[1:]) > FAR
-
-
-def test_every_argument_of_an_optimizer_is_known() -> None:
-    """A new argument must be added to a test of what it does."""
-    tested = {*OPTIMIZER_OPTIONS, "sparse_update", "use_lazy", "use_amsgrad"}
-    tested |= {"clipvalue", "clipnorm"}  # in `test_keras`, with every class
-    # What they do is no number: concurrency, errors, and steps that are skipped.
-    elsewhere = {"params", "unknown", "use_locking", "use_offload", "skip_nonfinite"}
-    for cls in CLASSES:
-        assert set(inspect.signature(cls).parameters) <= tested | elsewhere
+# What a rule with a copy steps is a float32 master, whatever the type of the copy.
+MASTERS = [name for name in RULES if name.endswith("master")]

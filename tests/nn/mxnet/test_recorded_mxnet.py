@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
 
 import recorded_mxnet
+import reference_mxnet
 from recorded import assert_close_recorded
-from recorded_mxnet import DUPLICATES, HALF, LERPED, SPREAD, Run, Trace
+from recorded_mxnet import DUPLICATES, FLUSHED, HALF, LERPED, SPREAD, Run, Trace
 from reference import wide
 
 RUNS = recorded_mxnet.runs()
@@ -168,6 +171,7 @@ def assert_same_bookkeeping(run: Run, opt: mx.Optimizer, t: int, i: int) -> None
 def test_what_is_named_was_recorded() -> None:
     assert len(RUNS) == 54
     assert {run.meta["case"] for run in RUNS.values()} >= OTHER_FORM.keys()
+    assert RUNS.keys() >= HALF | DUPLICATES | SPREAD | LERPED | {run for run, *_ in FLUSHED}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -212,3 +216,52 @@ def test_run_as_decided(name: str, way: type[Session]) -> None:
             assert_close_recorded(found[entry], y.astype(np.float32), np.float32, label, reached)
         assert_close_recorded(found["w"], x.weight, run.dtype, f"w after step {t}")
         assert_same_bookkeeping(run, session.opt, t, 0)
+
+
+# What MXNet does where the library decides otherwise
+
+
+def follow(run: Run, step: Callable[[int, np.ndarray, Any, np.ndarray, np.ndarray], Any]) -> None:
+    """A run of one weight that follows from ``step(t, w, g, m, v)``."""
+    (trace,) = run.traces
+    held = trace.weights[0], *(np.zeros_like(x[0]) for x in trace.states.values())
+    for t in range(1, run.steps + 1):
+        w, *moments = held
+        held = step(t, w, trace.gradients[t - 1], *moments)
+        for found, entry in zip(held, ("w", *trace.states), strict=True):
+            wanted = values(trace, entry)[t]
+            computed = np.asarray(found).astype(wanted.dtype)
+            assert_close_recorded(computed, wanted, wanted.dtype, f"{entry} after step {t}")
+
+
+@pytest.mark.parametrize("name", sorted(DUPLICATES))
+def test_duplicates_of_mxnet_make_one_step_each(name: str) -> None:
+    run = RUNS[name]
+    h = replace(recorded_mxnet.hyper(run), lazy=True)
+
+    def one_by_one(t: int, w: Any, rows: Any, m: Any, v: Any) -> Any:
+        lr = reference_mxnet.corrected(h, run.hyper["learning_rate"], t)
+        for index, row in zip(*rows, strict=True):
+            w, m, v = reference_mxnet.step(h, w, ([index], row[None]), m, v, lr=lr, wd=h.wd)
+        return w, m, v
+
+    follow(run, one_by_one)
+
+
+@pytest.mark.parametrize("name", sorted(HALF))
+def test_float16_without_master_copies_is_float16_in_every_operation(name: str) -> None:
+    run = RUNS[name]
+    h, half = recorded_mxnet.hyper(run), np.float16
+    beta1, beta2, wd, clip = (half(x) for x in (h.beta1, h.beta2, h.wd, h.clip_gradient))
+
+    def step(t: int, w: Any, g: Any, m: Any, v: Any) -> Any:
+        lr = half(reference_mxnet.corrected(h, run.hyper["learning_rate"], t))
+        if h.compat == "1.9":
+            x = np.clip(g + wd * w, -clip, clip)
+        else:
+            x = np.clip(g, -clip, clip) + wd * w
+        m = beta1 * m + (half(1) - beta1) * x
+        v = beta2 * v + (half(1) - beta2) * x * x
+        return w - lr * m / (np.sqrt(v) + half(h.epsilon)), m, v
+
+    follow(run, step)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import sys
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -22,16 +26,20 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 
+from helpers import at_once  # noqa: E402
+
 SIZES = [(9, 4), (30, 8)]
 IDS = [torch.tensor([[1, 2, 2], [5, 8, 1]]), torch.tensor([[7, 7, 29], [0, 3, 7]])]
 
 
-def modules_of(mode: str = "sum", dtype: Any = torch.float64, kind: Any = None) -> Any:
+def modules_of(
+    mode: str = "sum", dtype: Any = torch.float64, kind: Any = None, **options: Any
+) -> Any:
     torch.manual_seed(0)
     if kind is torch.nn.Embedding:
         return torch.nn.ModuleList(kind(n, d, dtype=dtype) for n, d in SIZES)
     return torch.nn.ModuleList(
-        torch.nn.EmbeddingBag(n, d, mode=mode, dtype=dtype) for n, d in SIZES
+        torch.nn.EmbeddingBag(n, d, mode=mode, dtype=dtype, **options) for n, d in SIZES
     )
 
 
@@ -76,61 +84,7 @@ def assert_as(bags: Any, tables: list[Any]) -> None:
         assert torch.equal(weight.detach(), table)
 
 
-# One step for all that comes in a backward
-
-
-def flipped(ids: Any) -> Any:
-    return [own.flip(1)[:, :2].contiguous() for own in ids]
-
-
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "two": lambda f: f(IDS).square().sum() + f(flipped(IDS)).sum(),
-    "three": lambda f: f(IDS).square().sum() + f(flipped(IDS)).sum() + f(IDS).tanh().sum(),
-    "two of other batches": lambda f: f(IDS).square().sum() + f([i[:1] for i in IDS]).sum(),
-    "one after the other": lambda f: f([i + (f(IDS).sum() > 1e9).long() for i in IDS]).sum(),
-    "a product": lambda f: (f(IDS) * f(flipped(IDS))).sum(),
-    "with and without a gradient": lambda f: f(IDS).square().sum() + f(IDS).detach().sum(),
-    "one of no bag": lambda f: f(IDS).square().sum() + f([i[:0] for i in IDS]).sum(),
-}
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("calls", CALLS)
-def test_calls_of_one_forward_act_together(calls: str, mode: str) -> None:
-    theirs, dense, ours, optimizer = pair(mode)
-    for step in range(3):
-        dense.zero_grad()
-        CALLS[calls](lambda ids: pooled(theirs, ids)).backward()
-        dense.step()
-        CALLS[calls](ours).backward()
-        assert all(w.grad is None for w in ours.weights)
-        assert all(s["step"] == step + 1 for s in optimizer.state.values())
-    assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("weighted", ["first", "second", "both"])
-def test_calls_with_factors_act_together(weighted: str) -> None:
-    theirs, dense, ours, _ = pair()
-    torch.manual_seed(1)
-    given = [[torch.rand(2, 3, dtype=torch.float64, requires_grad=True) for _ in SIZES]
-             for _ in range(2)]  # fmt: skip
-    copies = [[f.detach().clone().requires_grad_() for f in own] for own in given]
-    uses = [weighted != "second", weighted != "first"]
-
-    def loss(f: Any, factors: Any) -> Any:
-        first, second = (own if is_used else None for own, is_used in zip(factors, uses))  # noqa: B905
-        return f(IDS, first).square().sum() + f([i.flip(1) for i in IDS], second).sum()
-
-    loss(lambda ids, own: pooled(theirs, ids, own), copies).backward()
-    dense.step()
-    loss(lambda ids, own: ours(ids, None, own), given).backward()
-    assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    for own, is_used, other in zip(given, uses, copies, strict=True):
-        for a, b in zip(own, other, strict=True):
-            if is_used:
-                torch.testing.assert_close(a.grad, b.grad)
-            else:
-                assert a.grad is None
+# Any program beside PyTorch's: one step for all that comes in a backward
 
 
 def embedding(weight: Any, *, sparse: bool) -> Any:
@@ -146,6 +100,144 @@ TERMS: dict[str, Callable[[Any], Any]] = {
     "a sparse module with the same weight": lambda w: embedding(w, sparse=True),
     "both": lambda w: embedding(w, sparse=True) + w.square().sum(),
 }
+
+
+DENSE = [
+    ("Adagrad", "touched", {"lr": 0.1}),
+    ("SGD", "touched", {"lr": 0.1}),
+    ("Adam", "all", {"lr": 0.01}),
+    ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
+    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}),
+    ("Adadelta", "all", {"lr": 1.0}),
+    ("Adamax", "all", {"lr": 0.01}),
+    ("NAdam", "all", {"lr": 0.01}),
+    ("RAdam", "all", {"lr": 0.01}),
+    ("SGD", "all", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+]
+USES: dict[str, Callable[[Any], Any]] = {
+    "square": lambda out: out.square().sum(),
+    "sum": lambda out: out.sum(),
+    "tanh": lambda out: out.tanh().sum(),
+    "detached": lambda out: out.detach().sum(),
+}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Bags that are looked up, of other ids with each seed, and the way in which they are given."""
+
+    seed: int
+    batch: int
+    longest: int
+    form: str
+    weighted: bool
+
+    @property
+    def ids(self) -> list[Any]:
+        return [
+            torch.from_numpy(self._drawn(n).integers(0, n, sum(self.lengths))) for n, _ in SIZES
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        if self.form == "square":
+            return [3] * self.batch
+        return self._drawn(0).integers(0, self.longest + 1, self.batch).tolist()
+
+    @property
+    def factors(self) -> list[Any] | None:
+        """Those of each id; new leaves."""
+        drawn = [
+            torch.from_numpy(self._drawn(n).standard_normal(sum(self.lengths))) for n, _ in SIZES
+        ]
+        return [one.requires_grad_() for one in drawn] if self.weighted else None
+
+    def _drawn(self, n: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, n])
+
+    def offsets(self, *, last: bool = False) -> Any:
+        bounds = torch.tensor([0, *self.lengths]).cumsum(0)
+        return bounds if last else bounds[:-1]
+
+    def theirs(self, modules: Any, factors: Any) -> Any:
+        each = zip(modules, self.ids, factors or [None] * len(SIZES), strict=True)
+        return torch.cat([m(i, self.offsets(), per_sample_weights=f) for m, i, f in each], 1)
+
+    def ours(self, bags: Any, factors: Any) -> Any:
+        """What becomes of the ids afterwards does not matter."""
+        ids, offsets = self.ids, [self.offsets()] * len(SIZES)
+        if self.form == "square":
+            shaped = factors and [f.reshape(-1, 3) for f in factors]
+            ids = [own.reshape(-1, 3) for own in ids]
+            out = bags(ids, None, shaped)
+        elif self.form == "joined":
+            ids, (first, second) = [torch.cat(ids)], (self.offsets(last=True) for _ in SIZES)
+            bounds = torch.cat([first[:-1], first[-1] + second])
+            out = bags(ids[0], bounds, factors and torch.cat(factors))
+        else:
+            out = bags(ids, offsets, factors)
+        for own in ids:
+            own.fill_(0)
+        return out
+
+
+@st.composite
+def forwards(draw: st.DrawFn, *, weighted: bool) -> tuple[Forward, str, bool]:
+    """With the use of its output, and whether that is multiplied by one of other ids."""
+    longest, form = draw(st.sampled_from([6, 6, 200])), ["offsets", "square", "joined"]
+    of = Forward(
+        draw(st.integers(0, 99)), draw(st.integers(0, 12)), longest, draw(st.sampled_from(form)),
+        weighted and draw(st.booleans()),
+    )  # fmt: skip
+    return of, draw(st.sampled_from([*USES])), draw(st.booleans())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(("name", "sparse", "options"), DENSE, ids=str)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_programs(
+    name: str, sparse: str, options: dict[str, Any], mode: str, data: st.DataObject
+) -> None:
+    """Forwards, penalties and gradients that were left, beside PyTorch's modules and optimizer."""
+    theirs = modules_of(mode, padding_idx=data.draw(st.sampled_from([None, 2])))
+    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
+    dense = getattr(torch.optim, name)(theirs.parameters(), **options)
+    optimizer = getattr(fused, name)(ours.parameters(), sparse=sparse, **options)
+    in_backward = data.draw(st.booleans())
+    if in_backward:
+        ours.update_in_backward(optimizer)
+    calls = st.lists(forwards(weighted=mode == "sum"), min_size=1, max_size=3)
+    for step in range(data.draw(st.integers(1, 4))):
+        every, term = data.draw(calls), data.draw(st.none() | st.sampled_from([*TERMS]))
+        is_left = data.draw(st.booleans())
+        factors = []
+        for modules, method in ((theirs, "theirs"), (ours, "ours")):
+            weights = list(modules.parameters())
+            if is_left:
+                weights[0].square().sum().backward()
+            own, loss = [forward.factors for forward, *_ in every], torch.zeros(())
+            for (forward, use, is_product), of_ids in zip(every, own, strict=True):
+                out = getattr(forward, method)(modules, of_ids)
+                if is_product:
+                    other = replace(forward, seed=forward.seed + 1, weighted=False)
+                    out = out * getattr(other, method)(modules, None)
+                loss = loss + USES[use](out)
+            one = Forward(step, 4, 6, "offsets", weighted=False)  # which steps in any case
+            loss = loss + getattr(one, method)(modules, None).square().sum()
+            loss = loss + sum(TERMS[term](w).to_dense() for w in weights) if term else loss
+            loss.backward()
+            factors.append([f.grad for each in own if each for f in each])
+        for a, b in zip(*factors, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+        dense.step()
+        dense.zero_grad()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(w.grad is None for w in ours.weights)
+        assert all(s["step"] == step + 1 for s in optimizer.state.values() if "step" in s)
+        assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -171,32 +263,6 @@ def test_gradients_from_elsewhere_act(term: str, dtype: Any) -> None:
     each = zip(ours.parameters(), theirs.parameters(), strict=True)
     for own, other in each:
         torch.testing.assert_close(own.detach().double(), other.detach(), **close)
-
-
-@pytest.mark.parametrize("calls", ["two", "a product"])
-def test_gradients_from_elsewhere_act_with_those_of_calls(calls: str) -> None:
-    theirs, dense, ours, optimizer = pair()
-    for _ in range(3):
-        dense.zero_grad()
-        (CALLS[calls](lambda i: pooled(theirs, i)) + theirs[1].weight.square().sum()).backward()
-        dense.step()
-        (CALLS[calls](ours) + ours.weights[1].square().sum()).backward()
-    assert_close(ours, theirs)
-    assert all(s["step"] == 3 for s in optimizer.state.values())
-
-
-def test_a_gradient_that_was_left_acts_in_the_next_step() -> None:
-    theirs, dense, ours, _ = pair()
-    for _ in range(2):
-        dense.zero_grad()
-        theirs[0].weight.square().sum().backward()
-        pooled(theirs, IDS).square().sum().backward()
-        dense.step()
-        ours.weights[0].square().sum().backward()
-        assert ours.weights[0].grad is not None
-        ours(IDS).square().sum().backward()
-        assert ours.weights[0].grad is None
-    assert_close(ours, theirs)
 
 
 def test_a_gradient_that_no_step_takes_changes_nothing() -> None:
@@ -416,29 +482,20 @@ def test_schedulers_know_of_steps() -> None:
 def test_threads_in_backward(threads: int) -> None:
     """Every backward is a step, and none is lost."""
     bags, optimizer = stepping(fused.LazyAdam)
-    errors: list[BaseException] = []
 
     def work(k: int) -> None:
-        try:
-            for i in range(60):
-                loss = bags([own.roll(k) for own in IDS]).sum()
-                if i % 3 == 0:
-                    loss = loss + bags(IDS).sum()
-                loss.backward()
-        except BaseException as error:
-            errors.append(error)
+        for i in range(60):
+            loss = bags([own.roll(k) for own in IDS]).sum()
+            if i % 3 == 0:
+                loss = loss + bags(IDS).sum()
+            loss.backward()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        every = [threading.Thread(target=work, args=(k,)) for k in range(threads)]
-        for thread in every:
-            thread.start()
-        for thread in every:
-            thread.join()
+        at_once([partial(work, k) for k in range(threads)])
     finally:
         sys.setswitchinterval(interval)
-    assert not errors
     assert all(s["step"] == 60 * threads for s in optimizer.state.values())
     assert all(w.grad is None and w.isfinite().all() for w in bags.weights)
     bags(IDS).sum().backward()

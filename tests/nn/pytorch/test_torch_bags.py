@@ -59,68 +59,6 @@ def assert_equal(one: Any, other: Any) -> None:
         assert torch.equal(a, b)
 
 
-DENSE = [
-    ("Adagrad", "touched", {"lr": 0.1}),
-    ("SGD", "touched", {"lr": 0.1}),
-    ("Adam", "all", {"lr": 0.01}),
-    ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
-    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}),
-    ("Adadelta", "all", {"lr": 1.0}),
-    ("Adamax", "all", {"lr": 0.01}),
-    ("NAdam", "all", {"lr": 0.01}),
-    ("RAdam", "all", {"lr": 0.01}),
-    ("SGD", "all", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-]
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize(("name", "sparse", "options"), DENSE, ids=lambda x: str(x))
-def test_twenty_steps_of_dense_optimizers(
-    name: str, sparse: str, options: dict[str, Any], mode: str
-) -> None:
-    """PyTorch's modules with its dense optimizers in float64: every element."""
-    theirs = modules_of(mode, torch.float64, padding_idx=2)
-    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
-    dense = getattr(torch.optim, name)(theirs.parameters(), **options)
-    ours.update_in_backward(getattr(fused, name)(ours.parameters(), sparse=sparse, **options))
-    for step in range(20):
-        ids, offsets = bags_of(step)
-        expected = pooled(theirs, ids, offsets)
-        out = ours(ids, offsets)
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-        grad = gradient_of(out, step)
-        out.backward(grad)
-        dense.zero_grad()
-        expected.backward(grad)
-        dense.step()
-    for found, own in zip(weights_of(ours), weights_of(theirs), strict=True):
-        torch.testing.assert_close(found, own, rtol=1e-8, atol=1e-10)
-
-
-def test_weights_of_samples_and_longer_bags() -> None:
-    """Bags of 1 to 1,000 ids, one id everywhere."""
-    theirs = modules_of(dtype=torch.float64)
-    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
-    dense = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
-    ours.update_in_backward(fused.Adagrad(ours.parameters(), lr=0.1))
-    lengths = torch.tensor([1, 1_000, 0, 20, 3])
-    offsets = [torch.cumsum(lengths, 0) - lengths] * 3
-    for step in range(3):
-        rng = np.random.default_rng(step)
-        ids = [torch.tensor(rng.integers(0, n, 1_024)) for n, _ in SIZES]
-        ids[0][:] = 3
-        factors = [torch.tensor(rng.standard_normal(1_024)) for _ in SIZES]
-        expected, out = pooled(theirs, ids, offsets, factors), ours(ids, offsets, factors)
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-11)
-        grad = gradient_of(out, step)
-        out.backward(grad)
-        dense.zero_grad()
-        expected.backward(grad)
-        dense.step()
-    for found, own in zip(weights_of(ours), weights_of(theirs), strict=True):
-        torch.testing.assert_close(found, own, rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_gradients_of_weights_are_as_these(dtype: Any) -> None:
     """Of their shape and dtype, whatever those are."""
@@ -135,45 +73,6 @@ def test_gradients_of_weights_are_as_these(dtype: Any) -> None:
         assert (factor.grad.shape, factor.grad.dtype) == ((6, 4), dtype)
         expected = (weight[own] * part[:, None]).sum(2).to(dtype)
         torch.testing.assert_close(factor.grad, expected)
-
-
-@pytest.mark.parametrize("updates", [False, True])
-def test_gradients_of_weights(updates: bool) -> None:
-    """As PyTorch's, also where the tables are updated in the same backward; or only they."""
-    theirs = modules_of(dtype=torch.float64, padding_idx=2)
-    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
-    if updates:
-        ours.update_in_backward(fused.Adagrad(ours.parameters(), lr=0.1))
-    ids, offsets = bags_of(1)
-    rng = np.random.default_rng(1)
-    factors = [torch.tensor(rng.standard_normal(len(own)), requires_grad=True) for own in ids]
-    copies = [own.detach().clone().requires_grad_() for own in factors]
-    expected, out = pooled(theirs, ids, offsets, copies), ours(ids, offsets, factors)
-    grad = gradient_of(out, 1)
-    expected.backward(grad)
-    for given in ids:  # what becomes of them after the forward does not matter
-        given.fill_(0)
-    out.backward(grad)
-    for own, copied in zip(factors, copies, strict=True):
-        torch.testing.assert_close(own.grad, copied.grad, rtol=1e-10, atol=1e-12)
-
-
-def test_one_tensor_of_all_ids() -> None:
-    """With the offsets of all bags, as FBGEMM takes them; weights likewise."""
-    theirs = modules_of(dtype=torch.float64)
-    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
-    ids, offsets = bags_of(3)
-    firsts = np.cumsum([0, *map(len, ids)]).tolist()
-    every = [bounds + first for bounds, first in zip(offsets, firsts, strict=False)]
-    joined = torch.cat([*every, torch.tensor(firsts[-1:])])
-    factors = torch.rand(firsts[-1], dtype=torch.float64, requires_grad=True)
-    copies = factors.detach().clone().requires_grad_()
-    expected = pooled(theirs, ids, offsets, copies.split([*map(len, ids)]))
-    out = ours(torch.cat(ids), joined, factors)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-    out.sum().backward()
-    expected.sum().backward()
-    torch.testing.assert_close(factors.grad, copies.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_tensors_that_compiled_code_cannot_read() -> None:
