@@ -63,7 +63,7 @@ def parts(distribution: str) -> dict[str, Job]:
     step = RowStep(compiled, [table], touched_only=True)
     scratch = cuda.device_array(step.scratch_bytes, np.uint8)
     words = cuda.device_array(step.n_words, np.int64)
-    words.copy_to_device(step.words(int(address_of(words)), np.array([address_of(scalars)])))
+    words.copy_to_device(step.words(int(address_of(words)), [int(address_of(scalars))]))
     call = LaunchContext(cuda.default_stream(), scratch=int(address_of(scratch)))
 
     def group(keep: Any = (scalars, scratch, words)) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.numbers import NumberWrite
 from ...kernels.cpu.process.forks import in_child
-from ...kernels.cpu.threads.parallel import commit
+from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.measured_step import prepared, prepared_together
+from ...ops.runtime.measured_step import measured_step, measured_together
 from .layout import Layout
-from .plan import Counts, Plan
+from .plan import Counts, Method, Plan
 
 
 class Host:
@@ -74,19 +74,27 @@ def _release_locks() -> None:
         host._lock = threading.RLock()
 
 
+def prepared(update: Any, method: Method) -> Prepared:
+    """An update that is ready for `commit`; what its rule measures is measured here."""
+    if method.rule.is_two_stage:
+        return measured_step(update, [dict(method.constants)])
+    step: Prepared = update.prepared()
+    return step
+
+
 def _write(plan: Plan, count: Count) -> None:
     if plan.conditioning.is_measured:
         plan.conditioning.measure(plan.calls)
     method, updates = plan.method, [call.update for call in plan.calls]
     if method.rule.scope != "step":
-        commit([prepared(own, [dict(method.constants)]) for own in updates], count)
+        commit([prepared(own, method) for own in updates], count)
         return
     if not updates:  # no tensor has a gradient
         return
     constants = {**dict(method.constants), **{k: x.item() for k, x in method.numbers.items()}}
     # All dense: of row-sparse gradients no such sums are taken.
     dense: list[Any] = updates
-    found = prepared_together(dense, [call.batch.positions for call in plan.calls], constants)
+    found = measured_together(dense, [call.batch.positions for call in plan.calls], constants)
     # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
     # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:

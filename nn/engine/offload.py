@@ -18,10 +18,9 @@ from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
-from ...ops.runtime.measured_step import prepared
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
-from .host import Host
+from .host import Host, prepared
 from .layout import NOTHING, Batch, KernelCall
 from .plan import Plan
 from .reader import check_rows
@@ -123,13 +122,12 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
             labels=tuple(batch.labels[t] for t in chosen),
         )
         hp, touched_only = call.update.hp[np.asarray(call.update.hp_of)[chosen]], plan.touched_only
-        update = own_batch.update(
-            rule, kernel.prologue, gradients, hp, np.arange(len(chosen)), touched_only=touched_only
-        )
+        given = rule, kernel.prologue, gradients, hp, np.arange(len(chosen))
+        update = own_batch.update(*given, touched_only=touched_only)
         if is_measured:
             own = KernelCall(own_batch, update, call.rates[chosen], call.decays[chosen])
             plan.conditioning.measure([own])
-        commit([prepared(update, [dict(plan.method.constants)])])
+        commit([prepared(update, plan.method)])
 
     pieces = [[piece for part in chunk for piece in _pieces(call, rows, part)] for chunk in chunks]
     cuda.device.staging.staging().run(pieces, work, stream)

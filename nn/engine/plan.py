@@ -130,8 +130,8 @@ def calls_of(
         if batch.row_sparse:
             measures = conditioning.measures_rows
         if measures or rule.is_two_stage:  # each tensor has a row of scalars of its own
-            own = np.array([k for _, k in keys])[hp_of]
-            measured = np.array(rates)[own], np.array(decays)[own]
+            of_each = np.array([k for _, k in keys])[hp_of]
+            measured = np.array(rates)[of_each], np.array(decays)[of_each]
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
         update = batch.update(rule, prologue, given.of(batch), hp, hp_of, touched_only=touched_only)
         calls.append(KernelCall(batch, update, *measured))

@@ -1,4 +1,4 @@
-"""Steps on the host, of which some follow from sums over tensors that are measured first."""
+"""Steps on the host whose scalars follow from sums over tensors, which are measured first."""
 
 from __future__ import annotations
 
@@ -15,26 +15,18 @@ from ...kernels.quiet import quiet
 from ...kernels.rule import Rule, columns, factors
 from ...kernels.state import State
 from .arrays import address_of
-from .row_step import RowUpdate, Update
 from .step import DenseUpdate, squares_at
 
 Constants = Mapping[str, float]
 """Numbers that `Rule.factor` takes beside sums, states and scalars, by name."""
 
 
-def prepared(update: Update, constants: Sequence[Constants] = ()) -> Prepared:
-    """A step on the host, ready for `commit`; what is measured for its scalars is measured here.
+@quiet
+def measured_step(update: DenseUpdate, constants: Sequence[Constants]) -> Prepared:
+    """A measured step on the host, ready for `commit`, of a rule that measures its tensors.
 
     ``constants`` are those of all tensors, or of each.
     """
-    if isinstance(update, RowUpdate) or not update.rule.is_two_stage:
-        return update.prepared()
-    return _completed(update, constants)
-
-
-@quiet
-def _completed(update: DenseUpdate, constants: Sequence[Constants]) -> Prepared:
-    """A measured step with the factors of its scalars, and the new states of its tensors."""
     on_matrices, sums = _measured(update, constants[0])
     rule, column, hp = update.rule, columns(update.rule, update.prologue), update.hp
     states, every = _states_of_tensors(update), []
@@ -62,7 +54,7 @@ def _completed(update: DenseUpdate, constants: Sequence[Constants]) -> Prepared:
 
 
 @quiet
-def prepared_together(
+def measured_together(
     updates: Sequence[DenseUpdate], places: Sequence[Any], constants: Constants
 ) -> tuple[np.ndarray, list[Prepared]] | None:
     """Steps whose scalars follow from sums over all tensors of a step.

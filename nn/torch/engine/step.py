@@ -18,8 +18,9 @@ from ....kernels.formula import Numbers
 from ....kernels.rule import Rule
 from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
-from ....ops.runtime.measured_step import Constants, prepared, prepared_together
+from ....ops.runtime.measured_step import measured_step, measured_together
 from ....ops.runtime.row_step import Update
+from ....ops.runtime.step import DenseUpdate
 from ...base.own_rules import checked_scalars
 from ...engine.device import launch_updates
 from .binding import Binding, Layout, finish, has_finite, on_devices
@@ -154,13 +155,13 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
         elif part.rule.scope == "step":
             together.append(update)
             places.append(part.places)
+        elif isinstance(update, DenseUpdate) and part.rule.is_two_stage:
+            known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
+            ready.append(measured_step(update, known))
         else:
-            known: Sequence[Constants] = ()
-            if part.rule.is_two_stage:
-                known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
-            ready.append(prepared(update, known))
+            ready.append(update.prepared())
     if together:
-        found = prepared_together(together, places, optimizer.known_of_step())
+        found = measured_together(together, places, optimizer.known_of_step())
         if found is None:
             return False
         of_step, steps_together = found
