@@ -32,7 +32,7 @@ CHECKED = {
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
         "nn/torch/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
-        "ops/runtime/step.py": "number_at (of states that a step writes)",
+        "ops/runtime/measured_step.py": "number_at (of states that a step writes)",
     },
     "adopt of ops.runtime.arrays: what exports it holds it; tensors by check_there": {
         "ops/runtime/arrays.py": "adopt",
