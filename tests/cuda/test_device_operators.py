@@ -132,11 +132,14 @@ def test_operators_meet_the_reference(
     before = [inputs[variable].copy() for variable in operator.variables]
     step = partial(step, **known_scalars(operator, inputs, made))
     g = reference.wide(inputs[operator.gradient])
+    found, _ = both(operator, inputs, **made)
+    if name == "AdamNoUpdateParam":  # the step alone, of a parameter that it does not know
+        before, found = [np.zeros_like(before[0]), *before], [found[-1], *found[:-1]]
     if operator.takes_rows:
-        expected = reference.lazy_step(step, before[0], inputs["indices"], g, *before[1:])
+        apply = reference.dense_equivalent_step if operator.every_row else reference.lazy_step
+        expected = apply(step, before[0], inputs["indices"], g, *before[1:])
     else:
         expected = step(before[0], g, *before[1:])
-    found, _ = both(operator, inputs, **made)
     computed()
     for array, exact in zip(found, expected, strict=True):
         unit = 1e-13 if array.dtype == np.float64 else 4e-6 if "lr_power" in made else 2e-6
