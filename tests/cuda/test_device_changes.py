@@ -328,7 +328,8 @@ def test_captures() -> None:
             call()
         assert not enqueued
     for opt, _ in optimizers:
-        assert opt.global_step == 1, repr(opt)
+        # A driver without a device does not compute whether gradients are finite.
+        assert opt.global_step + opt.skipped_steps == 1, repr(opt)
 
 
 def test_copies() -> None:

@@ -23,6 +23,7 @@
 #define POISON 0x7F
 #define MOST_DEVICES 8
 #define MOST_BLOCKS (1 << 16)
+#define GAP (1 << 16)
 #define MOST_THREADS 1024
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -159,11 +160,14 @@ API cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
     *total = 80UL << 30, *free_bytes = *total - in_use;
     return CUDA_SUCCESS;
 }
-/* Each block has pages of its own, and what it holds at first is no number that anybody expects. */
+/* Each block has pages of its own, and what it holds at first is no number that anybody expects.
+   Lists are named by the address that their position 0 would have: in the gap before a block. */
 API cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
     MAY_FAIL;
-    void *found = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (found == MAP_FAILED || n_blocks == MOST_BLOCKS) return CUDA_ERROR_OUT_OF_MEMORY;
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *gap = mmap(NULL, GAP + size, PROT_NONE, flags, -1, 0), *found = gap + GAP;
+    if (gap == MAP_FAILED || n_blocks == MOST_BLOCKS) return CUDA_ERROR_OUT_OF_MEMORY;
+    mprotect(found, size, PROT_READ | PROT_WRITE);
     memset(found, POISON, size < 4096 ? size : 4096);
     pthread_mutex_lock(&lock);
     blocks[n_blocks++] = (struct block){found, size, device_now(), 0};
