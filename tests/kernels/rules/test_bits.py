@@ -16,7 +16,7 @@ from operators import OPERATORS
 from rule_cases import CASES as OTHERS
 from rule_cases import LARS, NEUTRAL, OPTIMIZER, real_of, run_dense, run_rows
 from subprocesses import output_of
-from test_rules import MASTERS, RULES, samples, scalars
+from test_rules import RULES, samples, scalars
 
 
 def of_adam(name: str) -> Any:
@@ -29,7 +29,7 @@ def of_adam(name: str) -> Any:
     )
 
 
-CASES: dict[str, Any] = {**OTHERS, **{n: of_adam(n) for n in RULES if n not in MASTERS}}
+CASES: dict[str, Any] = {**OTHERS, **{n: of_adam(n) for n in RULES}}
 EACH = pytest.mark.parametrize("name", CASES)
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 # Storage of parameter and states, storage of the gradient, prologue. Summed rows are float32 or

@@ -155,7 +155,3 @@ def largest_terms(
     step = rate * ahead / denominator
     old = 0.0 if name.endswith("delta") else np.abs(w) * (1 + hp.lr * hp.decay)
     return [old + step, m, v, *([expected[-1]] if name == "amsgrad" else [])]
-
-
-# What a rule with a copy steps is a float32 master, whatever the type of the copy.
-MASTERS = [name for name in RULES if name.endswith("master")]
