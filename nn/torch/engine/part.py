@@ -177,6 +177,7 @@ class ParameterBatch:
         of_each = self.group_of.tolist()
         self.groups = sorted({*of_each})  # those that have parameters here
         self.row_of = np.searchsorted(self.groups, of_each)
+        self.is_measured = self.rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
         is_fixed = self.device is not None or self.rule.is_two_stage
         self.takes_array = not (self.batch.row_sparse or is_fixed)
@@ -191,7 +192,7 @@ class ParameterBatch:
 
     def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
-        if self.rule.is_two_stage and self.device is None:  # each tensor has a row of its own
+        if self.is_measured:  # each tensor has a row of scalars of its own
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
         own = self.rule, before.prologue, self.gradients(given), hp, hp_of
         return self.batch.update(*own, touched_only=bool(self.choice.touched_only))

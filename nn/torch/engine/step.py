@@ -20,7 +20,6 @@ from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
 from ....ops.runtime.measured_step import measured_step, measured_together
 from ....ops.runtime.row_step import Update
-from ....ops.runtime.step import DenseUpdate
 from ...base.own_rules import checked_scalars
 from ...engine.device import launch_updates
 from .binding import Binding, Layout, finish, has_finite, on_devices
@@ -152,14 +151,15 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
         updates.append(update := part.update(given, before, hp, hp_of))
         if part.device is not None:
             launched[part] = update
+        elif not part.is_measured:
+            ready.append(update.prepared())
         elif part.rule.scope == "step":
             together.append(update)
             places.append(part.places)
-        elif isinstance(update, DenseUpdate) and part.rule.is_two_stage:
-            known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
-            ready.append(measured_step(update, known))
         else:
-            ready.append(update.prepared())
+            measured: Any = update  # dense
+            known = [optimizer.constants(groups[k]) for k in part.group_of.tolist()]
+            ready.append(measured_step(measured, known))
     if together:
         found = measured_together(together, places, optimizer.known_of_step())
         if found is None:
