@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from ...kernels.cpu.threads.parallel import commit
@@ -43,9 +42,10 @@ class Device:
         # Nobody takes a count back while it is written.
         with pending.held():
             if layout.batches:
-                arrays, is_measured = given.arrays, plan.conditioning.is_measured
-                with launching(arrays) if is_measured else nullcontext():
-                    plan.conditioning.measure(plan.calls)
+                arrays = given.arrays
+                if plan.conditioning.is_measured:
+                    with launching(arrays):
+                        plan.conditioning.measure(plan.calls)
                 updates: list[Any] = [call.update for call in plan.calls]
                 if constants:  # of rules that measure tensors: all are dense
                     updates = [update._replace(constants=constants) for update in updates]

@@ -77,7 +77,7 @@ def _release_locks() -> None:
 def prepared(update: Any, method: Method) -> Prepared:
     """An update that is ready for `commit`; what its rule measures is measured here."""
     if method.rule.is_two_stage:
-        return measured_step(update, [dict(method.constants)])
+        return measured_step(update, [dict(method.constants)] * len(update.gradients))
     step: Prepared = update.prepared()
     return step
 

@@ -30,13 +30,8 @@ class ClippedConditioning(Conditioning):
         fields = [name for part in before for name in part.hp]
         own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
         own[:, 1:] = hp[:, [column[name] for name in fields]]
-        given = (
-            replace(batch.variables, s=()),
-            call.gradients,
-            batch.g,
-            own,
-            np.arange(len(hp)),
-        )
+        variables, hp_of = replace(batch.variables, s=()), np.arange(len(hp))
+        given = variables, call.gradients, batch.g, own, hp_of
         squares = DenseUpdate(SCALED, before, *given).sums()
         norms = np.maximum(np.sqrt(squares[:, 0]), LARGEST_NORM)
         hp[:, column["trust_ratio"]] = LARGEST_NORM / norms

@@ -25,18 +25,17 @@ Constants = Mapping[str, float]
 def measured_step(update: DenseUpdate, constants: Sequence[Constants]) -> Prepared:
     """A measured step on the host, ready for `commit`, of a rule that measures its tensors.
 
-    ``constants`` are those of all tensors, or of each.
+    ``constants`` are those of each tensor.
     """
     on_matrices, sums = _measured(update, constants[0])
     rule, column, hp = update.rule, columns(update.rule, update.prologue), update.hp
     states, every = _states_of_tensors(update), []
-    known = [*constants] * (len(sums) if len(constants) == 1 else 1)
     if rule.takes:
         sizes = np.maximum(1, np.diff(update.variables.table.first)).tolist()
         for t, size in enumerate(sizes):
             own = {state.name: arrays[t].item() for state, arrays in states}
             scalars = {name: hp[t, column[name]].item() for name in rule.takes if name in column}
-            every.append({**scalars, **own, "size": size, **known[t]})
+            every.append({**scalars, **own, "size": size, **constants[t]})
     found = _factors(rule, sums, every)
     for k, name in enumerate(rule.scaled_fields):
         hp[:, column[name]] *= found[:, k]

@@ -165,9 +165,10 @@ class RowUpdate(NamedTuple):
         free = _free_parts(self.kernel, *options.values(), *map(_form_of, self.tables))
         try:
             part = free.pop()
-            part.put(self.tables)
         except IndexError:
             part = cuda.rows.step.RowStep(self.kernel, self.tables, **options)
+        else:
+            part.put(self.tables)
         cuda.device.part.run(part, self.hp, self.hp_of, launch)
         free.append(part)
 

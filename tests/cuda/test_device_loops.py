@@ -91,7 +91,8 @@ def step_on_host(
     variables = Variables.of([tuple(arrays[:-1]) for arrays in tensors])
     g = STORAGES[tensors[0][-1].dtype]
     update = DenseUpdate(rule, prologue, variables, places, g, hp, np.asarray(hp_of, np.int64))
-    commit([measured_step(update, [KNOWN]) if rule.factor else update.prepared()])
+    known = [KNOWN] * len(tensors)
+    commit([measured_step(update, known) if rule.factor else update.prepared()])
 
 
 def compare(

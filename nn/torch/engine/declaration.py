@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ....kernels.formula import Numbers
-from ....kernels.state import PARAMETER, State
+from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
 from ...engine.reader import is_row_sparse
@@ -20,7 +20,7 @@ from .memory import DTYPES
 from .options import check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import beside_of, copy_of, full_like, place_at, place_of, single
+from .state import beside_of, element_state, place_at, place_of, single
 from .tensors import is_part, local, wide_dtype
 
 
@@ -180,11 +180,8 @@ class Declaration(ABC):
                 own = self._dtype_of(state, parameter, dtype)
                 value = self.initial(role, group)
                 made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
-            elif state.initial == PARAMETER:
-                made[role] = copy_of(parameter, state)
             else:
-                own = dtype if state.dtype is None else wide_dtype(state, parameter.dtype)
-                made[role] = full_like(parameter, self.initial(role, group), own)
+                made[role] = element_state(parameter, state, self.initial(role, group), dtype)
         return made
 
     def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002

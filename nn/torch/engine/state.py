@@ -34,10 +34,18 @@ def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Ten
     return made.fill_(value)
 
 
-def copy_of(parameter: Tensor, state: State) -> Tensor:
-    """A state that begins as a copy of a parameter."""
-    dtype = parameter.dtype if state.dtype is None else wide_dtype(state, parameter.dtype)
-    return full_like(parameter, 0.0, dtype).copy_(parameter.detach())
+def element_state(
+    parameter: Tensor, state: State, value: float, asked: torch.dtype | None
+) -> Tensor:
+    """A new state of a parameter's elements: filled, or a copy of the parameter.
+
+    ``asked`` is its dtype where the state declares none; None: the parameter's.
+    """
+    if state.initial == PARAMETER:
+        asked = parameter.dtype
+    dtype = asked if state.dtype is None else wide_dtype(state, parameter.dtype)
+    made = full_like(parameter, value, dtype)
+    return made.copy_(parameter.detach()) if state.initial == PARAMETER else made
 
 
 def beside_of(
@@ -47,10 +55,8 @@ def beside_of(
     made = {}
     for own in beside:
         found = state.get(own.name)
-        if found is None and own.initial == PARAMETER:
-            made[own.name] = copy_of(parameter, own)
-        elif found is None:
-            made[own.name] = full_like(parameter, 0.0, wide_dtype(own, parameter.dtype))
+        if found is None:
+            made[own.name] = element_state(parameter, own, 0.0, None)
         elif own.initial == PARAMETER and found.shape == parameter.shape:
             weight, rounded = parameter.detach(), found.to(parameter.dtype)
             is_same = (rounded == weight) | (rounded.isnan() & weight.isnan())
