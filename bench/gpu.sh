@@ -8,13 +8,13 @@ usage: bench/gpu.sh FOLDER [--wheels FOLDER] [--seconds S] [--no-sanitizer] [--n
 
 Needs a clone, a driver, and a Python with numba-cuda, pytest and the packages of fusestep[bench];
 no network. Checks steps of all kinds beside those of the CPU, some of them under compute-sanitizer,
-and measures; each part in a process of its own. FOLDER gets a line of results.txt and a file of
+and measures, some of it under ncu, where these are; each part in a process of its own. FOLDER gets a line of results.txt and a file of
 log/ for each part, and the figures so far in bench.json. A second run with the same FOLDER does
 what the first did not reach, and again what failed.
 
   --wheels FOLDER               wheels of packages that the Python lacks, or has in other versions
   --seconds S                   for all of it (default: 540)
-  --no-sanitizer, --no-bench    leave out compute-sanitizer, or what is measured
+  --no-sanitizer, --no-bench    leave out compute-sanitizer, or what is measured and ncu
   FUSESTEP_GPU_PYTHON=python3   the Python
   CUDA_HOME=/usr/local/cuda     the toolkit, where NVVM is no package of that Python
 
@@ -148,6 +148,14 @@ dense/nn.Lamb dense/nn.AdaFactor --size 64M
 many-small/nn.Adam many-small/nn.torch.Adam
 dense/nn.Adam dense/nn.torch.Adam --size 256M
 POINTS
+if [ -n "$is_measured" ] && ncu=$(command -v ncu); then
+    for options in "dense/nn.Adam --size 64M" "rows/nn.LazyAdam --size 1000000x64x131072"; do
+        # shellcheck disable=SC2086 # several words
+        part "ncu $options" 90 "$ncu" --target-processes all --launch-skip 20 --launch-count 8 \
+            --section SpeedOfLight --section MemoryWorkloadAnalysis --section LaunchStats \
+            "${fusestep[@]}" bench --device cuda --seconds 0.2 $options
+    done
+fi
 
 failed=$(tail -n "+$((begin + 1))" "$folder/results.txt" | grep -vc '^right	' || true)
 echo "$failed failed; all is in $folder"
