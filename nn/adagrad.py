@@ -33,7 +33,7 @@ class Adagrad(FusedOptimizer):
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
             by weight decay alone.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -65,6 +65,7 @@ class Adagrad(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -104,7 +105,7 @@ class ProximalAdagrad(FusedOptimizer):
         loss_scale, weight_decay: see `Optimizer`.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows: others are regularised too).
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -135,6 +136,7 @@ class ProximalAdagrad(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -170,7 +172,7 @@ class Adadelta(FusedOptimizer):
         rho: float in [0, 1].
         epsilon: float >= 0; with 0 an element without any gradient becomes NaN.
         loss_scale, weight_decay: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -199,6 +201,7 @@ class Adadelta(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

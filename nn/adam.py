@@ -84,7 +84,7 @@ class Adam(_BiasCorrectedAdam):
         sparse_update: ``"lazy"`` or ``"dense_equivalent"`` for row-sparse gradients. Default
             dense_equivalent, with ``use_lazy`` lazy; with ``use_amsgrad`` or ``use_offload``
             there is none and such gradients raise.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -124,6 +124,7 @@ class Adam(_BiasCorrectedAdam):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -179,7 +180,7 @@ class LazyAdam(_BiasCorrectedAdam):
             `Adam`.
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
         sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -213,6 +214,7 @@ class LazyAdam(_BiasCorrectedAdam):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -236,7 +238,8 @@ class AdamOffload(_BiasCorrectedAdam):
     Args:
         params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
             loss_scale: as `Adam`.
-        sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -269,6 +272,7 @@ class AdamOffload(_BiasCorrectedAdam):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -295,7 +299,7 @@ class AdaMax(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay, loss_scale: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -325,6 +329,7 @@ class AdaMax(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -360,7 +365,7 @@ class AdamWeightDecay(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -389,6 +394,7 @@ class AdamWeightDecay(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

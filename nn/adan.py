@@ -33,7 +33,7 @@ class Adan(FusedOptimizer):
         weight_decay: see `Optimizer`; a proximal step. Ungrouped it acts on every parameter,
             whatever its name.
         loss_scale: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -69,6 +69,7 @@ class Adan(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

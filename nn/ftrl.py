@@ -52,7 +52,7 @@ class FTRL(FusedOptimizer):
         l2_shrinkage: float >= 0: Keras's ``l2_shrinkage_regularization_strength``.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
-        skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -90,6 +90,7 @@ class FTRL(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,14 +13,16 @@ import numpy as np
 
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
+from ..kernels.keeping import KEEPINGS, MASTER
 from ..kernels.rule import Rule
 from ..kernels.rules.gradient import CLIP
-from ..kernels.state import State
+from ..kernels.state import PARAMETER, State
 from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, clip_limit, gradients_of, next_step
+from .base.checkpoint import as_state
 from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
@@ -33,6 +36,12 @@ from .engine.reader import GradientReader, Gradients, by_storage
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
+
+
+def _way_of_rounding(where: str, name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in KEEPINGS:
+        reject(ValueError, where, name, "is unknown", tuple(KEEPINGS), value)
+    return value
 
 
 class FusedOptimizer(StatefulOptimizer, ABC):
@@ -55,6 +64,14 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             counted in ``skipped_steps``.
         state_dtype: dtype of the states; default each parameter's. Arithmetic is float32 (float64
             for float64 parameters), rounded once at the store.
+        rounding: how parameters of 16 bits are kept, whose updates are often smaller than half a
+            unit of the last place. ``"nearest"``: rounded, so that such updates are lost.
+            ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
+            written in the same pass; ``state_dtype`` is float32 by default then. ``"kahan"``: a
+            16-bit state ``remainder`` has what rounding cuts off, and is added before the next
+            update (Kahan's compensated sum). Norms and decay are those of the whole weight. After
+            `load_state_dict` and a new ``Parameter.data``, a master that makes another weight
+            begins at that weight, with one warning.
         clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
         clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
             with its own L2 norm; a norm that is not finite makes NaN. An extra pass reads the
@@ -88,6 +105,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
+    rounding = Fixed(_way_of_rounding)
     together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
@@ -112,6 +130,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
     ) -> None:
@@ -125,15 +144,19 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         check_rule(self._name, rule, states, self.sparse_update)
         if self.clipvalue is not None:
             check_apart(self._name, rule, CLIP)
-        self._rule, self._moved_to_host = rule, False
+        self.rounding, kept = rounding, declared(rule, states)
+        if keeping := KEEPINGS[self.rounding]:
+            if rule.lines or rule.matrix:
+                expected = "'nearest': it does not fit a rule on matrices"
+                reject(ValueError, self._name, "rounding", "is impossible", expected, rounding)
+            rule, kept = rule.kept(keeping), (*kept, *keeping.beside)
+            state_dtype = np.float32 if state_dtype is None and keeping is MASTER else state_dtype
+        self._rule, self._moved_to_host, self._may_differ = rule, False, False
         super().__init__(
-            learning_rate,
-            parameters,
-            weight_decay,
-            loss_scale,
-            states=declared(rule, states),
+            learning_rate, parameters, weight_decay, loss_scale, states=kept,
             state_dtype=state_dtype,
-        )
+        )  # fmt: skip
+        self._check_rounding()
         check_compiled(self._name, rule, (p.dtype for p in self.parameters))
         self._check_rows()
         if rule.is_two_stage and self._rows_need is FusedOptimizer._rows_need:
@@ -148,6 +171,13 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             wrong, expected = "is measured on the host", "parameters that live there"
             reject(ValueError, self._name, "clipnorm", wrong, expected, f"CUDA device {device}")
         return device
+
+    def _check_rounding(self) -> None:
+        """Refuse parameters that are not of 16 bits, if they are kept in two arrays."""
+        for p in self.parameters if self.rounding != "nearest" else ():
+            if p.dtype.itemsize != 2:
+                label, wrong = f"parameter {p.name!r}", f"does not fit rounding={self.rounding!r}"
+                reject(ValueError, self._name, label, wrong, "float16 or bfloat16", p.dtype)
 
     def _check_rows(self) -> None:
         """Refuse parameters without rows, or with rows without elements, if rows are measured."""
@@ -266,6 +296,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self.check_kept(gradients)
         if self._device is not None:
             follow(self.parameters)
+        if self._may_differ:
+            self._begin_at_weights()
         classes = self._classes
         step = next_step(self._name, self._global_step)
         rate_step = max(0, step - self._rate_lag)
@@ -400,6 +432,49 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def forget_addresses(self) -> None:
         """Drop all that was derived from the addresses of parameters: one was rebound."""
         self._reader.forget()
+        self._may_differ = True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`, after checking all of it (`Optimizer.load_state_dict`).
+
+        What lies beside the weights may be missing, as in a state of an optimizer that rounds to
+        the nearest: it begins anew, with one warning.
+        """
+        given, own = as_state(self._name, state), self.state_arrays()
+        names = [
+            self._state_name(state.name, str(p.name))
+            for state in self._rule.beside
+            for p in self.parameters
+        ]
+        if missing := [name for name in names if name not in given and name in own]:
+            given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
+        super().load_state_dict(given)
+        self._may_differ = True
+        if missing:
+            self._begin_at_weights(warns=False)
+            warnings.warn(f"{self._name}: {missing[0]} begins at the weight", stacklevel=2)
+
+    def _begin_at_weights(self, *, warns: bool = True) -> None:
+        """Let masters that make other weights than there are begin at these."""
+        self._may_differ = False
+        for state in (s for s in self._rule.beside if s.initial == PARAMETER):
+            for p, master in zip(self.parameters, self._states[state.name], strict=True):
+                if master is None:
+                    continue
+                weight, found = _on_host(p.array), _on_host(master)
+                rounded = found.astype(weight.dtype)
+                differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
+                if not differs.any():
+                    continue
+                found = np.where(differs, weight.astype(found.dtype), found)
+                if isinstance(master, DeviceArray):
+                    master.assign(found)
+                else:
+                    master[...] = found
+                if warns:
+                    name, warns = self._state_name(state.name, str(p.name)), False
+                    what = "begins at the weight, which is not the one that it was made for"
+                    warnings.warn(f"{self._name}: {name} {what}", stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:
         # The copied counts are those on the host, which calls on a device may still take back.
@@ -427,6 +502,11 @@ def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[Sta
         return tuple(dict.fromkeys((*matrix_states, *rule.states)))
     renamed = zip(rule.states, states.items(), strict=True)
     return tuple(state._replace(name=name, initial=x) for state, (name, x) in renamed)
+
+
+def _on_host(array: Any) -> np.ndarray:
+    found: np.ndarray = array.numpy() if isinstance(array, DeviceArray) else array
+    return found
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

@@ -36,7 +36,8 @@ class Lamb(FusedOptimizer):
         eps: float > 0.
         weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
         clip_ratio: the form of MindSpore 1.x.
-        use_locking, skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -70,6 +71,7 @@ class Lamb(FusedOptimizer):
         use_locking: bool = False,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

@@ -29,7 +29,7 @@ class Lion(FusedOptimizer):
         weight_decay: see `Optimizer`; decoupled. Ungrouped it acts on every parameter, whatever
             its name.
         loss_scale: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -63,6 +63,7 @@ class Lion(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

@@ -66,7 +66,7 @@ class Prodigy(FusedOptimizer):
         fsdp_in_use, slice_p: must be False and 1.
         loss_scale: see `Optimizer`.
         state_dtype: dtype of ``m``, ``v`` and ``s``; default each parameter's.
-        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Attributes:
         d: the estimate, a float.
@@ -114,6 +114,7 @@ class Prodigy(FusedOptimizer):
         use_locking: bool = False,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

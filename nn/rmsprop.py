@@ -53,7 +53,8 @@ class RMSProp(FusedOptimizer):
         use_locking: concurrent calls act like some serial order of them.
         centered: divide by the root of a running variance.
         loss_scale, weight_decay: see `Optimizer`.
-        sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
+            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -87,6 +88,7 @@ class RMSProp(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

@@ -42,7 +42,7 @@ class RowWiseAdagrad(FusedOptimizer):
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
             by weight decay alone.
-        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     ``s`` has the type of the arithmetic: float32, or float64 for float64 parameters.
 
@@ -125,7 +125,7 @@ class RowWiseAdam(FusedOptimizer):
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
         state_dtype: dtype of ``m``; default each parameter's. ``v`` has the type of the
             arithmetic: float32, or float64 for float64 parameters.
-        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
+        use_locking, skip_nonfinite, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `RowWiseAdagrad`.
@@ -156,6 +156,7 @@ class RowWiseAdam(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

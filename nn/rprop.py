@@ -31,7 +31,7 @@ class Rprop(FusedOptimizer):
         etas: two floats, in (0, 1) and above 1.
         step_sizes: two floats > 0, the first at most the second.
         weight_decay: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -62,6 +62,7 @@ class Rprop(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

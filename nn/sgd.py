@@ -39,7 +39,7 @@ class Momentum(FusedOptimizer):
         momentum: float >= 0.
         weight_decay, loss_scale: see `Optimizer`.
         use_nesterov: Nesterov's step.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -73,6 +73,7 @@ class Momentum(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -112,7 +113,7 @@ class SGD(FusedOptimizer):
         weight_decay: a float or int >= 0; no schedule.
         nesterov: Nesterov's step; needs a momentum above 0 and no dampening.
         loss_scale: see `Optimizer`.
-        use_locking, skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Momentum`.
+        use_locking, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: as `Momentum`.
         sparse_update: as `Momentum`; without momentum the default is ``"lazy"``, which then
             equals ``"dense_equivalent"`` but for weight decay.
 
@@ -147,6 +148,7 @@ class SGD(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,
@@ -173,7 +175,7 @@ class SGD(FusedOptimizer):
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
-        if self._rule is rules.SGD:
+        if rules.SGD in (self._rule, self._rule.plain):
             return Formula(rules.sgd_scalars)
         # Whether an update is the first, which is not dampened, MindSpore keeps for each element
         # (`stat`). The count of updates tells it for the parameter.
@@ -215,7 +217,7 @@ class ASGD(FusedOptimizer):
         alpha: float, with which power ``eta`` falls.
         t0: float, the step at which averaging begins.
         weight_decay: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm: see
+        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
     Raises:
@@ -250,6 +252,7 @@ class ASGD(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

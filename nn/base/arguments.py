@@ -18,7 +18,7 @@ from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject,
 MOST_STEPS = int(np.iinfo(np.int32).max)
 _OF_BASE = (
     "learning_rate", "weight_decay", "loss_scale", "use_locking", "sparse_update",
-    "skip_nonfinite", "state_dtype", "clipvalue", "clipnorm",
+    "skip_nonfinite", "state_dtype", "rounding", "clipvalue", "clipnorm",
 )  # fmt: skip
 
 

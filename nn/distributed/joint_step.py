@@ -105,6 +105,7 @@ def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
         "shapes of rows": [list(p.shape[1:]) for p in optimizer.parameters],
         "states": {name: str(a.dtype) for name, a in optimizer.state_arrays().items()},
         "options": [optimizer.sparse_update, *map(repr, (formula.constants, formula.bases))],
+        "rounding": optimizer.rounding,
         "clipping": [repr(optimizer.clipvalue), repr(optimizer.clipnorm)],
         "global_step": int(optimizer.global_step[0]),
     }

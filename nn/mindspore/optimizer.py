@@ -19,7 +19,8 @@ from ...ops.runtime.errors import reject, reject_unknown
 from ..fused import FusedOptimizer
 from .binding import Binding, Scheduled
 
-_OWN_STATES = "state_dtype"  # MindSpore's states have the dtypes of their parameters
+# MindSpore's states have the dtypes of their parameters, and are those of its own optimizers.
+_OWN_STATES = "state_dtype", "rounding"
 _BY_KEYWORD = ("use_lazy", "use_offload")  # of MindSpore's own
 _WORKS = "PyNative mode on a CPU (mindspore.set_context(mode=mindspore.PYNATIVE_MODE))"
 
@@ -55,7 +56,7 @@ class Fused(nn.Optimizer):
             return  # a subclass of a user's
         cls._step_type = step
         arguments = inspect.signature(step).parameters
-        kept = [p for name, p in arguments.items() if name not in ("unknown", _OWN_STATES)]
+        kept = [p for name, p in arguments.items() if name not in ("unknown", *_OWN_STATES)]
         cls.__signature__ = inspect.Signature(kept)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -73,6 +73,7 @@ COMMON = {
     "sparse_update": Argument("sparse update", "lazy", {"weight_decay": 0.3}, rows_only=True),
     "skip_nonfinite": Argument("flag"),
     "state_dtype": Argument("dtype", np.float16, in_states=True),
+    "rounding": Argument("rounding"),
     "clipvalue": Argument("clip", 0.1),
     "clipnorm": Argument("clip", 0.1),
     "use_nesterov": Argument("flag", True),

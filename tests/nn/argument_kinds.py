@@ -112,6 +112,7 @@ KINDS = {
     "number": Kind(NO_NUMBERS, (-0.1, -1, *NOT_FINITE), (0, 1, 0.5, np.float32(0.5))),
     "flag": Kind((1, 0, None, "yes", np.bool_(True)), (), (False, True), "a bool"),
     "sparse update": Kind((), ("eager", "", 3, False, ["lazy"]), ("lazy", "dense_equivalent")),
+    "rounding": Kind((), ("Master", "", 3, None, ["kahan"]), ("nearest",)),
     "dtype": Kind(
         (int, np.int8, np.complex64, "banana", 3),
         (),
