@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -139,7 +140,7 @@ def _transformed(
     """Lines that load element ``i`` of ``w`` and ``g``: ``x``, and ``d`` after the transforms."""
     names = {"real": numba_type(kernel.real), "load": compiler.conversion(kernel.w.to_real)}
     lines, keeping = ["x = real(load(w[i]))", "d = real(0)"], kernel.rule.keeping
-    if keeping is not None:
+    if keeping is not None and keeping.load is not None:
         beside, loads = _loaded(kernel, compiler, keeping.beside)
         names |= {"join": compiler.part(keeping.load), **loads}
         lines[0] = f"x = join(real(load(w[i])), {', '.join(beside)})"
@@ -213,7 +214,12 @@ def element_of(
     n = len(kernel.stored) - len(beside)
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
     calls = [f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"]
-    if keeping is not None:
+    if keeping is not None and keeping.bits is not None:
+        calls.append(f"rounded = round(real({new[0]}), bits(i, hp))")
+        names["bits"] = compiler.part(keeping.bits)
+        names["round"] = compiler.conversion(kernel.w.at_random)
+        new[0] = "rounded"
+    elif keeping is not None:
         calls.append(f"kept = keep({new[0]}, real(load(store0(stored0({new[0]})))))")
         names["keep"] = compiler.part(keeping.store)
         new += [f"kept[{k}]" for k in range(len(beside))]
@@ -286,6 +292,31 @@ def scaling(kernel: Kernel, compiler: Compiler) -> Any:
     ]
     names = {"cls": cls, "real": numba_type(kernel.real), "wide": np.float64}
     return compiler.inlined(_written("hp, factors", (f"return cls({', '.join(scalars)})",), names))
+
+
+def placed(kernel: Kernel, compiler: Compiler) -> Any:
+    """``place(hp, first)``: the scalars of elements that begin at number ``first`` of their tensor.
+
+    With random bits these also have ``begin``, to which the number of an element is added, and
+    ``key``: two words that a tensor has in a step.
+    """
+    keeping = kernel.rule.keeping
+    if keeping is None or not keeping.hp:
+        return compiler.inlined(_written("hp, first", ("return hp",), {}))
+    fields = hp_type(kernel.rule, kernel.prologue)._fields  # type: ignore[attr-defined]
+    scalars = [f"hp[{k}]" for k in range(len(fields))]
+    low, high, *key = (f"hp[{kernel.column[name]}]" for name in keeping.hp)
+    words = [f"whole(word({low}, {high}) + whole(first))", f"word({', '.join(key)})"]
+    names = {"cls": namedtuple("hp", (*fields, "begin", "key")), "whole": np.uint32}
+    names["word"] = compiler.part(_word)
+    return compiler.inlined(
+        _written("hp, first", (f"return cls({', '.join((*scalars, *words))})",), names)
+    )
+
+
+def _word(low: Any, high: Any) -> Any:
+    """The word of two halves, which a float32 holds exactly."""
+    return np.uint32(np.uint32(low) | np.uint32(np.uint32(high) << np.uint32(16)))
 
 
 def scope_loader(kernel: Kernel, compiler: Compiler) -> Any:

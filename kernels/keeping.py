@@ -1,13 +1,15 @@
-"""How a weight is kept: what lies beside it in memory, and how both make one number.
+"""How a weight is kept: what lies beside it in memory, and how it is rounded.
 
 A weight of 16 bits forgets updates that are smaller than half a unit of its last place. What lies
 beside it remembers them: a rule sees the number that both make, in the type of the arithmetic, and
-its result is written to both in the same pass. `rule.Rule.kept` makes a rule of any elementwise or
+its result is written to both in the same pass. Or it is rounded up or down at random, so that small
+updates act as often as their size says. `rule.Rule.kept` makes a rule of any elementwise or
 row-wise one; its own function knows nothing of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,55 @@ def _left(x: Any, rounded: Any) -> Any:
     return (x - rounded,)
 
 
+# Each operation is wrapped: Numba types uint32 op uint32 as uint64.
+def _bits(i: Any, hp: Any) -> Any:
+    """A hash of the place of an element: two rounds of ``lowbias32`` (Wellons, 2018), keyed."""
+    x = np.uint32(np.uint32(i) + hp.begin)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+    x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ hp.key)
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
 _STATE = State("master", initial=PARAMETER, dtype=np.float32)
-MASTER = Keeping(_master, _all, (_STATE,), "master")
+MASTER = Keeping("master", (_STATE,), _master, _all)
 """A rounded weight, never read but written on the way, and all of it in float32 (NVIDIA's mixed
 precision, MXNet's ``multi_precision``)."""
-KAHAN = Keeping(_joined, _left, (State("remainder", dtype=PARAMETER),), "kahan")
+KAHAN = Keeping("kahan", (State("remainder", dtype=PARAMETER),), _joined, _left)
 """A rounded weight, and what rounding has cut off, rounded too (Kahan's compensated sum)."""
-KEEPINGS: dict[str, Keeping | None] = {"nearest": None, "master": MASTER, "kahan": KAHAN}
+STOCHASTIC = Keeping("stochastic", bits=_bits, hp=("begin0", "begin1", "key0", "key1"))
+"""A weight that is rounded up or down at random (stochastic rounding), with the scalars of
+`random_scalars`."""
+KEEPINGS: dict[str, Keeping | None] = {
+    "nearest": None, "master": MASTER, "kahan": KAHAN, "stochastic": STOCHASTIC
+}  # fmt: skip
 """By name; ``"nearest"`` is the weight alone, rounded to the nearest number that can be stored."""
+
+
+def key_of(name: str) -> int:
+    """The key of a parameter's random bits: 64 bits that follow from its name alone."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
+    """float32 ``[T, 4]``: the scalars from which the random bits of T tensors follow in a step.
+
+    All are integers, arrays ``[T]`` or numbers: seed, `key_of` each parameter, the number of its
+    update, and the place of its first element in the whole tensor, of which others have the rest.
+    The bits of an element follow from these and its place, modulo 2**32.
+    """
+    found = np.zeros(np.shape(keys), np.uint64)
+    for part in (seed, keys, steps):
+        found = _mixed(found ^ np.asarray(part).astype(np.uint64))
+    begin = (found + np.asarray(begins).astype(np.uint64)) & np.uint64(0xFFFFFFFF)
+    words = (begin, begin >> np.uint64(16), found >> np.uint64(32), found >> np.uint64(48))
+    return np.stack([word & np.uint64(0xFFFF) for word in words], -1).astype(np.float32)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """A hash of words of 64 bits (``splitmix64``: Steele, Lea and Flood, 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

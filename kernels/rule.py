@@ -85,17 +85,22 @@ class Keeping(_Constant):
     """A way to keep a weight; compared by identity.
 
     Attributes:
-        load: ``load(w, *beside)``: the weight as a number.
+        name: for messages, and for the on-disk cache.
+        beside: the states that lie beside the weight, one for each element.
+        load: ``load(w, *beside)``: the weight as a number; None where nothing lies beside it.
         store: ``store(x, rounded)``: what is written beside the weight, a tuple, for its new value
             ``x`` and what is left of this where the weight itself is stored.
-        beside: the states that lie beside the weight, one for each element.
-        name: for messages.
+        bits: ``bits(i, hp)``: 32 random bits by which element ``i`` is rounded up or down; None: to
+            the nearest. ``hp`` has the scalars, and `begin` and `key`.
+        hp: the scalars from which these follow.
     """
 
-    load: Callable[..., Any]
-    store: Callable[..., Any]
-    beside: tuple[State, ...]
     name: str
+    beside: tuple[State, ...] = ()
+    load: Callable[..., Any] | None = None
+    store: Callable[..., Any] | None = None
+    bits: Callable[..., Any] | None = None
+    hp: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +292,7 @@ Prologue = tuple[GradientTransform, ...]
 def hp_type(rule: Rule, prologue: Prologue) -> type:
     """The named tuple of scalars that ``rule`` behind ``prologue`` reads, in memory order."""
     fields = rule.hp + tuple(name for transform in prologue for name in transform.hp)
+    fields += () if rule.keeping is None else rule.keeping.hp
     return namedtuple("hp", fields)
 
 

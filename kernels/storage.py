@@ -36,6 +36,9 @@ class Storage:
     itemsize: int  # bytes
     exponent: int  # mask of the bits of the exponent, all set in an infinity or a NaN
     widen: Callable[..., Any] | None = None  # LLVM: a vector of carriers to float32, if they differ
+    # Compiled, of 16 bits: a float32 and 32 random bits to one of the two nearest numbers that can
+    # be stored, as float32; to either with the probability that makes its mean the float32.
+    at_random: Callable[..., Any] | None = None
 
 
 @intrinsic
@@ -120,6 +123,32 @@ def _f32_to_bf16(x):
 
 
 @njit
+def _bf16_at_random(x, bits):
+    word = np.float32(x).view(np.uint32)
+    carried = np.uint32(word + np.uint32(bits >> np.uint32(16)))
+    found = np.uint32(carried & np.uint32(0xFFFF0000))
+    # What is no number stays; what the carry would make infinite is rounded to the nearest.
+    exponent, end = np.uint32(word & np.uint32(0x7F800000)), np.uint32(0x7F800000)
+    stays = exponent == end or np.uint32(found & end) == end
+    return np.float32(x) if stays else found.view(np.float32)
+
+
+@njit
+def _f16_at_random(x, bits):
+    word = np.float32(x).view(np.uint32)
+    sign, size = np.uint32(word & np.uint32(0x80000000)), abs(np.float32(x))
+    # Below the normal numbers all lie as far apart as the smallest of these, to which the number is
+    # moved for as long.
+    least, none = np.float32(2.0**-14), np.float32(0.0)
+    moved = least if size < least else none
+    carried = np.float32(size + moved).view(np.uint32)
+    carried = np.uint32(carried + np.uint32(bits >> np.uint32(19)))
+    found = np.uint32(carried & np.uint32(0xFFFFE000)).view(np.float32) - moved
+    signed = np.uint32(np.float32(found).view(np.uint32) | sign).view(np.float32)
+    return signed if found <= np.float32(65504.0) else np.float32(x)
+
+
+@njit
 def _to_odd_f32(x):
     """A float64 as float32 that can be rounded again without rounding twice.
 
@@ -161,8 +190,19 @@ F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4,
 F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, _same, 8, 0x7FF << 52)
 _of_f16 = _f16_to_f32, _f32_to_f16, _f64_to_f16
 _of_bf16 = _bf16_to_f32, _f32_to_bf16, _f64_to_bf16
-F16 = Storage("f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00, _widen_f16)
-BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, *_of_bf16, 2, 0x7F80, _widen_bf16)
+F16 = Storage(
+    "f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00, _widen_f16, _f16_at_random
+)
+BF16 = Storage(
+    "bf16",
+    np.dtype(ml_dtypes.bfloat16),
+    np.uint16,
+    *_of_bf16,
+    2,
+    0x7F80,
+    _widen_bf16,
+    _bf16_at_random,
+)
 I32 = Storage("i32", np.dtype(np.int32), np.int32, _same, _to_i32, _to_i32, 4, 0)
 """The storage of counts, which are states; it is no type of the arithmetic."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
-from ..kernels.keeping import KEEPINGS, MASTER
+from ..kernels.keeping import KEEPINGS, MASTER, STOCHASTIC, key_of, random_scalars
 from ..kernels.rule import Rule
 from ..kernels.rules.gradient import CLIP
 from ..kernels.state import PARAMETER, State
@@ -21,7 +21,7 @@ from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
-from .base.arguments import Fixed, clip_limit, gradients_of, next_step
+from .base.arguments import Fixed, clip_limit, gradients_of, is_int, next_step
 from .base.checkpoint import as_state
 from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
@@ -69,7 +69,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
             written in the same pass; ``state_dtype`` is float32 by default then. ``"kahan"``: a
             16-bit state ``remainder`` has what rounding cuts off, and is added before the next
-            update (Kahan's compensated sum). Norms and decay are those of the whole weight. After
+            update (Kahan's compensated sum). ``"stochastic"``: each is rounded up or down at
+            random, so that its mean is the weight before rounding; see `rounding_seed`; on the host
+            only. Norms and decay are those of the whole weight. After
             `load_state_dict` and a new ``Parameter.data``, a master that makes another weight
             begins at that weight, with one warning.
         clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
@@ -162,7 +164,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if rule.is_two_stage and self._rows_need is FusedOptimizer._rows_need:
             self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
-        self._skipped = np.zeros(1, np.int64)
+        self._skipped, self._seed = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._derive()
 
     def _common_device(self) -> int | None:
@@ -173,11 +175,15 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return device
 
     def _check_rounding(self) -> None:
-        """Refuse parameters that are not of 16 bits, if they are kept in two arrays."""
+        """Refuse parameters that are not of 16 bits, or not on the host, if `rounding` needs it."""
         for p in self.parameters if self.rounding != "nearest" else ():
+            label, wrong = f"parameter {p.name!r}", f"does not fit rounding={self.rounding!r}"
             if p.dtype.itemsize != 2:
-                label, wrong = f"parameter {p.name!r}", f"does not fit rounding={self.rounding!r}"
                 reject(ValueError, self._name, label, wrong, "float16 or bfloat16", p.dtype)
+            if self.rounding == STOCHASTIC.name and not self._works_on_host:
+                reject(
+                    ValueError, self._name, label, wrong, "the host", f"CUDA device {self._device}"
+                )
 
     def _check_rows(self) -> None:
         """Refuse parameters without rows, or with rows without elements, if rows are measured."""
@@ -192,7 +198,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def _method(self) -> Method:
         """The update of a step, with the present options."""
-        return Method(self._rule, self.formula())
+        draws = None
+        if self.rounding == STOCHASTIC.name:
+            keys = np.array([key_of(str(p.name)) for p in self.parameters], np.uint64)
+            draws = partial(_drawn, self._seed, keys)
+        return Method(self._rule, self.formula(), draws=draws)
 
     def _check_used_rates(self, rates: Sequence[float]) -> None:
         """Refuse learning rates out of the range of a subclass; called before every step."""
@@ -363,6 +373,27 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._found_inf = found
 
     @property
+    def rounding_seed(self) -> int:
+        """The seed of ``rounding="stochastic"``, an int from 0 to 2**63 - 1; 0 in the beginning.
+
+        A part of the state. The random bits of an element in an update follow from this seed, the
+        name of its parameter, the number of the update, and its place in the parameter, whatever
+        the number of threads.
+
+        Raises:
+            TypeError, ValueError: another value is assigned.
+        """
+        return int(self._seed[0])
+
+    @rounding_seed.setter
+    def rounding_seed(self, value: int) -> None:
+        where, name = self._name, "rounding_seed"
+        if not is_int(value):
+            reject(TypeError, where, name, "has a wrong type", "an int", type(value).__name__)
+        check.in_range(where, name, value, 0 <= value < 1 << 63, "from 0 to 2**63 - 1")
+        self._seed[0] = value
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that were skipped."""
         return int(self._skipped[0])
@@ -434,6 +465,13 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._reader.forget()
         self._may_differ = True
 
+    def state_arrays(self) -> dict[str, Any]:
+        """The arrays of `StatefulOptimizer.state_arrays`, and a seed if there is one."""
+        arrays = super().state_arrays()
+        if self.rounding == STOCHASTIC.name:
+            arrays["rounding_seed"] = self._seed
+        return arrays
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it (`Optimizer.load_state_dict`).
 
@@ -502,6 +540,12 @@ def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[Sta
         return tuple(dict.fromkeys((*matrix_states, *rule.states)))
     renamed = zip(rule.states, states.items(), strict=True)
     return tuple(state._replace(name=name, initial=x) for state, (name, x) in renamed)
+
+
+def _drawn(
+    seed: np.ndarray, keys: np.ndarray, positions: np.ndarray, steps: np.ndarray
+) -> np.ndarray:
+    return random_scalars(seed, keys[positions], steps, 0)
 
 
 def _on_host(array: Any) -> np.ndarray:

@@ -32,6 +32,7 @@ from ..element import (
     adder,
     element_of,
     following,
+    placed,
     scaling,
     scope_loader,
     scope_storer,
@@ -93,7 +94,8 @@ def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> st
     states = [(state.per, state.is_read) for state in rule.states]
     measured = f"{rule.n_measured} {rule.signed} {rule.scope} {rule.takes} {rule.factor_of}"
     if rule.keeping is not None:
-        parts += f" kept {' '.join(map(_named, (rule.keeping.load, rule.keeping.store)))}"
+        own = rule.keeping.load, rule.keeping.store, rule.keeping.bits
+        parts += f" kept {rule.keeping.name} {' '.join(map(_named, own))}"
     for other in (rule.measure, rule.factor) if rule.is_row_wise else ():
         measured += f" {_named(other)}"
     return (
@@ -111,10 +113,11 @@ def _block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
     """The loop over contiguous elements."""
     rule, g_type = kernel.rule.update, kernel.g.carrier
     element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
-    read_hp, read_arrays = readers(kernel)
+    (read_hp, read_arrays), place = readers(kernel), placed(kernel, CPU)
 
     def update(addresses, row, rows, width, g_address, hp_address):
-        hp, arrays = read_hp(hp_address), read_arrays(addresses, row, rows, width)
+        arrays = read_arrays(addresses, row, rows, width)
+        hp = place(read_hp(hp_address), row * width)
         g = carray(as_pointer(g_address), rows * width, g_type)
         for i in range(arrays[0].size):
             element(arrays, g, i, hp)
@@ -132,7 +135,7 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
     add_up = _summing(kernel, zero_gradient=zero_gradient)
     load = scope_loader(kernel, CPU)
     store = scope_storer(kernel, CPU, len(kernel.rule.scaled_fields))
-    follow, scale = following(kernel, CPU), scaling(kernel, CPU)
+    follow, scale, place = following(kernel, CPU), scaling(kernel, CPU), placed(kernel, CPU)
 
     def update(addresses, row, rows, width, g_address, hp_address):
         scalars = read_hp(hp_address)
@@ -141,7 +144,7 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
             g = carray(as_pointer(g_address + k * width * g_bytes), width, g_type)
             found = follow(add_up(arrays, g, scalars), load(arrays), width, scalars)
             store(arrays, found)
-            hp = scale(scalars, found)
+            hp = place(scale(scalars, found), (row + k) * width)
             for i in range(arrays[0].size):
                 element(arrays, g, i, hp)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.keeping import STOCHASTIC
 from ...ops.runtime.errors import message, reject
 from ..base.numbers import number_of
 from ..base.optimizer import Optimizer
@@ -71,9 +72,10 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
     Raises:
         TypeError: on a rank, it is no such optimizer; `thor` and others that prepare their
             gradients by themselves are none.
-        ValueError: on a rank, its parameters are on a device, or it has ``clipnorm`` (no process
-            knows the norm of a table in parts); or the optimizers differ in class, options,
-            states, or in name, dtype or row shape of a parameter. The error names the rank.
+        ValueError: on a rank, its parameters are on a device, or it has ``clipnorm`` or
+            ``rounding="stochastic"`` (no process knows the norm of a table in parts, or which of
+            its rows are here); or the optimizers differ in class, options, states, or in name,
+            dtype or row shape of a parameter. The error names the rank.
 
     >>> import numpy as np
     >>> from fusestep import nn
@@ -122,6 +124,9 @@ def _check(where: str, optimizer: Any, *, has_parts: bool) -> None:
     if has_parts and optimizer.clipnorm is not None:
         expected, got = "one that does not: its tables may be parts of larger ones", "clipnorm"
         reject(ValueError, where, "optimizer", "clips by norms", expected, got)
+    if has_parts and optimizer.rounding == STOCHASTIC.name:
+        expected = "one that does not: it cannot tell which rows of a table are here"
+        reject(ValueError, where, "optimizer", "rounds at random", expected, "stochastic")
 
 
 def check_on_host(where: str, optimizer: Optimizer) -> None:

@@ -29,6 +29,8 @@ class Method(NamedTuple):
     formula: Formula  # computes its scalars from the learning rate and the number of the update
     constants: tuple[tuple[str, float], ...] = ()  # numbers that `Rule.factor` takes, by name
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # the optimizer's, in its order
+    # draws(positions, steps): `random_scalars` of parameters in the updates of these numbers
+    draws: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
 
 class Counts(NamedTuple):
@@ -133,6 +135,9 @@ def calls_of(
             of_each = np.array([k for _, k in keys])[hp_of]
             measured = np.array(rates)[of_each], np.array(decays)[of_each]
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
+        if method.draws is not None:
+            drawn = method.draws(batch.positions, steps[batch.positions] + 1)
+            hp, hp_of = np.concatenate((hp[hp_of], drawn), 1), np.arange(len(hp_of))
         update = batch.update(rule, prologue, given.of(batch), hp, hp_of, touched_only=touched_only)
         calls.append(KernelCall(batch, update, *measured))
     return calls
