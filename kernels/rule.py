@@ -54,7 +54,7 @@ class _Constant:
     """A constant of a module: compared by identity, and pickled as its name there."""
 
     def __reduce__(self) -> Any:
-        module = vars(self)[next(iter(vars(self)))].__module__
+        module = next(part for part in vars(self).values() if callable(part)).__module__
         for name, value in vars(import_module(module)).items():
             if value is self:
                 return _constant, (module, name)

@@ -1,4 +1,4 @@
-"""Weights of 16 bits beside float32 masters or remainders, in nn: steps, states, bad input."""
+"""Weights of 16 bits in nn, beside masters or remainders, or rounded at random."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fusestep
 from fusestep import nn
+from fusestep.kernels.keeping import key_of, random_scalars
 
+import reference_random as model
 from helpers import BF16, assert_same_bits, more, refused
 from optimizers import FORMS, ONE_OF_EACH, arguments_of, gradients, make, parameters, rows
 
 F16, F32 = np.float16, np.float32
 BESIDE = {"master": "master", "kahan": "remainder"}
+SEED = 12_345_678_901
 EACH_WAY = pytest.mark.parametrize("rounding", BESIDE)
 ROUNDED = [form for form in FORMS if "rounding" in arguments_of(form) and FORMS[form][0] != "LARS"]
 EACH_FORM = pytest.mark.parametrize(
@@ -33,12 +37,14 @@ def whole(opt: Any) -> list[np.ndarray]:
     """The numbers that weights and what lies beside them make."""
     if "master" in opt._states:
         return [a.copy() for a in opt._states["master"]]
+    if "remainder" not in opt._states:
+        return [p.data.astype(F32) for p in opt.parameters]
     every = zip(opt.parameters, opt._states["remainder"], strict=True)
     return [p.data.astype(F32) + a.astype(F32) for p, a in every]
 
 
 @EACH_FORM
-@EACH_WAY
+@pytest.mark.parametrize("rounding", [*BESIDE, "stochastic"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 def test_a_step_is_that_of_the_float32_weight(form: str, rounding: str, dtype: Any) -> None:
     """To the last bit, states too; then both are rounded."""
@@ -46,6 +52,7 @@ def test_a_step_is_that_of_the_float32_weight(form: str, rounding: str, dtype: A
     sparse = {"sparse_update": "lazy"} if takes.get("sparse_update") else {}
     params = parameters(dtype=dtype, form=form)
     ours = make(form, params, rounding=rounding, state_dtype=F32, **sparse)
+    ours.rounding_seed = SEED
     exact = [nn.Parameter(p.data.astype(F32), p.name) for p in params]
     theirs = make(form, exact, state_dtype=F32, **sparse)
     for step in range(4):
@@ -63,25 +70,31 @@ def test_a_step_is_that_of_the_float32_weight(form: str, rounding: str, dtype: A
             q.data[...] = x
         ours(given)
         theirs(wide)
-        each = zip(params, exact, ours._states[BESIDE[rounding]], before, whole(ours), strict=True)
-        for p, q, beside, old, new in each:
+        for k, (p, q, old, new) in enumerate(zip(params, exact, before, whole(ours), strict=True)):
             rounded, moves = q.data.astype(dtype), q.data != old
-            left = q.data if rounding == "master" else (q.data - rounded.astype(F32)).astype(dtype)
-            assert_same([p.data[moves], beside[moves]], [rounded[moves], left[moves]])
+            if rounding == "stochastic":
+                rounded = model.all_rounded(q.data, dtype, SEED, p.name, step + 1)
+            else:
+                left = q.data if rounding == "master" else q.data - rounded.astype(F32)
+                beside = ours._states[BESIDE[rounding]][k]
+                assert_same_bits(beside[moves], left.astype(beside.dtype)[moves])
+            assert_same_bits(p.data[moves], rounded[moves])
             assert_same_bits(new[~moves], old[~moves])
         expected = theirs.state_dict()
-        found = {n: a for n, a in ours.state_dict().items() if not n.startswith(BESIDE[rounding])}
+        own = "rounding_seed", BESIDE.get(rounding, "rounding_seed")
+        found = {n: a for n, a in ours.state_dict().items() if not n.startswith(own)}
         assert found.keys() == expected.keys()
         assert_same(found.values(), expected.values())
 
 
-@EACH_WAY
+@pytest.mark.parametrize("rounding", [*BESIDE, "stochastic"])
 @pytest.mark.parametrize("way", ["state_dict", "pickle", "file"])
 def test_resumed_runs_have_the_same_bits(way: str, rounding: str, tmp_path: Any) -> None:
     runs = []
     for stops in (False, True):
         params = parameters(dtype=BF16)
         opt = nn.Adam(params, 0.1, rounding=rounding)
+        opt.rounding_seed = SEED
         for step in range(4):
             if stops and step == 2:
                 if way == "pickle":
@@ -156,6 +169,115 @@ def test_clipping_lars_and_copies(rounding: str) -> None:
     ours(given)
     theirs([g.astype(F32) for g in given])
     assert_same([p.data for p in params], [q.data.astype(BF16) for q in exact])
+
+
+# Rounding at random
+
+NUMBERS = {
+    F16: [1.0001, -3.3, 2.0**-14 * 1.0003, 2.0**-20 * 1.3, -(2.0**-26), 65503.0, 0.0],
+    BF16: [1.001, -3.3, 1e-39, -1.7e38, 3e-41, 0.0],
+}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
+def test_the_mean_of_what_is_rounded(dtype: Any) -> None:
+    """A million draws: within five standard deviations of the number, each a neighbour of it."""
+    n = 1_000_000
+    for number in NUMBERS[dtype]:
+        x = F32(number)
+        w = np.zeros(n, dtype)
+        opt = nn.SGD([w], 1.0, rounding="stochastic")
+        opt.rounding_seed = 7
+        opt((np.full(n, -x),))
+        found, counts = np.unique(w.astype(np.float64), return_counts=True)
+        assert len(found) <= 2
+        if len(found) == 1:
+            assert abs(found[0] - x) < 2.0**-38 or found[0] == x
+            continue
+        low, high = found
+        share = (float(x) - low) / (high - low)
+        assert low < x < high
+        assert abs(counts[1] / n - share) < 5 * np.sqrt(share * (1 - share) / n) + 2.0**-13
+
+
+def test_ends_of_the_range() -> None:
+    """What is no finite number stays so; what rounding to the nearest keeps finite is finite."""
+    last = float(np.array(0x7F7F, np.uint16).view(BF16))
+    cases = {
+        F16: [(65519.0, 65504.0), (65536.0, np.inf), (-np.inf, -np.inf), (np.nan, np.nan)],
+        BF16: [(3.39e38, last), (-3.39e38, -last), (np.inf, np.inf), (np.nan, np.nan)],
+    }
+    for dtype, pairs in cases.items():
+        for x, expected in pairs:
+            w = np.zeros(300, dtype)
+            nn.SGD([w], 1.0, rounding="stochastic")((np.full(300, -x, F32),))
+            np.testing.assert_array_equal(w.astype(F32), F32(expected))
+
+
+def test_random_bits_are_those_of_seed_name_update_and_place() -> None:
+    """Of any cut: threads, other parameters, rows alone; and none repeats the bits of another."""
+    n = 300_000  # several threads
+    g = np.full(n, 1e-4, F32)
+
+    def run(*names: str, seed: int = 0, updates: int = 1) -> dict[str, np.ndarray]:
+        params = [nn.Parameter(np.ones(n, BF16), name) for name in names]
+        opt = nn.SGD(params, 1.0, rounding="stochastic")
+        opt.rounding_seed = seed
+        for _ in range(updates):
+            opt([g] * len(names))
+        return {p.name: p.data for p in params}
+
+    both = run("a", "b")
+    assert_same_bits(run("b")["b"], both["b"])
+    try:
+        fusestep.set_num_threads(1)
+        assert_same_bits(run("a")["a"], both["a"])
+    finally:
+        fusestep.set_num_threads(None)
+    others = [both["a"], both["b"], run("a", seed=1)["a"], run("a", updates=2)["a"]]
+    others[3] = others[3] != others[0]
+    moved = [other != 1 for other in others[:3]] + [others[3]]
+    for i in range(4):
+        for j in range(i):
+            found = np.corrcoef(moved[i], moved[j])[0, 1]
+            assert abs(found) < 5 / np.sqrt(n)
+    # Neighbours, and elements a power of two apart, are independent too.
+    for step in (1, 2, 64, 4096):
+        found = np.corrcoef(moved[0][step:], moved[0][:-step])[0, 1]
+        assert abs(found) < 5 / np.sqrt(n)
+
+
+def test_a_part_draws_the_bits_of_the_whole() -> None:
+    """By the place of its first element, across the end of 32 bits."""
+    keys = np.array([key_of("a")], np.uint64)
+    for begin in (0, 5, (1 << 32) - 2, 3 << 32):
+        low, high, *_ = (int(x) for x in random_scalars(3, keys, 1, begin)[0])
+        whole_low, whole_high, *_ = (int(x) for x in random_scalars(3, keys, 1, 0)[0])
+        first, whole_first = low | high << 16, whole_low | whole_high << 16
+        assert first == (whole_first + begin) % (1 << 32)
+
+
+def test_seeds() -> None:
+    opt = nn.Adam(parameters(dtype=BF16), rounding="stochastic")
+    assert opt.rounding_seed == 0
+    for wrong in (1.0, "1", None, True):
+        with pytest.raises(
+            TypeError, match="Adam: rounding_seed has a wrong type: expected an int"
+        ):
+            opt.rounding_seed = wrong
+    for wrong in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="Adam: rounding_seed is out of range"):
+            opt.rounding_seed = wrong
+    opt.rounding_seed = (1 << 63) - 1
+    assert opt.state_dict()["rounding_seed"].tolist() == [(1 << 63) - 1]
+    assert "rounding_seed" not in nn.Adam(parameters()).state_dict()
+
+
+def test_processes_that_own_parts_of_tables() -> None:
+    from fusestep.nn.distributed import alone, together
+
+    with pytest.raises(ValueError, match="optimizer rounds at random"):
+        together(nn.Adam(parameters(dtype=BF16), rounding="stochastic"), alone())
 
 
 def test_what_is_refused() -> None:

@@ -25,6 +25,7 @@ from ....kernels.cpu.headers.tensors import (
     TensorLook,
 )
 from ....kernels.cpu.tensor_counts import TensorCount
+from ....kernels.keeping import key_of
 from ....kernels.storage import STORAGES, real_of
 from ....kernels.tables import TensorTable, row_width
 from ....ops.runtime.errors import reject
@@ -33,7 +34,7 @@ from ...engine.device import are_finite
 from ...engine.layout import Batch
 from ...engine.reader import by_storage
 from .memory import DTYPE_NAMES, DTYPES, Stretch, array_of, check_apart
-from .part import Chosen, ParameterBatch, RuleChoice, StepInputs
+from .part import Chosen, ParameterBatch, RandomBits, RuleChoice, StepInputs
 from .record import CheckedParameter, Kind, Record
 from .tensors import local
 
@@ -71,7 +72,7 @@ class Binding:
         self._look = TensorLook(torch, n_parameters)
         self.count = TensorCount(self._look.counts, self._look.versions)
         self._sets: dict[bytes, Chosen] = {}
-        self._last, self._last_key = Chosen([], [], [], 0, 0), b""
+        self._last, self._last_key = Chosen([], [], [], [], 0, 0), b""
         self._stretches: list[list[int]] = [[], []]
         self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
         # Whether any record has them, or both: then a look alone does not tell enough.
@@ -122,7 +123,8 @@ class Binding:
             parts.sort(key=lambda part: not part.batch.row_sparse)
             rows = [i for p in parts if p.batch.row_sparse for i in p.batch.positions.tolist()]
             n_counts = n_counts if n_counts == len(active) else 0
-            found = Chosen(active.tolist(), parts, rows, n_counts, n_versions)
+            counted = [i for i in active.tolist() if self._records[i].is_counted]
+            found = Chosen(active.tolist(), parts, rows, counted, n_counts, n_versions)
             if len(self._sets) >= _KEPT_SETS:
                 self._sets.clear()
             self._sets[key] = found
@@ -145,9 +147,13 @@ class Binding:
             real_of(w).carrier, labels,
         )  # fmt: skip
         numbers = tuple(name for name in records[0].numbers if name != "step")
+        draws = None
+        if kind.rule.keeping is not None and kind.rule.keeping.hp:
+            keys = np.array([key_of(record.name) for record in records], np.uint64)
+            draws = RandomBits(keys, np.array([record.begin for record in records]))
         return ParameterBatch(
             kind.choice, kind.rule, batch, columns, self._group_of[positions], numbers,
-            kind.device.index if kind.device.type == "cuda" else None, places.tolist(),
+            kind.device.index if kind.device.type == "cuda" else None, places.tolist(), draws,
         )  # fmt: skip
 
     # Steps

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ....kernels.formula import Numbers
+from ....kernels.keeping import STOCHASTIC
 from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
@@ -39,7 +40,7 @@ class Declaration(ABC):
     skip_nonfinite: bool
     skipped_steps: int
     _clipping: Any = None
-    _counts_updates = True  # whether there is a state "step"
+    _counts_updates = True  # whether there is a state "step", however weights are rounded
     _takes_sparse = True
     _has_warned = False  # that a state beside a weight begins anew
     _looks_at_scalars = False  # whether `scalars` is a user's
@@ -89,6 +90,10 @@ class Declaration(ABC):
 
     # Parameters and their states
 
+    def _counts(self, group: Group) -> bool:
+        """Whether the updates of each parameter of a group are counted, in a state ``step``."""
+        return self._counts_updates or group["rounding"] == STOCHASTIC.name
+
     def _choice(self, group: Group) -> RuleChoice:
         return self.method(group).choice(group)
 
@@ -107,7 +112,7 @@ class Declaration(ABC):
         group, choice = self.param_groups[k], choices[k]
         is_active = self._check(group, choice, name, parameter, gradients[i])
         shapes = self.shapes(choice, parameter)
-        numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
+        numbers = ("step",) * self._counts(group) + tuple(self.numbers(group))
         known, roles = self.state.get(parameter, {}), (*shapes, *numbers)
         if not isinstance(known, dict):
             expected, got = "a dict", type(known).__name__
@@ -117,12 +122,15 @@ class Declaration(ABC):
         is_new = all(state.get(role) is None for role in roles or state)
         if is_new and (made := self._new_state(group, parameter, choice)):
             state = new[parameter] = {**state, **made}  # beside what a user may have there
-        elif choice.rule.beside and (made := beside_of(parameter, choice.rule.beside, state)):
+        elif made := beside_of(parameter, choice.rule.beside, state):
             state = new[parameter] = {**state, **made}
             if not self._has_warned and float(state.get("step", 1.0)) > 0.0:
                 self._has_warned = True
                 what = "begins at the weight, which is not the one that it was made for"
                 warnings.warn(f"{where}: {' and '.join(made)} of {name} {what}", stacklevel=2)
+        elif "step" in numbers and not self._counts_updates and state.get("step") is None:
+            # It has been updated, who knows how often.
+            state = new[parameter] = {**state, "step": single(1.0)}
         self._check_complete(name, state, roles)
         entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None
@@ -171,7 +179,7 @@ class Declaration(ABC):
 
     def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
         """The state of a parameter that has none."""
-        made = {"step": self._new_step()} if self._counts_updates else {}
+        made = {"step": self._new_step()} if self._counts(group) else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
         dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
         rule = choice.rule.on(tuple(parameter.shape))

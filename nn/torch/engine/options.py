@@ -13,14 +13,17 @@ from ....kernels.rule import Rule
 from ....kernels.tables import has_rows
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
+from ...base.arguments import is_int
 from .memory import DTYPE_NAMES, DTYPES
 from .part import Group
 
 Sparse = Literal["touched", "all"]
 SPARSE = get_args(Sparse)
-Rounding = Literal["nearest", "master", "kahan"]
+Rounding = Literal["nearest", "master", "kahan", "stochastic"]
 ROUNDINGS = get_args(Rounding)
-OWN: dict[str, Any] = {"sparse": None, "state_dtype": None, "rounding": "nearest"}
+OWN: dict[str, Any] = {
+    "sparse": None, "state_dtype": None, "rounding": "nearest", "rounding_seed": 0,
+}  # fmt: skip
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
 """The extra option of `Adam` and of classes with its formula."""
@@ -72,7 +75,12 @@ def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
 
 
 def check_rounding(where: str, group: Group, rule: Rule, name: str, parameter: Tensor) -> None:
-    """Refuse a way of rounding for a rule on matrices, or for a parameter that has no 16 bits."""
+    """Refuse a way of rounding that does not fit a rule, or a parameter.
+
+    Raises:
+        ValueError: it is a rule on matrices, or the parameter has no 16 bits, or is on a device
+            although it is to be rounded at random.
+    """
     if group["rounding"] == "nearest":
         return
     label = f"rounding={group['rounding']!r}"
@@ -81,6 +89,8 @@ def check_rounding(where: str, group: Group, rule: Rule, name: str, parameter: T
     if parameter.dtype not in (torch.float16, torch.bfloat16):
         expected, got = "torch.float16 or torch.bfloat16", parameter.dtype
         reject(ValueError, where, label, f"does not fit {name}", expected, got)
+    if group["rounding"] == "stochastic" and parameter.device.type != "cpu":
+        reject(ValueError, where, label, f"does not fit {name}", "the host", parameter.device)
 
 
 def check_rows(where: str, name: str, parameter: Tensor) -> None:
@@ -101,6 +111,11 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
         reject(ValueError, where, "state_dtype", "is unknown", DTYPE_NAMES, dtype)
     if own["rounding"] not in ROUNDINGS:
         reject(ValueError, where, "rounding", "is unknown", ROUNDINGS, own["rounding"])
+    seed = own.get("rounding_seed", 0)
+    if not is_int(seed):
+        got = type(seed).__name__
+        reject(TypeError, where, "rounding_seed", "has a wrong type", "an int", got)
+    check.in_range(where, "rounding_seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1")
     for name in EPS_HAT.keys() & own.keys():
         check.flag(where, name, own[name])
 

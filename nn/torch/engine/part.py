@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.formula import Numbers
-from ....kernels.keeping import KEEPINGS
+from ....kernels.keeping import KEEPINGS, random_scalars
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....ops.runtime.row_step import RowGradient, Update
@@ -160,6 +160,13 @@ def _as_number(value: Any) -> Any:
     return number(value) if is_number else value
 
 
+class RandomBits(NamedTuple):
+    """What the random bits of tensors follow from, beside a seed and the number of the update."""
+
+    keys: np.ndarray  # uint64 [T]: `key_of` each parameter
+    begins: np.ndarray  # int64 [T]: the place of its first element here in all of it
+
+
 @dataclass(eq=False)
 class ParameterBatch:
     """The parameters that one kernel call updates."""
@@ -172,6 +179,7 @@ class ParameterBatch:
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
     device: int | None  # the number of the CUDA device; None for the host
     places: list[int]  # [T]: of each tensor among all that have a gradient
+    draws: RandomBits | None  # of a rule that rounds at random
 
     def __post_init__(self) -> None:
         of_each = self.group_of.tolist()
@@ -179,7 +187,7 @@ class ParameterBatch:
         self.row_of = np.searchsorted(self.groups, of_each)
         self.is_measured = self.rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
-        is_fixed = self.device is not None or self.rule.is_two_stage
+        is_fixed = self.device is not None or self.rule.is_two_stage or self.draws is not None
         self.takes_array = not (self.batch.row_sparse or is_fixed)
 
     def rounded(self, rows: Sequence[Numbers]) -> Any:
@@ -189,6 +197,16 @@ class ParameterBatch:
         """
         flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
         return flat if self.takes_array else np.asarray(flat).reshape(len(rows), -1)
+
+    def drawn(
+        self, groups: Sequence[Group], steps: float | list[float], hp: Any, hp_of: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The scalars of each tensor, with those that its random bits follow from."""
+        assert self.draws is not None
+        seeds = [groups[k]["rounding_seed"] for k in self.group_of.tolist()]
+        of_each = steps if isinstance(steps, float) else [steps[k] for k in self.places]
+        drawn = random_scalars(seeds, self.draws.keys, of_each, self.draws.begins)
+        return np.concatenate((hp[hp_of], drawn), axis=1), np.arange(len(drawn))
 
     def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
@@ -211,6 +229,7 @@ class Chosen:
     active: list[int]
     parts: Sequence[ParameterBatch]
     rows: Sequence[int]  # those whose gradients are sparse
+    counted: Sequence[int]  # those whose updates are counted
     n_counts: int  # counts that compiled code writes, of all of them or of none
     n_versions: int
 

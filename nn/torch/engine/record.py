@@ -29,7 +29,7 @@ from .memory import (
     order_of,
 )  # fmt: skip
 from .part import RuleChoice
-from .tensors import local, reject_shape, rows_of, table_shape, wide_dtype
+from .tensors import first_element, local, reject_shape, rows_of, table_shape, wide_dtype
 
 
 class CheckedParameter(NamedTuple):
@@ -72,6 +72,9 @@ class Record:
         kind: decides with which other parameters it is updated.
         places: the numbers among its tensors of the states that a step writes, by name.
         columns: those of the parameter and of the states that the rule takes, in its order.
+        is_counted: whether its updates are counted.
+        begin: the place of its first element in the whole parameter, where other processes have the
+            rest, if it is rounded at random; else 0.
         count: that of the float32 count of updates, which compiled code counts; -1: it has none.
         copied: those of tensors that do not lie as the kernels need it, which are updated in
             copies.
@@ -108,7 +111,8 @@ class Record:
         step = entry.state["step"] if "step" in self.places and "step" in entry.numbers else None
         is_counted = step is not None and step.dtype == torch.float32
         self.count = self.places["step"] if is_counted else -1
-        self.has_own_count = "step" in entry.numbers and "step" not in self.places
+        self.is_counted = "step" in entry.numbers
+        self.has_own_count = self.is_counted and "step" not in self.places
         self.tensors: Sequence[Tensor] = [
             parameter,
             *(local(entry.state[name]) for name in self._states),
@@ -122,6 +126,8 @@ class Record:
         else:
             self._check_dense(parameter, given)
         dtype = given.dtype if self._is_bags else DTYPES[given.dtype]
+        is_random = rule.keeping is not None and bool(rule.keeping.hp)
+        self.begin = first_element(where, entry.name, entry.parameter) if is_random else 0
         declared = entry.declared
         self._declared = {self.places[role]: state for role, state in declared.items()}
         dtypes = tuple(NUMBERS[self._dtype(k, self.tensors[k], parameter)] for k in self.columns)

@@ -139,7 +139,7 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
         optimizer.skipped_steps += 1
         return False
     groups, before = options
-    steps, numbers = _steps(optimizer, given, count), []
+    steps, numbers = _steps(given, count), []
     updates: list[Update] = []  # alive until they are done: rows are found by addresses
     ready: list[Prepared] = []
     launched: dict[ParameterBatch, Update] = {}
@@ -147,6 +147,8 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
     places: list[Sequence[int]] = []
     for part in given.chosen.parts:
         hp, hp_of, after = _rows(optimizer, part, given, steps, options)
+        if part.draws is not None:
+            hp, hp_of = part.drawn(groups, steps, hp, hp_of)
         numbers += after
         updates.append(update := part.update(given, before, hp, hp_of))
         if part.device is not None:
@@ -166,8 +168,7 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
             return False
         of_step, steps_together = found
         ready += steps_together
-    counts = optimizer._counts_updates and not count.n
-    counted = _counted(given, numbers) if counts else []
+    counted = [] if count.n else _counted(given, numbers)
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
         ready.append(NumberWrite(written))
@@ -197,7 +198,7 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
 def _counted(given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
     """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
     others = []
-    for i in given.chosen.active:
+    for i in given.chosen.counted:
         step = given.states(i)["step"]
         if isinstance(step, Tensor) and not step.is_cuda:
             numbers.append(single_of(step, float(step) + 1.0))
@@ -206,18 +207,19 @@ def _counted(given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any
     return others
 
 
-def _steps(optimizer: Declaration, given: StepInputs, count: TensorCount) -> float | list[float]:
+def _steps(given: StepInputs, count: TensorCount) -> float | list[float]:
     """The number of this update: one for all parameters with a gradient, or one for each."""
     if count.n:
         if count.read():
             return count.values[0] + 1.0
         return [value + 1.0 for value in count.values[: count.n]]
-    if optimizer._counts_updates:
-        every = [float(given.states(i)["step"]) + 1.0 for i in given.chosen.active]
-    elif not any(given.are_new):
+    counted, active, new = given.chosen.counted, given.chosen.active, given.are_new
+    if not (counted or any(new)):
         return 2.0
-    else:  # what matters is whether there was one before
-        every = [1.0 if is_new else 2.0 for is_new in given.are_new]
+    # Where they are not counted, what matters is whether there was one before.
+    every = [1.0 if new and new[k] else 2.0 for k in range(len(active))]
+    for k in range(len(active)) if len(counted) == len(active) else map(active.index, counted):
+        every[k] = float(given.states(active[k])["step"]) + 1.0
     return every[0] if every and len(set(every)) == 1 else every
 
 

@@ -1,4 +1,4 @@
-"""Weights of 16 bits beside float32 masters or remainders: steps, states, resumes, bad input."""
+"""Weights of 16 bits in nn.torch, beside masters or remainders, or rounded at random."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import io
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
 
-from helpers import more  # noqa: E402
+import reference_random as model  # noqa: E402
+from helpers import BF16, more  # noqa: E402
 from test_options import SIXTEEN_BITS, mixed, unchanged  # noqa: E402
 from torch_training import EVERY, FOLDERS, TABLES, assert_same_bits, everything  # noqa: E402
 
 FORMS = {"master": "master", "kahan": "remainder"}
 """Ways to round, and the state that lies beside the weight."""
+EVERY_FORM = pytest.mark.parametrize("form", [*FORMS, "stochastic"])
+SEED = 98_765_432_109
+NUMPY = {torch.float16: np.float16, torch.bfloat16: BF16}
 ROUNDED = [name for name in EVERY if name != "Adafactor"]  # which has a rule on matrices
 SAMPLE = "AdamW", "SGD", "Lamb", "RowWiseAdagrad"
 EACH = pytest.mark.parametrize("name", [n if n in SAMPLE else more(n) for n in ROUNDED])
@@ -43,8 +48,20 @@ def wide(parameter: Any, state: Any) -> Any:
     return parameter.detach().float() + (0.0 if remainder is None else remainder.float())
 
 
+def rounded_at_random(x: Any, weight: Any, name: str, update: int, *, by_rows: bool) -> Any:
+    """By the model, with the places of elements in memory, or by rows."""
+    if by_rows:
+        found = model.all_rounded(x.numpy(), NUMPY[weight.dtype], SEED, name, update)
+        return torch.from_numpy(found.astype(np.float32)).to(weight.dtype)
+    flat, dtype = x.as_strided((x.numel(),), (1,)).numpy(), NUMPY[weight.dtype]
+    found = model.all_rounded(flat, dtype, SEED, name, update)
+    return torch.from_numpy(found.astype(np.float32)).to(weight.dtype).as_strided(
+        weight.shape, weight.stride()
+    )  # fmt: skip
+
+
 @EACH
-@EACH_FORM
+@EVERY_FORM
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=["f16", "bf16"])
 @pytest.mark.parametrize("sparse", ["touched", "all"])
 def test_a_step_is_that_of_the_float32_weight(
@@ -57,10 +74,11 @@ def test_a_step_is_that_of_the_float32_weight(
     own = {"sparse": sparse} if name in TABLES else {}
     ours = getattr(fused, name)(narrow, **options_of(name, form, **own))
     plain = {n: x for n, x in options_of(name, form, **own).items() if n != "rounding"}
+    ours.param_groups[0]["rounding_seed"] = SEED
     exact = [torch.nn.Parameter(p.detach().float()) for p in narrow]
     theirs = getattr(fused, name)(exact, **plain)
     generator = torch.Generator().manual_seed(3)
-    for _ in range(4):
+    for step in range(4):
         for p, q in zip(narrow, exact, strict=True):
             g = torch.randn(p.shape, generator=generator).to(dtype)
             if p.grad.is_sparse:
@@ -71,16 +89,23 @@ def test_a_step_is_that_of_the_float32_weight(
         before = [wide(p, ours.state.get(p, {})) for p in narrow]
         ours.step()
         theirs.step()
-        for p, q, old in zip(narrow, exact, before, strict=True):
-            state = ours.state[p]
-            beside, x = state[FORMS[form]], q.detach()
+        for k, (p, q, old) in enumerate(zip(narrow, exact, before, strict=True)):
+            state, x = ours.state[p], q.detach()
             rounded = x.to(dtype)
-            expected = x if form == "master" else (x - rounded.float()).to(dtype)
             written = (x != old) if p.grad.is_sparse else torch.ones_like(x, dtype=torch.bool)
+            if form == "stochastic":
+                rounded = rounded_at_random(
+                    x, p, f"parameter {k}", step + 1, by_rows=name.startswith("RowWise")
+                )
+                own = () if "step" in theirs.state[q] else ("step",)
+            else:
+                expected = x if form == "master" else (x - rounded.float()).to(dtype)
+                own = (FORMS[form],)
+                assert_same_bits([state[own[0]][written]], [expected[written]])
             assert_same_bits([p.detach()[written]], [rounded[written]])
-            assert_same_bits([beside[written]], [expected[written]])
             assert torch.equal(wide(p, state)[~written], old[~written])
-            others = {n: t for n, t in state.items() if n != FORMS[form]}
+            assert float(state.get("step", step + 1)) == step + 1
+            others = {n: t for n, t in state.items() if n not in own}
             assert others.keys() == theirs.state[q].keys()
             assert_same_bits(others.values(), theirs.state[q].values())
 
@@ -131,7 +156,7 @@ def resumed(way: str, name: str, form: str, parameters: list[Any], optimizer: An
 
 
 @EACH
-@EACH_FORM
+@EVERY_FORM
 @pytest.mark.parametrize("way", ["dict", "file"])
 def test_a_resumed_run_is_the_same(way: str, name: str, form: str) -> None:
     runs = []
@@ -147,7 +172,7 @@ def test_a_resumed_run_is_the_same(way: str, name: str, form: str) -> None:
     assert_same_bits(*runs)
 
 
-@EACH_FORM
+@EVERY_FORM
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 @pytest.mark.parametrize("way", FOLDERS)
 def test_distributed_checkpoints_have_them(way: str, form: str) -> None:
@@ -243,7 +268,43 @@ def test_parameters_that_are_converted_later() -> None:
     assert unchanged(optimizer, before)
 
 
-@pytest.mark.parametrize("rounding", ["Master", "stochastic", None, 3])
+def test_counts_that_a_state_lacks() -> None:
+    """A class that counts no updates counts them from the first random rounding on."""
+    parameters = mixed(torch.bfloat16)[:1]
+    optimizer = fused.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer.step()
+    optimizer.param_groups[0]["rounding"] = "stochastic"
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["step"] == 2.0  # one was before
+    both = mixed(torch.bfloat16)[:2]
+    groups = [{"params": both[:1], "rounding": "stochastic"}, {"params": both[1:]}]
+    mixed_groups = fused.SGD(groups, lr=0.1, momentum=0.9)
+    for step in range(3):
+        mixed_groups.step()
+        assert mixed_groups.state[both[0]]["step"] == step + 1.0
+        assert mixed_groups.state[both[1]].keys() == {"momentum_buffer"}
+
+
+def test_a_step_of_one_parameter_draws_the_bits_of_a_step_of_all() -> None:
+    runs = []
+    for one_by_one in (False, True):
+        parameters = mixed(torch.bfloat16)
+        optimizer = fused.Adam(parameters, lr=0.1, rounding="stochastic", sparse="touched")
+        for _ in range(3):
+            for parameter in reversed(parameters) if one_by_one else (None,):
+                optimizer.step(param=parameter)
+        runs.append(everything(optimizer))
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63, 1.0, "1", None, True])
+def test_seeds_that_are_none(seed: Any) -> None:
+    group = {"params": mixed(torch.bfloat16)[:1], "rounding_seed": seed}
+    with pytest.raises((ValueError, TypeError), match="SGD: rounding_seed"):
+        fused.SGD([group], lr=0.1)
+
+
+@pytest.mark.parametrize("rounding", ["Master", "stochastic ", None, 3])
 def test_roundings_that_are_unknown(rounding: Any) -> None:
     with pytest.raises(ValueError, match="SGD: rounding is unknown"):
         fused.SGD(mixed(torch.bfloat16), lr=0.1, rounding=rounding)
