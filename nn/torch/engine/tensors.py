@@ -47,13 +47,9 @@ def first_element(where: str, name: str, parameter: Tensor) -> int:
     Raises:
         RuntimeError: what is here are not consecutive rows.
     """
-    wrong, expected = "is cut so that places of elements are unknown", "consecutive rows"
     shard = getattr(parameter, "row_shard", None)
-    if shard is not None and shard.comm.size > 1:
-        if shard.order != "range":
-            reject(RuntimeError, where, name, wrong, expected, f"order={shard.order!r}")
-        first = int(shard.indices[0]) if len(shard) else 0
-        return first * math.prod(parameter.shape[1:])
+    if shard is not None:
+        return int(shard.begin) * math.prod(parameter.shape[1:])
     if local(parameter) is parameter:
         return 0
     distributed: Any = parameter
@@ -61,6 +57,7 @@ def first_element(where: str, name: str, parameter: Tensor) -> int:
     if not cuts:
         return 0
     (k, placement), mesh, n_rows = cuts[0], distributed.device_mesh, parameter.shape[0]
+    wrong, expected = "is cut so that places of elements are unknown", "consecutive rows"
     if len(cuts) > 1 or type(placement).__name__ != "Shard" or placement.dim != 0:
         reject(RuntimeError, where, name, wrong, expected, distributed.placements)
     first = -(-n_rows // mesh.size(k)) * mesh.get_local_rank(k)

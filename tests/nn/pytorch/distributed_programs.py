@@ -171,6 +171,42 @@ def clip() -> None:
         fused.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def stochastic() -> None:
+    """What a rank draws for its shards and rows are the bits of one process."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model, alone = net(dtype=torch.bfloat16), net(dtype=torch.bfloat16)
+    fully_shard(model)
+    for name in ("SGD", "AdamW", "Adagrad"):
+        one, other = (
+            getattr(fused, name)(each.parameters(), lr=0.1, rounding="stochastic")
+            for each in (model, alone)
+        )
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                q.grad = torch.randn(q.shape, generator=generator).bfloat16()
+                p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
+            one.step()
+            other.step()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q)
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 6).bfloat16(), p.device_mesh, [Shard(1)]))
+    p.grad = distribute_tensor(torch.ones(4, 6).bfloat16(), p.device_mesh, [Shard(1)])
+    with pytest.raises(RuntimeError, match="is cut so that places of elements are unknown"):
+        fused.SGD([p], lr=0.1, rounding="stochastic").step()
+    whole = nn.Parameter(torch.ones(11, 3, dtype=torch.bfloat16))
+    whole.grad = torch.ones_like(whole)
+    fused.SGD([whole], lr=1e-3, rounding="stochastic").step()
+    for order in ("range", "hash"):
+        table = fused.ShardedEmbedding(11, 3, order=order, dtype=torch.bfloat16)
+        table.weight.data.fill_(1.0)
+        table.weight.grad = torch.ones_like(table.weight)
+        fused.SGD([table.weight], lr=1e-3, rounding="stochastic").step()
+        assert torch.equal(table.weight, whole[table.shard.begin : table.shard.end])
+
+
 def check_shards(model: Any, optimizer: Any, alone: Any, reference: Any) -> None:
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert p.to_local().shape != q.shape
@@ -186,7 +222,7 @@ def main() -> None:
     """The program of one rank."""
     dist.init_process_group("gloo")
     try:
-        for part in (ddp, checkpoint, fsdp, clip):
+        for part in (ddp, checkpoint, fsdp, clip, stochastic):
             part()
         Path(sys.argv[1], f"{dist.get_rank()}").write_text("done")
     finally:
