@@ -20,6 +20,7 @@ from .lars import LARS
 from .lion import Lion
 from .prodigy import Prodigy
 from .rmsprop import RMSProp
+from .rounding import rounded_away
 from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .rprop import Rprop
 from .schedules.decay import (
@@ -97,6 +98,7 @@ __all__ = [
     "natural_exp_decay_lr",
     "piecewise_constant_lr",
     "polynomial_decay_lr",
+    "rounded_away",
     "save_checkpoint",
     "thor",
     "warmup_lr",

@@ -492,6 +492,24 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._begin_at_weights(warns=False)
             warnings.warn(f"{self._name}: {missing[0]} begins at the weight", stacklevel=2)
 
+    def widen(self) -> list[np.ndarray]:
+        """Go on without rounding to 16 bits: with whole weights in new arrays, which are returned.
+
+        The parameters are on the host, and no other optimizer's.
+        """
+        beside = [self._states.pop(state.name) for state in self._rule.beside]
+        keeping, self._rule = self._rule.keeping, self._rule.plain or self._rule
+        wholes = []
+        for i, p in enumerate(self.parameters):
+            whole = p.array.astype(np.result_type(p.dtype, np.float32))
+            if keeping is not None and keeping.load is not None:
+                whole = keeping.load(whole, *(arrays[i].astype(np.float32) for arrays in beside))
+            p.rebind(whole.copy())
+            wholes.append(whole)
+        vars(self)["rounding"] = "nearest"
+        self._derive()
+        return wholes
+
     def _begin_at_weights(self, *, warns: bool = True) -> None:
         """Let masters that make other weights than there are begin at these."""
         self._may_differ = False

@@ -78,6 +78,7 @@ class RowWiseAdagrad(FusedOptimizer):
         use_locking: bool = False,
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
+        rounding: str = "nearest",
         clipvalue: float | None = None,
         clipnorm: float | None = None,
         **unknown: Any,

@@ -19,6 +19,7 @@ from .embedding import ShardedEmbedding
 from .layerwise import LARS, Lamb
 from .optimizer import FusedOptimizer
 from .prodigy import Prodigy
+from .rounding import rounded_away
 from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .thor import Thor
 from .trainers import ClippingModule, ClippingTrainer
@@ -28,7 +29,7 @@ __all__ = [
     "ClippingModule", "ClippingTrainer", "EmbeddingBags", "FTRL", "FusedOptimizer", "LARS",
     "Lamb", "LazyAdam", "Lion", "NAdam", "Prodigy", "RAdam", "RMSprop", "RowWiseAdagrad",
     "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam", "Thor", "clip_grad_norm_",
-    "clip_grad_value_",
+    "clip_grad_value_", "rounded_away",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

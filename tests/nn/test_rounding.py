@@ -22,8 +22,9 @@ BESIDE = {"master": "master", "kahan": "remainder"}
 SEED = 12_345_678_901
 EACH_WAY = pytest.mark.parametrize("rounding", BESIDE)
 ROUNDED = [form for form in FORMS if "rounding" in arguments_of(form) and FORMS[form][0] != "LARS"]
+QUICK = "Adam", "SGD", "Lamb", "RowWiseAdagrad"
 EACH_FORM = pytest.mark.parametrize(
-    "form", [f if f in ("Adam", "SGD", "Lamb") else more(f) for f in ROUNDED if f in ONE_OF_EACH]
+    "form", [f if f in QUICK else more(f) for f in ROUNDED if f in ONE_OF_EACH]
 )
 
 
@@ -31,6 +32,11 @@ def assert_same(found: Any, expected: Any) -> None:
     """Equal arrays, one after the other."""
     for a, b in zip(found, expected, strict=True):
         assert_same_bits(a, b)
+
+
+def wide_states(form: str) -> dict[str, Any]:
+    """The option for states in float32, where there is one."""
+    return {"state_dtype": F32} if "state_dtype" in arguments_of(form) else {}
 
 
 def whole(opt: Any) -> list[np.ndarray]:
@@ -51,10 +57,10 @@ def test_a_step_is_that_of_the_float32_weight(form: str, rounding: str, dtype: A
     takes = arguments_of(form)
     sparse = {"sparse_update": "lazy"} if takes.get("sparse_update") else {}
     params = parameters(dtype=dtype, form=form)
-    ours = make(form, params, rounding=rounding, state_dtype=F32, **sparse)
+    ours = make(form, params, rounding=rounding, **wide_states(form), **sparse)
     ours.rounding_seed = SEED
     exact = [nn.Parameter(p.data.astype(F32), p.name) for p in params]
-    theirs = make(form, exact, state_dtype=F32, **sparse)
+    theirs = make(form, exact, **sparse)
     for step in range(4):
         given = gradients(params, step)
         if sparse and step % 2:
@@ -271,6 +277,39 @@ def test_seeds() -> None:
     opt.rounding_seed = (1 << 63) - 1
     assert opt.state_dict()["rounding_seed"].tolist() == [(1 << 63) - 1]
     assert "rounding_seed" not in nn.Adam(parameters()).state_dict()
+
+
+@pytest.mark.parametrize("form", ["SGD", "Adam", "Momentum", "RowWiseAdagrad"])
+@pytest.mark.parametrize("rounding", ["nearest", *BESIDE, "stochastic"])
+def test_the_share_that_is_rounded_away(form: str, rounding: str) -> None:
+    """That of a step of the whole weight in float32; nothing has changed after it was found."""
+    params = parameters(dtype=BF16, form=form)
+    opt = make(form, params, rounding=rounding, **wide_states(form))
+    opt(gradients(params, 0))
+    small = [(g.astype(F32) * F32(1e-3)).astype(BF16) for g in gradients(params, 1)]
+    small[1][2:] = 0
+    wholes = whole(opt)
+    exact = [nn.Parameter(x.copy(), p.name) for x, p in zip(wholes, params, strict=True)]
+    theirs = make(form, exact)
+    names = theirs.state_dict().keys()
+    theirs.load_state_dict({n: a for n, a in opt.state_dict().items() if n in names})
+    before = [a.copy() for p in params for a in (p.data,)] + [*opt.state_dict().values()]
+    found = nn.rounded_away(opt, small)
+    assert_same([p.data for p in params] + [*opt.state_dict().values()], before)
+    theirs([g.astype(F32) for g in small])
+    for p, q, w in zip(params, exact, wholes, strict=True):
+        stays = (q.data != w) & (q.data.astype(BF16) == w.astype(BF16))
+        assert found[p.name] == np.mean(stays)
+    assert form != "SGD" or 0.0 < found["table"] <= 1.0
+    assert nn.rounded_away(opt, [small[0], None]).keys() == {"table"}
+
+
+def test_shares_of_what_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="rounded_away: optimizer has a wrong type"):
+        nn.rounded_away(object(), [])
+    params = parameters(dtype=BF16)
+    with pytest.raises(ValueError, match="gradients"):
+        nn.rounded_away(nn.Adam(params), [])
 
 
 def test_processes_that_own_parts_of_tables() -> None:

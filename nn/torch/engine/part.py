@@ -161,7 +161,7 @@ def _as_number(value: Any) -> Any:
 
 
 class RandomBits(NamedTuple):
-    """What the random bits of tensors follow from, beside a seed and the number of the update."""
+    """The keys of the random bits of tensors, beside a seed and the number of the update."""
 
     keys: np.ndarray  # uint64 [T]: `key_of` each parameter
     begins: np.ndarray  # int64 [T]: the place of its first element here in all of it

@@ -297,6 +297,43 @@ def test_a_step_of_one_parameter_draws_the_bits_of_a_step_of_all() -> None:
     assert_same_bits(*runs)
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Lamb", "LazyAdam"])
+@pytest.mark.parametrize("rounding", ["nearest", *FORMS, "stochastic"])
+def test_the_share_that_is_rounded_away(name: str, rounding: str) -> None:
+    """That of a step of the whole weight in float32; nothing has changed after it was found."""
+    parameters = mixed(torch.bfloat16)[: None if name in TABLES else 2]
+    options = options_of(name, rounding, lr=1e-3)
+    optimizer = getattr(fused, name)(parameters, **options)
+    optimizer.step()
+    wholes = [wide(p, optimizer.state[p]) for p in parameters]
+    exact = [torch.nn.Parameter(w.clone()) for w in wholes]
+    theirs = getattr(fused, name)(exact, **{**options, "rounding": "nearest"})
+    for p, q in zip(parameters, exact, strict=True):
+        q.grad = p.grad.float()
+        own = {n: x for n, x in optimizer.state[p].items() if n not in FORMS.values()}
+        theirs.state[q] = copy.deepcopy(own)
+    before = everything(optimizer)
+    found = fused.rounded_away(optimizer)
+    assert unchanged(optimizer, before)
+    theirs.step()
+    for p, q, w in zip(parameters, exact, wholes, strict=True):
+        stays = (q != w) & (q.bfloat16() == w.bfloat16())
+        assert found[p] == float(stays.float().mean())
+    assert found[parameters[0]] > 0.0
+    if name == "SGD":
+        optimizer.grad_scale = torch.tensor(2.0**8)
+        assert fused.rounded_away(optimizer)[parameters[0]] == 1.0
+        del optimizer.grad_scale
+    parameters[0].grad = None
+    assert parameters[0] not in fused.rounded_away(optimizer)
+
+
+def test_shares_of_what_is_no_optimizer() -> None:
+    other = torch.optim.SGD(mixed(), lr=0.1)
+    with pytest.raises(TypeError, match="rounded_away: optimizer has a wrong type"):
+        fused.rounded_away(other)
+
+
 @pytest.mark.parametrize("seed", [-1, 1 << 63, 1.0, "1", None, True])
 def test_seeds_that_are_none(seed: Any) -> None:
     group = {"params": mixed(torch.bfloat16)[:1], "rounding_seed": seed}
