@@ -22,6 +22,10 @@ def _master(w: Any, master: Any) -> Any:
     return master
 
 
+def _weight(w: Any, copy: Any) -> Any:
+    return w
+
+
 def _all(x: Any, rounded: Any) -> Any:
     return (x,)
 
@@ -51,6 +55,8 @@ MASTER = Keeping("master", (_STATE,), _master, _all)
 precision, MXNet's ``multi_precision``)."""
 KAHAN = Keeping("kahan", (State("remainder", dtype=PARAMETER),), _joined, _left)
 """A rounded weight, and what rounding has cut off, rounded too (Kahan's compensated sum)."""
+COPY = Keeping("copy", (State("copy"),), _weight, _all)
+"""A weight that is never rounded, and a copy of it in another dtype, written on the way."""
 STOCHASTIC = Keeping("stochastic", bits=_bits, hp=("begin0", "begin1", "key0", "key1"))
 """A weight that is rounded up or down at random (stochastic rounding), with the scalars of
 `random_scalars`."""
@@ -77,7 +83,8 @@ def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
         found = _mixed(found ^ np.asarray(part).astype(np.uint64))
     begin = (found + np.asarray(begins).astype(np.uint64)) & np.uint64(0xFFFFFFFF)
     words = (begin, begin >> np.uint64(16), found >> np.uint64(32), found >> np.uint64(48))
-    return np.stack([word & np.uint64(0xFFFF) for word in words], -1).astype(np.float32)
+    scalars = [(word & np.uint64(0xFFFF)).astype(np.float32) for word in words]
+    return np.stack(scalars, -1)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

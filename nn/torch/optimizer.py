@@ -20,6 +20,7 @@ from .engine.options import (
     Rounding,
     Sparse,
     as_before_after_errors,
+    check_copies,
     check_group,
     check_own,
     check_rounding,
@@ -33,6 +34,7 @@ from .engine.state import (
     own_rows,
     whole_table,
     with_rows,
+    without_copies,
 )  # fmt: skip
 from .engine.step import Steps
 
@@ -107,6 +109,10 @@ class Fused(Declaration, _Base):
             group.setdefault(name, self.defaults.get(name, value))
         check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
         where, rule = type(self).__name__, self.method(group).rule
+        if group.get("copies") is not None:
+            check_copies(where, group, rule)
+            pairs = zip(group["params"], group.pop("copies"), strict=True)
+            self._copies = {**self._copies, **{p: own for p, own in pairs if own is not None}}
         for k, parameter in enumerate(group["params"]):
             name = f"parameter {k} of a group"
             check_rounding(where, group, rule, name, parameter)
@@ -129,7 +135,8 @@ class Fused(Declaration, _Base):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"skip_nonfinite": self.skip_nonfinite, "skipped_steps": self.skipped_steps}
+        names = "skip_nonfinite", "skipped_steps", "_copies"
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,8 +148,11 @@ class Fused(Declaration, _Base):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of ``torch.optim``; it has the whole table of a `ShardedEmbedding`."""
-        return with_rows(whole_table, super().state_dict(), self.param_groups)
+        """The state dict of ``torch.optim``; it has the whole table of a `ShardedEmbedding`.
+
+        Copies of parameters are not in it.
+        """
+        return with_rows(whole_table, without_copies(super().state_dict()), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
@@ -282,7 +292,15 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
             ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
             written in the same pass. ``"kahan"``: a 16-bit state ``remainder`` has what rounding
             cuts off, and is added before the next update (Kahan's compensated sum). Norms and decay
-            are those of the whole weight.
+            are those of the whole weight. ``"stochastic"``: it is rounded up or down at random, so
+            that its mean is the weight before rounding; on the host. The random bits follow from
+            the group's option ``rounding_seed`` (an int from 0 to 2**63 - 1; 0), the name or number
+            of the parameter, the number of its update and the place of the element: they are the
+            same for any number of threads and processes, and after a resume.
+
+    A group may have ``copies``: a tensor of float16 or bfloat16, or None, for each of its float32
+    parameters, on the same device. A step writes it with the parameter, rounded to the nearest.
+    They are taken out of the group when it is added, and are not in the state dict.
 
     These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
     and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default

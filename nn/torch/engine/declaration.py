@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ....kernels.formula import Numbers
-from ....kernels.keeping import STOCHASTIC
+from ....kernels.keeping import COPY, STOCHASTIC
 from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
@@ -42,6 +42,7 @@ class Declaration(ABC):
     _clipping: Any = None
     _counts_updates = True  # whether there is a state "step", however weights are rounded
     _takes_sparse = True
+    _copies: Mapping[Tensor, Tensor] = {}  # of 16 bits, by parameter; they are the caller's
     _has_warned = False  # that a state beside a weight begins anew
     _looks_at_scalars = False  # whether `scalars` is a user's
     _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
@@ -111,6 +112,9 @@ class Declaration(ABC):
         k, name = place_at(self.param_groups, number)
         group, choice = self.param_groups[k], choices[k]
         is_active = self._check(group, choice, name, parameter, gradients[i])
+        copied = self._copies.get(parameter)
+        if copied is not None:
+            choice = choice.with_copy()
         shapes = self.shapes(choice, parameter)
         numbers = ("step",) * self._counts(group) + tuple(self.numbers(group))
         known, roles = self.state.get(parameter, {}), (*shapes, *numbers)
@@ -119,9 +123,11 @@ class Declaration(ABC):
             reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
         state = dict(known)  # a copy, since another thread may change the dict
         # A rule that rests has no roles, and may still begin a state.
-        is_new = all(state.get(role) is None for role in roles or state)
+        if copied is not None and state.get(COPY.name) is not copied:
+            state = new[parameter] = {**state, COPY.name: copied}
+        is_new = all(state.get(role) is None for role in (roles or state) if role != COPY.name)
         if is_new and (made := self._new_state(group, parameter, choice)):
-            state = new[parameter] = {**state, **made}  # beside what a user may have there
+            state = new[parameter] = {**made, **state}  # beside what a user may have there
         elif made := beside_of(parameter, choice.rule.beside, state):
             state = new[parameter] = {**state, **made}
             if not self._has_warned and float(state.get("step", 1.0)) > 0.0:

@@ -93,6 +93,30 @@ def check_rounding(where: str, group: Group, rule: Rule, name: str, parameter: T
         reject(ValueError, where, label, f"does not fit {name}", "the host", parameter.device)
 
 
+def check_copies(where: str, group: Group, rule: Rule) -> None:
+    """Refuse copies of another number, kind, shape, dtype or device than the parameters need."""
+    parameters, copies = group["params"], group["copies"]
+    if rule.lines or rule.matrix:
+        reject(ValueError, where, "copies", "do not fit a rule on matrices", None, "copies")
+    if not isinstance(copies, list | tuple) or len(copies) != len(parameters):
+        expected = f"a list of {len(parameters)}, a tensor or None for each parameter"
+        got = len(copies) if isinstance(copies, list | tuple) else type(copies).__name__
+        reject(ValueError, where, "copies", "do not fit the parameters", expected, got)
+    for k, (parameter, copied) in enumerate(zip(parameters, copies, strict=True)):
+        label = f"copies[{k}]"
+        if copied is None:
+            continue
+        if not isinstance(copied, Tensor):
+            got = type(copied).__name__
+            reject(TypeError, where, label, "has a wrong type", "a tensor or None", got)
+        found = copied.dtype in (torch.float16, torch.bfloat16), copied.shape, copied.device
+        if parameter.dtype != torch.float32 or found != (True, parameter.shape, parameter.device):
+            expected = f"float16 or bfloat16 of a float32 parameter, {tuple(parameter.shape)}, "
+            got = f"{copied.dtype} of {parameter.dtype}, {tuple(copied.shape)}, {copied.device}"
+            expected += str(parameter.device)
+            reject(ValueError, where, label, "does not fit its parameter", expected, got)
+
+
 def check_rows(where: str, name: str, parameter: Tensor) -> None:
     """Refuse a parameter that has no rows to measure; a vector is one row."""
     shape = tuple(parameter.shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.formula import Numbers
-from ....kernels.keeping import KEEPINGS, random_scalars
+from ....kernels.keeping import COPY, KEEPINGS, random_scalars
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....ops.runtime.row_step import RowGradient, Update
@@ -49,6 +49,10 @@ class RuleChoice(NamedTuple):
     states: tuple[str, ...]  # the names of those of the rule, in its order
     touched_only: bool | None  # what sparse gradients update; None: they are refused
     couples: bool  # a weight decay is added to the gradient
+
+    def with_copy(self) -> RuleChoice:
+        """The choice for a parameter with a copy that is written with it."""
+        return self._replace(rule=self.rule.kept(COPY), states=(*self.states, COPY.name))
 
 
 class Method(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
+from ....kernels.keeping import COPY
 from ....kernels.quiet import quiet
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
@@ -63,6 +64,17 @@ def beside_of(
             if not is_same.all():
                 made[own.name] = torch.where(is_same, found, weight.to(found.dtype))
     return made
+
+
+def without_copies(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without the copies of parameters, which are their owner's."""
+    states = {
+        key: {name: x for name, x in state.items() if name != COPY.name}
+        if isinstance(state, Mapping) and COPY.name in state
+        else state
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
 
 
 class Number(NamedTuple):

@@ -47,9 +47,10 @@ def first_element(where: str, name: str, parameter: Tensor) -> int:
     Raises:
         RuntimeError: what is here are not consecutive rows.
     """
+    width: int = math.prod(parameter.shape[1:])
     shard = getattr(parameter, "row_shard", None)
     if shard is not None:
-        return int(shard.begin) * math.prod(parameter.shape[1:])
+        return int(shard.begin) * width
     if local(parameter) is parameter:
         return 0
     distributed: Any = parameter
@@ -57,11 +58,11 @@ def first_element(where: str, name: str, parameter: Tensor) -> int:
     if not cuts:
         return 0
     (k, placement), mesh, n_rows = cuts[0], distributed.device_mesh, parameter.shape[0]
-    wrong, expected = "is cut so that places of elements are unknown", "consecutive rows"
     if len(cuts) > 1 or type(placement).__name__ != "Shard" or placement.dim != 0:
+        wrong, expected = "is cut so that places of elements are unknown", "consecutive rows"
         reject(RuntimeError, where, name, wrong, expected, distributed.placements)
     first = -(-n_rows // mesh.size(k)) * mesh.get_local_rank(k)
-    return int(min(first, n_rows)) * math.prod(parameter.shape[1:])
+    return int(min(first, n_rows)) * width
 
 
 def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTensor) -> RowGradient:
