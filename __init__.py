@@ -18,9 +18,11 @@ __version__ = "0.1.1"
 _LAYERS = ("bench", "examples", "kernels", "nn", "ops")
 _NAMES = {
     "ConversionError": "fusestep.ops.runtime.errors",
+    "MappedFiles": "fusestep.nn.base.state_files",
     "get_num_threads": "fusestep.kernels.cpu.threads.parallel",
     "launcher": "fusestep.kernels.cpu.threads.parallel",
     "set_num_threads": "fusestep.kernels.cpu.threads.parallel",
+    "states_in": "fusestep.nn.base.state_files",
     "synchronize": "fusestep.ops.runtime.pending",
     "threading_layer": "fusestep.kernels.cpu.threads.layers",
 }

@@ -84,7 +84,8 @@ def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
     begin = (found + np.asarray(begins).astype(np.uint64)) & np.uint64(0xFFFFFFFF)
     words = (begin, begin >> np.uint64(16), found >> np.uint64(32), found >> np.uint64(48))
     scalars = [(word & np.uint64(0xFFFF)).astype(np.float32) for word in words]
-    return np.stack(scalars, -1)
+    stacked: np.ndarray = np.stack(scalars, -1)
+    return stacked
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

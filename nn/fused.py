@@ -165,6 +165,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped, self._seed = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        if self.rounding == STOCHASTIC.name:
+            self._seed = self._made("rounding_seed", (1,), np.int64, 0)
+        self.numbers = {
+            name: self._made(name, x.shape, x.dtype, x) for name, x in self.numbers.items()
+        }
         self._derive()
 
     def _common_device(self) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu.threads import allocation
 from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
@@ -17,6 +18,7 @@ from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 from .rates import PerOwnerRates, Rate
+from .state_files import made_by, maker_of_states
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 
@@ -88,13 +90,23 @@ class Optimizer(CheckedAttributes):
         )
         self._check_groups(self._groups)
         self.parameters = tuple(option.parameter for option in self._groups.options)
-        self._global_step = np.zeros(1, np.int32)
+        self._global_step = self._made("global_step", (1,), np.int32, 0)
         self._device = self._common_device()
         self._check_overlap({})
         # After the checks above: parameters keep no name of an optimizer that could not be made.
         name_by_position(self._groups.options)
         for parameter in self.parameters:
             parameter.watch(self)
+
+    def _made(self, name: str, shape: tuple[int, ...], dtype: Any, initial: Any) -> np.ndarray:
+        """A new array of the state on the host, made as `states_in` says."""
+        if (make := maker_of_states()) is not None:
+            return made_by(make, self._name, name, shape, dtype, initial)
+        if isinstance(initial, np.ndarray):
+            made = allocation.empty(shape, dtype)
+            made[...] = initial
+            return made
+        return allocation.full(shape, float(initial), dtype)
 
     def __repr__(self) -> str:
         n = sum(parameter.size for parameter in self.parameters)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.cpu.threads import allocation
 from ...kernels.quiet import quiet
 from ...kernels.state import PARAMETER, State
 from ...kernels.storage import STORAGES, state_storage
@@ -19,6 +18,7 @@ from .arguments import MOST_STEPS
 from .checkpoint import as_state, steps_done
 from .optimizer import Optimizer
 from .parameter import Parameter, at_line, writable
+from .state_files import maker_of_states
 
 States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""
@@ -50,7 +50,12 @@ class StatefulOptimizer(Optimizer):
         self._state_dtype = _state_dtype(self._name, state_dtype)
         super().__init__(*base)
         self._states = self._new_states(states)
-        self._steps = np.zeros(len(self.parameters), np.int64)
+        self._steps = self._made("step", (len(self.parameters),), np.int64, 0)
+        if maker_of_states() is not None and self._works_on_host:
+            for p in self.parameters:
+                self.check_rebinding(p, p.array)
+            states = [array for arrays in self._states_of_each() for array in arrays]
+            check.no_overlap(self._name, [f"a state of {self._name}"] * len(states), states)
 
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:
@@ -64,13 +69,14 @@ class StatefulOptimizer(Optimizer):
         shape, dtype = self._shape_of(state, p.shape), self._dtype_of(state, p.dtype)
         if shape is None:
             return None
-        if state.initial == PARAMETER:
-            made = allocation.full(shape, 0.0, dtype)
-            made[...] = p.array if self._device is None else p.array.numpy()
-            return made if self._works_on_host else p.array.holding(made)
+        initial: Any = state.initial
+        if initial == PARAMETER:
+            initial = p.array if self._device is None else p.array.numpy()
         if self._works_on_host:
-            return allocation.full(shape, float(state.initial), dtype)
-        return p.array.filled_like(state.initial, dtype, shape)
+            return self._made(self._state_name(state.name, str(p.name)), shape, dtype, initial)
+        if isinstance(initial, np.ndarray):
+            return p.array.holding(initial.astype(dtype))
+        return p.array.filled_like(initial, dtype, shape)
 
     def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:  # noqa: ARG002
         """The shape of a state of a parameter; None where it has none."""

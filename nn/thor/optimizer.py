@@ -22,6 +22,7 @@ from ..base.arguments import Checked, Fixed, check_kind, non_negative_float, pos
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
+from ..base.state_files import maker_of_states
 from ..base.stateful import StateOfEach
 from ..engine.reader import read_gradient
 from ..fused import FusedOptimizer
@@ -78,6 +79,9 @@ class Thor(FusedOptimizer):
         decay_filter = given["decay_filter"]
         check_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
         arguments.check_split(given["split_indices"])
+        if maker_of_states() is not None:
+            wrong, expected = "cannot make its states", "another class: factors are no states"
+            reject(ValueError, NAME, "states_in", wrong, expected, NAME)
         self.net = declared(net)
         super().__init__(
             given["learning_rate"],

@@ -14,6 +14,7 @@ from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
 from ...ops.runtime.errors import reject
 from ..base.own_rules import is_own
+from ..base.state_files import maker_of_states
 from .engine.declaration import Declaration
 from .engine.options import (
     OWN,
@@ -84,13 +85,15 @@ class Fused(Declaration, _Base):
         own |= {name: kwargs.pop(name, x) for name, x in self._more_options.items()}
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
-        self.skipped_steps = 0
+        self.skipped_steps, self._maker = 0, maker_of_states()
         params = list(params) if isinstance(params, Iterator) else params
         with as_before_after_errors(() if isinstance(params, Tensor) else params):
             super().__init__(params, *args, **kwargs)
             self.defaults.update(own)
             for group in self.param_groups:
                 self._complete(group)
+                if self._maker is not None:
+                    self._check_maker(group)
                 for parameter in group["params"]:  # of classes that make states at once
                     cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
 
@@ -118,6 +121,13 @@ class Fused(Declaration, _Base):
             check_rounding(where, group, rule, name, parameter)
             if rule.is_row_wise:
                 check_rows(where, name, parameter)
+
+    def _check_maker(self, group: Group) -> None:
+        """Refuse `states_in` for a class whose states it cannot make."""
+        has_states = any(self.state.get(p) for p in group["params"])
+        if has_states or self.method(group).rule.scope == "step":
+            where, wrong = type(self).__name__, "cannot make its states"
+            reject(ValueError, where, "states_in", wrong, "another class", where)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; one that is refused is not kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from ....kernels.keeping import COPY, STOCHASTIC
 from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
+from ...base.state_files import StateMaker, made_by
 from ...engine.reader import is_row_sparse
 from .binding import check_parameter
-from .memory import DTYPES
+from .memory import DTYPES, NUMBERS, tensor_of
 from .options import check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import beside_of, element_state, place_at, place_of, single
+from .state import Making, beside_of, element_state, place_at, place_of, single
 from .tensors import is_part, local, wide_dtype
 
 
@@ -43,6 +45,7 @@ class Declaration(ABC):
     _counts_updates = True  # whether there is a state "step", however weights are rounded
     _takes_sparse = True
     _copies: Mapping[Tensor, Tensor] = {}  # of 16 bits, by parameter; they are the caller's
+    _maker: StateMaker | None = None  # of states
     _has_warned = False  # that a state beside a weight begins anew
     _looks_at_scalars = False  # whether `scalars` is a user's
     _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
@@ -93,7 +96,8 @@ class Declaration(ABC):
 
     def _counts(self, group: Group) -> bool:
         """Whether the updates of each parameter of a group are counted, in a state ``step``."""
-        return self._counts_updates or group["rounding"] == STOCHASTIC.name
+        is_counted = group["rounding"] == STOCHASTIC.name or self._maker is not None
+        return self._counts_updates or is_counted
 
     def _choice(self, group: Group) -> RuleChoice:
         return self.method(group).choice(group)
@@ -187,16 +191,35 @@ class Declaration(ABC):
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts(group) else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
+        makes = {}
+        if self._maker is not None:
+            makes = {role: self._making(parameter, role) for role in (*made, *choice.states)}
+            for role, value in made.items():
+                made[role] = tensor_of(makes[role]((), np.dtype(np.float32), float(value)))
         dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
         rule = choice.rule.on(tuple(parameter.shape))
         for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
             if state.per != "element":
                 own = self._dtype_of(state, parameter, dtype)
                 value = self.initial(role, group)
-                made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
-            else:
-                made[role] = element_state(parameter, state, self.initial(role, group), dtype)
+                if role in makes:
+                    made[role] = tensor_of(makes[role](tuple(shape), NUMBERS[own], value))
+                else:
+                    made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
+            elif role != COPY.name:
+                initial = self.initial(role, group)
+                made[role] = element_state(parameter, state, initial, dtype, makes.get(role))
         return made
+
+    def _making(self, parameter: Tensor, role: str) -> Making:
+        """The function that makes a state of a parameter where `states_in` says."""
+        _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
+        where = type(self).__name__
+        if is_part(parameter) or parameter.is_cuda:
+            expected = "whole parameters on the host, as states_in needs them"
+            reject(RuntimeError, where, name, "is elsewhere", expected, "a device or processes")
+        assert self._maker is not None
+        return partial(made_by, self._maker, where, f"{role}.{name}")
 
     def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002
         """The dtype of a new state that is not one of elements."""

@@ -15,9 +15,12 @@ from ....kernels.quiet import quiet
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
 from ...distributed.shard import RowShard, places
-from .memory import NUMBERS
+from .memory import NUMBERS, array_of, tensor_of
 from .part import number
 from .tensors import local, wide_dtype
+
+Making = Callable[[tuple[int, ...], np.dtype[Any], Any], np.ndarray]
+"""A function that makes a state of this shape and dtype, and how it begins."""
 
 
 def single(value: float) -> Tensor:
@@ -36,15 +39,20 @@ def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Ten
 
 
 def element_state(
-    parameter: Tensor, state: State, value: float, asked: torch.dtype | None
-) -> Tensor:
+    parameter: Tensor, state: State, value: float, asked: torch.dtype | None,
+    make: Making | None = None,
+) -> Tensor:  # fmt: skip
     """A new state of a parameter's elements: filled, or a copy of the parameter.
 
-    ``asked`` is its dtype where the state declares none; None: the parameter's.
+    ``asked`` is its dtype where the state declares none; None: the parameter's. With ``make`` that
+    function makes it.
     """
     if state.initial == PARAMETER:
         asked = parameter.dtype
     dtype = asked if state.dtype is None else wide_dtype(state, parameter.dtype)
+    if make is not None:
+        initial = array_of(parameter.detach()) if state.initial == PARAMETER else value
+        return tensor_of(make(tuple(parameter.shape), NUMBERS[dtype or parameter.dtype], initial))
     made = full_like(parameter, value, dtype)
     return made.copy_(parameter.detach()) if state.initial == PARAMETER else made
 

@@ -1,0 +1,191 @@
+"""States where the user wants them: made by a function, such as one that maps files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from ...kernels.files import check_target
+from ...ops.runtime.check import FLOAT_NAMES
+from ...ops.runtime.errors import reject
+
+StateMaker = Callable[[str, tuple[int, ...], np.dtype[Any], Any], np.ndarray]
+"""``make(name, shape, dtype, initial)``: the array of a state, which begins with a number or with
+the numbers of an array, ``initial``, or goes on where it ended."""
+
+_maker: ContextVar[StateMaker | None] = ContextVar("maker of states", default=None)
+_PAGE = 4_096
+_CODES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16",
+          "int32": "I32", "int64": "I64"}  # fmt: skip
+_WHERE = "MappedFiles"
+
+
+@contextmanager
+def states_in(make: StateMaker) -> Iterator[None]:
+    """Have a function make the states of all optimizers that are made in this context.
+
+    Optimizers of `fusestep.nn` and `fusestep.nn.torch` on the host ask it for each of their arrays:
+    states, counts and other numbers that a resumed run needs. Those of `nn.torch` ask at the first
+    gradient of a parameter, also after the context.
+
+    Args:
+        make: ``make(name, shape, dtype, initial) -> array``. The name is that in checkpoints, such
+            as ``moment1.table`` (in `nn.torch` ``exp_avg.parameter 0``). The array is of NumPy,
+            C-contiguous, writable, of this shape and dtype, and shares memory with nothing. It
+            begins with ``initial``, a number or an array, or has what an earlier optimizer left.
+
+    Raises:
+        TypeError: it is not callable; or, where states are made, it returns no such array.
+        ValueError: there an array has another shape or dtype, cannot be written, or shares memory.
+
+    >>> import numpy as np
+    >>> import fusestep
+    >>> from fusestep import nn
+    >>> def untouched(name, shape, dtype, initial):  # the system clears pages when they are used
+    ...     made = np.zeros(shape, dtype)
+    ...     if np.any(initial):
+    ...         made[...] = initial
+    ...     return made
+    >>> with fusestep.states_in(untouched):
+    ...     opt = nn.LazyAdam([np.zeros((1000, 8), np.float32)])
+    """
+    if not callable(make):
+        got = type(make).__name__
+        reject(TypeError, "states_in", "make", "has a wrong type", "a callable", got)
+    token = _maker.set(make)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
+
+
+def maker_of_states() -> StateMaker | None:
+    """The function of the innermost `states_in`; None outside of all."""
+    return _maker.get()
+
+
+def made_by(
+    make: StateMaker, where: str, name: str, shape: tuple[int, ...], dtype: Any, initial: Any
+) -> np.ndarray:
+    """The array that a function makes of a state, checked.
+
+    Raises:
+        TypeError, ValueError: as `states_in`.
+    """
+    dtype, label = np.dtype(dtype), f"state {name!r}"
+    array = make(name, shape, dtype, initial)
+    if not isinstance(array, np.ndarray):
+        got = type(array).__name__
+        reject(TypeError, where, label, "has a wrong type", "an array of NumPy", got)
+    if array.shape != shape:
+        reject(ValueError, where, label, "has a wrong shape", shape, array.shape)
+    if array.dtype != dtype:
+        reject(ValueError, where, label, "has a wrong dtype", dtype, array.dtype)
+    flags = array.flags
+    if not (flags.writeable and flags.c_contiguous and flags.aligned):
+        expected, got = "a writable C-contiguous array", "a view or one that is only read"
+        reject(ValueError, where, label, "cannot be updated in place", expected, got)
+    return array
+
+
+class MappedFiles:
+    """Files of a folder that states are mapped to, one for each; for `states_in`.
+
+    Nothing is read or written but the pages that steps touch. A file that is there already is taken
+    over as it is: an optimizer that is made anew on the same parameters goes on where the last one
+    ended, counts of updates included. Each is a safetensors file of one array.
+
+    The room on the disk is reserved when a file is made, where the system can
+    (``posix_fallocate``), so that a full disk raises there. Pages go to the disk when the system
+    writes them: after a crash of the process everything is there that a step has written, after one
+    of the machine any part. One optimizer at a time uses a folder.
+
+    Args:
+        folder: made if it is not there.
+        fill: write states of more than a page that begin with another number than 0, or with the
+            weight (``accum`` of Adagrad and FTRL, masters); False: they raise.
+
+    Raises:
+        OSError: the folder or a file cannot be made, or the disk has no room.
+        ValueError: a file is torn or of another state; or ``fill`` would be needed.
+
+    >>> import tempfile
+    >>> import fusestep
+    >>> import numpy as np
+    >>> from fusestep import nn
+    >>> table, folder = np.zeros((1000, 8), np.float32), tempfile.mkdtemp()
+    >>> for _ in range(2):
+    ...     with fusestep.states_in(fusestep.MappedFiles(folder)):
+    ...         opt = nn.LazyAdam([table])
+    ...     _ = opt((nn.RowTensor(np.array([3]), np.ones((1, 8), np.float32), (1000, 8)),))
+    >>> opt.global_step.tolist()
+    [2]
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, fill: bool = False) -> None:
+        self.folder, self.fill = Path(folder), fill
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any
+    ) -> np.ndarray:
+        """The mapped array of a state; see `states_in`."""
+        file = self.folder / f"{quote(name, safe=' ')}.safetensors"
+        begin, n_bytes = self._place(name, shape, dtype), math.prod(shape) * dtype.itemsize
+        if check_target(_WHERE, file) is None:
+            if np.any(initial) and n_bytes > _PAGE and not self.fill:
+                expected = "MappedFiles(folder, fill=True), which writes all of it"
+                got = "a copy of the weight" if isinstance(initial, np.ndarray) else initial
+                reject(ValueError, _WHERE, f"state {name!r}", "does not begin at 0", expected, got)
+            self._make(file, begin, n_bytes)
+            array = self._mapped(file, shape, dtype, len(begin))
+            if np.any(initial):
+                array[...] = initial
+            return array
+        with file.open("rb") as opened:
+            found = opened.read(len(begin))
+        if found != begin or file.stat().st_size != len(begin) + n_bytes:
+            expected, got = f"{dtype} {shape}, {len(begin) + n_bytes} bytes", str(file)
+            reject(ValueError, _WHERE, f"state {name!r}", "is torn or another one", expected, got)
+        return self._mapped(file, shape, dtype, len(begin))
+
+    @staticmethod
+    def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+        """The head of a file: of safetensors, up to the end of a page."""
+        if dtype.name not in _CODES:
+            reject(TypeError, _WHERE, f"state {name!r}", "has a wrong dtype", FLOAT_NAMES, dtype)
+        n_bytes = math.prod(shape) * dtype.itemsize
+        tensor = {"dtype": _CODES[dtype.name], "shape": [*shape], "data_offsets": [0, n_bytes]}
+        text = json.dumps({"__metadata__": {"format": "fusestep"}, name: tensor}).encode()
+        text = text.ljust(-(-(len(text) + 8) // _PAGE) * _PAGE - 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def _make(self, file: Path, begin: bytes, n_bytes: int) -> None:
+        """Make a file of zeros, with its room on the disk."""
+        part, size = file.with_suffix(".part"), len(begin) + n_bytes
+        try:
+            with part.open("wb") as opened:
+                opened.write(begin)
+                opened.flush()
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(opened.fileno(), 0, size)
+                opened.truncate(size)
+            part.replace(file)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    @staticmethod
+    def _mapped(file: Path, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> np.ndarray:
+        if not math.prod(shape):
+            return np.zeros(shape, dtype)
+        return np.memmap(file, dtype, "r+", begin, shape or (1,)).reshape(shape)
