@@ -78,7 +78,7 @@ def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
     update, and the place of its first element in the whole tensor, of which others have the rest.
     The bits of an element follow from these and its place, modulo 2**32.
     """
-    found = np.zeros(np.shape(keys), np.uint64)
+    found: np.ndarray = np.zeros(np.shape(keys), np.uint64)
     for part in (seed, keys, steps):
         found = _mixed(found ^ np.asarray(part).astype(np.uint64))
     begin = (found + np.asarray(begins).astype(np.uint64)) & np.uint64(0xFFFFFFFF)
