@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from fusestep.bench.workers.worker_protocol import Job
 
 import reference
 import reference_elementwise as elementwise
-from bench_support import FAKE_WORKER, WORKERS
+from bench_support import FAKE_WORKER
 
 Arrays = list[np.ndarray]
 
@@ -121,6 +120,7 @@ def test_copies_take_turns(fake: Asked, ones: dict[str, Any], tmp_path: Path) ->
 
 
 def test_every_failure_is_answered(fake: Asked, ones: dict[str, Any], tmp_path: Path) -> None:
+    """And the worker goes on."""
     failing = {"algorithm": "fails", "form": "fails dense float32"}
     for call, text in (
         (lambda: fake.set_up(ones, **{**SMALL, "form": "large"}),
@@ -133,6 +133,8 @@ def test_every_failure_is_answered(fake: Asked, ones: dict[str, Any], tmp_path: 
         with pytest.raises(ContestantLostError) as error:
             call()
         assert str(error.value).startswith(text)
+        assert not fake.is_broken
+        assert fake.ask({"do": "hello"}) == {"version": "1.2.3"}
 
 
 def test_memory_that_nobody_sees(fake: Asked, ones: dict[str, Any]) -> None:
@@ -154,11 +156,6 @@ def assert_about(peak: int | None, size: int) -> None:
         assert not sys.platform.startswith("linux") or not Path("/proc/self/clear_refs").exists()
     else:
         assert abs(peak - size) < 2**22
-
-
-def test_workers_are_written_for_old_interpreters() -> None:
-    for path in WORKERS.glob("*.py"):
-        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
 # -- NumPy's worker -------------------------------------------------------------------------------
