@@ -304,10 +304,12 @@ def subjects() -> dict[str, Subject]:
             make.keywords["sparse_update"] = optimizers.ALL_FORMS[form].rows or "dense_equivalent"
         found[form] = optimizer(make, row.arguments if form == name else {}, row.takes_rows)
     descent = partial(of_class, Descent)
-    for name in ("SGD", "Adam", "AdamWeightDecay", "Lamb", "AdaFactor", "Descent"):
+    for name in ("Momentum", "SGD", "Adam", "AdamWeightDecay", "Lamb", "AdaFactor", "Descent"):
         inner = descent if name == "Descent" else optimizers.BY_NAME[name].make
         make = partial(optimizers.make, "LARS", optimizer=partial(inner, weight_decay=0.1))
         found[f"LARS around {name}"] = optimizer(make, {}, False)
+    decayed = found.pop("LARS around Momentum")
+    found["LARS"] = decayed._replace(arguments=found["LARS"].arguments)
     by_rule = partial(of_class, Own, rule=AVERAGED, sparse_update="lazy")
     for name, make in (("Optimizer", descent), ("FusedOptimizer", by_rule)):
         names = inspect.signature(getattr(nn, name)).parameters
