@@ -227,36 +227,26 @@ def assert_steps(got: np.ndarray, want: np.ndarray, start: np.ndarray, tolerance
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest + rounding)
 
 
-def check(worker: Asked, folder: Path, name: str, form: str, dtype: str = "float32") -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in DENSE), ("adam", "float16")]
+)
+def test_dense_steps(numpy_worker: Asked, tmp_path: Path, name: str, dtype: str, form: str) -> None:
     """Three steps on three dense parameters, one of which needs several blocks."""
+    assert numpy_worker.forms(name, "dense", dtype) == FORMS
+    storage = np.dtype(dtype)
     starts = [0.01 * normal(1, shape) for shape in [(7, 5), (1003,), (3, 110_000)]]
-    gradients = [normal(2, w.shape) for w in starts]
-    if dtype == "float16":
-        starts, gradients = ([half(x) for x in arrays] for arrays in (starts, gradients))
+    starts, gradients = (
+        [x.astype(storage).astype(np.float32) for x in arrays]
+        for arrays in (starts, [normal(2, w.shape) for w in starts])
+    )
     parameters = [
-        given(folder, str(index), gradients[index], start=w) for index, w in enumerate(starts)
+        given(tmp_path, str(index), gradients[index], start=w) for index, w in enumerate(starts)
     ]
-    case = {"algorithm": name, "form": form, "dtype": dtype}
-    assert worker.set_up(*parameters, **case) == {}
+    assert numpy_worker.set_up(*parameters, algorithm=name, form=form, dtype=dtype) == {}
     tolerance = 1e-5 if dtype == "float32" else 2e-3
-    for got, w, g in zip(worker.values(form, folder), starts, gradients, strict=True):
+    for got, w, g in zip(numpy_worker.values(form, tmp_path), starts, gradients, strict=True):
         assert_steps(got, run(name, w, g), w, tolerance)
-
-
-def half(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float16).astype(np.float32)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_steps(numpy_worker: Asked, tmp_path: Path, name: str, form: str) -> None:
-    assert numpy_worker.forms(name, "dense") == FORMS
-    check(numpy_worker, tmp_path, name, form)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_step_on_float16(numpy_worker: Asked, tmp_path: Path, form: str) -> None:
-    check(numpy_worker, tmp_path, "adam", form, "float16")
 
 
 def row_case(folder: Path) -> tuple[dict[str, Any], Arrays]:
