@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -59,11 +59,12 @@ class Ratio:
     # Its spread: 20th by 80th percentile, and the other way round.
     low: float
     high: float
+    label: str = ""  # of the first time, where it is one of several
 
 
-def ratio(of: Summary, by: Summary) -> Ratio:
+def ratio(of: Summary, by: Summary, label: str = "") -> Ratio:
     """How much longer ``of`` takes than ``by``: above 1, the second is faster."""
-    return Ratio(of.median / by.median, of.p20 / by.p80, of.p80 / by.p20)
+    return Ratio(of.median / by.median, of.p20 / by.p80, of.p80 / by.p20, label)
 
 
 def paired(new: Sequence[float], old: Sequence[float]) -> Summary:
@@ -78,13 +79,6 @@ def change(ratios: Summary) -> Change:
     if ratios.median < 1 - NOISE and ratios.p80 < 1:
         return "faster"
     return "same"
-
-
-@dataclass(frozen=True)
-class Against(Ratio):
-    """The time of the fastest bound loop, or of a peer's fastest form, by ours."""
-
-    label: str  # of that time
 
 
 @dataclass(frozen=True)
@@ -107,12 +101,12 @@ class PointResult:
     waited: list[str] = field(default_factory=list)
 
     @property
-    def bound(self) -> Against | None:
+    def bound(self) -> Ratio | None:
         """The fastest loop with the same traffic; by it, the share of its speed that we reach."""
         return self._against([label for label in self.times if label.startswith(BOUND)])
 
     @property
-    def peers(self) -> dict[str, Against]:
+    def peers(self) -> dict[str, Ratio]:
         """The fastest form of each peer."""
         labels: dict[str, list[str]] = {}
         for label in self.times:
@@ -121,11 +115,11 @@ class PointResult:
         found = {peer: self._against(forms) for peer, forms in labels.items()}
         return {peer: against for peer, against in found.items() if against is not None}
 
-    def _against(self, labels: list[str]) -> Against | None:
+    def _against(self, labels: list[str]) -> Ratio | None:
         best = fastest(self.times, labels)
         if best is None or OURS not in self.times:
             return None
-        return Against(**asdict(ratio(self.times[best], self.times[OURS])), label=best)
+        return ratio(self.times[best], self.times[OURS], best)
 
     @property
     def losses(self) -> list[str]:

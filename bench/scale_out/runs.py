@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -88,23 +88,15 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
 # -- the model ------------------------------------------------------------------------------------
 
 
-class Costs(NamedTuple):
-    """The costs of an iteration for a process without others, in seconds."""
+def alone(ids: float, data: dict[str, Any]) -> float:
+    """Seconds of an iteration of a process without others, for so many ids of its batch.
 
-    fixed: float
-    of_id: float
-
-    def at(self, ids: float) -> float:
-        """For so many ids of its part of the batch."""
-        return float(self.fixed + self.of_id * ids)
-
-
-def costs(data: dict[str, Any]) -> Costs:
-    """From one process with the whole batch and with a quarter of it."""
+    From one process with the whole batch and with a quarter of it.
+    """
     part, whole = (run for run in data["runs"] if run["processes"] == 1)
     first, last = (float(run["iteration"][1]) for run in (part, whole))
     of_id = (last - first) / (whole["batch"] - part["batch"])
-    return Costs(last - of_id * whole["batch"], of_id)
+    return float(last - of_id * whole["batch"] + of_id * ids)
 
 
 def bytes_sent(n: int, batch: int, rows: int) -> float:
@@ -121,7 +113,7 @@ def bytes_sent(n: int, batch: int, rows: int) -> float:
 def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
     """The iteration of a run on this machine, whose cores its processes share."""
     n, cores = run["processes"], data["machine"]["cores"]
-    own: float = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
+    own: float = alone(run["batch"] / n, data) * max(1.0, n / cores)
     sent = bytes_sent(n, run["batch"], data["rows"]) * float(run["second_per_byte"])
     return own + float(run["exchanges"] * run["agreement"]) + sent
 
@@ -130,7 +122,7 @@ def iteration(n: int, network: float, data: dict[str, Any]) -> float:
     """An iteration of n processes on machines of their own, with a network of so many Gbit/s."""
     exchanges = float(data["runs"][-1]["exchanges"])
     sent = bytes_sent(n, MODEL_BATCH, data["rows"]) * 8 / (network * 1e9)
-    return costs(data).at(MODEL_BATCH / n) + exchanges * (n - 1) * _MESSAGE + sent
+    return alone(MODEL_BATCH / n, data) + exchanges * (n - 1) * _MESSAGE + sent
 
 
 # -- the tables -----------------------------------------------------------------------------------

@@ -149,20 +149,6 @@ def test_the_default_selection_is_that_of_the_optimizers() -> None:
     assert not cases._WHEN_NAMED & {*default}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text"),
-    [
-        ("rows/nn.LasyAdam", "did you mean 'rows/nn.LazyAdam'?"),
-        ("nn.Adagard", "did you mean 'nn.Adagrad'?"),
-        ("zzz", "'fusestep bench --list' names them"),
-    ],
-)
-def test_a_name_of_no_case(pattern: str, text: str) -> None:
-    with pytest.raises(BenchError) as error:
-        cases.select(["nn.Adam", pattern])
-    assert str(error.value) == f"no case {pattern!r}: {text}"
-
-
 # -- sizes and shapes -----------------------------------------------------------------------------
 
 
@@ -227,19 +213,6 @@ def test_points_are_all_combinations_that_there_are() -> None:
     assert len({(point.title, point.distribution) for point in found}) == len(found)
     assert rows[0].title == "rows/ops.FusedSparseAdam 9x2x5 uniform float32 x1"
     assert rows[1].title == "rows/ops.FusedSparseAdam 9x2x5 uniform float32 x1 busy"
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "dtype"),
-    [
-        ("rows/nn.SGD", "1K", "float32"),
-        ("dense/nn.SGD", "9x2x5", "float32"),
-        ("rows/ops.FusedSparseAdam", "9x2x5", "float16"),
-    ],
-)
-def test_no_point_is_an_error(name: str, size: str, dtype: str) -> None:
-    with pytest.raises(BenchError, match=f"--size {size}, --dtype {dtype}: fits none"):
-        cases.points([named(name)], size, [dtype], [1], ["uniform"], ["loop"])
 
 
 def test_shapes_of_the_workloads() -> None:
@@ -320,12 +293,6 @@ def test_frequent_rows_are_scattered() -> None:
     most = np.argsort(np.bincount(drawn, minlength=10_000))[-20:]
     assert most.max() > 5_000
     assert np.diff(np.sort(most)).max() > 100
-
-
-@pytest.mark.parametrize("name", ["", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2"])
-def test_wrong_distributions(name: str) -> None:
-    with pytest.raises(BenchError, match="--indices: expected uniform, equal or zipf"):
-        indices.check_distribution(name)
 
 
 # -- every entry takes steps ----------------------------------------------------------------------

@@ -179,20 +179,29 @@ WRONG: dict[tuple[str, ...], str] = {
     ("--processes", "-1"): "--processes",
     ("--processes", "2", "rows/nn.LazyAdam"): "--processes: takes no cases",
     ("rows/nn.LasyAdam",): "no case 'rows/nn.LasyAdam': did you mean 'rows/nn.LazyAdam'?",
+    ("nn.Adam", "nn.Adagard"): "no case 'nn.Adagard': did you mean 'nn.Adagrad'?",
     ("zzz",): "no case 'zzz': 'fusestep bench --list' names them",
     ("--size", "1.5M"): "--size: expected a number such as 65536, 64K or 16M, got '1.5M'",
     ("--size", ""): "--size: expected a number such as 65536, 64K or 16M, got ''",
     ("--size", "4x4x4x4x4x4"): "--size: expected N x D x B such as 500000x64x65536, got '4x4x4x",
     ("--size", "4K..1K"): "--size: expected a range that ascends, got '4K..1K'",
-    ("rows/nn.SGD", "--size", "1K"): "--size 1K, --dtype float32: fits none of the chosen cases",
+    **{
+        (case, "--size", size, "--dtype", dtype): f"--size {size}, --dtype {dtype}: fits none of"
+        for case, size, dtype in (
+            *(("rows/nn.SGD", "1K", "float32"), ("dense/nn.SGD", "9x2x5", "float32")),
+            ("rows/ops.FusedSparseAdam", "9x2x5", "float16"),
+        )
+    },
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
     **{
         ("--scenario", text): "--scenario: expected names out of loop, pause20"
         for text in ("pause30", "", "Loop")
     },
     ("--dtype", ""): "--dtype: expected names out of float32, bfloat16, float16, or all, got ''",
-    ("--indices", "zipf1"): "--indices: expected uniform, equal or zipf with an exponent above 1",
-    ("--indices", ""): "--indices: expected uniform, equal or zipf with an exponent above 1",
+    **{
+        ("--indices", text): "--indices: expected uniform, equal or zipf with an exponent above 1"
+        for text in ("", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2")
+    },
     ("--threads", "0"): "--threads: expected whole numbers from 1 to",
     ("--threads", "1,"): "--threads: expected whole numbers from 1 to",
     ("--threads", "many"): "got 'many'",

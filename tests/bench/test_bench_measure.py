@@ -102,20 +102,19 @@ def turns(chosen: Plan, label: str) -> int:
     return -(-chosen.rounds // chosen.every.get(label, 1))
 
 
-def test_rounds_fill_the_budget() -> None:
-    chosen = plan({"a": 0.010, "b": 0.015}, budget=1.0)
-    assert chosen == Plan(20, 1)  # 2 x 25 ms a round, lead-ins included
-
-
-@pytest.mark.parametrize(("seconds", "rounds"), [(10.0, 7), (1e-4, 101)])
-def test_rounds_have_limits(seconds: float, rounds: int) -> None:
-    assert plan({"a": seconds}, budget=1.0).rounds == rounds
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(1e-4, 10), (1e-6, 200), (0.0, 200), (0.5, 1)])
-def test_short_steps_are_taken_several_times(seconds: float, steps: int) -> None:
-    """A sample lasts a millisecond, but is no more than 200 steps."""
-    assert plan({"a": seconds, "b": 1e-3}, budget=1.0).steps == steps
+@pytest.mark.parametrize(
+    ("warm", "rounds", "steps"),
+    [
+        ((0.010, 0.015), 20, 1),  # 2 x 25 ms a round, lead-ins included
+        *(((10.0,), 7, 1), ((1e-3,), 101, 1)),  # there are limits
+        # A sample of short steps lasts a millisecond, but is no more than 200 steps.
+        *(((1e-4, 1e-3), 83, 10), ((1e-6, 1e-3), 96, 200), ((0.0, 1e-3), 99, 200)),
+        ((0.5, 1e-3), 7, 1),
+    ],
+)
+def test_rounds_and_steps_fill_the_budget(warm: tuple[float, ...], rounds: int, steps: int) -> None:
+    chosen = plan(dict(zip("ab", warm, strict=False)), budget=1.0)
+    assert (chosen.rounds, chosen.steps) == (rounds, steps)
 
 
 def test_slow_contestants_sit_out() -> None:
@@ -378,12 +377,22 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("ours", "losses"),
-    [(11.4, ["87.7% of the bound"]), (11.0, []), (9.0, []), (40.0, ["25.0% of the bound"])],
+    ("ours", "from_memory", "losses"),
+    [
+        *((11.4, True, ["87.7% of the bound"]), (40.0, True, ["25.0% of the bound"])),
+        *((11.0, True, []), (9.0, True, [])),
+        (40.0, False, []),  # in the cache the bound is no target
+    ],
 )
 def test_a_slowed_step_is_reported(
-    clock: FakeClock, ours: float, losses: list[str], monkeypatch: pytest.MonkeyPatch
+    clock: FakeClock,
+    ours: float,
+    from_memory: bool,
+    losses: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not from_memory:
+        monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 2**25)
     found = measured(clock, ours, monkeypatch)
     assert found.losses == losses
     assert found.times[OURS].median == pytest.approx(ours)
@@ -391,17 +400,7 @@ def test_a_slowed_step_is_reported(
     assert found.bound.label == "bound: fast"
     assert found.bound.value == pytest.approx(10 / ours)
     assert found.bytes == 900 * 28
-    assert found.from_memory
-
-
-def test_in_the_cache_the_bound_is_no_target(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 2**25)
-    found = measured(clock, 40.0, monkeypatch)
-    assert not found.from_memory
-    assert found.losses == []
-    assert found.bound is not None
+    assert found.from_memory == from_memory
 
 
 def test_threads_are_set_and_set_back(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,15 +442,13 @@ def test_a_point_that_does_not_fit_is_not_available() -> None:
         ({"torch_fused": 0.011, "torch_foreach": 0.02}, []),
         ({"torch_fused": 0.02, "torch_foreach": 0.005}, ["0.50 x torch foreach"]),
         ({"bound_x": 0.0088, "numpy_x": 0.0099}, ["88.0% of the bound", "0.99 x numpy x"]),
+        # Peers are compared where nothing comes from memory, too.
+        ({"from_memory": False, "bound_x": 0.001, "torch_x": 0.009}, ["0.90 x torch x"]),
     ],
 )
-def test_what_is_lost(times: dict[str, float], losses: list[str]) -> None:
+def test_what_is_lost(times: dict[str, Any], losses: list[str]) -> None:
     """The fastest form of a peer counts, and less than 90% of the bound."""
     assert result(**times).losses == losses
-
-
-def test_peers_are_compared_where_nothing_comes_from_memory() -> None:
-    assert result(from_memory=False, bound_x=0.001, torch_x=0.009).losses == ["0.90 x torch x"]
 
 
 # -- cases with a method of their own -------------------------------------------------------------

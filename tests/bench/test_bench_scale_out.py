@@ -155,12 +155,9 @@ def data() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_costs(data: dict[str, Any]) -> None:
-    found = runs.costs(data)
-    assert found.fixed == pytest.approx(0.003)
-    assert found.of_id == pytest.approx(2e-6)
-    assert found.at(0) == pytest.approx(0.003)
-    assert found.at(2500) == pytest.approx(0.008)
+def test_a_process_without_others(data: dict[str, Any]) -> None:
+    assert runs.alone(0, data) == pytest.approx(0.003)
+    assert runs.alone(2500, data) == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])

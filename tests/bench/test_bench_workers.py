@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from fusestep.bench.workers.worker_protocol import Job
 
 import reference
 import reference_elementwise as elementwise
-from bench_support import FAKE_WORKER, WORKERS
+from bench_support import FAKE_WORKER
 
 Arrays = list[np.ndarray]
 
@@ -121,6 +120,7 @@ def test_copies_take_turns(fake: Asked, ones: dict[str, Any], tmp_path: Path) ->
 
 
 def test_every_failure_is_answered(fake: Asked, ones: dict[str, Any], tmp_path: Path) -> None:
+    """And the worker goes on."""
     failing = {"algorithm": "fails", "form": "fails dense float32"}
     for call, text in (
         (lambda: fake.set_up(ones, **{**SMALL, "form": "large"}),
@@ -133,6 +133,8 @@ def test_every_failure_is_answered(fake: Asked, ones: dict[str, Any], tmp_path: 
         with pytest.raises(ContestantLostError) as error:
             call()
         assert str(error.value).startswith(text)
+        assert not fake.is_broken
+        assert fake.ask({"do": "hello"}) == {"version": "1.2.3"}
 
 
 def test_memory_that_nobody_sees(fake: Asked, ones: dict[str, Any]) -> None:
@@ -154,11 +156,6 @@ def assert_about(peak: int | None, size: int) -> None:
         assert not sys.platform.startswith("linux") or not Path("/proc/self/clear_refs").exists()
     else:
         assert abs(peak - size) < 2**22
-
-
-def test_workers_are_written_for_old_interpreters() -> None:
-    for path in WORKERS.glob("*.py"):
-        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
 # -- NumPy's worker -------------------------------------------------------------------------------
@@ -230,36 +227,26 @@ def assert_steps(got: np.ndarray, want: np.ndarray, start: np.ndarray, tolerance
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest + rounding)
 
 
-def check(worker: Asked, folder: Path, name: str, form: str, dtype: str = "float32") -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in DENSE), ("adam", "float16")]
+)
+def test_dense_steps(numpy_worker: Asked, tmp_path: Path, name: str, dtype: str, form: str) -> None:
     """Three steps on three dense parameters, one of which needs several blocks."""
+    assert numpy_worker.forms(name, "dense", dtype) == FORMS
+    storage = np.dtype(dtype)
     starts = [0.01 * normal(1, shape) for shape in [(7, 5), (1003,), (3, 110_000)]]
-    gradients = [normal(2, w.shape) for w in starts]
-    if dtype == "float16":
-        starts, gradients = ([half(x) for x in arrays] for arrays in (starts, gradients))
+    starts, gradients = (
+        [x.astype(storage).astype(np.float32) for x in arrays]
+        for arrays in (starts, [normal(2, w.shape) for w in starts])
+    )
     parameters = [
-        given(folder, str(index), gradients[index], start=w) for index, w in enumerate(starts)
+        given(tmp_path, str(index), gradients[index], start=w) for index, w in enumerate(starts)
     ]
-    case = {"algorithm": name, "form": form, "dtype": dtype}
-    assert worker.set_up(*parameters, **case) == {}
+    assert numpy_worker.set_up(*parameters, algorithm=name, form=form, dtype=dtype) == {}
     tolerance = 1e-5 if dtype == "float32" else 2e-3
-    for got, w, g in zip(worker.values(form, folder), starts, gradients, strict=True):
+    for got, w, g in zip(numpy_worker.values(form, tmp_path), starts, gradients, strict=True):
         assert_steps(got, run(name, w, g), w, tolerance)
-
-
-def half(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float16).astype(np.float32)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_steps(numpy_worker: Asked, tmp_path: Path, name: str, form: str) -> None:
-    assert numpy_worker.forms(name, "dense") == FORMS
-    check(numpy_worker, tmp_path, name, form)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_step_on_float16(numpy_worker: Asked, tmp_path: Path, form: str) -> None:
-    check(numpy_worker, tmp_path, "adam", form, "float16")
 
 
 def row_case(folder: Path) -> tuple[dict[str, Any], Arrays]:

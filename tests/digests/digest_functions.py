@@ -1,11 +1,11 @@
-"""Cases of `digests.py`: operators, functions, schedules, parameters and checkpoints."""
+"""Cases of `digests.py`: functions of gradients, pooled tables, schedules and files."""
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -14,168 +14,53 @@ import numpy as np
 from fusestep import nn, ops
 from fusestep.nn import mxnet as mx
 
-from digest_arrays import (
-    BAD,
-    F32,
-    PLANS,
-    STORAGE_DTYPES,
-    Cases,
-    defaults_of,
-    gradients,
-    labelled,
-    normal,
-    parameters,
-    plans,
-    refusals,
-    rows,
-    strided,
-    unusual,
-)
-from digest_runs import Subject, of_subject
-from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator
+from digest_inputs import BAD, EVERY_PLAN, F32, OF_ROWS, Given, normal, strided, unusual
+from digest_record import Record, wrongly
+from digest_steps import Cases, Signs, Subject, labelled, of_subject, update
+from helpers import STORAGE_DTYPES
+from own_functions import AVERAGED, Own
 
-OF_ROWS = [plan for plan in PLANS if plan not in plans(False)]
-
-# Operators
+# Gradients and rows of tables
 
 
-def takes(operator: Operator, gradient: Any) -> bool:
-    """Whether an operator has a kind of arguments for such a gradient."""
-    if operator is ADAM_UPDATE:
-        return True
-    kind = nn.RowTensor if operator.takes_rows else np.ndarray
-    return isinstance(gradient, kind)
+def norms(record: Record, given: Given) -> None:
+    for step in range(2):
+        make = partial(given.gradients, given.parameters(), step)
+        record.attempt(ops.global_norm, x=make())
+        record.attempt(ops.clip_by_global_norm, make())
+        changed = make()
+        record.try_wrongly(ops.clip_by_global_norm, x=changed, clip_norm=0.5)
+        record.attempt(ops.clip_by_global_norm, changed, 0.5, in_place=True)
+        record.add(changed)
 
 
-def call(
-    record: Any,
-    operator: Operator,
-    plan: str,
-    dtypes: Any = (F32,),
-    of_gradient: Any = None,
-    **options: Any,
-) -> None:
-    """Three steps on the variables of parameters; and which of the given arrays are returned."""
-    scalars = {name: options.pop(name) for name in operator.scalars if name in options}
-    made, params = operator.new(**options), parameters(plan, dtypes)
-    every = [{**operator.inputs(p.shape, p.dtype), **scalars} for p in params]
-    for step in range(1, 4):
-        for given, g in zip(every, gradients(plan, params, step, of_gradient), strict=True):
-            if not takes(operator, g):
-                continue
-            given |= {operator.gradient: g}
-            if operator.takes_rows:
-                given |= {operator.gradient: g.values, "indices": g.indices}
-            powers = {n: x**step for n, x in given.items() if n in ("beta1_power", "beta2_power")}
-            returned = record.attempt(made, *{**given, **powers}.values())
-            several = returned if isinstance(returned, tuple) else (returned,)
-            record.add([[out is x for x in given.values()] for out in several])
-    record.add(every)
-
-
-def given(operator: Operator) -> dict[str, Any]:
-    """Fresh arguments of one call."""
-    found, sparse = operator.inputs((4, 3)), rows("call", (4, 3), 8)
-    of_rows = {operator.gradient: sparse.values, "indices": sparse.indices}
-    return {**found, **(of_rows if operator.takes_rows else {})}
-
-
-def of_operators() -> Cases:
-    for name, operator in {**EVERY_OPERATOR, "adam_update": ADAM_UPDATE}.items():
-        mine, usual = plans(False), "dense"
-        if operator.takes_rows:
-            mine, usual = OF_ROWS, "widths"
-        elif operator is ADAM_UPDATE:
-            mine, usual = [*PLANS], "mixed"
-        run = partial(call, operator=operator)
-        known = {each: operator.known(each) for each in (*operator.constructor, *operator.scalars)}
-        dtypes = STORAGE_DTYPES[:1] if operator.only_float32 else STORAGE_DTYPES
-        subject = Subject(run, operator.new, known, mine, usual, dtypes=dtypes)
-        yield from of_subject("ops", name, subject)
-        usual_call = partial(given, operator)
-        named = [*operator.arguments, "learning_rat"]
-        yield from refusals(f"ops.{name}()", operator.new(), usual_call, named)
-        if operator.takes_rows:
-            dropping = operator.new(out_of_range="drop")
-            yield from refusals(f"ops.{name}() dropped", dropping, usual_call, ["indices"])
-
-
-def of_adam_update() -> Cases:
-    """With an array for the new weights."""
-    for label, g in (("dense", normal(0, (4, 3))), ("rows", rows(0, (4, 3), 5))):
-
-        def usual(g: Any = g) -> dict[str, Any]:
-            given = ADAM_UPDATE.inputs((4, 3))
-            arrays = {name: given[name] for name in ("weight", "grad", "mean", "var")}
-            return {"lr": 0.1, **arrays, "grad": g, "out": np.zeros((4, 3), F32)}
-
-        yield from refusals(f"ops.adam_update {label}", ops.adam_update, usual)
-
-
-# Functions, and what has no variables
-
-
-def norms(record: Any, make: Callable[[], Any]) -> None:
-    record.attempt(ops.global_norm, make())
-    record.attempt(ops.clip_by_global_norm, make())
-    given = make()
-    record.attempt(ops.clip_by_global_norm, given, 0.5, in_place=True)
-    record.add(given)
-
-
-def of_norms() -> Cases:
-    lists: dict[str, Callable[[], list[Any]]] = {
-        "infinite": lambda: [np.full(3, np.inf, F32), normal(0, (5,))],
-        "zero": lambda: [np.zeros(5, F32), rows(0, (4, 2), 0)],
-    }
-    for plan in PLANS:
-        for dtypes in (*((dtype,) for dtype in STORAGE_DTYPES), STORAGE_DTYPES):
-            for step in range(2):
-                make = partial(gradients, plan, parameters(plan, dtypes), step)
-                lists[f"{plan} {step} {' '.join(map(str, dtypes))}"] = make
-    for label, make in lists.items():
-        yield f"ops.clip_by_global_norm {label}", partial(norms, make=make)
-    given = [[rows(n, (9, 4), n) for n in (5, 0, 7)], None, normal(0, (3,))]
-    usual = partial(dict, x=given, clip_norm=0.5)
-    yield from refusals("ops.clip_by_global_norm", ops.clip_by_global_norm, usual)
-    yield from refusals("ops.global_norm", ops.global_norm)
-
-
-def looked_up(record: Any, plan: str, dtype: Any) -> None:
+def looked_up(record: Record, given: Given) -> None:
     """Row-sparse gradients, and tables of their rows: what is looked up, and the way back."""
     lookup = ops.SparseGatherV2()
-    for sparse in gradients(plan, parameters(plan, [dtype]), 0):
+    for sparse in given.gradients(given.parameters(), 0):
         if not isinstance(sparse, nn.RowTensor):
             continue
+        parts = {"values": sparse.values, "dense_shape": sparse.dense_shape}
+        record.try_wrongly(ops.RowTensor, indices=sparse.indices, **parts)
         record.add(sparse, repr(sparse), str(sparse.dtype), sparse.shape)
         record.attempt(sparse.coalesce)
         record.attempt(sparse.to_dense)
         table = normal(0, sparse.shape, sparse.dtype)
         record.attempt(lookup.backward, table)
         indices = sparse.indices.reshape(-1, 2 if len(sparse.indices) else 1).astype(np.int32)
+        record.try_wrongly(lookup, params=table, indices=indices, axis=0)
         out = record.attempt(lookup, table, indices, 0)
         for gradient in (out, strided(0, out.shape, sparse.dtype), *unusual(out)):
             record.attempt(lookup.backward, gradient)
 
 
-def of_rows() -> Cases:
-    for dtype in STORAGE_DTYPES:
-        for plan in OF_ROWS:
-            case = partial(looked_up, plan=plan, dtype=dtype)
-            yield f"ops.SparseGatherV2 {dtype} {plan}", case
-    usual = partial(dict, params=normal(0, (4, 3)), indices=np.array([3, 0]), axis=0)
-    yield from refusals("ops.SparseGatherV2()", ops.SparseGatherV2(), usual)
-    usual = partial(dict, indices=np.array([1, 0]), values=np.ones((2, 3)), dense_shape=(4, 3))
-    yield from refusals("ops.RowTensor", ops.RowTensor, usual)
-
-
-def pooled(record: Any, pooling: str, dtype: Any, options: dict[str, Any]) -> None:
+def pooled(record: Record, pooling: str, dtype: Any, **options: Any) -> None:
     shapes = ((9, 3), (5, 16))
     tables = [normal(k, shape, dtype) for k, shape in enumerate(shapes)]
     form = (20,) if pooling == "none" else (5, 4)
     ids = [np.arange(20).reshape(form) % n for n, _ in shapes]
     bags = ops.EmbeddingBags(pooling, **options)
-    out = record.attempt(bags, tables, ids)
+    out = record.attempt(bags, tables=tables, ids=ids)
     record.attempt(bags, tables, [own + 4 for own in ids])
     record.add([g.to_rows() for g in bags.gradients(tables, ids, None, out)])
     opt = nn.Adagrad(tables)
@@ -186,49 +71,43 @@ def pooled(record: Any, pooling: str, dtype: Any, options: dict[str, Any]) -> No
     record.add(tables, opt.state_dict())
 
 
-def of_bags() -> Cases:
+def of_gradients() -> Cases:
+    yield from of_subject("ops", "clip_by_global_norm", Subject(norms, {}, EVERY_PLAN, "mixed"))
+    yield from of_subject("ops", "SparseGatherV2", Subject(looked_up, {}, OF_ROWS, "widths"))
     for dtype in STORAGE_DTYPES:
         for pooling in ("sum", "mean", "none", "max"):
             for options in ({}, {"padding_idx": 2}, {"out_of_range": "drop"}):
-                case = partial(pooled, pooling=pooling, dtype=dtype, options=options)
-                yield f"ops.EmbeddingBags({pooling}, {labelled(options)}) {dtype}", case
+                case = partial(pooled, pooling=pooling, dtype=dtype, **options)
+                label = f"ops.EmbeddingBags({pooling}, {labelled(options)}) {dtype}"
+                yield from ((label, case), (f"{label} wrongly", partial(wrongly, case=case)))
     # Gradients are BagTensors, and the optimizer is stepped by bags of nn.
     yield from ((f"{name} of bags", case) for name in ("ops.BagTensor", "nn.EmbeddingBags"))
+    yield "ops.global_norm", partial(norms, given=Given("mixed"))
+    yield "ops.RowTensor", partial(looked_up, given=Given("mixed"))
 
 
 # Schedules
 
+# Values of arguments by their names, or else their types; others are halves, thirds, ... by place.
 NUMBERS: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "decay_rate": 0.7,
-    "decay_steps": 4,
     "min_lr": 0.01,
-    "max_lr": 0.1,
-    "end_learning_rate": 0.01,
-    "power": 0.5,
-    "warmup_steps": 3,
-    "total_step": 13,
-    "pwr": 1.5,
-    "step_per_epoch": 2,
-    "decay_epoch": 3,
-    "warmup_epoch": 2,
-    "milestone": [2, 5, 9],
-    "learning_rates": [0.1, 0.05, 0.01],
-    "factor": 0.5,
-    "stop_factor_lr": 0.03,
-    "step": 3,
-    "base_lr": 0.1,
     "warmup_begin_lr": 0.002,
     "max_update": 11,
-    "final_lr": 0.01,
-    "warmup_mode": "constant",
-    "milestones": [4, 9],
-    "schedules": [nn.WarmUpLR(0.1, 3), 0.05, lambda step: 0.1 / (step + 1)],
+    "total_step": 13,
+    "step_per_epoch": 2,
+    "int": 3,
+    "bool": True,
+    "str": "constant",
+    "list[int]": [2, 5, 9],
+    "Sequence[int]": [2, 5],
+    "Sequence[float]": [0.1, 0.05],
+    "Sequence[Schedule | float]": [nn.WarmUpLR(0.1, 3), 0.05, lambda step: 0.1 / (step + 1)],
 }
 
 
-def values(record: Any, make: Callable[..., Any], **options: Any) -> None:
+def values(record: Record, make: Callable[..., Any], **options: Any) -> None:
     """The values of many steps, and those of steps that are none."""
+    record.try_wrongly(make, **options)
     schedule = make(**options)
     record.add(schedule)
     for step in (*range(25), 10**6, np.int64(3), np.arange(6), *BAD) if callable(schedule) else ():
@@ -246,60 +125,76 @@ def of_schedules() -> Cases:
 
 
 def of_schedule(name: str, make: Any) -> Cases:
-    numbers = {**NUMBERS, **({"step": [2, 5, 9]} if "MultiFactor" in name else {})}
-    known = defaults_of(make)
-    given = {n: numbers.get(n, not default) for n, default in known.items()}
-    needed = {n: given[n] for n, default in known.items() if default is Parameter.empty}
-    in_turn = [{**needed, n: given[n]} for n in given if n not in needed]
-    for options in (needed, *in_turn, *([given] if len(in_turn) > 1 else [])):
+    known = [p for p in inspect.signature(make).parameters.values() if p.kind != p.VAR_KEYWORD]
+    given = {
+        p.name: NUMBERS.get(p.name, NUMBERS.get(p.annotation, 1 / (k + 2)))
+        for k, p in enumerate(known)
+    }
+    needed = {p.name: given[p.name] for p in known if p.default is p.empty}
+    for options in (needed, *({**needed, n: given[n]} for n in given if n not in needed), given):
         yield f"{name}({labelled(options)})", partial(values, make=make, **options)
-    yield from refusals(name, make, partial(dict, needed))
+    yield f"{name} wrongly", partial(wrongly, case=partial(values, make=make, **given))
 
 
-# Parameters and checkpoints
+# What has no steps
 
 
-def held(record: Any, data: Any) -> None:
+def held(record: Record, data: Any) -> None:
     p = nn.Parameter(data, "p")
     record.add(p, repr(p), p.shape, p.ndim, p.size, str(p.dtype), np.asarray(p))
-    for bad in (*unusual(np.ones((4, 3), F32)), normal(1, (2,)), data.copy()):
-        record.attempt(setattr, p, "data", bad)
-        record.add(p)
+    record.try_wrongly(nn.Parameter, data=data)
+    record.try_wrongly(partial(setattr, p, "data"), value=data)
 
 
-def file(record: Any, what: Any, content: bytes | None = None) -> None:
+def save(data: Any, content: bytes | None = None) -> Any:
     """The bytes of a file that is saved, and what is read from it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"
-        if content is None:
-            record.attempt(nn.save_checkpoint, what, path)
-        else:
-            path.write_bytes(content)
-        record.add(path.read_bytes() if path.exists() else None)
         try:
-            record.add(nn.load_checkpoint(path))
+            if content is None:
+                nn.save_checkpoint(data, path)
+            else:
+                path.write_bytes(content)
+            return path.read_bytes(), nn.load_checkpoint(path)
         except Exception as error:
-            record.add(type(error).__name__, str(error).replace(folder, ""))
+            raise RuntimeError(type(error).__name__, str(error).replace(folder, "")) from None
 
 
-def of_files() -> Cases:
-    arrays = {str(dtype): normal(str(dtype), (4, 3), dtype) for dtype in STORAGE_DTYPES}
-    for name, array in arrays.items():
-        yield f"nn.Parameter {name}", partial(held, data=array)
-    yield from refusals("nn.Parameter", nn.Parameter, partial(dict, data=np.ones((4, 3), F32)))
-    kinds = [np.arange(4).astype(kind) for kind in ("?", *"bhilqBHILQ", "F", "U")]
-    arrays["strided"], p = normal(0, (4, 6))[:, ::2], nn.Parameter(np.ones(2, F32))
-    things: list[Any] = [arrays, [nn.Parameter(np.ones(2, F32), "a")], [p], p, *BAD]
-    things += [{"a": each} for each in (*kinds, *BAD)] + [{"__metadata__": p}, {1: np.ones(1)}]
-    for k, what in enumerate(things):
-        yield f"nn.save_checkpoint {k}", partial(file, what=what)
+def saved(record: Record) -> None:
+    """Of arrays of every dtype, of parameters, and of what is neither; and damaged files."""
+    kinds = (*STORAGE_DTYPES, "?", *"bhilqBHILQFU")
+    record.attempt(save, {str(kind): np.arange(4).astype(kind) for kind in kinds})
+    record.try_wrongly(save, data=[nn.Parameter(np.ones(2, F32), "a")])
     for content in (b"", b"nothing", b"\0" * 8, b"\2" + b"\0" * 7 + b"{}"):
-        yield f"nn.load_checkpoint {content!r}", partial(file, what=None, content=content)
+        record.attempt(save, None, content)
+
+
+def own_rules(record: Record) -> None:
+    """A rule, a formula and a state that a user may define."""
+    formula = Own(0.1, [np.ones(2, F32)], rule=AVERAGED).formula()
+    record.add([formula.at(real, 0.1, 0.01, 3) for real in (np.float32, np.float64)])
+    record.add([AVERAGED.states, AVERAGED.hp, *nn.State("m", "row", 0.5)[:4]])
+
+
+def registered(record: Record) -> None:
+    """A class of a user by its name; it is forgotten afterwards."""
+    for _ in range(2):
+        record.attempt(mx.register, klass=Signs)
+    for name, way in (("SIGNS", ""), ("ADAM", "by update")):
+        update(record, Given("dense"), partial(mx.create, name, learning_rate=0.1), way)
+    del mx.Optimizer.opt_registry["signs"]
+    record.try_wrongly(mx.create, name="ADAM", learning_rate=0.1)
+    record.try_wrongly(mx.get_updater, optimizer=Signs())
 
 
 def cases() -> Cases:
-    for of in (
-        *(of_operators, of_adam_update, of_norms, of_rows, of_bags, of_schedules),
-        of_files,
-    ):
-        yield from of()
+    yield from of_gradients()
+    yield from of_schedules()
+    others = {
+        **{f"nn.Parameter {t}": partial(held, data=normal(0, (4, 3), t)) for t in STORAGE_DTYPES},
+        **dict.fromkeys(("nn.save_checkpoint", "nn.load_checkpoint"), saved),
+        **dict.fromkeys(("nn.Formula", "nn.Rule", "nn.State"), own_rules),
+        **{f"nn.mxnet.{n}": registered for n in ("create", "register", "get_updater", "Updater")},
+    }
+    for name, case in others.items():
+        yield f"{name}", partial(wrongly, case=case)

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import hashlib
 import inspect
 import json
 import os
 import platform
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import distributions
 from itertools import chain
 from pathlib import Path
@@ -37,100 +35,20 @@ from typing import Any
 # THOR calls BLAS, whose sums may depend on the number of its threads; it reads this at its import.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # The tables of the tests, which pytest finds by itself.
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("", "nn/mxnet", "nn/thor")]
-
-import numpy as np
+sys.path += [
+    str(Path(__file__).parents[1] / folder) for folder in ("", *("nn", "nn/mxnet", "nn/thor"))
+]
 
 import fusestep
-from fusestep import nn, ops
 
-import digest_front_ends
 import digest_functions
-import digest_optimizers
+import digest_steps
+from digest_record import Record, public_names
 
-MODULES = {
-    "nn": nn,
-    "nn.mxnet": nn.mxnet,
-    "nn.mxnet.lr_scheduler": nn.mxnet.lr_scheduler,
-    "ops": ops,
-}
 PACKAGES = ("numpy", "numba", "llvmlite", "ml_dtypes", "safetensors", "scipy")
-# What a text may hold of the run and of the place of a file, which is not looked at.
-_ADDRESS, _MODULE = re.compile(r"\b0x[0-9a-f]+"), re.compile(r"\bfusestep(?:\.\w+)*\.(?=\w)")
-
-Case = tuple[str, Callable[["Record"], object]]
 
 
-class Record:
-    """What a case has left, added value by value."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=12)
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-    def add(self, *values: Any) -> None:
-        """Values by type and content: of an array all bytes, of an error its types and text."""
-        for value in values:
-            if isinstance(value, np.ndarray):
-                self._add(f"array {value.dtype} {value.shape}", value.tobytes())
-            elif isinstance(value, np.generic):
-                self._add(f"scalar {value.dtype}", value.tobytes())
-            elif value is None or isinstance(value, bool | int | float | bytes):
-                self._add(type(value).__name__, repr(value).encode())
-            elif isinstance(value, str):
-                self._add("str", _MODULE.sub("fusestep.", _ADDRESS.sub("0x", value)).encode())
-            elif isinstance(value, tuple | list):
-                self._add(f"{type(value).__name__} of {len(value)}")
-                self.add(*value)
-            elif isinstance(value, Mapping):
-                self.add(sorted(value.items(), key=lambda pair: str(pair[0])))
-            elif isinstance(value, nn.RowTensor):
-                self.add(value.indices, value.values, value.dense_shape)
-            elif isinstance(value, nn.Parameter):
-                self.add(value.name, value.requires_grad, np.asarray(value.data))
-            elif isinstance(value, BaseException):
-                self.add(_public_kinds(type(value)), str(value))
-            else:
-                self.add(repr(value))
-
-    def _add(self, kind: str, content: bytes = b"") -> None:
-        self._hash.update(f"{kind} {len(content)}:".encode() + content)
-
-    def attempt(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Add what a call returns, or the error that it raises; the result, or None."""
-        try:
-            result = function(*given, **named)
-        except Exception as error:
-            self.add(error)
-            return None
-        self.add(result)
-        return result
-
-
-def _public_kinds(error: type[BaseException]) -> list[str]:
-    """What can be written after ``except`` to catch an error."""
-    public = [*public_names().values()]
-    return [c.__name__ for c in error.__mro__ if c in public or "fusestep" not in c.__module__]
-
-
-@cache
-def public_names() -> dict[str, Any]:
-    """All public names with what they stand for."""
-    return {
-        f"{place}.{name}": getattr(module, name)
-        for place, module in MODULES.items()
-        for name in module.__all__
-    }
-
-
-def is_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseException)
-
-
-def signatures() -> Iterator[Case]:
+def signatures() -> Iterator[tuple[str, Callable[[Record], object]]]:
     """Names, kinds and defaults of all arguments."""
     for name, value in public_names().items():
         if callable(value) and not is_error(value):
@@ -145,15 +63,13 @@ def _add_signature(record: Record, function: Any) -> None:
         record.add([p.name, p.kind.name, default])
 
 
+def is_error(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
 def all_cases() -> dict[str, Callable[[Record], object]]:
-    """Every case by its name."""
-    found: dict[str, Callable[[Record], object]] = {}
-    modules = (digest_functions, digest_optimizers, digest_front_ends)
-    for name, case in chain(signatures(), *(module.cases() for module in modules)):
-        if name in found:
-            raise ValueError(f"two cases are called {name!r}")
-        found[name] = case
-    return found
+    """Every case by its name; those of one name are one case."""
+    return dict(chain(signatures(), digest_steps.cases(), digest_functions.cases()))
 
 
 def uncovered(names: Iterable[str]) -> list[str]:
@@ -168,9 +84,9 @@ def uncovered(names: Iterable[str]) -> list[str]:
     ]
 
 
-def digest(case: Callable[[Record], object]) -> tuple[str, str | None]:
-    """The digest of one case, warnings included; and the error with which it ended, if any."""
-    record, ending = Record(), None
+def digest(case: Callable[[Record], object]) -> tuple[str, str]:
+    """The digest of one case, warnings included; and the error with which it ended, or ""."""
+    record, ending = Record(), ""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:
@@ -209,32 +125,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="write the digests to this file")
     parser.add_argument("--against", type=Path, help="compare with the digests of this file")
     parser.add_argument("--only", default="*", help="cases whose names match, such as 'nn.Adam*'")
-    parser.add_argument("--verbose", action="store_true", help="print each case with its time")
     options = parser.parse_args(arguments)
-    other = json.loads(options.against.read_text()) if options.against else None
     cases = all_cases()
-    found: dict[str, str] = {}
-    endings: dict[str, str] = {}
-    for name, case in cases.items():
-        if not fnmatch.fnmatchcase(name, options.only):
-            continue
-        start = time.perf_counter()
-        found[name], ending = digest(case)
-        endings |= {name: ending} if ending else {}
-        if options.verbose:
-            print(f"{time.perf_counter() - start:7.3f} s  {found[name]}  {name}  {ending or ''}")
+    found = {n: digest(case) for n, case in cases.items() if fnmatch.fnmatchcase(n, options.only)}
+    digests = {name: of_case for name, (of_case, _) in found.items()}
     print(f"{len(found)} digests of {Path(fusestep.__file__).parent}")
-    print(f"{len(endings)} cases end with an error")
+    print(
+        *(f"ends early: {name}: {ending}" for name, (_, ending) in found.items() if ending),
+        sep="\n",
+    )
+    known = [*public_names()]
     if options.output:
-        result = {
-            "environment": environment(), "public": sorted(public_names()), "cases": found,
-            "errors": endings,
-        }  # fmt: skip
+        result = {"environment": environment(), "public": sorted(known), "cases": digests}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
+    equal = True
+    if options.against:
+        other = json.loads(options.against.read_text())
+        known, equal = other["public"], compare(digests, other, options.only)
     bare = uncovered(cases)
-    print(*(f"no case: {name}" for name in bare), sep="\n", end="\n" if bare else "")
-    equal = other is None or compare(found, other, options.only)
-    known = public_names() if other is None else other["public"]
+    print(*(f"no case: {name}" for name in bare), sep="\n")
     return 0 if equal and not {*bare} & {*known} else 1
 
 

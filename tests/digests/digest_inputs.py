@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fusestep import nn
 
-from helpers import STORAGE_DTYPES, arrays_of
+from helpers import STORAGE_DTYPES
 
 Shape = tuple[int, ...]
-Cases = Iterator[tuple[str, Callable[[Any], object]]]
 
-F32, DOUBLE, HALF, _ = STORAGE_DTYPES
-LARGE = (203, 199)  # several threads work on it
+F32 = STORAGE_DTYPES[0]
 # What each argument is given in turn; most of it is refused.
 BAD = (
     *(None, "no", -1.0, 0.0, 2, True, False, math.nan, math.inf, 1e-60, 1e60),
@@ -77,7 +73,7 @@ PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
     "sizes": tuple(
         (shape, "dense") for shape in ((), (0,), (1,), (7,), (1003,), (3, 5), (0, 4), (2, 3, 4, 1))
     ),
-    "large": ((LARGE, "dense"), ((40_003,), "dense")),
+    "large": (((203, 199), "dense"), ((40_003,), "dense")),  # several threads work on it
     "strided": (((5, 7), "strided"), ((11,), "strided, dense")),
     "sometimes": (((9, 8), "dense, none"), ((11,), "none, none, dense")),
     "nan": (((9, 8), "dense"), ((11,), "dense, nan, dense")),
@@ -91,43 +87,40 @@ PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
     "changing": (((9, 8), "rows, dense, none"), ((7, 3), "dense, int32, no rows")),
     "nan rows": (((9, 8), "rows, nan rows, rows"), ((11,), "dense")),
 }
+OF_ARRAYS = [
+    name
+    for name, plan in PLANS.items()
+    if all({*kinds.split(", ")} <= {*DENSE} for _, kinds in plan)
+]
+EVERY_PLAN = [*PLANS]
+OF_ROWS = [name for name in PLANS if name not in OF_ARRAYS]
 NAMES = ("weight", "beta", "LayerNorm", "bias")  # some of them are exempt from decay, or of LARS
 
 
-def plans(takes_rows: bool) -> list[str]:
-    """Those of what takes row-sparse gradients or does not."""
-    kinds = {*DENSE, *(SPARSE if takes_rows else ())}
-    return [name for name, plan in PLANS.items() if all({*k.split(", ")} <= kinds for _, k in plan)]
+class Given(NamedTuple):
+    """A plan, the dtypes of its parameters in turn, and that of gradients if they have another."""
 
+    plan: str
+    dtypes: Sequence[Any] = (F32,)
+    of_gradients: Any = None
 
-def parameters(plan: str, dtypes: Sequence[Any] = (F32,)) -> list[nn.Parameter]:
-    return [
-        nn.Parameter(normal(k, shape, dtypes[k % len(dtypes)]), f"{NAMES[k % 4]}{k}")
-        for k, (shape, _) in enumerate(PLANS[plan])
-    ]
+    def __str__(self) -> str:
+        of = "" if self.of_gradients is None else f" of {self.of_gradients}"
+        return f"{' '.join(map(str, self.dtypes))} {self.plan}{of}"
 
+    def parameters(self) -> list[nn.Parameter]:
+        return [
+            nn.Parameter(normal(k, shape, self.dtypes[k % len(self.dtypes)]), f"{NAMES[k % 4]}{k}")
+            for k, (shape, _) in enumerate(PLANS[self.plan])
+        ]
 
-def gradients(plan: str, params: Sequence[Any], step: int, dtype: Any = None) -> list[Any]:
-    found = []
-    for k, ((shape, kinds), p) in enumerate(zip(PLANS[plan], params, strict=True)):
-        of_steps = kinds.split(", ")
-        make = {**DENSE, **SPARSE}[of_steps[step % len(of_steps)]]
-        found.append(make((k, step), shape, dtype or p.dtype))
-    return found
-
-
-def defaults_of(function: Any) -> dict[str, Any]:
-    """Names and defaults of the arguments that have a name."""
-    found = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-
-
-def labelled(options: Mapping[str, Any]) -> str:
-    """Options as they stand in the name of a case."""
-    plain = (type(None), bool, int, float, str, tuple, dict, np.dtype)
-    shown = {n: x if isinstance(x, plain) else getattr(x, "__name__", type(x).__name__)
-             for n, x in options.items()}  # fmt: skip
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+    def gradients(self, params: Sequence[Any], step: int) -> list[Any]:
+        found = []
+        for k, ((shape, kinds), p) in enumerate(zip(PLANS[self.plan], params, strict=True)):
+            of_steps = kinds.split(", ")
+            make = {**DENSE, **SPARSE}[of_steps[step % len(of_steps)]]
+            found.append(make((k, step), shape, self.of_gradients or p.dtype))
+        return found
 
 
 # What is refused
@@ -157,38 +150,15 @@ def unusual(value: Any) -> list[Any]:
         found += [nn.RowTensor(indices, values, (shape[0] + k, *shape[1:])) for k in (-1, 1)]
         found += [nn.RowTensor(indices + k, values, shape) for k in (-1, shape[0])]
         found += [[value, values], [value, value], nn.RowTensor(indices[:2], values[:2], shape)]
-    elif isinstance(value, list):
-        found += [value[:1], [*value, value[0]], value[:1] * len(value), dict(enumerate(value))]
-        found += [tuple(value), value[0]]
-        parts = [(k, other) for k, part in enumerate(value) for other in unusual(part)]
-        found += [[*value[:k], other, *value[k + 1 :]] for k, other in parts]
-    elif isinstance(value, dict):
-        found += [{n: x for n, x in value.items() if n != name} for name in value]
-        found += [{**value, "nothing": 0.5}, [value]]
-        parts = [(name, other) for name, part in value.items() for other in unusual(part)]
-        found += [{**value, name: other} for name, other in parts]
+    elif isinstance(value, list | dict):
+        if isinstance(value, list):
+            found += [value[:1], [*value, value[0]], value[:1] * len(value), dict(enumerate(value))]
+            found += [tuple(value), value[0]]
+        else:
+            found += [{n: x for n, x in value.items() if n != name} for name in value]
+            found += [{**value, "nothing": 0.5}, [value]]
+        for place, part in [*(enumerate(value) if isinstance(value, list) else value.items())]:
+            for other in unusual(part):
+                found.append(value.copy())
+                found[-1][place] = other
     return found
-
-
-def faults(
-    record: Any, function: Callable[..., Any], usual: Callable[[], dict[str, Any]], name: str
-) -> None:
-    """Calls with other values for one argument, and what they leave."""
-    given = usual()
-    others = [other for other, x in given.items() if isinstance(x, np.ndarray)]
-    for value in (*unusual(given.get(name)), *others):
-        given = usual()
-        given[name] = given.get(value, value) if isinstance(value, str) else value
-        record.attempt(function, **given)
-        record.add(arrays_of(given))
-
-
-def refusals(
-    label: str,
-    function: Callable[..., Any],
-    usual: Callable[[], dict[str, Any]] = dict,
-    names: Sequence[str] = (),
-) -> Cases:
-    """A case for each argument; without ``names`` for all, and for one that there is not."""
-    for name in names or (*defaults_of(function), "learning_rat"):
-        yield f"{label} bad {name}", partial(faults, function=function, usual=usual, name=name)
