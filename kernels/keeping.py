@@ -78,14 +78,13 @@ def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
     update, and the place of its first element in the whole tensor, of which others have the rest.
     The bits of an element follow from these and its place, modulo 2**32.
     """
-    found: np.ndarray = np.zeros(np.shape(keys), np.uint64)
+    found = np.zeros(np.shape(keys), np.uint64)
     for part in (seed, keys, steps):
         found = _mixed(found ^ np.asarray(part).astype(np.uint64))
     begin = (found + np.asarray(begins).astype(np.uint64)) & np.uint64(0xFFFFFFFF)
     words = (begin, begin >> np.uint64(16), found >> np.uint64(32), found >> np.uint64(48))
     scalars = [(word & np.uint64(0xFFFF)).astype(np.float32) for word in words]
-    stacked: np.ndarray = np.stack(scalars, -1)
-    return stacked
+    return np.stack(scalars, -1)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
@@ -93,4 +92,5 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
