@@ -89,7 +89,7 @@ class SpecialCase(NamedTuple):
 SPECIAL = (
     SpecialCase("far-rows"),
     SpecialCase("first-step", is_default=True),
-    *map(SpecialCase, ("training", "dlrm-training", "in-mindspore", "changing-steps")),
+    *map(SpecialCase, ("training", "dlrm-training", "in-mindspore", "changing-steps", "rounding")),
     SpecialCase("device-rows", device="cuda"),
 )
 SUBJECTS: dict[str, Subject] = {

@@ -38,7 +38,14 @@ from fusestep.bench.report.result import (
     paired,
     ratio,
 )
-from fusestep.bench.special import changing_steps, dlrm_training, far_rows, first_step, training
+from fusestep.bench.special import (
+    changing_steps,
+    dlrm_training,
+    far_rows,
+    first_step,
+    rounding,
+    training,
+)
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
@@ -537,6 +544,20 @@ def test_programs_of_a_dlrm_train_alike(small_dlrm: Any) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
     assert np.mean(ours[-4:]) < np.mean(ours[:4])
     assert losses[dlrm_training.LAYERS] != ours
+
+
+def test_rounding_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contestant is measured, and those have a limit that should reach a share."""
+    torch = pytest.importorskip("torch")
+    for name, value in (("SIZES", {"small": (5, 3)}), ("WARM", 1), ("ROUNDS", 3)):
+        monkeypatch.setattr(rounding, name, value)
+    threads = torch.get_num_threads()
+    found = special("rounding", lambda _: None)
+    torch.set_num_threads(threads)
+    names = {*rounding.FORMS, rounding.NEW, rounding.KEPT}
+    assert {*found.times} == {f"small, {s}: {n}" for s in rounding.SCENARIOS for n in names}
+    limited = [n for n, form in rounding.FORMS.items() if form.share < 1.0]
+    assert {*found.limits} == {f"small, {s}: {n}" for s in rounding.SCENARIOS for n in limited}
 
 
 def test_changing_steps_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
