@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -344,6 +344,26 @@ def assert_equal_runs(ours: Any, theirs: Any, *, bits: bool = False) -> None:
     for name, array in found.items():
         assert type(array) is np.ndarray
         compare(array, expected[name], f"{ours!r} {name}")
+
+
+def assert_alike(
+    make: Callable[[Any], Any], variables: Sequence[np.ndarray], steps: Sequence[list[Any]],
+    *, target: str = "",
+) -> None:  # fmt: skip
+    """An optimizer takes the same steps on the device and on the host, and writes no gradient."""
+    __tracebackhide__ = True
+    on_cpu, on_gpu = make([w.copy() for w in variables]), make(on_device(variables))
+    if target:
+        on_gpu.target = target
+    for step in steps:
+        given = on_device(step)
+        taken = on_gpu(tuple(given))
+        if COMPUTES:
+            assert on_cpu(tuple(step)) == taken
+        for ours, host in zip(given, step, strict=True):
+            if isinstance(host, np.ndarray):
+                assert_same(ours, host)
+    assert_equal_runs(on_gpu, on_cpu)
 
 
 @contextmanager
