@@ -27,6 +27,7 @@ from devices import (
     on_host,
     only,
     positive,
+    shifted,
     sized,
 )
 from optimizers import make as new_optimizer
@@ -77,10 +78,12 @@ OPERATORS = [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()]
 BOTH = pytest.mark.parametrize("op", OPERATORS, ids=["lazy", "all"])
 
 
-def row_step(op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any) -> list[np.ndarray]:
-    """What Adam's arrays hold after a step on copies of them."""
-    on = on_device(arrays)
-    op(*on, *BETAS, *on_device([values, indices]))
+def row_step(
+    op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any, shift: int = 0
+) -> list[np.ndarray]:
+    """What Adam's arrays hold after a step on copies, which begin so many elements further on."""
+    *on, g = (shifted(a, shift) for a in (*arrays, values))
+    op(*on, *BETAS, g, shifted(indices, min(shift, 1)))
     fusestep.synchronize()
     return [on_host(a) for a in on]
 
@@ -90,6 +93,7 @@ def row_step(op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any) -
 def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) -> None:
     """In the same order: with the folded gradient, once for each row, the bits are the same.
 
+    They are so wherever the arrays begin, too.
     Sums have no products that could become an FMA, so the order alone decides.
     """
     n, rng, length = sized(40, 500), np.random.default_rng(3), range_length(b)
@@ -110,10 +114,12 @@ def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) ->
         folded[k] = sum(totals[1:], totals[0])
     start = [positive((n, d)) for _ in range(3)]
     found, once = row_step(op, start, values, indices), row_step(op, start, folded, rows)
+    moved = [row_step(op, start, values, indices, shift) for shift in (1, 3)]
     op(*start, *BETAS, values, indices)
-    for a, b_, c in zip(found, once, start, strict=True):
-        assert_same(a, b_)
+    for a, *others, c in zip(found, once, *moved, start, strict=True):
         assert_close(a, c)
+        for other in others:
+            assert_same(a, other)
 
 
 @BOTH
