@@ -164,27 +164,3 @@ def test_steps_of_custom_optimizers() -> None:
         opt.decay_weight((on_device(gradient((4, 5))),))
     with told(IndexError, "got 5", w):
         opt.decay_weight((on_device(rows([5], (5, 4))),))
-
-
-def test_errors_of_centralized_steps() -> None:
-    """A bad index writes nothing, and its error comes when that of the step comes, or earlier."""
-    for make in (nn.LazyAdam, nn.Adam):
-        for decay in (0.0, 0.3):
-            w = on_device([positive((5, 4))])
-            groups = [{"params": w, "grad_centralization": True, "weight_decay": decay}]
-            opt = make(groups, 0.1)
-            opt((on_device(rows([1, 3], (5, 4))),))
-            moment = opt.moment1[0]
-            for bad in ([1, 5], [-1]):
-                with unchanged(w[0], moment):
-                    with told(IndexError, f"got {next(i for i in bad if i != 1)}"):
-                        opt((on_device(rows(bad, (5, 4))),))
-                        fusestep.synchronize()
-                    assert opt.global_step == 1
-            opt((on_device(rows([1, 3], (5, 4))),))
-            fusestep.synchronize()
-            assert opt.global_step == 2
-    empty = on_device([positive((0, 3))])
-    opt = nn.LazyAdam([{"params": empty, "grad_centralization": True, "weight_decay": 0.1}], 0.1)
-    with told(IndexError, "expected 0 <= index < 0, got 2"):
-        opt((on_device(rows([2], (0, 3))),))
