@@ -114,7 +114,7 @@ def test_under_the_simulator(name: str) -> None:
     """Each file is a process, as the simulator has to be there before Numba is imported."""
     if "thor" in name:
         pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
-    if "torch" in name:
+    if "torch" in name or "frameworks" in name:
         pytest.importorskip("torch", reason="torch is not installed")
     run_set({**ENVIRONMENT, "NUMBA_ENABLE_CUDASIM": "1"}, str(HERE / name))
 
