@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -347,15 +348,22 @@ def assert_equal_runs(ours: Any, theirs: Any, *, bits: bool = False) -> None:
 
 
 def assert_alike(
-    make: Callable[[Any], Any], variables: Sequence[np.ndarray], steps: Sequence[list[Any]],
+    make: Callable[[Any], Any], variables: Sequence[np.ndarray], steps: Sequence[Any],
     *, target: str = "",
 ) -> None:  # fmt: skip
-    """An optimizer takes the same steps on the device and on the host, and writes no gradient."""
+    """An optimizer takes the same steps on the device and on the host, and writes no gradient.
+
+    A step is the gradients, or a dict of options that are assigned to before the next one.
+    """
     __tracebackhide__ = True
     on_cpu, on_gpu = make([w.copy() for w in variables]), make(on_device(variables))
     if target:
         on_gpu.target = target
     for step in steps:
+        if isinstance(step, dict):
+            for opt, (name, value) in product((on_cpu, on_gpu), step.items()):
+                setattr(opt, name, value)
+            continue
         given = on_device(step)
         taken = on_gpu(tuple(given))
         if COMPUTES:

@@ -30,18 +30,12 @@ PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
 # Integers, whose order does not matter: digits are counted in shared memory, and the first bad
 # index is the smallest.
+SMALLEST = {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"}
+COUNTS = {"ATOMS.POPC.INC.32", "ATOMS.ADD"}
 INTEGER_ATOMICS = {
-    "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
-    "rows check": {
-        "ATOMS.POPC.INC.32",
-        "ATOMS.ADD",
-        "REDG.E.MIN.S64.STRONG.GPU",
-        "RED.E.MIN.S64.STRONG.GPU",
-    },
-    "rows sort one tile": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
-    "bags bounds": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
-    "bags lay out": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
-    "gather": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "sort count": COUNTS,
+    "rows check": COUNTS | SMALLEST,
+    **dict.fromkeys(("rows sort one tile", "bags bounds", "bags lay out", "gather"), SMALLEST),
 }
 
 

@@ -29,6 +29,7 @@ from devices import (
     MARKS,
     STUB,
     Run,
+    assert_alike,
     assert_equal_runs,
     assert_same,
     capture,
@@ -167,39 +168,22 @@ def test_wrong_numbers() -> None:
     assert opt.global_step == 1
 
 
-def test_options() -> None:
+DENSE, ROWS, INFINITE = gradient((6, 3)), rows([1, 4, 1], (6, 3)), np.full((6, 3), np.inf, F32)
+CHANGES: tuple[tuple[Callable[[Any], Any], Any, dict[str, Any]], ...] = (
+    (nn.Adam, DENSE, {"beta1": 0.5, "beta2": 0.8, "eps": 1e-3}),
+    (nn.Adam, DENSE, {"loss_scale": 4.0}),
+    (lambda p: nn.Adam(p, loss_scale=2.0), DENSE, {"loss_scale": 1.0}),
+    (nn.LazyAdam, ROWS, {"sparse_update": "dense_equivalent"}),
+    (lambda p: nn.SGD(p, 0.1), INFINITE, {"skip_nonfinite": True}),
+    (lambda p: nn.FTRL(p, lr_power=-0.3), DENSE, {"lr_power": -0.4, "l1": 0.1}),
+    (nn.AdaFactor, DENSE, {"clip_threshold": 0.1, "scale_parameter": False}),
+)
+
+
+@pytest.mark.parametrize(("make", "g", "changes"), CHANGES)
+def test_options(make: Callable[[Any], Any], g: Any, changes: dict[str, Any]) -> None:
     """Options that are assigned to count in the next step, also for the same gradients."""
-
-    def run(make: Callable[[Any], Any], g: Any, changes: dict[str, Any], *, there: bool) -> Any:
-        w = positive((6, 3)) * 0 + 0.5
-        opt = make(on_device([w]) if there else [w])
-        gradients = (on_device(g) if there else g,)
-        for _ in range(2):
-            opt(gradients)
-        for name, value in changes.items():
-            setattr(opt, name, value)
-        for _ in range(2):
-            opt(gradients)
-        fusestep.synchronize()
-        return opt
-
-    dense, sparse = gradient((6, 3)), rows([1, 4, 1], (6, 3))
-    infinite = dense.copy()
-    infinite[2, 1] = np.inf
-    cases: tuple[tuple[Callable[[Any], Any], Any, dict[str, Any]], ...] = (
-        (nn.Adam, dense, {"beta1": 0.5, "beta2": 0.8, "eps": 1e-3}),
-        (nn.Adam, dense, {"loss_scale": 4.0}),
-        (lambda p: nn.Adam(p, loss_scale=2.0), dense, {"loss_scale": 1.0}),
-        (nn.LazyAdam, sparse, {"sparse_update": "dense_equivalent"}),
-        (lambda p: nn.SGD(p, 0.1), infinite, {"skip_nonfinite": True}),
-        (lambda p: nn.FTRL(p, lr_power=-0.3), dense, {"lr_power": -0.4, "l1": 0.1}),
-        (nn.AdaFactor, dense, {"clip_threshold": 0.1, "scale_parameter": False}),
-    )
-    for make, g, changes in cases:
-        here, there = (run(make, g, changes, there=there) for there in (False, True))
-        if COMPUTES:
-            assert here.skipped_steps == there.skipped_steps
-        assert_equal_runs(there, here)
+    assert_alike(make, [positive((6, 3))], [[g], [g], changes, [g], [g]])
 
 
 def test_nothing_is_kept() -> None:

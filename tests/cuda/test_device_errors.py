@@ -38,7 +38,7 @@ from devices import (
     told,
     unchanged,
 )
-from own_functions import PLAIN
+from own_functions import PLAIN, Own
 
 pytestmark = MARKS
 
@@ -362,31 +362,26 @@ def test_not_taken() -> None:
         nn.Adam(theirs, clipnorm=1.0)
 
 
-def test_own_formulas() -> None:
-    """What a user's formula returns is looked at before the step on the device has it."""
-
-    class Own(nn.FusedOptimizer):
-        def formula(self) -> nn.Formula:
-            return self.given
-
-    def with_formula(*formula: Any) -> Own:
-        opt = Own(0.5, on_device([np.ones(3, F32)]), rule=PLAIN)
-        opt.given = nn.Formula(*formula)
-        return opt
-
-    g = on_device(np.ones(3, F32))
-    for function, kind, text in (
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
         (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of scalars"),
         (lambda _real, lr, *_: lr, TypeError, "formula '<lambda>' returns"),
         (lambda *_: (None,), TypeError, "lr of formula '<lambda>'"),
         (lambda *_: (1 // 0,), ZeroDivisionError, ""),
-    ):
-        opt = with_formula(function)
-        with refused(kind, text, opt.parameters[0].array):
-            opt((g,))
-        assert opt.global_step == 0
-    with_formula(lambda *_: (1,))((g,))
-    opt = with_formula(lambda _real, _lr, _decay, _step, constants, _: (constants[0],), (0.25,))
+    ],
+)
+def test_own_formulas(function: Any, error: type[Exception], text: str) -> None:
+    """What a user's formula returns is looked at before the step on the device has it."""
+    (w,) = on_device([np.ones(3, F32)])
+    opt, g = Own(0.5, [w], rule=PLAIN), on_device(np.ones(3, F32))
+    opt.function = function
+    with refused(error, text, w):
+        opt((g,))
+    assert opt.global_step == 0
+    opt.function, opt.others = (lambda _real, _lr, _decay, _step, given, _: given), ((0.25,),)
     opt((g,))
-    assert opt.global_step == 1
-    assert_same(opt.parameters[0].array, np.full(3, 0.75, F32))
+    assert_same(w, np.full(3, 0.75, F32))
+    opt.function = lambda *_: (1,)
+    opt((g,))
+    assert opt.global_step == 2
