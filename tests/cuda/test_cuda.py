@@ -22,7 +22,7 @@ needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
 # What takes long begins first, here and in `PARTS`.
-LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "row_wise", "rows")]
+LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "optimizers", "rows")]
 FILES = LONG + sorted({path.name for path in HERE.glob("test_device_*.py")} - {*LONG})
 PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:

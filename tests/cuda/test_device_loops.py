@@ -1,7 +1,8 @@
-"""The loops of dense steps: rules, sizes, storage types, alignment; and finite values."""
+"""Loops: rules, sizes, storage types, alignment; finite values; the largest arrays."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusestep import nn, ops
+from fusestep import nn, ops, synchronize
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import norm
@@ -29,6 +30,7 @@ from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 from devices import (
     BETAS,
+    GPU,
     KIND,
     MARKS,
     SIMULATOR,
@@ -39,6 +41,7 @@ from devices import (
     numba_stream,
     on_device,
     on_host,
+    only,
     shifted,
     sized,
 )
@@ -279,3 +282,56 @@ def test_finite_values() -> None:
                 assert not is_finite(arrays, sizes, shift, storage)
                 arrays[array][place] = before
     assert is_finite(arrays[2:], sizes[2:], 0, F32)
+
+
+# More elements than an int32 counts
+
+needs_room = pytest.mark.skipif(
+    os.environ.get("FUSESTEP_GPU_LARGE_TESTS") != "1",
+    reason="needs FUSESTEP_GPU_LARGE_TESTS=1 and tens of gigabytes on the device",
+)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Numba's, filled on the device."""
+    from numba import cuda
+
+    from fusestep.kernels.cuda.device.arrays import fill
+
+    free = cuda.current_context().get_memory_info().free
+    needed = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if needed > 0.9 * free:
+        pytest.skip(f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+    array = cuda.device_array(shape, dtype)
+    fill(adopted(array).address, array.size, 0.0, np.dtype(dtype), cuda.default_stream())
+    return array
+
+
+@needs_room
+@only(GPU, reason="tens of gigabytes")
+@pytest.mark.parametrize("dtype", [F32.dtype, BF16.dtype], ids=str)
+def test_more_elements_than_an_int32_counts(dtype: Any) -> None:
+    from fusestep.kernels.cuda.device.arrays import fill
+
+    n = 2**31 + 4_099
+    w, g = zeros((n,), dtype), zeros((n,), dtype)
+    fill(adopted(g).address, n, 1.0, dtype, numba_stream(0))
+    nn.SGD([nn.Parameter(w, "w")], 0.5)([g])
+    for part in (w[:5_000], w[2**30 : 2**30 + 5_000], w[2**31 - 5_000 :]):
+        assert_same(part, np.full(part.shape, -0.5, dtype))
+
+
+@needs_room
+@only(GPU, reason="tens of gigabytes")
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+def test_a_table_of_more_elements_than_an_int32_counts(how: str) -> None:
+    n, d = 2**24 + 9, 130
+    w, indices = zeros((n, d), BF16.dtype), np.array([n - 1, 5, n - 1, 2**24 - 1])
+    values = np.ones((4, d), BF16.dtype)
+    opt = nn.SGD([nn.Parameter(w, "w")], 0.5, sparse_update=how)
+    opt([on_device(nn.RowTensor(indices, values, (n, d)))])
+    synchronize()
+    expected = np.zeros((10, d), BF16.dtype)
+    expected[0], expected[9] = -0.5, -1.0
+    assert_same(w[2**24 - 1 :], expected)
+    assert_same(w[5:6], np.full((1, d), -0.5, BF16.dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,7 +14,6 @@ import fusestep
 from fusestep import ops
 from fusestep.kernels.tables import HOT
 
-import reference
 from devices import (
     BETAS,
     BF16,
@@ -23,12 +21,10 @@ from devices import (
     F16,
     F32,
     F64,
-    KIND,
     MARKS,
     SIMULATOR,
     assert_close,
     assert_same,
-    computed,
     gradient,
     on_device,
     on_host,
@@ -40,8 +36,8 @@ from devices import (
     unchanged,
 )
 from helpers import STORAGE_DTYPES, assert_within_ulps, in_turn
-from operators import ADAM_UPDATE, EVERY_OPERATOR, ROW_OPERATORS, Operator
-from test_ops_reference import CALLS, known_scalars
+from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, Operator
+from test_ops_reference import CALLS
 
 pytestmark = MARKS
 # Between the device and the CPU: both round each operation alike, but either compiler chooses for
@@ -78,25 +74,29 @@ def assert_operator(operator: Operator, inputs: dict[str, Any], **made: Any) -> 
             assert_within_ulps(a, b, size + np.abs(b.astype(float)), CPU_ULPS, f"array {k}")
 
 
-DENSE = {op.name: op for op in (*EVERY_OPERATOR.values(), ADAM_UPDATE) if not op.takes_rows}
+# Each with the options of its constructor that change the step.
+MADE = [(EVERY_OPERATOR[name], made) for name, made, _ in CALLS] + [(LARS_UPDATE, {})]
+MADE += [(ADAM_UPDATE, made) for made in ({}, {"compat": "1.9"}, {"use_locking": True})]
+DENSE = [one for one in MADE if not one[0].takes_rows]
+ROWS = [one for one in MADE if one[0].takes_rows]
+ROWS += [(op, {"use_locking": True}) for op, made in ROWS if not made]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("call", "dtype"),
     sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]),
+    ids=str,
 )
-def test_dense_operators(name: str, dtype: Any) -> None:
-    operator = DENSE[name]
+def test_dense_operators(call: tuple[Operator, dict[str, Any]], dtype: Any) -> None:
+    operator, made = call
     for shape in ((9, sized(2, 37)), (), (0, 3)):
-        assert_operator(operator, operator.inputs(shape, dtype))
+        assert_operator(operator, operator.inputs(shape, dtype), **made)
 
 
-@pytest.mark.parametrize("made", [{}, {"use_locking": True}], ids=str)
 @pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("name", ROW_OPERATORS)
-def test_row_operators(name: str, index_dtype: Any, made: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("operator", "made"), ROWS, ids=str)
+def test_row_operators(operator: Operator, made: dict[str, Any], index_dtype: Any) -> None:
     """Duplicates, rows of 1, 2 and more dimensions, no rows, no columns, out of range."""
-    operator = ROW_OPERATORS[name]
     for shape in ((9,), (9, sized(5, 37)), (9, 2, sized(3, 5)), (5, 0)):
         inputs = operator.inputs(shape)
         inputs["indices"] = inputs["indices"].astype(index_dtype)
@@ -111,38 +111,11 @@ def test_row_operators(name: str, index_dtype: Any, made: dict[str, Any]) -> Non
     inputs["indices"] = np.array([-1, 0, 2**40, 5])
     kept["indices"], kept[operator.gradient] = np.array([0, 5]), kept[operator.gradient][[1, 3]]
     for a, b in zip(
-        both(operator, inputs, out_of_range="drop")[0], both(operator, kept)[0], strict=True
+        both(operator, inputs, **made, out_of_range="drop")[0],
+        both(operator, kept, **made)[0],
+        strict=True,
     ):
         assert_same(a, b)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(
-    ("name", "made", "step"), CALLS, ids=lambda x: None if callable(x) else str(x)
-)
-def test_operators_meet_the_reference(
-    name: str, made: dict[str, Any], step: Any, dtype: Any
-) -> None:
-    operator = EVERY_OPERATOR[name]
-    dtype = np.float32 if operator.only_float32 else dtype
-    inputs = operator.inputs((40, 3) if KIND != SIMULATOR else (8, 2), dtype)
-    if operator.takes_rows:
-        inputs["indices"] = np.array([7, len(inputs[operator.variables[0]]) - 1, 7, 0])
-    before = [inputs[variable].copy() for variable in operator.variables]
-    step = partial(step, **known_scalars(operator, inputs, made))
-    g = reference.wide(inputs[operator.gradient])
-    found, _ = both(operator, inputs, **made)
-    if name == "AdamNoUpdateParam":  # the step alone, of a parameter that it does not know
-        before, found = [np.zeros_like(before[0]), *before], [found[-1], *found[:-1]]
-    if operator.takes_rows:
-        apply = reference.dense_equivalent_step if operator.every_row else reference.lazy_step
-        expected = apply(step, before[0], inputs["indices"], g, *before[1:])
-    else:
-        expected = step(before[0], g, *before[1:])
-    computed()
-    for array, exact in zip(found, expected, strict=True):
-        unit = 1e-13 if array.dtype == np.float64 else 4e-6 if "lr_power" in made else 2e-6
-        np.testing.assert_allclose(array, exact, rtol=unit, atol=unit)
 
 
 def test_gathers() -> None:
