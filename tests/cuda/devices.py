@@ -55,7 +55,7 @@ COMPUTES = KIND != STUB
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 RNG = np.random.default_rng(11)
 BETAS = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
-"""Of a call of Adam: powers, rate, betas, epsilon."""
+"""Scalars of a call of Adam: powers, rate, betas, epsilon."""
 # After some steps, of 1 + the value on the simulator, which computes some roots in double
 # precision; on a GPU in units in the last place of the largest value. There both round each
 # operation alike, but either compiler chooses for itself which products and sums become one FMA.
@@ -67,7 +67,7 @@ MARKS = [
     # Frameworks and drivers have warnings of their own; test_a_step_warns_of_nothing has ours.
     pytest.mark.filterwarnings("default"),
 ]
-"""Of each file of the set."""
+"""Marks of each file of the set."""
 
 
 def only(*kinds: str, reason: str) -> pytest.MarkDecorator:
@@ -76,7 +76,7 @@ def only(*kinds: str, reason: str) -> pytest.MarkDecorator:
 
 
 def sized(short: Any, long: Any) -> Any:
-    """What a simulated thread for each of the device's can do, and the sizes of real work."""
+    """The short form, which simulated threads can do, or on a GPU the sizes of real work."""
     return long if KIND == GPU else short
 
 
@@ -126,7 +126,7 @@ class Maker:
 
 
 class TorchMaker(Maker):
-    """Of torch; bfloat16 as torch has it."""
+    """Makes arrays of torch; bfloat16 as torch has it."""
 
     def __init__(self) -> None:
         self._torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -153,7 +153,7 @@ class TorchMaker(Maker):
 
 
 class CupyMaker(Maker):
-    """Of CuPy; bfloat16 where it has it."""
+    """Makes arrays of CuPy; bfloat16 where it has it."""
 
     def __init__(self) -> None:
         self._cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -181,7 +181,7 @@ class CupyMaker(Maker):
 
 _MAKERS = {"numba": Maker, "torch": TorchMaker, "cupy": CupyMaker}
 FRAMEWORKS = {SIMULATOR: ("numba",), STUB: ("numba", "torch"), GPU: tuple(_MAKERS)}.get(KIND, ())
-"""Those whose arrays each test has in turn; `test_device_frameworks.py` simulates others."""
+"""Frameworks whose arrays each test has in turn; `test_device_frameworks.py` has others."""
 current = Maker()
 
 
@@ -257,7 +257,7 @@ def rows(indices: Sequence[int], shape: tuple[int, ...], dtype: Any = F32) -> nn
 
 
 def on_device(value: Any) -> Any:
-    """The same on the device: an array, a `RowTensor`, None, or a list of these."""
+    """A copy on the device of an array, a `RowTensor`, None, or a list of these."""
     if isinstance(value, list | tuple):
         return [on_device(x) for x in value]
     if isinstance(value, nn.RowTensor):
@@ -324,7 +324,7 @@ def assert_close(
 
 
 def assert_same(found: Any, expected: np.ndarray, label: str = "") -> None:
-    """The same bits, of an array on the device or of a copy."""
+    """Bits are the same, of an array on the device or of a copy."""
     __tracebackhide__ = True
     array = found if isinstance(found, np.ndarray) else on_host(found)
     assert (array.dtype, array.shape) == (expected.dtype, expected.shape), label
@@ -395,7 +395,7 @@ def refused(error: type[BaseException], text: str, *arrays: Any) -> Iterator[Non
 def told(
     error: type[BaseException], text: str, *arrays: Any
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """As `refused`, of what only the device finds out: who computes nothing, finds nothing."""
+    """The device finds out what `refused` is at once: who computes nothing, finds nothing."""
     __tracebackhide__ = True
     with unchanged(*arrays):
         if not COMPUTES:

@@ -116,7 +116,7 @@ def test_under_the_simulator(name: str) -> None:
 @pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
 @pytest.mark.parametrize("part", range(2))
 def test_under_a_driver_without_a_device(part: int, tmp_path: Path) -> None:
-    """What reaches the driver; numbers are not computed. Half of the files, in one process."""
+    """Launches reach the driver; numbers are not computed. Half of the files, in one process."""
     environment = stub.environment(stub.build(tmp_path))
     said = run_set(environment, *(str(HERE / name) for name in FILES[part::2]))
     assert "not computed" in said

@@ -86,7 +86,7 @@ def compare_forward(options: dict[str, Any], tables: Any, *given: Any) -> Any:
 
 
 def compare_gradients(options: dict[str, Any], tables: Any, grad: Any, *given: Any) -> None:
-    """What says whose gradient each id gets is the same, but for those that do not count."""
+    """Each id gets the gradient that it gets on the host, but for those that do not count."""
     bags, (ids, offsets, *weights) = ops.EmbeddingBags(**options), given
     expected = bags.gradients(tables, ids, offsets, grad, *weights)
     there = on_device([ids, offsets, grad, *weights])
@@ -171,7 +171,7 @@ def compare_products(options: dict[str, Any], tables: Any, grad: Any, *given: An
 
 
 def test_products() -> None:
-    """Of every storage type; ids that count for nothing; joined ids; of the last forward."""
+    """Every storage type; ids that count for nothing; joined ids; the last forward."""
     for dtype, grad_dtype in ((F32, F32), (F64, F64), (F16, F32), (BF16, F16)):
         tables = tables_of(dtype=dtype)
         ids, offsets = bags_of(tables)
@@ -394,7 +394,7 @@ def test_bad_bags(error: Any, ids: Any, offsets: Any, text: str, pooling: str) -
 
 
 def test_refusals() -> None:
-    """What cannot be, or is not done on devices, raises at once."""
+    """Calls that cannot be, or are not done on devices, raise at once."""
     host = tables_of([(5, 4), (3, 2)])
     tables = on_device(host)
     ids = on_device([np.array([1, 2]), np.array([0, 2])])

@@ -1,4 +1,4 @@
-"""What changes between steps: numbers on the device, options, states, memory, targets."""
+"""Changes between steps: numbers on the device, options, states, memory, targets."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_nothing_is_kept() -> None:
 
 
 def test_captures() -> None:
-    """What would become part of a CUDA graph is refused; it enqueues and counts nothing."""
+    """Calls that would become part of a CUDA graph are refused; they enqueue and count nothing."""
     w, g = on_device([positive((5, 3))]), on_device(gradient((5, 3)))
     part, lr = on_device(rows([1, 2], (5, 3))), on_device(np.array(0.125, F32))
     host = nn.Adam(w, lr)

@@ -1,4 +1,4 @@
-"""What is found out later on a device, and what is refused."""
+"""Errors that a device finds out later, and refusals."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_mixtures() -> None:
 
 
 def test_not_taken() -> None:
-    """What has no kernels for the device says so, and computes nothing."""
+    """Operators without kernels for the device say so, and compute nothing."""
     w, m = theirs = on_device([positive((5, 4)) for _ in range(2)])
     g = on_device(gradient((5, 4)))
     with refused(RuntimeError, "device", *theirs):
@@ -372,7 +372,7 @@ def test_not_taken() -> None:
     ],
 )
 def test_own_formulas(function: Any, error: type[Exception], text: str) -> None:
-    """What a user's formula returns is looked at before the step on the device has it."""
+    """Scalars of a user's formula are looked at before the step on the device has them."""
     (w,) = on_device([np.ones(3, F32)])
     opt, g = Own(0.5, [w], rule=PLAIN), on_device(np.ones(3, F32))
     opt.function = function

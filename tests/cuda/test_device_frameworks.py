@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 log: list[str] = []
-"""What happens on streams and to allocators, in order."""
+"""Events on streams, in order."""
 
 
 # Stand-ins
@@ -334,7 +334,7 @@ def test_captured_copies() -> None:
 
 
 def test_whole_gradients() -> None:
-    """What is made out of a gradient is of its framework; in a step, of the parameter's."""
+    """Arrays made out of a gradient are of its framework; in a step, of the parameter's."""
     for make, kind in ((tensor, torch.Tensor), (CuPyArray, CuPyArray)):
         index, wide = np.array([4, 1, 4, 0])[::2], array(2, 6)
         sparse = nn.RowTensor(make(index), make(wide[:, ::2]), (5, 3))
@@ -450,7 +450,7 @@ def test_mixtures() -> None:
 
 
 def test_thor() -> None:
-    """What is copied to the host comes from each framework, and the parameters go back there."""
+    """Copies come to the host from each framework, and the parameters go back there."""
     wide, out, g = array(6, 8), array(6, 5), array(5, 4)
     for make, strided in ((tensor, True), (CuPyArray, True), (Interface, False)):
         x, w = wide[:, ::2] if strided else wide[:, ::2].copy(), array(5, 4)

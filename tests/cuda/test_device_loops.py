@@ -118,13 +118,13 @@ def compare(
 
 SIZES = sized((37, 0, 16, 1, 5, 64, 3), (37, 0, 16, 1, 5, 64, 3, 20_011))
 # The variance of some made-up states is negative, of which Python takes no root.
-MADE_UP = "rmsprop_centered_momentum"
+OF_A_VARIANCE = "rmsprop_centered_momentum"
 RULES = {
     name: rule
     for name, rule in all_rules().items()
     if rule.scope == "tensor" and not rule.lines and not name.startswith("torch_rmsprop_centered")
 }
-REFERENCES = [name for name in (*CASES, *OF_ADAM) if KIND != SIMULATOR or name != MADE_UP]
+REFERENCES = [name for name in (*CASES, *OF_ADAM) if KIND != SIMULATOR or name != OF_A_VARIANCE]
 
 
 def each_build(names: Any) -> Any:
@@ -193,7 +193,7 @@ SHIFT = st.integers(0, 9)
 
 
 def test_where_arrays_begin_does_not_matter() -> None:
-    """Of any of the arrays, in any storage types: the same bits as from aligned ones."""
+    """Arrays in any storage types give the same bits as aligned ones."""
 
     @EXAMPLES
     @given(st.tuples(DTYPE, DTYPE), st.integers(1, 40), st.tuples(SHIFT, SHIFT, SHIFT, SHIFT))

@@ -49,12 +49,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def kept(value: Any) -> Any:
-    """The same on the host, as `on_device` is on the device."""
+    """A value on the host, where `on_device` makes one of the device."""
     return value
 
 
 def updated(value: Any, there: Any, place: str, options: dict[str, Any]) -> list[Any]:
-    """What two updates leave of weight, mean, variance and a dense gradient, and their result."""
+    """Weight, mean, variance, result and a dense gradient after two updates."""
     (w, mean, var, other), g = map(there, value[:4]), there(value[4])
     out = {"weight": w, "None": None, "other": other}[place]
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_updates(options: str, place: str, form: Any, dtypes: Any) -> None:
 
 @only(SIMULATOR, reason="there arrays can be read-only, and have views")
 def test_update_reads_only_the_weight() -> None:
-    """Another view of the weight is the weight; where it is not ``out``, it may be read-only."""
+    """A view of the weight is the weight; where it is not ``out``, it may be read-only."""
     w, mean, var, out, g = on_device([positive(SHAPE) for _ in range(4)] + [gradient(SHAPE)])
     view = type(w)(w._ary)
     assert ops.adam_update(w, g, mean, var, view, **SCALARS) is view

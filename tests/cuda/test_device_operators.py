@@ -172,7 +172,7 @@ def test_bad_indices_are_told_later(op: Any, index_dtype: Any) -> None:
 
 @pytest.mark.parametrize("operator", [*EVERY_OPERATOR.values(), ADAM_UPDATE], ids=str)
 def test_what_each_argument_refuses(operator: Operator) -> None:
-    """As on the host, or to live elsewhere than the others; nothing is written before."""
+    """Arguments are refused as on the host, or if they live elsewhere; nothing is written."""
     host = operator.inputs()
     there = {name: on_device(v) if isinstance(v, np.ndarray) else v for name, v in host.items()}
     arrays = {name: value for name, value in there.items() if value is not host[name]}

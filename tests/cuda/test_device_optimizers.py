@@ -169,7 +169,7 @@ TABLES: Shapes = ((5, 4), (4, 2, 3), (7,), (9, 1), (3, 64), (4, 257))
 
 
 def row_steps() -> list[Step]:
-    """Of tables of all widths: duplicates, no rows, lists of parts; none and dense ones beside."""
+    """Tables of all widths: duplicates, no rows, lists of parts; none and dense ones beside."""
     table, cube, vector, narrow, wide, wider = TABLES
     parts = [rows([2], cube), rows([2, 0], cube)]
     many = rows(RNG.integers(0, table[0], sized(3, 200)), table)

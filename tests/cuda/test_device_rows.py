@@ -93,7 +93,7 @@ BOTH = pytest.mark.parametrize("op", OPERATORS, ids=["lazy", "all"])
 def row_step(
     op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any, shift: int = 0
 ) -> list[np.ndarray]:
-    """What Adam's arrays hold after a step on copies, which begin so many elements further on."""
+    """Adam's arrays after a step on copies, which begin so many elements further on."""
     *on, g = (shifted(a, shift) for a in (*arrays, values))
     op(*on, *BETAS, g, shifted(indices, min(shift, 1)))
     fusestep.synchronize()
@@ -246,7 +246,7 @@ def test_row_sums() -> None:
 
 
 def test_bad_rows() -> None:
-    """They are an error at once, also where there are no rows or no columns."""
+    """Bad rows are an error at once, also where there are no rows or no columns."""
     for bad, shape in (([1, 7, -1], (4, 3)), ([2, 1, -3], (4, 3)), ([5], (0, 3)), ([5], (4, 0))):
         tensor = on_device(rows(bad, shape))
         place = next(k for k, index in enumerate(bad) if not 0 <= index < shape[0])

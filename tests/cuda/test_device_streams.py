@@ -193,7 +193,7 @@ STEPS: dict[str, Callable[[], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", STEPS)
 @ON_GPU
 def test_a_call_does_not_wait_for_the_device(name: str) -> None:
-    """It returns while work that was enqueued before it is still running."""
+    """A call returns while work that was enqueued before it is still running."""
     step = STEPS[name]()
     for _ in range(3):
         step()

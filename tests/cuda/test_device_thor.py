@@ -291,7 +291,7 @@ def test_bad_factors() -> None:
 
 
 def test_bad_captures() -> None:
-    """What does not fit is refused before anything of it is taken note of."""
+    """Captures that do not fit are refused before anything of them is taken note of."""
     net = Net(put=on_device)
     x, d = np.ones((3, 4), F32), np.ones((3, 5), F32)
     for layer, inputs, outputs, error, text in (

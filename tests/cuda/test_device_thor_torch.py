@@ -80,7 +80,7 @@ def test_runs(expected: dict[Any, list[Any]], request: pytest.FixtureRequest) ->
 @SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_pickles() -> None:
-    """What is pickled with its module goes on with it."""
+    """An optimizer that is pickled with its module goes on with it."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     opt, x = make(module), torch.randn(6, 4)
     pairs = [(module, opt), pickle.loads(pickle.dumps((module, opt)))]
