@@ -66,28 +66,26 @@ def fill_later(handle: int, array: Any, value: float) -> None:
     fill(found.address, found.size, value, found.dtype, numba_stream(handle))
 
 
-def expected_late() -> list[np.ndarray]:
-    on = on_device(late)
-    ops.Adam()(*on, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
-    return [on_host(a) for a in on]
-
-
-def assert_in_order(make: Maker, *, apart: bool) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["one stream", "another stream"])
+@ON_GPU
+def test_a_step_comes_after_what_is_on_its_streams(framework: Maker, apart: bool) -> None:
     """A step on a gradient of a new stream, written there later than the call is made.
 
-    The variables belong to that stream too, or ``apart``, to the default stream.
+    The variables belong to that stream too, or ``apart``, to the default stream: the parameter
+    decides where the step runs, and that stream and the gradient's wait for each other.
     """
-    expected, stream = expected_late(), make.stream()
+    expected, stream = on_device(late), framework.stream()
+    ops.Adam()(*expected, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
 
     def given() -> tuple[list[Any], Any]:
         on, g = on_device(late), on_device(np.zeros(N_LATE, np.float32))
         if not apart:
-            on = [make.bound(a, stream) for a in on]
-        return on, make.bound(g, stream)
+            on = [framework.bound(a, stream) for a in on]
+        return on, framework.bound(g, stream)
 
     # What allocates or compiles does so before the stream is busy.
     (before, g_before), (on, g) = given(), given()
-    with make.using(stream):
+    with framework.using(stream):
         fill_later(stream.handle, g_before, 0.0)
         ops.Adam()(*before, *BETAS, g_before)
         wait()
@@ -97,19 +95,7 @@ def assert_in_order(make: Maker, *, apart: bool) -> None:
         assert not begin.query()  # otherwise the order has not been tested
         fill_later(stream.handle, g, 9.0)
     for a, b in zip(on, expected, strict=True):
-        assert_same(on_host(a), b)
-
-
-@ON_GPU
-def test_a_step_comes_after_what_is_on_its_stream(framework: Maker) -> None:
-    """On a stream of the framework: first the gradient is written, later it is overwritten."""
-    assert_in_order(framework, apart=False)
-
-
-@ON_GPU
-def test_a_step_waits_for_arrays_of_another_stream(framework: Maker) -> None:
-    """The parameter decides where it runs; that stream and the gradient's wait for each other."""
-    assert_in_order(framework, apart=True)
+        assert_same(on_host(a), on_host(b))
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
