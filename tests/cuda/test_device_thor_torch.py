@@ -14,7 +14,7 @@ import pytest
 
 from fusestep import nn
 
-from devices import GPU, MARKS, SIMULATOR, only
+from devices import GPU, KIND, MARKS, SIMULATOR, only
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
@@ -23,12 +23,13 @@ loss_of, make, make_module, train = (
     modules.loss_of, modules.make, modules.make_module, modules.train,
 )  # fmt: skip
 pytestmark = MARKS
-SIMULATED = only(SIMULATOR, reason="tensors of the CPU are given out as those of a device")
 
 
 @pytest.fixture
 def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor is one of a device."""
+    if KIND != SIMULATOR:
+        pytest.skip("tensors of the CPU are given out as those of the simulator")
     from simulator import give_out_tensors
 
     give_out_tensors(monkeypatch)
@@ -58,7 +59,6 @@ def same_bits(module: Any, expected: list[Any]) -> None:
         assert torch.equal(p, q)
 
 
-@SIMULATED
 def test_runs(expected: dict[Any, list[Any]], request: pytest.FixtureRequest) -> None:
     """The steps are those of the host; storage may be replaced, optimizers be copied."""
     request.getfixturevalue("given_out")  # the expected ones are of the host
@@ -77,7 +77,6 @@ def test_runs(expected: dict[Any, list[Any]], request: pytest.FixtureRequest) ->
         same_bits(other_module, parameters)
 
 
-@SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_pickles() -> None:
     """An optimizer that is pickled with its module goes on with it."""
@@ -93,7 +92,6 @@ def test_pickles() -> None:
     same_bits(pairs[1][0], list(module.parameters()))
 
 
-@SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_bfloat16_and_strides() -> None:
     """bfloat16, and gradients that are not contiguous."""
@@ -110,7 +108,6 @@ def test_bfloat16_and_strides() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row-sparse gradients, devices of other kinds, and modules that were moved."""
