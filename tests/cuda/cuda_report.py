@@ -21,6 +21,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numba.cuda.dispatcher
+from numba.cuda import types
+from numba.cuda.compiler import _compile_pyfunc_with_fixup
+
+from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.cuda.dense import norm, step, totals
+from fusestep.kernels.cuda.dense.row_wise import row_wise_kernel
+from fusestep.kernels.cuda.device import arrays
+from fusestep.kernels.cuda.rows import bags, gather, keys, sort
+from fusestep.kernels.cuda.rows import kernels as rows
+from fusestep.kernels.cuda.rows.sources import CHOSEN, SHARED, WEIGHTED
+from fusestep.kernels.element import Kernel, kernel
+from fusestep.kernels.keeping import MASTER
+from fusestep.kernels.rules.adam import ADAM
+from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
+from fusestep.kernels.rules.lamb import LAMB
+from fusestep.kernels.rules.mxnet import MXNET_ADAM
+from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
+from fusestep.kernels.storage import BF16, F16, F32, F64, I32, Storage
+from fusestep.kernels.tables import LARGEST, MEAN, SUM
+
+from device_rules import ALIGNED, CENTRED, COUNTED, NOVO
+
 # The older one has some kernels, for its instructions on storage types differ.
 CAPABILITIES = {"9.0a": (9, 0, "a"), "8.0": (8, 0)}
 
@@ -35,16 +58,7 @@ def tool(name: str) -> str:
 
 
 def rules(*, every: bool, of_torch: bool = False) -> dict[str, Any]:
-    """The dense loop of each rule, of PyTorch's form or of others.
-
-    Args:
-        every: or of Adam and those with the most states alone, which have the most registers.
-        of_torch: those of PyTorch's form.
-    """
-    from fusestep.kernels.cpu.warmup import all_rules
-    from fusestep.kernels.element import kernel
-    from fusestep.kernels.storage import F32
-
+    """The dense loop of each rule, of PyTorch's form or of others; some: of the most states."""
     return {
         f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
         for name, rule in all_rules().items()
@@ -53,22 +67,19 @@ def rules(*, every: bool, of_torch: bool = False) -> dict[str, Any]:
     }
 
 
+def adam(w: Storage, s: Storage, prologue: Any = ()) -> Any:
+    """Adam, of parameters and gradients of one type, and states of another."""
+    return kernel(ADAM, prologue, w, w, (s, s))
+
+
 def mixtures(*, every: bool) -> dict[str, Any]:
     """The dense loop with a prologue, and of other storage types than float32."""
-    from fusestep.kernels.element import kernel
-    from fusestep.kernels.keeping import MASTER
-    from fusestep.kernels.rules.adam import ADAM
-    from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-    from fusestep.kernels.rules.mxnet import MXNET_ADAM
-    from fusestep.kernels.storage import BF16, F16, F32, F64
-
-    prologue = (SCALE, CLIP, COUPLED_DECAY)
     found = {
-        "dense adam, scaled, clipped, decayed": kernel(ADAM, prologue, F32, F32, (F32, F32)),
-        "dense adam f64": kernel(ADAM, (), F64, F64, (F64, F64)),
-        "dense adam f16": kernel(ADAM, (), F16, F16, (F32, F32)),
-        "dense adam bf16": kernel(ADAM, (), BF16, BF16, (F32, F32)),
-        "dense adam all bf16": kernel(ADAM, (), BF16, BF16, (BF16, BF16)),
+        "dense adam, scaled, clipped, decayed": adam(F32, F32, (SCALE, CLIP, COUPLED_DECAY)),
+        "dense adam f64": adam(F64, F64),
+        "dense adam f16": adam(F16, F32),
+        "dense adam bf16": adam(BF16, F32),
+        "dense adam all bf16": adam(BF16, BF16),
     }
     if every:
         with_master = kernel(MXNET_ADAM.kept(MASTER), (), F16, F16, (F32, F32, F32))
@@ -77,27 +88,13 @@ def mixtures(*, every: bool) -> dict[str, Any]:
 
 
 def other_loops(*, every: bool) -> dict[str, Any]:
-    """The loops of row-sparse steps, of first stages and of checks.
-
-    Args:
-        every: or those of float32 alone, of the loops that depend on storage types.
-    """
-    from fusestep.kernels.cuda.dense import norm, row_wise, step, totals
-    from fusestep.kernels.cuda.device import arrays
-    from fusestep.kernels.cuda.rows import gather, keys, sort
-    from fusestep.kernels.cuda.rows import kernels as rows
-    from fusestep.kernels.element import kernel
-    from fusestep.kernels.rules.adam import ADAM
-    from fusestep.kernels.rules.lamb import LAMB
-    from fusestep.kernels.storage import BF16, F16, F32, F64, I32
-
-    from device_rules import ALIGNED, COUNTED, NOVO
-
-    f32, bf16 = (kernel(ADAM, (), storage, storage, (F32, F32)) for storage in (F32, BF16))
-    f64, lamb = (kernel(ADAM, (), F64, F64, (F64, F64)), kernel(LAMB, (), F32, F32, (F32, F32)))
+    """The loops of row-sparse steps, of first stages and of checks; some: of float32 alone."""
+    lamb, constants = kernel(LAMB, (), F32, F32, (F32, F32)), (step.TensorRow, ())
     novo, aligned = kernel(NOVO, (), F32, F32, (F32, F32, I32)), kernel(ALIGNED, (), F32, F32, ())
-    counted, constants = kernel(COUNTED, (), F32, F32, (I32,)), (step.TensorRow, ())
-    by_type = {"f32": f32, "bf16": bf16, "f64": f64} if every else {"f32": f32}
+    counted = kernel(COUNTED, (), F32, F32, (I32,))
+    by_type = {
+        s.name: adam(s, F64 if s is F64 else F32) for s in (F32, BF16, F64)[: 3 if every else 1]
+    }
     found = {f"rows lazy {name}": rows.touched_kernel(k) for name, k in by_type.items()}
     found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
     found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
@@ -117,7 +114,7 @@ def other_loops(*, every: bool) -> dict[str, Any]:
         "totals of a state": totals.totals_kernel(novo, *constants),
         "states of tensors": totals.states_kernel(novo, step.TensorRow),
         "update beside a state": step.dense_kernel(novo),
-        "counted rows": row_wise.row_wise_kernel(counted),
+        "counted rows": row_wise_kernel(counted),
         "lazy counted rows": rows.touched_kernel(counted),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
@@ -127,40 +124,26 @@ def other_loops(*, every: bool) -> dict[str, Any]:
 
 
 def bag_loops(*, every: bool) -> dict[str, Any]:
-    """The loops that pool bags, and those of steps on the gradients of pooled rows.
-
-    Args:
-        every: or those alone that have the most registers.
-    """
-    from fusestep.kernels.cuda.rows import bags, kernels, sources
-    from fusestep.kernels.element import kernel
-    from fusestep.kernels.rules.adam import ADAM
-    from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD
-    from fusestep.kernels.storage import BF16, F16, F32, F64
-    from fusestep.kernels.tables import LARGEST, MEAN, SUM
-
-    f32, bf16, f64 = (
-        kernel(ADAM, (), s, s, (F64 if s is F64 else F32,) * 2) for s in (F32, BF16, F64)
-    )
+    """The loops of bags and of steps on their gradients; some: those of the most registers."""
+    f32, bf16, f64 = (adam(s, F64 if s is F64 else F32) for s in (F32, BF16, F64))
     row_wise = kernel(ROW_WISE_ADAGRAD, (), F32, F32, (F32,))
-    weighted, chosen = sources.WEIGHTED, sources.CHOSEN
     found: dict[str, Any] = {
-        "rows lazy weighted f32": kernels.touched_kernel(f32, weighted),
-        "rows lazy chosen bf16": kernels.touched_kernel(bf16, chosen),
-        "row-wise adagrad lazy chosen f32": kernels.touched_kernel(row_wise, chosen),
+        "rows lazy weighted f32": rows.touched_kernel(f32, WEIGHTED),
+        "rows lazy chosen bf16": rows.touched_kernel(bf16, CHOSEN),
+        "row-wise adagrad lazy chosen f32": rows.touched_kernel(row_wise, CHOSEN),
         "bags sum weighted bf16": bags.pool_kernel(BF16, F32, SUM, True),
         "bags max f16": bags.pool_kernel(F16, F32, LARGEST, False),
     }
     if every:
         found |= {
-            "rows lazy shared f32": kernels.touched_kernel(f32, sources.SHARED),
-            "rows lazy weighted bf16": kernels.touched_kernel(bf16, weighted),
-            "rows lazy weighted f64": kernels.touched_kernel(f64, weighted),
-            "rows lazy chosen f32": kernels.touched_kernel(f32, chosen),
-            "rows sweep weighted f32": kernels.sweep_kernel(f32, weighted),
-            "rows hot weighted f32": kernels.hot_kernel(F32, F32, 4, weighted),
-            "rows hot chosen bf16": kernels.hot_kernel(BF16, F32, 8, chosen),
-            "row-wise adagrad lazy weighted f32": kernels.touched_kernel(row_wise, weighted),
+            "rows lazy shared f32": rows.touched_kernel(f32, SHARED),
+            "rows lazy weighted bf16": rows.touched_kernel(bf16, WEIGHTED),
+            "rows lazy weighted f64": rows.touched_kernel(f64, WEIGHTED),
+            "rows lazy chosen f32": rows.touched_kernel(f32, CHOSEN),
+            "rows sweep weighted f32": rows.sweep_kernel(f32, WEIGHTED),
+            "rows hot weighted f32": rows.hot_kernel(F32, F32, 4, WEIGHTED),
+            "rows hot chosen bf16": rows.hot_kernel(BF16, F32, 8, CHOSEN),
+            "row-wise adagrad lazy weighted f32": rows.touched_kernel(row_wise, WEIGHTED),
             "bags sum f32": bags.pool_kernel(F32, F32, SUM, False),
             "bags mean bf16": bags.pool_kernel(BF16, F32, MEAN, False),
             "bags sum weighted f64": bags.pool_kernel(F64, F64, SUM, True),
@@ -177,39 +160,30 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
     }
 
 
+# Rules that measure rows have about as many registers; storage types differ in instructions.
+SOME_ROW_WISE: dict[str, Any] = {
+    "centred f32": (CENTRED, F32, (F32, F32, I32)),
+    "adam f16": (ROW_WISE_ADAM, F16, (F16, F32)),
+}
+EVERY_ROW_WISE = SOME_ROW_WISE | {
+    "adam f32": (ROW_WISE_ADAM, F32, (F32, F32)),
+    "adam mixed bf16": (ROW_WISE_ADAM, BF16, (F32, F32)),
+    "adam f64": (ROW_WISE_ADAM, F64, (F64, F64)),
+    "adagrad f32": (ROW_WISE_ADAGRAD, F32, (F32,)),
+}
+
+
 def row_wise_loops(*, every: bool) -> dict[str, Any]:
-    """The loops of rules that measure rows: dense, lazy, dense-equivalent.
-
-    Args:
-        every: or those alone that have the most registers.
-    """
-    from fusestep.kernels.cuda.dense.row_wise import row_wise_kernel
-    from fusestep.kernels.cuda.rows.kernels import sweep_kernel, touched_kernel
-    from fusestep.kernels.element import kernel
-    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
-    from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
-    from fusestep.kernels.storage import BF16, F16, F32, F64, I32, real_of
-
-    from device_rules import CENTRED
-
-    before, found = (SCALE, COUPLED_DECAY), {}
-    kinds: list[tuple[str, Any, Any]] = [("f32", F32, F32), ("f16", F16, F16)]
-    kinds += [("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
-    for name, w, s in kinds:
-        # Rules have about as many registers; storage types differ in instructions.
-        chosen = {}
-        if w is not F32 or every:
-            chosen["adam"] = kernel(ROW_WISE_ADAM, (), w, w, (s, real_of(w)))
-        if w is F32:
-            chosen["centred"] = kernel(CENTRED, (), F32, F32, (F32, F32, I32))
-        if w is F32 and every:
-            chosen["adagrad"] = kernel(ROW_WISE_ADAGRAD, before, F32, F32, (F32,))
-        for of_rule, compiled in chosen.items():
-            found |= {
-                f"row-wise {of_rule} dense {name}": row_wise_kernel(compiled),
-                f"row-wise {of_rule} lazy {name}": touched_kernel(compiled),
-                f"row-wise {of_rule} sweep {name}": sweep_kernel(compiled),
-            }
+    """The loops of rules that measure rows; some: those of the most registers."""
+    found = {}
+    for name, (rule, w, states) in (EVERY_ROW_WISE if every else SOME_ROW_WISE).items():
+        prologue = (SCALE, COUPLED_DECAY) if rule is ROW_WISE_ADAGRAD else ()
+        compiled, (of_rule, _, storage) = kernel(rule, prologue, w, w, states), name.partition(" ")
+        found |= {
+            f"row-wise {of_rule} dense {storage}": row_wise_kernel(compiled),
+            f"row-wise {of_rule} lazy {storage}": rows.touched_kernel(compiled),
+            f"row-wise {of_rule} sweep {storage}": rows.sweep_kernel(compiled),
+        }
     return found
 
 
@@ -229,9 +203,6 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 
 def library_of(function: Any) -> Any:
     """A kernel, whose arguments are ``int64``, before it is compiled for a device."""
-    from numba.cuda import types
-    from numba.cuda.compiler import _compile_pyfunc_with_fixup
-
     arguments = [types.int64] * function.py_func.__code__.co_argcount
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func,
@@ -285,23 +256,18 @@ LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
 
 def main() -> None:
     """Print the report on one part of the kernels as JSON, by compute capability and name."""
-    import numba.cuda.dispatcher
-
-    from fusestep.kernels.cuda.dense.step import dense_kernel
-    from fusestep.kernels.element import Kernel
-
     device = SimpleNamespace(compute_capability=CAPABILITIES["9.0a"])
     numba.cuda.dispatcher.get_current_device = lambda: device
     made, every = LOOPS[sys.argv[1]], sys.argv[2] == "every"
     chosen = {"9.0a": made(every=every), "8.0": made(every=False) if every else {}}
     report: dict[str, dict[str, Any]] = {capability: {} for capability in chosen}
     for name, loop in chosen["9.0a"].items():
-        arrays = arrays_of(name, loop) if isinstance(loop, Kernel) else {}
-        library = library_of(dense_kernel(loop) if isinstance(loop, Kernel) else loop)
+        moved = arrays_of(name, loop) if isinstance(loop, Kernel) else {}
+        library = library_of(step.dense_kernel(loop) if isinstance(loop, Kernel) else loop)
         for capability, loops in chosen.items():
             if name in loops:
                 code = machine_code(library, CAPABILITIES[capability])
-                report[capability][name] = code | arrays
+                report[capability][name] = code | moved
     print(json.dumps(report))
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ COMPUTES = KIND != STUB
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 RNG = np.random.default_rng(11)
 BETAS = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
-"""Of a call of Adam: powers, rate, betas, epsilon."""
+"""Scalars of a call of Adam: powers, rate, betas, epsilon."""
 # After some steps, of 1 + the value on the simulator, which computes some roots in double
 # precision; on a GPU in units in the last place of the largest value. There both round each
 # operation alike, but either compiler chooses for itself which products and sums become one FMA.
@@ -66,7 +67,7 @@ MARKS = [
     # Frameworks and drivers have warnings of their own; test_a_step_warns_of_nothing has ours.
     pytest.mark.filterwarnings("default"),
 ]
-"""Of each file of the set."""
+"""Marks of each file of the set."""
 
 
 def only(*kinds: str, reason: str) -> pytest.MarkDecorator:
@@ -75,7 +76,7 @@ def only(*kinds: str, reason: str) -> pytest.MarkDecorator:
 
 
 def sized(short: Any, long: Any) -> Any:
-    """What a simulated thread for each of the device's can do, and the sizes of real work."""
+    """The short form, which simulated threads can do, or on a GPU the sizes of real work."""
     return long if KIND == GPU else short
 
 
@@ -125,7 +126,7 @@ class Maker:
 
 
 class TorchMaker(Maker):
-    """Of torch; bfloat16 as torch has it."""
+    """Makes arrays of torch; bfloat16 as torch has it."""
 
     def __init__(self) -> None:
         self._torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -152,7 +153,7 @@ class TorchMaker(Maker):
 
 
 class CupyMaker(Maker):
-    """Of CuPy; bfloat16 where it has it."""
+    """Makes arrays of CuPy; bfloat16 where it has it."""
 
     def __init__(self) -> None:
         self._cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -180,7 +181,7 @@ class CupyMaker(Maker):
 
 _MAKERS = {"numba": Maker, "torch": TorchMaker, "cupy": CupyMaker}
 FRAMEWORKS = {SIMULATOR: ("numba",), STUB: ("numba", "torch"), GPU: tuple(_MAKERS)}.get(KIND, ())
-"""Those whose arrays each test has in turn; `test_device_frameworks.py` simulates others."""
+"""Frameworks whose arrays each test has in turn; `test_device_frameworks.py` has others."""
 current = Maker()
 
 
@@ -256,7 +257,7 @@ def rows(indices: Sequence[int], shape: tuple[int, ...], dtype: Any = F32) -> nn
 
 
 def on_device(value: Any) -> Any:
-    """The same on the device: an array, a `RowTensor`, None, or a list of these."""
+    """A copy on the device of an array, a `RowTensor`, None, or a list of these."""
     if isinstance(value, list | tuple):
         return [on_device(x) for x in value]
     if isinstance(value, nn.RowTensor):
@@ -323,7 +324,7 @@ def assert_close(
 
 
 def assert_same(found: Any, expected: np.ndarray, label: str = "") -> None:
-    """The same bits, of an array on the device or of a copy."""
+    """Bits are the same, of an array on the device or of a copy."""
     __tracebackhide__ = True
     array = found if isinstance(found, np.ndarray) else on_host(found)
     assert (array.dtype, array.shape) == (expected.dtype, expected.shape), label
@@ -344,6 +345,33 @@ def assert_equal_runs(ours: Any, theirs: Any, *, bits: bool = False) -> None:
     for name, array in found.items():
         assert type(array) is np.ndarray
         compare(array, expected[name], f"{ours!r} {name}")
+
+
+def assert_alike(
+    make: Callable[[Any], Any], variables: Sequence[np.ndarray], steps: Sequence[Any],
+    *, target: str = "",
+) -> None:  # fmt: skip
+    """An optimizer takes the same steps on the device and on the host, and writes no gradient.
+
+    A step is the gradients, or a dict of options that are assigned to before the next one.
+    """
+    __tracebackhide__ = True
+    on_cpu, on_gpu = make([w.copy() for w in variables]), make(on_device(variables))
+    if target:
+        on_gpu.target = target
+    for step in steps:
+        if isinstance(step, dict):
+            for opt, (name, value) in product((on_cpu, on_gpu), step.items()):
+                setattr(opt, name, value)
+            continue
+        given = on_device(step)
+        taken = on_gpu(tuple(given))
+        if COMPUTES:
+            assert on_cpu(tuple(step)) == taken
+        for ours, host in zip(given, step, strict=True):
+            if isinstance(host, np.ndarray):
+                assert_same(ours, host)
+    assert_equal_runs(on_gpu, on_cpu)
 
 
 @contextmanager
@@ -367,7 +395,7 @@ def refused(error: type[BaseException], text: str, *arrays: Any) -> Iterator[Non
 def told(
     error: type[BaseException], text: str, *arrays: Any
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """As `refused`, of what only the device finds out: who computes nothing, finds nothing."""
+    """The device finds out what `refused` is at once: who computes nothing, finds nothing."""
     __tracebackhide__ = True
     with unchanged(*arrays):
         if not COMPUTES:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
@@ -38,6 +39,22 @@ def captured() -> Iterator[list[str]]:
         yield enqueued
     finally:
         simulated.captures.pop()
+
+
+def give_out_tensors(patch: Any, stream_of: Callable[[int], int] = lambda _: 0) -> None:
+    """Tensors of the CPU say that they lie on the device; those that have ``is_host`` do not."""
+    import torch
+
+    empty, there = torch.empty, torch.device("cuda:0")
+    patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: not hasattr(tensor, "is_host")))
+    patch.setattr(torch.Tensor, "device", property(lambda _: there))
+    patch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    patch.setattr(
+        torch, "empty", lambda *shape, **given: empty(*shape, **given | {"device": "cpu"})
+    )
+    patch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream_of(device))
+    )
 
 
 def _closed() -> threading.Lock:

@@ -22,7 +22,7 @@ needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
 # What takes long begins first, here and in `PARTS`.
-LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "row_wise", "rows")]
+LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "optimizers", "rows")]
 FILES = LONG + sorted({path.name for path in HERE.glob("test_device_*.py")} - {*LONG})
 PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
@@ -30,18 +30,12 @@ PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
 # Integers, whose order does not matter: digits are counted in shared memory, and the first bad
 # index is the smallest.
+SMALLEST = {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"}
+COUNTS = {"ATOMS.POPC.INC.32", "ATOMS.ADD"}
 INTEGER_ATOMICS = {
-    "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
-    "rows check": {
-        "ATOMS.POPC.INC.32",
-        "ATOMS.ADD",
-        "REDG.E.MIN.S64.STRONG.GPU",
-        "RED.E.MIN.S64.STRONG.GPU",
-    },
-    "rows sort one tile": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
-    "bags bounds": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
-    "bags lay out": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
-    "gather": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "sort count": COUNTS,
+    "rows check": COUNTS | SMALLEST,
+    **dict.fromkeys(("rows sort one tile", "bags bounds", "bags lay out", "gather"), SMALLEST),
 }
 
 
@@ -114,7 +108,7 @@ def test_under_the_simulator(name: str) -> None:
     """Each file is a process, as the simulator has to be there before Numba is imported."""
     if "thor" in name:
         pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
-    if "torch" in name:
+    if "torch" in name or "frameworks" in name:
         pytest.importorskip("torch", reason="torch is not installed")
     run_set({**ENVIRONMENT, "NUMBA_ENABLE_CUDASIM": "1"}, str(HERE / name))
 
@@ -122,7 +116,7 @@ def test_under_the_simulator(name: str) -> None:
 @pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
 @pytest.mark.parametrize("part", range(2))
 def test_under_a_driver_without_a_device(part: int, tmp_path: Path) -> None:
-    """What reaches the driver; numbers are not computed. Half of the files, in one process."""
+    """Launches reach the driver; numbers are not computed. Half of the files, in one process."""
     environment = stub.environment(stub.build(tmp_path))
     said = run_set(environment, *(str(HERE / name) for name in FILES[part::2]))
     assert "not computed" in said

@@ -1,107 +1,75 @@
-"""What changes between steps: numbers on the device, options, where the work is done."""
+"""Changes between steps: numbers on the device, options, states, memory, targets."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import tempfile
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.ops.runtime.device import DeviceArray
 
 from devices import (
     BETAS,
+    BF16,
     COMPUTES,
+    F16,
     F32,
     F64,
+    GPU,
     MARKS,
+    STUB,
     Run,
-    assert_close,
+    assert_alike,
+    assert_equal_runs,
+    assert_same,
     capture,
     computed,
     gradient,
     on_device,
     on_host,
+    only,
     positive,
     put,
     refused,
     rows,
     told,
+    unchanged,
 )
+from helpers import STORAGE_DTYPES
 
 pytestmark = MARKS
 
-SHAPES = ((5, 4), (7,), (0, 3))
-Make = Callable[[Any, Any, Any], Any]
-
-# Of parameters, learning rate and loss scale.
-OPTIMIZERS: tuple[Make, ...] = (
-    lambda p, lr, scale: nn.Adam(p, lr, weight_decay=0.1, loss_scale=scale),
-    lambda p, lr, _: nn.AdamWeightDecay(
-        [{"params": p[:1], "lr": lr, "weight_decay": 0.2}, {"params": p[1:]}], 0.05
-    ),
-    lambda p, lr, scale: nn.Momentum(p, lr, 0.9, loss_scale=scale),
-    lambda p, lr, scale: nn.SGD(p, lr, momentum=0.9, dampening=0.1, loss_scale=scale),
-    lambda p, lr, scale: nn.RMSProp(p, lr, momentum=0.5, loss_scale=scale),
-    lambda p, lr, scale: nn.Adagrad(p, learning_rate=lr, loss_scale=scale),
-    lambda p, lr, scale: nn.ProximalAdagrad(p, learning_rate=lr, l1=0.01, loss_scale=scale),
-    lambda p, lr, _: nn.Lamb(p, lr, weight_decay=0.1),
-    lambda p, lr, scale: nn.AdaFactor(
-        p, lr, scale_parameter=False, relative_step=False, beta1=0.9, loss_scale=scale
-    ),
-    lambda p, lr, scale: nn.LARS(
-        nn.SGD(p, lr, weight_decay=0.1, loss_scale=scale), coefficient=0.1, use_clip=True
-    ),
-)
+SHAPES = ((5, 4), (7,), (), (0, 3))
 
 
-def steps_of(n: int) -> list[list[np.ndarray]]:
-    return [[gradient(shape) for shape in SHAPES] for _ in range(n)]
-
-
-def test_numbers() -> None:
-    """A rate and a loss scale on the device are as those of the host, and may change there."""
+def test_numbers_of_a_group() -> None:
+    """A rate on the device is that of one group alone; on the host it is read, and waited for."""
     variables = [positive(shape) for shape in SHAPES]
-    for dtype in (F32, F64):
-        for make in OPTIMIZERS[:: 1 if dtype == F32 else 4]:
-            lr, scale = on_device([np.array(0.125, dtype), np.array([8.0], dtype)])
-            one, w = make(on_device(variables), lr, scale), [v.copy() for v in variables]
-            theirs = make(w, 0.125, 8.0)
-            for k, step in enumerate(steps_of(3)):
-                if k == 2:
-                    put(lr, 0.25)
-                    put(scale, [2.0])
-                    made = make(w, 0.25, 2.0)
-                    made.load_state_dict(theirs.state_dict() | rates(made))
-                    theirs = made
-                one(tuple(on_device(step)))
-                theirs(tuple(step))
-            assert one.get_lr() == theirs.get_lr()
-            for p, v in zip(one.parameters, w, strict=True):
-                assert_close(p.asnumpy(), v, repr(one))
-            expected = theirs.state_dict()
-            for name, array in one.state_dict().items():
-                if not name.startswith("learning_rate"):
-                    assert_close(array, expected[name], name)
-    # On the host: the array is read there, and waited for.
-    lr, scale = on_device([np.array(0.125, F32), np.array(8.0, F32)])
-    w = [v.copy() for v in variables]
-    ours, theirs = nn.Adam(w, 0.125, loss_scale=8.0), nn.Adam(on_device(variables), lr)
-    theirs.loss_scale, theirs.target = scale, "CPU"
-    (step,) = steps_of(1)
-    ours(tuple(step))
-    theirs(tuple(on_device(step)))
-    for p, v in zip(theirs.parameters, w, strict=True):
-        assert_close(p.asnumpy(), v)
-
-
-def rates(optimizer: Any) -> dict[str, np.ndarray]:
-    state = optimizer.state_dict()
-    return {name: array for name, array in state.items() if name.startswith("learning_rate")}
+    for target in ("GPU", "CPU"):
+        lr, w = on_device(np.array(0.125)), [v.copy() for v in variables]
+        theirs = on_device(variables)
+        ours, other = (
+            nn.AdamWeightDecay(
+                [{"params": p[:1], "lr": rate, "weight_decay": 0.2}, {"params": p[1:]}], 0.05
+            )
+            for p, rate in ((theirs, lr), (w, 0.125))
+        )
+        ours.target = target
+        step = [gradient(shape) for shape in SHAPES]
+        ours(tuple(on_device(step)))
+        other(tuple(step))
+        assert ours.get_lr() == other.get_lr()
+        assert_equal_runs(ours, other)
 
 
 def test_rates_in_states() -> None:
@@ -200,74 +168,22 @@ def test_wrong_numbers() -> None:
     assert opt.global_step == 1
 
 
-def test_changed_options() -> None:
-    """What is assigned between two steps counts from the next one on, as on the host."""
-    w = [positive(shape) for shape in SHAPES]
-    ours, theirs = nn.Adam(on_device(w), 0.1), nn.Adam(w, 0.1)
-    for k, step in enumerate(steps_of(8)):
-        for opt in (ours, theirs):
-            if k == 1:
-                opt.beta1 = 0.5
-            if k == 2:
-                opt.loss_scale = 4.0
-            if k == 3:
-                opt.learning_rate.data = np.array(0.25)
-            if k == 4:
-                opt.eps, opt.beta2, opt.loss_scale = 1e-3, 0.9, 1.0
-            if k in (5, 6) and opt is ours:
-                opt.target = ("CPU", "GPU")[k - 5]
-        ours(tuple(on_device(step)))
-        theirs(tuple(step))
-    for p, v in zip(ours.parameters, w, strict=True):
-        assert_close(p.asnumpy(), v)
-    expected = theirs.state_dict()
-    for name, array in ours.state_dict().items():
-        assert_close(array, expected[name], name)
+DENSE, ROWS, INFINITE = gradient((6, 3)), rows([1, 4, 1], (6, 3)), np.full((6, 3), np.inf, F32)
+CHANGES: tuple[tuple[Callable[[Any], Any], Any, dict[str, Any]], ...] = (
+    (nn.Adam, DENSE, {"beta1": 0.5, "beta2": 0.8, "eps": 1e-3}),
+    (nn.Adam, DENSE, {"loss_scale": 4.0}),
+    (lambda p: nn.Adam(p, loss_scale=2.0), DENSE, {"loss_scale": 1.0}),
+    (nn.LazyAdam, ROWS, {"sparse_update": "dense_equivalent"}),
+    (lambda p: nn.SGD(p, 0.1), INFINITE, {"skip_nonfinite": True}),
+    (lambda p: nn.FTRL(p, learning_rate=0.1, lr_power=-0.3), DENSE, {"lr_power": -0.4, "l1": 0.1}),
+    (nn.AdaFactor, DENSE, {"clip_threshold": 0.1, "scale_parameter": False}),
+)
 
 
-def test_options() -> None:
+@pytest.mark.parametrize(("make", "g", "changes"), CHANGES)
+def test_options(make: Callable[[Any], Any], g: Any, changes: dict[str, Any]) -> None:
     """Options that are assigned to count in the next step, also for the same gradients."""
-
-    def run(make: Callable[[Any], Any], g: Any, changes: dict[str, Any], *, there: bool) -> Any:
-        w = positive((6, 3)) * 0 + 0.5
-        opt = make(on_device([w]) if there else [w])
-        gradients = (on_device(g) if there else g,)
-        for _ in range(2):
-            opt(gradients)
-        for name, value in changes.items():
-            setattr(opt, name, value)
-        for _ in range(2):
-            opt(gradients)
-        fusestep.synchronize()
-        return opt
-
-    dense, sparse = gradient((6, 3)), rows([1, 4, 1], (6, 3))
-    infinite = dense.copy()
-    infinite[2, 1] = np.inf
-    cases: tuple[tuple[Callable[[Any], Any], Any, dict[str, Any]], ...] = (
-        (nn.Adam, dense, {"beta1": 0.5, "beta2": 0.8, "eps": 1e-3}),
-        (lambda p: nn.Adam(p, loss_scale=2.0), dense, {"loss_scale": 1.0}),
-        (nn.LazyAdam, sparse, {"sparse_update": "dense_equivalent"}),
-        (lambda p: nn.SGD(p, 0.1), infinite, {"skip_nonfinite": True}),
-        (lambda p: nn.FTRL(p, lr_power=-0.3), dense, {"lr_power": -0.4, "l1": 0.1}),
-        (nn.AdaFactor, dense, {"clip_threshold": 0.1, "scale_parameter": False}),
-    )
-    for make, g, changes in cases:
-        here, there = (run(make, g, changes, there=there) for there in (False, True))
-        if COMPUTES:
-            assert here.skipped_steps == there.skipped_steps
-            assert here.global_step == there.global_step
-        assert_close(there.parameters[0].asnumpy(), here.parameters[0].data, str(changes))
-
-
-def test_targets() -> None:
-    """The work can go to the host and back; no step is lost."""
-    g = on_device(gradient((7,)))
-    opt = nn.Adam(on_device([positive((7,))]))
-    for step, target in enumerate(("GPU", "CPU", "GPU", "GPU"), 1):
-        opt.target = target
-        opt((g,))
-        assert opt.global_step == step and opt.state_dict()["step.parameter_0"] == step
+    assert_alike(make, [positive((6, 3))], [[g], [g], changes, [g], [g]])
 
 
 def test_nothing_is_kept() -> None:
@@ -285,15 +201,8 @@ def test_nothing_is_kept() -> None:
         assert not any(ref() is not None for ref in seen)
 
 
-def test_no_gradients() -> None:
-    """A step without any gradient counts."""
-    opt = nn.Adam(on_device([positive((3,)), positive((0,))]))
-    opt((None, None))
-    assert opt.global_step == 1 and opt.state_dict()["step.parameter_0"] == 0
-
-
 def test_captures() -> None:
-    """What would become part of a CUDA graph is refused; it enqueues and counts nothing."""
+    """Calls that would become part of a CUDA graph are refused; they enqueue and count nothing."""
     w, g = on_device([positive((5, 3))]), on_device(gradient((5, 3)))
     part, lr = on_device(rows([1, 2], (5, 3))), on_device(np.array(0.125, F32))
     host = nn.Adam(w, lr)
@@ -332,7 +241,7 @@ def test_captures() -> None:
         assert opt.global_step + opt.skipped_steps == 1, repr(opt)
 
 
-def test_copies() -> None:
+def test_shared_numbers() -> None:
     """A number on the device that two groups share is shared by the groups of a copy."""
     lr = on_device(np.array(0.125, F32))
     w = on_device([positive((3,)), positive((2,))])
@@ -351,3 +260,175 @@ def test_new_states() -> None:
     opt((on_device(gradient((3,))),))
     opt.init_ada_factor_state(0.9)
     assert opt.skipped_steps == 1 and opt.global_step == 0
+
+
+# States
+
+
+def test_states() -> None:
+    """A state is copied to the host, and taken over by an optimizer on either side."""
+    run, ours = Run(), [positive((5, 4)), positive((7,))]
+    state = run.opt.state_dict()
+    for params in (ours, on_device(ours)):
+        other = nn.LazyAdam(params, 0.1)
+        other.load_state_dict(state)
+        for name, array in other.state_dict().items():
+            assert_same(array, state[name], name)
+    run.step([1, 5])
+    with told(IndexError, "got 5"):
+        run.opt.load_state_dict(state)
+    run.opt.load_state_dict(state)
+    run.assert_as_before()
+    run.step([1, 2])
+    run.opt.load_state_dict(state)
+    fusestep.synchronize()
+    run.assert_as_before()
+    state["moment1.parameter_0"] = on_device(state["moment1.parameter_0"])
+    with refused(RuntimeError, "lives on a CUDA device"):
+        run.opt.load_state_dict(state)
+    with tempfile.TemporaryDirectory() as folder:
+        nn.save_checkpoint(run.opt.parameters, f"{folder}/parameters")
+        saved = nn.load_checkpoint(f"{folder}/parameters")
+    for p, w in zip(run.opt.parameters, run.w, strict=True):
+        assert_same(saved[p.name], on_host(w))
+
+
+def test_copies() -> None:
+    """Pickles and deep copies live on the device, apart, and go on as the original does."""
+    dtypes = (F32, F16, F64)
+    w = on_device([positive((5, 4), d) for d in dtypes])
+    opt = nn.LazyAdam(w, 0.1, use_locking=True)
+    opt(tuple(on_device([rows([1, 3], (5, 4), d) for d in dtypes])))
+    others = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)), pickle.loads(pickle.dumps(opt))]
+    step = tuple(on_device([rows([1, 2], (5, 4), d) for d in dtypes]))
+    for other in others:
+        for p, q in zip(opt.parameters, other.parameters, strict=True):
+            assert other is not others[0] or type(q.data) is type(p.data)  # pickles are Numba's
+            assert (q.shape, q.dtype) == (p.shape, p.dtype)
+            assert q.array.address != p.array.address
+            assert_same(q.data, on_host(p.data))
+    for one in (opt, *others):
+        one(step)
+    for other in others:
+        assert_equal_runs(other, opt, bits=True)
+    # A copy of what waits for an answer would keep counts that are to be taken back.
+    for make in (copy.deepcopy, pickle.dumps):
+        opt(tuple(on_device([rows([9], (5, 4)), None, None])))
+        with told(IndexError, "got 9"):
+            make(opt)
+        assert make(opt)
+        assert opt.global_step == 2
+    tensor = pickle.loads(pickle.dumps(on_device(rows([1, 3], (5, 4)))))
+    assert_same(tensor.indices.numpy(), np.array([1, 3]))
+    parameter = copy.deepcopy(nn.Parameter(on_device(positive((), BF16)), "w"))
+    assert (parameter.shape, parameter.dtype, parameter.name) == ((), BF16, "w")
+
+
+def test_rebinding() -> None:
+    """A parameter can be rebound between steps, to memory on the device that is apart."""
+    run = Run()
+    p = run.opt.parameters[0]
+    other = on_device(positive((5, 4)))
+    p.data = other
+    assert p.data is other
+    with unchanged(run.w[0]):
+        run.step([2])
+    fusestep.synchronize()
+    if COMPUTES:
+        assert not (on_host(other)[2] == on_host(run.w[0])[2]).any()
+    with refused(ValueError, "lives elsewhere than", other):
+        p.data = positive((5, 4))
+    with refused(ValueError, "shares memory with", other):
+        p.data = run.opt.moment1[0].owner
+    with refused(ValueError, "has a wrong shape", other):
+        p.data = on_device(positive((4, 5)))
+    assert p.data is other
+    # A bad step and a rebinding before the host hears of it.
+    run.step([7])
+    p.data = run.w[0]
+    with told(IndexError, "got 7", *run.w):
+        fusestep.synchronize()
+    run.step([1])
+    assert run.opt.global_step == 3
+    # The step itself is that on the memory of then.
+    p.data = on_device(np.zeros((5, 4), F32))
+    run.step([3])
+    computed()
+    assert on_host(p.data)[3].all() and not on_host(p.data)[:3].any()
+
+
+def test_targets() -> None:
+    """The work, and states with it, can go to the host and back, all of them or none."""
+    run, copy_out = Run(), DeviceArray.numpy
+    copied: list[Any] = []
+
+    def fail(array: DeviceArray) -> Any:
+        copied.append(array)
+        if len(copied) == 2:
+            raise RuntimeError("no room")
+        return copy_out(array)
+
+    DeviceArray.numpy = fail
+    try:
+        with refused(RuntimeError, "no room", *run.w):
+            run.opt.target = "CPU"
+    finally:
+        DeviceArray.numpy = copy_out
+    assert run.opt.target == "GPU"
+    for target in ("CPU", "GPU", "CPU", "GPU"):
+        run.assert_as_before()
+        run.opt.target = target
+        with told(IndexError, "got 5", *run.w):
+            run.step([5])
+            fusestep.synchronize()
+        run.step([1, 2])
+        run.before = run.opt.state_dict()
+    assert run.opt.global_step == 5
+    run.step([6])
+    with told(IndexError, "got 6", *run.w):
+        run.opt.target = "CPU"
+    assert run.opt.target == "GPU"
+
+
+# Gradients that are not finite
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_skip_nonfinite(dtype: Any, bad: float) -> None:
+    """A step with a NaN or an infinity in any gradient changes nothing, counts included."""
+    start = [positive(shape, dtype) for shape in SHAPES]
+    opt = nn.Adam(on_device(start), 0.05, skip_nonfinite=True)
+    twin = nn.Adam(on_device(start), 0.05)
+    for t in (0, 2):
+        gs = [gradient(shape, dtype) for shape in SHAPES]
+        spoiled = [g.copy() for g in gs]
+        spoiled[t % 3].reshape(-1)[-1] = bad
+        with unchanged(*(p.data for p in opt.parameters)):
+            opt(on_device(spoiled))
+        opt(on_device(gs))
+        twin(on_device(gs))
+    table = nn.LazyAdam(on_device([start[0]]), skip_nonfinite=True)
+    sparse = rows([1, 1], SHAPES[0], dtype)
+    sparse.values[1, -1] = bad
+    table((on_device(sparse),))
+    computed()
+    assert opt.skipped_steps == opt.global_step[0] == 2
+    for p, q in zip(opt.parameters, twin.parameters, strict=True):
+        assert_same(p.asnumpy(), q.asnumpy())
+    assert table.skipped_steps == 1
+    assert_same(table.parameters[0].asnumpy(), start[0])
+
+
+@only(STUB, GPU, reason="the simulator has no warnings")
+def test_a_step_warns_of_nothing() -> None:
+    """Numba has warnings for small grids, and for its own default stream."""
+    opt = nn.Adam(on_device([positive(shape) for shape in SHAPES]), sparse_update="lazy")
+    given = on_device([gradient(shape) for shape in SHAPES])
+    sparse = on_device(rows([2, 2], SHAPES[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt(given)
+        opt([sparse, *given[1:]])
+        fusestep.synchronize()
+        opt.state_dict()

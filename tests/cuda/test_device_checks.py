@@ -66,7 +66,7 @@ CHECKS = {
 
 
 def results(check: Check, put: Any = None) -> list[Any]:
-    """What three steps have updated and found, on the host or where ``put`` copies arrays to."""
+    """Arrays that three steps have updated and found, on the host or where ``put`` copies them."""
     (case,) = (case for case in steps.STEPS if case.name == check.case)
     (point,) = steps.points(
         [case], check.size, [check.dtype], [1], [check.distribution], [steps.LOOP]

@@ -1,4 +1,4 @@
-"""What is found out later on a device, and what is refused."""
+"""Errors that a device finds out later, and refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,6 +27,7 @@ from devices import (
     F64,
     MARKS,
     Run,
+    assert_equal_runs,
     assert_same,
     computed,
     gradient,
@@ -36,7 +38,7 @@ from devices import (
     told,
     unchanged,
 )
-from own_functions import PLAIN
+from own_functions import PLAIN, Own
 
 pytestmark = MARKS
 
@@ -44,7 +46,7 @@ BAD = "LazyAdam: gradient of 'parameter_0': indices[1] is out of range: expected
 
 
 def test_index_errors() -> None:
-    """The step writes nothing, and its counts are taken back; later ones are taken."""
+    """Errors of several steps are told together; what comes before the host hears is taken."""
     run = Run()
     with unchanged(*run.w):
         run.step([1, 5])
@@ -54,21 +56,15 @@ def test_index_errors() -> None:
             run.opt.state_dict()
         assert "indices[0]" in found.value.__notes__[0]
         assert run.opt.global_step == 1
-        fusestep.synchronize()
-        run.assert_as_before()
     # It goes on as one that never had a bad step.
-    other, arrays = copy.deepcopy(run.opt), []
+    other = copy.deepcopy(run.opt)
     step = (on_device(rows([1, 2], (5, 4))), on_device(gradient((7,))))
     for opt in (run.opt, other):
         opt(step)
-        arrays.append([p.asnumpy() for p in opt.parameters])
-    for a, b in zip(*arrays, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert run.opt.global_step == 2
-    # Steps before the host hears of it are taken; only the bad one is not.
+    assert_equal_runs(run.opt, other, bits=True)
+    # Steps before the host hears of a bad one are taken, and have counted it.
+    run.opt((on_device(rows([9], (5, 4))), step[1]))
     for opt in (run.opt, other):
-        if opt is run.opt:
-            opt((on_device(rows([9], (5, 4))), on_device(gradient((7,)))))
         opt((None, step[1]))
     with told(IndexError, "got 9"):
         fusestep.synchronize()
@@ -77,10 +73,49 @@ def test_index_errors() -> None:
         assert state[name] == expected[name], name
 
 
+GROUP = {"grad_centralization": True}
+DECAYED = {**GROUP, "weight_decay": 0.3}
+BAD_STEPS: tuple[Callable[[Any], Any], ...] = (
+    *(partial(make, learning_rate=0.1) for make in (nn.LazyAdam, nn.Adam, nn.RowWiseAdagrad)),
+    lambda p: nn.RowWiseAdam(p, 0.1, sparse_update="dense_equivalent"),
+    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"),
+    *(
+        lambda p, make=make, own=own: make([{"params": p, **own}], 0.1)
+        for make, own in product((nn.LazyAdam, nn.Adam), (GROUP, DECAYED))
+    ),
+)
+
+
+@pytest.mark.parametrize("make", BAD_STEPS)
+def test_bad_steps(make: Callable[[Any], Any]) -> None:
+    """Nothing is written and counted; the error comes when that of the step comes, or earlier."""
+    w = on_device([positive((5, 4)), positive((3, 6)), positive((0, 3))])
+    opt, dense = make(w), on_device(gradient((3, 6)))
+    good = (on_device(rows([1, 3], (5, 4))), dense, None)
+    opt(good)
+    before = opt.state_dict()
+    for bad in ([1, 5], [-1]):
+        with told(IndexError, f"expected 0 <= index < 5, got {bad[-1]}", *w):
+            opt((on_device(rows(bad, (5, 4))), dense, None))
+            opt.state_dict()
+        for name, array in opt.state_dict().items():
+            assert_same(array, before[name], name)
+    with told(IndexError, "expected 0 <= index < 0, got 2", *w):
+        opt((None, dense, on_device(rows([2], (0, 3)))))
+        fusestep.synchronize()
+    opt.skip_nonfinite = True
+    opt((good[0], on_device(np.full((3, 6), np.nan, F32)), None))
+    opt(good)
+    assert opt.global_step == 2 and opt.skipped_steps == 1
+
+
 def test_rows_without_indices() -> None:
-    """A lazy step without any index finds none that is bad."""
+    """A lazy step without any index finds none that is bad; a vector is one row to some rules."""
     run = Run()
     run.step([])
+    opt = nn.RowWiseAdagrad(on_device([positive((7,))]))
+    with refused(ValueError, "a vector is one row"):
+        opt((on_device(rows([2], (7,))),))
     with unchanged(run.w[0]):
         run.step([1, 9], dense=False)
         run.step([])
@@ -158,7 +193,7 @@ def test_several_optimizers() -> None:
 
 
 def test_nonfinite_steps() -> None:
-    """A step that is to be skipped is skipped."""
+    """A step with a bad index and one that is to be skipped do not disturb each other."""
     run = Run(skip_nonfinite=True)
     bad = rows([1], (5, 4))
     bad.values[0, 2] = np.inf
@@ -167,8 +202,7 @@ def test_nonfinite_steps() -> None:
         run.opt((None, on_device(np.full(7, np.nan, F32))))
         run.step(None, dense=False)
         computed()
-        assert run.opt.skipped_steps == 2
-        assert run.opt.global_step == 2
+        assert run.opt.skipped_steps == run.opt.global_step == 2
         run.before = run.opt.state_dict()
         run.step([1, 8])
         with told(IndexError, f"{BAD}, got 8"):
@@ -317,7 +351,7 @@ def test_mixtures() -> None:
 
 
 def test_not_taken() -> None:
-    """What has no kernels for the device says so, and computes nothing."""
+    """Operators without kernels for the device say so, and compute nothing."""
     w, m = theirs = on_device([positive((5, 4)) for _ in range(2)])
     g = on_device(gradient((5, 4)))
     with refused(RuntimeError, "device", *theirs):
@@ -328,31 +362,26 @@ def test_not_taken() -> None:
         nn.Adam(theirs, clipnorm=1.0)
 
 
-def test_own_formulas() -> None:
-    """What a user's formula returns is looked at before the step on the device has it."""
-
-    class Own(nn.FusedOptimizer):
-        def formula(self) -> nn.Formula:
-            return self.given
-
-    def with_formula(*formula: Any) -> Own:
-        opt = Own(0.5, on_device([np.ones(3, F32)]), rule=PLAIN)
-        opt.given = nn.Formula(*formula)
-        return opt
-
-    g = on_device(np.ones(3, F32))
-    for function, kind, text in (
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
         (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of scalars"),
         (lambda _real, lr, *_: lr, TypeError, "formula '<lambda>' returns"),
         (lambda *_: (None,), TypeError, "lr of formula '<lambda>'"),
         (lambda *_: (1 // 0,), ZeroDivisionError, ""),
-    ):
-        opt = with_formula(function)
-        with refused(kind, text, opt.parameters[0].array):
-            opt((g,))
-        assert opt.global_step == 0
-    with_formula(lambda *_: (1,))((g,))
-    opt = with_formula(lambda _real, _lr, _decay, _step, constants, _: (constants[0],), (0.25,))
+    ],
+)
+def test_own_formulas(function: Any, error: type[Exception], text: str) -> None:
+    """Scalars of a user's formula are looked at before the step on the device has them."""
+    (w,) = on_device([np.ones(3, F32)])
+    opt, g = Own(0.5, [w], rule=PLAIN), on_device(np.ones(3, F32))
+    opt.function = function
+    with refused(error, text, w):
+        opt((g,))
+    assert opt.global_step == 0
+    opt.function, opt.others = (lambda _real, _lr, _decay, _step, given, _: given), ((0.25,),)
     opt((g,))
-    assert opt.global_step == 1
-    assert_same(opt.parameters[0].array, np.full(3, 0.75, F32))
+    assert_same(w, np.full(3, 0.75, F32))
+    opt.function = lambda *_: (1,)
+    opt((g,))
+    assert opt.global_step == 2

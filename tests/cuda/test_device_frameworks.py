@@ -1,14 +1,14 @@
-"""Arrays of torch and CuPy on a device, by stand-ins.
+"""Arrays of torch and CuPy on a device.
 
-The stand-ins have what `fusestep.ops.runtime.frameworks` asks of the real modules, under their
-names, around NumPy arrays, which are the device arrays of Numba's simulator.
+Tensors of the CPU say that they lie on a device, which is the host. The stand-in for CuPy has what
+`fusestep.ops.runtime.frameworks` asks of it, around NumPy arrays.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from devices import (
     MARKS,
     SIMULATOR,
     adopted,
+    assert_same,
     capture,
     on_device,
     only,
@@ -34,11 +35,16 @@ from devices import (
     refused,
     told,
 )
+from simulator import give_out_tensors
 
-pytestmark = [*MARKS, only(SIMULATOR, reason="the stand-ins hold arrays of NumPy")]
+torch: Any = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [
+    *MARKS,
+    only(SIMULATOR, reason="tensors of the CPU are given out as those of a device"),
+]
 
 log: list[str] = []
-"""What happens on streams and to allocators, in order."""
+"""Events on streams, in order."""
 
 
 # Stand-ins
@@ -54,99 +60,11 @@ class Current(threading.local):
 current = Current()
 
 
-class TorchDType:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __str__(self) -> str:
-        return f"torch.{self.name}"
-
-
-class Tensor:
-    """``torch.Tensor``."""
-
-    __array__ = None  # a tensor on a device does not convert
-
-    def __init__(self, array: np.ndarray, name: str = "", is_cuda: bool = True) -> None:
-        self._array = array
-        self.is_cuda = is_cuda
-        self.dtype = TorchDType(name or array.dtype.name)
-        self.device = SimpleNamespace(type="cuda", index=0 if is_cuda else None)
-        self.shape, self.itemsize = array.shape, array.itemsize
-        self.is_sparse = False
-        self.n_bytes = sys.maxsize  # of its storage
-        self.storage_offset = self._is_zerotensor = lambda: 0
-
-    def data_ptr(self) -> int:
-        return self._array.ctypes.data
-
-    def untyped_storage(self) -> Any:
-        return SimpleNamespace(nbytes=lambda: self.n_bytes)
-
-    def get_device(self) -> int:
-        return self.device.index
-
-    def numel(self) -> int:
-        return self._array.size
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(n // self._array.itemsize for n in self._array.strides)
-
-    def is_contiguous(self) -> bool:
-        return self._array.flags.c_contiguous
-
-    def detach(self) -> Tensor:
-        return Tensor(self._array)
-
-    def contiguous(self) -> Tensor:
-        if self.is_contiguous():
-            return self
-        log.append("torch copies")
-        return Tensor(np.ascontiguousarray(self._array))
-
-    def __getitem__(self, place: Any) -> Tensor:
-        return Tensor(self._array[place])
-
-
-class SparseTensor(Tensor):
-    """A sparse COO tensor, which has no strides."""
-
-    def __init__(self, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> None:
-        super().__init__(values)
-        self._index, self.shape, self.is_sparse = indices, shape, True
-
-    def _indices(self) -> Any:
-        rows = Tensor(self._index)
-        rows.__class__ = _Rows
-        return rows
-
-    def _values(self) -> Tensor:
-        return Tensor(self._array)
-
-    def data_ptr(self) -> int:
-        raise RuntimeError("a sparse tensor has no storage")
-
-
-class _Rows(Tensor):
-    def __len__(self) -> int:
-        return len(self._array)
-
-
-def torch_empty(shape: Any, *, dtype: TorchDType, device: str) -> Tensor:
-    assert device == "cuda:0"
-    return Tensor(np.empty(shape, dtype.name))
-
-
-def torch_stand_in() -> ModuleType:
-    torch = ModuleType("torch")
-    names = ("float16", "bfloat16", "float32", "float64", "int64", "uint8")
-    vars(torch).update({name: TorchDType(name) for name in names})
-    vars(torch).update(Tensor=Tensor, empty=torch_empty)
-    torch.nn = SimpleNamespace(Module=type("Module", (), {}))  # type: ignore[attr-defined]
-    torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        current_stream=lambda device: SimpleNamespace(cuda_stream=current.torch + 100 * device)
-    )
-    return torch
+def tensor(array: np.ndarray) -> Any:
+    """A tensor in the memory of an array."""
+    if array.dtype == BF16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 class Device:
@@ -196,8 +114,8 @@ def cupy_stand_in() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are in the place of the modules."""
-    monkeypatch.setitem(sys.modules, "torch", torch_stand_in())
+    """Tensors of torch lie on the device, and CuPy is there."""
+    give_out_tensors(monkeypatch, lambda device: current.torch + 100 * device)
     monkeypatch.setitem(sys.modules, "cupy", cupy_stand_in())
 
 
@@ -258,16 +176,37 @@ def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return positive(shape, dtype)
 
 
+def kept(array: np.ndarray) -> np.ndarray:
+    """A copy on the host."""
+    return array.copy()
+
+
+def assert_steps(
+    kind: Callable[[Any], Any], make: Callable[[np.ndarray], Any], steps: Sequence[tuple[Any, Any]]
+) -> None:
+    """The steps of an array of a framework are those of one of the host, on its gradients."""
+    w = array(5, 3)
+    expected = w.copy()
+    ours, theirs = kind([make(w)]), kind([expected])
+    for given, on_cpu in steps:
+        ours((given,))
+        theirs((on_cpu,))
+    fusestep.synchronize()
+    np.testing.assert_allclose(w, expected, 1e-5)
+
+
 # Checks
 
 
 def test_places() -> None:
     """Address, shape, strides, dtype and device are those of the framework's array."""
     whole = array(4, 6)
-    for make in (Tensor, CuPyArray, Interface):
+    for make in (tensor, CuPyArray, Interface):
         for part in (whole, whole[1:3], whole[:, ::2], whole.T, whole[:0], array()):
             found = adopted(make(part))
-            assert (found.address, found.shape) == (part.ctypes.data, part.shape)
+            # A tensor without elements has no memory.
+            at = 0 if make is tensor and not part.size else part.ctypes.data
+            assert (found.address, found.shape) == (at, part.shape)
             assert (found.dtype, found.device) == (part.dtype, 0)
             assert found.flags == (part.flags.c_contiguous, True, True)
             assert found.size == part.size
@@ -288,24 +227,20 @@ def test_alike() -> None:
     """One that is like another that was seen is looked at no less."""
     whole = array(2, 2, 2)
     for axes in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (1, 0, 2)):
-        for make in (Tensor, CuPyArray, Interface):
+        for make in (tensor, CuPyArray, Interface):
             part = whole.transpose(axes)
             assert adopted(make(part)).strides == part.strides
-    w, good = array(3), Tensor(array(3))
-    opt = nn.SGD([Tensor(w)], 0.1)
+    w, good = array(3), tensor(array(3))
+    opt = nn.SGD([tensor(w)], 0.1)
     for _ in range(2):
         opt((good,))
-    freed, zero = Tensor(array(3)), Tensor(array(3))
-    freed.n_bytes = 0
-    zero.data_ptr = lambda: 0  # type: ignore[method-assign]
-
-    def no_storage() -> None:
-        raise NotImplementedError
-
-    sparse = Tensor(array(3))
-    sparse.untyped_storage = no_storage  # type: ignore[method-assign]
+    freed, zero = torch.ones(3), torch._efficientzerotensor(3)
+    freed.untyped_storage().resize_(0)
+    opaque = torch.ones(3).to_mkldnn()
+    nowhere = Interface(array(3))
+    nowhere.__cuda_array_interface__["data"] = (0, False)
     before = w.copy()
-    for bad in (freed, zero, sparse):
+    for bad in (freed, zero, opaque, nowhere):
         with refused(RuntimeError, "has no memory"):
             adopted(bad)
         with refused(RuntimeError, "has no memory"):
@@ -318,30 +253,23 @@ def test_dtypes() -> None:
     """Every dtype that NumPy or ml_dtypes has; bfloat16 by its two bytes."""
     for name in ("float16", "float32", "float64", "bfloat16", "int32", "int64"):
         dtype = BF16 if name == "bfloat16" else np.dtype(name)
-        assert adopted(Tensor(np.zeros(3, dtype), name)).dtype == dtype
+        assert adopted(tensor(np.zeros(3, dtype))).dtype == dtype
         assert adopted(CuPyArray(np.zeros(3, dtype))).dtype == dtype
     two_bytes = Interface(np.zeros(3, BF16), typestr="<V2")
     with refused(TypeError, "has a wrong dtype"):
         adopted(two_bytes)
     two_bytes.dtype = "bfloat16"  # type: ignore[attr-defined]
     assert adopted(two_bytes).dtype == BF16
-    own = adopted(adopted(Tensor(np.zeros(3, BF16), "bfloat16")))
+    own = adopted(adopted(tensor(np.zeros(3, BF16))))
     assert own.__cuda_array_interface__["typestr"] == "<V2"
     assert frameworks.framework_of(own) is not None
     assert frameworks._INTERFACE.place("", "", own).dtype == BF16
-    for name in ("qint8", "bits8"):
-        with refused(TypeError, f"expected a dtype that NumPy has, got torch.{name}"):
-            adopted(Tensor(np.zeros(3, np.uint8), name))
+    for kind in (torch.bits8, torch.bits16):
+        with refused(TypeError, f"expected a dtype that NumPy has, got {kind}"):
+            adopted(torch.empty(3, dtype=kind))
     for typestr in ("<c8", "|O8", "<M8"):
         with refused(TypeError, "has a wrong dtype"):
             adopted(Interface(np.zeros(3, np.uint64), typestr=typestr))
-    freed = Tensor(array(3))
-    freed.n_bytes = 0
-    nowhere = Interface(array(3))
-    nowhere.__cuda_array_interface__["data"] = (0, False)
-    for gone in (freed, nowhere):
-        with refused(RuntimeError, "has no memory"):
-            adopted(gone)
     with refused(TypeError, "is masked"):
         adopted(Interface(array(3), mask=Interface(array(3))))
     for kind in (np.complex64, np.int32, ">f4"):
@@ -351,34 +279,28 @@ def test_dtypes() -> None:
 
 def test_other_objects() -> None:
     """Arrays on the host are none of a device, nor are those of modules imported in part."""
-    host = Tensor(array(3), is_cuda=False)
+    host = tensor(array(3))
+    host.is_host = True
     for value in (host, array(3), 1.0, [1.0], None, np.float32(1), nn.Parameter(array(3))):
         assert frameworks.framework_of(value) is None
-    torch, cupy = sys.modules["torch"], sys.modules["cupy"]
+    modules = sys.modules["torch"], sys.modules["cupy"]
     for part in (ModuleType("torch"), None):
         sys.modules["torch"] = sys.modules["cupy"] = part  # type: ignore[assignment]
         try:
             assert frameworks.framework_of(array(3)) is None
             assert frameworks.framework_of(Interface(array(3))) is frameworks._INTERFACE
         finally:
-            sys.modules["torch"], sys.modules["cupy"] = torch, cupy
+            sys.modules["torch"], sys.modules["cupy"] = modules
 
 
 def test_strided_gradients() -> None:
     """The framework copies what is not contiguous; where it cannot, that is an error."""
-    wide = array(5, 6)
-    for make in (Tensor, CuPyArray):
-        w, expected = array(5, 3), nn.Parameter(array(5, 3))
-        expected.data[:] = w
-        opt, other = nn.SGD([make(w)], 0.1), nn.SGD([expected], 0.1)
-        for part in (wide[:, ::2], wide[:, :3], wide.reshape(6, 5)[:3].T):
-            opt((make(part),))
-            other((part,))
-        rows = nn.RowTensor(make(np.array([4, 0, 1, 0])[::2]), make(wide[:2, 1::2]), (5, 3))
-        opt, other = (nn.LazyAdam([p]) for p in (make(w), expected))
-        opt((rows,))
-        other((nn.RowTensor(np.array([4, 1]), wide[:2, 1::2], (5, 3)),))
-        np.testing.assert_allclose(w, expected.data, 1e-5)
+    wide, index = array(5, 6), np.array([4, 0, 1, 0])
+    for make in (tensor, CuPyArray):
+        parts = wide[:, ::2], wide[:, :3], wide.reshape(6, 5)[:3].T
+        assert_steps(lambda p: nn.SGD(p, 0.1), make, [(make(part), part) for part in parts])
+        rows = [nn.RowTensor(put(index[::2]), put(wide[:2, 1::2]), (5, 3)) for put in (make, kept)]
+        assert_steps(nn.LazyAdam, make, [(rows[0], rows[1])])
         with refused(ValueError, "is not contiguous"):
             nn.Parameter(make(wide.T))
     opt = nn.SGD([Interface(array(5, 3))], 0.1)
@@ -391,19 +313,17 @@ def test_strided_gradients() -> None:
         with refused(ValueError, "is not aligned"):
             opt((make(between),))
         assert opt.global_step == 0
-    index = np.array([1, 2, 2])
-    sparse = SparseTensor(index[None], array(3, 3), (5, 3))
-    w = array(5, 3)
-    expected = w.copy()
-    nn.LazyAdam([Tensor(w)])((sparse,))
-    nn.LazyAdam([expected])((nn.RowTensor(index, sparse._array, (5, 3)),))
-    np.testing.assert_allclose(w, expected, 1e-5)
+    index, values = np.array([1, 2, 2]), array(3, 3)
+    sparse = torch.sparse_coo_tensor(
+        tensor(index[None]), tensor(values), (5, 3), check_invariants=False
+    )
+    assert_steps(nn.LazyAdam, tensor, [(sparse, nn.RowTensor(index, values, (5, 3)))])
 
 
 def test_captured_copies() -> None:
     """A framework makes no copy for a step that cannot be captured."""
     wide, narrow = array(5, 6), array(5, 3)
-    for make in (Tensor, CuPyArray):
+    for make in (tensor, CuPyArray):
         opt = nn.SGD([make(narrow)], 0.1)
         for g in (wide[:, ::2], narrow.copy()):
             opt((make(g),))
@@ -414,50 +334,45 @@ def test_captured_copies() -> None:
 
 
 def test_whole_gradients() -> None:
-    """What is made out of a gradient is of its framework; in a step, of the parameter's."""
-    for make in (Tensor, CuPyArray):
+    """Arrays made out of a gradient are of its framework; in a step, of the parameter's."""
+    for make, kind in ((tensor, torch.Tensor), (CuPyArray, CuPyArray)):
         index, wide = np.array([4, 1, 4, 0])[::2], array(2, 6)
         sparse = nn.RowTensor(make(index), make(wide[:, ::2]), (5, 3))
         host = nn.RowTensor(index.copy(), wide[:, ::2].copy(), (5, 3))
         dense, distinct = sparse.to_dense(), sparse.coalesce()
-        assert type(dense) is type(distinct.values.owner) is type(distinct.indices.owner) is make
-        np.testing.assert_array_equal(dense._array, host.to_dense())
-        np.testing.assert_array_equal(distinct.values.owner._array, host.coalesce().values)
+        made = dense, distinct.values.owner, distinct.indices.owner
+        assert {type(one) for one in made} == {kind}
+        assert_same(dense, host.to_dense())
+        assert_same(distinct.values, host.coalesce().values)
         for dtype in (np.float32, BF16):
             g = array(5, 3, dtype=dtype)
             groups = [{"params": [make(array(5, 3, dtype=dtype))], "grad_centralization": True}]
             opt = nn.Optimizer(0.1, groups, weight_decay=0.1, loss_scale=2.0)
             for step in (opt.decay_weight, opt.gradients_centralization, opt.scale_grad):
                 (found,) = step((make(g),))
-                assert type(found) is make and found._array.dtype == dtype
+                assert type(found) is kind and adopted(found).dtype == dtype
     # Of several frameworks: the step is that of the parameter's.
-    for make, other in ((Tensor, CuPyArray), (CuPyArray, Tensor)):
+    for make, other in ((tensor, CuPyArray), (CuPyArray, tensor)):
         for decay in (0.0, 0.1):
-            w, g, rows = array(5, 3), array(5, 3), (np.array([1, 4, 1]), array(3, 3))
-            arrays = w.copy()
-            options = {"grad_centralization": True, "weight_decay": decay}
-            opt = nn.LazyAdam([{"params": [make(w)], **options}], 0.1)
-            on_cpu = nn.LazyAdam([{"params": [arrays], **options}], 0.1)
-            parts = [
-                nn.RowTensor(*map(make, rows), (5, 3)),
-                nn.RowTensor(*map(other, rows), (5, 3)),
-            ]
-            of_host = [nn.RowTensor(*rows, (5, 3))] * 2
-            for given, expected in ((other(g), g), (parts[1], of_host[0]), (parts, of_host)):
-                opt((given,))
-                on_cpu((expected,))
-            fusestep.synchronize()
-            np.testing.assert_allclose(w, arrays, 1e-5)
+            group = {"grad_centralization": True, "weight_decay": decay}
+            g, rows = array(5, 3), (np.array([1, 4, 1]), array(3, 3))
+            of_make, of_other, host = (
+                nn.RowTensor(*map(put, rows), (5, 3)) for put in (make, other, kept)
+            )
+            assert_steps(
+                lambda p, group=group: nn.LazyAdam([{"params": p, **group}], 0.1),
+                make, [(other(g), g), (of_other, host), ([of_make, of_other], [host, host])],
+            )  # fmt: skip
 
 
 def test_streams() -> None:
     """A call is launched on the current stream of the first array's framework and thread."""
     with recorded():
         current.torch, current.cupy = 7, 8
-        torch, cupy = adopted(Tensor(array(3))), adopted(CuPyArray(array(3)))
-        with launching([torch, adopted(Tensor(array(3)))]) as stream:
+        of_torch, of_cupy = adopted(tensor(array(3))), adopted(CuPyArray(array(3)))
+        with launching([of_torch, adopted(tensor(array(3)))]) as stream:
             assert stream == 7
-        with launching([cupy]) as stream:
+        with launching([of_cupy]) as stream:
             assert stream == 8
         with launching([adopted(Interface(array(3)))]) as stream:
             assert stream == 0
@@ -468,7 +383,7 @@ def test_streams() -> None:
         seen = []
 
         def elsewhere() -> None:
-            with launching([torch]) as stream:
+            with launching([of_torch]) as stream:
                 seen.append(int(stream))
 
         thread = threading.Thread(target=elsewhere)
@@ -476,14 +391,14 @@ def test_streams() -> None:
         thread.join()
         assert seen == [0]
         # Other streams wait for each other on the device, also when the call fails.
-        with launching([torch, cupy, own, cupy]) as stream:
+        with launching([of_torch, of_cupy, own, of_cupy]) as stream:
             assert stream == 7
             assert log == ["record 8", "7 waits for 8", "record 9", "7 waits for 9"]
             log.clear()
         after = ["record 7", "8 waits for 7", "record 7", "9 waits for 7"]
         assert log == after
         log.clear()
-        with refused(RuntimeError, "in the middle"), launching([torch, cupy, own]):
+        with refused(RuntimeError, "in the middle"), launching([of_torch, of_cupy, own]):
             log.clear()
             raise RuntimeError("in the middle")
         assert log == after
@@ -493,9 +408,9 @@ def test_order_of_streams() -> None:
     """Under use_locking a call waits for the last such call on its device."""
     adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
     with recorded():
-        w, m, v, g = (Tensor(array(5, 3)) for _ in range(4))
-        other = [Tensor(array(5, 3)) for _ in range(3)]
-        index = Tensor(np.array([1, 2]))
+        w, m, v, g = (tensor(array(5, 3)) for _ in range(4))
+        other = [tensor(array(5, 3)) for _ in range(3)]
+        index = tensor(np.array([1, 2]))
         for op in (ops.Adam(use_locking=True), ops.Adam()):
             current.torch = 1
             op(w, m, v, *adam, g)
@@ -517,7 +432,7 @@ def test_order_of_streams() -> None:
         assert log == ["3 waits for 3", "record 3"]
         assert len(launch._last) == 1
         with told(IndexError, "got 5"):
-            bad = Tensor(np.array([5, 0]))
+            bad = tensor(np.array([5, 0]))
             ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], bad)
             fusestep.synchronize()
         assert not locks._lock._is_owned()
@@ -525,45 +440,39 @@ def test_order_of_streams() -> None:
 
 def test_mixtures() -> None:
     """Arrays of several frameworks work together, on the stream of the first."""
+    makers = CuPyArray, Interface, on_device
+    g = array(5, 3)
+    assert_steps(lambda p: nn.Momentum(p, 0.1, 0.9), tensor, [(make(g), g) for make in makers])
     with recorded():
         current.torch, current.cupy = 1, 2
-        w, expected, g = array(5, 3), nn.Parameter(array(5, 3)), array(5, 3)
-        expected.data[:] = w
-        opt, other = nn.Momentum([Tensor(w)], 0.1, 0.9), nn.Momentum([expected], 0.1, 0.9)
-        opt((CuPyArray(g),))
+        nn.Momentum([tensor(array(5, 3))], 0.1, 0.9)((CuPyArray(g),))
         assert log == ["record 2", "1 waits for 2", "record 1", "2 waits for 1"]
-        opt((Interface(g),))
-        opt((on_device(g),))
-        for _ in range(3):
-            other((g,))
-        np.testing.assert_allclose(w, expected.data, 1e-5)
 
 
 def test_thor() -> None:
-    """What is copied to the host comes from each framework, and the parameters go back there."""
+    """Copies come to the host from each framework, and the parameters go back there."""
     wide, out, g = array(6, 8), array(6, 5), array(5, 4)
-    for make, strided in ((Tensor, True), (CuPyArray, True), (Interface, False)):
-        x = wide[:, ::2] if strided else wide[:, ::2].copy()
-        w = array(5, 4)
+    for make, strided in ((tensor, True), (CuPyArray, True), (Interface, False)):
+        x, w = wide[:, ::2] if strided else wide[:, ::2].copy(), array(5, 4)
         ours, theirs = nn.ThorDense(w.copy()), nn.ThorDense(make(w))
-        for layer, given in ((ours, np.asarray), (theirs, make)):
+        for layer, given in ((ours, kept), (theirs, make)):
             opt = nn.thor(layer, 0.1, 0.1, 0.9, batch_size=6)
             for _ in range(2):
-                layer.capture(given(np.ascontiguousarray(x) if layer is ours else x), given(out))
+                layer.capture(given(x), given(out))
                 opt((given(g),))
         np.testing.assert_array_equal(w, ours.weight.data)
     with recorded():
         current.torch, current.cupy = 1, 2
-        layers = [nn.ThorDense(Tensor(array(5, 4))), nn.Parameter(CuPyArray(array(3)))]
+        layers = [nn.ThorDense(tensor(array(5, 4))), nn.Parameter(CuPyArray(array(3)))]
         opt = nn.thor(layers, 0.1, 0.1, 0.9)
-        layers[0].capture(CuPyArray(wide[:, :4]), Tensor(out))
+        layers[0].capture(CuPyArray(wide[:, :4]), tensor(out))
         before = ["record 2", "1 waits for 2"]
         after = ["record 1", "2 waits for 1"]
         assert log == ["record 1", "2 waits for 1", "record 2", "1 waits for 2"]
         log.clear()
         # The step has the gradients, and in it the parameters come and go on one stream, after
         # which a stream of the step's own waits to copy them.
-        opt((CuPyArray(g), Tensor(array(3))))
+        opt((CuPyArray(g), tensor(array(3))))
         assert log == [*before, *before, "record 1", *after, *after]
 
 
@@ -572,7 +481,7 @@ def test_captured_streams() -> None:
     before = backend.is_capturing
     with recorded():
         current.torch, current.cupy = 1, 2
-        opt, g = nn.SGD([Tensor(array(5, 3))], 0.1), CuPyArray(array(5, 3))
+        opt, g = nn.SGD([tensor(array(5, 3))], 0.1), CuPyArray(array(5, 3))
         opt((g,))
         backend.is_capturing = lambda stream: int(stream) == 2
         log.clear()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from faults import FAULTS
 
 import fusestep
 from fusestep import ops
 from fusestep.kernels.tables import HOT
 
-import reference
 from devices import (
     BETAS,
     BF16,
@@ -22,27 +21,23 @@ from devices import (
     F16,
     F32,
     F64,
-    KIND,
     MARKS,
-    RNG,
     SIMULATOR,
     assert_close,
     assert_same,
-    computed,
     gradient,
     on_device,
     on_host,
     only,
     positive,
     refused,
-    shifted,
     sized,
     told,
     unchanged,
 )
 from helpers import STORAGE_DTYPES, assert_within_ulps, in_turn
-from operators import DENSE_OPERATORS, LARS_UPDATE, ROW_OPERATORS, Operator
-from test_ops_reference import CALLS, known_scalars
+from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, Operator
+from test_ops_reference import CALLS
 
 pytestmark = MARKS
 # Between the device and the CPU: both round each operation alike, but either compiler chooses for
@@ -79,25 +74,29 @@ def assert_operator(operator: Operator, inputs: dict[str, Any], **made: Any) -> 
             assert_within_ulps(a, b, size + np.abs(b.astype(float)), CPU_ULPS, f"array {k}")
 
 
-DENSE = [*DENSE_OPERATORS, LARS_UPDATE.name]
+# Each with the options of its constructor that change the step.
+MADE = [(EVERY_OPERATOR[name], made) for name, made, _ in CALLS] + [(LARS_UPDATE, {})]
+MADE += [(ADAM_UPDATE, made) for made in ({}, {"compat": "1.9"}, {"use_locking": True})]
+DENSE = [one for one in MADE if not one[0].takes_rows]
+ROWS = [one for one in MADE if one[0].takes_rows]
+ROWS += [(op, {"use_locking": True}) for op, made in ROWS if not made]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("call", "dtype"),
     sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]),
+    ids=str,
 )
-def test_dense_operators(name: str, dtype: Any) -> None:
-    operator = {**DENSE_OPERATORS, LARS_UPDATE.name: LARS_UPDATE}[name]
+def test_dense_operators(call: tuple[Operator, dict[str, Any]], dtype: Any) -> None:
+    operator, made = call
     for shape in ((9, sized(2, 37)), (), (0, 3)):
-        assert_operator(operator, operator.inputs(shape, dtype))
+        assert_operator(operator, operator.inputs(shape, dtype), **made)
 
 
-@pytest.mark.parametrize("made", [{}, {"use_locking": True}], ids=str)
 @pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("name", ROW_OPERATORS)
-def test_row_operators(name: str, index_dtype: Any, made: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("operator", "made"), ROWS, ids=str)
+def test_row_operators(operator: Operator, made: dict[str, Any], index_dtype: Any) -> None:
     """Duplicates, rows of 1, 2 and more dimensions, no rows, no columns, out of range."""
-    operator = ROW_OPERATORS[name]
     for shape in ((9,), (9, sized(5, 37)), (9, 2, sized(3, 5)), (5, 0)):
         inputs = operator.inputs(shape)
         inputs["indices"] = inputs["indices"].astype(index_dtype)
@@ -112,38 +111,11 @@ def test_row_operators(name: str, index_dtype: Any, made: dict[str, Any]) -> Non
     inputs["indices"] = np.array([-1, 0, 2**40, 5])
     kept["indices"], kept[operator.gradient] = np.array([0, 5]), kept[operator.gradient][[1, 3]]
     for a, b in zip(
-        both(operator, inputs, out_of_range="drop")[0], both(operator, kept)[0], strict=True
+        both(operator, inputs, **made, out_of_range="drop")[0],
+        both(operator, kept, **made)[0],
+        strict=True,
     ):
         assert_same(a, b)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(
-    ("name", "made", "step"), CALLS, ids=lambda x: None if callable(x) else str(x)
-)
-def test_operators_meet_the_reference(
-    name: str, made: dict[str, Any], step: Any, dtype: Any
-) -> None:
-    operator = {**DENSE_OPERATORS, **ROW_OPERATORS}[name]
-    dtype = np.float32 if operator.only_float32 else dtype
-    inputs = operator.inputs((40, 3) if KIND != SIMULATOR else (8, 2), dtype)
-    if operator.takes_rows:
-        inputs["indices"] = np.array([7, len(inputs[operator.variables[0]]) - 1, 7, 0])
-    before = [inputs[variable].copy() for variable in operator.variables]
-    step = partial(step, **known_scalars(operator, inputs, made))
-    g = reference.wide(inputs[operator.gradient])
-    found, _ = both(operator, inputs, **made)
-    if name == "AdamNoUpdateParam":  # the step alone, of a parameter that it does not know
-        before, found = [np.zeros_like(before[0]), *before], [found[-1], *found[:-1]]
-    if operator.takes_rows:
-        apply = reference.dense_equivalent_step if operator.every_row else reference.lazy_step
-        expected = apply(step, before[0], inputs["indices"], g, *before[1:])
-    else:
-        expected = step(before[0], g, *before[1:])
-    computed()
-    for array, exact in zip(found, expected, strict=True):
-        unit = 1e-13 if array.dtype == np.float64 else 4e-6 if "lr_power" in made else 2e-6
-        np.testing.assert_allclose(array, exact, rtol=unit, atol=unit)
 
 
 def test_gathers() -> None:
@@ -198,36 +170,33 @@ def test_bad_indices_are_told_later(op: Any, index_dtype: Any) -> None:
             fusestep.synchronize()
 
 
-def test_operators_refuse() -> None:
-    """What an operator refuses, it refuses before it writes."""
-    w, m, v = theirs = on_device([positive((5, 3)) for _ in range(3)])
-    g, index = gradient((2, 3)), np.array([1, 5])
-    lazy, one, other = ops.FusedSparseLazyAdam(), on_device(g), on_device(index)
-    host = gradient((5, 3))
-    for call in (
-        lambda: lazy(w, m, v, *BETAS, g, other),
-        lambda: lazy(w, m, v, *BETAS, one, index),
-        lambda: lazy(w, m, host, *BETAS, one, other),
-        lambda: ops.Adam()(w, m, v, *BETAS, host),
-        lambda: ops.Adam()(*(host.copy() for _ in range(3)), *BETAS, w),
-        lambda: ops.AdamNoUpdateParam()(m, host, *BETAS, w),
-    ):
-        with refused(ValueError, "lives elsewhere than", *theirs):
-            call()
-    for call in (
-        lambda: ops.Adam()(w, m, v, *BETAS, w),
-        lambda: ops.Adam()(w, w, v, *BETAS, m),
-        lambda: ops.Adam()(w[:4], w[1:], v[:4], *BETAS, m[:4]),
-    ):
-        with refused(ValueError, "shares memory", *theirs):
-            call()
-    with refused(ValueError, "is not contiguous", *theirs):
-        ops.Adam()(*(on_device(positive((5, 6)))[:, ::2] for _ in "wmv"), *BETAS, on_device(host))
-    with refused(TypeError, "higher dtype", *theirs):
-        ops.Adam()(w, m, v, *BETAS, on_device(gradient((5, 3), F64)))
-    momentum = ops.ApplyMomentum()
-    with refused(RuntimeError, "device", *theirs):
-        momentum(w, m, on_device(np.array([0.1], F32)), on_device(host), 0.9)
+@pytest.mark.parametrize("operator", [*EVERY_OPERATOR.values(), ADAM_UPDATE], ids=str)
+def test_what_each_argument_refuses(operator: Operator) -> None:
+    """Arguments are refused as on the host, or if they live elsewhere; nothing is written."""
+    host = operator.inputs()
+    there = {name: on_device(v) if isinstance(v, np.ndarray) else v for name, v in host.items()}
+    arrays = {name: value for name, value in there.items() if value is not host[name]}
+    for name in arrays:
+        for make, error, text in FAULTS[operator.known(name).takes]:
+            bad = make(operator.inputs()[name])
+            if type(bad) is not np.ndarray or not bad.flags.carray or not bad.dtype.isnative:
+                continue  # it is no array that a device has
+            for each in error if isinstance(error, tuple) else (error,):
+                if bad.dtype.kind not in "cO":
+                    with unchanged(*arrays.values()), pytest.raises(each, match=f"{name} {text}"):
+                        operator.call({**there, name: on_device(bad)})
+    for name in arrays:
+        for given in ({**there, name: host[name]}, {**host, name: there[name]}):
+            with refused(ValueError, "lives elsewhere than", *arrays.values()):
+                operator.call(given)
+    first, *others = operator.variables
+    shared = [*others, *([] if operator.takes_rows else [operator.gradient])]
+    for name in shared if operator.written else ():
+        with refused(ValueError, "shares memory with", *arrays.values()):
+            operator.call({**there, name: there[first]})
+    with refused(ValueError, "is not contiguous", *arrays.values()):
+        strided = on_device(positive((5, 6)))[:, ::2]
+        operator.call({**there, first: strided})
 
 
 @only(SIMULATOR, reason="its arrays can be read-only, and begin between two elements")
@@ -244,24 +213,6 @@ def test_memory_that_cannot_be_written() -> None:
         between = np.zeros(64, np.uint8)[shift : shift + 60].view(F32).reshape(5, 3)
         with refused(ValueError, "is not aligned", *theirs):
             ops.Adam()(w, m, v, *BETAS, type(w)(between))
-
-
-@pytest.mark.parametrize("hottest", [3, HOT + 9])
-@pytest.mark.parametrize("op", [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()])
-def test_where_tables_begin_does_not_matter(op: Any, hottest: int) -> None:
-    """Of parameter, moments, gradient and indices: the same bits as from aligned ones."""
-    n, d, b = 9, sized(4, 12), hottest + 20
-    index = np.concatenate([np.full(hottest, 4), RNG.integers(0, n, 20)])
-    arrays = [*(positive((n, d)) for _ in range(3)), gradient((b, d))]
-    found = []
-    for shift in (0, 1, 3):
-        *variables, g = (shifted(array, shift) for array in arrays)
-        op(*variables, *BETAS, g, shifted(index, min(shift, 1)))
-        fusestep.synchronize()
-        found.append([on_host(array) for array in variables])
-    for other in found[1:]:
-        for a, b_ in zip(other, found[0], strict=True):
-            assert_same(a, b_)
 
 
 def test_clipping() -> None:
@@ -308,9 +259,3 @@ def test_clipping() -> None:
 
 def _values(gradients: Sequence[Any]) -> list[Any]:
     return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
-
-
-def test_every_operator_is_in_the_tables() -> None:
-    kinds = [kind for kind in vars(ops).values() if isinstance(kind, type)]
-    named = {kind.__name__ for kind in kinds if issubclass(kind, ops.primitive.Primitive)}
-    assert named == {*DENSE_OPERATORS, *ROW_OPERATORS, LARS_UPDATE.name}

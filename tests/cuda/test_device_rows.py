@@ -1,4 +1,4 @@
-"""Row-sparse steps: sums in one order, sorting, thousands that nobody has waited for."""
+"""Row-sparse gradients: steps on them, their sums, sorting, whole ones, and between processes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,36 @@ from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.tables import HOT, range_length
+from fusestep.nn.distributed import Route, RowShard, all_reduce, alone, save_checkpoint
 
 from devices import (
     BETAS,
+    BF16,
+    COMPUTES,
+    F16,
+    F32,
+    F64,
     GPU,
     MARKS,
     Maker,
     adopted,
     assert_close,
     assert_same,
+    gradient,
     numba_stream,
     on_device,
     on_host,
     only,
     positive,
+    refused,
+    rows,
+    shifted,
     sized,
+    told,
+    unchanged,
 )
 from optimizers import make as new_optimizer
+from thread_processes import ThreadCommunicator, in_threads
 
 pytestmark = MARKS
 
@@ -77,10 +90,12 @@ OPERATORS = [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()]
 BOTH = pytest.mark.parametrize("op", OPERATORS, ids=["lazy", "all"])
 
 
-def row_step(op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any) -> list[np.ndarray]:
-    """What Adam's arrays hold after a step on copies of them."""
-    on = on_device(arrays)
-    op(*on, *BETAS, *on_device([values, indices]))
+def row_step(
+    op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any, shift: int = 0
+) -> list[np.ndarray]:
+    """Adam's arrays after a step on copies, which begin so many elements further on."""
+    *on, g = (shifted(a, shift) for a in (*arrays, values))
+    op(*on, *BETAS, g, shifted(indices, min(shift, 1)))
     fusestep.synchronize()
     return [on_host(a) for a in on]
 
@@ -90,6 +105,7 @@ def row_step(op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any) -
 def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) -> None:
     """In the same order: with the folded gradient, once for each row, the bits are the same.
 
+    They are so wherever the arrays begin, too.
     Sums have no products that could become an FMA, so the order alone decides.
     """
     n, rng, length = sized(40, 500), np.random.default_rng(3), range_length(b)
@@ -110,10 +126,12 @@ def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) ->
         folded[k] = sum(totals[1:], totals[0])
     start = [positive((n, d)) for _ in range(3)]
     found, once = row_step(op, start, values, indices), row_step(op, start, folded, rows)
+    moved = [row_step(op, start, values, indices, shift) for shift in (1, 3)]
     op(*start, *BETAS, values, indices)
-    for a, b_, c in zip(found, once, start, strict=True):
-        assert_same(a, b_)
+    for a, *others, c in zip(found, once, *moved, start, strict=True):
         assert_close(a, c)
+        for other in others:
+            assert_same(a, other)
 
 
 @BOTH
@@ -182,3 +200,225 @@ def test_thousands_of_pending_steps() -> None:
     expected = np.zeros((8, 4), np.float32)
     expected[1], expected[6] = -0.25 * n, -0.125 * n
     assert_same(p.asnumpy(), expected)
+
+
+# Whole gradients, outside of a step
+
+
+def assert_alike(found: Any, expected: np.ndarray) -> None:
+    """An array of the framework, and the same bits."""
+    assert expected.dtype == BF16 or type(found) is type(on_device(expected))
+    assert_same(found, expected)
+
+
+def compare_sums(host: nn.RowTensor) -> None:
+    """Device and host add up alike, to the last bit, and leave the gradient as it is."""
+    theirs = on_device(host)
+    with unchanged(theirs.indices, theirs.values):
+        dense, distinct = theirs.to_dense(), theirs.coalesce()
+    fusestep.synchronize()
+    assert_alike(dense, host.to_dense())
+    expected = host.coalesce()
+    assert distinct.dense_shape == expected.dense_shape
+    if COMPUTES:  # how many there are
+        assert_alike(distinct.indices.native(), expected.indices)
+        assert_alike(distinct.values.native(), expected.values)
+
+
+def test_row_sums() -> None:
+    """Every storage type and size of indices; tails, no rows, no columns, empty tensors."""
+    for dtype in (F32, F64, F16, BF16):
+        compare_sums(rows([4, 1, 4, 0, 1, 4], (6, 9), dtype))
+    for shape in ((6,), (6, 1), (6, 4), (6, 2, 3), (6, 40), (6, 0)):
+        compare_sums(rows([5, 1, 5], shape))
+        compare_sums(rows([], shape))
+    compare_sums(rows([], (0, 3)))
+    host = rows([3, 3, 0], (4, 5))
+    compare_sums(nn.RowTensor(host.indices.astype(np.int32), host.values, (4, 5)))
+    # A sum of zeros is 0, not -0; and what is not finite stays so.
+    host = rows([1, 2, 2, 3], (4, 2))
+    host.values[...] = [[-0.0, 1.0], [-0.0, np.inf], [-0.0, 1.0], [np.inf, -np.inf]]
+    compare_sums(host)
+    # Not aligned to 16 bytes.
+    room, index = gradient((4, 9)), np.array([1, 0, 1])
+    theirs = nn.RowTensor(on_device(index), on_device(room)[1:], (3, 9))
+    assert_same(theirs.to_dense(), nn.RowTensor(index, room[1:], (3, 9)).to_dense())
+
+
+def test_bad_rows() -> None:
+    """Bad rows are an error at once, also where there are no rows or no columns."""
+    for bad, shape in (([1, 7, -1], (4, 3)), ([2, 1, -3], (4, 3)), ([5], (0, 3)), ([5], (4, 0))):
+        tensor = on_device(rows(bad, shape))
+        place = next(k for k, index in enumerate(bad) if not 0 <= index < shape[0])
+        text = f"RowTensor: indices[{place}] is out of range: expected 0 <= index < {shape[0]}, got"
+        for call in (tensor.coalesce, tensor.to_dense):
+            with refused(IndexError, f"{text} {bad[place]}", tensor.indices, tensor.values):
+                call()
+    # The attributes can be assigned to.
+    tensor = on_device(rows([1, 1], (4, 3)))
+    tensor.values = on_device(gradient((3, 3)))
+    for call in (tensor.coalesce, tensor.to_dense):
+        with refused(ValueError, "has a wrong length"):
+            call()
+    tensor.values = gradient((2, 3))
+    for call in (tensor.coalesce, tensor.to_dense):
+        with refused(RuntimeError, "lives on a CUDA device"):
+            call()
+
+
+def test_bad_lists_of_rows() -> None:
+    """A bad index is told by its place in the whole list; parts that differ are refused."""
+    (theirs,) = w = on_device([positive((5, 3), BF16)])
+    opt = nn.LazyAdam(w, 0.1)
+    bad = on_device([rows([1], (5, 3), BF16), rows([2, 5], (5, 3), BF16)])
+    with unchanged(theirs):
+        opt((bad,))
+        with told(IndexError, "LazyAdam: gradient of 'parameter_0': indices[2] is out of range"):
+            fusestep.synchronize()
+        with refused(ValueError, "has parts that differ"):
+            opt((on_device([rows([1], (5, 3), BF16), rows([1], (5, 3))]),))
+        assigned = bad[0]
+        assigned.values = on_device(gradient((2, 3), BF16))
+        with refused(ValueError, "has a wrong length"):
+            opt((bad,))
+    assert opt.global_step == 0
+
+
+# The steps of custom optimizers
+
+SHAPES = (
+    (5, 4), (7,), (3, 2, 3), sized((2, 40), (2, 100_003)), (4, 1), (0, 3), (3, 0), (),
+)  # fmt: skip
+
+
+def helpers(dtype: Any, of_gradient: Any) -> None:
+    """Each published step of a custom optimizer, on gradients of every form."""
+    arrays = [positive(shape, dtype) for shape in SHAPES]
+    gradients = [gradient(shape, of_gradient) for shape in SHAPES]
+    gradients[1] = None
+    parts = [rows([1], SHAPES[3], of_gradient), rows([0, 1], SHAPES[3], of_gradient)]
+    gradients[0], gradients[3] = rows([3, 1, 3], (5, 4), of_gradient), parts
+    made = []
+    for device in (False, True):
+        params = on_device(arrays) if device else arrays
+        groups = [{"params": params, "weight_decay": 0.3, "grad_centralization": True}]
+        opt = nn.Optimizer(0.1, groups, loss_scale=4.0)
+        given = tuple(on_device(gradients) if device else gradients)
+        made.append([
+            step(given)
+            for step in (opt.decay_weight, opt.gradients_centralization, opt.scale_grad)
+        ])  # fmt: skip
+    for expected, found in zip(*made, strict=True):
+        for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+            if isinstance(a, nn.RowTensor):
+                if not COMPUTES:  # how many there are
+                    continue
+                assert_same(b.indices, a.indices)
+                assert_close(on_host(b.values), a.values, f"{dtype} {i}")
+            elif a is None:
+                assert b is None
+            else:
+                assert of_gradient == BF16 or isinstance(b, type(params[0]))
+                assert_close(on_host(b), a, f"{dtype} {i}")
+
+
+def test_steps_of_custom_optimizers() -> None:
+    """`decay_weight`, `gradients_centralization` and `scale_grad` are as on the host."""
+    for dtype, of_gradient in ((F32, F32), (F64, F32), (F32, F64), (F16, F16), (BF16, BF16)):
+        helpers(dtype, of_gradient)
+    w, host = on_device(positive((5, 4))), gradient((5, 4))
+    opt = nn.Optimizer(0.1, [w], weight_decay=0.1)
+    for bad in (host, rows([1], (5, 4))):
+        with refused(ValueError, "lives elsewhere than", w):
+            opt.decay_weight((bad,))
+    with refused(ValueError, "has a wrong shape", w):
+        opt.decay_weight((on_device(gradient((4, 5))),))
+    with told(IndexError, "got 5", w):
+        opt.decay_weight((on_device(rows([5], (5, 4))),))
+
+
+# On their way between processes
+
+N = 7
+
+
+def test_routes() -> None:
+    """All storage types, shapes of ids and of rows; ids of the host and of the device."""
+    for dtype, tail in ((F32, (4,)), (F64, ()), (F16, (3, 2)), (BF16, (5,))):
+        table = gradient((N, *tail), dtype)
+        shard = RowShard(N, alone(), order="hash")
+        for ids in (np.array([[1, 6], [1, 0]]), np.array([4], np.int32), np.empty((0, 2), int)):
+            values = gradient((*ids.shape, *tail), dtype)
+            theirs: Route = shard.route(on_device(ids))
+            ours = shard.route(ids)
+            found, expected = theirs.gather(on_device(table)), ours.gather(table)
+            assert_same(found, expected)
+            rows, known = theirs.scatter(on_device(values)), ours.scatter(values)
+            assert_same(rows.values, known.values)
+            assert_same(rows.indices, known.indices)
+            assert rows.positions.tobytes() == known.positions.tobytes()
+            assert (rows.batch_length, rows.dense_shape) == (known.batch_length, table.shape)
+
+
+def test_parts() -> None:
+    """Three parts of a batch on devices: as the whole batch on the host.
+
+    Their steps have the same arrays, and positions that are cut into ranges in another way.
+    """
+    n, rng = 2 * HOT, np.random.default_rng(0)
+    ids = np.where(rng.random(n) < 0.8, 3, rng.integers(0, N, n))
+    values = np.ones((n, 2), np.float32)
+    # 2**24 + 1 is 2**24: of the ones those are left that are not in the first range.
+    ids[[0, -1]], values[0], values[-1] = 3, 2.0**24, -(2.0**24)
+    firsts, length = (0, 2_000, 3_500), 9 * n
+
+    def moved(given: nn.RowTensor, first: int) -> nn.RowTensor:
+        places = first + 5 * given.positions
+        shape = given.dense_shape
+        return nn.RowTensor(
+            given.indices, given.values, shape, positions=places, batch_length=length
+        )
+
+    table, tables = np.zeros((N, 2), np.float32), np.zeros((len(firsts), N, 2), np.float32)
+    whole = nn.RowTensor(ids, values, table.shape, positions=np.arange(n), batch_length=n)
+    opt = nn.SGD([table], 1.0)
+    for k, first in enumerate(firsts):
+        opt((moved(whole, first),))
+        tables[k] = table
+
+    def program(comm: ThreadCommunicator) -> tuple[RowShard, nn.RowTensor]:
+        shard = RowShard(N, comm)
+        own = slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
+        return shard, shard.route(ids[own]).scatter(values[own])
+
+    for shard, own_rows in in_threads(3, program):
+        part, theirs = on_device(np.zeros((len(shard), 2), np.float32)), on_device(own_rows)
+        own = nn.SGD([part], 1.0)
+        for k, first in enumerate(firsts):
+            own((moved(theirs, first),))
+            assert_close(on_host(part), tables[k][shard.indices], f"{shard}, step {k}")
+
+
+def test_refused_routes() -> None:
+    """Processes that cannot send arrays of devices."""
+    table = on_device(np.zeros((N, 2), np.float32))
+
+    def program(comm: ThreadCommunicator) -> None:
+        route = RowShard(N, comm).route(np.array([1]))
+        with refused(ValueError, "Route.gather: rank 0: table is on a device"):
+            route.gather(table)
+        with refused(ValueError, "Route.scatter: rank 0: gradient is on a device"):
+            route.scatter(on_device(np.ones((1, 2), np.float32)))
+
+    in_threads(2, program)
+    dense = on_device(np.ones((N, 2), np.float32))
+    sparse = nn.RowTensor(on_device(np.array([1])), on_device(np.ones((1, 2), np.float32)), (N, 2))
+    for given in (dense, sparse):
+        with refused(RuntimeError, "all_reduce: gradient 0 lives on a CUDA device"):
+            all_reduce((given,), alone())
+    shards = {"table": RowShard(N, alone())}
+    with refused(ValueError, "save_checkpoint: optimizer is on a device", table):
+        save_checkpoint("nowhere", nn.SGD([nn.Parameter(table, "table")]), alone(), shards)
+    route = RowShard(N, alone()).route(np.array([1, 2]))
+    with refused(ValueError, "table has a wrong shape", table):
+        route.gather(on_device(np.zeros((N + 1, 2), np.float32)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from devices import (
     rows,
     wait,
 )  # fmt: skip
+from helpers import at_once
 from optimizers import BY_NAME
 
 pytestmark = MARKS
@@ -66,28 +66,26 @@ def fill_later(handle: int, array: Any, value: float) -> None:
     fill(found.address, found.size, value, found.dtype, numba_stream(handle))
 
 
-def expected_late() -> list[np.ndarray]:
-    on = on_device(late)
-    ops.Adam()(*on, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
-    return [on_host(a) for a in on]
-
-
-def assert_in_order(make: Maker, *, apart: bool) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["one stream", "another stream"])
+@ON_GPU
+def test_a_step_comes_after_what_is_on_its_streams(framework: Maker, apart: bool) -> None:
     """A step on a gradient of a new stream, written there later than the call is made.
 
-    The variables belong to that stream too, or ``apart``, to the default stream.
+    The variables belong to that stream too, or ``apart``, to the default stream: the parameter
+    decides where the step runs, and that stream and the gradient's wait for each other.
     """
-    expected, stream = expected_late(), make.stream()
+    expected, stream = on_device(late), framework.stream()
+    ops.Adam()(*expected, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
 
     def given() -> tuple[list[Any], Any]:
         on, g = on_device(late), on_device(np.zeros(N_LATE, np.float32))
         if not apart:
-            on = [make.bound(a, stream) for a in on]
-        return on, make.bound(g, stream)
+            on = [framework.bound(a, stream) for a in on]
+        return on, framework.bound(g, stream)
 
     # What allocates or compiles does so before the stream is busy.
     (before, g_before), (on, g) = given(), given()
-    with make.using(stream):
+    with framework.using(stream):
         fill_later(stream.handle, g_before, 0.0)
         ops.Adam()(*before, *BETAS, g_before)
         wait()
@@ -97,19 +95,7 @@ def assert_in_order(make: Maker, *, apart: bool) -> None:
         assert not begin.query()  # otherwise the order has not been tested
         fill_later(stream.handle, g, 9.0)
     for a, b in zip(on, expected, strict=True):
-        assert_same(on_host(a), b)
-
-
-@ON_GPU
-def test_a_step_comes_after_what_is_on_its_stream(framework: Maker) -> None:
-    """On a stream of the framework: first the gradient is written, later it is overwritten."""
-    assert_in_order(framework, apart=False)
-
-
-@ON_GPU
-def test_a_step_waits_for_arrays_of_another_stream(framework: Maker) -> None:
-    """The parameter decides where it runs; that stream and the gradient's wait for each other."""
-    assert_in_order(framework, apart=True)
+        assert_same(on_host(a), on_host(b))
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
@@ -153,25 +139,17 @@ def test_threads_with_streams_of_their_own_lose_no_update(framework: Maker) -> N
     opt = nn.SGD([p], 1.0, use_locking=True)
     opt([on_device(np.zeros((64, 8), np.float32))])
     wait()
-    n, failures = 100, []
+    n = 100
 
     def run(value: float) -> None:
-        try:
-            stream = framework.stream()
-            g = on_device(np.full((64, 8), value, np.float32))
-            wait()
-            with framework.using(stream):
-                for _ in range(n):
-                    opt([framework.bound(g, stream)])
-        except BaseException as error:
-            failures.append(error)
+        stream = framework.stream()
+        g = on_device(np.full((64, 8), value, np.float32))
+        wait()
+        with framework.using(stream):
+            for _ in range(n):
+                opt([framework.bound(g, stream)])
 
-    threads = [threading.Thread(target=run, args=(value,)) for value in (1.0, 0.0625)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once([partial(run, value) for value in (1.0, 0.0625)])
     assert opt.global_step[0] == 2 * n + 1
     assert_same(on_host(p.data), np.full((64, 8), -1.0625 * n, np.float32))
 
@@ -201,7 +179,7 @@ STEPS: dict[str, Callable[[], Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", STEPS)
 @ON_GPU
 def test_a_call_does_not_wait_for_the_device(name: str) -> None:
-    """It returns while work that was enqueued before it is still running."""
+    """A call returns while work that was enqueued before it is still running."""
     step = STEPS[name]()
     for _ in range(3):
         step()

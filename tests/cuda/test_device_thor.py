@@ -96,41 +96,31 @@ def counted(name: str) -> Iterator[list[Any]]:
 
 # Steps
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"loss_scale": 64.0, "enable_clip_grad": True},
-    {"use_nesterov": True, "frequency": 3, "learning_rate": [0.1, 0.05, 0.02, 0.01, 0.01, 0.01]},
-    {"block_size": 2, "decay_filter": lambda p: p.ndim > 1},
-    {"compat": "mindspore", "enable_clip_grad": True, "loss_scale": 8.0},
+RATES = [0.1, 0.05, 0.02, 0.01, 0.01, 0.01]
+RUNS: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+    (F32, F32, {"loss_scale": 64.0, "enable_clip_grad": True}),
+    (F32, F32, {"use_nesterov": True, "frequency": 3, "learning_rate": RATES}),
+    (F32, F32, {"block_size": 2, "decay_filter": lambda p: p.ndim > 1}),
+    (F32, F32, {"compat": "mindspore", "enable_clip_grad": True, "loss_scale": 8.0}),
+    *((dtype, dtype, {}) for dtype in (F64, F16, BF16)),
+    (F32, F64, {}),
 )
 
 
-def test_options() -> None:
-    """Every kind of layer, refreshes and steps between them, gradients that are None."""
-    for given in OPTIONS:
-        both = Both(**given)
-        assert [p.is_on_device for p in both.opt.parameters] == [True] * 8
-        before = memory(both.opt)
-        for t, without in enumerate([(), (3, 7), (), (0, 4), ()]):
-            both.step(t, without)
-            both.assert_equal()
-        assert all(a is b for a, b in zip(memory(both.opt), before, strict=True))
-        assert all(type(moment) is np.ndarray for moment in both.opt.moments)
-        both.on_cpu((None,) * 8)
-        both.opt((None,) * 8)
+@pytest.mark.parametrize(("dtype", "of_gradient", "options"), RUNS, ids=str)
+def test_steps(dtype: Any, of_gradient: Any, options: dict[str, Any]) -> None:
+    """Every kind of layer and storage type, refreshes and steps between them, None; in place."""
+    both = Both(dtype, **options)
+    both.dtype = of_gradient
+    assert [p.is_on_device for p in both.opt.parameters] == [True] * 8
+    before = memory(both.opt)
+    for t, without in enumerate([(), (3, 7), (), (0, 4), ()]):
+        both.step(t, without)
         both.assert_equal()
-
-
-def test_dtypes() -> None:
-    """Parameters of every storage type; gradients and captures of another one."""
-    for dtype in (F64, F16, BF16):
-        both = Both(dtype)
-        for t in range(3):
-            both.step(t)
-        both.assert_equal()
-    both = Both()
-    both.dtype = F64
-    for t in range(2):
-        both.step(t)
+    assert all(a is b for a, b in zip(memory(both.opt), before, strict=True))
+    assert all(type(moment) is np.ndarray for moment in both.opt.moments)
+    both.on_cpu((None,) * 8)
+    both.opt((None,) * 8)
     both.assert_equal()
 
 
@@ -161,14 +151,6 @@ def test_captures() -> None:
         opt(tuple(there(g) for g in step.gradients))
     both.assert_equal()
     assert both.opt.state_dict()["refreshes.fc.weight"] == 2
-
-
-def test_nets() -> None:
-    """A net may hold arrays of the device that are no parameters, with all that they hold."""
-    net = Net(put=on_device)
-    net.activations = on_device(np.ones(3, F32))
-    net.activations.layer = nn.ThorDense(np.ones((2, 3), F32))
-    assert len(make(net).parameters) == 8
 
 
 # States
@@ -233,20 +215,6 @@ def test_rebinding() -> None:
     assert_same_bits(on_host(old), before)
     with refused(ValueError, "lives elsewhere than", p.data):
         p.data = np.ones(p.shape, F32)
-
-
-def test_targets() -> None:
-    """States stay on the host."""
-    both = Both()
-    assert both.opt.target == both.on_cpu.target == "CPU"
-    both.opt.target = "CPU"
-    for target in ("GPU", "Ascend"):
-        with refused(
-            ValueError, "thor: target is impossible: expected 'CPU': this optimizer works"
-        ):
-            both.opt.target = target
-    both.step(0)
-    both.assert_equal()
 
 
 # Numbers on the device, skipped steps
@@ -323,7 +291,7 @@ def test_bad_factors() -> None:
 
 
 def test_bad_captures() -> None:
-    """What does not fit is refused before anything of it is taken note of."""
+    """Captures that do not fit are refused before anything of them is taken note of."""
     net = Net(put=on_device)
     x, d = np.ones((3, 4), F32), np.ones((3, 5), F32)
     for layer, inputs, outputs, error, text in (
@@ -387,23 +355,39 @@ def test_strided_arrays() -> None:
     assert not both.device.fc.has_captured and both.opt.global_step == 0
 
 
-def test_mixed_nets() -> None:
-    """All parameters live in one place."""
+def test_nets() -> None:
+    """All parameters live in one place; a net may hold other arrays, with all that they hold."""
     net = Net(put=on_device)
+    net.activations = on_device(np.ones(3, F32))
+    net.activations.layer = nn.ThorDense(np.ones((2, 3), F32))
+    assert len(make(net).parameters) == 8
     net.scale = nn.Parameter(np.ones(3, F32))
     with refused(ValueError, "lives elsewhere than"):
         make(net)
 
 
-def test_used_up() -> None:
-    """A list of rates or dampings that is used up raises before the step."""
-    for name in ("learning_rate", "damping"):
-        both = Both(**{name: [0.1, 0.1]})
-        both.step(0)
-        both.step(1)
-        with refused(RuntimeError, f"thor: {name} has no value for step 2", *memory(both.opt)):
-            Pass(2).step(both.device, both.opt, on_device)
-        both.assert_equal()
+@pytest.mark.parametrize("name", ["learning_rate", "damping"])
+def test_used_up(name: str) -> None:
+    """A list of rates or dampings that is used up raises before the step; so do LARS and targets.
+
+    States stay on the host, and LARS around THOR computes gradients of its own.
+    """
+    both = Both(**{name: [0.1, 0.1]})
+    assert both.opt.target == both.on_cpu.target == "CPU"
+    both.opt.target = "CPU"
+    for target in ("GPU", "Ascend"):
+        wrong = "thor: target is impossible: expected 'CPU': this optimizer works"
+        with refused(ValueError, wrong):
+            both.opt.target = target
+    with refused(RuntimeError, "lives on a CUDA device", *memory(both.opt)):
+        nn.LARS(both.opt)(tuple(on_device(Pass(0).gradients)))
+    assert both.opt.global_step == 0
+    assert both.opt.loss_scale == 1.0
+    both.step(0)
+    both.step(1)
+    with refused(RuntimeError, f"thor: {name} has no value for step 2", *memory(both.opt)):
+        Pass(2).step(both.device, both.opt, on_device)
+    both.assert_equal()
 
 
 def test_graphs() -> None:
@@ -420,12 +404,3 @@ def test_graphs() -> None:
     both.opt.clear_captured()
     both.step(0)
     both.assert_equal()
-
-
-def test_lars() -> None:
-    """LARS around it computes gradients of its own, which it cannot on a device."""
-    both = Both()
-    with refused(RuntimeError, "lives on a CUDA device", *memory(both.opt)):
-        nn.LARS(both.opt)(tuple(on_device(Pass(0).gradients)))
-    assert both.opt.global_step == 0
-    assert both.opt.loss_scale == 1.0

@@ -13,48 +13,26 @@ from typing import Any
 import pytest
 
 from fusestep import nn
-from fusestep.nn.thor import net as thor_net
-from fusestep.ops.runtime import arrays, device, frameworks
 
-from devices import GPU, MARKS, SIMULATOR, only
+from devices import GPU, KIND, MARKS, SIMULATOR, only
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
-thor_torch: Any = importlib.import_module("fusestep.nn.thor.torch")
 modules: Any = importlib.import_module("test_thor_torch")
 loss_of, make, make_module, train = (
     modules.loss_of, modules.make, modules.make_module, modules.train,
 )  # fmt: skip
 pytestmark = MARKS
-SIMULATED = only(SIMULATOR, reason="tensors of the CPU are given out as those of a device")
-
-
-class OnDevice(frameworks._Torch):
-    """The framework of torch's tensors on a device, which they are not."""
-
-    def place(self, where: str, name: str, value: Any) -> frameworks.Place:
-        return super().place(where, name, value)._replace(device=0)
-
-    def stream(self, device: int) -> int:  # noqa: ARG002
-        return 0
-
-    def empty(self, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:  # noqa: ARG002
-        owner = torch.empty(shape, dtype=getattr(torch, dtype.name))
-        return owner, owner.data_ptr()
-
-
-framework_of, torch_on_device = frameworks.framework_of, OnDevice()
 
 
 @pytest.fixture
 def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor is one of a device."""
+    if KIND != SIMULATOR:
+        pytest.skip("tensors of the CPU are given out as those of the simulator")
+    from simulator import give_out_tensors
 
-    def found(value: Any) -> Any:
-        return torch_on_device if isinstance(value, torch.Tensor) else framework_of(value)
-
-    for module in (arrays, device, thor_net, thor_torch):
-        monkeypatch.setattr(module, "framework_of", found)
+    give_out_tensors(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +59,7 @@ def same_bits(module: Any, expected: list[Any]) -> None:
         assert torch.equal(p, q)
 
 
-@SIMULATED
+@only(SIMULATOR, reason="the expected parameters are those of the host")
 def test_runs(expected: dict[Any, list[Any]], request: pytest.FixtureRequest) -> None:
     """The steps are those of the host; storage may be replaced, optimizers be copied."""
     request.getfixturevalue("given_out")  # the expected ones are of the host
@@ -100,10 +78,9 @@ def test_runs(expected: dict[Any, list[Any]], request: pytest.FixtureRequest) ->
         same_bits(other_module, parameters)
 
 
-@SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_pickles() -> None:
-    """What is pickled with its module goes on with it."""
+    """An optimizer that is pickled with its module goes on with it."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
     opt, x = make(module), torch.randn(6, 4)
     pairs = [(module, opt), pickle.loads(pickle.dumps((module, opt)))]
@@ -116,7 +93,6 @@ def test_pickles() -> None:
     same_bits(pairs[1][0], list(module.parameters()))
 
 
-@SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_bfloat16_and_strides() -> None:
     """bfloat16, and gradients that are not contiguous."""
@@ -133,7 +109,6 @@ def test_bfloat16_and_strides() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@SIMULATED
 @pytest.mark.usefixtures("given_out")
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row-sparse gradients, devices of other kinds, and modules that were moved."""
@@ -145,8 +120,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_module()
     opt = make(module)
     train(module, opt, range(1))
-    for part in (arrays, device, thor_net, thor_torch):
-        monkeypatch.setattr(part, "framework_of", framework_of)
+    monkeypatch.undo()
     for p in module.parameters():
         p.data = p.data.clone()
     before = [p.detach().clone() for p in module.parameters()]

@@ -15,7 +15,7 @@ pytestmark = [*MARKS, only(STUB, GPU, reason="PyTorch has no tensors there")]
 
 
 FRAMEWORKS = ("torch",)
-"""Of these tests."""
+"""Frameworks of these tests."""
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_kernels_are_compiled_once(driver: dict[str, str], tmp_path: Path) -> No
 
 
 def test_kernels_are_compiled_ahead(driver: dict[str, str], tmp_path: Path) -> None:
-    """What ``fusestep warmup --cuda`` has compiled no step compiles."""
+    """No step compiles kernels that ``fusestep warmup --cuda`` has compiled."""
     kept = {"FUSESTEP_CACHE_DIR": str(tmp_path)}
     warmup = "-m", "fusestep", "warmup", "--cuda", "--plain", "--rule", "adam"
     done = run(driver, *warmup, **kept)
@@ -188,7 +188,7 @@ def replaced(place: str, value: str) -> str:
 def test_versions_that_do_not_fit(
     driver: dict[str, str], program: str, version: str, text: str, tmp_path: Path
 ) -> None:
-    """It is said before anything is compiled."""
+    """Versions that do not fit are told of before anything is compiled."""
     kept = {"FUSESTEP_CACHE_DIR": str(tmp_path), "FUSESTEP_STUB_VERSION": version}
     done = run(driver, "-c", COUNT + "CUDADispatcher.compile = None\n" + program, **kept)
     assert done.returncode == 1

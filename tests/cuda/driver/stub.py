@@ -21,7 +21,7 @@ def _headers() -> Path | None:
 
 
 def lacks() -> str:
-    """What is missing to build it or to run anything under it; "" for nothing."""
+    """The requirement that is missing to build it or to run under it; "" for none."""
     if find_spec("numba_cuda") is None or _headers() is None:
         return 'needs numba-cuda and CUDA headers: pip install ".[sass]"'
     return "" if shutil.which("cc") else "needs a C compiler"

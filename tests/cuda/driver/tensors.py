@@ -36,7 +36,7 @@ def _memory(n_bytes: int) -> Any:
 
 
 class _OnDevice(TorchFunctionMode):
-    """Whatever is asked for on the device is made on the host, in memory of the driver."""
+    """Tensors that are asked for on the device are made on the host, in the driver's memory."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

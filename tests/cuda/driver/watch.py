@@ -48,7 +48,7 @@ def _library() -> Any:
 
 
 class Order:
-    """What each stream has enqueued, and what of others it has waited for: counts by stream."""
+    """Counts by stream of all that each has enqueued, and of others waited for."""
 
     def __init__(self) -> None:
         self._behind: dict[int, dict[int, int]] = {}
@@ -59,7 +59,7 @@ class Order:
         return self._behind.setdefault(stream, {**self._host, stream: 0})
 
     def use(self, stream: int, word: int) -> None:
-        """Something enqueued on a stream has a word, which may be an address."""
+        """A stream enqueues work with a word, which may be an address."""
         own = self._of(stream)
         own[stream] += 1
         for (begin, end), uses in self._uses.items():
@@ -67,16 +67,16 @@ class Order:
                 uses[stream] = own[stream]
 
     def event(self, stream: int) -> dict[int, int]:
-        """What is behind one that is recorded now."""
+        """Counts that are behind an event that is recorded now."""
         return dict(self._of(stream))
 
     def wait(self, stream: int, event: dict[int, int]) -> None:
-        """What comes next on a stream comes after an event."""
+        """Later work on a stream comes after an event."""
         own = self._of(stream)
         own.update({other: max(count, own.get(other, 0)) for other, count in event.items()})
 
     def wait_on_host(self, event: dict[int, int]) -> None:
-        """Whatever comes next comes after an event."""
+        """All later work comes after an event."""
         for stream in [*self._behind]:
             self.wait(stream, event)
         for stream, count in event.items():

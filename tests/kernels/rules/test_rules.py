@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.formula import running_power
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import mxnet
-from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference
 
@@ -120,38 +117,3 @@ def test_amsgrad_keeps_a_nan_of_v() -> None:
     hp, _ = scalars("amsgrad", np.float64)
     _, _, v, vhat = rules.adam_amsgrad(1.0, np.nan, 0.0, 0.5, 7.0, hp)
     assert np.isnan([v, vhat]).all()
-
-
-PROLOGUE = (prologues.COUPLED_DECAY, prologues.SCALE)
-# Neither is exact in binary, so that their rounding counts.
-DECAY_FACTOR, GRAD_SCALE = 0.003, 0.3
-
-
-def run_compiled(
-    name: str, arrays: list[np.ndarray], g: np.ndarray, prologue: tuple[Any, ...]
-) -> None:
-    """One compiled step on `arrays` (parameter, then states), in place."""
-    rule, real = RULES[name][0], np.float64 if arrays[0].dtype == np.float64 else np.float32
-    hp, _ = scalars(name, real)
-    row = (*hp, DECAY_FACTOR, 0.0, GRAD_SCALE) if prologue else hp
-    assert len(hp_type(rule, prologue)._fields) == len(row)
-    variables, places = Variables.of([tuple(arrays)]), np.array([g.ctypes.data])
-    given = places, STORAGES[g.dtype], np.array([row], real), np.zeros(1, np.int64)
-    commit([DenseUpdate(rule, prologue, variables, *given).prepared()])
-
-
-def largest_terms(
-    name: str, w: Any, g: Any, states: list[Any], hp: Any, expected: tuple[Any, ...]
-) -> list[np.ndarray]:
-    """What each result is a sum of, with every term's absolute value.
-
-    Moments: both summands. The step: the numerator so measured over the denominator that the
-    rounding errors are divided by. A parameter: its old value, the step and the decay.
-    """
-    m, v = reference.moments(np.abs(g), np.abs(states[0]), states[1], hp)
-    ahead = hp.beta1 * m + hp.one_minus_beta1 * np.abs(g) if "nesterov" in name else m
-    denominator = np.sqrt(expected[3] if name == "amsgrad" else expected[2]) + hp.epsilon
-    rate = hp.lr if "decay" in name else hp.step_size
-    step = rate * ahead / denominator
-    old = 0.0 if name.endswith("delta") else np.abs(w) * (1 + hp.lr * hp.decay)
-    return [old + step, m, v, *([expected[-1]] if name == "amsgrad" else [])]
