@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,6 +114,8 @@ class MappedFiles:
         folder: made if it is not there.
         fill: write states of more than a page that begin with another number than 0, or with the
             weight (``accum`` of Adagrad and FTRL, masters); False: they raise.
+        reads_ahead: let the system read and map pages around those that a step touches: for dense
+            gradients, which touch all. False, for rows that lie far apart: no page but theirs.
 
     Raises:
         OSError: the folder or a file cannot be made, or the disk has no room.
@@ -131,8 +134,10 @@ class MappedFiles:
     [2]
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, fill: bool = False) -> None:
-        self.folder, self.fill = Path(folder), fill
+    def __init__(
+        self, folder: str | os.PathLike[str], *, fill: bool = False, reads_ahead: bool = False
+    ) -> None:
+        self.folder, self.fill, self.reads_ahead = Path(folder), fill, reads_ahead
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(
@@ -184,8 +189,13 @@ class MappedFiles:
             part.unlink(missing_ok=True)
             raise
 
-    @staticmethod
-    def _mapped(file: Path, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int) -> np.ndarray:
+    def _mapped(
+        self, file: Path, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int
+    ) -> np.ndarray:
         if not math.prod(shape):
             return np.zeros(shape, dtype)
-        return np.memmap(file, dtype, "r+", begin, shape or (1,)).reshape(shape)
+        with file.open("r+b") as opened:
+            memory = mmap.mmap(opened.fileno(), 0)
+        if not self.reads_ahead and hasattr(mmap, "MADV_RANDOM"):
+            memory.madvise(mmap.MADV_RANDOM)
+        return np.ndarray(shape, dtype, memory, begin)
