@@ -297,8 +297,8 @@ def scaling(kernel: Kernel, compiler: Compiler) -> Any:
 def placed(kernel: Kernel, compiler: Compiler) -> Any:
     """``place(hp, first)``: the scalars of elements that begin at number ``first`` of their tensor.
 
-    With random bits these also have ``begin``, to which the number of an element is added, and
-    ``key``: two words that a tensor has in a step.
+    With random bits these also have ``rounding_begin``, to which the number of an element is added,
+    and ``rounding_key``: two words that a tensor has in a step.
     """
     keeping = kernel.rule.keeping
     if keeping is None or not keeping.hp:
@@ -307,7 +307,7 @@ def placed(kernel: Kernel, compiler: Compiler) -> Any:
     scalars = [f"hp[{k}]" for k in range(len(fields))]
     low, high, *key = (f"hp[{kernel.column[name]}]" for name in keeping.hp)
     words = [f"whole(word({low}, {high}) + whole(first))", f"word({', '.join(key)})"]
-    names = {"cls": namedtuple("hp", (*fields, "begin", "key")), "whole": np.uint32}
+    names = {"cls": namedtuple("hp", (*fields, "rounding_begin", "rounding_key")), "whole": np.uint32}
     names["word"] = compiler.part(_word)
     return compiler.inlined(
         _written("hp, first", (f"return cls({', '.join((*scalars, *words))})",), names)

@@ -41,9 +41,9 @@ def _left(x: Any, rounded: Any) -> Any:
 # Each operation is wrapped: Numba types uint32 op uint32 as uint64.
 def _bits(i: Any, hp: Any) -> Any:
     """A hash of the place of an element: two rounds of ``lowbias32`` (Wellons, 2018), keyed."""
-    x = np.uint32(np.uint32(i) + hp.begin)
+    x = np.uint32(np.uint32(i) + hp.rounding_begin)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
-    x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ hp.key)
+    x = np.uint32(np.uint32(x * np.uint32(0x7FEB352D)) ^ hp.rounding_key)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
     x = np.uint32(x * np.uint32(0x846CA68B))
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
@@ -57,7 +57,7 @@ KAHAN = Keeping("kahan", (State("remainder", dtype=PARAMETER),), _joined, _left)
 """A rounded weight, and what rounding has cut off, rounded too (Kahan's compensated sum)."""
 COPY = Keeping("copy", (State("copy"),), _weight, _all)
 """A weight that is never rounded, and a copy of it in another dtype, written on the way."""
-STOCHASTIC = Keeping("stochastic", bits=_bits, hp=("begin0", "begin1", "key0", "key1"))
+STOCHASTIC = Keeping("stochastic", bits=_bits, hp=tuple(f"rounding{k}" for k in range(4)))
 """A weight that is rounded up or down at random (stochastic rounding), with the scalars of
 `random_scalars`."""
 KEEPINGS: dict[str, Keeping | None] = {

@@ -91,8 +91,8 @@ class Keeping(_Constant):
         store: ``store(x, rounded)``: what is written beside the weight, a tuple, for its new value
             ``x`` and what is left of this where the weight itself is stored.
         bits: ``bits(i, hp)``: 32 random bits by which element ``i`` is rounded up or down; None: to
-            the nearest. ``hp`` has the scalars, and `begin` and `key`.
-        hp: the scalars from which these follow.
+            the nearest. ``hp`` has the scalars, and ``rounding_begin`` and ``rounding_key``.
+        hp: the scalars from which these two follow.
     """
 
     name: str

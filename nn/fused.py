@@ -386,13 +386,16 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         the number of threads.
 
         Raises:
-            TypeError, ValueError: another value is assigned.
+            TypeError, ValueError: another value is assigned, or one with another ``rounding``.
         """
         return int(self._seed[0])
 
     @rounding_seed.setter
     def rounding_seed(self, value: int) -> None:
         where, name = self._name, "rounding_seed"
+        if self.rounding != STOCHASTIC.name:
+            wrong, got = "is of no use", f"rounding={self.rounding!r}"
+            reject(ValueError, where, name, wrong, f"rounding={STOCHASTIC.name!r}", got)
         if not is_int(value):
             reject(TypeError, where, name, "has a wrong type", "an int", type(value).__name__)
         check.in_range(where, name, value, 0 <= value < 1 << 63, "from 0 to 2**63 - 1")

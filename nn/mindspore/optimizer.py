@@ -16,6 +16,7 @@ from mindspore.graph.jit_context import jit_context
 from mindspore.nn import Cell
 
 from ...ops.runtime.errors import reject, reject_unknown
+from ..base.state_files import maker_of_states
 from ..fused import FusedOptimizer
 from .binding import Binding, Scheduled
 
@@ -62,6 +63,9 @@ class Fused(nn.Optimizer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         signature, where = self.__signature__, type(self).__name__
         check_context(where)
+        if maker_of_states() is not None:
+            wrong, expected = "is of no use", "states of MindSpore's Parameters"
+            reject(ValueError, where, "states_in", wrong, expected, "a function")
         reject_unknown(where, options, signature.parameters)
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()

@@ -195,7 +195,11 @@ class Fused(Declaration, _Base):
         ):
             group.update({name: x for name, x in own.items() if name not in of_file})
             for parameter, key in zip(group["params"], of_file["params"], strict=True):
-                keep_dtypes(self.state.get(parameter, {}), saved["state"].get(key, {}))
+                state = self.state.get(parameter, {})
+                keep_dtypes(state, saved["state"].get(key, {}))
+                if self._maker is not None:  # what was loaded goes to where states are
+                    for role in state:
+                        state[role] = self._moved(parameter, role, torch.as_tensor(state[role]))
         self._steps = Steps()
 
     def _check_shapes(

@@ -71,7 +71,21 @@ def pooled(record: Record, pooling: str, dtype: Any, **options: Any) -> None:
     record.add(tables, opt.state_dict())
 
 
+def lost(record: Record, given: Given, rounding: str) -> None:
+    """Shares of updates that 16 bits lose, before and after a step."""
+    params = given.parameters()
+    opt = nn.Adam(params, 1e-3, rounding=rounding)
+    for step in range(2):
+        gradients = given.gradients(params, step)
+        record.attempt(nn.rounded_away, opt, gradients)
+        record.attempt(opt, gradients)
+    record.add(params, opt.state_dict())
+
+
 def of_gradients() -> Cases:
+    for rounding in ("nearest", "master", "kahan", "stochastic"):
+        case = partial(lost, given=Given("dense", (np.dtype(np.float16),)), rounding=rounding)
+        yield f"nn.rounded_away({rounding})", case
     yield from of_subject("ops", "clip_by_global_norm", Subject(norms, {}, EVERY_PLAN, "mixed"))
     yield from of_subject("ops", "SparseGatherV2", Subject(looked_up, {}, OF_ROWS, "widths"))
     for dtype in STORAGE_DTYPES:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cpu.threads import allocation
 
@@ -72,9 +73,7 @@ def placed(array: np.ndarray, place: int) -> np.ndarray:
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("width", [1, 3, 16, 33, 700])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_begin_anywhere(
-    dtype: Any, width: int, locked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_begin_anywhere(dtype: Any, width: int, locked: bool) -> None:
     """Tables, states and gradients after each multiple of an element: the same bits."""
     rng = np.random.default_rng(width)
     n, batch = 60, 90  # rows that occur once, some times, and never
@@ -83,14 +82,13 @@ def test_rows_begin_anywhere(
     indices = rng.integers(0, n, batch)
     results = []
     for place in range(0, LINE, np.dtype(dtype).itemsize):
-        places = iter((place * k) % LINE for k in (3, 5))
+        at = {"moment1": place * 3 % LINE, "moment2": place * 5 % LINE}
 
-        def full(shape: Any, value: float, dtype: Any, places: Any = places) -> np.ndarray:
-            return placed(np.full(shape, value, dtype), next(places))
+        def make(name: str, shape: Any, dtype: Any, initial: Any, at: Any = at) -> np.ndarray:
+            return placed(np.full(shape, initial, dtype), at.get(name.split(".")[0], 0))
 
         parameter = placed(table, place)
-        with monkeypatch.context() as patched:
-            patched.setattr("fusestep.kernels.cpu.threads.allocation.full", full)
+        with fusestep.states_in(make):
             optimizer = nn.LazyAdam([parameter], use_locking=locked)
         rows = ops.RowTensor(indices, placed(values, place * 7 % LINE), table.shape)
         for _ in range(2):

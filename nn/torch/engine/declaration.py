@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ....kernels.formula import Numbers
@@ -131,7 +132,7 @@ class Declaration(ABC):
             state = new[parameter] = {**state, COPY.name: copied}
         is_new = all(state.get(role) is None for role in (roles or state) if role != COPY.name)
         if is_new and (made := self._new_state(group, parameter, choice)):
-            state = new[parameter] = {**made, **state}  # beside what a user may have there
+            state = new[parameter] = {**state, **made}  # beside what a user may have there
         elif made := beside_of(parameter, choice.rule.beside, state):
             state = new[parameter] = {**state, **made}
             if not self._has_warned and float(state.get("step", 1.0)) > 0.0:
@@ -195,7 +196,7 @@ class Declaration(ABC):
         if self._maker is not None:
             makes = {role: self._making(parameter, role) for role in (*made, *choice.states)}
             for role, value in made.items():
-                made[role] = tensor_of(makes[role]((), np.dtype(np.float32), float(value)))
+                made[role] = self._made(parameter, role, torch.as_tensor(value))
         dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
         rule = choice.rule.on(tuple(parameter.shape))
         for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
@@ -210,6 +211,18 @@ class Declaration(ABC):
                 initial = self.initial(role, group)
                 made[role] = element_state(parameter, state, initial, dtype, makes.get(role))
         return made
+
+    def _made(self, parameter: Tensor, role: str, like: Tensor) -> Tensor:
+        """A state where `states_in` says, of a shape; a single number, in float32, begins so."""
+        initial, dtype = 0.0, like.dtype
+        if like.dim() == 0:
+            initial, dtype = like.item(), torch.float32
+        make = self._making(parameter, role)
+        return tensor_of(make(tuple(like.shape), NUMBERS[dtype], initial))
+
+    def _moved(self, parameter: Tensor, role: str, state: Tensor) -> Tensor:
+        """A state that was loaded, where `states_in` says."""
+        return self._made(parameter, role, state).copy_(state)
 
     def _making(self, parameter: Tensor, role: str) -> Making:
         """The function that makes a state of a parameter where `states_in` says."""

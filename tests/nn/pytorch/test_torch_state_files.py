@@ -84,6 +84,28 @@ def test_names_and_lifetimes(tmp_path: Path) -> None:
     assert not fused.AdamW([w]).state  # after the context
 
 
+def test_what_is_loaded_goes_to_the_files(tmp_path: Path) -> None:
+    runs = []
+    for mapped in (False, True):
+        w = torch.nn.Parameter(torch.ones(64, 32, dtype=torch.bfloat16))
+        first = fused.AdamW([w], lr=0.1, rounding="master")
+        for step in range(4):
+            w.grad = torch.full_like(w, step + 1.0)
+            if mapped and step == 2:
+                with fusestep.states_in(fusestep.MappedFiles(tmp_path, fill=True)):
+                    other = fused.AdamW([w], lr=0.1, rounding="master")
+                other.load_state_dict(first.state_dict())
+                first = other
+            first.step()
+        runs.append(everything(first))
+    assert_same_bits(*runs)
+    with fusestep.states_in(fusestep.MappedFiles(tmp_path)):
+        again = fused.AdamW([w], lr=0.1, rounding="master")
+    w.grad = torch.zeros_like(w)
+    again.step()
+    assert again.state[w]["step"] == 5.0
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_classes_that_cannot(name: str, tmp_path: Path) -> None:
     maker = fusestep.MappedFiles(tmp_path)
