@@ -307,8 +307,8 @@ def placed(kernel: Kernel, compiler: Compiler) -> Any:
     scalars = [f"hp[{k}]" for k in range(len(fields))]
     low, high, *key = (f"hp[{kernel.column[name]}]" for name in keeping.hp)
     words = [f"whole(word({low}, {high}) + whole(first))", f"word({', '.join(key)})"]
-    names = {"cls": namedtuple("hp", (*fields, "rounding_begin", "rounding_key")), "whole": np.uint32}
-    names["word"] = compiler.part(_word)
+    names: dict[str, Any] = {"whole": np.uint32, "word": compiler.part(_word)}
+    names["cls"] = namedtuple("hp", (*fields, "rounding_begin", "rounding_key"))
     return compiler.inlined(
         _written("hp, first", (f"return cls({', '.join((*scalars, *words))})",), names)
     )
