@@ -192,19 +192,20 @@ class Declaration(ABC):
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts(group) else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
+        dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
         makes = {}
         if self._maker is not None:
-            makes = {role: self._making(parameter, role) for role in (*made, *choice.states)}
+            makes = {role: self._making(parameter, role) for role in shapes}
             for role, value in made.items():
                 made[role] = self._made(parameter, role, torch.as_tensor(value))
-        dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
         rule = choice.rule.on(tuple(parameter.shape))
         for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
             if state.per != "element":
                 own = self._dtype_of(state, parameter, dtype)
                 value = self.initial(role, group)
                 if role in makes:
-                    made[role] = tensor_of(makes[role](tuple(shape), NUMBERS[own], value))
+                    kind = NUMBERS[own or parameter.dtype]
+                    made[role] = tensor_of(makes[role](tuple(shape), kind, value))
                 else:
                     made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
             elif role != COPY.name:
