@@ -114,7 +114,8 @@ def test_a_step_is_that_of_the_float32_weight(
             assert float(state.get("step", step + 1)) == step + 1
             others = {n: t for n, t in state.items() if n not in own}
             assert others.keys() == theirs.state[q].keys()
-            assert_same_bits(others.values(), theirs.state[q].values())
+            known = others.values(), theirs.state[q].values()
+            assert_same_bits(*(map(torch.as_tensor, values) for values in known))
 
 
 @EACH_FORM
