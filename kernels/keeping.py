@@ -10,6 +10,7 @@ row-wise one; its own function knows nothing of it.
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ KEEPINGS: dict[str, Keeping | None] = {
 """By name; ``"nearest"`` is the weight alone, rounded to the nearest number that can be stored."""
 
 
+@cache
 def key_of(name: str) -> int:
     """The key of a parameter's random bits: 64 bits that follow from its name alone."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

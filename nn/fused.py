@@ -21,7 +21,7 @@ from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
-from .base.arguments import Fixed, clip_limit, gradients_of, is_int, next_step
+from .base.arguments import Fixed, clip_limit, gradients_of, next_step, seed
 from .base.checkpoint import as_state
 from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
@@ -396,10 +396,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if self.rounding != STOCHASTIC.name:
             wrong, got = "is of no use", f"rounding={self.rounding!r}"
             reject(ValueError, where, name, wrong, f"rounding={STOCHASTIC.name!r}", got)
-        if not is_int(value):
-            reject(TypeError, where, name, "has a wrong type", "an int", type(value).__name__)
-        check.in_range(where, name, value, 0 <= value < 1 << 63, "from 0 to 2**63 - 1")
-        self._seed[0] = value
+        self._seed[0] = seed(where, name, value)
 
     @property
     def skipped_steps(self) -> int:
@@ -456,13 +453,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         Raises:
             ValueError: some share memory. Nothing has changed then.
         """
-        names = [f"parameter {p.name!r}" for p in self.parameters]
-        arrays = [*parameters]
-        for role, of_each in states.items():
-            names += [f"state {role!r} of {p.name!r}" for p in self.parameters]
-            arrays += of_each
-        pairs = [(n, a) for n, a in zip(names, arrays, strict=True) if a is not None]
-        check.no_overlap(self._name, [n for n, _ in pairs], [a for _, a in pairs])
+        self._check_apart(parameters, states)
         for parameter, array in zip(self.parameters, parameters, strict=True):
             parameter.rebind(array)
         self._states, self._global_step = states, global_step

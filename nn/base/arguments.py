@@ -56,6 +56,14 @@ def _float_up_to(end: float, expected: str, where: str, name: str, value: Any, r
     return float(value)
 
 
+def seed(where: str, name: str, value: Any) -> int:
+    """An int from 0 to 2**63 - 1."""
+    if not is_int(value):
+        reject(TypeError, where, name, "has a wrong type", "an int", type(value).__name__)
+    check.in_range(where, name, value, 0 <= value < 1 << 63, "from 0 to 2**63 - 1")
+    return int(value)
+
+
 def betas_and_eps(
     where: str, params: Any, beta1: Any, beta2: Any, eps: Any
 ) -> tuple[float, float, float]:

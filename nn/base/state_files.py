@@ -16,8 +16,8 @@ from urllib.parse import quote
 import numpy as np
 
 from ...kernels.files import check_target
-from ...ops.runtime.check import FLOAT_NAMES
 from ...ops.runtime.errors import reject
+from .checkpoint import CODES
 
 StateMaker = Callable[[str, tuple[int, ...], np.dtype[Any], Any], np.ndarray]
 """``make(name, shape, dtype, initial)``: the array of a state, which begins with a number or with
@@ -25,8 +25,6 @@ the numbers of an array, ``initial``, or goes on where it ended."""
 
 _maker: ContextVar[StateMaker | None] = ContextVar("maker of states", default=None)
 _PAGE = 4_096
-_CODES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16",
-          "int32": "I32", "int64": "I64"}  # fmt: skip
 _WHERE = "MappedFiles"
 
 
@@ -166,10 +164,11 @@ class MappedFiles:
     @staticmethod
     def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
         """The head of a file: of safetensors, up to the end of a page."""
-        if dtype.name not in _CODES:
-            reject(TypeError, _WHERE, f"state {name!r}", "has a wrong dtype", FLOAT_NAMES, dtype)
+        if dtype.name not in CODES:
+            expected = ", ".join(CODES)
+            reject(TypeError, _WHERE, f"state {name!r}", "has a wrong dtype", expected, dtype)
         n_bytes = math.prod(shape) * dtype.itemsize
-        tensor = {"dtype": _CODES[dtype.name], "shape": [*shape], "data_offsets": [0, n_bytes]}
+        tensor = {"dtype": CODES[dtype.name], "shape": [*shape], "data_offsets": [0, n_bytes]}
         text = json.dumps({"__metadata__": {"format": "fusestep"}, name: tensor}).encode()
         text = text.ljust(-(-(len(text) + 8) // _PAGE) * _PAGE - 8)
         return len(text).to_bytes(8, "little") + text

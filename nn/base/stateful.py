@@ -52,10 +52,7 @@ class StatefulOptimizer(Optimizer):
         self._states = self._new_states(states)
         self._steps = self._made("step", (len(self.parameters),), np.int64, 0)
         if maker_of_states() is not None and self._works_on_host:
-            for p in self.parameters:
-                self.check_rebinding(p, p.array)
-            states = [array for arrays in self._states_of_each() for array in arrays]
-            check.no_overlap(self._name, [f"a state of {self._name}"] * len(states), states)
+            self._check_apart([p.array for p in self.parameters], self._states)
 
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:
@@ -112,6 +109,16 @@ class StatefulOptimizer(Optimizer):
                 what, expected = f"the gradient of {parameter.name!r}", "None"
                 wrong, fix = "is for another process", "; call the ShardedStates of the optimizer"
                 reject(ValueError, self._name, what, wrong, expected, "a gradient", fix)
+
+    def _check_apart(self, parameters: Sequence[Any], states: States) -> None:
+        """Refuse arrays of parameters and states that share memory."""
+        names = [f"parameter {p.name!r}" for p in self.parameters]
+        arrays = [*parameters]
+        for role, of_each in states.items():
+            names += [f"state {role!r} of {p.name!r}" for p in self.parameters]
+            arrays += of_each
+        pairs = [(n, a) for n, a in zip(names, arrays, strict=True) if a is not None]
+        check.no_overlap(self._name, [n for n, _ in pairs], [a for _, a in pairs])
 
     def _states_of_each(self) -> list[tuple[Any, ...]]:
         """The states of each parameter, in the order of the roles."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
-from ...ops.runtime.errors import reject
 from ..base.own_rules import is_own
 from ..base.state_files import maker_of_states
 from .engine.declaration import Declaration
@@ -27,7 +26,7 @@ from .engine.options import (
     check_rounding,
     check_rows,
 )  # fmt: skip
-from .engine.part import Group, number, state_dtype_of
+from .engine.part import number, state_dtype_of
 from .engine.state import (
     cast_states,
     check_states,
@@ -122,13 +121,6 @@ class Fused(Declaration, _Base):
             if rule.is_row_wise:
                 check_rows(where, name, parameter)
 
-    def _check_maker(self, group: Group) -> None:
-        """Refuse `states_in` for a class whose states it cannot make."""
-        has_states = any(self.state.get(p) for p in group["params"])
-        if has_states or self.method(group).rule.scope == "step":
-            where, wrong = type(self).__name__, "cannot make its states"
-            reject(ValueError, where, "states_in", wrong, "another class", where)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; one that is refused is not kept."""
         self._steps = Steps()
@@ -198,26 +190,10 @@ class Fused(Declaration, _Base):
                 state = self.state.get(parameter, {})
                 keep_dtypes(state, saved["state"].get(key, {}))
                 if self._maker is not None:  # what was loaded goes to where states are
-                    for role in state:
-                        state[role] = self._moved(parameter, role, torch.as_tensor(state[role]))
+                    for role, x in [*state.items()]:
+                        loaded = torch.as_tensor(x)
+                        state[role] = self._made(parameter, role, loaded).copy_(loaded)
         self._steps = Steps()
-
-    def _check_shapes(
-        self, group: Group, keys: Iterable[tuple[Tensor, Any]], saved: Mapping[Any, Any]
-    ) -> None:
-        """Refuse states of elements in the place of those of rows, and the other way round."""
-        choice = self._choice(group)
-        if choice.rule.is_elementwise:
-            return  # PyTorch lets shapes be, and so does a step that finds them as they have to be
-        for parameter, key in keys:
-            for role, shape in self.shapes(choice, parameter).items():
-                state = saved.get(key, {}).get(role)
-                if isinstance(state, Tensor) and tuple(state.shape) != shape:
-                    label = f"state {role!r} of parameter {key}"
-                    found = tuple(state.shape)
-                    reject(
-                        ValueError, type(self).__name__, label, "has a wrong shape", shape, found
-                    )
 
     # The step
 

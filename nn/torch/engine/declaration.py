@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,6 +155,23 @@ class Declaration(ABC):
             wrong = f"lacks {', '.join(map(repr, missing))}"
             reject(RuntimeError, where, f"state of {name}", wrong, expected, [*state], fix)
 
+    def _check_shapes(
+        self, group: Group, keys: Iterable[tuple[Tensor, Any]], saved: Mapping[Any, Any]
+    ) -> None:
+        """Refuse states of elements in the place of those of rows, and the other way round."""
+        choice = self._choice(group)
+        if choice.rule.is_elementwise:
+            return  # PyTorch lets shapes be, and so does a step that finds them as they have to be
+        for parameter, key in keys:
+            for role, shape in self.shapes(choice, parameter).items():
+                state = saved.get(key, {}).get(role)
+                if isinstance(state, Tensor) and tuple(state.shape) != shape:
+                    label = f"state {role!r} of parameter {key}"
+                    found = tuple(state.shape)
+                    reject(
+                        ValueError, type(self).__name__, label, "has a wrong shape", shape, found
+                    )
+
     def _check(
         self, group: Group, choice: RuleChoice, name: str, parameter: Tensor, gradient: Any
     ) -> bool:
@@ -193,25 +210,30 @@ class Declaration(ABC):
         made = {"step": self._new_step()} if self._counts(group) else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
         dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
-        makes = {}
         if self._maker is not None:
-            makes = {role: self._making(parameter, role) for role in shapes}
             for role, value in made.items():
                 made[role] = self._made(parameter, role, torch.as_tensor(value))
         rule = choice.rule.on(tuple(parameter.shape))
         for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
+            make = self._making(parameter, role)
             if state.per != "element":
                 own = self._dtype_of(state, parameter, dtype)
                 value = self.initial(role, group)
-                if role in makes:
-                    kind = NUMBERS[own or parameter.dtype]
-                    made[role] = tensor_of(makes[role](tuple(shape), kind, value))
+                if make is not None:
+                    made[role] = tensor_of(make(shape, NUMBERS[own or parameter.dtype], value))
                 else:
                     made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
             elif role != COPY.name:
                 initial = self.initial(role, group)
-                made[role] = element_state(parameter, state, initial, dtype, makes.get(role))
+                made[role] = element_state(parameter, state, initial, dtype, make)
         return made
+
+    def _check_maker(self, group: Group) -> None:
+        """Refuse `states_in` for a class whose states it cannot make."""
+        has_states = any(self.state.get(p) for p in group["params"])
+        if has_states or self.method(group).rule.scope == "step":
+            where, wrong = type(self).__name__, "cannot make its states"
+            reject(ValueError, where, "states_in", wrong, "another class", where)
 
     def _made(self, parameter: Tensor, role: str, like: Tensor) -> Tensor:
         """A state where `states_in` says, of a shape; a single number, in float32, begins so."""
@@ -219,20 +241,18 @@ class Declaration(ABC):
         if like.dim() == 0:
             initial, dtype = like.item(), torch.float32
         make = self._making(parameter, role)
+        assert make is not None
         return tensor_of(make(tuple(like.shape), NUMBERS[dtype], initial))
 
-    def _moved(self, parameter: Tensor, role: str, state: Tensor) -> Tensor:
-        """A state that was loaded, where `states_in` says."""
-        return self._made(parameter, role, state).copy_(state)
-
-    def _making(self, parameter: Tensor, role: str) -> Making:
-        """The function that makes a state of a parameter where `states_in` says."""
+    def _making(self, parameter: Tensor, role: str) -> Making | None:
+        """The function that makes a state of a parameter; None where no `states_in` says it."""
+        if self._maker is None:
+            return None
         _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
         where = type(self).__name__
         if is_part(parameter) or parameter.is_cuda:
             expected = "whole parameters on the host, as states_in needs them"
             reject(RuntimeError, where, name, "is elsewhere", expected, "a device or processes")
-        assert self._maker is not None
         return partial(made_by, self._maker, where, f"{role}.{name}")
 
     def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002

@@ -13,7 +13,7 @@ from ....kernels.rule import Rule
 from ....kernels.tables import has_rows
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
-from ...base.arguments import is_int
+from ...base.arguments import seed
 from .memory import DTYPE_NAMES, DTYPES
 from .part import Group
 
@@ -135,11 +135,7 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
         reject(ValueError, where, "state_dtype", "is unknown", DTYPE_NAMES, dtype)
     if own["rounding"] not in ROUNDINGS:
         reject(ValueError, where, "rounding", "is unknown", ROUNDINGS, own["rounding"])
-    seed = own.get("rounding_seed", 0)
-    if not is_int(seed):
-        got = type(seed).__name__
-        reject(TypeError, where, "rounding_seed", "has a wrong type", "an int", got)
-    check.in_range(where, "rounding_seed", seed, 0 <= seed < 1 << 63, "from 0 to 2**63 - 1")
+    seed(where, "rounding_seed", own.get("rounding_seed", 0))
     for name in EPS_HAT.keys() & own.keys():
         check.flag(where, name, own[name])
 
