@@ -55,18 +55,28 @@ class Corpus:
 
 def read_standard_library(min_count: int) -> Corpus:
     """The standard library of the running interpreter, one document a file."""
+    documents = [WORD.findall(text) for text in standard_library()]
+    return build_corpus(documents, min_count, f"{len(documents)} files of the standard library")
+
+
+def standard_library() -> list[str]:
+    """The sources of the standard library of the running interpreter.
+
+    Raises:
+        DemoError: they are not installed.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         path
         for path in root.rglob("*.py")
         if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts)
     )
-    documents = [WORD.findall(text) for text in _readable_texts(files)]
-    if not documents:
+    texts = list(_readable_texts(files))
+    if not texts:
         raise DemoError(
             "this Python keeps no sources of its standard library; name a text with --text"
         )
-    return build_corpus(documents, min_count, f"{len(documents)} files of the standard library")
+    return texts
 
 
 def _readable_texts(files: Sequence[Path]) -> Iterator[str]:

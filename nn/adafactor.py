@@ -171,10 +171,10 @@ class AdaFactor(FusedOptimizer):
 
     # State
 
-    def _dtype_of(self, state: State, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def _dtype_of(self, state: State, i: int) -> np.dtype[Any]:
         if self.compression and state.name == "exp_avg_sq":
             return np.dtype(np.float16)
-        return super()._dtype_of(state, dtype)
+        return super()._dtype_of(state, i)
 
     def init_ada_factor_state(self, beta1: float | None) -> None:
         """Make the state anew, for another ``beta1``: zeros, and no update done.

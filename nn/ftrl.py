@@ -109,6 +109,7 @@ class FTRL(FusedOptimizer):
         super().__init__(**base, rule=rule, states=states)
 
     def _check_groups(self, groups: Groups) -> None:
+        super()._check_groups(groups)
         if groups.is_group_lr:
             wrong, got = "has a learning rate", "one of its own"
             fix = "; FTRL has one fixed learning rate"

@@ -13,16 +13,17 @@ import numpy as np
 
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
-from ..kernels.keeping import KEEPINGS, MASTER, STOCHASTIC, key_of, random_scalars
-from ..kernels.rule import Rule
+from ..kernels.keeping import COPY, KEEPINGS, MASTER, STOCHASTIC, key_of, random_scalars
+from ..kernels.rule import Keeping, Rule
 from ..kernels.rules.gradient import CLIP
-from ..kernels.state import PARAMETER, State
+from ..kernels.state import State
 from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, clip_limit, gradients_of, next_step, seed
 from .base.checkpoint import as_state
+from .base.groups import FUSED_KEYS, Groups, ParameterOptions
 from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
@@ -79,6 +80,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             with its own L2 norm; a norm that is not finite makes NaN. An extra pass reads the
             gradient. Not for parameters on a CUDA device, unless the arithmetic is on the host.
 
+    A group may have ``rounding``, and ``copies``: an array of float16 or bfloat16, or None, for
+    each of its float32 parameters, of the same shape and on the same device. A step writes it with
+    the parameter, rounded to the nearest. Copies are not in `state_dict`.
+
     ``clipvalue`` and ``clipnorm`` are Keras's, exclude each other, and are fixed at construction. A
     gradient is centralized, divided by the loss scale and clipped; then a coupled weight decay is
     added. Duplicate rows of a row-sparse gradient are summed first.
@@ -111,6 +116,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
+    keepings: tuple[Keeping | None, ...]  # how each parameter is kept
+    _group_keys = FUSED_KEYS
     _rate_lag = 0  # a step uses the learning rate of so many steps before
     _stays_on_host = False  # whether `target` cannot be changed
     # What errors about row-sparse gradients say of expected and got.
@@ -146,26 +153,19 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         check_rule(self._name, rule, states, self.sparse_update)
         if self.clipvalue is not None:
             check_apart(self._name, rule, CLIP)
-        self.rounding, kept = rounding, declared(rule, states)
-        if keeping := KEEPINGS[self.rounding]:
-            if rule.lines or rule.matrix:
-                expected = "'nearest': it does not fit a rule on matrices"
-                reject(ValueError, self._name, "rounding", "is impossible", expected, rounding)
-            rule, kept = rule.kept(keeping), (*kept, *keeping.beside)
-            state_dtype = np.float32 if state_dtype is None and keeping is MASTER else state_dtype
+        self.rounding = rounding
         self._rule, self._moved_to_host, self._may_differ = rule, False, False
         super().__init__(
-            learning_rate, parameters, weight_decay, loss_scale, states=kept,
+            learning_rate, parameters, weight_decay, loss_scale, states=declared(rule, states),
             state_dtype=state_dtype,
         )  # fmt: skip
-        self._check_rounding()
         check_compiled(self._name, rule, (p.dtype for p in self.parameters))
         self._check_rows()
         if rule.is_two_stage and self._rows_need is FusedOptimizer._rows_need:
             self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped, self._seed = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        if self.rounding == STOCHASTIC.name:
+        if STOCHASTIC in self.keepings:
             self._seed = self._made("rounding_seed", (1,), np.int64, 0)
         self.numbers = {
             name: self._made(name, x.shape, x.dtype, x) for name, x in self.numbers.items()
@@ -179,16 +179,40 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             reject(ValueError, self._name, "clipnorm", wrong, expected, f"CUDA device {device}")
         return device
 
-    def _check_rounding(self) -> None:
-        """Refuse parameters that are not of 16 bits, or not on the host, if `rounding` needs it."""
-        for p in self.parameters if self.rounding != "nearest" else ():
-            label, wrong = f"parameter {p.name!r}", f"does not fit rounding={self.rounding!r}"
-            if p.dtype.itemsize != 2:
+    def _check_groups(self, groups: Groups) -> None:
+        """Find how each parameter is kept, and refuse ways that do not fit it or the rule."""
+        self.keepings = tuple(map(self._keeping_of, groups.options))
+        for i, (option, keeping) in enumerate(zip(groups.options, self.keepings, strict=True)):
+            if keeping is None:
+                continue
+            way = "copies" if keeping is COPY else f"rounding={keeping.name!r}"
+            p, wrong = option.parameter, f"does not fit {way}"
+            label = f"parameter {p.name or i!r}"
+            if self._rule.lines or self._rule.matrix:
+                expected, got = "'nearest': it does not fit a rule on matrices", way
+                reject(ValueError, self._name, "rounding", "is impossible", expected, got)
+            if keeping is not COPY and p.dtype.itemsize != 2:
                 reject(ValueError, self._name, label, wrong, "float16 or bfloat16", p.dtype)
-            if self.rounding == STOCHASTIC.name and not self._works_on_host:
-                reject(
-                    ValueError, self._name, label, wrong, "the host", f"CUDA device {self._device}"
-                )
+            if keeping is STOCHASTIC and p.is_on_device and not self._stays_on_host:
+                reject(ValueError, self._name, label, wrong, "the host", "a CUDA device")
+        if COPY in self.keepings:
+            arrays = [o.parameter.array for o in groups.options]
+            names = [f"parameter {o.parameter.name or i!r}" for i, o in enumerate(groups.options)]
+            copies = [o.copy for o in groups.options if o.copy is not None]
+            names += ["an array of copies"] * len(copies)
+            check.no_overlap(self._name, names, [*arrays, *copies])
+
+    def _keeping_of(self, option: ParameterOptions) -> Keeping | None:
+        rounding = option.rounding
+        if rounding is not None:
+            _way_of_rounding(self._name, "rounding of a group", rounding)
+        rounding = rounding or self.rounding
+        if option.copy is None:
+            return KEEPINGS[rounding]
+        if rounding != "nearest":
+            wrong = "excludes copies"
+            reject(ValueError, self._name, f"rounding={rounding!r}", wrong, "'nearest'", "both")
+        return COPY
 
     def _check_rows(self) -> None:
         """Refuse parameters without rows, or with rows without elements, if rows are measured."""
@@ -204,7 +228,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def _method(self) -> Method:
         """The update of a step, with the present options."""
         draws = None
-        if self.rounding == STOCHASTIC.name:
+        if STOCHASTIC in self.keepings:
             keys = np.array([key_of(str(p.name)) for p in self.parameters], np.uint64)
             draws = partial(_drawn, self._seed, keys)
         return Method(self._rule, self.formula(), draws=draws)
@@ -240,6 +264,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._rows_need,
             [i for i, option in enumerate(self._groups.options) if option.centralize],
             row_wise=self._rule.is_row_wise,
+            keepings=self.keepings,
         )
 
     def _condition(self) -> None:
@@ -393,10 +418,19 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     @rounding_seed.setter
     def rounding_seed(self, value: int) -> None:
         where, name = self._name, "rounding_seed"
-        if self.rounding != STOCHASTIC.name:
+        if STOCHASTIC not in self.keepings:
             wrong, got = "is of no use", f"rounding={self.rounding!r}"
             reject(ValueError, where, name, wrong, f"rounding={STOCHASTIC.name!r}", got)
         self._seed[0] = seed(where, name, value)
+
+    @property
+    def copies(self) -> tuple[Any, ...]:
+        """The arrays of 16 bits that a step writes beside the parameters; None where there is none.
+
+        Those of the groups; a copy of the optimizer has copies of them. No part of the state.
+        """
+        copies = self._states.get(COPY.name, (None,) * len(self.parameters))
+        return tuple(x.native() if isinstance(x, DeviceArray) else x for x in copies)
 
     @property
     def skipped_steps(self) -> int:
@@ -440,6 +474,31 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             return None
         return rule.shape_of(state, shape)
 
+    def _new_states(self, states: Sequence[State]) -> States:
+        """The states of the rule, then those that lie beside the weights of some parameters."""
+        made = super()._new_states(states)
+        kept = [keeping.beside if keeping else () for keeping in self.keepings]
+        for state in dict.fromkeys(state for beside in kept for state in beside):
+            if state.name in made:
+                wrong, expected = f"has a state {state.name!r}", "another name beside this rounding"
+                reject(ValueError, self._name, "rule", wrong, expected, state.name)
+            made[state.name] = tuple(
+                self._new_state(state, i) if state in beside else None
+                for i, beside in enumerate(kept)
+            )
+        return made
+
+    def _new_state(self, state: State, i: int) -> Any:
+        is_copy = state in COPY.beside
+        return self._groups.options[i].copy if is_copy else super()._new_state(state, i)
+
+    def _state_dtype_of(self, i: int) -> np.dtype[Any] | None:
+        is_wide = self._state_dtype is None and self.keepings[i] is MASTER
+        return np.dtype(np.float32) if is_wide else self._state_dtype
+
+    def _saved_states(self) -> States:
+        return {role: arrays for role, arrays in self._states.items() if role != COPY.name}
+
     def keep_states(self, of: Sequence[bool]) -> None:
         """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
         super().keep_states(of)
@@ -467,26 +526,43 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of `StatefulOptimizer.state_arrays`, and a seed if there is one."""
         arrays = super().state_arrays()
-        if self.rounding == STOCHASTIC.name:
+        if STOCHASTIC in self.keepings:
             arrays["rounding_seed"] = self._seed
         return arrays
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
         """Take over a `state_dict`, after checking all of it (`Optimizer.load_state_dict`).
 
         What lies beside the weights may be missing, as in a state of an optimizer that rounds to
         the nearest: it begins anew, with one warning.
+
+        Args:
+            state: as `Optimizer.load_state_dict`.
+            from_masters: parameters become their masters, rounded. By default the weights stay, and
+                a master that makes another one begins at it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `Optimizer.load_state_dict`, or there are no masters
+                for ``from_masters``. Nothing has changed then.
         """
+        check.flag(self._name, "from_masters", from_masters)
         given, own = as_state(self._name, state), self.state_arrays()
         names = [
             self._state_name(state.name, str(p.name))
-            for state in self._rule.beside
-            for p in self.parameters
+            for p, keeping in zip(self.parameters, self.keepings, strict=True)
+            for state in (keeping.beside if keeping else ())
         ]
-        if missing := [name for name in names if name not in given and name in own]:
+        missing = [name for name in names if name not in given and name in own]
+        if missing:
             given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
+        masters = self._masters()
+        if from_masters and not (masters and missing == []):
+            wrong, expected = "is impossible", "a state with masters, of weights beside masters"
+            reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
         super().load_state_dict(given)
         self._may_differ = True
+        for p, master in masters if from_masters else ():
+            _assign(p.array, _on_host(master).astype(p.dtype))
         if missing:
             self._begin_at_weights(warns=False)
             warnings.warn(f"{self._name}: {missing[0]} begins at the weight", stacklevel=2)
@@ -496,40 +572,39 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
         The parameters are on the host, and no other optimizer's.
         """
-        beside = [self._states.pop(state.name) for state in self._rule.beside]
-        keeping, self._rule = self._rule.keeping, self._rule.plain or self._rule
         wholes = []
-        for i, p in enumerate(self.parameters):
+        for i, (p, keeping) in enumerate(zip(self.parameters, self.keepings, strict=True)):
             whole = p.array.astype(np.result_type(p.dtype, np.float32))
             if keeping is not None and keeping.load is not None:
-                whole = keeping.load(whole, *(arrays[i].astype(np.float32) for arrays in beside))
+                beside = [self._states[state.name][i] for state in keeping.beside]
+                whole = keeping.load(whole, *(array.astype(np.float32) for array in beside))
             p.rebind(whole.copy())
             wholes.append(whole)
-        vars(self)["rounding"] = "nearest"
+        kept = {state.name for keeping in self.keepings if keeping for state in keeping.beside}
+        self._states = {role: own for role, own in self._states.items() if role not in kept}
+        self.keepings = (None,) * len(self.parameters)
         self._derive()
         return wholes
 
     def _begin_at_weights(self, *, warns: bool = True) -> None:
         """Let masters that make other weights than there are begin at these."""
         self._may_differ = False
-        for state in (s for s in self._rule.beside if s.initial == PARAMETER):
-            for p, master in zip(self.parameters, self._states[state.name], strict=True):
-                if master is None:
-                    continue
-                weight, found = _on_host(p.array), _on_host(master)
-                rounded = found.astype(weight.dtype)
-                differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
-                if not differs.any():
-                    continue
-                found = np.where(differs, weight.astype(found.dtype), found)
-                if isinstance(master, DeviceArray):
-                    master.assign(found)
-                else:
-                    master[...] = found
-                if warns:
-                    name, warns = self._state_name(state.name, str(p.name)), False
-                    what = "begins at the weight, which is not the one that it was made for"
-                    warnings.warn(f"{self._name}: {name} {what}", stacklevel=4)
+        for p, master in self._masters():
+            weight, found = _on_host(p.array), _on_host(master)
+            rounded = found.astype(weight.dtype)
+            differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
+            if not differs.any():
+                continue
+            _assign(master, np.where(differs, weight.astype(found.dtype), found))
+            if warns:
+                name, warns = self._state_name(MASTER.name, str(p.name)), False
+                what = "begins at the weight, which is not the one that it was made for"
+                warnings.warn(f"{self._name}: {name} {what}", stacklevel=4)
+
+    def _masters(self) -> list[tuple[Parameter, Any]]:
+        """The parameters that have masters, and these."""
+        each = zip(self.parameters, self.keepings, self._states.get(MASTER.name, ()), strict=False)
+        return [(p, x) for p, keeping, x in each if keeping is MASTER and x is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         # The copied counts are those on the host, which calls on a device may still take back.
@@ -568,6 +643,13 @@ def _drawn(
 def _on_host(array: Any) -> np.ndarray:
     found: np.ndarray = array.numpy() if isinstance(array, DeviceArray) else array
     return found
+
+
+def _assign(array: Any, numbers: np.ndarray) -> None:
+    if isinstance(array, DeviceArray):
+        array.assign(numbers)
+    else:
+        array[...] = numbers
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

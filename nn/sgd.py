@@ -170,12 +170,13 @@ class SGD(FusedOptimizer):
         super().__init__(**base, rule=rule, states=states)
 
     def _check_groups(self, groups: Groups) -> None:
+        super()._check_groups(groups)
         for option in groups.options:
             check_kind(self._name, "weight_decay", option.decay, float, "a float or int")
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
-        if rules.SGD in (self._rule, self._rule.plain):
+        if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
         # Whether an update is the first, which is not dampened, MindSpore keeps for each element
         # (`stat`). The count of updates tells it for the parameter.

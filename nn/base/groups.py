@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime import check
+from ...ops.runtime.device import device_of
 from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
 from .arguments import check_kind
 from .parameter import Parameter
 from .rates import Rate, Schedule, learning_rate, weight_decay
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
+FUSED_KEYS = (*GROUP_KEYS, "rounding", "copies")
+"""The keys of groups whose parameters may be kept in other ways."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class ParameterOptions:
     rate: Rate
     decay: float | Schedule  # 0 where it is exempt
     centralize: bool = False
+    rounding: Any = None  # how it is kept, if its group says so
+    copy: Any = None  # of 16 bits, which a step writes beside it
 
 
 @dataclass(frozen=True)
@@ -38,18 +43,19 @@ class Groups:
 
 
 def read_groups(
-    where: str, parameters: Any, rate: Any, decay: Any, *, filter_names: bool
-) -> Groups:
+    where: str, parameters: Any, rate: Any, decay: Any, *, filter_names: bool,
+    keys: Sequence[str] = GROUP_KEYS,
+) -> Groups:  # fmt: skip
     """Read the parameters of an `Optimizer`, whose docstring says what is accepted.
 
     ``rate`` and ``decay`` are the defaults. With ``filter_names`` ungrouped parameters whose name
-    contains "beta" or "gamma" do not decay.
+    contains "beta" or "gamma" do not decay. Groups may have these ``keys``.
     """
     entries = _entries(where, parameters)
     default = learning_rate(where, "learning_rate", rate)
     default_decay = weight_decay(where, decay)
     if isinstance(entries[0], dict):
-        groups = _from_dicts(where, entries, default, default_decay)
+        groups = _from_dicts(where, entries, default, default_decay, keys)
     else:
         groups = _from_list(where, entries, default, default_decay, filter_names)
     _check_names(where, groups.options)
@@ -102,12 +108,14 @@ def _from_list(
     return Groups(tuple(options), (rate,), is_group=False, is_group_lr=False)
 
 
-def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedule) -> Groups:
+def _from_dicts(
+    where: str, groups: list[Any], rate: Rate, decay: float | Schedule, keys: Sequence[str]
+) -> Groups:
     options: list[ParameterOptions] = []
     rates: list[Rate] = []
     order: list[Parameter] | None = None
     for k, group in enumerate(groups):
-        reject_unknown(f"{where}: group {k}", group, GROUP_KEYS)
+        reject_unknown(f"{where}: group {k}", group, keys)
         if "order_params" in group:
             if len(group) > 1:
                 wrong = "has other keys beside order_params"
@@ -124,10 +132,13 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
         own_decay = weight_decay(where, group["weight_decay"]) if "weight_decay" in group else decay
         centralize = group.get("grad_centralization", False)
         check.flag(where, "grad_centralization", centralize)
+        wrapped = _wrap(where, _group_entries(where, k, group["params"]))
+        copies = _copies(where, k, group.get("copies"), wrapped)
+        rounding = group.get("rounding")
         options += [
             # Below two dimensions there is nothing to centralize.
-            ParameterOptions(p, own_rate, own_decay, centralize and p.ndim >= 2)
-            for p in _wrap(where, _group_entries(where, k, group["params"]))
+            ParameterOptions(p, own_rate, own_decay, centralize and p.ndim >= 2, rounding, copy)
+            for p, copy in zip(wrapped, copies, strict=True)
         ]
     if not options:
         reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")
@@ -139,6 +150,29 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
         rates.insert(0, rate)
     is_group_lr = any(o.rate is not rate for o in options)
     return Groups(tuple(options), tuple(rates), is_group=True, is_group_lr=is_group_lr)
+
+
+def _copies(where: str, k: int, copies: Any, parameters: Sequence[Parameter]) -> list[Any]:
+    """The arrays of 16 bits that a step writes beside parameters; None where there is none."""
+    if copies is None:
+        return [None] * len(parameters)
+    name = f"group {k}: copies"
+    expected = f"a list of {len(parameters)}, an array or None for each parameter"
+    listed = _listed(where, name, copies, expected)
+    if len(listed) != len(parameters):
+        reject(ValueError, where, name, "do not fit the parameters", expected, len(listed))
+    found = []
+    for j, (copy, p) in enumerate(zip(listed, parameters, strict=True)):
+        label = f"{name}[{j}]"
+        found.append(None if copy is None else check.variable(where, label, copy))
+        if copy is None:
+            continue
+        device_of(where, {"the parameter": p.array, label: found[j]})
+        if (p.dtype, found[j].dtype.itemsize, found[j].shape) != (np.float32, 2, p.shape):
+            expected = f"float16 or bfloat16 of a float32 parameter, {p.shape}"
+            got = f"{found[j].dtype} of {p.dtype}, {found[j].shape}"
+            reject(ValueError, where, label, "does not fit its parameter", expected, got)
+    return found
 
 
 def _group_entries(where: str, k: int, params: Any) -> list[Any]:

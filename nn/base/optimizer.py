@@ -14,7 +14,7 @@ from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
 from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
-from .groups import Groups, name_by_position, read_groups
+from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 from .rates import PerOwnerRates, Rate
@@ -69,6 +69,7 @@ class Optimizer(CheckedAttributes):
     """
 
     _filter_names = True
+    _group_keys: tuple[str, ...] = GROUP_KEYS
     _name = "Optimizer"  # in errors
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -86,8 +87,9 @@ class Optimizer(CheckedAttributes):
         reject_unknown(self._name, unknown, Optimizer)
         self._loss_scale = loss_scale_of(self._name, loss_scale)
         self._groups: Groups = read_groups(
-            self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
-        )
+            self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names,
+            keys=self._group_keys,
+        )  # fmt: skip
         self._check_groups(self._groups)
         self.parameters = tuple(option.parameter for option in self._groups.options)
         self._global_step = self._made("global_step", (1,), np.int32, 0)

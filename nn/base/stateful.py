@@ -58,12 +58,13 @@ class StatefulOptimizer(Optimizer):
     def _new_states(self, states: Sequence[State]) -> States:
         """Initial arrays of each role, for each parameter that has it."""
         return {
-            state.name: tuple(self._new_state(state, p) for p in self.parameters)
+            state.name: tuple(self._new_state(state, i) for i in range(len(self.parameters)))
             for state in states
         }
 
-    def _new_state(self, state: State, p: Parameter) -> Any:
-        shape, dtype = self._shape_of(state, p.shape), self._dtype_of(state, p.dtype)
+    def _new_state(self, state: State, i: int) -> Any:
+        p = self.parameters[i]
+        shape, dtype = self._shape_of(state, p.shape), self._dtype_of(state, i)
         if shape is None:
             return None
         initial: Any = state.initial
@@ -79,10 +80,15 @@ class StatefulOptimizer(Optimizer):
         """The shape of a state of a parameter; None where it has none."""
         return shape
 
-    def _dtype_of(self, state: State, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of a state of a parameter of a dtype."""
-        asked = self._state_dtype and STORAGES[self._state_dtype]
-        return state_storage(state, STORAGES[dtype], asked).dtype
+    def _dtype_of(self, state: State, i: int) -> np.dtype[Any]:
+        """The dtype of a state of parameter ``i``."""
+        asked = self._state_dtype_of(i)
+        own = STORAGES[self.parameters[i].dtype]
+        return state_storage(state, own, asked and STORAGES[asked]).dtype
+
+    def _state_dtype_of(self, i: int) -> np.dtype[Any] | None:  # noqa: ARG002
+        """The dtype that was asked for, of the states of parameter ``i``."""
+        return self._state_dtype
 
     def keep_states(self, of: Sequence[bool]) -> None:
         """Give up the states of all parameters but those that are True in ``of``.
@@ -131,19 +137,23 @@ class StatefulOptimizer(Optimizer):
         """One role of every parameter that has it."""
         return tuple(array for array in self._states[role] if array is not None)
 
+    def _saved_states(self) -> States:
+        """The arrays that are part of the state, by role."""
+        return self._states
+
     def _state_name(self, role: str, parameter: str) -> str:
         return f"{role}.{parameter}"
 
     def states_by_name(self, i: int) -> dict[str, Any]:
         """The states of parameter ``i`` themselves, by their names in checkpoints."""
-        name, states = str(self.parameters[i].name), self._states.items()
+        name, states = str(self.parameters[i].name), self._saved_states().items()
         named = ((self._state_name(role, name), arrays[i]) for role, arrays in states)
         return {label: state for label, state in named if state is not None}
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of `Optimizer.state_arrays`, with the states and counts of each parameter."""
         arrays = super().state_arrays()
-        for role, states in self._states.items():
+        for role, states in self._saved_states().items():
             for parameter, state in zip(self.parameters, states, strict=True):
                 if state is not None:
                     arrays[self._state_name(role, str(parameter.name))] = state

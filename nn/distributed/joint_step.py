@@ -107,7 +107,7 @@ def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
         "shapes of rows": [list(p.shape[1:]) for p in optimizer.parameters],
         "states": {name: str(a.dtype) for name, a in optimizer.state_arrays().items()},
         "options": [optimizer.sparse_update, *map(repr, (formula.constants, formula.bases))],
-        "rounding": optimizer.rounding,
+        "rounding": [keeping and keeping.name for keeping in optimizer.keepings],
         "clipping": [repr(optimizer.clipvalue), repr(optimizer.clipnorm)],
         "global_step": int(optimizer.global_step[0]),
     }
@@ -124,7 +124,7 @@ def _check(where: str, optimizer: Any, *, has_parts: bool) -> None:
     if has_parts and optimizer.clipnorm is not None:
         expected, got = "one that does not: its tables may be parts of larger ones", "clipnorm"
         reject(ValueError, where, "optimizer", "clips by norms", expected, got)
-    if has_parts and optimizer.rounding == STOCHASTIC.name:
+    if has_parts and STOCHASTIC in optimizer.keepings:
         expected = "one that does not: it cannot tell which rows of a table are here"
         reject(ValueError, where, "optimizer", "rounds at random", expected, "stochastic")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.lazy import lazy
-from ...kernels.rule import Prologue, Rule
+from ...kernels.rule import Keeping, Prologue, Rule
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
@@ -36,6 +36,7 @@ class Batch:
     is_all: bool  # whether these are all parameters of the optimizer, in order
     real: type  # NumPy's scalar type of the arithmetic
     labels: tuple[str, ...]  # names of the gradients in errors
+    keeping: Keeping | None = None  # how the parameters are kept
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,13 +133,14 @@ class Layout:
 
 
 def build_layout(
-    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[Any, ...]], labels: Sequence[str]
-) -> Layout:
+    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[Any, ...]], labels: Sequence[str],
+    keepings: Sequence[Keeping | None],
+) -> Layout:  # fmt: skip
     """Group parameters (with their states) whose gradients are of these ``kinds``."""
     known = [(i, kind, tensors[i]) for i, kind in enumerate(kinds) if kind is not None]
     groups: dict[Any, list[int]] = {}
     for i, kind, arrays in known:
-        key = (kind.row_sparse, kind.dtype, *(a.dtype for a in arrays))
+        key = (kind.row_sparse, kind.dtype, keepings[i], *(a.dtype for a in arrays))
         groups.setdefault(key, []).append(i)
     dense = [i for i, kind, _ in known if not kind.row_sparse]
     sparse = [i for i, kind, _ in known if kind.row_sparse]
@@ -156,6 +158,7 @@ def build_layout(
                 len(positions) == len(kinds),
                 variables.real.carrier,
                 tuple(labels[i] for i in positions),
+                keepings[positions[0]],
             )
         )
     written = [array for _, _, arrays in known for array in arrays]

@@ -127,6 +127,8 @@ def calls_of(
         # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
         rule = method.rule if method.rule.matrix is None else method.rule.on(batch.shape)
+        if batch.keeping is not None:
+            rule = rule.kept(batch.keeping)
         hp: np.ndarray = np.array(rows, real)
         measures, measured = conditioning.is_measured, (NOTHING, NOTHING)
         if batch.row_sparse:
@@ -135,7 +137,7 @@ def calls_of(
             of_each = np.array([k for _, k in keys])[hp_of]
             measured = np.array(rates)[of_each], np.array(decays)[of_each]
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
-        if method.draws is not None:
+        if method.draws is not None and batch.keeping is not None and batch.keeping.hp:
             drawn = method.draws(batch.positions, steps[batch.positions] + 1)
             hp, hp_of = np.concatenate((hp[hp_of], drawn), 1), np.arange(len(hp_of))
         update = batch.update(rule, prologue, given.of(batch), hp, hp_of, touched_only=touched_only)

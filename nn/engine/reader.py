@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.quiet import quiet
+from ...kernels.rule import Keeping
 from ...kernels.storage import Storage
 from ...kernels.tables import RowSource
 from ...ops.runtime import check
@@ -104,7 +105,8 @@ class GradientReader:
 
     If ``sparse_update`` is None, row-sparse gradients raise, and ``rows_need`` is what the error
     says of expected and got. ``centralized`` are the places of the parameters whose gradients are
-    centralized. For a ``row_wise`` rule a vector is one row.
+    centralized. For a ``row_wise`` rule a vector is one row. ``keepings`` say how each parameter is
+    kept; by default alone.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class GradientReader:
         centralized: Sequence[int] = (),
         *,
         row_wise: bool = False,
+        keepings: Sequence[Keeping | None] = (),
     ) -> None:
+        self._keepings = keepings or [None] * len(parameters)
         self._where, self._parameters, self._states = where, parameters, states
         self._sparse_update, self._rows_need = sparse_update, rows_need
         self._centralized, self._row_wise = frozenset(centralized), row_wise
@@ -338,7 +342,7 @@ class GradientReader:
                     label, is_state = f"parameter {p.name!r} or its state", array is not p.array
                     check.variable(self._where, label, array, may_count=is_state)
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
-            layout = layouts[kinds] = build_layout(kinds, tensors, labels)
+            layout = layouts[kinds] = build_layout(kinds, tensors, labels, self._keepings)
         return layout
 
     @quiet

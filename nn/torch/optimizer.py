@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...kernels.keeping import MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
@@ -29,7 +30,9 @@ from .engine.options import (
 from .engine.part import number, state_dtype_of
 from .engine.state import (
     cast_states,
+    check_masters,
     check_states,
+    has_master,
     keep_dtypes,
     own_rows,
     whole_table,
@@ -156,10 +159,12 @@ class Fused(Declaration, _Base):
         """
         return with_rows(whole_table, without_copies(super().state_dict()), self.param_groups)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, from_masters: bool = False) -> None:
         """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
 
         Options of this package that it does not have, as one of PyTorch's, stay as they are.
+        ``from_masters`` makes parameters their masters, rounded (ValueError: there are none); by
+        default the weights stay, and a master that makes another one begins at it in the next step.
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
@@ -175,6 +180,8 @@ class Fused(Declaration, _Base):
                 check_states(type(self).__name__, of_file["params"], found["state"])
                 self._check_shapes(known, zip(group["params"], of_file["params"], strict=False),
                                    found["state"])  # fmt: skip
+            if from_masters:
+                check_masters(type(self).__name__, found)
 
         last = self.register_load_state_dict_pre_hook(look)
         try:
@@ -182,17 +189,15 @@ class Fused(Declaration, _Base):
         finally:
             last.remove()
         saved = given[-1]
-        for group, of_file, own in zip(
-            self.param_groups, saved["param_groups"], before, strict=True
-        ):
+        each = zip(self.param_groups, saved["param_groups"], before, strict=True)
+        for group, of_file, own in each:
             group.update({name: x for name, x in own.items() if name not in of_file})
             for parameter, key in zip(group["params"], of_file["params"], strict=True):
                 state = self.state.get(parameter, {})
                 keep_dtypes(state, saved["state"].get(key, {}))
-                if self._maker is not None:  # what was loaded goes to where states are
-                    for role, x in [*state.items()]:
-                        loaded = torch.as_tensor(x)
-                        state[role] = self._made(parameter, role, loaded).copy_(loaded)
+                self._make_loaded(parameter, state)
+                if from_masters and has_master(group, state):
+                    parameter.detach().copy_(state[MASTER.name])
         self._steps = Steps()
 
     # The step

@@ -549,15 +549,23 @@ def test_programs_of_a_dlrm_train_alike(small_dlrm: Any) -> None:
 def test_rounding_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contestant is measured, and those have a limit that should reach a share."""
     torch = pytest.importorskip("torch")
-    for name, value in (("SIZES", {"small": (5, 3)}), ("WARM", 1), ("ROUNDS", 3)):
+    sizes = {"small": (5, 3), "rows": rounding.Rows(9, 3, 4)}
+    for name, value in (("SIZES", sizes), ("WARM", 1), ("ROUNDS", 3), ("N_PROCESSES", 2)):
         monkeypatch.setattr(rounding, name, value)
     threads = torch.get_num_threads()
     found = special("rounding", lambda _: None)
     torch.set_num_threads(threads)
-    names = {*rounding.FORMS, rounding.NEW, rounding.KEPT}
-    assert {*found.times} == {f"small, {s}: {n}" for s in rounding.SCENARIOS for n in names}
+    names = {"rows": [*rounding.FORMS], "small": [*rounding.FORMS, rounding.NEW, rounding.KEPT]}
+    both = [(size, scenario) for size in sizes for scenario in rounding.SCENARIOS]
+    others = {rounding.DEEPSPEED, rounding.TORCHAO}  # which may not be installed
+    assert {n for n in found.times if n.split(": ")[1] not in others} == {
+        *(f"{size}, {scenario}: {n}" for size, scenario in both for n in names[size]),
+        *(f"2 processes: {n}" for n in rounding.IN_PROCESSES if n not in others),
+    }
     limited = [n for n, form in rounding.FORMS.items() if form.share < 1.0]
-    assert {*found.limits} == {f"small, {s}: {n}" for s in rounding.SCENARIOS for n in limited}
+    assert {n for n in found.limits if "processes" not in n} == {
+        f"{size}, {scenario}: {n}" for size, scenario in both for n in limited
+    }
 
 
 def test_changing_steps_in_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,3 +341,111 @@ def test_what_is_refused() -> None:
     state["master.table"] = state["master.table"].astype(F16)
     with pytest.raises(TypeError, match=r"master\.table"):
         opt.load_state_dict(state)
+
+
+# Groups, copies, and masters that win
+
+
+def test_a_group_rounds_in_its_own_way() -> None:
+    """Parameters of a group have the bits of an optimizer of their own; others are as they were."""
+    ways = [*BESIDE, "stochastic", None]
+    params = {way: parameters(dtype=F32 if way is None else BF16) for way in ways}
+    for way, own in params.items():
+        for p in own:
+            p.name = f"{way}.{p.name}"
+    alone = {way: [nn.Parameter(p.data.copy(), p.name) for p in own] for way, own in params.items()}
+    groups = [
+        {"params": own} | ({} if way is None else {"rounding": way}) for way, own in params.items()
+    ]
+    opt = nn.Adam(groups, 0.1)
+    others = {way: nn.Adam(own, 0.1, rounding=way or "nearest") for way, own in alone.items()}
+    opt.rounding_seed = others["stochastic"].rounding_seed = SEED
+    for step in range(3):
+        given = {way: gradients(own, step) for way, own in params.items()}
+        if step == 1:
+            given["kahan"][0] = rows(params["kahan"][0].shape, [4, 1, 4], step, BF16)
+        opt([g for own in given.values() for g in own])
+        for way, other in others.items():
+            other(given[way])
+    state = opt.state_dict()
+    for way, other in others.items():
+        assert_same([p.data for p in params[way]], [p.data for p in alone[way]])
+        assert all(array.tobytes() == state[n].tobytes() for n, array in other.state_dict().items())
+    assert state["master.master.table"].dtype == state["moment1.master.table"].dtype == F32
+    assert state["remainder.kahan.table"].dtype == state["moment1.kahan.table"].dtype == BF16
+    assert len(state) == len({n for other in others.values() for n in other.state_dict()})
+    again = pickle.loads(pickle.dumps(opt))
+    again([g for own in given.values() for g in own])
+    opt([g for own in given.values() for g in own])
+    assert_same(again.state_dict().values(), opt.state_dict().values())
+
+
+@pytest.mark.parametrize("form", ["Adam", "RowWiseAdagrad", more("Lamb"), more("SGD")])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
+def test_copies_are_the_rounded_weights(form: str, dtype: Any) -> None:
+    params, plain = parameters(form=form), parameters(form=form)
+    copies = [np.zeros(p.shape, dtype) for p in params[:1]] + [None] * (len(params) - 1)
+    ours = make(form, [{"params": params, "copies": copies}])
+    theirs = make(form, plain)
+    for step in range(3):
+        given = gradients(params, step)
+        if step == 1 and "sparse_update" in arguments_of(form) and ours.sparse_update:
+            given[0] = rows(params[0].shape, [4, 1, 4], step, F32)
+        ours(given)
+        theirs(given)
+        if step != 1:
+            assert_same_bits(copies[0], params[0].data.astype(dtype))
+    assert_same([p.data for p in params], [p.data for p in plain])
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.copies[0] is copies[0] and ours.copies[1:] == (None,) * (len(params) - 1)
+    ours.load_state_dict(theirs.state_dict())
+    other = pickle.loads(pickle.dumps(ours))
+    other(gradients(params, 7))
+    assert other.copies[0] is not copies[0]
+    assert_same_bits(other.copies[0], other.parameters[0].data.astype(dtype))
+
+
+def test_copies_that_are_refused() -> None:
+    w, half = np.ones((3, 2), F32), np.ones((3, 2), F16)
+    room = np.zeros(12, F32)
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "copies do not fit the parameters", {"params": [w], "copies": []}),
+        (TypeError, "copies has a wrong type", {"params": [w], "copies": 3}),
+        (TypeError, r"copies\[0\] is no array", {"params": [w], "copies": ["half"]}),
+        (ValueError, r"copies\[0\] does not fit", {"params": [w], "copies": [half[:2].copy()]}),
+        (ValueError, r"copies\[0\] does not fit", {"params": [w], "copies": [w.copy()]}),
+        (ValueError, r"copies\[0\] does not fit", {"params": [half], "copies": [half.copy()]}),
+        (ValueError, r"copies\[0\] is not contiguous", {"params": [w], "copies": [half.T]}),
+        (ValueError, "shares memory", {"params": [room[:6]], "copies": [room.view(F16)[6:12]]}),
+        (ValueError, "excludes copies", {"params": [w], "copies": [half], "rounding": "kahan"}),
+        (ValueError, "rounding of a group is unknown", {"params": [w], "rounding": "Kahan"}),
+        (ValueError, "does not fit rounding='master'", {"params": [w], "rounding": "master"}),
+    ]
+    for error, text, group in cases:
+        with refused(error, text, w, half, room):
+            nn.Adam([group])
+    with pytest.raises(KeyError, match="copies"):
+        nn.Optimizer(0.1, [{"params": [w], "copies": [half]}])
+    with pytest.raises(ValueError, match="does not fit a rule on matrices"):
+        nn.AdaFactor([{"params": [half], "rounding": "kahan"}])
+    opt = nn.SGD([{"params": [w], "copies": [half]}], 0.1)
+    with refused(ValueError, "shares memory", w, half):
+        opt([half])
+
+
+def test_masters_that_win() -> None:
+    params = parameters(dtype=F16)
+    opt = nn.SGD(params, 0.1, rounding="master")
+    opt(gradients(params, 0))
+    state, expected = opt.state_dict(), [p.data.copy() for p in params]
+    params[0].data[...] = 7.0
+    with warnings.catch_warnings(action="error"):
+        opt.load_state_dict(state, from_masters=True)
+        opt([np.zeros_like(p.data) for p in params])
+    assert_same([p.data for p in params], expected)
+    del state["master.table"]
+    for other in (opt, nn.SGD(parameters(), 0.1)):
+        with refused(ValueError, "from_masters is impossible", params[0].data):
+            other.load_state_dict(state if other is opt else other.state_dict(), from_masters=True)
+    with pytest.raises(TypeError, match="from_masters"):
+        opt.load_state_dict(opt.state_dict(), from_masters=1)

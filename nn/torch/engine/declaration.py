@@ -244,6 +244,12 @@ class Declaration(ABC):
         assert make is not None
         return tensor_of(make(tuple(like.shape), NUMBERS[dtype], initial))
 
+    def _make_loaded(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Move states that were loaded to where `states_in` says, if it does."""
+        for role, x in [*state.items()] if self._maker is not None else ():
+            loaded = torch.as_tensor(x)
+            state[role] = self._made(parameter, role, loaded).copy_(loaded)
+
     def _making(self, parameter: Tensor, role: str) -> Making | None:
         """The function that makes a state of a parameter; None where no `states_in` says it."""
         if self._maker is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
-from ....kernels.keeping import COPY
+from ....kernels.keeping import COPY, MASTER
 from ....kernels.quiet import quiet
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
@@ -116,6 +116,24 @@ def check_states(where: str, keys: Iterable[Any], states: Mapping[Any, Any]) -> 
         if not isinstance(found := states.get(key, {}), Mapping):
             got = type(found).__name__
             reject(TypeError, where, f"state of parameter {key}", "has a wrong type", "a dict", got)
+
+
+def has_master(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether a state of a parameter of a group has the weight in float32."""
+    return group.get("rounding") == MASTER.name and MASTER.name in state
+
+
+def check_masters(where: str, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state dict in which no weight lies beside a master.
+
+    Raises:
+        ValueError: it is such a one.
+    """
+    states = state_dict["state"]
+    keyed = [(group, key) for group in state_dict["param_groups"] for key in group["params"]]
+    if not any(has_master(group, states.get(key, {})) for group, key in keyed):
+        expected = "weights beside masters"
+        reject(ValueError, where, "from_masters", "is impossible", expected, "a state without")
 
 
 def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -349,6 +349,26 @@ def test_seeds_that_are_none(seed: Any) -> None:
         fused.SGD([group], lr=0.1)
 
 
+def test_masters_that_win() -> None:
+    parameters = mixed(torch.bfloat16)
+    optimizer = fused.AdamW(parameters, lr=0.1, rounding="master")
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved, expected = optimizer.state_dict(), [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        parameters[0].fill_(7.0)
+    optimizer.load_state_dict(saved, from_masters=True)
+    for p, x in zip(parameters, expected, strict=True):
+        assert torch.equal(p, x)
+    plain = fused.AdamW(mixed(torch.float32), lr=0.1)
+    without = {**saved, "state": {k: {} for k in saved["state"]}}
+    for other, state in ((plain, plain.state_dict()), (optimizer, without)):
+        with pytest.raises(ValueError, match="AdamW: from_masters is impossible"):
+            other.load_state_dict(state, from_masters=True)
+    assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+
+
 @pytest.mark.parametrize("rounding", ["Master", "stochastic ", None, 3])
 def test_roundings_that_are_unknown(rounding: Any) -> None:
     with pytest.raises(ValueError, match="SGD: rounding is unknown"):
