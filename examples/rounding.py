@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -89,7 +90,7 @@ def compared(losses: Mapping[str, list[dict[int, float]]]) -> dict[str, tuple[fl
     """
     last = {way: [of_seed[max(of_seed)] for of_seed in own] for way, own in losses.items()}
     wide = last[FLOAT32]
-    spread = max(wide) - min(wide)
+    spread = max(wide) - min(wide) or math.nan
     return {
         way: (mean(own), mean(x - y for x, y in zip(own, wide, strict=True)) / spread)
         for way, own in last.items()

@@ -5,7 +5,8 @@ weights that are rounded in each way, with moments in float32 where nothing else
 with a float32 master, to which each gradient is cast and from which each weight is copied back, and
 so with DeepSpeed's AdamW; torchao with random rounding and 16-bit moments (the last two where they
 are installed). Gradients are bfloat16, but for float32 weights. Rows are those of a table, stepped
-by SparseAdam. Processes have one thread each and step beside each other.
+by SparseAdam. Processes have one thread each and step beside each other. At last
+a thread counts while another one takes steps.
 
 A form's limit is the time of float32 weights, at whose speed all that it moves has to pass through
 memory, over the share that it should reach.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -47,6 +49,7 @@ ROUNDS, WARM = 25, 4
 PLAIN, NEW, KEPT = "float32", "torch, a new cast", "torch, a kept cast"
 DEEPSPEED, TORCHAO = "DeepSpeed, a kept cast", "torchao, stochastic, 16-bit moments"
 N_PROCESSES, OF_PROCESS = 8, (1 << 21,)
+COUNT, COUNTING = 1_000_000, 0.6  # and the share of its speed that a counting thread keeps
 
 
 class Form(NamedTuple):
@@ -175,6 +178,9 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     own, others = (f"{N_PROCESSES} processes: {name}" for name in ("master", DEEPSPEED))
     if others in result.times:
         result.limits[own] = OF_DEEPSPEED * result.times[others].median
+    alone, beside = "another thread counts, alone", "another thread counts, beside steps"
+    result.add({alone: _counting(None), beside: _counting(_ours("master", (1 << 24,)))})
+    result.limits[beside] = result.times[alone].median / COUNTING
 
 
 def _limit(result: SpecialResult, label: str) -> None:
@@ -188,9 +194,26 @@ def _limit(result: SpecialResult, label: str) -> None:
     result.limits[label + "master"] = min(result.limits[label + "master"], *of_torch)
 
 
-# -- processes beside each other ------------------------------------------------------------------
+# -- beside other threads and processes -----------------------------------------------------------
 
 IN_PROCESSES = PLAIN, "master", NEW, KEPT, DEEPSPEED
+
+
+def _counting(step: Step | None) -> list[float]:
+    """Seconds in which a thread counts to a number, while this one takes steps on one thread."""
+    found: list[float] = []
+
+    def count() -> None:
+        found.extend(_seconds(lambda: sum(1 for _ in range(COUNT))) for _ in range(ROUNDS))
+
+    set_num_threads(1)
+    thread = threading.Thread(target=count)
+    thread.start()
+    while step is not None and thread.is_alive():
+        step()
+    thread.join()
+    set_num_threads(None)
+    return found
 
 
 def _in_processes(name: str) -> list[float]:

@@ -558,12 +558,13 @@ def test_rounding_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"rows": [*rounding.FORMS], "small": [*rounding.FORMS, rounding.NEW, rounding.KEPT]}
     both = [(size, scenario) for size in sizes for scenario in rounding.SCENARIOS]
     others = {rounding.DEEPSPEED, rounding.TORCHAO}  # which may not be installed
-    assert {n for n in found.times if n.split(": ")[1] not in others} == {
+    assert {n for n in found.times if n.split(": ")[-1] not in others} == {
         *(f"{size}, {scenario}: {n}" for size, scenario in both for n in names[size]),
         *(f"2 processes: {n}" for n in rounding.IN_PROCESSES if n not in others),
+        *(f"another thread counts, {how}" for how in ("alone", "beside steps")),
     }
     limited = [n for n, form in rounding.FORMS.items() if form.share < 1.0]
-    assert {n for n in found.limits if "processes" not in n} == {
+    assert {n for n in found.limits if n.split(", ")[0] in sizes} == {
         f"{size}, {scenario}: {n}" for size, scenario in both for n in limited
     }
 

@@ -1,0 +1,72 @@
+"""The example that trains models with weights of 16 bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusestep import set_num_threads
+from fusestep.examples import rounding
+from fusestep.examples.options import Parser
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+def arguments(*options: str) -> Any:
+    parser = Parser(prog="rounding")
+    rounding.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+def test_all_models_are_trained_in_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps from the same weights on the same batches."""
+    monkeypatch.setattr(rounding, "QUICK_STEPS", 2)
+    monkeypatch.setattr(rounding, "WAYS", ("float32", "stochastic"))
+    threads = torch.get_num_threads()
+    options = "--quick", "--seeds", "2", "--threads", "1", "--output", str(tmp_path / "new")
+    assert rounding.main(arguments(*options)) == 0
+    set_num_threads(None)
+    torch.set_num_threads(threads)
+    losses = json.loads((tmp_path / "new" / rounding.FIGURES).read_text())["losses"]
+    assert (tmp_path / "new" / rounding.CURVES).read_bytes().startswith(b"\x89PNG")
+    for by_way in losses.values():
+        for wide, narrow in zip(*by_way.values(), strict=True):
+            assert wide["2"] < wide["0"] == pytest.approx(narrow["0"], rel=1e-2)
+            assert narrow["2"] < narrow["0"]
+    wide, narrow = losses["transformer"].values()
+    assert wide[0]["2"] != narrow[0]["2"] and wide[0]["2"] != wide[1]["2"]
+    assert "recommender: held-out loss" in capsys.readouterr().out
+
+
+def test_a_seed_gives_the_same_losses_again() -> None:
+    from fusestep.examples.rounded_models import recommender, train
+
+    def run(seed: int) -> dict[int, float]:
+        return train(recommender(seed), "stochastic", seed, 2, lambda: None)
+
+    assert run(0) == run(0) != run(1)
+
+
+def test_distances_are_in_spreads_of_seeds() -> None:
+    losses = {"float32": [{0: 9.0, 5: 1.0}, {0: 9.0, 5: 2.0}], "kahan": [{5: 1.5}, {5: 3.0}]}
+    assert rounding.compared(losses) == {"float32": (1.5, 0.0), "kahan": (2.25, 0.75)}
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("here is a file, no folder")
+    assert rounding.main(arguments("--output", str(tmp_path / "file"))) == 2
+    with pytest.raises(SystemExit):
+        arguments("--seeds", "1")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert rounding.main(arguments("--output", str(tmp_path))) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rounding"] * 3
+    assert "cannot write" in lines[0] and "from 2 up" in lines[1] and "matplotlib" in lines[2]
