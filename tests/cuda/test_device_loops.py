@@ -18,7 +18,7 @@ from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import norm
 from fusestep.kernels.element import kernel
-from fusestep.kernels.keeping import MASTER
+from fusestep.kernels.keeping import KAHAN, MASTER
 from fusestep.kernels.rule import Prologue, Rule
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
@@ -179,6 +179,7 @@ def test_mixed_storage_types() -> None:
     compare(adam.ADAM, SIZES, w=F16, g=F16, s=(F32, F32))
     compare(adam.ADAM, SIZES, w=BF16, g=BF16, s=(BF16, BF16))
     compare(mxnet.MXNET_ADAM.kept(MASTER), SIZES, w=F16, g=F16, s=(F32, F32, F32))
+    compare(adam.ADAM.kept(KAHAN), SIZES, w=BF16, g=BF16, s=(F32, F32, BF16))
     compare(adam.ADAM, SIZES, shift=1)
     compare(adam.ADAM, SIZES, w=BF16, g=F32, s=(F32, F32), shift=3)
 

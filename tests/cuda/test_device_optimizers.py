@@ -311,7 +311,16 @@ TYPED: tuple[Make, ...] = (
     partial(nn.LazyAdam, learning_rate=0.1), *ROW_WISE[:2],
     partial(nn.RowWiseAdam, learning_rate=0.1, state_dtype=np.float32),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
+    lambda p: nn.Adam(kept(p), 0.1, weight_decay=0.1, sparse_update="lazy"),
+    lambda p: nn.RowWiseAdagrad(kept(p), learning_rate=0.1, sparse_update="dense_equivalent"),
+    lambda p: nn.AdamOffload(kept(p), 0.1, sparse_update="lazy"),
 )  # fmt: skip
+
+
+def kept(params: Any) -> list[dict[str, Any]]:
+    """Beside a master, a remainder, nothing, and a master."""
+    ways = "master", "kahan", "nearest", "master"
+    return [{"params": [p], "rounding": way} for p, way in zip(params, ways, strict=True)]
 
 
 @pytest.mark.parametrize("make", TYPED)
@@ -327,6 +336,17 @@ def test_several_dtypes(make: Make) -> None:
         [None, rows([4], *gradients[1]), rows([], *gradients[2]), None],
     ]
     assert_alike(make, list(map(positive, shapes, (F16, BF16, F64, BF16))), steps)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_copies_beside_parameters(dtype: Any) -> None:
+    w, copied = on_device(positive((5, 33))), on_device(np.zeros((5, 33), dtype))
+    opt = nn.Adam([{"params": [w], "copies": [copied]}], 0.1, sparse_update="lazy")
+    for step in (gradient((5, 33)), rows([1, 3, 1, 0, 2, 4], (5, 33))):
+        opt((on_device(step),))
+        if COMPUTES:
+            assert_same(copied, opt.parameters[0].asnumpy().astype(dtype))
+    assert opt.copies == (copied,)
 
 
 # Many tiles, rows that are aligned and not, tall, wide and low matrices, batches of small ones.
