@@ -153,9 +153,9 @@ class LARS(Optimizer):
         """The state of the optimizer within; LARS has none of its own."""
         return self.opt.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the wrapped optimizer: its ``load_state_dict``."""
-        self.opt.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> None:
+        """Load the state of the wrapped optimizer: its ``load_state_dict``, with its options."""
+        self.opt.load_state_dict(state, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -164,13 +164,15 @@ def _copies(where: str, k: int, copies: Any, parameters: Sequence[Parameter]) ->
     found = []
     for j, (copy, p) in enumerate(zip(listed, parameters, strict=True)):
         label = f"{name}[{j}]"
-        found.append(None if copy is None else check.variable(where, label, copy))
-        if copy is None:
+        array = None if copy is None else check.variable(where, label, copy)
+        found.append(array)
+        if array is None:
             continue
-        device_of(where, {"the parameter": p.array, label: found[j]})
-        if (p.dtype, found[j].dtype.itemsize, found[j].shape) != (np.float32, 2, p.shape):
+        device_of(where, {"the parameter": p.array, label: array})
+        fits = p.dtype == np.float32 and array.dtype.itemsize == 2
+        if not fits or array.shape != p.shape:
             expected = f"float16 or bfloat16 of a float32 parameter, {p.shape}"
-            got = f"{found[j].dtype} of {p.dtype}, {found[j].shape}"
+            got = f"{array.dtype} of {p.dtype}, {array.shape}"
             reject(ValueError, where, label, "does not fit its parameter", expected, got)
     return found
 

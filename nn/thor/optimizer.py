@@ -288,9 +288,9 @@ class Thor(FusedOptimizer):
         """
         return super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer, factors included (`Optimizer.load_state_dict`)."""
-        super().load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
+        """Load a state of this optimizer, factors included (`FusedOptimizer.load_state_dict`)."""
+        super().load_state_dict(state, from_masters=from_masters)
         self._is_requested = False
         self.clear_captured()
         self._announce(self._step)

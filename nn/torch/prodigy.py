@@ -179,7 +179,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
                 if p.grad is not None and not self.state.get(p):
                     self.state[p] = self._new_state(group, p, choice)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, from_masters: bool = False) -> None:
         """Load a state dict (`FusedOptimizer.load_state_dict`).
 
         Raises:
@@ -190,7 +190,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
         if n and not any(state_dict["state"].values()):
             expected = f"those of a run of {n} steps"
             reject(ValueError, "Prodigy", "the states", "are missing", expected, "none")
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, from_masters=from_masters)
 
     def _check(self, *rest: Any) -> bool:
         if len({self.method(each).rule for each in self.param_groups}) > 1:
