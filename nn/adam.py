@@ -12,14 +12,16 @@ from ..kernels.rule import Rule
 from ..kernels.rules import adam as rules
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject
-from .base.arguments import Fixed, base_arguments, betas_and_eps
+from .base.arguments import Checked, Fixed, base_arguments, betas_and_eps
 from .base.stateful import StateOfEach
 from .fused import FusedOptimizer
 
 
 @lru_cache(maxsize=256)  # asked for in every step
-def _formula_of(beta1: float, beta2: float, eps: float) -> Formula:
-    return Formula(rules.adam_scalars, (beta1, beta2, eps), (beta1, beta2))
+def _formula_of(beta1: float, beta2: float, eps: float, eps_hat: bool) -> Formula:
+    if eps_hat:
+        return Formula(rules.adam_scalars, (beta1, beta2, eps), (beta1, beta2))
+    return Formula(rules.usual_adam_scalars, (beta1, beta2, eps))
 
 
 def _powers(shape: tuple[int, ...], step: int, **betas: float) -> dict[str, np.ndarray]:
@@ -36,8 +38,10 @@ class _BiasCorrectedAdam(FusedOptimizer):
     # MindSpore keeps the powers of the betas with this shape.
     _power_shape: tuple[int, ...] = ()
     use_nesterov = Fixed(check.flag)
+    eps_hat = Checked(check.flag)
 
-    def __init__(self, beta1: float, beta2: float, eps: float, **base: Any) -> None:
+    def __init__(self, beta1: float, beta2: float, eps: float, eps_hat: bool, **base: Any) -> None:
+        self.eps_hat = eps_hat
         constants = betas_and_eps(self._name, base["parameters"], beta1, beta2, eps)
         self.beta1, self.beta2, self.eps = constants
         super().__init__(**base, rule=self._pick_rule())
@@ -47,7 +51,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
-        return _formula_of(self.beta1, self.beta2, self.eps)
+        return _formula_of(self.beta1, self.beta2, self.eps, self.eps_hat)
 
     moment1 = StateOfEach("moment1", "The first moment of each parameter.")
     moment2 = StateOfEach("moment2", "The second moment of each parameter.")
@@ -66,6 +70,10 @@ class Adam(_BiasCorrectedAdam):
         u  = m,  or with use_nesterov  beta1*m + (1 - beta1)*g
         w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u / (sqrt(v) + eps)
 
+    With ``eps_hat=False`` the last line is the usual one, of PyTorch and optax::
+
+        w <- w - lr / (1 - beta1**t) * u / (sqrt(v / (1 - beta2**t)) + eps)
+
     With ``use_amsgrad``, ``vhat <- max(vhat, v)`` takes the place of v in the last line. Weight
     decay is coupled: ``g + weight_decay * w``.
 
@@ -78,6 +86,7 @@ class Adam(_BiasCorrectedAdam):
         use_nesterov: Nesterov's step; not with ``use_amsgrad``.
         weight_decay, loss_scale: see `Optimizer`.
         use_amsgrad: AMSGrad.
+        eps_hat: whether ``eps`` is added to the root that is not corrected; see the formulas.
         use_lazy: row-sparse gradients update only the rows that occur.
         use_offload: keep state and arithmetic on the host, also of parameters on a CUDA device
             (`AdamOffload`).
@@ -119,6 +128,7 @@ class Adam(_BiasCorrectedAdam):
         loss_scale: Any = 1.0,
         use_amsgrad: bool = False,
         *,
+        eps_hat: bool = True,
         use_lazy: bool = False,
         use_offload: bool = False,
         sparse_update: str | None = None,
@@ -138,7 +148,7 @@ class Adam(_BiasCorrectedAdam):
         elif self.use_lazy and sparse_update != "lazy":
             wrong = "contradicts use_lazy"
             reject(ValueError, self._name, "sparse_update", wrong, "'lazy'", sparse_update)
-        super().__init__(beta1, beta2, eps, **base)
+        super().__init__(beta1, beta2, eps, eps_hat, **base)
 
     @property
     def _stays_on_host(self) -> bool:  # type: ignore[override]
@@ -176,7 +186,7 @@ class LazyAdam(_BiasCorrectedAdam):
     update everything, as in `Adam`.
 
     Args:
-        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, loss_scale: as
+        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, loss_scale, eps_hat: as
             `Adam`.
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
         sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
@@ -211,6 +221,7 @@ class LazyAdam(_BiasCorrectedAdam):
         weight_decay: Any = 0.0,
         loss_scale: Any = 1.0,
         *,
+        eps_hat: bool = True,
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
@@ -224,7 +235,7 @@ class LazyAdam(_BiasCorrectedAdam):
         if isinstance(weight_decay, int):
             wrong = "has a wrong type"
             reject(TypeError, self._name, "weight_decay", wrong, "a float", weight_decay)
-        super().__init__(beta1, beta2, eps, **base)
+        super().__init__(beta1, beta2, eps, eps_hat, **base)
 
 
 class AdamOffload(_BiasCorrectedAdam):
@@ -237,7 +248,7 @@ class AdamOffload(_BiasCorrectedAdam):
 
     Args:
         params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
-            loss_scale: as `Adam`.
+            loss_scale, eps_hat: as `Adam`.
         sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
@@ -269,6 +280,7 @@ class AdamOffload(_BiasCorrectedAdam):
         weight_decay: Any = 0.0,
         loss_scale: Any = 1.0,
         *,
+        eps_hat: bool = True,
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
@@ -279,7 +291,7 @@ class AdamOffload(_BiasCorrectedAdam):
     ) -> None:
         base = base_arguments(locals())
         self.use_nesterov = use_nesterov
-        super().__init__(beta1, beta2, eps, **base)
+        super().__init__(beta1, beta2, eps, eps_hat, **base)
 
 
 class AdaMax(FusedOptimizer):
@@ -357,7 +369,10 @@ class AdamWeightDecay(FusedOptimizer):
         w <- w - lr * (m / (sqrt(v) + eps) + weight_decay*w)
 
     Without bias correction the first update is about ``3.16 * lr`` per element at the
-    defaults. There is no loss scale.
+    defaults. There is no loss scale. With ``correct_bias`` it is the usual AdamW, of PyTorch and
+    optax; at update t = 1, 2, ... of a parameter::
+
+        w <- w - lr * (m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w)
 
     Args:
         params: `Parameter` or arrays, or group dicts; see `Optimizer`.
@@ -365,6 +380,7 @@ class AdamWeightDecay(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
+        correct_bias: see the formulas.
         use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
             `FusedOptimizer`.
 
@@ -381,6 +397,8 @@ class AdamWeightDecay(FusedOptimizer):
     [0.95 0.95]
     """
 
+    correct_bias = Checked(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -390,6 +408,7 @@ class AdamWeightDecay(FusedOptimizer):
         eps: float = 1e-6,
         weight_decay: Any = 0.0,
         *,
+        correct_bias: bool = False,
         use_locking: bool = False,
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
@@ -400,9 +419,12 @@ class AdamWeightDecay(FusedOptimizer):
         **unknown: Any,
     ) -> None:
         base = base_arguments(locals())
+        self.correct_bias = correct_bias
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         super().__init__(**base, rule=rules.ADAM_WEIGHT_DECAY)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
-        return Formula(rules.adam_weight_decay_scalars, (self.beta1, self.beta2, self.eps))
+        usual = rules.usual_adam_weight_decay_scalars
+        scalars = usual if self.correct_bias else rules.adam_weight_decay_scalars
+        return Formula(scalars, (self.beta1, self.beta2, self.eps))

@@ -116,6 +116,32 @@ def adam_weight_decay_scalars(
     return (*complements, real(lr), real(epsilon), real(decay))
 
 
+def usual_adam_scalars(
+    real: Any, lr: float, _decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """The scalars of Adam's usual form: epsilon is added to the root of the corrected moment.
+
+    That is the step of `adam_scalars` with ``epsilon * sqrt(1 - beta2**t)``. All is computed in
+    float64 and rounded once.
+    """
+    beta1, beta2, epsilon = constants
+    root = math.sqrt(1.0 - beta2**step)
+    step_size = lr * root / (1.0 - beta1**step)
+    return real(1.0 - beta1), real(1.0 - beta2), real(step_size), real(epsilon * root)
+
+
+def usual_adam_weight_decay_scalars(
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
+    """The scalars of AdamW's usual form, with bias correction: as `usual_adam_scalars`.
+
+    The step size is a factor of the decay too, which is divided by what corrects it.
+    """
+    adam = usual_adam_scalars(real, lr, decay, step, constants, powers)
+    beta1, beta2, _ = constants
+    return (*adam, real(decay * (1.0 - beta1**step) / math.sqrt(1.0 - beta2**step)))
+
+
 def adamax_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:

@@ -11,6 +11,7 @@ _PUBLISHED = (
     "use_nesterov=False, weight_decay=0.0, loss_scale=1.0"
 )
 BASE = {"learning_rate": 0.05, "eps": 0.01}
+_EPS_HAT = {"eps_hat": Argument("flag", False)}
 _EVERY_ROW, _SOME_ROWS = "every row moves", "rows that occur"
 _form = partial(Form, reference="adam", large=LOST_LATER)
 
@@ -23,10 +24,12 @@ ADAM = Row(
         "use_amsgrad": Argument("flag", True, beside={"beta2": 0.5}),
         "use_lazy": Argument("flag", True, beside={"sparse_update": None}, rows_only=True),
         "use_offload": Argument("flag"),
+        **_EPS_HAT,
     },
     forms={
         "": _form(rows="dense_equivalent", rows_there=_EVERY_ROW),
         "nesterov": _form({"use_nesterov": True}, rows="dense_equivalent"),
+        "usual": _form({"eps_hat": False}, rows="dense_equivalent"),
         "amsgrad": _form({"use_amsgrad": True}, "with `use_amsgrad`", reference="adam_amsgrad"),
         "lazy": _form({"use_lazy": True}, "with `use_lazy`", rows="lazy", rows_there=_SOME_ROWS),
     },
@@ -45,7 +48,7 @@ LAZY_ADAM = Row(
     "LazyAdam",
     _PUBLISHED,
     BASE,
-    {"weight_decay": Argument("float decay", 0.3)},
+    {"weight_decay": Argument("float decay", 0.3), **_EPS_HAT},
     forms={"": _form(rows="lazy", rows_there=_SOME_ROWS)},
     measured={"": Measured("adam", "adam-lazy", on_request=("dense",))},
     source=recorded("since 2.0"),
@@ -54,7 +57,7 @@ ADAM_OFFLOAD = Row(
     "AdamOffload",
     _PUBLISHED,
     BASE,
-    {},
+    _EPS_HAT,
     forms={"": _form()},
     measured={
         "": Measured(
@@ -74,8 +77,11 @@ ADAM_WEIGHT_DECAY = Row(
     "AdamWeightDecay",
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-06, weight_decay=0.0",
     BASE,
-    {},
-    forms={"": _form(reference="adam_weight_decay")},
+    {"correct_bias": Argument("flag", True)},
+    forms={
+        "": _form(reference="adam_weight_decay"),
+        "usual": _form({"correct_bias": True}, reference="adam_weight_decay"),
+    },
     measured={"": Measured("adamw", options={"weight_decay": 0.01})},
     source=recorded(
         "to go", "gradient centralization acts; takes rows if `sparse_update` is given"

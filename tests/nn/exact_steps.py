@@ -33,6 +33,9 @@ def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float =
     if "hp" in names:
         powers = (reference.beta_powers(x, t, real)[-1] for x in (opt.beta1, opt.beta2))
         hp = reference.adam_scalars(lr, opt.beta1, opt.beta2, opt.eps, *powers, decay, real)
+        if not getattr(opt, "eps_hat", True) or getattr(opt, "correct_bias", False):
+            constants = opt.beta1, opt.beta2, opt.eps
+            hp = reference.usual_adam_scalars(lr, *constants, t, decay, real)
         fixed = {"nesterov": opt.use_nesterov} if "nesterov" in names else {}
         return partial(_with_hp, step, hp, fixed)
 

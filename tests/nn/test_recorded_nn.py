@@ -350,3 +350,26 @@ def test_steps_are_those_of_other_systems(name: str) -> None:
                 assert_close_recorded(
                     sign * held[f"{ours}{i}"], past[-1], np.float32, label, reached
                 )
+
+
+USUAL: dict[str, Callable[[Any], Any]] = {
+    "optax_adam": lambda p: nn.Adam(p, 0.01, eps_hat=False),
+    "optax_adamw": lambda p: nn.AdamWeightDecay(
+        p, 0.01, eps=1e-8, weight_decay=0.1, correct_bias=True
+    ),
+    "torch_adamw": lambda p: nn.AdamWeightDecay(
+        p, 0.01, eps=1e-8, weight_decay=0.1, correct_bias=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_usual_form_is_that_of_other_systems(name: str) -> None:
+    """To 1e-6: optax corrects biases in float32, where ``1 - beta2`` has few digits left."""
+    run = recorded_torch.runs()[name]
+    params = [nn.Parameter(x.weights[0].copy(), f"p{i}") for i, x in enumerate(run.traces)]
+    opt = USUAL[name](params)
+    for t in range(1, run.steps + 1):
+        opt(recorded_torch.gradients(run, t))
+        for p, trace in zip(params, run.traces, strict=True):
+            np.testing.assert_allclose(p.data, trace.weights[t], rtol=0, atol=1e-6)

@@ -69,6 +69,27 @@ def adam_scalars(
     )
 
 
+def usual_adam_scalars(
+    lr: float, beta1: float, beta2: float, epsilon: float, t: int, decay: float, real: Any
+) -> AdamScalars:
+    """Those with which `adam` and `adam_weight_decay` are Adam and AdamW at update t = 1, 2, ...
+
+    Each is rounded to ``real`` once.
+    """
+    root, first = np.sqrt(1.0 - beta2**t), 1.0 - beta1**t
+    size = float(real(lr * root / first))
+    return AdamScalars(
+        beta1=float(real(beta1)),
+        one_minus_beta1=float(real(1.0 - beta1)),
+        beta2=float(real(beta2)),
+        one_minus_beta2=float(real(1.0 - beta2)),
+        step_size=size,
+        lr=size,
+        epsilon=float(real(epsilon * root)),
+        decay=float(real(decay * first / root)),
+    )
+
+
 def beta_powers(beta: float, steps: int, real: Any = np.float32) -> list[Any]:
     """``beta**t`` for ``t = 1 .. steps`` as MindSpore keeps it: a running product, rounded."""
     powers = []
