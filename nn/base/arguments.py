@@ -15,6 +15,7 @@ from ...kernels.quiet import quiet
 from ...ops.runtime import check
 from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject, reject_unknown
 
+LEAVES = "; jax.tree.leaves(x) lists the arrays of a tree x"
 MOST_STEPS = int(np.iinfo(np.int32).max)
 _OF_BASE = (
     "learning_rate", "weight_decay", "loss_scale", "use_locking", "sparse_update",
@@ -150,7 +151,8 @@ def gradients_of(where: str, gradients: Any, n_parameters: int) -> tuple[Any, ..
     if not isinstance(gradients, (tuple, list)):
         wrong, got = "has a wrong type", type(gradients).__name__
         expected = "a tuple or list in the order of the parameters"
-        reject(RejectedTypeError, where, "gradients", wrong, expected, got)
+        fix = LEAVES if isinstance(gradients, dict) else ""
+        reject(RejectedTypeError, where, "gradients", wrong, expected, got, fix)
     if len(gradients) != n_parameters:
         wrong, expected = "has a wrong length", f"{n_parameters}, one for each parameter"
         reject(RejectedValueError, where, "gradients", wrong, expected, len(gradients))

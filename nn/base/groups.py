@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...ops.runtime import check
 from ...ops.runtime.device import device_of
 from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
-from .arguments import check_kind
+from .arguments import LEAVES, check_kind
 from .parameter import Parameter
 from .rates import Rate, Schedule, learning_rate, weight_decay
 
@@ -67,6 +67,8 @@ def _entries(where: str, parameters: Any) -> list[Any]:
     if parameters is None:
         reject(ValueError, where, "parameters", "is missing", "a list", None)
     expected = "a list of parameters or of group dicts"
+    if isinstance(parameters, Mapping):
+        reject(TypeError, where, "parameters", "has a wrong type", expected, "a dict", LEAVES)
     entries = _listed(where, "parameters", parameters, expected, but=dict)
     if not entries:
         reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")

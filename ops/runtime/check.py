@@ -101,7 +101,8 @@ def variable(where: str, name: str, value: Any, *, may_count: bool = False) -> A
         float_dtype(where, name, array)
     flags, no_copy = array.flags, "; it is updated in place and cannot be copied"
     if not flags.writeable:
-        reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
+        fix = "; it is updated in place: np.array(x) makes a copy that can be"
+        reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one", fix)
     if not flags.aligned:
         wrong, expected, got = "is not aligned", "aligned elements", "elements between addresses"
         reject(ValueError, where, name, wrong, expected, got, no_copy)

@@ -2,7 +2,7 @@
 
 The Python blocks of a page are one program, as a reader sees them. A comment before a block says
 otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also under the simulator
--->``, ``<!-- run: with torch -->``, or ``<!-- not run: ... -->``, which is counted below.
+-->``, ``<!-- run: with torch -->`` or ``jax``, or ``<!-- not run: ... -->``, which is counted below.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ README = PAGES["README.md"]
 PYTHON = re.compile(
     r"(?:<!-- (run|not run): ([^>\n]+) -->\n)?```(?:python|py)\n(.*?)```", re.DOTALL
 )
-SIMULATOR, ALSO, TORCH = "under the simulator", "also under the simulator", "with torch"
+SIMULATOR, ALSO = "under the simulator", "also under the simulator"
+LIBRARIES = {"with torch": "torch", "with jax": "optax"}
 NOT_RUN = {"needs a GPU": 3, "MindSpore": 3, "MXNet": 1, "needs transformers and lightning": 1,
            "needs a process group": 1}  # fmt: skip
 
@@ -81,10 +82,13 @@ def test_python_blocks_run(page: str, tmp_path: Path) -> None:
     run(page, [block for block in RUNNING[page] if block.how in ("", ALSO)], tmp_path)
 
 
-@pytest.mark.parametrize("page", [p for p in RUNNING if any(b.how == TORCH for b in RUNNING[p])])
-def test_python_blocks_run_with_torch(page: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    run(page, [block for block in RUNNING[page] if block.how in ("", TORCH)], tmp_path)
+@pytest.mark.parametrize(
+    ("page", "how"),
+    [(p, how) for p in RUNNING for how in LIBRARIES if any(b.how == how for b in RUNNING[p])],
+)
+def test_python_blocks_run_with_a_library(page: str, how: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[how], reason=f"{LIBRARIES[how]} is not installed")
+    run(page, [block for block in RUNNING[page] if block.how in ("", how)], tmp_path)
 
 
 @pytest.mark.skipif(
@@ -105,7 +109,7 @@ def test_python_blocks_run_under_the_simulator(page: str, tmp_path: Path) -> Non
 def test_what_is_not_run_is_counted() -> None:
     found = [match for text in PAGES.values() for match in PYTHON.finditer(text)]
     assert Counter(match[2] for match in found if match[1] == "not run") == NOT_RUN
-    assert {match[2] for match in found if match[1] == "run"} == {SIMULATOR, ALSO, TORCH}
+    assert {match[2] for match in found if match[1] == "run"} == {SIMULATOR, ALSO, *LIBRARIES}
 
 
 def test_the_readme_trains_in_ten_lines() -> None:
