@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from . import machine
-from .cases.steps import LOOP, Point
+from .cases.steps import Point
 from .errors import BenchError
 from .measure import ContestantLostError, measured
 from .peer import Worker
@@ -140,14 +140,14 @@ def _compare(
 ) -> Changed:
     try:
         given = inputs(point)
-        with setup_request(point.case.name, point, given) as request:
-            for worker in workers.values():
-                worker.ask({"do": "setup", "form": OURS, **request})
+        request = setup_request(point.case.name, point, given)
+        for worker in workers.values():
+            worker.ask({**request, "form": OURS})
     except (BenchError, ContestantLostError) as error:
         return Changed(point.title, None, str(error))
     contestants = [in_worker(name, w, OURS, point.scenario) for name, w in workers.items()]
-    if point.scenario != LOOP:  # a turn has as many steps as there is time for
-        contestants = [replace(each, sample=partial(_mean, each.sample)) for each in contestants]
+    # A turn has as many steps as there is time for.
+    contestants = [replace(each, sample=partial(_mean, each.sample)) for each in contestants]
     with company(point.scenario):
         times = measured(contestants, point.scenario, seconds, progress, alike=True)
     if times.lost:
@@ -155,5 +155,5 @@ def _compare(
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))
 
 
-def _mean(sample: Callable[[int], Sequence[float]], steps: int) -> list[float]:
-    return [fmean(sample(steps))]
+def _mean(sample: Callable[[], Sequence[float]]) -> list[float]:
+    return [fmean(sample())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 
-class BenchError(Exception):
+
+class BenchError(ArgumentTypeError):
     """A mistake that the user can mend; its text is the one line that the user sees."""

@@ -58,17 +58,11 @@ def load() -> float | None:
 def software() -> dict[str, str | None]:
     """Versions of what the measurement rests on."""
     names = ("numpy", "numba", "llvmlite", "tbb")
-    found = {name: version_of(name) for name in (*names, *_OF_DEVICES)}
-    known = {name: of for name, of in found.items() if of is not None or name in names}
-    return {"python": platform.python_version(), **known}
-
-
-def version_of(name: str) -> str | None:
-    """That of a package, where it is installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    found = {"python": platform.python_version(), **dict.fromkeys(names)}
+    for name in (*names, *_OF_DEVICES):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def fusestep() -> dict[str, Any]:

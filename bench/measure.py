@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .report.result import Summary
-from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Job, before_step, samples
+from .workers.worker_protocol import Job, before_step, samples, turn_in
 
-_SLOW = 4.0  # times the first contestant
-_SHORTEST = 1e-3  # seconds of a sample at least, since short times vary most
+_SLOW = 4.0  # times the turns of the first contestant
 # Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one;
 # the worker processes are stopped while they are not asked.
 _SETTLE = 0.01
-_FEWEST, _MOST, _FEWEST_OF_SLOW, _FEWEST_TURNS, _MOST_STEPS = 7, 101, 3, 3, 200
+_MOST, _FEWEST_OF_SLOW = 101, 3  # rounds, and turns
 
 
 class ContestantLostError(Exception):
@@ -28,10 +27,10 @@ class ContestantLostError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A source of times, in seconds, that is asked for samples of so many steps."""
+    """A source of times, in seconds."""
 
     label: str  # its name
-    sample: Callable[[int], Sequence[float]]  # takes the steps
+    sample: Callable[[], Sequence[float]]  # takes a turn
     is_elsewhere: bool = False  # in another process
 
 
@@ -42,7 +41,7 @@ def in_process(
     before = before_step(scenario, threads)
 
     def contestant(label: str, job: Job) -> Contestant:
-        return Contestant(label, lambda steps: samples(job, scenario, steps, before))
+        return Contestant(label, lambda: samples(job, scenario, before))
 
     return [contestant(label, job) for label, job in jobs.items()]
 
@@ -65,59 +64,34 @@ class Plan:
     """How to measure."""
 
     rounds: int  # of all contestants
-    steps: int  # of one sample
     # By label, how many rounds there are from one turn of a contestant to its next, if it
     # does not take part in each.
     every: Mapping[str, int] = field(default_factory=dict)
-    # By label, of one sample of a contestant that sits out.
-    steps_of_slow: Mapping[str, int] = field(default_factory=dict)
-
-    def steps_of(self, label: str) -> int:
-        """Steps of one sample of a contestant."""
-        return self.steps_of_slow.get(label, self.steps)
 
 
-def lasting(seconds: float, steps: int) -> float:
-    """Seconds that a sample of so many steps takes, with its lead-in."""
-    return seconds * steps + max(seconds, LEAD_IN)
-
-
-def plan_of_turns(warm: Mapping[str, float], budget: float) -> Plan:
-    """A plan for contestants that take turns of several steps; arguments as `plan`."""
-    of_round = sum(2 * max(TURN, FEWEST * seconds) for seconds in warm.values())
-    rounds = max(_FEWEST_TURNS, min(_MOST, int(budget / of_round)))
-    return Plan(rounds, 1)
-
-
-def plan(warm: Mapping[str, float], budget: float) -> Plan:
+def plan(warm: Mapping[str, float], budget: float, scenario: str = "loop") -> Plan:
     """A plan for contestants with these times of one step, the first of them being ours.
 
     Args:
         warm: seconds by label.
         budget: seconds that the measurement may take, lead-ins included.
+        scenario: which.
     """
-    warm = {label: max(seconds, 1e-9) for label, seconds in warm.items()}
-    ours = next(iter(warm.values()))
-    steps = max(1, min(_MOST_STEPS, round(_SHORTEST / ours)))
-    quick = sum(lasting(seconds, steps) for seconds in warm.values() if seconds <= _SLOW * ours)
-    steps_of_slow = {
-        label: max(1, min(steps, round(_SHORTEST / seconds)))
-        for label, seconds in warm.items()
-        if seconds > _SLOW * ours
-    }
-    slow = {label: lasting(warm[label], count) for label, count in steps_of_slow.items()}
+    turn = turn_in(scenario)
+    lasting = {label: turn.seconds(seconds) for label, seconds in warm.items()}
+    ours = next(iter(lasting.values()))
+    slow = {label: seconds for label, seconds in lasting.items() if seconds > _SLOW * ours}
+    quick = sum(lasting.values()) - sum(slow.values())
     rounds = int(budget / 2 / quick) if slow else int(budget / quick)
-    rounds = max(_FEWEST, min(_MOST, rounds))
-    every = {}
-    for label, seconds in slow.items():
-        turns = int(budget / 2 / len(slow) / seconds)
-        every[label] = -(-rounds // max(_FEWEST_OF_SLOW, min(rounds, turns)))
-    return Plan(rounds, steps, every, steps_of_slow)
+    rounds = max(turn.rounds, min(_MOST, rounds))
+    turns = {label: int(budget / 2 / len(slow) / seconds) for label, seconds in slow.items()}
+    every = {n: -(-rounds // max(_FEWEST_OF_SLOW, min(rounds, k))) for n, k in turns.items()}
+    return Plan(rounds, every)
 
 
 def warm_up(contestants: Sequence[Contestant]) -> Times:
-    """One step of each, which also finds out how long it takes about."""
-    return interleave(contestants, Plan(1, 1))
+    """A turn of each, which also finds out how long a step takes about."""
+    return interleave(contestants, Plan(1))
 
 
 def interleave(
@@ -146,7 +120,7 @@ def interleave(
                 time.sleep(_SETTLE)
             elsewhere = contestant.is_elsewhere
             try:
-                found = contestant.sample(plan.steps_of(label))
+                found = contestant.sample()
             except ContestantLostError as error:
                 out[label] = str(error)
             else:
@@ -175,17 +149,12 @@ def measured(
         steps = dict.fromkeys(steps, max(steps.values(), default=0.0))
     if not steps or (alike and warm.lost):
         return warm
-    chosen = (plan if scenario == "loop" else plan_of_turns)(steps, seconds)
+    chosen = plan(steps, seconds, scenario)
     return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
 
 
-def in_rounds(
-    jobs: Mapping[str, Job],
-    rounds: int,
-    steps: int = 1,
-    on_round: Callable[[int], None] = lambda _: None,
-) -> dict[str, Summary]:
+def in_rounds(jobs: Mapping[str, Job], rounds: int) -> dict[str, Summary]:
     """The times of jobs in this process, each of which takes part in every round."""
     contestants = in_process(jobs)
     warm_up(contestants)
-    return interleave(contestants, Plan(rounds, steps), on_round=on_round).summaries
+    return interleave(contestants, Plan(rounds)).summaries

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -96,7 +96,6 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env=_environment(python, threads, path),
-                encoding="utf-8",
             )
         except OSError as error:
             self._errors.close()
@@ -118,32 +117,29 @@ class Worker:
             raise ContestantLostError(self._broken)
         with suppress(psutil.NoSuchProcess):
             self._process.resume()
-        line = self._exchange(json.dumps(request))
+        answer = self._exchange(request)
         with suppress(psutil.NoSuchProcess):
             self._process.suspend()
-        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ContestantLostError(answer["error"].strip().splitlines()[0])
         return answer
 
-    def _exchange(self, request: str) -> str:
+    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         timer = threading.Timer(_TIMEOUT, self._process.kill)
         timer.start()
-        begin, line = time.monotonic(), ""
+        begin = time.monotonic()
         try:
-            self._process.stdin.write(request + "\n")
+            pickle.dump(request, self._process.stdin, protocol=4)
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:  # the process has ended
-            pass
-        finally:
-            timer.cancel()
-        if not line:
+            answer: dict[str, Any] = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:  # the process has ended
             is_late = time.monotonic() - begin >= _TIMEOUT
             late = f"no answer within {_TIMEOUT:.0f} s"
             self._broken = late if is_late else self._last_words()
-            raise ContestantLostError(self._broken)
-        return line
+            raise ContestantLostError(self._broken) from error
+        finally:
+            timer.cancel()
+        return answer
 
     def _last_words(self) -> str:
         with suppress(psutil.TimeoutExpired):
@@ -193,27 +189,32 @@ class Peers:
         self.versions: dict[str, str] = {}  # of the libraries of the workers that were started
         self.missing: dict[str, str] = {}  # why a peer cannot take part
 
-    def worker(self, peer: str, threads: int) -> Worker | None:
-        """A running worker; None, with a reason in ``missing``, when there is none.
+    def worker(self, peer: str, threads: int) -> Worker:
+        """A running worker.
 
         One that has died, of one point's size say, is started again for the next point.
+
+        Raises:
+            ContestantLostError: there is none, for the reason in ``missing``.
         """
         found, python = self._workers.get((peer, threads)), self._pythons[peer]
-        if found is not None and found.is_broken:
-            found.close()
-            del self._workers[peer, threads]
-            found = None
         if python is None:
             text = f"not installed here; name its Python with {interpreter_option(peer)}"
             self.missing[peer] = text
-        elif found is None and peer not in self.missing:
-            try:
-                found = Worker(PEERS[peer].program, python, threads)
-                self._workers[peer, threads] = found
-                self.versions[peer] = found.version
-            except ContestantLostError as error:
-                self.missing[peer] = str(error)
-        return None if peer in self.missing else found
+        if peer in self.missing:
+            raise ContestantLostError(self.missing[peer])
+        if found is not None and not found.is_broken:
+            return found
+        if found is not None:
+            found.close()
+        try:
+            assert python is not None
+            found = self._workers[peer, threads] = Worker(PEERS[peer].program, python, threads)
+        except ContestantLostError as error:
+            self.missing[peer] = str(error)
+            raise
+        self.versions[peer] = found.version
+        return found
 
     def close(self) -> None:
         """End all workers."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numba
-import numpy as np
 
 from .. import get_num_threads, set_num_threads
 from . import machine
@@ -22,7 +20,7 @@ from .measure import Contestant, ContestantLostError, in_process, measured
 from .peer import Peers, Worker
 from .report.result import OURS, PointResult, Progress
 from .work import Inputs, build, enough_memory, inputs
-from .workers.worker_protocol import peak_memory
+from .workers.worker_protocol import packed, peak_memory
 
 _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
@@ -34,7 +32,7 @@ def run(point: Point, seconds: float, peers: Peers, progress: Progress) -> Point
             given = inputs(point)
             jobs = build(point, given)
         except BenchError as error:  # too large for this machine, or a library is missing
-            return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
+            return PointResult(point, unavailable={OURS: str(error)})
         rivals, missing = _rivals(point, given, peers)
         contestants = in_process(jobs, point.scenario, point.threads)
         contestants += [in_worker(label, *r, point.scenario) for label, r in rivals.items()]
@@ -101,25 +99,22 @@ def _rivals(
     if algorithm is None or not peers.names:
         return rivals, missing
     asked = {"algorithm": algorithm, "kind": point.case.kind, "dtype": point.dtype}
-    with setup_request(algorithm, point, given) as request:
-        for peer in peers.names:
+    request = setup_request(algorithm, point, given)
+    for peer in peers.names:
+        try:
             worker = peers.worker(peer, point.threads)
-            if worker is None:
-                missing[peer] = peers.missing[peer]
-                continue
+            forms = worker.ask({"do": "forms", **asked})["forms"]
+        except ContestantLostError as error:
+            missing[peer] = str(error)
+            continue
+        for form in forms:
             try:
-                forms = worker.ask({"do": "forms", **asked})["forms"]
+                if short := enough_memory(given.needed * given.copies):
+                    raise ContestantLostError(short)
+                worker.ask({**request, "form": form})
+                rivals[f"{peer} {form}"] = worker, form
             except ContestantLostError as error:
-                missing[peer] = str(error)
-                continue
-            for form in forms:
-                try:
-                    if short := enough_memory(given.needed * given.copies):
-                        raise ContestantLostError(short)
-                    worker.ask({"do": "setup", "form": form, **request})
-                    rivals[f"{peer} {form}"] = worker, form
-                except ContestantLostError as error:
-                    missing[f"{peer} {form}"] = str(error)
+                missing[f"{peer} {form}"] = str(error)
     return rivals, missing
 
 
@@ -127,44 +122,30 @@ def in_worker(label: str, worker: Worker, form: str, scenario: str) -> Contestan
     """A contestant that is one form in a worker."""
     request = {"do": "sample", "form": form, "scenario": scenario}
 
-    def sample(steps: int) -> list[float]:
-        found: list[float] = worker.ask({**request, "steps": steps})["seconds"]
+    def sample() -> list[float]:
+        found: list[float] = worker.ask(request)["seconds"]
         return found
 
     return Contestant(label, sample, is_elsewhere=True)
 
 
-@contextmanager
-def setup_request(algorithm: str, point: Point, given: Inputs) -> Iterator[dict[str, Any]]:
-    """A request to set the same steps up; its files are there inside the context.
+def setup_request(algorithm: str, point: Point, given: Inputs) -> dict[str, Any]:
+    """A request to set the same steps up; parameters are zeros where nobody says what they are.
 
-    The gradients are files, not seeds: NumPy promises no version the random numbers of another
-    one, and peers may need another one.
+    It has the gradients, not seeds: NumPy promises no version the random numbers of another one,
+    and peers may need another one.
     """
-    with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
-
-        def saved(name: str, array: np.ndarray | None) -> str | None:
-            if array is None:
-                return None
-            np.save(path := os.path.join(folder, f"{name}.npy"), array)
-            return path
-
-        parameters = [
-            {
-                "shape": list(one.shape),
-                # Zeros, where nobody says.
-                "start": saved(f"{k}-start", one.start if point.case.use.start else None),
-                "gradient": saved(f"{k}-values", one.gradient),
-                "indices": saved(f"{k}-indices", one.indices),
-                "bag": one.bag,
-            }
-            for k, one in enumerate(given.parameters)
-        ]
-        yield {
-            "algorithm": algorithm,
-            "kind": point.case.kind,
-            "dtype": point.dtype,
-            "parameters": parameters,
-            "copies": given.copies,
-            "fresh_gradients": given.fresh,
-        }
+    starts = point.case.use.start != 0
+    return {
+        "do": "setup",
+        "algorithm": algorithm,
+        "kind": point.case.kind,
+        "dtype": point.dtype,
+        "parameters": [
+            (one.shape, packed(one.gradient), packed(one.indices),
+             packed(one.start) if starts else None, one.bag)
+            for one in given.parameters
+        ],
+        "copies": given.copies,
+        "fresh": given.fresh,
+    }  # fmt: skip

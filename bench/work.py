@@ -15,10 +15,10 @@ import psutil
 from . import bounds, machine
 from .bounds import Gather, Pass, Rows, Stream
 from .buffers import Buffers
-from .cases import torch, traffic, workloads
+from .cases import torch, workloads
 from .cases.steps import Point
 from .cases.subject import DTYPES, Prepare, written_zeros
-from .cases.workloads import Tensors
+from .cases.workloads import Kind, Tensors
 from .errors import BenchError
 from .report.result import BOUND, OURS
 from .workers.worker_protocol import Case, Job, Parameter, Turns
@@ -33,7 +33,7 @@ class Inputs:
     """The arrays that ours and every peer start from."""
 
     parameters: list[Parameter]  # with their gradients
-    bytes: int  # what a step must move, by the model of `traffic`
+    bytes: int  # what a step must move, by the formula of the `Use`
     needed: int  # bytes of one set of buffers, about
     copies: int  # how many sets of buffers take turns
     from_memory: bool  # a step finds nothing of the one before in the cache
@@ -143,65 +143,44 @@ def bytes_moved(point: Point, parameters: Sequence[Parameter]) -> int:
     total = 0
     for given in parameters:
         if given.indices is None:
-            total += use.traffic.dense(given.start.size, itemsize)
+            total += use.bytes_moved("dense", itemsize, n=given.start.size)
             continue
-        (N, D), B = given.shape, len(given.gradient)
-        unique = np.unique(given.indices).size
-        # What was counted for each row is an offset if that is one of a bag.
-        ids = 0 if given.bag is None else traffic.INDEX * given.indices.size
-        if use.looks_up:
-            total += traffic.gathered(unique, D, B, itemsize) + ids
-        if use.traffic.updated and use.every_row:
-            total += use.traffic.every_row(N, D, B, itemsize) + ids
-        elif use.traffic.updated:
-            total += use.traffic.touched_rows(unique, D, B, itemsize) + ids
+        N, D = given.shape
+        sizes = {"N": N, "D": D, "B": given.indices.size, "S": len(given.gradient)}
+        kind: Kind = "rows" if given.bag is None else "pooled"
+        total += use.bytes_moved(kind, itemsize, U=np.unique(given.indices).size, **sizes)
     return total
 
 
 def bound_of(buffers: Buffers) -> list[Pass]:
     """Passes that move what a step must, on the same arrays where there is one tensor."""
+    use, values, updated = buffers.use, buffers.values, buffers.prepared.updated
+    indices = {k: index for k, index in enumerate(buffers.indices) if index is not None}
+    dense = [k for k in range(len(buffers.indices)) if k not in indices]
     passes: list[Pass] = []
-    if buffers.use.looks_up:
-        passes += _look_ups(buffers)
-    if buffers.use.traffic.updated or not buffers.use.looks_up:
-        kinds = [index is not None for index in buffers.indices]
-        passes += [*_row_passes(buffers, kinds), *_dense_passes(buffers, kinds)]
-    return passes
+    offsets = [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
+    if use.looks_up:  # the rows of each table, side by side or pooled
+        for k, index in indices.items():
+            table = buffers.parameters[k]
+            out = np.empty((len(values[0]), table.shape[1]), table.dtype)
+            passes.append(Gather(index, table, out))
+        passes += offsets
+    if indices and (use.traffic.updated or not use.looks_up):
+        # The gradient in order, of pooled rows one for all tables, then the tables.
+        gradients = values if buffers.bags else [values[k] for k in indices]
+        together = _joined(gradients), _joined([*indices.values()])
+        passes += [*offsets, *(Stream(read=(array,)) for array in together)]
+        for k, index in indices.items():
+            if use.every_row:
+                passes.append(Stream(updated[k]))
+                continue
+            rows, dtypes = np.unique(index), dict.fromkeys(a.dtype for a in updated[k])
+            passes += [Rows(rows, tuple(a for a in updated[k] if a.dtype == d)) for d in dtypes]
+    return passes + (_dense_passes(buffers, dense) if dense else [])
 
 
-def _look_ups(buffers: Buffers) -> list[Pass]:
-    """The rows of each table, side by side or pooled."""
-    passes: list[Pass] = []
-    samples = len(buffers.values[0])
-    for index, table in zip(buffers.indices, buffers.parameters, strict=True):
-        assert index is not None
-        passes.append(Gather(index, table, np.empty((samples, table.shape[1]), table.dtype)))
-    return passes + [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
-
-
-def _row_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Pass]:
-    """The gradient in order, then the tables: whole, or the rows that occur."""
-    passes: list[Pass] = [Stream(read=(of.offsets[1:],)) for of in buffers.bags]
-    # Of pooled rows there is one array for all tables.
-    values = [v for v, sparse in zip(buffers.values, is_sparse, strict=False) if sparse]
-    indices = [index for index in buffers.indices if index is not None]
-    if values:
-        passes += [Stream(read=(_joined(values),)), Stream(read=(_joined(indices),))]
-    for index, arrays in zip(buffers.indices, buffers.prepared.updated, strict=True):
-        if index is None:
-            continue
-        if buffers.use.every_row:
-            passes.append(Stream(arrays))
-        else:
-            rows, dtypes = np.unique(index), dict.fromkeys(array.dtype for array in arrays)
-            passes += [Rows(rows, tuple(a for a in arrays if a.dtype == own)) for own in dtypes]
-    return passes
-
-
-def _dense_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Stream]:
-    places = [k for k, sparse in enumerate(is_sparse) if not sparse]
-    if not places:
-        return []
+def _dense_passes(buffers: Buffers, places: list[int]) -> list[Stream]:
+    """The passes before the update, then the update."""
     moved = buffers.use.traffic
     updated = tuple(
         _joined([buffers.prepared.updated[k][j] for k in places]) for j in range(moved.updated)

@@ -10,8 +10,7 @@ import numpy as np
 
 from ... import nn, ops
 from .optimizers import OPTIMIZERS, moved
-from .subject import Prepare, Prepared, Subject, Use
-from .traffic import Traffic
+from .subject import Prepare, Prepared, Subject, Traffic, Use
 
 _FLOAT32 = ("float32",)  # of other types a pooled row is float32 all the same
 # As in the libraries that we are compared with.

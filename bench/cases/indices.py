@@ -22,7 +22,7 @@ def check_distribution(name: str) -> str:
     found = _ZIPF.fullmatch(name)
     if name not in ("uniform", "equal") and not (found and float(found[1]) > 1.0):
         known = "uniform, equal or zipf with an exponent above 1, such as zipf1.2"
-        raise BenchError(f"--indices: expected {known}, got {name!r}")
+        raise BenchError(f"expected {known}, got {name!r}")
     return name
 
 

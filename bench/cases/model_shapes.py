@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,27 +16,15 @@ def many_small(count: int = 200) -> list[Shape]:
 
 def resnet50() -> list[Shape]:
     """ResNet-50 for 1,000 classes: 161 tensors, 25,557,032 elements (He et al., 2016)."""
-    shapes = [(64, 3, 7, 7), *_norm(64)]
-    channels = 64
+    filters, channels = [(64, 3, 7, 7)], 64
     for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
         for block in range(blocks):
-            shapes += _bottleneck(channels, width, projects=block == 0)
+            filters += [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            if block == 0:  # the first of a stage projects its input too
+                filters.append((4 * width, channels, 1, 1))
             channels = 4 * width
-    return [*shapes, (1000, channels), (1000,)]
-
-
-def _bottleneck(channels: int, width: int, *, projects: bool) -> Iterator[Shape]:
-    """1 x 1, 3 x 3 and 1 x 1 convolutions; the first of a stage projects its input too."""
-    convolutions = [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-    if projects:
-        convolutions.append((4 * width, channels, 1, 1))
-    for shape in convolutions:
-        yield shape
-        yield from _norm(shape[0])
-
-
-def _norm(channels: int) -> list[Shape]:
-    return [(channels,), (channels,)]
+    normalized = [shape for own in filters for shape in (own, own[:1], own[:1])]
+    return [*normalized, (1000, channels), (1000,)]
 
 
 def gpt2_small() -> list[Shape]:
@@ -44,15 +32,11 @@ def gpt2_small() -> list[Shape]:
     (Radford et al., 2019).
     """
     width, layers = 768, 12
-    block = [
-        *_norm(width),
-        *((width, 3 * width), (3 * width,)),  # queries, keys, values
-        *((width, width), (width,)),
-        *_norm(width),
-        *((width, 4 * width), (4 * width,)),
-        *((4 * width, width), (width,)),
-    ]
-    return [(50257, width), (1024, width), *(block * layers), *_norm(width)]
+    norm: list[Shape] = [(width,), (width,)]
+    attention: list[Shape] = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    perceptron: list[Shape] = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    blocks = [*norm, *attention, *norm, *perceptron] * layers
+    return [(50257, width), (1024, width), *blocks, *norm]
 
 
 # Different values of each of the 26 categorical features in the Criteo Kaggle data.
@@ -74,8 +58,7 @@ def dlrm_dense() -> list[Shape]:
 
     The second takes the first one's 16 outputs and the 351 products of pairs of 27 vectors.
     """
-    widths = ((13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1))
-    return _layers(widths)
+    return _layers(((13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)))
 
 
 def click_log_tables() -> list[Shape]:

@@ -10,8 +10,7 @@ import numpy as np
 
 from ... import ops
 from ..workers.worker_protocol import LR
-from .subject import Prepared, Subject, Use, written_zeros
-from .traffic import Traffic
+from .subject import Prepared, Subject, Traffic, Use, written_zeros
 from .workloads import Kind
 
 

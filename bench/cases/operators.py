@@ -6,16 +6,15 @@ fails a test.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ... import ops
-from .subject import DTYPES, Prepared, Subject, Use, written_zeros
-from .traffic import Traffic
+from .subject import DTYPES, Prepared, Subject, Traffic, Use, written_zeros
 from .workloads import Kind
 
 SCALARS: dict[str, Any] = {
@@ -38,8 +37,7 @@ class Operator:
     algorithm: str | None  # what peers are asked for
     gradient: str = "gradient"  # what its gradient is called
     takes_rows: bool = False  # whether the gradient is row-sparse
-    # Published order of a call's arguments, where not variables, scalars, gradient, indices.
-    order: str = ""
+    order: str = ""  # names of a call's arguments in the published order, between spaces
     # Arguments of the constructor that have no default.
     attributes: Mapping[str, Any] = field(default_factory=dict)
     traffic: Traffic | None = None  # what a step moves; by default all variables, and the gradient
@@ -54,9 +52,7 @@ class Operator:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Names of a call's arguments in the published order."""
-        indices = ("indices",) if self.takes_rows else ()
-        usual = (*self.variables, *self.scalars, self.gradient, *indices)
-        return tuple(self.order.split()) or usual
+        return tuple(self.order.split())
 
     @property
     def subject(self) -> Subject:
@@ -93,76 +89,51 @@ class Operator:
         )
 
 
-_MOMENTS = ("var", "m", "v")
-_ACCUM = ("var", "accum")
-_FTRL = (*_ACCUM, "linear")
-_FTRL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1, "lr_power": -0.5}
-_PROXIMAL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1}
-_RMSPROP_SCALARS = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.8, "epsilon": 1e-3}
-_rows = partial(Operator, takes_rows=True, only_float32=True)
+def _published(
+    make: Any, algorithm: str | None, values: Mapping[str, Any], **more: Any
+) -> Operator:
+    """An operator whose signature says what its arguments are; ``values`` are those of scalars."""
+    names = tuple(inspect.signature(make.__call__).parameters)[1:]
+    scalars = {name: values[name] for name in names if name in values}
+    gradient = "gradient" if "gradient" in names else "grad"
+    variables = tuple(n for n in names if n not in (*scalars, gradient, "indices"))
+    more["takes_rows"] = more["only_float32"] = "indices" in names
+    return Operator(make, variables, scalars, algorithm, gradient, order=" ".join(names), **more)
+
+
+_ADAMW = {**SCALARS, "decay": 0.1}
+_MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9}
+_RMSPROP = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.8, "epsilon": 1e-3}
+_PROXIMAL = {"lr": 0.1, "l1": 0.05, "l2": 0.1}
+_FTRL = {**_PROXIMAL, "lr_power": -0.5}
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
-        _rows(ops.FusedSparseAdam, _MOMENTS, SCALARS, "adam-rows", every_row=True),
-        _rows(ops.FusedSparseLazyAdam, _MOMENTS, SCALARS, "adam-lazy"),
-        Operator(ops.Adam, _MOMENTS, SCALARS, "adam"),
-        Operator(
-            ops.AdamNoUpdateParam, ("m", "v"), SCALARS, None,
-            traffic=Traffic(updated=2, written=1),
-        ),
-        Operator(
-            ops.AdamWeightDecay, _MOMENTS,
-            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1}, "adamw",
-        ),
-        Operator(ops.ApplyAdamWithAmsgradV2, (*_MOMENTS, "vhat"), SCALARS, "amsgrad", "grad"),
-        Operator(
-            ops.ApplyAdamWithAmsgrad, (*_MOMENTS, "vhat"),
-            {name: SCALARS[name] for name in ("beta1_power", "beta2_power", "lr")},
-            "amsgrad", "grad",
-        ),
-        Operator(
-            ops.ApplyMomentum, ("variable", "accumulation"),
-            {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
-            order="variable accumulation learning_rate gradient momentum",
-        ),
-        Operator(
-            ops.SGD, ("parameters", "accum", "stat"),
-            {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
-            order="parameters gradient learning_rate accum momentum stat",
-        ),
-        Operator(
-            ops.ApplyRMSProp, ("var", "mean_square", "moment"), _RMSPROP_SCALARS,
-            "rmsprop-momentum", "grad",
-            order="var mean_square moment learning_rate grad decay momentum epsilon",
-        ),
-        Operator(
-            ops.ApplyCenteredRMSProp, ("var", "mean_gradient", "mean_square", "moment"),
-            _RMSPROP_SCALARS, "rmsprop-centered-momentum", "grad",
-            order="var mean_gradient mean_square moment grad learning_rate decay momentum epsilon",
-        ),
-        Operator(ops.ApplyAdagrad, _ACCUM, {"lr": 0.1}, "adagrad", "grad"),
-        Operator(ops.ApplyProximalAdagrad, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad", "grad"),
-        Operator(
-            ops.ApplyFtrl, _FTRL, _FTRL_SCALARS, "ftrl", "grad",
-            order="var accum linear grad lr l1 l2 lr_power",
-        ),
-        *(
-            _rows(cls, _FTRL, {}, "ftrl-rows", "grad", attributes=_FTRL_SCALARS)
-            for cls in (ops.FusedSparseFtrl, ops.SparseApplyFtrl)
-        ),
-        *(
-            _rows(cls, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad-rows", "grad")
-            for cls in (ops.FusedSparseProximalAdagrad, ops.SparseApplyProximalAdagrad)
-        ),
+        _published(ops.FusedSparseAdam, "adam-rows", SCALARS, every_row=True),
+        _published(ops.FusedSparseLazyAdam, "adam-lazy", SCALARS),
+        _published(ops.Adam, "adam", SCALARS),
+        _published(ops.AdamNoUpdateParam, None, SCALARS, traffic=Traffic(updated=2, written=1)),
+        _published(ops.AdamWeightDecay, "adamw", _ADAMW),
+        _published(ops.ApplyAdamWithAmsgradV2, "amsgrad", SCALARS),
+        _published(ops.ApplyAdamWithAmsgrad, "amsgrad", SCALARS),
+        _published(ops.ApplyMomentum, "momentum", _MOMENTUM),
+        _published(ops.SGD, "momentum", _MOMENTUM),
+        _published(ops.ApplyRMSProp, "rmsprop-momentum", _RMSPROP),
+        _published(ops.ApplyCenteredRMSProp, "rmsprop-centered-momentum", _RMSPROP),
+        _published(ops.ApplyAdagrad, "adagrad", _PROXIMAL),
+        _published(ops.ApplyProximalAdagrad, "proximal-adagrad", _PROXIMAL),
+        _published(ops.ApplyFtrl, "ftrl", _FTRL),
+        _published(ops.FusedSparseFtrl, "ftrl-rows", {}, attributes=_FTRL),
+        _published(ops.SparseApplyFtrl, "ftrl-rows", {}, attributes=_FTRL),
+        _published(ops.FusedSparseProximalAdagrad, "proximal-adagrad-rows", _PROXIMAL),
+        _published(ops.SparseApplyProximalAdagrad, "proximal-adagrad-rows", _PROXIMAL),
     )
-}  # fmt: skip
+}
 # It updates nothing: `weight` is only read, so it is in no table of operators that write.
-LARS_UPDATE = Operator(
+LARS_UPDATE = _published(
     ops.LARSUpdate,
-    ("weight",),
-    {"norm_weight": 4.0, "norm_gradient": 9.0, "weight_decay": 0.2, "learning_rate": 1e-3},
     None,
-    order="weight gradient norm_weight norm_gradient weight_decay learning_rate",
+    {"norm_weight": 4.0, "norm_gradient": 9.0, "weight_decay": 0.2, "learning_rate": 1e-3},
     traffic=Traffic(updated=0, read=2, written=1),
 )
 

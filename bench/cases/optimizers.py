@@ -11,8 +11,7 @@ import numpy as np
 from ... import nn
 from ...nn.registry import ROWS, Measured, Row
 from ..workers.worker_protocol import LR
-from .subject import Prepared, Subject, Use
-from .traffic import Traffic
+from .subject import Prepared, Subject, Traffic, Use
 
 
 @dataclass(frozen=True)

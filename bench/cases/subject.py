@@ -1,7 +1,13 @@
-"""Subjects of measurements: operators and optimizers, ready to take steps on given parameters."""
+"""Subjects of measurements: operators and optimizers, ready to take steps on given parameters.
+
+What a step must move is the model of docs/bytes.md: every array that a step updates is read once
+and written once; a gradient is read once. What a kernel needs for itself (the sorted indices, for
+one) does not count: it is not part of the task.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +16,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .traffic import Traffic
 from .workloads import Kind
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -43,6 +48,19 @@ Prepare = Callable[[list[np.ndarray]], Prepared]
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """How many arrays of a parameter's size one step moves."""
+
+    updated: int  # read and written: the parameter and its states
+    read: int = 1  # only read: the gradient
+    written: int = 0  # only written
+    # For each pass before the update, which needs sums over whole tensors, how many arrays
+    # it reads: the gradient; with 2, the parameter too; then the states.
+    passes: tuple[int, ...] = ()
+    of_rows: int = 0  # states of 4 bytes a row, read and written
+
+
+@dataclass(frozen=True)
 class Use:
     """The step that a subject takes with one kind of gradients."""
 
@@ -55,6 +73,36 @@ class Use:
     in_place: bool = False  # the gradient is what it updates
     start: float = 0.0  # what the parameters start from. At 0, the norms of LARS would stop it.
     in_process: bool = False  # PyTorch takes the same step in this process, too
+
+    def formula(self, kind: Kind, itemsize: int = 4) -> str:
+        """Bytes that a step must move for a parameter.
+
+        Args:
+            kind: of its gradient: "dense", "rows" or "pooled".
+            itemsize: bytes of an element.
+
+        The sizes are n, the elements of a dense parameter, of which states of rows do not count; or
+        N and D, rows and width of a table, B, the ids of a batch, U, the different ones of them,
+        and S, the bags, each of which has a row of the gradient and an offset.
+        """
+        moved, parts = self.traffic, []
+        if kind == "dense":
+            arrays = 2 * moved.updated + moved.read + moved.written + sum(moved.passes)
+            return f"{itemsize * arrays} n"
+        batch, ids = ("S", " + 8 B") if kind == "pooled" else ("B", "")
+        if self.looks_up:
+            parts.append(f"{itemsize} (U + {batch}) D + 8 {batch}{ids}")
+        if moved.updated:
+            touched = "N" if self.every_row else "U"
+            of_rows = f" + {8 * moved.of_rows} {touched}" * bool(moved.of_rows)
+            updated = f"{2 * itemsize * moved.updated} {touched} D{of_rows}"
+            parts.append(f"{updated} + ({itemsize} D + 8) {batch}{ids}")
+        return " + ".join(parts)
+
+    def bytes_moved(self, kind: Kind, itemsize: int, **sizes: int) -> int:
+        """The formula's value for these sizes."""
+        product = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", self.formula(kind, itemsize))
+        return int(eval(product, {}, sizes))
 
 
 @dataclass(frozen=True, eq=False)

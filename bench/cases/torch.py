@@ -16,8 +16,7 @@ from ...ops import RowTensor
 from ..errors import BenchError
 from ..workers import worker_protocol
 from ..workers.worker_protocol import LR, Case, Replica
-from .subject import DTYPES, Prepared, Subject, Use, clock, written_zeros
-from .traffic import Traffic
+from .subject import DTYPES, Prepared, Subject, Traffic, Use, clock, written_zeros
 from .workloads import Kind
 
 SAME_PROCESS = "torch-in-process"

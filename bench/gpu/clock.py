@@ -22,7 +22,8 @@ from ...ops.runtime.device import DeviceArray
 from ..errors import BenchError
 from ..workers.worker_protocol import Job
 
-_MOST_STEPS = 20  # of a sample; far fewer launches than a stream can hold
+# Seconds of a sample at least, and steps at most: far fewer launches than a stream can hold.
+_SHORTEST, _MOST_STEPS = 1e-3, 20
 _FIRST_LEAD, _LONGEST_LEAD = 0.02, 0.5  # seconds for which the stream is busy before a sample
 
 
@@ -123,17 +124,17 @@ class Timed:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self._steps = job, 1
         self.host: list[float] = []
         self.ahead: list[bool] = []
 
-    def sample(self, steps: int) -> list[float]:
+    def sample(self) -> list[float]:
         """Seconds of a step on the device."""
         if not self.host:
             self._job.load()
             self._job.step()  # compiles
             cuda.synchronize()
-        steps = min(steps, _MOST_STEPS)
+        steps = self._steps
         # The sleep of a thread may be shorter than asked for.
         lead = min(_LONGEST_LEAD, 2e-3 + 3 * steps * self.host[-1]) if self.host else _FIRST_LEAD
         stream = cuda.default_stream()
@@ -149,4 +150,6 @@ class Timed:
         end.synchronize()
         pending.settle()  # not in the middle of a sample
         self.host.append(took / steps)
-        return [begin.elapsed_time(end) / 1e3 / steps]
+        seconds = begin.elapsed_time(end) / 1e3 / steps
+        self._steps = max(1, min(_MOST_STEPS, round(_SHORTEST / max(seconds, 1e-9))))
+        return [seconds]

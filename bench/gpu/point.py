@@ -31,7 +31,7 @@ def run(point: Point, seconds: float, progress: Progress) -> PointResult:
         given = inputs(point)
         jobs = jobs_of(point, given)
     except BenchError as error:
-        return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
+        return PointResult(point, unavailable={OURS: str(error)})
     times, timed = in_turn(jobs, seconds, progress)
     kept = {label: len(found) for label, found in times.samples.items()}
     return PointResult(

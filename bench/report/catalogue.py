@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -35,20 +36,15 @@ def states() -> Table:
     return Table(head, _grouped(found), left=3)
 
 
-def row_sparse() -> Table:
-    """The meaning of row-sparse gradients there and here."""
-    found = _of_forms(lambda row, form: (form.rows_there, _default(row, form)))
-    return Table(["optimizer", MINDSPORE, "default here"], _grouped(found), left=3)
+def row_sparse(*, alone: bool = False) -> Table:
+    """The meaning of row-sparse gradients there and here, or here ``alone``."""
 
+    def text(row: Row, form: Form) -> tuple[str, ...]:
+        here = f"`ValueError`: expected {row.needs}" if row.needs else _DEFAULTS[form.rows]
+        return (here,) if alone else (form.rows_there, here)
 
-def row_defaults() -> Table:
-    """The meaning of row-sparse gradients here alone."""
-    found = _of_forms(lambda row, form: (_default(row, form),))
-    return Table(["optimizer", "default for row-sparse gradients"], _grouped(found), left=2)
-
-
-def _default(row: Row, form: Form) -> str:
-    return f"`ValueError`: expected {row.needs}" if row.needs else _DEFAULTS[form.rows]
+    head = ["default for row-sparse gradients"] if alone else [MINDSPORE, "default here"]
+    return Table(["optimizer", *head], _grouped(_of_forms(text)), left=1 + len(head))
 
 
 def large_gradients() -> Table:
@@ -63,23 +59,10 @@ def traffic() -> Table:
     for case in STEPS:
         if case.model is not None:
             continue
-        use, name = case.use, f"`{case.name}`"
-        moved = use.traffic
+        moved = case.use.traffic
         passes = " + ".join(map(str, moved.passes)) or "-"
         counts = [str(n) for n in (moved.updated, moved.read, moved.written)]
-        # Of pooled rows there are S in the place of B, with an offset, and B ids beside them.
-        B, ids = ("S", " + 8 B") if case.kind == "pooled" else ("B", "")
-        parts = []
-        if case.kind == "dense":
-            parts.append(f"{4 * moved.arrays} n")
-        if use.looks_up:
-            parts.append(f"4 (U + {B}) D + 8 {B}{ids}")
-        if case.kind != "dense" and moved.updated:
-            touched = "N" if use.every_row else "U"
-            of_rows = f" + {8 * moved.of_rows} {touched}" * bool(moved.of_rows)
-            parts.append(f"{8 * moved.updated} {touched} D{of_rows} + (4 D + 8) {B}{ids}")
-        formula = " + ".join(parts)
-        rows.append([name, *counts, passes, formula])
+        rows.append([f"`{case.name}`", *counts, passes, case.use.formula(case.kind)])
     head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
     return Table(head, rows)
 
@@ -127,6 +110,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "optimizers": optimizers,
     "states": states,
     "row-sparse": row_sparse,
-    "row-defaults": row_defaults,
+    "row-defaults": partial(row_sparse, alone=True),
     "large-gradients": large_gradients,
 }

@@ -86,11 +86,11 @@ class PointResult:
     """The figures of one point."""
 
     point: Point  # what was measured
-    bytes: int  # what a step must move
-    sizes: dict[str, int]  # for the report
-    from_memory: bool  # whether a step had to fetch its arrays from memory
-    copies: int  # how many sets of buffers took turns
-    times: dict[str, Summary]  # by label: ours, bounds, peers
+    bytes: int = 0  # what a step must move
+    sizes: dict[str, int] = field(default_factory=dict)  # for the report
+    from_memory: bool = False  # whether a step had to fetch its arrays from memory
+    copies: int = 0  # how many sets of buffers took turns
+    times: dict[str, Summary] = field(default_factory=dict)  # by label: ours, bounds, peers
     # By label, bytes that a step needs beside its arrays; None where unknown.
     memory: dict[str, int | None] = field(default_factory=dict)
     # Why a label, or a peer, has no times.

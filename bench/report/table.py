@@ -7,9 +7,9 @@ are in backticks. On the terminal the first is red, and the second plain.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich import box, table
 from rich.markup import escape
@@ -21,8 +21,6 @@ from .document import same
 from .result import OF_BOUND, OURS
 
 Point = dict[str, Any]
-# Characters: of the first two columns, which fold, at least; between columns.
-_NAMES, _BETWEEN = 36, 3
 
 
 @dataclass(frozen=True)
@@ -42,31 +40,15 @@ def markdown(of: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def on_terminal(of: Table, width: int = 200) -> Iterator[table.Table]:
-    """The table for a terminal of that many columns, without its title.
-
-    Where it is too wide it comes in parts, each with the columns that are text.
-    """
-    lines = [[_coloured(cell) for cell in line] for line in (of.head, *of.rows)]
-    widths = [
-        _BETWEEN + max(text.cell_len for text in column) for column in zip(*lines, strict=True)
-    ]
-    names, others = widths[: min(2, of.left)], widths[2 : of.left]
-    room = width - min(_NAMES, sum(names)) - sum(others)
-    parts: list[list[int]] = [[]]
-    for place in range(of.left, len(widths)):
-        if parts[-1] and sum(widths[k] for k in (*parts[-1], place)) > room:
-            parts.append([])
-        parts[-1].append(place)
-    for part in parts:
-        found = table.Table(box=box.SIMPLE_HEAD)
-        for place in range(of.left):
-            found.add_column(lines[0][place], overflow="fold")
-        for place in part:
-            found.add_column(lines[0][place], justify="right", no_wrap=True)
-        for line in lines[1:]:
-            found.add_row(*line[: of.left], *(line[k] for k in part))
-        yield found
+def on_terminal(of: Table) -> table.Table:
+    """The table for a terminal, without its title; cells are folded where it is too wide."""
+    found = table.Table(box=box.SIMPLE_HEAD)
+    for place, name in enumerate(of.head):
+        side: Literal["left", "right"] = "left" if place < of.left else "right"
+        found.add_column(_coloured(name), justify=side, overflow="fold")
+    for row in of.rows:
+        found.add_row(*map(_coloured, row))
+    return found
 
 
 def _coloured(cell: str) -> Text:

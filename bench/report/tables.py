@@ -89,14 +89,23 @@ def peers_in(data: Data) -> str:
     return ", ".join(f"{name} {of}" for name, of in data["peers"].items()) or "none"
 
 
-def _steps(points: Sequence[Point], **columns: Column) -> Blocks:
-    """Figures of points; ``columns`` by their heads, beside the case.
+def steps(
+    points: Sequence[Point], names: dict[str, Column], more: dict[str, Column] | None = None
+) -> list[Table]:
+    """Figures of points, and how many times faster than the fastest form of each peer.
 
     Peers get a table of their own where one would be too wide.
+
+    Args:
+        points: which.
+        names: columns of text by their heads, beside the case.
+        more: columns of figures.
     """
-    left = 1 + len(columns)
-    ours: dict[str, Column] = {"time": time, "GB/s": table.speed, "of bound": share}
-    theirs = faster_than(table.peers_of(points))
+    left, columns = 1 + len(names), names
+    ours: dict[str, Column] = {
+        "time": time, **(more or {}), "GB/s": table.speed, "of bound": share,
+    }  # fmt: skip
+    theirs = _faster_than(table.peers_of(points))
     if left + len(ours) + len(theirs) <= _COLUMNS:
         return [of_points(points, left, **columns, **ours, **theirs)]
     compared = [point for point in points if point["peers"]]
@@ -104,7 +113,7 @@ def _steps(points: Sequence[Point], **columns: Column) -> Blocks:
     return [own, of_points(compared, left, **columns, **theirs)]
 
 
-def faster_than(peers: Iterable[str]) -> dict[str, Column]:
+def _faster_than(peers: Iterable[str]) -> dict[str, Column]:
     """By head, how many times faster than each peer."""
     return {f"x {peer}": partial(speedup, peer=peer) for peer in peers}
 
@@ -182,7 +191,7 @@ def _sizes(data: Data) -> Blocks:
         return Table([head, *columns], rows)
 
     peers = table.peers_of(point for found in cases.values() for point in found.values())
-    faster = (of_each(cell, head) for head, cell in faster_than(peers).items())
+    faster = (of_each(cell, head) for head, cell in _faster_than(peers).items())
     return [of_each(lambda point: f"{time(point)}, {share(point)}", "case"), *faster]
 
 
@@ -211,7 +220,7 @@ def _growth(data: Data) -> Blocks:
 def _dtypes(data: Data) -> Blocks:
     """Points in 16 bit."""
     points = [point for point in _in_loop(data) if point["dtype"] != "float32"]
-    return _steps(points, size=size, dtype=lambda point: str(point["dtype"]))
+    return steps(points, {"size": size, "dtype": lambda point: str(point["dtype"])})
 
 
 def scaling(points: Sequence[Point]) -> Table:
@@ -374,10 +383,10 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "setting": lambda data: [setting(data)],
     "scenarios": _scenarios,
     "beside-torch": _beside_torch,
-    "usual": lambda data: _steps(_usual(data)),
-    "models": lambda data: _steps(_in_loop(data)),
+    "usual": lambda data: steps(_usual(data), {}),
+    "models": lambda data: steps(_in_loop(data), {}),
     "sizes": _sizes,
-    "rows": lambda data: _steps(_plain(data, "rows", "pooled"), size=size),
+    "rows": lambda data: steps(_plain(data, "rows", "pooled"), {"size": size}),
     "growth": _growth,
     "dtypes": _dtypes,
     "scaling": lambda data: [scaling(_in_loop(data))],

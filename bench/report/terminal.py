@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +41,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         place = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB, CUDA {gpu['cuda_of_driver']}"
     console.print(f"{place}; peers: {tables.peers_in(document)}")
     points = tables.all_of(document)
-    found = [_steps(points)] if points else []
+    found = _steps(points) if points else []
     scaling = tables.scaling(points)
     if scaling.rows:
         found.append(scaling)
@@ -62,12 +63,11 @@ def show(document: dict[str, Any], console: Console) -> None:
 def _print(one: Table, console: Console) -> None:
     if one.title:
         console.print(one.title.replace("`", ""), style="bold", markup=False, highlight=False)
-    for part in table.on_terminal(one, console.width):
-        console.print(part)
+    console.print(table.on_terminal(one))
 
 
-def _steps(points: Sequence[Point]) -> Table:
-    """One line for each point; under a peer how many times faster than it we are."""
+def _steps(points: Sequence[Point]) -> list[Table]:
+    """A line for each point."""
     keys = "dtype", "threads", "scenario"
     varied = [key for key in keys if len({point[key] for point in points}) > 1]
     common = [
@@ -80,23 +80,15 @@ def _steps(points: Sequence[Point]) -> Table:
     def value(name: str) -> Column:
         return lambda point: str(point[name])
 
-    columns: dict[str, Column] = {
-        "size": table.size,
-        **{key: value(key) for key in varied},
-        "time": figure("median"),
-        "p20": figure("p20"),
-        "p80": figure("p80"),
-        "GB/s": table.speed,
-        "bound": table.share,
-        **{head[2:]: of for head, of in tables.faster_than(table.peers_of(points)).items()},
-        "memory": lambda point: table.memory(point["memory"][OURS]),
-    }
+    names = {"size": table.size, **{key: value(key) for key in varied}}
+    more: dict[str, Column] = {"p20": figure("p20"), "p80": figure("p80")}
     if any(point.get("host") for point in points):
-        del columns["memory"]
-        columns["enqueued in"] = lambda point: table.seconds(point["host"][OURS]["median"])
-    found = table.of_points(points, 2 + len(varied), **columns)
+        more["enqueued in"] = lambda point: table.seconds(point["host"][OURS]["median"])
+    else:
+        more["memory"] = lambda point: table.memory(point["memory"][OURS])
+    first, *others = tables.steps(points, names, more)
     title = f"Steps, {', '.join([*common, 'times faster than the fastest form of each peer'])}"
-    return Table(found.head, found.rows, found.left, title)
+    return [replace(first, title=title), *others]
 
 
 def _doubts(document: dict[str, Any]) -> Iterator[str]:
@@ -159,22 +151,18 @@ def progress() -> Iterator[Callable[[str, int, int], Report]]:
     Yields what gives, for the name of a measurement and its place among so many, the function
     that is told its progress.
     """
-    errors = Console(stderr=True)
-    words = TextColumn("{task.description}", markup=False)
+    errors, words = Console(stderr=True), TextColumn("{task.description}", markup=False)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), words
-    is_drawn = errors.is_terminal
-    with Progress(
-        *columns, words, console=errors, auto_refresh=False, disable=not is_drawn
-    ) as bars:
+    options: Any = {"auto_refresh": False, "disable": not errors.is_terminal}
+    with Progress(*columns, console=errors, **options) as bars:
         task = bars.add_task("", total=None)
 
         def of(name: str, done: int, total: int) -> Report:
             def report(share: float) -> None:
-                text = f"{name} {share:4.0%}"
-                bars.update(task, total=total, completed=int(done + share), description=text)
-                bars.refresh()
+                text, steps = f"{name} {share:4.0%}", int(done + share)
+                bars.update(task, total=total, completed=steps, description=text, refresh=True)
 
-            if not is_drawn:
+            if bars.disable:
                 errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
             report(0.0)
             return report

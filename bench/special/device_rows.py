@@ -14,17 +14,14 @@ from typing import Any
 import numpy as np
 
 from ... import ops
-from ...kernels.element import kernel
-from ...kernels.rules import adam
-from ...kernels.storage import F32
 from ...kernels.tables import RowSource, RowTable
 from ..cases import indices
 from ..cases.operators import SCALARS
 from ..cases.subject import clock
 from ..report.result import OURS, Progress, SpecialResult, tracked
 from ..workers.worker_protocol import Job
+from .far_rows import GROUPING, STEP, UPDATE, lazy_adam
 
-STEP, GROUPING, UPDATE = "step", "grouping alone", "update alone"
 ROWS, WIDTH, BATCH = 10**7, 128, 10**6
 DISTRIBUTIONS = ("zipf1.05", "zipf1.2")
 SORTED = (10**5, 10**6, 10**7)
@@ -54,11 +51,9 @@ def parts(distribution: str) -> dict[str, Job]:
     variables = [clock().zeros((ROWS, WIDTH)) for _ in range(3)]
     values = put(np.random.default_rng(1).standard_normal((BATCH, WIDTH), np.float32))
     ids = put(indices.draw(distribution, ROWS, BATCH))
-    *powers, lr, beta1, beta2, epsilon = SCALARS.values()
-    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, (beta1, beta2, epsilon), tuple(powers))
+    compiled, numbers = lazy_adam()
     scalars = put(np.array([numbers], np.float32))
     *arrays, source, rows = (int(address_of(a)) for a in (*variables, values, ids))
-    compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
     table = RowTable(tuple(arrays), 0, ROWS, WIDTH, RowSource(rows, 8, BATCH, source))
     step = RowStep(compiled, [table], touched_only=True)
     scratch = cuda.device_array(step.scratch_bytes, np.uint8)

@@ -36,7 +36,7 @@ from ..workers.worker_protocol import Job, Turns
 
 PARTS = STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
 OF_PLAIN = 1.15  # what an update may take in terms of the plain loop
-SETS, ROUNDS, STEPS = 4, 21, 4
+SETS, ROUNDS = 4, 21
 _AHEAD, _PARTS_PER_THREAD = 8, 16
 
 
@@ -59,6 +59,14 @@ def _plain(w, m, v, g, at, different, occurrences, hp, n_parts):  # type: ignore
                 w_row[d] -= step_size * m_row[d] / (np.sqrt(v_row[d]) + epsilon)
 
 
+def lazy_adam() -> tuple[Any, Any]:
+    """The kernel of Adam in float32, and the scalars of its first update."""
+    *powers, lr, beta1, beta2, epsilon = SCALARS.values()
+    constants = beta1, beta2, epsilon
+    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
+    return kernel(adam.ADAM, (), F32, F32, (F32, F32)), numbers
+
+
 def jobs_of(
     variables: list[np.ndarray], g: np.ndarray, drawn: np.ndarray, n_parts: int
 ) -> tuple[dict[str, Callable[[], object]], RowStep]:
@@ -72,11 +80,7 @@ def jobs_of(
     """
     operator: Any = ops.FusedSparseLazyAdam()
     N, D = variables[0].shape
-    scalars = tuple(SCALARS.values())
-    compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
-    *powers, lr, beta1, beta2, epsilon = scalars
-    constants = beta1, beta2, epsilon
-    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
+    compiled, numbers = lazy_adam()
     hp = np.array([numbers], np.float32)
     at = np.array([address_of(a) for a in (*variables, g)])
     source = RowSource(address_of(drawn), drawn.itemsize, drawn.size, int(at[3]))
@@ -93,7 +97,7 @@ def jobs_of(
         run_words(words)
 
     return {
-        STEP: lambda: operator(*variables, *scalars, g, drawn),
+        STEP: lambda: operator(*variables, *SCALARS.values(), g, drawn),
         GROUPING: group,
         UPDATE: update,
         PLAIN: lambda: _plain(*variables, g, at, different, occurrences, numbers, n_parts),
@@ -120,7 +124,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
         ]
         turns = Turns()
         jobs = {label: turns.job([Job(of_set[label]) for of_set, _ in sets]) for label in PARTS}
-        times = in_rounds(jobs, ROUNDS, STEPS)
+        times = in_rounds(jobs, ROUNDS)
         for _, grouped in sets:
             grouped.release()
         result.times.update({f"{size}: {label}": times[label] for label in PARTS})

@@ -12,6 +12,7 @@ What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import LR, Case, Job, Parameter, Replica, serve
+from worker_protocol import LR, Case, Job, Replica, serve
 
 # Forms and arguments of the optimizers.
 _RMSPROP = {"decay": 0.9, "epsilon": 1e-10}
@@ -126,7 +127,10 @@ class MindSpore:
         if case.kind != "dense":
             optimizer.target = "CPU"  # without it duplicates are not merged
         row_tensor = import_module("mindspore.common.sparse_tensor").RowTensorInner
-        plan = _plan(case.parameters)
+        # For each parameter the place of its gradient among the inputs, and the shape of a table.
+        places = [0, *itertools.accumulate(1 + (p.indices is not None) for p in case.parameters)]
+        shapes = [None if p.indices is None else p.shape for p in case.parameters]
+        plan = tuple(zip(places, shapes))
 
         class Cell(nn.Cell):  # type: ignore[name-defined, misc]
             def __init__(self) -> None:
@@ -136,9 +140,9 @@ class MindSpore:
 
             def construct(self, *inputs: Any) -> Any:
                 gradients: tuple[Any, ...] = ()
-                for has_rows, position, shape in self.plan:
+                for position, shape in self.plan:
                     gradient = inputs[position]
-                    if has_rows:
+                    if shape is not None:
                         gradient = row_tensor(inputs[position + 1], gradient, shape)
                     gradients = (*gradients, gradient)
                 return self.optimizer(gradients)
@@ -160,17 +164,6 @@ class MindSpore:
             return clip(gradients, 1.0)
 
         return self.ms.jit(clipped)
-
-
-def _plan(parameters: list[Parameter]) -> tuple[tuple[bool, int, tuple[int, ...]], ...]:
-    """For each parameter: is its gradient row-sparse, its place among the inputs, its shape."""
-    plan = []
-    position = 0
-    for given in parameters:
-        has_rows = given.indices is not None
-        plan.append((has_rows, position, given.shape))
-        position += 1 + has_rows
-    return tuple(plan)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ since NumPy's own arithmetic on them is slow and overflows.
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from worker_protocol import LR, Case, Job, Parameter, Replica, serve
 Array = np.ndarray
 
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
-# cache: 512 KiB of each array.
+# cache: 512 KiB of each array. No row of a table is as long.
 _BLOCK = 2**17
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY, _MOMENTUM = 0.01, 0.9
@@ -86,21 +85,23 @@ _WITH_ROWS = ("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-ro
 
 
 class _Sweep:
-    """Applies rules to arrays in blocks of about ``block`` elements, on ``threads`` threads."""
+    """Applies rules to arrays in blocks, on ``threads`` threads."""
 
-    def __init__(self, block: int, threads: int) -> None:
-        self._block, self._scratch = block, threading.local()
+    def __init__(self, threads: int) -> None:
+        self._own = threading.local()
         self._map: Callable[..., Any] = ThreadPoolExecutor(threads).map if threads > 1 else map
 
     def __call__(self, rule: Callable[..., None], t: int, arrays: Sequence[Array]) -> None:
         """Take one step; the arrays are cut along their first axis."""
         length = len(arrays[0])
-        per_block = max(1, self._block * length // max(1, arrays[0].size))
+        per_block = max(1, _BLOCK * length // max(1, arrays[0].size))
 
         def run(start: int) -> None:
             w, g, *states = (array[start : start + per_block] for array in arrays)
-            a, *wide = self._buffers(w)
-            if not wide:
+            if not hasattr(self._own, "scratch"):
+                self._own.scratch = np.zeros((3, _BLOCK), np.float32)
+            a, *wide = (x[: w.size].reshape(w.shape) for x in self._own.scratch)
+            if w.dtype == np.float32:
                 rule(t, w, g, *states, a)
                 return
             wide[0][...], wide[1][...] = w, g
@@ -109,15 +110,6 @@ class _Sweep:
 
         starts = range(0, length, per_block)
         list((self._map if len(starts) > 1 else map)(run, starts))
-
-    def _buffers(self, like: Array) -> list[Array]:
-        """A scratch array of a thread, and two more for a parameter of 16 bits."""
-        buffers: list[Array] = getattr(self._scratch, "buffers", [])
-        count = 1 if like.dtype == np.float32 else 3
-        if len(buffers) < count or buffers[0].size < like.size:
-            buffers = [np.zeros(like.size, np.float32) for _ in range(count)]
-            self._scratch.buffers = buffers
-        return [buffer[: like.size].reshape(like.shape) for buffer in buffers[:count]]
 
 
 class _Variable:
@@ -170,24 +162,21 @@ class NumPy:
         self._threads = threads
 
     def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
-        """Whole arrays, or blocks of them."""
+        """Blocks of the arrays, one after the other or in threads."""
         if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             return {}
         if algorithm not in (_RULES if kind == "dense" else _WITH_ROWS):
             return {}
-        sweeps = {"whole arrays": (sys.maxsize, 1), "blocks": (_BLOCK, 1)}
-        if self._threads > 1:
-            sweeps["blocks in threads"] = _BLOCK, self._threads
-        rule = algorithm.partition("-")[0]
-        return {form: partial(_swept, rule, *sweep) for form, sweep in sweeps.items()}
+        forms = {"blocks": 1, "blocks in threads": self._threads}
+        return {form: partial(_swept, n) for form, n in forms.items() if n > 1 or form == "blocks"}
 
 
-def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
+def _swept(threads: int, case: Case) -> Replica:
     """One set of arrays, updated in place."""
     dtype = import_module("ml_dtypes").bfloat16 if case.dtype == "bfloat16" else case.dtype
-    densify = case.algorithm == "adam-rows"
+    rule, densify = case.algorithm.partition("-")[0], case.algorithm == "adam-rows"
     variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
-    sweep, numbers = _Sweep(block, threads), itertools.count(1)
+    sweep, numbers = _Sweep(threads), itertools.count(1)
 
     def step() -> None:
         t = next(numbers)

@@ -1,33 +1,13 @@
 """One timed step per request: what this benchmark and the worker processes of others share.
 
-A worker reads JSON lines from its standard input and answers each with one JSON line::
-
-    {"do": "hello"}
-        -> {"version": "2.13.0"}
-    {"do": "forms", "algorithm": "adam", "kind": "dense", "dtype": "float32"}
-        -> {"forms": ["Adam(foreach=True)", "Adam(fused=True)"]}
-    {"do": "setup", "algorithm": ..., "form": ..., "kind": ..., "dtype": ..., "copies": 1,
-     "parameters": [{"shape": [9, 4], "gradient": "/g.npy", "indices": null}],
-     "fresh_gradients": false}
-        -> {}
-    {"do": "sample", "form": ..., "scenario": "loop", "steps": 1}
-        -> {"seconds": [0.0123]}
-    {"do": "memory", "form": ...}
-        -> {"bytes": 4096}
-    {"do": "values", "form": ..., "path": "/x.npz"}
-        -> {}
-    {"do": "drop"}
-        -> {}
-
-An answer ``{"error": text}`` says that the request failed; the end of input ends the worker.
+A worker reads pickles from its standard input and answers each with one. ``{"do": name, ...}`` asks
+for what the method of that name of `_Server` returns for the others as its arguments;
+``{"error": text}`` says that it failed; the end of input ends the worker.
 
 Kinds are "dense", "rows" (one table with a row-sparse gradient), "mixed" (tables and dense
 parameters) and "pooled" (tables whose rows are pooled: parameters say ``"bag": 20``, so many of
 their indices in turn having one row of the gradient). Algorithms of these are "forward", "backward"
 and "both", with the step that backward takes after a space.
-
-A set-up may say ``"warm_up": n``, the steps before the first sample, instead of the library's own
-number, and a parameter ``"start": "/w.npy"``, its values instead of zeros.
 
 Needs nothing but Python 3.8 and NumPy, since the library at the other end chooses the versions.
 """
@@ -38,15 +18,15 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,12 +44,35 @@ def _nothing() -> None:
 SCENARIOS = (
     "loop", "pause20", "pause50", "flush", "busy", "torch", "torch-pause", "blas", "jax",
 )  # fmt: skip
-LEAD_IN, MOST_LEAD_IN = 5e-3, 20  # seconds, and steps, before a sample in a loop: one at least
-TURN = 0.1  # seconds that count of a turn in a scenario other than "loop", about
-FEWEST = 3  # steps that count, where one takes longer than that
 _FLUSHED = 2**28  # bytes at most
 _PRODUCT = 1024  # rows and columns of the matrices that are multiplied: ten milliseconds or so
 _PAUSE = 0.02  # seconds
+
+
+class Turn(NamedTuple):
+    """Steps in a row of one contestant: others first, which do not count, then those that do."""
+
+    # Seconds of either.
+    lead_in: float
+    lasting: float
+    steps: int  # at least, of either
+    rounds: int  # of all contestants, at least
+
+    def seconds(self, step: float) -> float:
+        """How long a turn takes whose steps last so many seconds."""
+        return sum(max(part, self.steps * step) for part in (self.lead_in, self.lasting))
+
+
+def turn_in(scenario: str) -> Turn:
+    """How long a turn is.
+
+    The lead-in stands for the training loop that a short step is part of: threads are awake, each
+    on a core of its own, and code and arrays are in the caches as far as they fit. Where something
+    else comes before each step it is longer: a process that has slept or was stopped is treated
+    well at first. Its threads wake up on different cores, and one that competes with another
+    process goes first; that is over after four steps or so.
+    """
+    return Turn(5e-3, 1e-3, 1, 7) if scenario == "loop" else Turn(0.1, 0.1, 3, 3)
 
 
 def last_cache_bytes() -> int:
@@ -160,60 +163,32 @@ class Turns:
         return Job(lambda: now.step(), load)
 
 
-def sample(job: Job, steps: int) -> float:
-    """Mean seconds of ``steps`` steps in a row, after a lead-in of others that do not count.
+def samples(job: Job, scenario: str, before: Callable[[], object]) -> list[float]:
+    """Seconds of each step of a turn; in a loop and beside a busy process only their mean.
 
-    The lead-in stands for the training loop that a short step is part of: threads are awake, each
-    on a core of its own, and code and arrays are in the caches as far as they fit.
+    No garbage is collected meanwhile. Who waits for a busy process does so in one step of many, and
+    the median of steps would not see it. Where a pause comes before every second step, two steps
+    are a sample, likewise.
     """
-    left, lead_in = MOST_LEAD_IN, LEAD_IN
-    while left and lead_in > 0:
-        lead_in -= _timed(job)
-        left -= 1
-    return sum(_timed(job) for _ in range(steps)) / steps
-
-
-def _timed(job: Job, before: Callable[[], object] = _nothing) -> float:
-    job.load()
-    before()
-    start = time.perf_counter()
-    job.step()
-    return time.perf_counter() - start
-
-
-def turn(job: Job, before: Callable[[], object]) -> list[float]:
-    """Seconds of each step of a training loop that does something else before each.
-
-    The loop goes on for as long before the first step that counts. A process that has slept or was
-    stopped is treated well at first: its threads wake up on different cores, and one that
-    competes with another process goes first. That is over after four steps or so.
-    """
+    lead_in, lasting, fewest, _ = turn_in(scenario)
     found: list[float] = []
-    for _ in range(2):
-        end = time.perf_counter() + TURN
-        found = []
-        while len(found) < FEWEST or time.perf_counter() < end:
-            found.append(_timed(job, before))
-    return found
-
-
-def samples(job: Job, scenario: str, steps: int, before: Callable[[], object]) -> list[float]:
-    """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
-
-    No garbage is collected meanwhile. Beside a busy process they are one sample, their mean: who
-    waits for the other process does so in one step of many, and the median of steps would not see
-    it. Where a pause comes before every second step, two steps are a sample, likewise.
-    """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        found = [sample(job, steps)] if scenario == "loop" else turn(job, before)
+        for seconds in (lead_in, lasting):
+            found, end = [], time.perf_counter() + seconds
+            while len(found) < fewest or time.perf_counter() < end:
+                job.load()
+                before()
+                start = time.perf_counter()
+                job.step()
+                found.append(time.perf_counter() - start)
     finally:
         if collecting:
             gc.enable()
     if scenario == "torch-pause":
         return [sum(found[k : k + 2]) / 2 for k in range(0, len(found) - 1, 2)]
-    return [sum(found) / len(found)] if scenario == "busy" else found
+    return [sum(found) / len(found)] if scenario in ("loop", "busy") else found
 
 
 def peak_memory(job: Job) -> int | None:
@@ -276,6 +251,35 @@ class Case:
     fresh: bool  # the gradients of each step are new arrays
 
 
+def packed(array: np.ndarray | None) -> tuple[str, tuple[int, ...], bytes] | None:
+    """An array for a pipe: NumPy's own pickles are not for other versions of it."""
+    return None if array is None else (array.dtype.str, array.shape, array.tobytes())
+
+
+def unpacked(found: Any) -> np.ndarray:
+    """The array, which is read-only."""
+    dtype, shape, data = found
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def case_of(
+    algorithm: str, form: str, kind: str, dtype: str, parameters: list[Any], fresh: bool
+) -> Case:
+    """A case as a request describes it: parameters are tuples, with packed arrays."""
+    found = [
+        Parameter(
+            tuple(shape),
+            unpacked(gradient),
+            unpacked(indices) if indices else None,
+            unpacked(start) if start else np.zeros(shape, np.float32),
+            bag,
+        )
+        for shape, gradient, indices, start, bag in parameters
+    ]
+    # Clipping in place leaves nothing to clip.
+    return Case(algorithm, form, dtype, found, kind, fresh or algorithm == "clip-by-global-norm")
+
+
 @dataclass(frozen=True)
 class Replica:
     """Parameters, states and gradients of a case, in memory of their own."""
@@ -334,40 +338,50 @@ class _Server:
         self._before = lru_cache(None)(lambda scenario: before_step(scenario, self._threads))
 
     def hello(self) -> dict[str, Any]:
+        """The version of the library."""
         return {"version": self._library().version}
 
     def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
+        """Names of the forms, such as "Adam(fused=True)", in which it has a step of "adam"."""
         return {"forms": [*self._library().forms(algorithm, kind, dtype)]}
 
-    def setup(self, **request: Any) -> dict[str, Any]:
-        case, library = _case(request), self._library()
+    def setup(self, copies: int, warm_up: int | None = None, **described: Any) -> dict[str, Any]:
+        """Make one form of a case, with so many sets of buffers.
+
+        It takes ``warm_up`` steps before the first sample, or the library's own number.
+        """
+        case, library = case_of(**described), self._library()
         make = library.forms(case.algorithm, case.kind, case.dtype).get(case.form)
         if make is None:
             what = f"{case.algorithm}, {case.kind}, {case.dtype}"
             raise ValueError(f"no form {case.form!r} of {what}")
-        replicas = [make(case) for _ in range(request["copies"])]
+        replicas = [make(case) for _ in range(copies)]
+        if warm_up is None:
+            warm_up = getattr(library, "warm_up", _WARM_UP)
         for replica in replicas:
-            for _ in range(request.get("warm_up", getattr(library, "warm_up", _WARM_UP))):
+            for _ in range(warm_up):
                 replica.job.load()
                 replica.job.step()
         self._replicas[case.form] = replicas
         self._jobs[case.form] = Turns().job([replica.job for replica in replicas])
         return {}
 
-    def sample(self, form: str, scenario: str, steps: int) -> dict[str, Any]:
-        return {"seconds": samples(self._jobs[form], scenario, steps, self._before(scenario))}
+    def sample(self, form: str, scenario: str) -> dict[str, Any]:
+        """The times of a turn."""
+        return {"seconds": samples(self._jobs[form], scenario, self._before(scenario))}
 
     def memory(self, form: str) -> dict[str, Any]:
+        """Bytes that a step needs beside its arrays; None where nobody sees them."""
         job, is_kept = self._jobs[form], getattr(self._library(), "keeps_memory", False)
         return {"bytes": None if is_kept else peak_memory(job)}
 
-    def values(self, form: str, path: str) -> dict[str, Any]:
-        found = enumerate(self._replicas[form][0].values())
-        arrays: dict[str, Any] = {f"p{index}": np.asarray(a, np.float32) for index, a in found}
-        np.savez(path, **arrays)
-        return {}
+    def values(self, form: str) -> dict[str, Any]:
+        """The parameters as they are now, in float32."""
+        found = self._replicas[form][0].values()
+        return {"arrays": [packed(np.asarray(array, np.float32)) for array in found]}
 
     def drop(self) -> dict[str, Any]:
+        """Forget what was set up."""
         self._replicas.clear()
         self._jobs.clear()
         _give_memory_back()
@@ -383,30 +397,6 @@ class _Server:
             return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _case(request: dict[str, Any]) -> Case:
-    return Case(
-        request["algorithm"],
-        request["form"],
-        request["dtype"],
-        [_parameter(**entry) for entry in request["parameters"]],
-        request["kind"],
-        # Clipping in place leaves nothing to clip.
-        request["fresh_gradients"] or request["algorithm"] == "clip-by-global-norm",
-    )
-
-
-def _parameter(
-    shape: list[int],
-    gradient: str,
-    indices: str | None,
-    start: str | None = None,
-    bag: int | None = None,
-) -> Parameter:
-    rows = None if indices is None else np.load(indices)
-    values = np.zeros(shape, np.float32) if start is None else np.load(start)
-    return Parameter(tuple(shape), np.load(gradient), rows, values, bag)
-
-
 def serve(load: Callable[[int], Any]) -> None:
     """Answer requests until the end of input.
 
@@ -419,14 +409,15 @@ def serve(load: Callable[[int], Any]) -> None:
             ``keeps_memory = True``.
     """
     # Libraries print to standard output; the answers keep it for themselves.
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ["OMP_NUM_THREADS"] = sys.argv[-1]  # for whatever is loaded from now on
     _die_with_parent()
     server = _Server(load)
-    for line in sys.stdin:
-        channel.write(json.dumps(server._answer(**json.loads(line))) + "\n")
-        channel.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            pickle.dump(server._answer(**pickle.load(sys.stdin.buffer)), channel, protocol=4)
+            channel.flush()
 
 
 def _die_with_parent() -> None:

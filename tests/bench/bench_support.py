@@ -18,11 +18,11 @@ from fusestep.bench.cases import model_shapes, workloads
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.cases.torch import TORCH
-from fusestep.bench.peer import Peers
+from fusestep.bench.peer import Peers, Worker
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult, Summary
 from fusestep.bench.workers import worker_protocol
-from fusestep.bench.workers.worker_protocol import Job
+from fusestep.bench.workers.worker_protocol import Job, unpacked
 
 from helpers import in_turn
 
@@ -132,6 +132,11 @@ class FakeClock:
             self.now += 1000.0
 
         return Job(step, load)
+
+
+def values_of(worker: Worker, form: str) -> list[np.ndarray]:
+    """The parameters in a worker as they are now."""
+    return [*map(unpacked, worker.ask({"do": "values", "form": form})["arrays"])]
 
 
 # -- a made-up library ----------------------------------------------------------------------------

@@ -13,10 +13,9 @@ import pytest
 from fusestep.bench import bounds, machine, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
-from fusestep.bench.cases import traffic
 from fusestep.bench.cases.optimizers import OPTIMIZERS
 from fusestep.bench.cases.steps import Case
-from fusestep.bench.cases.subject import DTYPES
+from fusestep.bench.cases.subject import DTYPES, Traffic, Use
 from fusestep.bench.cases.workloads import Tensor, parameters
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
@@ -117,12 +116,17 @@ def test_all_states_of_an_optimizer_count(name: str) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    adam = traffic.Traffic(3)
-    assert adam.dense(10, 4) == 280
+    adam = Use("adam", Traffic(3))
+    assert adam.bytes_moved("dense", 4, n=10) == 280
+    assert adam.bytes_moved("rows", 2, U=9, D=8, B=50) == 864 + 800 + 400
     # 6 * 100 * 8 * 4 of all rows, 50 * 8 * 4 of the gradient, 50 * 8 of the indices.
-    assert adam.every_row(100, 8, 50, 4) == 19_200 + 1_600 + 400
-    assert adam.touched_rows(9, 8, 50, 2) == 864 + 800 + 400
-    assert traffic.Traffic(3, passes=(4,)).dense(1, 4) == 44
+    every = replace(adam, every_row=True)
+    assert every.bytes_moved("rows", 4, N=100, D=8, B=50) == 19_200 + 1_600 + 400
+    # Of 5 bags, with an offset each, and of 9 rows that have a state of 4 bytes.
+    bags = Use("x", Traffic(1, of_rows=1), looks_up=True)
+    both = 4 * (9 + 5) * 8 + 8 * 5 + 8 * 50, 8 * 9 * 8 + 8 * 9 + (4 * 8 + 8) * 5 + 8 * 50
+    assert bags.bytes_moved("pooled", 4, U=9, D=8, B=50, S=5) == sum(both)
+    assert Use("x", Traffic(3, passes=(4,))).bytes_moved("dense", 4, n=1) == 44
 
 
 def test_cached_and_rotating_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +194,8 @@ def test_nobody_meets_the_buffers_of_the_one_before() -> None:
     contestants = in_process({"step": job(), "a bound": job(), "another": job()})
     warm_up(contestants)
     for contestant in (*contestants, *contestants):
-        contestant.sample(3)
-    assert len(used) >= 3 * 2 + 6 * 4
+        contestant.sample()
+    assert len(used) >= 3 * 2 * 3
     assert all(b == (a + 1) % 5 for a, b in pairwise(used))
 
 

@@ -21,9 +21,10 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
+from fusestep.bench.workers.worker_protocol import packed
 
 import bench_support
-from bench_support import FAKE_WORKER, WORKERS, quiet
+from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
 
 
 @pytest.fixture
@@ -43,13 +44,12 @@ def worker(fake_worker: Path) -> Iterator[Worker]:
     assert found._process.poll() is not None
 
 
-@contextlib.contextmanager
-def set_up(worker: Worker, form: str, name: str = "dense/nn.Adam") -> Iterator[work.Inputs]:
+def set_up(worker: Worker, form: str, name: str = "dense/nn.Adam") -> work.Inputs:
     of = bench_support.point(name)
     given = work.inputs(of)
-    with point.setup_request(str(of.case.use.algorithm), of, given) as request:
-        worker.ask({"do": "setup", "form": form, **request})
-        yield given
+    request = point.setup_request(str(of.case.use.algorithm), of, given)
+    worker.ask({**request, "form": form})
+    return given
 
 
 def wait_until_stopped(process: int) -> None:
@@ -64,22 +64,20 @@ def wait_until_stopped(process: int) -> None:
 
 def test_a_worker_answers_and_rests(worker: Worker) -> None:
     assert worker.version == "1.2.3"
-    with set_up(worker, "slow"):
-        answer = worker.ask({"do": "sample", "form": "slow", "scenario": "loop", "steps": 2})
+    set_up(worker, "slow")
+    answer = worker.ask({"do": "sample", "form": "slow", "scenario": "loop"})
     assert answer["seconds"][0] >= 0.05
     if sys.platform == "linux":
         wait_until_stopped(worker._process.pid)
     assert worker.ask({"do": "memory", "form": "slow"})["bytes"] is not False  # and wakes up
 
 
-def test_a_worker_gets_the_numbers_of_the_gradients(worker: Worker, tmp_path: Path) -> None:
-    path = tmp_path / "values.npz"
-    with set_up(worker, "quick", "many-small/nn.Adam") as given:
-        worker.ask({"do": "values", "form": "quick", "path": str(path)})
-    with np.load(path) as values:
-        assert len(values) == len(given.parameters) == 200
-        for k, one in enumerate(given.parameters):
-            np.testing.assert_array_equal(values[f"p{k}"], -2 * one.gradient)
+def test_a_worker_gets_the_numbers_of_the_gradients(worker: Worker) -> None:
+    given = set_up(worker, "quick", "many-small/nn.Adam")
+    found = values_of(worker, "quick")
+    assert len(found) == len(given.parameters) == 200
+    for values, one in zip(found, given.parameters, strict=True):
+        np.testing.assert_array_equal(values, -2 * one.gradient)
 
 
 def test_the_end_of_a_worker(fake_worker: Path) -> None:
@@ -87,16 +85,16 @@ def test_the_end_of_a_worker(fake_worker: Path) -> None:
     with contextlib.closing(Worker([str(fake_worker)], sys.executable, 1)) as worker:
         for _ in range(2):  # the same words again
             died = pytest.raises(ContestantLostError, match=r"^Segmentation fault$")
-            with died, set_up(worker, "fatal"):
-                pass
+            with died:
+                set_up(worker, "fatal")
         assert worker.is_broken
 
 
 def test_a_worker_that_does_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    with set_up(worker, "slow"):
-        monkeypatch.setattr(peer, "_TIMEOUT", 0.02)
-        with pytest.raises(ContestantLostError, match="within"):
-            worker.ask({"do": "sample", "form": "slow", "scenario": "loop", "steps": 200})
+    set_up(worker, "slow")
+    monkeypatch.setattr(peer, "_TIMEOUT", 0.02)
+    with pytest.raises(ContestantLostError, match="within"):
+        worker.ask({"do": "sample", "form": "slow", "scenario": "loop"})
     assert worker.is_broken
 
 
@@ -172,9 +170,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[tuple[str, Worker]]:
 
 
 @pytest.mark.parametrize("name", POOLED)
-def test_pooled_tables_are_those_of_peers(
-    library: tuple[str, Worker], name: str, tmp_path: Path
-) -> None:
+def test_pooled_tables_are_those_of_peers(library: tuple[str, Worker], name: str) -> None:
     """What a forward finds, and the tables after three steps, to float32's rounding."""
     peer, worker = library
     of = bench_support.point(name, "3x50x8x40x5")
@@ -188,27 +184,21 @@ def test_pooled_tables_are_those_of_peers(
         job.load()
         found = job.step()
     ours = buffers.parameters if use.traffic.updated else [found]
-    with point.setup_request(str(use.algorithm), of, given) as request:
-        for entry, start in zip(request["parameters"], starts, strict=True):
-            entry["start"] = f"{entry['gradient']}-start.npy"
-            np.save(entry["start"], start)
-        asked = {"algorithm": use.algorithm, "kind": "pooled", "dtype": "float32"}
-        forms = worker.ask({"do": "forms", **asked})["forms"]
-        lacking = {"torch": "RowWiseAdagrad", "fbgemm": "LazyAdam"}[peer]
-        assert len(forms) == (lacking not in name)
-        for form in forms:
-            worker.ask({"do": "setup", "form": form, "warm_up": 3, **request})
-            worker.ask({"do": "values", "form": form, "path": str(tmp_path / "x.npz")})
-            with np.load(tmp_path / "x.npz") as values:
-                theirs = [values[f"p{k}"] for k in range(len(values.files))]
-            moved = (
-                max(np.abs(a - b).max() for a, b in zip(ours, starts, strict=False))
-                if use.traffic.updated
-                else 1.0
-            )
-            assert moved > 1e-3
-            for a, b in zip(ours, theirs, strict=True):
-                np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 + 1e-5 * moved)
+    request = point.setup_request(str(use.algorithm), of, given)
+    entries = zip(request["parameters"], map(packed, starts), strict=True)
+    request["parameters"] = [(*entry[:3], start, entry[4]) for entry, start in entries]
+    asked = {"algorithm": use.algorithm, "kind": "pooled", "dtype": "float32"}
+    forms = worker.ask({"do": "forms", **asked})["forms"]
+    lacking = {"torch": "RowWiseAdagrad", "fbgemm": "LazyAdam"}[peer]
+    assert len(forms) == (lacking not in name)
+    moved = 1.0
+    if use.traffic.updated:
+        moved = max(np.abs(a - b).max() for a, b in zip(ours, starts, strict=True))
+    assert moved > 1e-3
+    for form in forms:
+        worker.ask({**request, "form": form, "warm_up": 3})
+        for a, b in zip(ours, values_of(worker, form), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 + 1e-5 * moved)
 
 
 # -- missing peers --------------------------------------------------------------------------------
@@ -238,7 +228,8 @@ def test_an_interpreter_without_the_library(fake_worker: Path) -> None:
     script = FAKE_WORKER.replace("print(", "import no_such_library; print(")
     fake_worker.write_text(script, encoding="utf-8")
     with contextlib.closing(Peers({"torch": sys.executable})) as peers:
-        assert peers.worker("torch", 1) is None
+        with pytest.raises(ContestantLostError, match="no_such_library"):
+            peers.worker("torch", 1)
         assert peers.missing == {"torch": "ModuleNotFoundError: No module named 'no_such_library'"}
         assert peers.versions == {}
 
@@ -247,7 +238,6 @@ def test_an_interpreter_without_the_library(fake_worker: Path) -> None:
 def test_a_worker_for_each_number_of_threads() -> None:
     with contextlib.closing(Peers({"torch": sys.executable})) as peers:
         one, two = (peers.worker("torch", threads) for threads in (1, 2))
-        assert one is not None and two is not None
         assert one is not two
         assert peers.worker("torch", 1) is one
         processes = [one._process, two._process]
