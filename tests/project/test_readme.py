@@ -2,7 +2,7 @@
 
 The Python blocks of a page are one program, as a reader sees them. A comment before a block says
 otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also under the simulator
--->``, ``<!-- run: with torch -->`` or ``jax``, or ``<!-- not run: ... -->``, which is counted below.
+-->``, ``<!-- run: with torch -->`` (or jax), or ``<!-- not run: ... -->``, which is counted below.
 """
 
 from __future__ import annotations
