@@ -22,7 +22,7 @@ from ...kernels.private import backward_of_now, find, outside_of_graphs, version
 from ...kernels.tables import LEFT_OUT
 from ...ops.runtime.bags.ids import find_error, read, read_plain
 from ...ops.runtime.bags.pooled import Pooled, pool
-from ...ops.runtime.bags.pooling import Pooling
+from ...ops.runtime.bags.pooling import Pooling, tables_of_features
 from ...ops.runtime.bags.tensor import BagTensor, joined
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
@@ -55,17 +55,19 @@ class EmbeddingBags(nn.Module):
             else sums.
         include_last_offset: whether the last of the offsets is the number of ids, as in PyTorch;
             None: as the modules have it, else no.
+        features: the number of the table of each feature; several may share one. Default: one
+            feature for each table.
 
     Call arguments:
-        ids: a list of int32 or int64 tensors, one for each table: ``[n]``, or ``[batch, length]``
-            without offsets. Or one tensor with the ids of all tables, one after the other.
+        ids: a list of int32 or int64 tensors, one for each feature: ``[n]``, or ``[batch, length]``
+            without offsets. Or one tensor with the ids of all features, one after the other.
         offsets: a list of int32 or int64 tensors, where the bags begin: ``[batch]``, or
             ``[batch + 1]`` with ``include_last_offset``. None: see ``ids``. With one tensor of ids
-            one of ``tables * batch + 1``.
+            one of ``features * batch + 1``.
         per_sample_weights: factors of the rows, in the form of the ids; with sums only.
 
     Returns:
-        ``[batch, sum of the tables' embedding_dim]``, of the dtype of the tables, or float32 if
+        ``[batch, sum of the features' embedding_dim]``, of the dtype of the tables, or float32 if
         these differ. ``torch.split`` cuts it into tables without a copy.
 
     The modules are this one's own, under the names that they had in a ``ModuleList``,
@@ -116,9 +118,13 @@ class EmbeddingBags(nn.Module):
         mode: str | None = None,
         *,
         include_last_offset: bool | None = None,
+        features: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         named = _named(tables)
+        self._features = [*range(len(named))]
+        if features is not None:
+            self._features = tables_of_features(_WHERE, features, len(named))
         bags = [m for m in named.values() if isinstance(m, nn.EmbeddingBag)]
         # Of modules that are made here, and where none has an option of its own.
         self._mode = _one_of("mode", {m.mode for m in bags}, mode, "sum")
@@ -256,8 +262,8 @@ class EmbeddingBags(nn.Module):
         # Its memory is that of the key for as long as this is known.
         arrays = [array_of(weight.detach()) for weight in weights]
         pooling = Pooling(
-            _WHERE, arrays, None, self.mode,
-            [own if is_bag else None for own, is_bag in zip(padding, are_bags, strict=True)],
+            _WHERE, arrays, self._features, self.mode,
+            [padding[t] if are_bags[t] else None for t in self._features],
             "raise", open_ended=not (self.include_last_offset or is_on_device(arrays[0])),
         )  # fmt: skip
         dropped = {k: own for k, own in enumerate(padding) if own is not None and not are_bags[k]}
@@ -286,7 +292,8 @@ class EmbeddingBags(nn.Module):
 
     def _arrays(self, given: tuple[Any, Any, Any]) -> list[Any]:
         """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
-        modules = self._modules.values()
+        modules = [*self._modules.values()]
+        modules = [modules[t] for t in self._features]
         found: list[Any] = []
         for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
             if own is None and name != "ids":

@@ -41,7 +41,7 @@ class Pooling:
     ) -> None:  # fmt: skip
         self.where, self.arrays, self.open_ended = where, list(tables), open_ended
         n = len(self.arrays)
-        self.of = list(range(n)) if features is None else _features(where, features, n)
+        self.of = list(range(n)) if features is None else tables_of_features(where, features, n)
         _check_tables(where, tables, self.of)
         if not isinstance(pooling, str) or pooling not in POOLINGS:
             reject(ValueError, where, "pooling", "is unknown", tuple(POOLINGS), pooling)
@@ -132,7 +132,7 @@ class Pooling:
         return [None if own is None else int(own) for own in each]
 
 
-def _features(where: str, features: Any, n: int) -> list[int]:
+def tables_of_features(where: str, features: Any, n: int) -> list[int]:
     """The table of each feature."""
     if not isinstance(features, list | tuple):
         got = type(features).__name__

@@ -439,3 +439,53 @@ def test_rows_that_pytorch_makes_of_bags(pooling: str) -> None:
         assert ((indices >= 0) & (indices < found.dense_shape[0])).all()
         others = np.delete(np.arange(30), (3, 5))
         np.testing.assert_array_equal(values.numpy()[others], expected.values[others])
+
+
+# Features that share tables
+
+FEATURES = [0, 2, 0, 1]
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("updates", [False, True])
+def test_features_that_share_a_table(mode: str, updates: bool) -> None:
+    """As PyTorch's modules that are called several times; ids as lists, or all in one tensor."""
+    theirs, ours = modules_of(mode, sparse=mode == "sum"), modules_of(mode)
+    bags = fused.EmbeddingBags(ours, features=FEATURES)
+    optimizer, other = (fused.Adagrad(m.parameters(), lr=0.1) for m in (bags, theirs))
+    if updates:
+        bags.update_in_backward(optimizer)
+    for step in range(3):
+        rng, ids, offsets = np.random.default_rng(step), [], []
+        for table in FEATURES:
+            lengths = rng.integers(0, 6, 30)
+            offsets.append(torch.tensor(np.cumsum(lengths) - lengths))
+            ids.append(torch.tensor(rng.integers(0, SIZES[table][0], lengths.sum())))
+        given: tuple[Any, Any] = ids, offsets
+        if step == 1:  # as torchrec's KeyedJaggedTensor has them: values() and offsets()
+            begins = np.cumsum([0, *(len(own) for own in ids)])
+            every = [own + int(at) for own, at in zip(offsets, begins, strict=False)]
+            given = torch.cat(ids), torch.cat([*every, torch.tensor(begins[-1:])])
+        out = bags(*given)
+        expected = pooled([theirs[t] for t in FEATURES], ids, offsets)
+        torch.testing.assert_close(out, expected)
+        gradient = gradient_of(out, step)
+        for result, taken in ((out, optimizer), (expected, other)):
+            taken.zero_grad()
+            result.backward(gradient)
+            if taken is other or not updates:
+                taken.step()
+        for a, b in zip(weights_of(bags), weights_of(theirs), strict=True):
+            torch.testing.assert_close(a, b)
+    assert bags.state_dict().keys() == theirs.state_dict().keys()
+    again = copy.deepcopy(bags)
+    assert torch.equal(again(ids, offsets), bags(ids, offsets))
+
+
+def test_features_that_are_refused() -> None:
+    for features, text in (([0, 3], r"features\[1\] is no table"), ("01", "features have a wrong")):
+        with pytest.raises((TypeError, ValueError), match=f"EmbeddingBags: {text}"):
+            fused.EmbeddingBags(modules_of(), features=features)
+    bags = fused.EmbeddingBags(modules_of(), features=FEATURES)
+    with pytest.raises(ValueError, match="ids do not fit: expected a list of 4 tensors"):
+        bags([torch.tensor([1])] * 3)
