@@ -195,6 +195,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 reject(ValueError, self._name, label, wrong, "float16 or bfloat16", p.dtype)
             if keeping is STOCHASTIC and p.is_on_device and not self._stays_on_host:
                 reject(ValueError, self._name, label, wrong, "the host", "a CUDA device")
+        # States are memory of their own: parameters and copies are what users give.
         if COPY in self.keepings:
             arrays = [o.parameter.array for o in groups.options]
             names = [f"parameter {o.parameter.name or i!r}" for i, o in enumerate(groups.options)]
@@ -493,6 +494,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         return self._groups.options[i].copy if is_copy else super()._new_state(state, i)
 
     def _state_dtype_of(self, i: int) -> np.dtype[Any] | None:
+        # Moments of 16 bits would forget what the master has learnt to keep.
         is_wide = self._state_dtype is None and self.keepings[i] is MASTER
         return np.dtype(np.float32) if is_wide else self._state_dtype
 
@@ -501,6 +503,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def keep_states(self, of: Sequence[bool]) -> None:
         """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
+        # Parameters come from the processes that step them, and nobody would write their copies.
+        if any(own is COPY and not keeps for own, keeps in zip(self.keepings, of, strict=True)):
+            wrong, expected = "are written where steps are taken", "parameters without copies"
+            reject(ValueError, self._name, "copies", wrong, expected, "copies")
         super().keep_states(of)
         self._read_anew()
 
@@ -547,6 +553,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """
         check.flag(self._name, "from_masters", from_masters)
         given, own = as_state(self._name, state), self.state_arrays()
+        # Copies are not in `own`: they are missing in every state, and that is no reason to warn.
         names = [
             self._state_name(state.name, str(p.name))
             for p, keeping in zip(self.parameters, self.keepings, strict=True)

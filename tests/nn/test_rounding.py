@@ -431,6 +431,8 @@ def test_copies_that_are_refused() -> None:
     opt = nn.SGD([{"params": [w], "copies": [half]}], 0.1)
     with refused(ValueError, "shares memory", w, half):
         opt([half])
+    with refused(ValueError, "copies are written where steps are taken", w, half):
+        opt.keep_states([False])
 
 
 def test_masters_that_win() -> None:
