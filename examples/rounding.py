@@ -29,6 +29,7 @@ FIGURES, CURVES = "rounding.json", "rounding.png"
 FLOAT32 = "float32"
 WAYS = FLOAT32, "nearest", "master", "kahan", "stochastic"
 QUICK_STEPS = 12
+STYLES, FIRST_DRAWN = ("-", "-", "--", "-.", ":"), 2
 
 Losses = dict[str, dict[str, list[dict[int, float]]]]
 """Losses of held-out data: by model, way of rounding and seed, after numbers of steps."""
@@ -109,16 +110,19 @@ def report(losses: Losses) -> list[str]:
 
 
 def picture(losses: Losses) -> bytes:
-    """A PNG: held-out losses by the number of steps, lines from the lowest seed to the highest."""
+    """A PNG: held-out losses by the number of steps: means, from the lowest seed to the highest.
+
+    The first losses are left out, which would hide how the others differ.
+    """
     # Not pyplot: so it needs no display, and nobody's open figures and backend are touched.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     for axes, (title, by_way) in zip(figure.subplots(1, len(losses)), losses.items(), strict=True):
-        for way, own in by_way.items():
-            steps = list(own[0])
+        for (way, own), style in zip(by_way.items(), STYLES, strict=False):
+            steps = list(own[0])[FIRST_DRAWN:]
             every = [[of_seed[step] for of_seed in own] for step in steps]
-            (line,) = axes.plot(steps, [mean(of_step) for of_step in every], label=way)
+            (line,) = axes.plot(steps, [mean(of_step) for of_step in every], style, label=way)
             low, high = zip(*((min(x), max(x)) for x in every), strict=True)
             axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         axes.set(title=title, xlabel="step", ylabel="held-out loss (nats)")

@@ -17,12 +17,6 @@ from .. import machine
 from ..errors import BenchError
 from . import document, table, tables
 
-DOCUMENTS = (
-    "README.md",
-    *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers", "scale_out")),
-    *(f"docs/guides/{name}.md" for name in ("embedding-tables", "gpu", "threads")),
-    *(f"docs/moving/{name}.md" for name in ("mindspore", "torch")),
-)
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 
 
@@ -56,7 +50,8 @@ def documents() -> dict[Path, str]:
     if root is None:
         raise BenchError("--check: the documents are in a Git checkout only, and this is none")
     try:
-        texts = {root / name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+        paths = root / "README.md", *sorted((root / "docs").rglob("*.md"))
+        texts = {path: path.read_text(encoding="utf-8") for path in paths}
     except OSError as error:
         raise BenchError(f"--check: cannot read {error.filename}: {error.strerror}") from error
     return {path: rewritten(text, root / "bench" / "results") for path, text in texts.items()}

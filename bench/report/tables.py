@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...examples.rounding import compared
 from ..cases import indices
 from ..cases.steps import LOOP
 from ..cases.torch import SAME_PROCESS
@@ -357,6 +358,19 @@ def _recommender(data: Data) -> Blocks:
     return [Table(head, rows)]
 
 
+def _learning(data: Data) -> Blocks:
+    """Held-out losses of models, trained with each way of rounding weights."""
+    rows = []
+    for title, losses in data["losses"].items():
+        found = compared({way: [_numbered(own) for own in of] for way, of in losses.items()})
+        rows.append([title, *(f"{loss:.4f} ({far:+.2f})" for loss, far in found.values())])
+    return [Table(["", *next(iter(data["losses"].values()))], rows)]
+
+
+def _numbered(losses: Mapping[str, float]) -> dict[int, float]:
+    return {int(step): loss for step, loss in losses.items()}
+
+
 def on_device(data: Data) -> Table:
     """The points of a CUDA device; the copies themselves are left out."""
     rows = []
@@ -403,6 +417,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
 OTHERS: dict[str, Callable[[Data], Blocks]] = {
     "gpu": lambda data: [on_device(data)],
     "recommender": _recommender,
+    "learning": _learning,
     "scale-out": lambda data: [runs.measured(data)],
     "scale-out-model": lambda data: [runs.modelled(data)],
     **{

@@ -328,7 +328,6 @@ def checkout(tmp_path: Path, full: dict[str, Any], monkeypatch: pytest.MonkeyPat
     results.mkdir(parents=True)
     document.write(results / "x.json", full)
     (tmp_path / "README.md").write_text(DOCUMENT.format("usual x.json"), encoding="utf-8")
-    monkeypatch.setattr(markdown, "DOCUMENTS", ("README.md",))
     monkeypatch.setattr(machine, "checkout_at_hand", lambda: tmp_path)
     return tmp_path
 
