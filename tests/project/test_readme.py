@@ -156,7 +156,7 @@ def test_results_are_those_of_the_committed_files() -> None:
     assert ROOT / "README.md" in documents
     for path, expected in documents.items():
         assert path.read_text(encoding="utf-8") == expected, path.name
-        assert "<!-- bench: " in expected, path.name
+    assert sum("<!-- bench: " in text for text in documents.values()) > 10
 
 
 # Case, scenarios and results file of each picture, which is made by
