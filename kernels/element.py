@@ -214,20 +214,20 @@ def element_of(
     n = len(kernel.stored) - len(beside)
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
     calls = [f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"]
+    n_stored, direct = 0, []
     if keeping is not None and keeping.bits is not None:
-        calls.append(f"rounded = round(real({new[0]}), bits(i, hp))")
+        n_stored, direct = 1, [f"w[i] = round(real({new[0]}), bits(i, hp))"]
         names["bits"] = compiler.part(keeping.bits)
         names["round"] = compiler.conversion(kernel.w.at_random)
-        new[0] = "rounded"
     elif keeping is not None:
         calls.append(f"kept = keep({new[0]}, real(load(store0(stored0({new[0]})))))")
         names["keep"] = compiler.part(keeping.store)
         new += [f"kept[{k}]" for k in range(len(beside))]
-    written, stores = _stored(kernel, compiler, kernel.stored, new)
+    written, stores = _stored(kernel, compiler, kernel.stored[n_stored:], new[n_stored:])
     return compiler.element(
         _written(
             ", ".join(("arrays, g, i", *factors, "hp")),
-            ("w = arrays[0]", *lines, *calls, *written),
+            ("w = arrays[0]", *lines, *calls, *direct, *written),
             {"update": compiler.rule(update), **names, **loads, **stores},
         )
     )

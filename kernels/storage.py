@@ -36,8 +36,8 @@ class Storage:
     itemsize: int  # bytes
     exponent: int  # mask of the bits of the exponent, all set in an infinity or a NaN
     widen: Callable[..., Any] | None = None  # LLVM: a vector of carriers to float32, if they differ
-    # Compiled, of 16 bits: a float32 and 32 random bits to one of the two nearest numbers that can
-    # be stored, as float32; to either with the probability that makes its mean the float32.
+    # Compiled, of 16 bits: from a float32 and 32 random bits, to one of the two nearest numbers
+    # that can be stored; to either with the probability that makes its mean the float32.
     at_random: Callable[..., Any] | None = None
 
 
@@ -118,19 +118,19 @@ def _f32_to_bf16(x):
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd)
     # A NaN must not be carried into an infinity: keep its top bits and make it quiet.
     quiet = np.uint32(bits | np.uint32(0x400000))
-    is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.uint16(np.uint32(quiet if is_nan else rounded) >> np.uint32(16))
+    return np.uint16(np.uint32(quiet if x != x else rounded) >> np.uint32(16))
 
 
 @njit
 def _bf16_at_random(x, bits):
     word = np.float32(x).view(np.uint32)
     carried = np.uint32(word + np.uint32(bits >> np.uint32(16)))
-    found = np.uint32(carried & np.uint32(0xFFFF0000))
-    # What is no number stays; what the carry would make infinite is rounded to the nearest.
-    exponent, end = np.uint32(word & np.uint32(0x7F800000)), np.uint32(0x7F800000)
-    stays = exponent == end or np.uint32(found & end) == end
-    return np.float32(x) if stays else found.view(np.float32)
+    # What a carry would make infinite is rounded to the nearest. The last finite number is odd, so
+    # that is a carry of half a unit, which leaves an infinity as it is.
+    nearest, end = np.uint32(word + np.uint32(0x8000)), np.uint32(0x7F800000)
+    found = nearest if np.uint32(carried & end) == end else carried
+    quiet = np.uint32(word | np.uint32(0x400000))
+    return np.uint16(np.uint32(quiet if x != x else found) >> np.uint32(16))
 
 
 @njit
@@ -145,7 +145,7 @@ def _f16_at_random(x, bits):
     carried = np.uint32(carried + np.uint32(bits >> np.uint32(19)))
     found = np.uint32(carried & np.uint32(0xFFFFE000)).view(np.float32) - moved
     signed = np.uint32(np.float32(found).view(np.uint32) | sign).view(np.float32)
-    return signed if found <= np.float32(65504.0) else np.float32(x)
+    return f32_to_f16(signed if found <= np.float32(65504.0) else np.float32(x))
 
 
 @njit
