@@ -22,7 +22,7 @@ import pytest
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
-from fusestep.ops.runtime import pending
+from fusestep.ops.runtime import launch, pending
 from fusestep.ops.runtime.device import DeviceArray
 
 from devices import (
@@ -214,18 +214,16 @@ def test_captures() -> None:
     host = nn.Adam(w, lr)
     host.target = "CPU"
     centralized = [{"params": w, "grad_centralization": True, "weight_decay": 0.1}]
-    calls: list[Callable[[], Any]] = []
     optimizers = [
         (nn.Adam(w), g), (nn.Adam(w, use_locking=True), g), (nn.AdamOffload(w, lr), g), (host, g),
         (nn.SGD(centralized, 0.1), g), (nn.LARS(nn.SGD(w, 0.1)), g), (nn.AdaFactor(w), g),
         (nn.LazyAdam(w), part), (nn.LazyAdam(w), [part, part]), (nn.RowWiseAdagrad(w), part),
         (nn.SGD(w, 0.1, skip_nonfinite=True), g),
     ]  # fmt: skip
-    for opt, given in optimizers:
-        calls.append(lambda o=opt, x=given: o((x,)))
     table = on_device([positive((5, 3)) for _ in range(3)])
     offsets = on_device(np.array([0, 2]))
-    calls += [
+    calls: list[Callable[[], Any]] = [
+        *(partial(opt, (given,)) for opt, given in optimizers),
         lambda: ops.Adam()(*table, *BETAS, g),
         lambda: ops.FusedSparseLazyAdam()(*table, *BETAS, part.values, part.indices),
         lambda: ops.clip_by_global_norm([g], 1.0),
@@ -294,8 +292,7 @@ def test_states() -> None:
     with tempfile.TemporaryDirectory() as folder:
         nn.save_checkpoint(run.opt.parameters, f"{folder}/parameters")
         saved = nn.load_checkpoint(f"{folder}/parameters")
-    for p, w in zip(run.opt.parameters, run.w, strict=True):
-        assert_same(saved[p.name], on_host(w))
+    assert_same([saved[p.name] for p in run.opt.parameters], run.w)
 
 
 def test_copies() -> None:
@@ -341,12 +338,13 @@ def test_rebinding() -> None:
     fusestep.synchronize()
     if COMPUTES:
         assert not (on_host(other)[2] == on_host(run.w[0])[2]).any()
-    with refused(ValueError, "lives elsewhere than", other):
-        p.data = positive((5, 4))
-    with refused(ValueError, "shares memory with", other):
-        p.data = run.opt.moment1[0].owner
-    with refused(ValueError, "has a wrong shape", other):
-        p.data = on_device(positive((4, 5)))
+    for text, array in (
+        ("lives elsewhere than", positive((5, 4))),
+        ("shares memory with", run.opt.moment1[0].owner),
+        ("has a wrong shape", on_device(positive((4, 5)))),
+    ):
+        with refused(ValueError, text, other):
+            p.data = array
     assert p.data is other
     # A bad step and a rebinding before the host hears of it.
     run.step([7])
@@ -477,7 +475,6 @@ BAD_STEPS: tuple[Callable[[Any], Any], ...] = (
     lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"),
     *CENTRALIZED,
 )
-
 
 TABLES = (((5, 4), F32), ((3, 6), F32), ((0, 3), F32), ((3, 2), F64), ((5, 3), BF16))
 """Several kernel calls: a bad index of one keeps the others from writing."""
@@ -611,24 +608,20 @@ def test_nonfinite_steps() -> None:
     assert run.opt.global_step == 3
 
 
-def test_failing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_steps() -> None:
     """An error in the middle of a call leaves no lock held and counts nothing."""
     run, (w, m, v) = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
     op, index = ops.FusedSparseLazyAdam(use_locking=True), on_device(np.array([1, 2]))
 
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("it is not copied")
-
-    with monkeypatch.context() as changed:
-        changed.setattr(memory.Room, "copy", fail)
-        with refused(RuntimeError, "not copied", *run.w, w, m, v):
-            run.step([1, 2])
-        with refused(RuntimeError, "not copied", *run.w):
-            run.step(None)
-        with refused(RuntimeError, "not copied", w, m, v):
-            op(w, m, v, *BETAS, on_device(gradient((2, 3))), index)
-        with refused(RuntimeError, "not copied", w, m, v):
-            ops.Adam(use_locking=True)(w, m, v, *BETAS, on_device(gradient((5, 3))))
+    with mock.patch.object(memory.Room, "copy", side_effect=RuntimeError("it is not copied")):
+        for call in (
+            lambda: run.step([1, 2]),
+            lambda: run.step(None),
+            lambda: op(w, m, v, *BETAS, on_device(gradient((2, 3))), index),
+            lambda: ops.Adam(use_locking=True)(w, m, v, *BETAS, on_device(gradient((5, 3)))),
+        ):
+            with refused(RuntimeError, "not copied", *run.w, w, m, v):
+                call()
     run.assert_as_before()
 
     def go_on() -> None:
@@ -652,7 +645,6 @@ def test_threads() -> None:
     run, (w, m, v) = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
     op, index = ops.FusedSparseLazyAdam(use_locking=True), on_device(np.array([1, 2]))
     values = on_device(np.zeros((2, 3), F32))
-    heard = []
 
     def step() -> None:
         for k in range(8):
@@ -664,21 +656,16 @@ def test_threads() -> None:
 
     def listen() -> None:
         for _ in range(8):
-            try:
-                fusestep.synchronize()
-            except IndexError as error:
-                heard.append(error)
+            fusestep.synchronize()
 
     in_threads(step, operate, listen, step)
     fusestep.synchronize()
-    assert not heard and run.opt.global_step == 17
+    assert run.opt.global_step == 17
     assert run.opt.state_dict()["step.parameter_0"] == 9
 
 
 def test_lock_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes the locks of guards and streams in the same order."""
-    from fusestep.ops.runtime import launch
-
     held: list[str] = []
     orders = set()
 

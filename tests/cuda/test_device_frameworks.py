@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import permutations
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -96,17 +97,14 @@ def ascontiguousarray(array: CuPyArray) -> CuPyArray:
     return array if is_contiguous else CuPyArray(np.ascontiguousarray(array._array))
 
 
-def cupy_stand_in() -> ModuleType:
-    cupy = ModuleType("cupy")
-    vars(cupy).update(
-        ndarray=CuPyArray,
-        empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
-        ascontiguousarray=ascontiguousarray,
-        cuda=SimpleNamespace(
-            Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
-        ),
-    )
-    return cupy
+CUPY = SimpleNamespace(
+    ndarray=CuPyArray,
+    empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
+    ascontiguousarray=ascontiguousarray,
+    cuda=SimpleNamespace(
+        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +112,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of torch lie on the device, and CuPy is there."""
     current.torch = current.cupy = 0
     give_out_tensors(monkeypatch, lambda device: current.torch + 100 * device)
-    monkeypatch.setitem(sys.modules, "cupy", cupy_stand_in())
+    monkeypatch.setitem(sys.modules, "cupy", CUPY)
 
 
 class Interface:
@@ -196,9 +194,10 @@ def assert_steps(
 
 def test_places() -> None:
     """Address, shape, strides, dtype and device are those of the framework's array."""
-    whole = array(4, 6)
+    whole, cube = array(4, 6), array(2, 2, 2)
+    turned = [cube.transpose(axes) for axes in permutations(range(3))]
     for make in (tensor, CuPyArray, Interface):
-        for part in (whole, whole[1:3], whole[:, ::2], whole.T, whole[:0], array()):
+        for part in (whole, whole[1:3], whole[:, ::2], whole.T, whole[:0], array(), *turned):
             found = adopted(make(part))
             # A tensor without elements has no memory.
             at = 0 if make is tensor and not part.size else part.ctypes.data
@@ -221,11 +220,6 @@ def test_places() -> None:
 
 def test_alike() -> None:
     """One that is like another that was seen is looked at no less."""
-    whole = array(2, 2, 2)
-    for axes in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (1, 0, 2)):
-        for make in (tensor, CuPyArray, Interface):
-            part = whole.transpose(axes)
-            assert adopted(make(part)).strides == part.strides
     w, good = array(3), tensor(array(3))
     opt = nn.SGD([tensor(w)], 0.1)
     for _ in range(2):
@@ -252,22 +246,23 @@ def test_dtypes() -> None:
         assert adopted(tensor(np.zeros(3, dtype))).dtype == dtype
         assert adopted(CuPyArray(np.zeros(3, dtype))).dtype == dtype
     two_bytes = Interface(np.zeros(3, BF16), typestr="<V2")
-    with refused(TypeError, "has a wrong dtype"):
-        adopted(two_bytes)
+    of_others = [Interface(np.zeros(3, np.uint64), typestr=name) for name in ("<c8", "|O8", "<M8")]
+    for value, text in (
+        *((one, "has a wrong dtype") for one in (two_bytes, *of_others)),
+        *(
+            (torch.empty(3, dtype=kind), f"expected a dtype that NumPy has, got {kind}")
+            for kind in (torch.bits8, torch.bits16)
+        ),
+        (Interface(array(3), mask=Interface(array(3))), "is masked"),
+    ):
+        with refused(TypeError, text):
+            adopted(value)
     two_bytes.dtype = "bfloat16"  # type: ignore[attr-defined]
     assert adopted(two_bytes).dtype == BF16
     own = adopted(adopted(tensor(np.zeros(3, BF16))))
     assert own.__cuda_array_interface__["typestr"] == "<V2"
     assert frameworks.framework_of(own) is not None
     assert frameworks._INTERFACE.place("", "", own).dtype == BF16
-    for kind in (torch.bits8, torch.bits16):
-        with refused(TypeError, f"expected a dtype that NumPy has, got {kind}"):
-            adopted(torch.empty(3, dtype=kind))
-    for typestr in ("<c8", "|O8", "<M8"):
-        with refused(TypeError, "has a wrong dtype"):
-            adopted(Interface(np.zeros(3, np.uint64), typestr=typestr))
-    with refused(TypeError, "is masked"):
-        adopted(Interface(array(3), mask=Interface(array(3))))
     for kind in (np.complex64, np.int32, ">f4"):
         with refused(TypeError, "has a wrong dtype"):
             nn.Parameter(Interface(np.zeros(3, kind)))
@@ -315,19 +310,6 @@ def test_strided_gradients() -> None:
         tensor(index[None]), tensor(values), (5, 3), check_invariants=False
     )
     assert_steps(nn.LazyAdam, tensor, [(sparse, nn.RowTensor(index, values, (5, 3)))])
-
-
-def test_captured_copies() -> None:
-    """A framework makes no copy for a step that cannot be captured."""
-    wide, narrow = array(5, 6), array(5, 3)
-    for make in (tensor, CuPyArray):
-        opt = nn.SGD([make(narrow)], 0.1)
-        for g in (wide[:, ::2], narrow.copy()):
-            opt((make(g),))
-            with refused(RuntimeError, "is being captured"), capture() as enqueued:
-                opt((make(g),))
-            assert not enqueued
-        assert opt.global_step == 2
 
 
 def test_whole_gradients() -> None:
@@ -456,14 +438,22 @@ def test_thor(log: list[str]) -> None:
     assert log == [*before, *before, "record 1", *after, *after]
 
 
-def test_captured_streams(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that another framework captures is left alone."""
-    opt, g = nn.SGD([tensor(array(5, 3))], 0.1), CuPyArray(array(5, 3))
+def test_captures(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that cannot be captured copies nothing, and leaves other frameworks' graphs alone."""
+    wide, narrow = array(5, 6), array(5, 3)
+    for make in (tensor, CuPyArray):
+        opt = nn.SGD([make(narrow)], 0.1)
+        for g in (wide[:, ::2], narrow.copy()):
+            opt((make(g),))
+            with refused(RuntimeError, "is being captured"), capture() as enqueued:
+                opt((make(g),))
+            assert not enqueued
+        assert opt.global_step == 2
+    opt, of_cupy = nn.SGD([tensor(narrow)], 0.1), CuPyArray(narrow.copy())
     on_streams(1, 2)
-    opt((g,))
+    opt((of_cupy,))
     log.clear()
-    with monkeypatch.context() as changed:
-        changed.setattr(backend, "is_capturing", lambda stream: int(stream) == 2)
-        with refused(RuntimeError, "a CUDA graph is being captured"):
-            opt((g,))
+    monkeypatch.setattr(backend, "is_capturing", lambda stream: int(stream) == 2)
+    with refused(RuntimeError, "a CUDA graph is being captured"):
+        opt((of_cupy,))
     assert log == [] and opt.global_step == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from devices import (
     MARKS,
     SIMULATOR,
     assert_equal_runs,
+    assert_same,
     capture,
     data_of,
     on_device,
@@ -56,8 +56,12 @@ class Both:
 
     def step(self, t: int, without: Sequence[int] = ()) -> None:
         step = Pass(t, self.dtype, self.scale)
-        assert step.step(self.host, self.on_cpu, without=without) == (True,) * 8
-        assert step.step(self.device, self.opt, on_device, without) == (True,) * 8
+        for own in self.sides():
+            assert step.step(*own, without) == (True,) * 8
+
+    def sides(self) -> tuple[Any, Any]:
+        """Net, optimizer and how arrays come there, of the host and of the device."""
+        return (self.host, self.on_cpu, np.asarray), (self.device, self.opt, on_device)
 
     def assert_equal(self, but_for: str = "nothing") -> None:
         def same(ours: Any, theirs: Any, name: str) -> None:
@@ -100,16 +104,16 @@ def test_steps(dtype: Any, of_gradient: Any, options: dict[str, Any]) -> None:
         both.assert_equal()
     assert all(a is b for a, b in zip(data_of(both.opt), before, strict=True))
     assert all(type(moment) is np.ndarray for moment in both.opt.moments)
-    both.on_cpu((None,) * 8)
-    both.opt((None,) * 8)
+    for _, opt, _ in both.sides():
+        opt((None,) * 8)
     both.assert_equal()
 
 
 def test_captures() -> None:
     """Captures add up; covariances from elsewhere; between refreshes nothing is copied."""
     both, step = Both(frequency=3), Pass(7)
-    step.capture(both.host)
-    step.capture(both.device, on_device)
+    for net, _, there in both.sides():
+        step.capture(net, there)
     both.step(0)
     both.assert_equal()
     with watched("numpy") as calls:
@@ -119,12 +123,8 @@ def test_captures() -> None:
         with refused(ValueError, "ThorConv2d: inputs has a wrong shape"):
             both.device.conv.capture(*on_device([np.ones((2, 3, 5, 5), F32)] * 2))
     both.step(1)
-    both.opt.request_refresh()
-    both.on_cpu.request_refresh()
-    for net, opt, there in (
-        (both.host, both.on_cpu, np.asarray),
-        (both.device, both.opt, on_device),
-    ):
+    for net, opt, there in both.sides():
+        opt.request_refresh()
         step.capture(net, there)
         net.fc.clear()
         net.fc.capture_covariances(there(2 * np.eye(4)), there(np.eye(5, dtype=F32)))
@@ -138,16 +138,15 @@ def test_captures() -> None:
 
 
 def test_states() -> None:
-    """A state is taken over on either side; a checkpoint holds the parameters."""
+    """A state is taken over on either side; and goes on as before."""
     both = Both(frequency=3)
     for t in range(4):
         both.step(t)
     state = both.opt.state_dict()
     resumed = Both(frequency=3)
-    for p, q in zip(resumed.opt.parameters, both.opt.parameters, strict=True):
-        put(p.data, q.asnumpy())
-    for p, q in zip(resumed.on_cpu.parameters, both.opt.parameters, strict=True):
-        p.data[...] = q.asnumpy()
+    for k, p in enumerate(both.opt.parameters):
+        put(resumed.opt.parameters[k].data, p.asnumpy())
+        resumed.on_cpu.parameters[k].data[...] = p.asnumpy()
     resumed.opt.load_state_dict(both.on_cpu.state_dict())
     resumed.on_cpu.load_state_dict(state)
     for t in range(4, 7):
@@ -157,11 +156,6 @@ def test_states() -> None:
     assert_equal_runs(both.opt, resumed.opt, assert_same_bits)
     with refused(ValueError, "'refreshes.fc.weight' is out of range", *data_of(both.opt)):
         both.opt.load_state_dict({**state, "refreshes.fc.weight": np.array([-1])})
-    with tempfile.TemporaryDirectory() as folder:
-        nn.save_checkpoint(both.opt.parameters, f"{folder}/parameters")
-        saved = nn.load_checkpoint(f"{folder}/parameters")
-    for p in both.opt.parameters:
-        assert_same_bits(saved[p.name], p.asnumpy())
 
 
 def test_copies() -> None:
@@ -169,8 +163,7 @@ def test_copies() -> None:
     both = Both()
     both.step(0)
     pair = both.device, both.opt
-    for copied in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
-        net, opt = copied
+    for net, opt in (copy.deepcopy(pair), pickled(pair)):
         assert all(p.is_on_device for p in opt.parameters)
         assert net.fc.weight is opt.parameters[3]
         assert net.fc.weight.array.address != both.device.fc.weight.array.address
@@ -233,8 +226,7 @@ def test_overflows() -> None:
     with watched("assign") as assigned:
         assert both.opt(tuple(on_device(bad.gradients))) == (True,) * 8
     assert not assigned.called
-    for name, value in both.opt.state_dict().items():
-        assert_same_bits(value, before[name], name)
+    assert_same([*both.opt.state_dict().values()], [*before.values()])
     assert both.opt.skipped_steps == 1
     assert not both.device.fc.has_captured
     put(flag, np.zeros(1, F32))
@@ -260,8 +252,8 @@ def test_bad_factors() -> None:
     both = Both(bad_factor="skip")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        bad.step(both.host, both.on_cpu)
-        bad.step(both.device, both.opt, on_device)
+        for own in both.sides():
+            bad.step(*own)
     assert len(found) == 2
     both.step(1)
     both.assert_equal()
@@ -398,44 +390,34 @@ def nets() -> Any:
 
 
 @pytest.fixture
-def given_out(nets: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """PyTorch, of which every tensor is one of a device."""
+def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is one of a device."""
     if KIND != SIMULATOR:
         pytest.skip("tensors of the CPU are given out as those of the simulator")
     from simulator import give_out_tensors
 
     give_out_tensors(monkeypatch)
-    return nets.torch
-
-
-def module_steps(opt: Any, loss: Callable[[int], Any], numbers: range) -> list[float]:
-    """The loss before each step."""
-    losses = []
-    for t in numbers:
-        opt.zero_grad()
-        losses.append(loss(t))
-        losses[-1].backward()
-        opt.step()
-    return [loss.item() for loss in losses]
-
-
-def assert_same_modules(one: Any, other: Any) -> None:
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert p.dtype == q.dtype
-        assert p.equal(q)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @only(SIMULATOR, reason="the expected parameters are those of the host")
 def test_modules(nets: Any, dtype: str, request: pytest.FixtureRequest) -> None:
-    """The steps are those of the host; storage may be replaced, optimizers be copied."""
+    """The steps are those of the host; storage may be replaced, optimizers be copied.
+
+    Gradients need not be contiguous.
+    """
     kind = getattr(nets.torch, dtype)
 
-    def go_on(module: Any, opt: Any, numbers: range) -> None:
-        module_steps(opt, lambda t: nets.loss_of(module, t, kind), numbers)
+    def go_on(module: Any, opt: Any, numbers: range, moved: Any = lambda grad: grad) -> Any:
+        for t in numbers:
+            opt.zero_grad()
+            nets.loss_of(module, t, kind).backward()
+            module.fc.weight.grad = moved(module.fc.weight.grad)
+            opt.step()
+        return list(module.parameters())
 
-    expected, module = nets.make_module(dtype=kind), nets.make_module(dtype=kind)
-    go_on(expected, nets.make(expected), range(5))
+    host, module = nets.make_module(dtype=kind), nets.make_module(dtype=kind)
+    expected = go_on(host, nets.make(host), range(5))
     request.getfixturevalue("given_out")  # the expected ones are of the host
     opt = nets.make(module)
     assert opt.target == "CPU"
@@ -444,41 +426,33 @@ def test_modules(nets: Any, dtype: str, request: pytest.FixtureRequest) -> None:
     for p in module.parameters():
         p.data = p.data.clone()
     for own in ((module, opt), copy.deepcopy((module, opt))):
-        go_on(*own, range(2, 5))
-        assert_same_modules(own[0], expected)
+        found = go_on(*own, range(2, 5), lambda grad: grad.t().contiguous().t())
+        for p, q in zip(found, expected, strict=True):
+            assert p.dtype == q.dtype == kind
+            assert p.equal(q)
 
 
-def test_pickled_modules(nets: Any, given_out: Any) -> None:
-    """An optimizer that is pickled with its module goes on with it."""
-    torch_nn = given_out.nn
-    module = torch_nn.Sequential(torch_nn.Linear(4, 5), torch_nn.Tanh(), torch_nn.Linear(5, 3))
-    opt, x = nets.make(module), given_out.randn(6, 4)
-    pairs = [(module, opt), pickle.loads(pickle.dumps((module, opt)))]
-    for one, its in pairs:
-        module_steps(its, lambda _, own=one: own(x).square().sum(), range(4))
-        assert all(p.is_on_device for p in its.parameters)
-    assert_same_modules(pairs[1][0], module)
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
-def test_modules_of_bfloat16(nets: Any, given_out: Any) -> None:
-    """bfloat16, and gradients that are not contiguous."""
-    module = given_out.nn.Linear(8, 4).to(given_out.bfloat16)
-    module.weight.register_post_accumulate_grad_hook(
-        lambda w: setattr(w, "grad", w.grad.t().contiguous().t())
-    )
-    x = given_out.randn(4, 8, dtype=given_out.bfloat16)
-    opt = nets.make(module)
-    losses = module_steps(opt, lambda _: (module(x).t().float() - 1).square().mean(), range(10))
-    assert losses[-1] < 0.5 * losses[0]
+MODULES: tuple[Callable[[Any, pytest.MonkeyPatch], None], ...] = (
+    lambda nets, patch: nets.test_copies_go_on_alike(pickled, patch),
+    lambda nets, _: nets.test_bfloat16(),
+    lambda nets, _: nets.test_accumulated_gradients_count_as_one_batch(),
+    lambda nets, _: nets.test_sparse_gradients_are_refused(),
+)
 
 
-def test_refused_modules(nets: Any, given_out: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row-sparse gradients, and modules that were moved."""
-    module = given_out.nn.Embedding(5, 4, sparse=True)
-    opt = nets.make(module)
-    module(given_out.tensor([1, 2])).sum().backward()
-    with pytest.raises(ValueError, match="gradient of 'weight' is row-sparse: expected a dense"):
-        opt.step()
+@pytest.mark.parametrize("test", MODULES)
+@pytest.mark.usefixtures("given_out")
+def test_as_on_the_host(nets: Any, test: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of modules on the host hold for those on a device, too."""
+    test(nets, monkeypatch)
+
+
+@pytest.mark.usefixtures("given_out")
+def test_moved_modules(nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nets.make_module()
     opt = nets.make(module)
     nets.train(module, opt, range(1))
@@ -500,6 +474,9 @@ def test_a_module_on_a_device(nets: Any) -> None:
     there, x = copy.deepcopy(module).cuda(), torch.randn(16, 8)
     for one, inputs in ((module, x), (there, x.cuda())):
         opt = nn.thor(one, 0.05, 0.1, 0.9, batch_size=16, frequency=2)
-        module_steps(opt, lambda _, own=one, x=inputs: own(x).square().mean(), range(5))
+        for _ in range(5):
+            opt.zero_grad()
+            one(inputs).square().mean().backward()
+            opt.step()
     for p, q in zip(there.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-3, atol=1e-4)

@@ -152,39 +152,30 @@ def test_kernels_are_compiled_ahead(driver: dict[str, str], tmp_path: Path) -> N
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [("cuLaunchKernelEx:2:719", "OF_THE_STUB"), ("cuMemcpyHtoDAsync_v2:1:700", "ILLEGAL_ADDRESS")],
-)
-def test_errors_of_the_driver(driver: dict[str, str], fault: str, text: str) -> None:
-    done = run(driver, "-c", PROGRAM, fails=True, FUSESTEP_STUB_FAILS=fault)
-    assert text in done.stderr.splitlines()[-1], done.stderr[-2_000:]
-
-
 def replaced(place: str, value: str) -> str:
     """The program with another value of a module's attribute from its first import on."""
     module, name = place.rsplit(".", 1)
     change = f"import {module}\n{module}.{name} = {value}\n"
-    return PROGRAM.replace("from numba", f"{change}from numba", 1)
+    return UNCOMPILED + PROGRAM.replace("from numba", f"{change}from numba", 1)
 
 
-@pytest.mark.parametrize(
-    ("program", "version", "text"),
-    [
-        (replaced("numpy.__version__", "'2.5.2'"), "13000", "pip install 'numpy<2.5'"),
-        (
-            replaced("cuda.bindings.nvjitlink.version", "lambda: (13, 0)"), "13000",
-            "nvJitLink is older than NVVM: expected at least 13.",
-        ),
-        (PROGRAM, "12080", "the driver is older than nvJitLink: expected at least 13, got 12.8;"),
-    ],
-    ids=["NumPy", "nvJitLink", "driver"],
-)  # fmt: skip
-def test_versions_that_do_not_fit(
-    driver: dict[str, str], program: str, version: str, text: str, tmp_path: Path
-) -> None:
-    """Versions that do not fit are told of before anything is compiled."""
-    kept = {"FUSESTEP_CACHE_DIR": str(tmp_path), "FUSESTEP_STUB_VERSION": version}
-    uncompiled = COUNT + "CUDADispatcher.compile = None\n"
-    done = run(driver, "-c", uncompiled + program, fails=True, **kept)
+UNCOMPILED = COUNT + "CUDADispatcher.compile = None\n"
+"""Versions that do not fit are told of before anything is compiled."""
+FAULTS: dict[str, tuple[str, dict[str, str], str]] = {
+    "launch": (PROGRAM, {"FAILS": "cuLaunchKernelEx:2:719"}, "OF_THE_STUB"),
+    "copy": (PROGRAM, {"FAILS": "cuMemcpyHtoDAsync_v2:1:700"}, "ILLEGAL_ADDRESS"),
+    "NumPy": (replaced("numpy.__version__", "'2.5.2'"), {"VERSION": "13000"},
+              "pip install 'numpy<2.5'"),
+    "nvJitLink": (replaced("cuda.bindings.nvjitlink.version", "lambda: (13, 0)"),
+                  {"VERSION": "13000"}, "nvJitLink is older than NVVM: expected at least 13."),
+    "driver": (UNCOMPILED + PROGRAM, {"VERSION": "12080"},
+               "the driver is older than nvJitLink: expected at least 13, got 12.8;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_errors_of_the_driver(driver: dict[str, str], name: str, tmp_path: Path) -> None:
+    program, settings, text = FAULTS[name]
+    given = {f"FUSESTEP_STUB_{key}": value for key, value in settings.items()}
+    done = run(driver, "-c", program, fails=True, FUSESTEP_CACHE_DIR=str(tmp_path), **given)
     assert text in done.stderr.splitlines()[-1], done.stderr[-2_000:]
