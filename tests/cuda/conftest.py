@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -23,10 +24,13 @@ elif devices.KIND == devices.STUB:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test has the arrays of each framework; where nothing is computed, of one in turn."""
+    """Each test has the arrays of each framework; where nothing is computed, of one in turn.
+
+    A test of ``torch`` has its arrays alone.
+    """
     if "framework" in metafunc.fixturenames:
         turn = crc32(metafunc.definition.nodeid.encode())
-        chosen = getattr(metafunc.module, "FRAMEWORKS", devices.FRAMEWORKS)
+        chosen = ("torch",) if "torch" in metafunc.fixturenames else devices.FRAMEWORKS
         if devices.KIND == devices.STUB:
             chosen = (chosen[turn % len(chosen)],)
         metafunc.parametrize("framework", chosen, indirect=True)
@@ -40,3 +44,10 @@ def framework(request: pytest.FixtureRequest) -> Iterator[devices.Maker]:
     if devices.KIND == devices.STUB:
         found, watch.violations[:] = [*watch.violations], []
         assert not found
+
+
+@pytest.fixture
+def torch(framework: devices.Maker) -> Any:
+    """PyTorch, whose arrays the test has."""
+    del framework
+    return pytest.importorskip("torch", reason="torch is not installed")

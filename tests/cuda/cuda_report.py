@@ -161,11 +161,10 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
 
 
 # Rules that measure rows have about as many registers; storage types differ in instructions.
-SOME_ROW_WISE: dict[str, Any] = {
+# Some are the first two.
+ROW_WISE: dict[str, Any] = {
     "centred f32": (CENTRED, F32, (F32, F32, I32)),
     "adam f16": (ROW_WISE_ADAM, F16, (F16, F32)),
-}
-EVERY_ROW_WISE = SOME_ROW_WISE | {
     "adam f32": (ROW_WISE_ADAM, F32, (F32, F32)),
     "adam mixed bf16": (ROW_WISE_ADAM, BF16, (F32, F32)),
     "adam f64": (ROW_WISE_ADAM, F64, (F64, F64)),
@@ -176,7 +175,7 @@ EVERY_ROW_WISE = SOME_ROW_WISE | {
 def row_wise_loops(*, every: bool) -> dict[str, Any]:
     """The loops of rules that measure rows; some: those of the most registers."""
     found = {}
-    for name, (rule, w, states) in (EVERY_ROW_WISE if every else SOME_ROW_WISE).items():
+    for name, (rule, w, states) in [*ROW_WISE.items()][: None if every else 2]:
         prologue = (SCALE, COUPLED_DECAY) if rule is ROW_WISE_ADAGRAD else ()
         compiled, (of_rule, _, storage) = kernel(rule, prologue, w, w, states), name.partition(" ")
         found |= {
@@ -204,21 +203,13 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 def library_of(function: Any) -> Any:
     """A kernel, whose arguments are ``int64``, before it is compiled for a device."""
     arguments = [types.int64] * function.py_func.__code__.co_argcount
+    off = ("device", "fastmath", "lto", "debug", "lineinfo", "forceinline")
+    bounds = function.targetoptions.get("launch_bounds")
+    options = {"cc": CAPABILITIES["9.0a"], "opt": True, "abi": "numba", "abi_info": {}}
     library, _ = _compile_pyfunc_with_fixup(
-        function.py_func,
-        types.void(*arguments),
-        device=False,
-        fastmath=False,
-        cc=CAPABILITIES["9.0a"],
-        opt=True,
-        abi="numba",
-        abi_info={},
-        lto=False,
-        debug=False,
-        lineinfo=False,
-        forceinline=False,
-        launch_bounds=function.targetoptions.get("launch_bounds"),
-    )
+        function.py_func, types.void(*arguments), launch_bounds=bounds, **options,
+        **dict.fromkeys(off, False),
+    )  # fmt: skip
     library._lto = True  # as cuda.jit does by default
     return library
 

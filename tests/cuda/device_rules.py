@@ -122,11 +122,9 @@ OF_ROWS: tuple[tuple[Rule, Formula], ...] = (
 class Own(FusedOptimizer):
     """An optimizer of any of them."""
 
-    def __init__(
-        self, params: Any, of: tuple[Rule, Formula], weight_decay: float = 0.0, **options: Any
-    ) -> None:
+    def __init__(self, params: Any, of: tuple[Rule, Formula], **options: Any) -> None:
         self._of = of
-        super().__init__(0.1, params, weight_decay, rule=of[0], **options)
+        super().__init__(0.1, params, rule=of[0], **options)
 
     def formula(self) -> Formula:
         return self._of[1]

@@ -12,6 +12,7 @@ One set of tests, `test_device_*.py`, has three kinds of devices:
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
@@ -117,12 +118,11 @@ class Maker:
 
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
         """The framework's current stream, where it has one."""
-        del stream
-        return nullcontext()
+        return nullcontext(stream)
 
     def bound(self, array: Any, stream: Stream) -> Any:
         """The array, as one that belongs to the stream, where arrays do."""
-        return array.bind(numba_stream(stream.handle))
+        return array.bind(numba_stream(stream.handle)) if hasattr(array, "bind") else array
 
 
 class TorchMaker(Maker):
@@ -147,10 +147,6 @@ class TorchMaker(Maker):
         found: AbstractContextManager[Any] = self._torch.cuda.stream(stream.owner)
         return found
 
-    def bound(self, array: Any, stream: Stream) -> Any:
-        del stream
-        return array
-
 
 class CupyMaker(Maker):
     """Makes arrays of CuPy; bfloat16 where it has it."""
@@ -173,10 +169,6 @@ class CupyMaker(Maker):
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
         owner: AbstractContextManager[Any] = stream.owner
         return owner
-
-    def bound(self, array: Any, stream: Stream) -> Any:
-        del stream
-        return array
 
 
 _MAKERS = {"numba": Maker, "torch": TorchMaker, "cupy": CupyMaker}
@@ -268,7 +260,12 @@ def on_device(value: Any) -> Any:
 
 
 def shifted(array: np.ndarray, shift: int) -> Any:
-    """A copy on the device that begins ``shift`` elements past the start of its memory."""
+    """A copy on the device that begins ``shift`` elements past the start of its memory.
+
+    That of a number begins at the start.
+    """
+    if not array.ndim:
+        return on_device(array)
     room = np.concatenate(
         [np.zeros(shift, array.dtype), array.reshape(-1), np.zeros(1, array.dtype)]
     )
@@ -292,6 +289,11 @@ def on_host(array: Any) -> np.ndarray:
     return _copy_out(array if isinstance(array, DeviceArray) else adopted(array))
 
 
+def data_of(opt: Any) -> list[Any]:
+    """The arrays of an optimizer's parameters."""
+    return [p.data for p in opt.parameters]
+
+
 def put(there: Any, value: Any) -> None:
     """Change what lies on the device."""
     array = there if isinstance(there, DeviceArray) else adopted(there)
@@ -301,44 +303,63 @@ def put(there: Any, value: Any) -> None:
 # Comparisons
 
 
-def assert_close(
-    found: np.ndarray, expected: np.ndarray, label: str = "", narrow: Any = None
-) -> None:
-    """After some steps, in which rounding to the ``narrow`` type has gone on."""
+def pairs(found: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Arrays in lists, tuples and row-sparse gradients that are alike, as copies on the host."""
+    if isinstance(expected, list | tuple):
+        for one, other in zip(found, expected, strict=True):
+            yield from pairs(one, other)
+    elif isinstance(expected, nn.RowTensor):
+        assert found.dense_shape == expected.dense_shape
+        if COMPUTES or found.values.shape == expected.values.shape:  # how many there are, it finds
+            yield from pairs([found.indices, found.values], [expected.indices, expected.values])
+    elif expected is None:
+        assert found is None
+    else:
+        one, other = (
+            np.asarray(a) if isinstance(a, np.ndarray | np.generic) else on_host(a)
+            for a in (found, expected)
+        )
+        yield one, other
+
+
+def assert_close(found: Any, expected: Any, label: str = "", narrow: Any = None) -> None:
+    """Arrays are near after some steps, in which rounding to the ``narrow`` type has gone on."""
     __tracebackhide__ = True
-    assert found.dtype == expected.dtype, label
-    assert found.shape == expected.shape, label
-    if not COMPUTES:
-        return
-    if found.dtype.kind in "iub":
-        assert_same_bits(found, expected, label)
-        return
-    a, b = (array.astype(np.float64) for array in (found, expected))
-    if KIND == SIMULATOR:
-        unit = UNITS[found.itemsize]
-        np.testing.assert_allclose(a, b, unit, unit, err_msg=label)
-        return
-    epsilon = max(EPSILON[found.dtype], EPSILON[np.dtype(narrow or found.dtype)])
-    allowed = RUN_ULPS[epsilon > 1e-4] * epsilon * np.abs(b).max(initial=0.0)
-    np.testing.assert_allclose(a, b, 0.0, allowed, err_msg=label)
+    for a, b in pairs(found, expected):
+        of = a.dtype
+        if of.kind in "iub" or not COMPUTES:
+            assert_same(a, b, label)
+            continue
+        assert (of, a.shape) == (b.dtype, b.shape), label
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        relative = absolute = UNITS[of.itemsize]
+        if KIND == GPU:
+            epsilon = max(EPSILON[of], EPSILON[np.dtype(narrow or of)])
+            bound = RUN_ULPS[epsilon > 1e-4] * epsilon * np.abs(b).max(initial=0.0)
+            relative, absolute = 0.0, bound
+        np.testing.assert_allclose(a, b, relative, absolute, err_msg=label)
 
 
-def assert_same(found: Any, expected: np.ndarray, label: str = "") -> None:
-    """Bits are the same, of an array on the device or of a copy."""
+def assert_same(found: Any, expected: Any, label: str = "") -> None:
+    """Bits are the same, of arrays on the device or on the host."""
     __tracebackhide__ = True
-    array = found if isinstance(found, np.ndarray) else on_host(found)
-    assert (array.dtype, array.shape) == (expected.dtype, expected.shape), label
-    if COMPUTES:
-        assert_same_bits(array, expected, label)
+    for a, b in pairs(found, expected):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), label
+        if COMPUTES:
+            assert_same_bits(a, b, label)
 
 
-def assert_equal_runs(ours: Any, theirs: Any, *, bits: bool = False) -> None:
-    """Parameters and states of an optimizer on the device, and of another one."""
+def assert_equal_runs(ours: Any, theirs: Any, same: Any = None) -> None:
+    """Parameters and states of an optimizer on the device, and of another one.
+
+    They are near, or as ``same`` compares two arrays.
+    """
     __tracebackhide__ = True
     synchronize()
     narrow = max((p.dtype for p in ours.parameters), key=EPSILON.__getitem__)
-    compare = assert_same if bits else lambda *of: assert_close(*of, narrow)
+    compare = same or (lambda *of: assert_close(*of, narrow))
     for p, q in zip(ours.parameters, theirs.parameters, strict=True):
+        assert p.name == q.name
         compare(p.asnumpy(), q.asnumpy(), f"{ours!r} {p.name}")
     found, expected = ours.state_dict(), theirs.state_dict()
     assert list(found) == list(expected)
@@ -374,13 +395,26 @@ def assert_alike(
     assert_equal_runs(on_gpu, on_cpu)
 
 
+def assert_calls_alike(call: Callable[..., Any], *given: Any, compare: Any = None) -> Any:
+    """A call returns and changes the same on the device and on the host; what the host returns.
+
+    All that it is given are arrays, row-sparse gradients, None, and lists of these.
+    """
+    __tracebackhide__ = True
+    host, there = copy.deepcopy(list(given)), on_device(given)
+    expected, found = call(*host), call(*there)
+    synchronize()
+    (compare or assert_same)([found, there], [expected, host])
+    return expected
+
+
 @contextmanager
 def unchanged(*arrays: Any) -> Iterator[None]:
-    """Every byte of some device arrays is the same afterwards."""
+    """Every byte of some device arrays, in lists and gradients too, is the same afterwards."""
     __tracebackhide__ = True
-    before = [on_host(array).tobytes() for array in arrays]
+    before = [array.tobytes() for array, _ in pairs(arrays, arrays)]
     yield
-    assert [on_host(array).tobytes() for array in arrays] == before
+    assert [array.tobytes() for array, _ in pairs(arrays, arrays)] == before
 
 
 @contextmanager
@@ -393,21 +427,26 @@ def refused(error: type[BaseException], text: str, *arrays: Any) -> Iterator[Non
 
 @contextmanager
 def told(
-    error: type[BaseException], text: str, *arrays: Any
+    error: type[BaseException], text: str, *arrays: Any, by: Callable[[], Any] = synchronize
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The device finds out what `refused` is at once: who computes nothing, finds nothing."""
+    """The device finds out what is wrong, and the host hears of it in the block or in ``by``.
+
+    A device that computes nothing finds nothing.
+    """
     __tracebackhide__ = True
     with unchanged(*arrays):
         if not COMPUTES:
             said = text
             try:
                 yield pytest.ExceptionInfo.for_later()
+                by()
             except error as raised:  # the host has looked itself
                 said = str(raised)
             assert text in said
             computed()
-        with pytest.raises(error, match=re.escape(text)) as found:
+        with pytest.raises(error, match=re.escape(text)) as found:  # noqa: PT012 (not one alone)
             yield found
+            by()
 
 
 class Run:
@@ -424,6 +463,4 @@ class Run:
         self.opt((sparse, on_device(gradient((7,))) if dense else None))
 
     def assert_as_before(self) -> None:
-        state = self.opt.state_dict()
-        for name, array in self.before.items():
-            assert_same(state[name], array, name)
+        assert_same([*self.opt.state_dict().values()], [*self.before.values()])

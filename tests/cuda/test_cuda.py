@@ -22,7 +22,7 @@ needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
 # What takes long begins first, here and in `PARTS`.
-LONG = [f"test_device_{name}.py" for name in ("bags", "loops", "mxnet", "optimizers", "rows")]
+LONG = [f"test_device_{name}.py" for name in ("optimizers", "bags", "rows", "loops", "operators")]
 FILES = LONG + sorted({path.name for path in HERE.glob("test_device_*.py")} - {*LONG})
 PARTS = ("row-wise", "bags", "rules", "others", "torch", "mixtures")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
@@ -108,7 +108,7 @@ def test_under_the_simulator(name: str) -> None:
     """Each file is a process, as the simulator has to be there before Numba is imported."""
     if "thor" in name:
         pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
-    if "torch" in name or "frameworks" in name:
+    if "frameworks" in name:
         pytest.importorskip("torch", reason="torch is not installed")
     run_set({**ENVIRONMENT, "NUMBA_ENABLE_CUDASIM": "1"}, str(HERE / name))
 

@@ -41,8 +41,8 @@ CHECKS = {
     **{f"dense/{name}/{dtype}": Check(f"dense/nn.{name}", _TENSORS, dtype)
        for name in ("SGD", "Adam") for dtype in _TYPES},
     **{f"dense/{name}": Check(f"dense/nn.{name}", _TENSORS)
-       for name in ("AdamWeightDecay", "SGD(momentum)", "Adagrad", "RMSProp(centered)", "FTRL",
-                    "Lamb", "LARS", "AdaFactor")},
+       for name in ("AdamWeightDecay", "SGD(momentum)", "Momentum", "Adagrad", "Lion", "Adan",
+                    "RMSProp(centered)", "FTRL", "Lamb", "LARS", "AdaFactor")},
     "dense/AdaFactor/bfloat16": Check("dense/nn.AdaFactor", "3x9999", "bfloat16"),
     "dense/many": Check("many-small/nn.Adam", ""),
     "rows/LazyAdam": Check("rows/nn.LazyAdam", "500x33x400", distribution="uniform"),
@@ -52,9 +52,12 @@ CHECKS = {
     "rows/LazyAdam/sort": Check("rows/nn.LazyAdam", "1Mx1x1000003", distribution="uniform"),
     "rows/Adam/every row": Check("rows/nn.Adam", _ROWS),
     "rows/RowWiseAdagrad": Check("rows/nn.RowWiseAdagrad", _ROWS),
+    "rows/RowWiseAdam": Check("rows/nn.RowWiseAdam", _ROWS),
+    "rows/Adagrad": Check("rows/nn.Adagrad", _ROWS),
     "rows/FTRL": Check("rows/nn.FTRL", "500x7x9000"),
     "bags/forward": Check("pooled/ops.EmbeddingBags", _BAGS),
     "bags/LazyAdam": Check("pooled/nn.EmbeddingBags(LazyAdam)", _BAGS),
+    "bags/RowWiseAdagrad": Check("pooled/nn.EmbeddingBags(RowWiseAdagrad)", _BAGS),
     "ops/FusedSparseAdam": Check("rows/ops.FusedSparseAdam", "300x9x2000"),
     "ops/clip_by_global_norm": Check("dense/ops.clip_by_global_norm", _TENSORS),
     "torch/SGD": Check("dense/nn.torch.SGD(momentum)", _TENSORS),
@@ -62,6 +65,7 @@ CHECKS = {
     "torch/AdamW/bfloat16": Check("dense/nn.torch.AdamW", _TENSORS, "bfloat16"),
     "torch/Adagrad/sparse": Check("rows/nn.torch.Adagrad", "90x16x400"),
     "torch/LazyAdam/sparse": Check("rows/nn.torch.LazyAdam", "90x16x400"),
+    "torch/LazyAdam/bfloat16": Check("rows/nn.torch.LazyAdam", "90x16x400", "bfloat16"),
 }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import permutations
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from fusestep.ops.runtime import device, frameworks, launch, locks
 from fusestep.ops.runtime.device import launching
 
 from devices import (
+    BETAS,
     BF16,
     MARKS,
     SIMULATOR,
@@ -35,6 +37,7 @@ from devices import (
     refused,
     told,
 )
+from helpers import at_once
 from simulator import give_out_tensors
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
@@ -43,8 +46,8 @@ pytestmark = [
     only(SIMULATOR, reason="tensors of the CPU are given out as those of a device"),
 ]
 
-log: list[str] = []
-"""Events on streams, in order."""
+events: list[str] = []
+"""What is on streams, in order."""
 
 
 # Stand-ins
@@ -67,17 +70,12 @@ def tensor(array: np.ndarray) -> Any:
     return torch.from_numpy(array)
 
 
-class Device:
+class Device(nullcontext[None]):
     """``cupy.cuda.Device``."""
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self.id = number
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class CuPyArray:
@@ -99,24 +97,22 @@ def ascontiguousarray(array: CuPyArray) -> CuPyArray:
     return array if is_contiguous else CuPyArray(np.ascontiguousarray(array._array))
 
 
-def cupy_stand_in() -> ModuleType:
-    cupy = ModuleType("cupy")
-    vars(cupy).update(
-        ndarray=CuPyArray,
-        empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
-        ascontiguousarray=ascontiguousarray,
-        cuda=SimpleNamespace(
-            Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
-        ),
-    )
-    return cupy
+CUPY = SimpleNamespace(
+    ndarray=CuPyArray,
+    empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
+    ascontiguousarray=ascontiguousarray,
+    cuda=SimpleNamespace(
+        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
+    ),
+)
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of torch lie on the device, and CuPy is there."""
+    current.torch = current.cupy = 0
     give_out_tensors(monkeypatch, lambda device: current.torch + 100 * device)
-    monkeypatch.setitem(sys.modules, "cupy", cupy_stand_in())
+    monkeypatch.setitem(sys.modules, "cupy", CUPY)
 
 
 class Interface:
@@ -145,40 +141,38 @@ class Event:
     def record(self, stream: Any) -> None:
         self.at = int(stream) if isinstance(stream, Stream) else None
         if self.at is not None:
-            log.append(f"record {self.at}")
+            events.append(f"record {self.at}")
 
     def wait(self, stream: Any) -> None:
         if isinstance(stream, Stream) and self.at is not None:  # both are the user's
-            log.append(f"{int(stream)} waits for {self.at}")
+            events.append(f"{int(stream)} waits for {self.at}")
 
     def query(self) -> bool:
         return False
 
+    def synchronize(self) -> None:
+        pass
 
-@contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Streams with handles, and a log of the events on them."""
-    before = device.stream_of, backend.new_event
-    device.stream_of = lambda _, handle: Stream(handle)
-    backend.new_event = memory.new_event = Event
-    log.clear()
-    try:
-        yield log
-    finally:
-        device.stream_of, backend.new_event = before
-        memory.new_event = backend.new_event
-        launch._last.clear()
-        log.clear()
-        current.torch = current.cupy = 0
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Streams have handles; the events on them, in order."""
+    monkeypatch.setattr(device, "stream_of", lambda _, handle: Stream(handle))
+    monkeypatch.setattr(backend, "new_event", Event)
+    monkeypatch.setattr(memory, "new_event", Event)
+    monkeypatch.setattr(launch, "_last", {})
+    events.clear()
+    return events
+
+
+def on_streams(of_torch: int, of_cupy: int = 0) -> None:
+    """Both frameworks have a current stream; what was on others is forgotten."""
+    current.torch, current.cupy = of_torch, of_cupy
+    events.clear()
 
 
 def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return positive(shape, dtype)
-
-
-def kept(array: np.ndarray) -> np.ndarray:
-    """A copy on the host."""
-    return array.copy()
 
 
 def assert_steps(
@@ -200,9 +194,10 @@ def assert_steps(
 
 def test_places() -> None:
     """Address, shape, strides, dtype and device are those of the framework's array."""
-    whole = array(4, 6)
+    whole, cube = array(4, 6), array(2, 2, 2)
+    turned = [cube.transpose(axes) for axes in permutations(range(3))]
     for make in (tensor, CuPyArray, Interface):
-        for part in (whole, whole[1:3], whole[:, ::2], whole.T, whole[:0], array()):
+        for part in (whole, whole[1:3], whole[:, ::2], whole.T, whole[:0], array(), *turned):
             found = adopted(make(part))
             # A tensor without elements has no memory.
             at = 0 if make is tensor and not part.size else part.ctypes.data
@@ -225,11 +220,6 @@ def test_places() -> None:
 
 def test_alike() -> None:
     """One that is like another that was seen is looked at no less."""
-    whole = array(2, 2, 2)
-    for axes in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (1, 0, 2)):
-        for make in (tensor, CuPyArray, Interface):
-            part = whole.transpose(axes)
-            assert adopted(make(part)).strides == part.strides
     w, good = array(3), tensor(array(3))
     opt = nn.SGD([tensor(w)], 0.1)
     for _ in range(2):
@@ -256,22 +246,23 @@ def test_dtypes() -> None:
         assert adopted(tensor(np.zeros(3, dtype))).dtype == dtype
         assert adopted(CuPyArray(np.zeros(3, dtype))).dtype == dtype
     two_bytes = Interface(np.zeros(3, BF16), typestr="<V2")
-    with refused(TypeError, "has a wrong dtype"):
-        adopted(two_bytes)
+    of_others = [Interface(np.zeros(3, np.uint64), typestr=name) for name in ("<c8", "|O8", "<M8")]
+    for value, text in (
+        *((one, "has a wrong dtype") for one in (two_bytes, *of_others)),
+        *(
+            (torch.empty(3, dtype=kind), f"expected a dtype that NumPy has, got {kind}")
+            for kind in (torch.bits8, torch.bits16)
+        ),
+        (Interface(array(3), mask=Interface(array(3))), "is masked"),
+    ):
+        with refused(TypeError, text):
+            adopted(value)
     two_bytes.dtype = "bfloat16"  # type: ignore[attr-defined]
     assert adopted(two_bytes).dtype == BF16
     own = adopted(adopted(tensor(np.zeros(3, BF16))))
     assert own.__cuda_array_interface__["typestr"] == "<V2"
     assert frameworks.framework_of(own) is not None
     assert frameworks._INTERFACE.place("", "", own).dtype == BF16
-    for kind in (torch.bits8, torch.bits16):
-        with refused(TypeError, f"expected a dtype that NumPy has, got {kind}"):
-            adopted(torch.empty(3, dtype=kind))
-    for typestr in ("<c8", "|O8", "<M8"):
-        with refused(TypeError, "has a wrong dtype"):
-            adopted(Interface(np.zeros(3, np.uint64), typestr=typestr))
-    with refused(TypeError, "is masked"):
-        adopted(Interface(array(3), mask=Interface(array(3))))
     for kind in (np.complex64, np.int32, ">f4"):
         with refused(TypeError, "has a wrong dtype"):
             nn.Parameter(Interface(np.zeros(3, kind)))
@@ -299,8 +290,9 @@ def test_strided_gradients() -> None:
     for make in (tensor, CuPyArray):
         parts = wide[:, ::2], wide[:, :3], wide.reshape(6, 5)[:3].T
         assert_steps(lambda p: nn.SGD(p, 0.1), make, [(make(part), part) for part in parts])
-        rows = [nn.RowTensor(put(index[::2]), put(wide[:2, 1::2]), (5, 3)) for put in (make, kept)]
-        assert_steps(nn.LazyAdam, make, [(rows[0], rows[1])])
+        rows = index[::2], wide[:2, 1::2]
+        ours, theirs = (nn.RowTensor(*map(put, rows), (5, 3)) for put in (make, np.copy))
+        assert_steps(nn.LazyAdam, make, [(ours, theirs)])
         with refused(ValueError, "is not contiguous"):
             nn.Parameter(make(wide.T))
     opt = nn.SGD([Interface(array(5, 3))], 0.1)
@@ -318,19 +310,6 @@ def test_strided_gradients() -> None:
         tensor(index[None]), tensor(values), (5, 3), check_invariants=False
     )
     assert_steps(nn.LazyAdam, tensor, [(sparse, nn.RowTensor(index, values, (5, 3)))])
-
-
-def test_captured_copies() -> None:
-    """A framework makes no copy for a step that cannot be captured."""
-    wide, narrow = array(5, 6), array(5, 3)
-    for make in (tensor, CuPyArray):
-        opt = nn.SGD([make(narrow)], 0.1)
-        for g in (wide[:, ::2], narrow.copy()):
-            opt((make(g),))
-            with refused(RuntimeError, "is being captured"), capture() as enqueued:
-                opt((make(g),))
-            assert not enqueued
-        assert opt.global_step == 2
 
 
 def test_whole_gradients() -> None:
@@ -357,7 +336,7 @@ def test_whole_gradients() -> None:
             group = {"grad_centralization": True, "weight_decay": decay}
             g, rows = array(5, 3), (np.array([1, 4, 1]), array(3, 3))
             of_make, of_other, host = (
-                nn.RowTensor(*map(put, rows), (5, 3)) for put in (make, other, kept)
+                nn.RowTensor(*map(put, rows), (5, 3)) for put in (make, other, np.copy)
             )
             assert_steps(
                 lambda p, group=group: nn.LazyAdam([{"params": p, **group}], 0.1),
@@ -365,127 +344,116 @@ def test_whole_gradients() -> None:
             )  # fmt: skip
 
 
-def test_streams() -> None:
+def test_streams(log: list[str]) -> None:
     """A call is launched on the current stream of the first array's framework and thread."""
-    with recorded():
-        current.torch, current.cupy = 7, 8
-        of_torch, of_cupy = adopted(tensor(array(3))), adopted(CuPyArray(array(3)))
-        with launching([of_torch, adopted(tensor(array(3)))]) as stream:
-            assert stream == 7
-        with launching([of_cupy]) as stream:
-            assert stream == 8
-        with launching([adopted(Interface(array(3)))]) as stream:
-            assert stream == 0
-        own = adopted(Interface(array(3), stream=9))
-        with launching([own]) as stream:
-            assert stream == 9
-        assert log == []
-        seen = []
+    on_streams(7, 8)
+    of_torch, of_cupy = adopted(tensor(array(3))), adopted(CuPyArray(array(3)))
+    own = adopted(Interface(array(3), stream=9))
+    for expected, arrays in (
+        (7, [of_torch, adopted(tensor(array(3)))]),
+        (8, [of_cupy]),
+        (0, [adopted(Interface(array(3)))]),
+        (9, [own]),
+    ):
+        with launching(arrays) as stream:
+            assert stream == expected
+    assert log == []
+    seen = []
 
-        def elsewhere() -> None:
-            with launching([of_torch]) as stream:
-                seen.append(int(stream))
+    def elsewhere() -> None:
+        with launching([of_torch]) as stream:
+            seen.append(int(stream))
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert seen == [0]
-        # Other streams wait for each other on the device, also when the call fails.
-        with launching([of_torch, of_cupy, own, of_cupy]) as stream:
-            assert stream == 7
-            assert log == ["record 8", "7 waits for 8", "record 9", "7 waits for 9"]
-            log.clear()
-        after = ["record 7", "8 waits for 7", "record 7", "9 waits for 7"]
-        assert log == after
+    at_once([elsewhere])
+    assert seen == [0]
+    # Other streams wait for each other on the device, also when the call fails.
+    after = ["record 7", "8 waits for 7", "record 7", "9 waits for 7"]
+    with launching([of_torch, of_cupy, own, of_cupy]) as stream:
+        assert stream == 7
+        assert log == ["record 8", "7 waits for 8", "record 9", "7 waits for 9"]
         log.clear()
-        with refused(RuntimeError, "in the middle"), launching([of_torch, of_cupy, own]):
-            log.clear()
-            raise RuntimeError("in the middle")
-        assert log == after
+    assert log == after
+    with refused(RuntimeError, "in the middle"), launching([of_torch, of_cupy, own]):
+        log.clear()
+        raise RuntimeError("in the middle")
+    assert log == after
 
 
-def test_order_of_streams() -> None:
+def test_order_of_streams(log: list[str]) -> None:
     """Under use_locking a call waits for the last such call on its device."""
-    adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
-    with recorded():
-        w, m, v, g = (tensor(array(5, 3)) for _ in range(4))
-        other = [tensor(array(5, 3)) for _ in range(3)]
-        index = tensor(np.array([1, 2]))
-        for op in (ops.Adam(use_locking=True), ops.Adam()):
-            current.torch = 1
-            op(w, m, v, *adam, g)
-        assert log == ["record 1"]
-        current.torch = 2
-        ops.Adam(use_locking=True)(*other, *adam, g)
-        assert log == ["record 1", "2 waits for 1", "record 2"]
-        log.clear()
-        ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], index)
-        assert log == ["2 waits for 2", "record 2"]
-        log.clear()
-        current.torch = 3
-        opt = nn.LazyAdam([w[1:], other[0]], use_locking=True)
-        log.clear()
-        opt((g[1:], None))
-        assert log == ["3 waits for 2", "record 3"]
-        log.clear()
-        opt((g[1:], g))
-        assert log == ["3 waits for 3", "record 3"]
-        assert len(launch._last) == 1
-        with told(IndexError, "got 5"):
-            bad = tensor(np.array([5, 0]))
-            ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], bad)
-            fusestep.synchronize()
-        assert not locks._lock._is_owned()
+    w, m, v, g, *other = (tensor(array(5, 3)) for _ in range(7))
+    index, bad = tensor(np.array([1, 2])), tensor(np.array([5, 0]))
+    dense, lazy = ops.Adam(use_locking=True), ops.FusedSparseLazyAdam(use_locking=True)
+    opt = nn.LazyAdam([w[1:], other[0]], use_locking=True)
+    for stream, call, expected in (
+        (1, lambda: dense(w, m, v, *BETAS, g), ["record 1"]),
+        (1, lambda: ops.Adam()(w, m, v, *BETAS, g), []),
+        (2, lambda: dense(*other, *BETAS, g), ["2 waits for 1", "record 2"]),
+        (2, lambda: lazy(w, m, v, *BETAS, g[:2], index), ["2 waits for 2", "record 2"]),
+        (3, lambda: opt((g[1:], None)), ["3 waits for 2", "record 3"]),
+        (3, lambda: opt((g[1:], g)), ["3 waits for 3", "record 3"]),
+    ):
+        on_streams(stream)
+        call()
+        assert log == expected
+    assert len(launch._last) == 1
+    with told(IndexError, "got 5"):
+        lazy(w, m, v, *BETAS, g[:2], bad)
+    assert not locks._lock._is_owned()
 
 
-def test_mixtures() -> None:
+def test_mixtures(log: list[str]) -> None:
     """Arrays of several frameworks work together, on the stream of the first."""
     makers = CuPyArray, Interface, on_device
     g = array(5, 3)
     assert_steps(lambda p: nn.Momentum(p, 0.1, 0.9), tensor, [(make(g), g) for make in makers])
-    with recorded():
-        current.torch, current.cupy = 1, 2
-        nn.Momentum([tensor(array(5, 3))], 0.1, 0.9)((CuPyArray(g),))
-        assert log == ["record 2", "1 waits for 2", "record 1", "2 waits for 1"]
+    opt = nn.Momentum([tensor(array(5, 3))], 0.1, 0.9)
+    on_streams(1, 2)
+    opt((CuPyArray(g),))
+    assert log == ["record 2", "1 waits for 2", "record 1", "2 waits for 1"]
 
 
-def test_thor() -> None:
+def test_thor(log: list[str]) -> None:
     """Copies come to the host from each framework, and the parameters go back there."""
     wide, out, g = array(6, 8), array(6, 5), array(5, 4)
     for make, strided in ((tensor, True), (CuPyArray, True), (Interface, False)):
         x, w = wide[:, ::2] if strided else wide[:, ::2].copy(), array(5, 4)
         ours, theirs = nn.ThorDense(w.copy()), nn.ThorDense(make(w))
-        for layer, given in ((ours, kept), (theirs, make)):
+        for layer, given in ((ours, np.copy), (theirs, make)):
             opt = nn.thor(layer, 0.1, 0.1, 0.9, batch_size=6)
             for _ in range(2):
                 layer.capture(given(x), given(out))
                 opt((given(g),))
         np.testing.assert_array_equal(w, ours.weight.data)
-    with recorded():
-        current.torch, current.cupy = 1, 2
-        layers = [nn.ThorDense(tensor(array(5, 4))), nn.Parameter(CuPyArray(array(3)))]
-        opt = nn.thor(layers, 0.1, 0.1, 0.9)
-        layers[0].capture(CuPyArray(wide[:, :4]), tensor(out))
-        before = ["record 2", "1 waits for 2"]
-        after = ["record 1", "2 waits for 1"]
-        assert log == ["record 1", "2 waits for 1", "record 2", "1 waits for 2"]
-        log.clear()
-        # The step has the gradients, and in it the parameters come and go on one stream, after
-        # which a stream of the step's own waits to copy them.
-        opt((CuPyArray(g), tensor(array(3))))
-        assert log == [*before, *before, "record 1", *after, *after]
+    on_streams(1, 2)
+    layers = [nn.ThorDense(tensor(array(5, 4))), nn.Parameter(CuPyArray(array(3)))]
+    opt = nn.thor(layers, 0.1, 0.1, 0.9)
+    before, after = ["record 2", "1 waits for 2"], ["record 1", "2 waits for 1"]
+    layers[0].capture(CuPyArray(wide[:, :4]), tensor(out))
+    assert log == [*after, *before]
+    log.clear()
+    # The step has the gradients, and in it the parameters come and go on one stream, after
+    # which a stream of the step's own waits to copy them.
+    opt((CuPyArray(g), tensor(array(3))))
+    assert log == [*before, *before, "record 1", *after, *after]
 
 
-def test_captured_streams() -> None:
-    """A graph that another framework captures is left alone."""
-    before = backend.is_capturing
-    with recorded():
-        current.torch, current.cupy = 1, 2
-        opt, g = nn.SGD([tensor(array(5, 3))], 0.1), CuPyArray(array(5, 3))
-        opt((g,))
-        backend.is_capturing = lambda stream: int(stream) == 2
-        log.clear()
-        with refused(RuntimeError, "a CUDA graph is being captured"):
-            opt((g,))
-        backend.is_capturing = before
-        assert log == [] and opt.global_step == 1
+def test_captures(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that cannot be captured copies nothing, and leaves other frameworks' graphs alone."""
+    wide, narrow = array(5, 6), array(5, 3)
+    for make in (tensor, CuPyArray):
+        opt = nn.SGD([make(narrow)], 0.1)
+        for g in (wide[:, ::2], narrow.copy()):
+            opt((make(g),))
+            with refused(RuntimeError, "is being captured"), capture() as enqueued:
+                opt((make(g),))
+            assert not enqueued
+        assert opt.global_step == 2
+    opt, of_cupy = nn.SGD([tensor(narrow)], 0.1), CuPyArray(narrow.copy())
+    on_streams(1, 2)
+    opt((of_cupy,))
+    log.clear()
+    monkeypatch.setattr(backend, "is_capturing", lambda stream: int(stream) == 2)
+    with refused(RuntimeError, "a CUDA graph is being captured"):
+        opt((of_cupy,))
+    assert log == [] and opt.global_step == 1

@@ -1,8 +1,8 @@
-"""Operators on device arrays, as on the host and as published."""
+"""Operators on device arrays, as on the host and as published; `ops.adam_update` of MXNet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,21 +16,20 @@ from fusestep.kernels.tables import HOT
 
 from devices import (
     BETAS,
-    BF16,
     COMPUTES,
-    F16,
-    F32,
-    F64,
     MARKS,
     SIMULATOR,
+    assert_calls_alike,
     assert_close,
     assert_same,
     gradient,
     on_device,
     on_host,
     only,
+    pairs,
     positive,
     refused,
+    rows,
     sized,
     told,
     unchanged,
@@ -40,38 +39,32 @@ from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, Operator
 from test_ops_reference import CALLS
 
 pytestmark = MARKS
+F32, F64, F16, BF16 = STORAGE_DTYPES
 # Between the device and the CPU: both round each operation alike, but either compiler chooses for
 # itself which products and sums become one FMA. Each choice is worth at most half a unit, and no
 # rule has more than about eight.
 CPU_ULPS = 4.0
 
 
-def both(
-    operator: Operator, inputs: dict[str, Any], **made: Any
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The variables after a call on the device, and after one on the CPU, with what is new."""
-    given = {name: on_device(v) if isinstance(v, np.ndarray) else v for name, v in inputs.items()}
-    found, expected = operator.call(given, **made), operator.call(inputs, **made)
-    names = operator.variables
-    here, there = [inputs[name] for name in names], [given[name] for name in names]
+def called(operator: Operator, inputs: dict[str, Any], there: Any, **made: Any) -> Any:
+    """The variables after a call where ``there`` puts arrays, and what it returns."""
+    given = {name: there(v) if isinstance(v, np.ndarray) else v for name, v in inputs.items()}
+    found = operator.call(given, **made)
     if operator.returned:
-        for name, array in zip(
-            operator.returned, found if isinstance(found, tuple) else (found,), strict=True
-        ):
-            assert array is given[name]
-    elif not isinstance(expected, tuple):
-        here, there = [*here, expected], [*there, found]
+        returned = found if isinstance(found, tuple) else (found,)
+        assert [*map(id, returned)] == [id(given[name]) for name in operator.returned]
     fusestep.synchronize()
-    return [on_host(array) for array in there], here
+    return [given[name] for name in operator.variables], found
 
 
 def assert_operator(operator: Operator, inputs: dict[str, Any], **made: Any) -> None:
     """All numbers are of size 1, but FTRL adds terms of ten times that."""
     __tracebackhide__ = True
     size = 10.0 if "Ftrl" in operator.name else 1.0
-    for k, (a, b) in enumerate(zip(*both(operator, inputs, **made), strict=True)):
+    both = (called(operator, inputs, there, **made) for there in (on_device, np.copy))
+    for a, b in pairs(*both):
         if COMPUTES:
-            assert_within_ulps(a, b, size + np.abs(b.astype(float)), CPU_ULPS, f"array {k}")
+            assert_within_ulps(a, b, size + np.abs(b.astype(float)), CPU_ULPS)
 
 
 # Each with the options of its constructor that change the step.
@@ -110,12 +103,8 @@ def test_row_operators(operator: Operator, made: dict[str, Any], index_dtype: An
     inputs, kept = operator.inputs((9, 3)), operator.inputs((9, 3))
     inputs["indices"] = np.array([-1, 0, 2**40, 5])
     kept["indices"], kept[operator.gradient] = np.array([0, 5]), kept[operator.gradient][[1, 3]]
-    for a, b in zip(
-        both(operator, inputs, **made, out_of_range="drop")[0],
-        both(operator, kept, **made)[0],
-        strict=True,
-    ):
-        assert_same(a, b)
+    dropped = called(operator, inputs, on_device, **made, out_of_range="drop")
+    assert_same(dropped, called(operator, kept, on_device, **made))
 
 
 def test_gathers() -> None:
@@ -123,15 +112,12 @@ def test_gathers() -> None:
     for dtype, width in ((F32, 4), (F32, 3), (BF16, 1), (F64, 1), (F16, 600)):
         table = positive((5, width), dtype)
         for index in (np.array([[1, 4], [1, 0]]), np.array([3], np.int32), np.array([], np.int64)):
-            ours, theirs = ops.SparseGatherV2(), ops.SparseGatherV2()
-            found = ours(*on_device([table, index]), 0)
-            assert_same(found, theirs(table, index, 0), "rows")
-            g = gradient((*index.shape, width), dtype)
-            (of_table,) = on_device([g])
-            back, expected = ours.backward(of_table), theirs.backward(g)
-            assert_same(back.values, expected.values, "values")
-            assert_same(back.indices, expected.indices)
-            fusestep.synchronize()
+
+            def gather(table: Any, index: Any, g: Any) -> Any:
+                op = ops.SparseGatherV2()
+                return op(table, index, 0), op.backward(g)
+
+            assert_calls_alike(gather, table, index, gradient((*index.shape, width), dtype))
     with refused(ValueError, "lives elsewhere than"):
         ops.SparseGatherV2()(on_device(table), np.array([1]), 0)
     table, index = on_device([positive((5, 3)), np.array([1, 5, -2])])
@@ -154,20 +140,17 @@ def test_bad_indices_are_told_later(op: Any, index_dtype: Any) -> None:
         with told(IndexError, str(expected.value), w, m, v) as found:
             op(w, m, v, *BETAS, *on_device([values, index]))
             op(w, m, v, *BETAS, *on_device([values[:2], np.array([-7, 2], index_dtype)]))
-            fusestep.synchronize()
         (note,) = found.value.__notes__
         assert "indices[0]" in note and "got -7" in note
         fusestep.synchronize()
         twins = on_device(arrays)
         for own in ([w, m, v], twins):
             op(*own, *BETAS, *on_device([values, np.array([1, 0, 2, 5])]))
-        for one, twin in zip((w, m, v), twins, strict=True):
-            assert_same(one, on_host(twin))
+        assert_same([w, m, v], twins)
     for n, d in ((0, 3), (4, 0)):
         empty = on_device([positive((n, d)) for _ in range(3)])
-        op(*empty, *BETAS, on_device(gradient((1, d))), on_device(np.array([7])))
         with told(IndexError, f"expected 0 <= index < {n}, got 7"):
-            fusestep.synchronize()
+            op(*empty, *BETAS, on_device(gradient((1, d))), on_device(np.array([7])))
 
 
 @pytest.mark.parametrize("operator", [*EVERY_OPERATOR.values(), ADAM_UPDATE], ids=str)
@@ -201,18 +184,21 @@ def test_what_each_argument_refuses(operator: Operator) -> None:
 
 @only(SIMULATOR, reason="its arrays can be read-only, and begin between two elements")
 def test_memory_that_cannot_be_written() -> None:
-    w, m, v = theirs = on_device([positive((5, 3)) for _ in range(3)])
-    with refused(ValueError, "is not contiguous", *theirs):
-        ops.Adam()(w, m, v, *BETAS, on_device(gradient((5, 6)))[:, ::2])
-    locked = on_device(positive((5, 3)))
-    locked._ary.flags.writeable = False
+    """A view of the weight is the weight for MXNet; what is only read may be read-only."""
+    w, m, v, other, g = theirs = on_device([positive((5, 3)) for _ in range(5)])
+    view = type(w)(w._ary)
+    assert ops.adam_update(w, g, m, v, view, **SCALARS) is view
+    g._ary.flags.writeable = False
     with refused(ValueError, "is read-only", *theirs):
-        ops.Adam()(locked, m, v, *BETAS, on_device(gradient((5, 3))))
-    ops.Adam()(w, m, v, *BETAS, locked)
+        ops.Adam()(g, m, v, *BETAS, w)
+    ops.Adam()(w, m, v, *BETAS, g)
+    w._ary.flags.writeable = False
+    with unchanged(w, g):
+        ops.adam_update(w, g, m, v, other, **SCALARS)
     for shift in (1, 2):
         between = np.zeros(64, np.uint8)[shift : shift + 60].view(F32).reshape(5, 3)
         with refused(ValueError, "is not aligned", *theirs):
-            ops.Adam()(w, m, v, *BETAS, type(w)(between))
+            ops.Adam()(other, m, v, *BETAS, type(w)(between))
 
 
 def test_clipping() -> None:
@@ -229,33 +215,113 @@ def test_clipping() -> None:
         np.testing.assert_allclose(ops.global_norm(ours), norm, rtol=1e-12)
     for known in (None, norm):
         expected = ops.clip_by_global_norm(host, 0.5 * norm, known)
-        with unchanged(*_values(ours)):
+        with unchanged(ours):
             found = ops.clip_by_global_norm(ours, 0.5 * norm, known)
-        for array, their in zip(_values(found), _values(expected), strict=True):
-            assert_close(on_host(array), their, "clipped")
-    with refused(ValueError, "x[6] shares memory with x[0]", *_values(ours)):
+        assert_close(found, expected, "clipped")
+    with refused(ValueError, "x[6] shares memory with x[0]", ours):
         ops.clip_by_global_norm([*ours, ours[0]], 1e-3, in_place=True)
-    with refused(ValueError, "x[6] is not contiguous", *_values(ours)):
+    with refused(ValueError, "x[6] is not contiguous", ours):
         strided = on_device(gradient((5, 6)))[:, ::2]
         ops.clip_by_global_norm([*ours, strided], 1e-3, in_place=True)
     for known in (None, norm):
-        with unchanged(*_values(ours)):
+        with unchanged(ours):
             for limit in (norm * 1.001, 2.0 * norm):
                 found = ops.clip_by_global_norm(ours, limit, known, in_place=True)
     for known, of in ((None, ours), (norm, other)):
         found = ops.clip_by_global_norm(of, 0.5 * norm, known, in_place=True)
         assert all(a is b for a, b in zip(found, of, strict=True))
-        for array, their in zip(_values(of), _values(expected), strict=True):
-            assert_close(on_host(array), their, "clipped in place")
+        assert_close(of, expected, "clipped in place")
     bad = on_device(ops.RowTensor(np.array([0, 5]), gradient((2, 2)), (5, 2)))
-    with unchanged(*_values([*ours, bad])):
+    with told(IndexError, "clip_by_global_norm: x[6]: indices[1] is out of range", ours, bad):
         ops.clip_by_global_norm([*ours, bad], 1e-3, in_place=True)
-    with told(IndexError, "clip_by_global_norm: x[6]: indices[1] is out of range"):
-        fusestep.synchronize()
     not_a_number = on_device(np.array([np.nan, 1.0], F32))
     ops.clip_by_global_norm([not_a_number], in_place=True)
     assert np.isnan(on_host(not_a_number)).all()
 
 
-def _values(gradients: Sequence[Any]) -> list[Any]:
-    return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
+# ops.adam_update
+
+SHAPE = (5, 3)
+SCALARS: dict[str, Any] = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "2.0": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4},
+    "1.9": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4, "compat": "1.9"},
+    "standard": {"wd": 0.3, "lazy_update": False},
+    "locked": {"wd": 0.3, "use_locking": True},
+}
+
+
+WHOLE, EMPTY = ((5, 3), None), ((0, 3), None)
+SPARSE, ONE, NO_ROWS = ((5, 3), [1, 4, 1, 0]), ((4,), [3]), ((5, 3), [])
+# Options, where the result goes, shape and rows of the gradient, dtypes of weight and gradient.
+UPDATES = [
+    *product(OPTIONS, ["weight"], (WHOLE, SPARSE), [(F32, F32)]),
+    *product(["1.9"], ["None"], (WHOLE, SPARSE), [(F32, F32)]),
+    *product(["standard", "locked"], ["other"], (WHOLE, SPARSE), [(F32, F32)]),
+    *product(
+        ["standard"], ["None", "other"], (WHOLE, SPARSE), [(F64, F32), (F16, F16), (BF16, BF16)]
+    ),
+    *product(
+        ["plain"], ["weight", "None", "other"], (((), None), EMPTY, NO_ROWS, ONE), [(F32, F32)]
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "place", "form", "dtypes"), UPDATES, ids=str)
+def test_updates(options: str, place: str, form: Any, dtypes: Any) -> None:
+    """Every option, dense and row-sparse, wherever the result goes."""
+
+    def update(w: Any, mean: Any, var: Any, other: Any, g: Any) -> Any:
+        out = {"weight": w, "None": None, "other": other}[place]
+        for _ in range(2):
+            found = ops.adam_update(w, g, mean, var, out, **SCALARS, **OPTIONS[options])
+            assert out is None or found is out
+        assert type(found) is type(w) or found.dtype == BF16
+        return found
+
+    (shape, indices), (dtype, of_gradient) = form, dtypes
+    arrays = [positive(shape, dtype) for _ in range(4)]
+    make = gradient if indices is None else partial(rows, indices)
+    assert_calls_alike(update, *arrays, make(shape, of_gradient), compare=assert_close)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_bad_rows_of_an_update(lazy: bool) -> None:
+    """A bad index writes nothing, not even to ``out``; what is new is the weight."""
+    w, mean, var, out = theirs = on_device([positive(SHAPE) for _ in range(4)])
+    bad = on_device(rows([1, 5], SHAPE))
+    text = "adam_update: indices[1] is out of range: expected 0 <="
+    for place in (w, out, None):
+        with told(IndexError, text, *theirs):
+            new = ops.adam_update(w, bad, mean, var, place, lazy_update=lazy, **SCALARS)
+    assert_same(new, on_host(w))
+
+
+def test_what_an_update_refuses() -> None:
+    """What `test_what_each_argument_refuses` does not know of."""
+    w, mean, var, out = theirs = on_device([positive(SHAPE) for _ in range(4)])
+    g, host, room = on_device(gradient(SHAPE)), positive(SHAPE), on_device(positive((9, 3)))
+    shared = on_device(rows([1], SHAPE))
+    shared.values = out[:1]
+    huge = on_device([np.zeros((2**61, 0), F16) for _ in range(4)])
+    elsewhere, overlap = "lives elsewhere than", "shares memory with"
+    for error, text, arrays in (
+        (ValueError, elsewhere, (w, rows([1], SHAPE), mean, var)),
+        (ValueError, elsewhere, (w, g, mean, var, host)),
+        (ValueError, elsewhere, (host, shared, host + 1, host + 2, host)),
+        (ValueError, overlap, (w, g, mean, var, mean)),
+        (ValueError, overlap, (w, w, mean, var, w)),
+        (ValueError, overlap, (room[:5], g, mean, var, room[1:6])),
+        (ValueError, overlap, (w, room[:5], room[4:], var)),
+        (ValueError, overlap, (w, room[4:], mean, var, room[:5])),
+        (ValueError, overlap, (w, shared, mean, var, out)),
+        (ValueError, "too long sort keys",
+         (huge[0], on_device(rows([1, 2], (2**61, 0), F16)), *huge[1:])),
+    ):  # fmt: skip
+        with refused(error, text, *theirs, room):
+            ops.adam_update(*arrays, **SCALARS)
+    with refused(RuntimeError, "lives on a CUDA device", *theirs):
+        ops.adam_update(w, g, mean, var, out, lr=on_device(np.array(0.1)))
+    # Only the lower half is read, so the upper one may be written.
+    ops.adam_update(room[:4], room[4:8], *on_device([positive((4, 3))] * 2), **SCALARS)

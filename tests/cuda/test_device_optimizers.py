@@ -1,7 +1,8 @@
-"""Steps of optimizers on device arrays, as on the host: forms, options, gradients, types."""
+"""Steps of optimizers, and MXNet's, on device arrays, as on the host: forms, gradients, types."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -10,23 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fusestep
 from fusestep import nn
 from fusestep.kernels.tables import HOT
+from fusestep.nn import mxnet as mx
 from fusestep.nn.engine import offload
 
 from device_rules import OF_ROWS, OF_TENSORS, Own
 from devices import (
-    BF16,
     COMPUTES,
-    F16,
-    F32,
-    F64,
     GPU,
     KIND,
     MARKS,
     RNG,
     SIMULATOR,
     assert_alike,
+    assert_close,
     assert_equal_runs,
     assert_same,
     gradient,
@@ -35,8 +35,10 @@ from devices import (
     only,
     positive,
     put,
+    refused,
     rows,
     sized,
+    told,
 )
 from helpers import STORAGE_DTYPES, in_turn
 from optimizers import (
@@ -52,6 +54,7 @@ from optimizers import (
 from optimizers import make as new_optimizer
 
 pytestmark = MARKS
+F32, F64, F16, BF16 = STORAGE_DTYPES
 
 Make = Callable[[Any], Any]
 Step = list[Any]
@@ -301,8 +304,7 @@ def test_shared_launches() -> None:
         opt = ROW_WISE[0](on_device([narrow, *others]))
         opt(tuple(on_device(step)))
         found.append([opt.parameters[0].asnumpy(), on_host(opt.accum[0])])
-    for one, other in zip(*found, strict=True):
-        assert_same(one, other)
+    assert_same(*found)
 
 
 TYPED: tuple[Make, ...] = (
@@ -356,19 +358,194 @@ MATRICES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("beta1", [None, 0.9])
+ADAFACTOR = partial(nn.AdaFactor, weight_decay=0.1, clip_threshold=0.7)
+OF_MATRICES = (
+    *(partial(ADAFACTOR, beta1=beta1) for beta1 in (None, 0.9)),
+    *(partial(new_optimizer, form) for form in ("Adam", "Lamb", "Lamb-clipped")),
+)
+
+
+@pytest.mark.parametrize("make", OF_MATRICES)
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-@only(GPU, reason="of small matrices there are other tests")
-def test_matrices_of_adafactor(dtype: Any, beta1: float | None) -> None:
+@only(GPU, reason="of small matrices there are other tests, and blocks end in one order")
+def test_matrices(dtype: Any, make: Make) -> None:
     """Near the CPU, and the same bits in every run."""
-    options = {"beta1": beta1, "weight_decay": 0.1, "clip_threshold": 0.7}
     variables = [positive(shape, dtype) for shape in MATRICES]
-    host = nn.AdaFactor([w.copy() for w in variables], **options)
-    opts = [nn.AdaFactor(on_device(variables), **options) for _ in range(2)]
+    host, *opts = make([w.copy() for w in variables]), *(make(on_device(variables)) for _ in "ab")
     for _ in range(3):
         step = [gradient(shape, dtype) for shape in MATRICES]
         host(list(step))
         for opt in opts:
             opt(on_device(step))
     assert_equal_runs(opts[0], host)
-    assert_equal_runs(opts[0], opts[1], bits=True)
+    assert_equal_runs(opts[0], opts[1], assert_same)
+
+
+# nn.mxnet
+
+Weights = tuple[tuple[tuple[int, ...], Any], ...]
+WEIGHTS: Weights = (((5, 3), F32), ((7,), F32), ((4, 2), F32), ((), F32), ((0, 3), F32))
+MIXED: Weights = (((5, 3), BF16), ((7,), F16), ((4, 2), F64), ((3,), F32))
+
+
+def steps_of(weights: Weights) -> list[list[Any]]:
+    """Dense and row-sparse gradients: duplicates, no rows, parts, None."""
+    (first, d0), (_, d1), (third, d2) = weights[:3]
+    parts = [rows([1, 3], first, d0), rows([1], first, d0)]
+    rest = [None] * (len(weights) - 3)
+    return [
+        [gradient(shape, dtype) for shape, dtype in weights],
+        [rows([4, 1, 4], first, d0), gradient((7,), d1), rows([], third, d2), *rest],
+        [parts, None, rows([3, 3], third, d2), *rest],
+    ]
+
+
+def flat(state: Any) -> list[Any]:
+    """The arrays of a state."""
+    return [a for part in state for a in flat(part)] if isinstance(state, tuple) else [state]
+
+
+def compare_updaters(
+    make: Callable[[], Any], arrays: list[np.ndarray], steps: list[list[Any]], data: Any = None
+) -> tuple[Any, list[Any]]:
+    """Some steps on device and host, from saved states on: the same weights, states, counts."""
+    made = []
+    for there in (copy.deepcopy, on_device):
+        updater = mx.get_updater(make())
+        if data:
+            updater.set_states(data)
+        own = there(arrays)
+        for step in steps:
+            updater(list(range(len(own))), there(step), own)
+        assert updater.get_states()  # those of host and device can be written
+        made.append((updater, own))
+    (host, expected), (found, ours) = made
+    assert_close(ours, expected)
+    for index, weight in enumerate(ours):
+        assert_close(found.states[index], host.states[index], f"state of {index}")
+        for state in flat(found.states[index]):
+            assert data or type(state) is type(weight) or state.dtype == BF16
+    assert found.optimizer._index_update_count == host.optimizer._index_update_count
+    assert found.optimizer.num_update == host.optimizer.num_update
+    fusestep.synchronize()
+    return found, ours
+
+
+CONDITIONS = {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4}
+
+
+class Half(mx.Adam):
+    """An optimizer with a step of its own, which does not know of master copies."""
+
+    def step(self, indices: Any, weights: Any, grads: Any, states: Any) -> None:
+        """The rate is halved."""
+        self.lr *= 0.5
+        super().step(indices, weights, grads, states)
+
+
+UPDATERS: tuple[Callable[[], Any], ...] = (
+    lambda: mx.Adam(0.1, **CONDITIONS),
+    lambda: mx.Adam(
+        0.1, lazy_update=True, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5), **CONDITIONS
+    ),
+    lambda: mx.Adam(0.1, compat="1.9", **CONDITIONS),
+    lambda: mx.Adam(0.1, compat="1.9", aggregate_num=0),
+    lambda: mx.Adam(0.1, use_fused_step=False, **CONDITIONS),
+    lambda: mx.AdamW(0.1, aggregate_num=2, **CONDITIONS),
+    lambda: mx.AdamW(0.1, use_fused_step=False, correct_bias=False, wd=0.2),
+)
+# Master copies on the device, written in the pass of their weights or by themselves.
+OF_MASTERS: tuple[Callable[[], Any], ...] = (
+    lambda: mx.Adam(0.1),
+    lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),
+    lambda: mx.Adam(0.1, multi_precision=True, lazy_update=True),
+    lambda: mx.AdamW(0.1, multi_precision=True, wd=0.3),
+    lambda: Half(0.1, multi_precision=True, use_fused_step=False, aggregate_num=np.inf),
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "weights"), [*product(UPDATERS, [WEIGHTS]), *product(OF_MASTERS, [MIXED])]
+)
+def test_updaters(make: Callable[[], Any], weights: Weights) -> None:
+    """Each optimizer, form and version; the scheduler is asked as on the host."""
+    compare_updaters(make, [positive(*weight) for weight in weights], steps_of(weights))
+
+
+def test_updated_parameters() -> None:
+    """A `Parameter` is its array, wherever that was bound to."""
+    p, g = nn.Parameter(on_device(positive((5, 3))), "w"), on_device(gradient((5, 3)))
+    opt, w = mx.Adam(0.1), p.asnumpy()
+    state, expected = opt.create_state(0, p), mx.Adam(0.1)
+    of_host = expected.create_state(0, w)
+    for _ in range(2):
+        opt.update(0, p, g, state)
+        expected.update(0, w, on_host(g), of_host)
+        p.data = on_device(on_host(p.data))
+        g = on_device(gradient((5, 3)))
+    assert_close(p.asnumpy(), w)
+    if KIND != SIMULATOR:
+        return
+    # The memory under an array can be exchanged too.
+    array = p.data
+    opt.update(0, array, g, state)
+    before, array._ary = array._ary, on_host(array)
+    opt.update(0, array, g, state)
+    for _ in range(2):
+        expected.update(0, w, on_host(g), of_host)
+    assert_close(on_host(array), w)
+    assert not (before == w).any()
+
+
+def test_states_of_updaters() -> None:
+    """States are copied to the host, and taken over on either side; steps go on alike."""
+    make, steps = partial(mx.Adam, 0.1, multi_precision=True, lazy_update=True), steps_of(MIXED)
+    first, weights = compare_updaters(make, [positive(*weight) for weight in MIXED], steps)
+    step = [*steps[1][:3], gradient((3,))]
+    arrays, data = [on_host(w) for w in weights], first.get_states()
+    second, others = compare_updaters(make, arrays, [step, step], data)
+    for _ in range(2):
+        first(list(range(len(MIXED))), on_device(step), weights)
+    assert_same(others, weights)
+    assert_same([*second.states.values()], [*first.states.values()])
+
+
+def test_updater_errors() -> None:
+    """A bad index writes nothing, of no weight of the call; its counts stay, and steps go on."""
+    shapes = (((5, 3), F32), ((4, 2), F64), ((7,), F32))
+    weights = on_device([positive(*weight) for weight in shapes])
+    for lazy in (True, False):
+        updater = mx.get_updater(mx.Adam(0.1, lazy_update=lazy, param_idx2name={1: "table"}))
+        updater([0, 1, 2], on_device([gradient(*weight) for weight in shapes]), weights)
+        arrays = [a for index in range(3) for a in (weights[index], *updater.states[index])]
+        good, bad = rows([1, 2], (5, 3)), rows([0, 4], (4, 2), F64)
+        text = "Adam: gradient of 'table': indices[1] is out of range"
+        with told(IndexError, text, *arrays, by=updater.get_states):
+            updater([0, 1, 2], on_device([good, bad, gradient((7,))]), weights)
+        assert updater.optimizer._index_update_count == {0: 2, 1: 2, 2: 2}
+        with told(IndexError, "Adam: gradient of '0': indices[0] is out of range", *arrays):
+            updater(0, on_device(rows([-1], (5, 3))), weights[0])
+        updater(0, on_device(good), weights[0])
+        fusestep.synchronize()
+        assert updater.optimizer.num_update == 4
+    host, g = positive((5, 3)), on_device(gradient((5, 3)))
+    opt, on_cpu = mx.Adam(), mx.Adam()
+    state, of_host = opt.create_state(0, weights[0]), on_cpu.create_state(0, host)
+    arrays = [weights[0], weights[2], g, *state]
+    elsewhere, shared, w = "lives elsewhere than", "shares memory with", weights[0]
+    for text, arguments in (
+        (elsewhere, (0, w, on_host(g), state)),
+        (elsewhere, (0, w, rows([1], (5, 3)), state)),
+        (elsewhere, (0, w, g, of_host)),
+        (elsewhere, (0, host, g, of_host)),
+        (elsewhere, (0, host, on_host(g), state)),
+        (elsewhere, ([0, 1], [w, host], [g, on_host(g)], [state, of_host])),
+        (shared, (0, w, w, state)),
+        (shared, ([0, 1], [w, w], [g, g], [state, opt.create_state(1, g)])),
+        ("has a wrong shape", (0, w, on_device(gradient((3, 5))), state)),
+    ):
+        with refused(ValueError, text, *arrays):
+            opt.update(*arguments)
+    assert opt.num_update == 0 and not opt._index_update_count
+    opt.update([0], [weights[0]], [None], [state])
+    assert opt.num_update == 0

@@ -1,8 +1,9 @@
-"""Streams, threads, waiting, and whose memory a stream may still use."""
+"""Streams, threads, waiting, whose memory a stream may still use; PyTorch's form."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,12 +26,15 @@ from devices import (
     TorchMaker,
     adopted,
     assert_same,
+    capture,
+    computed,
     gradient,
     numba_stream,
     on_device,
     on_host,
     only,
     positive,
+    refused,
     rows,
     wait,
 )  # fmt: skip
@@ -39,6 +43,7 @@ from optimizers import BY_NAME
 
 pytestmark = MARKS
 ON_GPU = only(GPU, reason="a driver without a device is never busy")
+REAL = only(STUB, GPU, reason="the simulator has no streams, and no tensors of PyTorch")
 
 
 MANY = (1, 200, 2_000)  # tensors; the table of the last is more than 64 KiB
@@ -132,7 +137,7 @@ def test_locked_steps_on_two_streams_have_some_order(framework: Maker, rows: boo
         assert [a.tobytes() for a in found] in [[a.tobytes() for a in o] for o in orders]
 
 
-@only(STUB, GPU, reason="the simulator has no streams")
+@REAL
 def test_threads_with_streams_of_their_own_lose_no_update(framework: Maker) -> None:
     """Two threads on one optimizer: sums of powers of two are exact in any order."""
     p = nn.Parameter(on_device(np.zeros((64, 8), np.float32)), "w")
@@ -195,10 +200,8 @@ def test_a_call_does_not_wait_for_the_device(name: str) -> None:
 
 
 @only(STUB, reason="it knows which stream has waited for which")
-def test_memory_of_other_streams_is_used_in_order(framework: Maker) -> None:
+def test_memory_of_other_streams_is_used_in_order(torch: Any) -> None:
     """A gradient that goes after the call goes to the next array on its stream."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    del framework
     other = torch.cuda.Stream()
     optimizers = [nn.Adam([Maker().put(positive((5, 3)))]) for _ in "ab"]
     optimizers += [nn.LazyAdam([Maker().put(positive((5, 3)))], use_locking=True)]
@@ -249,3 +252,122 @@ def test_what_is_copied_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> N
         room.send(0, array)
         assert bytes((ctypes.c_char * len(array)).from_address(going[-1][0])) == array.tobytes()
     assert read
+
+
+# PyTorch's form: the numbers of the host
+
+
+def models(torch: Any, dtype: Any) -> list[list[Any]]:
+    """Equal parameters on the host and on the device: dense ones and a table."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 4), (7,), (9, 3))]
+    return [
+        [torch.nn.Parameter(tensor.to(device, copy=True)) for tensor in made]
+        for device in ("cpu", "cuda")
+    ]
+
+
+NAMES = ("SGD", "Adagrad", "RMSprop", "AdamW", "NAdam", "ASGD", "FTRL", "LazyAdam")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+@REAL
+def test_steps_are_those_of_the_host(torch: Any, name: str, dtype: str) -> None:
+    from fusestep.nn import torch as fused
+
+    kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(2)
+    both = models(torch, kind)
+    optimizers = [getattr(fused, name)(m, lr=0.1, weight_decay=0.1, sparse="touched") for m in both]
+    for _ in range(5):
+        for p, q in zip(*both, strict=True):
+            if p.shape == (9, 3):
+                indices = torch.randint(0, 9, (1, 6), generator=generator)
+                values = torch.randn(6, 3, generator=generator).to(kind)
+                p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False)
+            else:
+                p.grad = torch.randn(p.shape, generator=generator).to(kind)
+            q.grad = p.grad.cuda()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            optimizers[1].step()
+            torch.cuda.synchronize()
+        optimizers[0].step()
+    computed()
+    bound = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2}[dtype]
+    for p, q in zip(*both, strict=True):
+        torch.testing.assert_close(q.cpu(), p, rtol=bound, atol=bound)
+
+
+@REAL
+def test_options_that_a_device_refuses(torch: Any) -> None:
+    from fusestep.nn import torch as fused
+
+    parameter = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
+    with pytest.raises(RuntimeError, match="capturable"):
+        fused.Adam([parameter], capturable=True)
+    parameter.grad = torch.ones(3, 2, device="cuda")
+    for name in ("LARS", "Adafactor"):
+        with pytest.raises(RuntimeError, match="on CUDA devices"):
+            getattr(fused, name)([parameter]).step()
+
+
+@REAL
+def test_captures_are_refused(torch: Any) -> None:
+    """By one error, before PyTorch has copied, read or scaled anything."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fusestep.nn import torch as fused
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
+            made.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    made: list[str] = []
+    dense, table = (torch.nn.Parameter(torch.ones(6, 4, device="cuda")) for _ in range(2))
+    own = fused.Adam([dense, table], sparse="touched")
+    unscaled, strict = fused.SGD([dense], fused=True), fused.SGD([dense], skip_nonfinite=True)
+    unscaled.grad_scale, unscaled.found_inf = (
+        torch.full((1,), x, device="cuda") for x in (2.0, 0.0)
+    )
+    calls = [
+        own.step, own.step, unscaled.step, strict.step,
+        lambda: fused.clip_grad_norm_([dense, table], 1.0),
+        lambda: fused.clip_grad_norm_([dense, table], 1.0, math.inf, optimizer=own),
+        lambda: fused.clip_grad_value_([dense, table], 1.0),
+    ]  # fmt: skip
+    for k, call in enumerate(calls):
+        # Neither lies as kernels need it: they are copied.
+        dense.grad = torch.ones(4, 6, device="cuda").T
+        indices = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+        values = torch.ones(4, 3, device="cuda").T
+        table.grad = torch.sparse_coo_tensor(indices, values, (6, 4), check_invariants=False)
+        before = len(own.state)
+        made.clear()
+        text = "a CUDA graph is being captured"
+        with refused(RuntimeError, text), capture() as enqueued, Operations():
+            call()
+        assert (made, enqueued, len(own.state)) == ([], [], before), k
+        call()
+
+
+@pytest.mark.parametrize("name", ["Adam", "LazyAdam", "AdamOffload"])
+@REAL
+def test_memory_of_parameters_is_exchanged(torch: Any, name: str) -> None:
+    """A step writes where the parameter lies now, and refuses what it has become otherwise."""
+    parameter = torch.ones(5, 4, device="cuda")
+    own = nn.Parameter(parameter)
+    optimizer = getattr(nn, name)([own], 0.1)
+    for step in range(3):
+        g = torch.ones(5, 4, device="cuda")
+        if step and name != "AdamOffload":
+            g = nn.RowTensor(torch.arange(5, device="cuda"), g, (5, 4))
+        optimizer((g,))
+        fusestep.synchronize()
+        assert own.array.address == parameter.data_ptr()
+        parameter.data = torch.full((5, 4), float(step), device="cuda")
+    parameter.data = torch.ones(4, 5, device="cuda")
+    with refused(ValueError, "data has a wrong shape: expected (5, 4), got (4, 5)"):
+        optimizer((torch.ones(5, 4, device="cuda"),))
+    assert optimizer.global_step == 3

@@ -6,12 +6,12 @@ The arithmetic is the host's, so that everything is compared to the last bit.
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
-import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,25 +21,27 @@ from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray
 
 from devices import (
-    BF16,
-    F16,
-    F32,
-    F64,
+    GPU,
+    KIND,
     MARKS,
     SIMULATOR,
+    assert_equal_runs,
+    assert_same,
     capture,
+    data_of,
     on_device,
     on_host,
     only,
     put,
     refused,
-    rows,
 )
-from helpers import assert_same_bits
+from helpers import STORAGE_DTYPES, assert_same_bits
+from test_thor_errors import CAPTURES, GRADIENTS
 from thor_nets import BASE, Net, Pass, make
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
 pytestmark = MARKS
+F32, F64, F16, BF16 = STORAGE_DTYPES
 
 
 class Both:
@@ -54,44 +56,27 @@ class Both:
 
     def step(self, t: int, without: Sequence[int] = ()) -> None:
         step = Pass(t, self.dtype, self.scale)
-        assert step.step(self.host, self.on_cpu, without=without) == (True,) * 8
-        assert step.step(self.device, self.opt, on_device, without) == (True,) * 8
+        for own in self.sides():
+            assert step.step(*own, without) == (True,) * 8
 
-    def assert_equal(self) -> None:
-        assert_equal(self.opt, self.on_cpu)
+    def sides(self) -> tuple[Any, Any]:
+        """Net, optimizer and how arrays come there, of the host and of the device."""
+        return (self.host, self.on_cpu, np.asarray), (self.device, self.opt, on_device)
+
+    def assert_equal(self, but_for: str = "nothing") -> None:
+        def same(ours: Any, theirs: Any, name: str) -> None:
+            if not name.endswith(but_for):
+                assert_same_bits(ours, theirs, name)
+
+        assert_equal_runs(self.opt, self.on_cpu, same)
         for ours, theirs in zip(self.device.layers, self.host.layers, strict=True):
             assert ours.is_capturing == theirs.is_capturing
 
 
-def assert_equal(one: Any, other: Any, but_for: Sequence[str] = ()) -> None:
-    """Parameters and states of two optimizers, to the last bit."""
-    found, expected = one.state_dict(), other.state_dict()
-    assert list(found) == list(expected)
-    for name in found.keys() - set(but_for):
-        assert_same_bits(found[name], expected[name], name)
-    for p, q in zip(one.parameters, other.parameters, strict=True):
-        assert p.name == q.name
-        assert_same_bits(p.asnumpy(), q.asnumpy(), str(p.name))
-
-
-def memory(opt: Any) -> list[Any]:
-    return [p.data for p in opt.parameters]
-
-
-@contextmanager
-def counted(name: str) -> Iterator[list[Any]]:
-    """The device arrays of which a method of `DeviceArray` is called."""
-    method, calls = getattr(DeviceArray, name), []
-
-    def count(array: DeviceArray, *arguments: Any) -> Any:
-        calls.append(array)
-        return method(array, *arguments)
-
-    setattr(DeviceArray, name, count)
-    try:
-        yield calls
-    finally:
-        setattr(DeviceArray, name, method)
+def watched(name: str) -> Any:
+    """A context in which calls of a method of `DeviceArray` are counted."""
+    method = getattr(DeviceArray, name)
+    return mock.patch.object(DeviceArray, name, autospec=True, side_effect=method)
 
 
 # Steps
@@ -113,37 +98,33 @@ def test_steps(dtype: Any, of_gradient: Any, options: dict[str, Any]) -> None:
     both = Both(dtype, **options)
     both.dtype = of_gradient
     assert [p.is_on_device for p in both.opt.parameters] == [True] * 8
-    before = memory(both.opt)
+    before = data_of(both.opt)
     for t, without in enumerate([(), (3, 7), (), (0, 4), ()]):
         both.step(t, without)
         both.assert_equal()
-    assert all(a is b for a, b in zip(memory(both.opt), before, strict=True))
+    assert all(a is b for a, b in zip(data_of(both.opt), before, strict=True))
     assert all(type(moment) is np.ndarray for moment in both.opt.moments)
-    both.on_cpu((None,) * 8)
-    both.opt((None,) * 8)
+    for _, opt, _ in both.sides():
+        opt((None,) * 8)
     both.assert_equal()
 
 
 def test_captures() -> None:
     """Captures add up; covariances from elsewhere; between refreshes nothing is copied."""
     both, step = Both(frequency=3), Pass(7)
-    step.capture(both.host)
-    step.capture(both.device, on_device)
+    for net, _, there in both.sides():
+        step.capture(net, there)
     both.step(0)
     both.assert_equal()
-    with counted("numpy") as calls:
+    with watched("numpy") as calls:
         step.capture(both.device, on_device)
-        assert not calls
+        assert not calls.called
         assert not both.device.fc.has_captured
         with refused(ValueError, "ThorConv2d: inputs has a wrong shape"):
             both.device.conv.capture(*on_device([np.ones((2, 3, 5, 5), F32)] * 2))
     both.step(1)
-    both.opt.request_refresh()
-    both.on_cpu.request_refresh()
-    for net, opt, there in (
-        (both.host, both.on_cpu, np.asarray),
-        (both.device, both.opt, on_device),
-    ):
+    for net, opt, there in both.sides():
+        opt.request_refresh()
         step.capture(net, there)
         net.fc.clear()
         net.fc.capture_covariances(there(2 * np.eye(4)), there(np.eye(5, dtype=F32)))
@@ -157,30 +138,24 @@ def test_captures() -> None:
 
 
 def test_states() -> None:
-    """A state is taken over on either side; a checkpoint holds the parameters."""
+    """A state is taken over on either side; and goes on as before."""
     both = Both(frequency=3)
     for t in range(4):
         both.step(t)
     state = both.opt.state_dict()
     resumed = Both(frequency=3)
-    for p, q in zip(resumed.opt.parameters, both.opt.parameters, strict=True):
-        put(p.data, q.asnumpy())
-    for p, q in zip(resumed.on_cpu.parameters, both.opt.parameters, strict=True):
-        p.data[...] = q.asnumpy()
+    for k, p in enumerate(both.opt.parameters):
+        put(resumed.opt.parameters[k].data, p.asnumpy())
+        resumed.on_cpu.parameters[k].data[...] = p.asnumpy()
     resumed.opt.load_state_dict(both.on_cpu.state_dict())
     resumed.on_cpu.load_state_dict(state)
     for t in range(4, 7):
         both.step(t)
         resumed.step(t)
     resumed.assert_equal()
-    assert_equal(both.opt, resumed.opt)
-    with refused(ValueError, "'refreshes.fc.weight' is out of range", *memory(both.opt)):
+    assert_equal_runs(both.opt, resumed.opt, assert_same_bits)
+    with refused(ValueError, "'refreshes.fc.weight' is out of range", *data_of(both.opt)):
         both.opt.load_state_dict({**state, "refreshes.fc.weight": np.array([-1])})
-    with tempfile.TemporaryDirectory() as folder:
-        nn.save_checkpoint(both.opt.parameters, f"{folder}/parameters")
-        saved = nn.load_checkpoint(f"{folder}/parameters")
-    for p in both.opt.parameters:
-        assert_same_bits(saved[p.name], p.asnumpy())
 
 
 def test_copies() -> None:
@@ -188,8 +163,7 @@ def test_copies() -> None:
     both = Both()
     both.step(0)
     pair = both.device, both.opt
-    for copied in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
-        net, opt = copied
+    for net, opt in (copy.deepcopy(pair), pickled(pair)):
         assert all(p.is_on_device for p in opt.parameters)
         assert net.fc.weight is opt.parameters[3]
         assert net.fc.weight.array.address != both.device.fc.weight.array.address
@@ -197,7 +171,7 @@ def test_copies() -> None:
         for t in range(1, 4):
             Pass(t).step(net, opt, on_device)
             Pass(t).step(*other)
-        assert_equal(opt, other[1])
+        assert_equal_runs(opt, other[1], assert_same_bits)
     both.step(1)
     both.assert_equal()
 
@@ -233,9 +207,8 @@ def test_numbers() -> None:
             p.data[...] = rate
         both.step(0)
         both.step(1)
-    rates = {"learning_rate": both.opt.state_dict()["learning_rate"]}
-    assert rates == {"learning_rate": np.float32(0.5)}
-    assert_equal(both.opt, both.on_cpu, but_for=tuple(rates))
+    assert both.opt.state_dict()["learning_rate"] == np.float32(0.5)  # the host's is of its groups
+    both.assert_equal(but_for="learning_rate")
 
 
 def test_overflows() -> None:
@@ -250,11 +223,10 @@ def test_overflows() -> None:
     bad.gradients[3][...] = np.nan
     before = both.opt.state_dict()
     bad.capture(both.device, on_device)
-    with counted("assign") as assigned:
+    with watched("assign") as assigned:
         assert both.opt(tuple(on_device(bad.gradients))) == (True,) * 8
-    assert not assigned
-    for name, value in both.opt.state_dict().items():
-        assert_same_bits(value, before[name], name)
+    assert not assigned.called
+    assert_same([*both.opt.state_dict().values()], [*before.values()])
     assert both.opt.skipped_steps == 1
     assert not both.device.fc.has_captured
     put(flag, np.zeros(1, F32))
@@ -271,7 +243,7 @@ def test_bad_factors() -> None:
     bad.outputs[2][...] = np.inf
     both = Both()
     bad.capture(both.device, on_device)
-    with refused(FactorError, "factor G of layer 'fc'", *memory(both.opt)):
+    with refused(FactorError, "factor G of layer 'fc'", *data_of(both.opt)):
         both.opt(tuple(on_device(bad.gradients)))
     assert both.opt.global_step == 0
     both.opt.clear_captured()
@@ -280,8 +252,8 @@ def test_bad_factors() -> None:
     both = Both(bad_factor="skip")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        bad.step(both.host, both.on_cpu)
-        bad.step(both.device, both.opt, on_device)
+        for own in both.sides():
+            bad.step(*own)
     assert len(found) == 2
     both.step(1)
     both.assert_equal()
@@ -290,50 +262,51 @@ def test_bad_factors() -> None:
 # Errors
 
 
-def test_bad_captures() -> None:
-    """Captures that do not fit are refused before anything of them is taken note of."""
+@pytest.mark.parametrize(("layer", "x", "d", "error", "text"), CAPTURES)
+def test_bad_captures(layer: int, x: Any, d: Any, error: type[Exception], text: str) -> None:
+    """Captures that the host refuses are refused before anything of them is taken note of."""
     net = Net(put=on_device)
+    record = net.layers[layer]
+    if not isinstance(x, str):
+        with pytest.raises(error, match=text):
+            record.capture(*on_device([x, d]))
+    assert not record.has_captured
+
+
+def test_captures_that_live_elsewhere() -> None:
+    net, host = Net(put=on_device), Net()
     x, d = np.ones((3, 4), F32), np.ones((3, 5), F32)
-    for layer, inputs, outputs, error, text in (
-        (net.fc, on_device(x), d, ValueError, "ThorDense: output_gradients lives elsewhere than"),
-        (net.fc, x, on_device(d), ValueError, "ThorDense: inputs lives elsewhere than the weight"),
-        (net.fc, x, d, ValueError, "expected CUDA device 0, got the host"),
-        (net.fc, on_device(d), on_device(d), ValueError, "inputs has a wrong shape"),
-        (net.fc, on_device(x), on_device(x), ValueError, "output_gradients has a wrong shape"),
-        (net.fc, on_device(x.astype(int)), on_device(d), TypeError, "inputs has a wrong dtype"),
-        (net.emb, on_device(np.array([0, 7])), on_device(x[:2]), IndexError, "id < 7, got 7"),
-        (net.emb, on_device(np.array([0, -1])), on_device(x[:2]), IndexError, "got -1"),
-        (net.emb, on_device(x), on_device(x), TypeError, "int32 or int64 ids"),
-        (net.ln, on_device(x), on_device(x), ValueError, "inputs has a wrong shape"),
-    ):
-        with refused(error, text):
-            layer.capture(inputs, outputs)
-        assert not layer.has_captured
-    with refused(ValueError, "ThorDense: g lives elsewhere than the weight"):
-        net.fc.capture_covariances(on_device(np.eye(4)), np.eye(5))
-    with refused(ValueError, "ThorDense: inputs lives elsewhere than the weight"):
-        Net().fc.capture(on_device(x), d)
+    for call, text in (
+        (lambda: net.fc.capture(on_device(x), d), "output_gradients lives elsewhere than the we"),
+        (lambda: net.fc.capture(x, on_device(d)), "inputs lives elsewhere than the weight"),
+        (lambda: net.fc.capture(x, d), "inputs lives elsewhere than the weight"),
+        (lambda: net.fc.capture(x, d), "expected CUDA device 0, got the host"),
+        (lambda: net.fc.capture_covariances(on_device(np.eye(4)), np.eye(5)),
+         "g lives elsewhere than the weight"),
+        (lambda: host.fc.capture(on_device(x), d), "inputs lives elsewhere than the weight"),
+    ):  # fmt: skip
+        with refused(ValueError, text):
+            call()
+    assert not net.fc.has_captured
 
 
-def test_bad_gradients() -> None:
+ELSEWHERE = [
+    (3, np.ones((5, 4), F32), ValueError, "gradient of 'fc.weight' lives elsewhere than"),
+    (7, np.ones(3, F32), ValueError, "gradient of 'scale' lives elsewhere than"),
+]
+
+
+@pytest.mark.parametrize(("place", "bad", "error", "text"), [*GRADIENTS, *ELSEWHERE])
+def test_bad_gradients(place: int, bad: Any, error: type[Exception], text: str) -> None:
     """A step that is refused leaves everything, what was captured included."""
     both, step = Both(), Pass(0)
     step.capture(both.device, on_device)
-    for place, bad, error, text in (
-        (3, np.ones((5, 4), F32), ValueError, "gradient of 'fc.weight' lives elsewhere than"),
-        (7, np.ones(3, F32), ValueError, "gradient of 'scale' lives elsewhere than"),
-        (7, on_device(np.ones(4, F32)), ValueError, "gradient of 'scale' has a wrong shape"),
-        (3, on_device(np.ones((5, 4), int)), TypeError, "'fc.weight' has a wrong dtype"),
-        (0, on_device(rows([1], (7, 4))), ValueError, "is row-sparse: expected a dense one: THOR"),
-        (7, on_device(rows([1], (3,))), ValueError, "gradient of 'scale' is row-sparse: expected"),
-    ):
-        gradients = on_device(step.gradients)
-        gradients[place] = bad
-        with counted("numpy") as calls, pytest.raises(error) as raised:
-            both.opt(tuple(gradients))
-        assert text in str(raised.value)
-        assert not calls  # all gradients are checked before the first one is copied
-        assert both.opt.global_step == 0
+    gradients = on_device(step.gradients)
+    gradients[place] = bad if "elsewhere" in text else on_device(bad)
+    with watched("numpy") as calls, pytest.raises(error, match=text):
+        both.opt(tuple(gradients))
+    assert not calls.called  # all gradients are checked before the first one is copied
+    assert both.opt.global_step == 0
     both.opt(tuple(on_device(step.gradients)))
     step.step(both.host, both.on_cpu)
     both.assert_equal()
@@ -379,13 +352,13 @@ def test_used_up(name: str) -> None:
         wrong = "thor: target is impossible: expected 'CPU': this optimizer works"
         with refused(ValueError, wrong):
             both.opt.target = target
-    with refused(RuntimeError, "lives on a CUDA device", *memory(both.opt)):
+    with refused(RuntimeError, "lives on a CUDA device", *data_of(both.opt)):
         nn.LARS(both.opt)(tuple(on_device(Pass(0).gradients)))
     assert both.opt.global_step == 0
     assert both.opt.loss_scale == 1.0
     both.step(0)
     both.step(1)
-    with refused(RuntimeError, f"thor: {name} has no value for step 2", *memory(both.opt)):
+    with refused(RuntimeError, f"thor: {name} has no value for step 2", *data_of(both.opt)):
         Pass(2).step(both.device, both.opt, on_device)
     both.assert_equal()
 
@@ -397,10 +370,113 @@ def test_graphs() -> None:
     Pass(0).capture(both.device, on_device)
     gradients = tuple(on_device(step.gradients))
     for call in (lambda: both.opt(gradients), lambda: both.device.fc.capture(x, d)):
-        with refused(RuntimeError, "a CUDA graph is being captured", *memory(both.opt)), capture():
+        with refused(RuntimeError, "a CUDA graph is being captured", *data_of(both.opt)), capture():
             call()
     assert both.opt.global_step == 0
     both.device.fc.clear()
     both.opt.clear_captured()
     both.step(0)
     both.assert_equal()
+
+
+# PyTorch's modules: tensors of the CPU are given out as tensors of a CUDA device, which is the host
+
+
+@pytest.fixture
+def nets() -> Any:
+    """Modules of PyTorch and their steps, of the tests of THOR on the host."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    return importlib.import_module("test_thor_torch")
+
+
+@pytest.fixture
+def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor is one of a device."""
+    if KIND != SIMULATOR:
+        pytest.skip("tensors of the CPU are given out as those of the simulator")
+    from simulator import give_out_tensors
+
+    give_out_tensors(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@only(SIMULATOR, reason="the expected parameters are those of the host")
+def test_modules(nets: Any, dtype: str, request: pytest.FixtureRequest) -> None:
+    """The steps are those of the host; storage may be replaced, optimizers be copied.
+
+    Gradients need not be contiguous.
+    """
+    kind = getattr(nets.torch, dtype)
+
+    def go_on(module: Any, opt: Any, numbers: range, moved: Any = lambda grad: grad) -> Any:
+        for t in numbers:
+            opt.zero_grad()
+            nets.loss_of(module, t, kind).backward()
+            module.fc.weight.grad = moved(module.fc.weight.grad)
+            opt.step()
+        return list(module.parameters())
+
+    host, module = nets.make_module(dtype=kind), nets.make_module(dtype=kind)
+    expected = go_on(host, nets.make(host), range(5))
+    request.getfixturevalue("given_out")  # the expected ones are of the host
+    opt = nets.make(module)
+    assert opt.target == "CPU"
+    assert all(p.is_on_device and type(p.data) is nets.torch.Tensor for p in opt.parameters)
+    go_on(module, opt, range(2))
+    for p in module.parameters():
+        p.data = p.data.clone()
+    for own in ((module, opt), copy.deepcopy((module, opt))):
+        found = go_on(*own, range(2, 5), lambda grad: grad.t().contiguous().t())
+        for p, q in zip(found, expected, strict=True):
+            assert p.dtype == q.dtype == kind
+            assert p.equal(q)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+MODULES: tuple[Callable[[Any, pytest.MonkeyPatch], None], ...] = (
+    lambda nets, patch: nets.test_copies_go_on_alike(pickled, patch),
+    lambda nets, _: nets.test_bfloat16(),
+    lambda nets, _: nets.test_accumulated_gradients_count_as_one_batch(),
+    lambda nets, _: nets.test_sparse_gradients_are_refused(),
+)
+
+
+@pytest.mark.parametrize("test", MODULES)
+@pytest.mark.usefixtures("given_out")
+def test_as_on_the_host(nets: Any, test: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of modules on the host hold for those on a device, too."""
+    test(nets, monkeypatch)
+
+
+@pytest.mark.usefixtures("given_out")
+def test_moved_modules(nets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nets.make_module()
+    opt = nets.make(module)
+    nets.train(module, opt, range(1))
+    monkeypatch.undo()
+    for p in module.parameters():
+        p.data = p.data.clone()
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match="its data lives elsewhere than"):
+        opt.step()
+    assert all(map(nets.torch.equal, module.parameters(), before))
+
+
+@only(GPU, reason="hooks capture in the threads of autograd")
+def test_a_module_on_a_device(nets: Any) -> None:
+    """PyTorch's own kernels round otherwise there."""
+    torch = nets.torch
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    there, x = copy.deepcopy(module).cuda(), torch.randn(16, 8)
+    for one, inputs in ((module, x), (there, x.cuda())):
+        opt = nn.thor(one, 0.05, 0.1, 0.9, batch_size=16, frequency=2)
+        for _ in range(5):
+            opt.zero_grad()
+            one(inputs).square().mean().backward()
+            opt.step()
+    for p, q in zip(there.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-3, atol=1e-4)
