@@ -137,6 +137,15 @@ def assert_same_bits(actual: Any, expected: Any, label: str = "") -> None:
         raise AssertionError(f"{label}: equal values, different bits")
 
 
+def assert_same_arrays(found: Any, expected: Any, label: str = "") -> None:
+    """Two collections as `arrays_of` takes them have the same arrays, to the last bit."""
+    __tracebackhide__ = True
+    arrays, others = arrays_of([found]), arrays_of([expected])
+    assert arrays, label
+    for k, (a, b) in enumerate(zip(arrays, others, strict=True)):
+        assert_same_bits(a, b, f"{label}, array {k}")
+
+
 def assert_within_ulps(
     actual: np.ndarray, expected: Any, scale: Any, ulps: float = 4.0, label: str = ""
 ) -> None:

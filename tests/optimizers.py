@@ -12,6 +12,8 @@ from fusestep.nn.registry import ROWS as BY_NAME
 from fusestep.nn.registry import Argument, Form, Options
 from fusestep.nn.registry.layerwise import MOMENTUM
 
+from helpers import assert_same_arrays, assert_same_bits
+
 FAMILIES = tuple(BY_NAME.values())
 # Forms of the classes, each with a rule or a set of states of its own.
 ALL_FORMS: dict[str, Form] = {
@@ -83,6 +85,16 @@ def states(opt: Any) -> dict[str, np.ndarray]:
     """The arrays that hold what was learned: neither counters nor options."""
     others = ("step.", "learning_rate", "global_step", "momentum", "beta1", "beta2", "afactor_step")
     return {n: array for n, array in opt.state_dict().items() if not n.startswith(others)}
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    """Two optimizers of equal parameters, states and counts of steps, to the last bit."""
+    __tracebackhide__ = True
+    assert_same_arrays(one.parameters, other.parameters)
+    found, expected = states(one), states(other)
+    for name, array in found.items():
+        assert_same_bits(array, expected[name], name)
+    assert inner(one).global_step.tolist() == inner(other).global_step.tolist()
 
 
 def _n_states(form: str) -> int:

@@ -14,7 +14,7 @@ import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cpu.threads import allocation
 
-from helpers import BF16, assert_same_bits
+from helpers import BF16, assert_same_arrays, assert_same_bits
 
 LINE = 64
 DTYPES = [np.float32, np.float64, np.float16, BF16]
@@ -96,8 +96,7 @@ def test_rows_begin_anywhere(dtype: Any, width: int, locked: bool) -> None:
         results.append((parameter, *optimizer.state_arrays().values()))
         assert not np.array_equal(parameter, table)
     for found in results[1:]:
-        for array, first in zip(found, results[0], strict=True):
-            assert_same_bits(array, first)
+        assert_same_arrays(found, results[0])
 
 
 @pytest.mark.parametrize("gradient", DTYPES)

@@ -86,75 +86,47 @@ def test_fork_while_another_thread_holds_a_lock(busy):
     assert printed == "ended with 0\n"
 
 
-def test_an_interrupted_fork_gives_back_what_it_holds():
-    """A fork that need not wait any more leaves no lock taken that it had already."""
-    program = """
-        import os, threading
-        from fusestep.kernels.cpu.process.forks import fork_between
-
-        class Interrupted:
-            def __enter__(self):
-                raise KeyboardInterrupt
-            def __exit__(self, *_):
-                raise AssertionError("was not entered")
-
-        first = threading.Lock()
-        fork_between(first, Interrupted())
-        if os.fork() == 0:
-            os._exit(first.locked())
-        print(os.wait()[1], first.locked())
+def test_what_surrounds_a_fork():
+    """A fork that is interrupted while it waits, one within it as of a signal handler, and the
+    functions of the child: no lock stays taken, and those come in order when locks are free.
     """
-    done = run_python(program)
-    assert done.stdout == "0 False\n", done.stderr
-
-
-def test_a_fork_within_a_fork_that_waits():
-    """As of a signal handler: either gives back what it holds itself."""
-    program = """
-        import os, threading
-        from fusestep.kernels.cpu.process.forks import fork_between
-
-        class Forking:
-            forks = 0
-            def __enter__(self):
-                self.forks += 1
-                if self.forks == 1:
-                    assert os.fork() or os._exit(0)
-            def __exit__(self, *_):
-                pass
-
-        first = threading.RLock()
-        fork_between(first, Forking())
-        if os.fork() == 0:
-            os._exit(first._is_owned())
-        print(sorted(os.wait()[1] for _ in range(2)), first._is_owned())
-    """
-    assert output_of(program) == "[0, 0] False\n"
-
-
-def test_the_child_calls_its_functions_in_order_when_locks_are_free():
     program = """
         import os, threading
         from fusestep.kernels.cpu.process.forks import fork_between, in_child
 
-        lock, called = threading.Lock(), []
-        fork_between(lock)
+        class Waiting:
+            act = staticmethod(lambda: None)
+            def __enter__(self):
+                act, self.act = self.act, lambda: None
+                act()
+            def __exit__(self, *_):
+                pass
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        def fork_within():
+            assert os.fork() or os._exit(0)
+
+        lock, waiting, called = threading.RLock(), Waiting(), []
+        fork_between(lock, waiting)
 
         @in_child
         def first():
-            called.append(lock.locked())
+            called.append(lock._is_owned())
             raise KeyboardInterrupt
 
         @in_child
         def second():
             called.append("second")
 
-        if os.fork() == 0:
-            os._exit(called != [False, "second"])
-        print(os.wait()[1], called)
+        for waiting.act, n_children in ((interrupt, 1), (fork_within, 2), (lambda: None, 1)):
+            if os.fork() == 0:
+                os._exit(called[-2:] != [False, "second"] or lock._is_owned())
+            ended = [os.wait()[1] for _ in range(n_children)]
+            print(ended, lock._is_owned(), called)
     """
-    done = run_python(program)
-    assert done.stdout == "0 []\n", done.stderr
+    assert output_of(program) == "[0] False []\n[0, 0] False []\n[0] False []\n"
 
 
 def test_forks_are_hooked_in_one_file():

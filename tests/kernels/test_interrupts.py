@@ -7,10 +7,8 @@ raises tries all these moments, one after the other.
 from __future__ import annotations
 
 import hashlib
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -273,39 +271,3 @@ def test_no_step_but_the_first_asks_numba_in_python(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("numba.np.ufunc.parallel._launch_threads", launch)
     opt((ones(200_000),))
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
-@pytest.mark.parametrize("use_locking", [False, True])
-def test_signals_during_steps(use_locking: bool) -> None:
-    """The same with real signals, at random moments, on more elements and several threads."""
-
-    def case() -> Steps:
-        arrays = [ones(140_000), ones(40_000, dtype=F64), ones(9_000, 2)]
-        opt = nn.LazyAdam(arrays, use_locking=use_locking)
-        many = rows(9_000, 2, list(range(9_000)))
-        return of_optimizer(opt, (ones(140_000), ones(40_000, dtype=F64), many))
-
-    n, begin = 150, time.perf_counter()
-    expected = trajectory(case, n)
-    longest = max(1e-3, (time.perf_counter() - begin) / n)  # a busy machine takes longer
-    steps, rng, done, n_interrupts = case(), np.random.default_rng(0), 0, 0
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for _ in range(n):
-            try:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, longest))
-                    steps.step()
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                n_interrupts += 1
-            found = expected.index(steps.digest())
-            assert found in (done, done + 1)
-            done = found
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert n_interrupts > 0
-    assert done > 0

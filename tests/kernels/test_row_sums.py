@@ -14,7 +14,7 @@ from fusestep.kernels.cpu.rows import sums as forms
 from fusestep.kernels.cpu.rows.layout import PADDING
 from fusestep.kernels.cpu.rows.sums import accumulate
 
-from helpers import assert_same_bits, label, sampled
+from helpers import assert_same_arrays, assert_same_bits, label, sampled
 
 BITS = 10  # of a position in a key
 FIRST = 100
@@ -163,5 +163,4 @@ def test_segments_of_every_length(longest: int, index_dtype: type, lazy: bool) -
     dense = [table.copy() for table in tables]
     nn.Adam(tables, 0.1, use_lazy=lazy)(gradients)
     nn.Adam(dense, 0.1)(sums)
-    for table, expected in zip(tables, dense, strict=True):
-        assert_same_bits(table, expected)  # without a gradient a first step moves nothing
+    assert_same_arrays(tables, dense)

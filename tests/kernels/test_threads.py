@@ -8,14 +8,14 @@ import sys
 import textwrap
 import threading
 from importlib.metadata import distributions
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fusestep import get_num_threads, set_num_threads
-from fusestep.kernels.cpu.threads import layers
+from fusestep.kernels.cpu import info
+from fusestep.kernels.cpu.threads import layers, parallel
 from fusestep.kernels.cpu.threads.layers import Limit
 from fusestep.kernels.cpu.threads.parallel import deciding_limit, limit_threads
 
@@ -59,15 +59,23 @@ def serial_digests():
     return text.split()
 
 
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_bits_do_not_depend_on_the_number_of_threads(threads, serial_digests):
-    program = STEPS + "\n    print(step('lazy'), step('all'))"
-    assert output_of(program, NUMBA_NUM_THREADS=str(threads)).split() == serial_digests
+def test_bits_do_not_depend_on_the_number_of_threads(serial_digests):
+    program = (
+        STEPS
+        + """
+    for n in (None, 2, 3):
+        set_num_threads(n)
+        print(step("lazy"), step("all"))
+    """
+    )
+    assert output_of(program, NUMBA_NUM_THREADS="7").split() == serial_digests * 3
 
 
-def test_bits_do_not_depend_on_the_thread_budget(serial_digests):
-    program = STEPS + "\n    set_num_threads(2); print(step('lazy'), step('all'))"
-    assert output_of(program, NUMBA_NUM_THREADS="4").split() == serial_digests
+def test_bits_of_every_kind_of_call_do_not_depend_on_the_number_of_threads():
+    """Rules, measured tensors and rows, norms, clipping, bags; on 1, 2, 3 and 7 threads."""
+    program = "import thread_cases; thread_cases.main()"
+    *others, n_cases = output_of(program, NUMBA_NUM_THREADS="7").splitlines()
+    assert not others and int(n_cases) > 50
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -91,33 +99,6 @@ def test_several_python_threads_at_once(layer, serial_digests):
     )
     printed = output_of(program, layer, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
     assert printed.split() == serial_digests
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_fork_after_a_parallel_step(layer, serial_digests):
-    program = (
-        STEPS
-        + """
-    import os
-    from fusestep import get_num_threads, threading_layer
-    before = step("lazy")
-    assert threading_layer() == sys.argv[1]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(write, f"{step('lazy')} {get_num_threads()}".encode())
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, status
-    digest, threads = os.read(read, 200).decode().split()
-    # GNU OpenMP kills a forked child that enters it, so the child runs on one thread.
-    assert int(threads) == (1 if sys.argv[1] == "omp" else 2), threads
-    assert step("lazy") == before == digest
-    print(digest)
-    """
-    )
-    printed = output_of(program, layer, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
-    assert printed.split() == serial_digests[:1]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
@@ -197,13 +178,13 @@ def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
 
 @pytest.mark.skipif(TBB is None, reason="there is no wheel of tbb for this system")
 @pytest.mark.parametrize(
-    "first", ["parallel.compile_loops", "parallel.start_threads", "parallel.get_num_threads"]
+    ("layer", "first"),
+    [("default", "compile_loops"), ("tbb", "start_threads"), ("forksafe", "get_num_threads")],
 )
-@pytest.mark.parametrize("layer", ["default", "tbb", "forksafe"])
 def test_tbb_of_pypi_runs(layer, first):
     program = f"""
         from fusestep.kernels.cpu.threads import layers, parallel
-        {first}()
+        parallel.{first}()
         print(layers.threading_layer())
     """
     assert output_of(program, NUMBA_THREADING_LAYER=layer) == "tbb\n"
@@ -287,46 +268,42 @@ def test_first_steps_of_two_threads_while_numba_makes_its_lock():
 # How many
 
 
-CORES = 6, "the cores of this process"
-LIMITS = """
-    import os, sys
-    from fusestep import set_num_threads
-    from fusestep.kernels.cpu.threads import layers, parallel
-    layers._cores = lambda: 6
-    layers._quota = lambda *_: None
-"""
+CORES = Limit(6, "the cores of this process")
 
 
 @pytest.mark.parametrize(
     ("environment", "budget", "expected"),
     [
         ({}, None, CORES),
-        ({"OMP_NUM_THREADS": "3"}, None, (3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": " 3,2 "}, None, (3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, (5, "NUMBA_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "3"}, None, Limit(3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": " 3,2 "}, None, Limit(3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, Limit(5, "NUMBA_NUM_THREADS")),
         ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "9"}, None, CORES),
-        ({"OMP_NUM_THREADS": "3"}, 2, (2, "fusestep.set_num_threads")),
-        ({"OMP_NUM_THREADS": "1"}, 2, (1, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "3"}, 4_000_000, (3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "3"}, 2, Limit(2, "fusestep.set_num_threads")),
+        ({"OMP_NUM_THREADS": "1"}, 2, Limit(1, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "3"}, 4_000_000, Limit(3, "OMP_NUM_THREADS")),
         ({"OMP_NUM_THREADS": "99999999999999999999"}, None, CORES),
         *(({"OMP_NUM_THREADS": x}, None, CORES)
           for x in ("0", "-1", "many", "", "2.5")),
     ],
 )  # fmt: skip
-def test_the_smallest_limit_decides(environment, budget, expected):
-    program = f"""{LIMITS}
-    set_num_threads({budget})
-    limit = parallel.deciding_limit()
-    assert limit.threads == parallel.get_num_threads()
-    print(*limit, sep="|")
-    """
-    set_here = {"OMP_NUM_THREADS": "", "NUMBA_NUM_THREADS": "6", **environment}
-    assert output_of(program, **set_here) == "{}|{}\n".format(*expected)
+def test_the_smallest_limit_decides(environment, budget, expected, monkeypatch):
+    monkeypatch.setattr(layers, "_cores", lambda: 6)
+    monkeypatch.setattr(layers, "_quota", lambda *_: None)
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    found = layers.limit_of_environment.__wrapped__()
+    monkeypatch.setattr(parallel, "limit_of_environment", lambda: found)
+    monkeypatch.setattr(parallel, "available_threads", SimpleNamespace(call=lambda: 6))
+    monkeypatch.setattr(parallel, "_budget", budget)
+    assert deciding_limit() == expected
+    assert get_num_threads() == expected.threads
 
 
 def test_numba_itself_is_obeyed():
-    program = f"""{LIMITS}
+    program = """
     import numba
+    from fusestep.kernels.cpu.threads import parallel
     numba.set_num_threads(2)
     print(*parallel.deciding_limit(), sep="|")
     """
@@ -334,14 +311,15 @@ def test_numba_itself_is_obeyed():
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "many"])
-def test_numbers_that_are_none_are_said(value):
-    """OpenMP ignores them; Numba refuses its own."""
-    program = "from fusestep.kernels.cpu import info; print(info.facts()['threads'])"
-    printed = run_python(program, OMP_NUM_THREADS=value).stdout
-    assert printed.endswith(f"; ignored: OMP_NUM_THREADS='{value}'\n")
-    if value != "many":
-        done = run_python("import fusestep.nn", NUMBA_NUM_THREADS=value)
-        assert "Number of threads specified must be > 0" in done.stderr
+def test_numbers_that_are_none_are_said(value, monkeypatch):
+    """OpenMP ignores them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert info.facts()["threads"].endswith(f"; ignored: OMP_NUM_THREADS='{value}'")
+
+
+def test_numba_refuses_its_own():
+    done = run_python("import fusestep.nn", NUMBA_NUM_THREADS="-3")
+    assert "Number of threads specified must be > 0" in done.stderr
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -366,81 +344,30 @@ def test_a_huge_number_starts_no_more_threads_than_there_are_cores(layer):
 
 STEP = """
     import numpy as np
-    from fusestep import nn, threading_layer
+    from fusestep import launcher, nn
     w = np.ones(1_000_000, np.float32)
     opt = nn.SGD([w], 0.5)
+    def step(x):
+        opt((np.full_like(w, x),))
+    def check():
+        assert len(set(w.tolist())) == 1
+        assert w[0] == 1 - (opt.global_step.item() - 3), (w[0], opt.global_step)
 """
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_number_of_openmp_threads_of_others_stays(layer):
-    """Numba's omp layer sets it at its start, for PyTorch too, whose copy of OpenMP it may use."""
-    program = f"""{STEP}
-    import ctypes
-    from numba.np.ufunc import omppool
-    openmp = ctypes.CDLL(omppool.__file__)
-    for count in (1, 5, 1):
-        openmp.omp_set_num_threads(count)  # as torch.set_num_threads does
-        opt((np.ones_like(w),))
-        assert openmp.omp_get_max_threads() == count
-    print(threading_layer())
-    """
-    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
-    assert printed == f"{layer}\n"
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
-@pytest.mark.parametrize("omp", ["", "1"])
-@pytest.mark.parametrize("order", ["torch first", "fusestep first"])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_number_of_threads_of_torch_stays(layer, order, omp):
-    ours = f"{STEP}\n    opt((np.ones_like(w),))\n"
-    theirs = """
-    import torch
-    count = torch.get_num_threads()
-"""
-    first, second = (theirs, ours) if order == "torch first" else (ours, theirs)
-    program = f"""{first}{second}
-    for wanted in (count, 1, 3):
-        if wanted != count:
-            torch.set_num_threads(wanted)
-        for _ in range(2):
-            opt((np.ones_like(w),))
-            assert torch.get_num_threads() == wanted, (torch.get_num_threads(), wanted)
-            torch.ones(300, 300) @ torch.ones(300, 300)
-    print(count)
-    """
-    environment = {"NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": "2"}
-    printed = output_of(program, **environment, OMP_NUM_THREADS=omp).split()
-    assert not omp or printed == [omp]
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_end_of_a_process_while_another_thread_steps(layer):
-    """Whatever the step is doing: the process ends with its own status, at once."""
-    program = f"""{STEP}
+# What follows `STEP`, or what stands in for it; see test_openmp.py.
+END = """
     import sys, threading
-    opt((np.ones_like(w),))
+    step(1)
     def work():
         while True:
-            opt((np.ones_like(w),))
+            step(1)
     for _ in range(2):
         threading.Thread(target=work, daemon=True).start()
     for _ in range(20):
-        opt((np.ones_like(w),))
-    print(threading_layer(), flush=True)
+        step(1)
+    print(launcher(), flush=True)
     sys.exit(7)
-    """
-    for _ in range(3):
-        done = run_python(program, timeout=60, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
-        assert (done.returncode, done.stdout) == (7, f"{layer}\n"), done.stderr
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="this system has no such signal")
-@pytest.mark.parametrize("layer", LAYERS)
-def test_interrupts_of_parallel_steps(layer):
-    """Each step is taken or not, and later ones run as if nothing had been."""
-    program = f"""{STEP}
+"""
+INTERRUPTS = """
     import os, signal, threading, time
     begun = threading.Event()
     def interrupt():
@@ -449,7 +376,7 @@ def test_interrupts_of_parallel_steps(layer):
             time.sleep(0.003)
             os.kill(os.getpid(), signal.SIGINT)
     for _ in range(3):  # all is compiled then
-        opt((np.zeros_like(w),))
+        step(0)
     thread = threading.Thread(target=interrupt)
     interrupted = 0
     thread.start()
@@ -457,17 +384,49 @@ def test_interrupts_of_parallel_steps(layer):
         try:
             begun.set()
             while thread.is_alive():
-                opt((np.full_like(w, 2.0),))
+                step(2)
         except KeyboardInterrupt:
             interrupted += 1
     thread.join()
     assert interrupted > 5, interrupted
-    assert len(set(w.tolist())) == 1
-    assert w[0] == 1 - (opt.global_step.item() - 3), (w[0], opt.global_step)
+    check()
+    print(launcher())
+"""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_number_of_openmp_threads_of_others_stays(layer):
+    """Numba's omp layer sets it at its start, for PyTorch too, whose copy of OpenMP it may use."""
+    program = f"""{STEP}
+    import ctypes
+    from fusestep import threading_layer
+    from numba.np.ufunc import omppool
+    openmp = ctypes.CDLL(omppool.__file__)
+    for count in (1, 5, 1):
+        openmp.omp_set_num_threads(count)  # as torch.set_num_threads does
+        step(1)
+        assert openmp.omp_get_max_threads() == count
     print(threading_layer())
     """
     printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
     assert printed == f"{layer}\n"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_end_of_a_process_while_another_thread_steps(layer):
+    """Whatever the step is doing: the process ends with its own status, at once."""
+    environment = {"NUMBA_NUM_THREADS": "2", "NUMBA_THREADING_LAYER": layer}
+    for _ in range(3):
+        done = run_python(STEP + END, timeout=60, **environment)
+        assert (done.returncode, done.stdout) == (7, f"{layer}\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="this system has no such signal")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_interrupts_of_parallel_steps(layer):
+    """Each step is taken or not, and later ones run as if nothing had been."""
+    environment = {"NUMBA_NUM_THREADS": "2", "NUMBA_THREADING_LAYER": layer}
+    assert output_of(STEP + INTERRUPTS, **environment) == f"{layer}\n"
 
 
 def groups(folder, **files):

@@ -51,6 +51,11 @@ class Halving(nn.LearningRateSchedule):
         return 0.5 * 0.5**global_step
 
 
+def central(g: np.ndarray) -> np.ndarray:
+    """A gradient without its mean, in all of its dimensions but the first."""
+    return g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True) if g.ndim > 1 else g
+
+
 class Descent(nn.Optimizer):
     """A custom optimizer that uses every separate step of the base class."""
 

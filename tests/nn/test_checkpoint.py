@@ -54,22 +54,6 @@ def write(path: Path, **dtypes: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        ({"__metadata__": np.ones(2)}, ValueError, "name is reserved: .*, got '__metadata__'"),
-        ([nn.Parameter(np.ones(2), "__metadata__")], ValueError,
-            "name is reserved: expected another one, got '__metadata__'"),
-        ({1: np.ones(2), "1": np.zeros(2)}, TypeError, "name 1 is no str: expected a str, got int"),
-        ({None: np.ones(2)}, TypeError, "name None is no str: expected a str, got NoneType"),
-    ],
-)  # fmt: skip
-def test_name_that_cannot_be_saved(given: Any, error: Any, text: str, tmp_path: Any) -> None:
-    with pytest.raises(error, match=f"^save_checkpoint: {text}$"):
-        nn.save_checkpoint(given, tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     "dtype",
     [
         *(np.longdouble, np.complex64, np.complex128, object, "S3", "U2", "V4", "M8[s]"),
@@ -129,13 +113,6 @@ def test_permissions_are_kept(mode: int, tmp_path: Any) -> None:
     nn.save_checkpoint(ones(), path)
     assert path.stat().st_mode & 0o7777 == mode
     assert_same_bits(nn.load_checkpoint(path)["a"], ones()["a"])
-
-
-@POSIX
-@pytest.mark.usefixtures("umask")
-def test_permissions_of_a_new_file(tmp_path: Any) -> None:
-    nn.save_checkpoint(ones(), tmp_path / "x")
-    assert (tmp_path / "x").stat().st_mode & 0o7777 == 0o644
 
 
 @POSIX
@@ -420,6 +397,12 @@ def test_checkpoint_of_parameters(tmp_path: Any) -> None:
         ([nn.Parameter(np.ones(2))], ValueError, "parameter name is missing or repeats"),
         (parameters("a", "a"), ValueError, "parameter name is missing or repeats: .*got a"),
         ({"a": "text"}, TypeError, "a is no array"),
+        ({"__metadata__": np.ones(2)}, ValueError, "name is reserved: .*, got '__metadata__'$"),
+        ([nn.Parameter(np.ones(2), "__metadata__")], ValueError,
+            "name is reserved: expected another one, got '__metadata__'$"),
+        ({1: np.ones(2), "1": np.zeros(2)}, TypeError,
+            "name 1 is no str: expected a str, got int$"),
+        ({None: np.ones(2)}, TypeError, "name None is no str: expected a str, got NoneType$"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_saved(given: Any, error: Any, text: str, tmp_path: Any) -> None:

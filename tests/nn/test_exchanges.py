@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 from fusestep import nn
 from fusestep.nn.engine import reader
+
+from helpers import sampled
 
 # `exchange` gives one thread's arrays up for others while the main thread steps. Whatever is freed
 # is taken at once by arrays of 1e30, which nobody may write and which no step may read.
@@ -102,12 +105,15 @@ assert steps[0] > 5
 """
 
 
-@pytest.mark.parametrize("n", [2, 50_000])
-@pytest.mark.parametrize(
-    "what",
-    ["parameter", "gradient", "loading", "states", "a state", "other states", "read states",
-     "weight", "table"],
+WHAT = (
+    "parameter", "gradient", "loading", "states", "a state", "other states", "read states",
+    "weight", "table",
 )  # fmt: skip
+SIZES = (2, 50_000)
+SAMPLE = [(what, SIZES[k % 2]) for k, what in enumerate(WHAT)]
+
+
+@pytest.mark.parametrize(("what", "n"), sampled(product(WHAT, SIZES), SAMPLE))
 def test_a_thread_exchanges_arrays_while_another_one_steps(what: str, n: int) -> None:
     command = [sys.executable, "-c", PROGRAM, what, str(n)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from fusestep import nn, ops
 
 import reference_layerwise as reference
 from adam_family import Descent
-from helpers import assert_same_bits, refused, sampled, unchanged
+from helpers import assert_same_arrays, refused, sampled, unchanged
 from optimizers import (
     FORMS,
     ONE_OF_EACH,
@@ -151,29 +149,13 @@ def test_filter() -> None:
         nn.SGD(params64(), 0.5),
     )
     assert seen == list(SHAPES)
-    given = gradients(opt.parameters, 0)
-    opt(given)
+    given, again = gradients(opt.parameters, 0), copy.deepcopy(opt)
+    for one in (opt, again, pickle.loads(pickle.dumps(opt))):  # without the filter, which is local
+        one(given)
     plain(lars_gradients(plain.parameters, given, (False, False, False, True), [0.0] * 4))
-    assert_close(opt, plain)
+    for one in (opt, again):
+        assert_close(one, plain)
     assert len(seen) == len(SHAPES)
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 1e-5])
-@pytest.mark.parametrize("inside", ["SGD", "Momentum", "Lamb", "AdaFactor", "custom"])
-def test_zero_and_empty_tensors(inside: str, epsilon: float) -> None:
-    """No NaN out of 0 / 0; where the gradient is 0 nothing moves."""
-    shapes = {"zero": (3,), "one": (3,), "both": (2, 2), "none": (0, 3), "scalar": ()}
-    params = parameters(shapes)
-    params[0].data[...] = params[2].data[...] = 0.0
-    before = params[1].data.copy()
-    inner = build(inside, params)
-    given = gradients(params, 0)
-    given[1][...] = given[2][...] = 0.0
-    for _ in range(2):
-        nn.LARS(inner, epsilon=epsilon)(given)
-    assert all(np.isfinite(p.data).all() for p in params)
-    assert_same_bits(params[1].data, before)
-    assert not params[2].data.any()
 
 
 # The optimizer inside
@@ -194,8 +176,7 @@ def test_the_optimizer_is_left_as_it_was(form: str) -> None:
             assert one.get_weight_decay() == 0.1
             assert one.loss_scale == options.get("loss_scale", 1.0)
             one(gradients(one.parameters, 10 + step))
-        for p, q in zip(inner.parameters, twin.parameters, strict=True):
-            assert_same_bits(p.data, q.data, str(p.name))
+        assert_same_arrays(inner.parameters, twin.parameters)
     assert inner.global_step.tolist() == [6]
 
 
@@ -235,12 +216,11 @@ def test_schedules_are_asked_once_a_step(inside: str, fixed_rate: bool, centrali
 # Custom optimizers
 
 
-def custom(params: Any) -> Descent:
-    return Descent(0.5, params, weight_decay=0.1, loss_scale=4.0)
-
-
 def test_custom_optimizer() -> None:
-    opt, plain = nn.LARS(custom(params64()), **LARS_OPTIONS), Descent(0.5, params64())
+    opt, plain = (
+        nn.LARS(Descent(0.5, params64(), weight_decay=0.1, loss_scale=4.0), **LARS_OPTIONS),
+        Descent(0.5, params64()),
+    )
     for step in range(3):
         given = gradients(opt.parameters, step)
         scaled = [4 * g for g in given]
@@ -292,25 +272,6 @@ def test_centralization_is_the_same_for_custom_optimizers(decay: float) -> None:
 
 
 # Copies
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-@pytest.mark.parametrize(
-    "build",
-    [partial(make, form) for form in ("Momentum", "Lamb", "AdaFactor")] + [custom],
-    ids=["Momentum", "Lamb", "AdaFactor", "custom"],
-)
-def test_copies(build: Callable[..., Any], way: Callable[..., Any]) -> None:
-    """A filter that cannot be pickled has done its work."""
-    opt = nn.LARS(build(parameters(SHAPES)), lars_filter=lambda p: p.name != "w", **LARS_OPTIONS)
-    opt(gradients(opt.parameters, 0))
-    again = way(opt)
-    with unchanged(opt.opt):
-        again(gradients(opt.parameters, 1))
-    opt(gradients(opt.parameters, 1))
-    for p, q in zip(opt.parameters, again.parameters, strict=True):
-        assert_same_bits(p.data, q.data, str(p.name))
-    assert repr(again) == repr(opt)
 
 
 class Clipped(nn.Momentum):

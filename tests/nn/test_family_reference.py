@@ -103,18 +103,33 @@ def test_rule_in_plain_python(form: str) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("form", ONE_STAGE)
 def test_what_is_not_finite_is_not_lost(form: str, bad: float) -> None:
-    """It reaches the arrays of its element that it reaches in the reference, and no others."""
-    rng = np.random.default_rng(5)
-    opt, clean = (new(form, F32, np.random.default_rng(6)) for _ in range(2))
-    given, places = [spread(rng, p.shape, F32) for p in opt.parameters], (0, 5, 16, 100)
-    step = exact_step(form, opt, opt._rates_at(0)[0], 1, np.float32)
-    clean(given)
-    (w, *states), g = arrays_of_each(opt)[1], given[1].copy()
-    g[list(places)] = bad
-    opt([given[0], g, *given[2:]])
-    with np.errstate(invalid="ignore"):
-        expected = step(w, g, *states)
-    after, without = (arrays_of_each(one)[1] for one in (opt, clean))
-    for found, exact, other in zip(after, expected, without, strict=False):
-        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(exact))
-        np.testing.assert_array_equal(np.delete(found, places), np.delete(other, places))
+    """From a gradient, a parameter or a state, it reaches what it reaches in the reference.
+
+    Beside that an infinite state may become NaN. Other elements hear nothing of it.
+    """
+    rng, places = np.random.default_rng(5), (0, 5, 16, 100)
+    given = [spread(rng, shape, F32) for shape in SHAPES.values()]
+    n_arrays = len(arrays_of_each(new(form, F32, rng))[1])
+    for slot in range(-1, n_arrays if bad > 0 or np.isnan(bad) else 1):
+        if (form, slot) == (
+            "Adam-amsgrad",
+            3,
+        ):  # the larger one of a NaN and a number is the number
+            continue
+        opt, clean = (new(form, F32, np.random.default_rng(6)) for _ in range(2))
+        for one in (opt, clean):  # some first steps read no states
+            one(given)
+        step = exact_step(form, opt, opt._rates_at(1)[0], 2, np.float32)
+        g = given[1].copy()
+        held = [g, opt.parameters[1].data, *opt._states_of_each()[1]][slot + 1]
+        held[list(places)] = bad
+        (w, *states) = arrays_of_each(opt)[1]
+        clean(given)
+        opt([given[0], g, *given[2:]])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            expected = step(w, g, *states)
+        after, without = (arrays_of_each(one)[1] for one in (opt, clean))
+        for found, exact, other in zip(after, expected, without, strict=False):
+            is_finite, expected_so = np.isfinite(found), np.isfinite(exact)
+            assert (is_finite == expected_so if slot < 0 else is_finite <= expected_so).all(), slot
+            np.testing.assert_array_equal(np.delete(found, places), np.delete(other, places))

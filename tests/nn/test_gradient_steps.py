@@ -11,7 +11,7 @@ import pytest
 from fusestep import nn
 
 import reference
-from adam_family import Descent, gradients_of, ones, parameters, rows
+from adam_family import Descent, central, gradients_of, ones, parameters, rows
 from helpers import assert_same_bits, refused, unchanged
 
 # Gradients as separate steps
@@ -80,35 +80,6 @@ def test_broadcast_params_with_one_process() -> None:
 # Gradient centralization
 
 
-def central(g: np.ndarray) -> np.ndarray:
-    if g.ndim < 2:
-        return g
-    return g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True)
-
-
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5), (3, 2, 4, 2), (1, 7), (6, 1), (7,), ()])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_centralization(shape: tuple[int, ...], decay: float, scale: float) -> None:
-    """Of the decayed gradient, for any parameter of two or more dimensions.
-
-    Others have nothing to centralize, but decay like any parameter.
-    """
-    rng = np.random.default_rng(2)
-    w, g = (np.array(rng.standard_normal(shape)) for _ in range(2))
-    p = nn.Parameter(w.copy(), "w")
-    groups = [{"params": [p], "grad_centralization": True}]
-    opt = nn.Adam(groups, 0.1, 0.8, 0.9, 1e-3, weight_decay=decay, loss_scale=scale)
-    given = np.array(g * scale)
-    with unchanged(given):
-        opt([given])
-    hp = reference.adam_scalars(0.1, 0.8, 0.9, 1e-3, 0.8, 0.9, real=np.float64)
-    expected, m, _ = reference.adam(w, central(g + decay * w), 0 * w, 0 * w, hp)
-    np.testing.assert_allclose(opt.moment1[0], m, rtol=1e-10, atol=1e-14)
-    # Where the gradient is nothing but rounding errors, the step still has epsilon.
-    np.testing.assert_allclose(p.data, expected, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("tail", [(3,), (2, 4), ()])
@@ -134,19 +105,6 @@ def test_centralization_of_row_sparse_gradients(
     np.testing.assert_allclose(p.data[select], expected[select], rtol=1e-9)
     np.testing.assert_allclose(opt.moment1[0][select], m[select], rtol=1e-10, atol=1e-15)
     assert_same_bits(p.data[~select], w[~select])
-
-
-def test_centralization_acts_on_its_group_alone() -> None:
-    a, b = parameters("a", "b")
-    opt = nn.Adam([{"params": [a], "grad_centralization": True}, {"params": [b]}])
-    before = b.data.copy(), a.data.copy()
-    opt([ones(4, 3), ones(4, 3)])
-    assert_same_bits(a.data, before[1])  # the mean of ones is one
-    assert (b.data != before[0]).all()
-    g = ones(4, 3)
-    centralized, same = opt.gradients_centralization([g, g])
-    assert centralized.tolist() == np.zeros((4, 3)).tolist()
-    assert same is g
 
 
 def test_centralized_16_bit_gradients_do_not_overflow() -> None:

@@ -17,18 +17,6 @@ from optimizers import FORMS, make
 from optimizers import parameters as table_and_vector
 
 
-def test_list_of_row_tensors_and_mixed_index_dtypes() -> None:
-    w, expected = ones(4, 3), ones(4, 3)
-    parts = [
-        nn.RowTensor(np.array([1], np.int32), ones(1, 3), (4, 3)),
-        nn.RowTensor(np.array([3, 1], np.int64), 2 * ones(2, 3), (4, 3)),
-    ]
-    nn.LazyAdam([w])([parts])
-    values = np.concatenate([ones(1, 3), 2 * ones(2, 3)])
-    nn.LazyAdam([expected])([nn.RowTensor(np.array([1, 3, 1]), values, (4, 3))])
-    assert_same_bits(w, expected)
-
-
 class NoCount:
     """Objects that are no gradient."""
 

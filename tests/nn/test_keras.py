@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-import pickle
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -17,9 +14,16 @@ from fusestep import nn
 from fusestep.kernels.rule import Rule
 
 from helpers import BF16, assert_same_bits, refused, sampled
-from optimizers import BY_NAME, ONE_OF_EACH, arguments_of, gradients, make, parameters, states
+from optimizers import (
+    BY_NAME,
+    ONE_OF_EACH,
+    arguments_of,
+    assert_same_run,
+    gradients,
+    make,
+    parameters,
+)
 from reference_elementwise import ftrl
-from subprocesses import output_of
 
 F32, F64 = np.float32, np.float64
 ARRAYS = ("variable", "gradient", "accum", "linear")
@@ -145,14 +149,6 @@ def by_hand(name: str, gradient: Any, scale: float = 1.0) -> Any:
     return clipped(name, gradient, scale)
 
 
-def assert_same_run(one: Any, other: Any) -> None:
-    for a, b in zip(one.parameters, other.parameters, strict=True):
-        assert_same_bits(a.data, b.data)
-    found, expected = states(one), states(other)
-    for name, array in found.items():
-        assert_same_bits(array, expected[name], name)
-
-
 FORMS = [form for form in ONE_OF_EACH if not form.startswith("LARS")]
 
 
@@ -253,32 +249,6 @@ def test_centralized_gradients_are_clipped(kind: str, name: str) -> None:
     np.testing.assert_allclose(p.data, expected, rtol=1e-12)
 
 
-def test_bits_do_not_depend_on_threads() -> None:
-    """Of large tensors and tables with hot rows; all on one, two and three threads."""
-    program = """
-import hashlib
-import numpy as np
-from fusestep import nn, set_num_threads
-
-rng = np.random.default_rng(9)
-w, g = (rng.standard_normal((20_011, 32)).astype(np.float32) for _ in range(2))
-ids = np.minimum(rng.geometric(0.001, 30_000) - 1, 20_010)
-values = rng.standard_normal((30_000, 32)).astype(np.float32)
-for name in ("clipvalue", "clipnorm"):
-    for how in ("lazy", "dense_equivalent"):
-        found = set()
-        for threads in (1, 2, 3):
-            set_num_threads(threads)
-            params = [w.copy(), w.copy()]
-            opt = nn.LazyAdam(params, weight_decay=0.1, sparse_update=how, **{name: 0.1})
-            for _ in range(2):
-                opt([g, nn.RowTensor(ids, values, w.shape)])
-            found.add(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest())
-        print(len(found))
-"""
-    assert output_of(program, NUMBA_NUM_THREADS="3").split() == ["1"] * 4
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
 def test_a_norm_that_is_not_finite(bad: float) -> None:
     """The whole tensor becomes NaN, and no other one; or the step is skipped."""
@@ -300,29 +270,6 @@ def test_elements_that_are_not_finite() -> None:
     w = np.zeros(4, F32)
     nn.SGD([w], 1.0, clipvalue=0.5)([np.array([np.inf, -np.inf, np.nan, 0.25], F32)])
     np.testing.assert_array_equal(w, np.array([-0.5, 0.5, np.nan, -0.25], F32))
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_gradients_without_rows_or_elements(name: str) -> None:
-    table, empty = np.ones(SHAPE, F32), np.ones((0, 3), F32)
-    none = nn.RowTensor(np.zeros(0, np.int64), np.zeros((0, 4), F32), SHAPE)
-    opt = nn.SGD([table, empty], 0.1, **{name: 0.5})
-    opt([none, np.ones((0, 3), F32)])
-    opt([np.zeros(SHAPE, F32), np.ones((0, 3), F32)])
-    assert_same_bits(table, np.ones(SHAPE, F32))
-    assert opt.global_step == 2
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
-@pytest.mark.parametrize("name", CLIPS)
-def test_copies_clip_too(name: str, again: Callable[[Any], Any]) -> None:
-    opt = nn.Momentum(parameters(), 0.1, 0.9, **{name: 0.1})
-    other = again(opt)
-    for step in range(2):
-        for each in (opt, other):
-            each.loss_scale = 2.0
-            each(gradients(opt.parameters, step))
-    assert_same_run(opt, other)
 
 
 @pytest.mark.parametrize("name", CLIPS)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import nn, ops
+from fusestep import nn
 from fusestep.ops.runtime.row_step import RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate
 
-from adam_family import EACH, OPTIMIZERS, gradients_of, ones, parameters, rows
+from adam_family import EACH, gradients_of, ones, rows
 from helpers import PAIRWISE, STORAGE_DTYPES, assert_same_bits, more
 
 
@@ -107,24 +107,3 @@ def test_mixed_dtypes_in_one_optimizer(state_dtype: Any, combinations: Any) -> N
         assert (together[k] != start[k]).all()
         for state in (opt.moment1[k], opt.moment2[k]):
             assert state.dtype == (w if state_dtype is None else state_dtype)
-
-
-def test_higher_precision_gradient_is_used_in_the_arithmetic_type() -> None:
-    """A float64 gradient of a float32 parameter is rounded: nothing is written to it."""
-    w, expected = ones(3), ones(3)
-    g = np.array([0.1, 1e-3, 7.0])
-    nn.Adam([w])([g])
-    nn.Adam([expected])([g.astype(np.float32)])
-    assert_same_bits(w, expected)
-
-
-def test_result_is_true_for_each_parameter() -> None:
-    for make in OPTIMIZERS.values():
-        assert make(parameters("a", "b"))((ones(4, 3), None)) == (True, True)
-
-
-@pytest.mark.parametrize("form", [list, tuple])
-def test_row_tensor_of_ops_and_nn_are_one(form: Any) -> None:
-    assert nn.RowTensor is ops.RowTensor
-    opt = nn.LazyAdam(parameters("a"))
-    assert opt(form([rows([1])])) == (True,)

@@ -11,7 +11,7 @@ import pytest
 
 from fusestep import nn
 
-from adam_family import EACH_CLASS, Halving, gradients_of, ones, parameters, rows
+from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from helpers import BF16, assert_same_bits, refused
 
 # Learning rate
@@ -61,16 +61,6 @@ def test_learning_rate_forms(cls: type, form: str) -> None:
     assert opt.global_step.tolist() == [3]
 
 
-@EACH_RATE
-def test_learning_rate_forms_in_groups(form: str) -> None:
-    make, values = RATES[form]
-    a, b = parameters("a", "b")
-    opt = nn.Adam([{"params": [a], "lr": make()}, {"params": [b]}], 0.001)
-    for value in values:
-        assert opt.get_lr() == (value, 0.001)
-        opt(gradients_of(opt, 1))
-
-
 @pytest.mark.parametrize("form", LISTS)
 @pytest.mark.parametrize("in_group", [False, True])
 def test_exhausted_list_of_rates(form: str, in_group: bool) -> None:
@@ -117,20 +107,6 @@ def test_schedules_that_do_not_work(schedule: Any, error: Any, text: str) -> Non
         opt([ones(2)])
     with refused(error, text, opt):
         opt([ones(2)])
-
-
-def test_schedule_is_called_once_a_step_with_an_int() -> None:
-    seen: list[Any] = []
-
-    def schedule(step: int) -> float:
-        seen.append(step)
-        return 0.1
-
-    opt = nn.Adam([ones(2), ones(3), ones(4)], schedule)
-    for _ in range(3):
-        opt([ones(2), ones(3), ones(4)])
-    assert seen == [0, 1, 2]
-    assert all(type(step) is int for step in seen)
 
 
 def test_get_lr_parameter() -> None:
@@ -203,19 +179,21 @@ def test_negative_decay_of_a_schedule_is_refused(cls: type) -> None:
 
 
 @pytest.mark.parametrize("centralize", [False, True])
-def test_weight_decay_schedule_is_called_once_a_step(centralize: bool) -> None:
-    """Whatever the gradients are, as a learning rate's: it may be a generator's ``next``."""
-    seen: list[int] = []
+@pytest.mark.parametrize("option", ["learning_rate", "weight_decay"])
+def test_a_schedule_is_called_once_a_step_with_an_int(option: str, centralize: bool) -> None:
+    """Whatever the gradients are: it may be a generator's ``next``."""
+    seen: list[Any] = []
 
     def schedule(step: int) -> float:
         seen.append(step)
         return 0.1
 
-    groups = [{"params": parameters("a", "b"), "grad_centralization": centralize}]
-    opt = nn.Adam(groups, weight_decay=schedule)
-    for gradients in ([ones(4, 3)] * 2, [ones(4, 3)] * 2, [rows([1]), None]):
+    groups = [{"params": parameters("a", "b", "c"), "grad_centralization": centralize}]
+    opt = nn.Adam(groups, **{option: schedule})
+    for gradients in ([ones(4, 3)] * 3, [ones(4, 3)] * 3, [rows([1]), None, None]):
         opt(gradients)
     assert seen == [0, 1, 2]
+    assert all(type(step) is int for step in seen)
 
 
 def test_get_weight_decay() -> None:

@@ -164,21 +164,26 @@ def stepped(form: str, dtype: Any, given: Callable[[int], list[Any]], **options:
     return found
 
 
-KINDS = ("dense", "finite", "rows", "centralized", "decayed")
-ROWS = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
+RATES = {"rate 0": 0.0, "rate 1e-46": 1e-46, "largest rate": HUGE}  # two of them 0 in float32
+WIDE = {"float64": np.float64, "float16": np.float16}  # gradients beyond 16-bit arithmetic
+KINDS = ("dense", "finite", "rows", "centralized", "decayed", *RATES, *WIDE)
+OF_KIND = {
+    "rows": tuple(form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows),
+    **dict.fromkeys(RATES, tuple(f for f in FORMS if "FTRL" not in f and "AdaFactor" not in f)),
+    **dict.fromkeys(WIDE, ("Adam", "Lamb", "LARS", "AdaFactor", "FTRL", "SGD-momentum")),
+}
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"), [(f, k) for k in KINDS for f in (ROWS if k == "rows" else FORMS)]
-)
+@pytest.mark.parametrize(("form", "kind"), [(f, k) for k in KINDS for f in OF_KIND.get(k, FORMS)])
 def test_optimizer(form: str, kind: str) -> None:
     options: dict[str, Any] = options_of(form) if kind == "decayed" else {}
     if kind == "rows":
         options |= {} if form == "Adam-lazy" else {"sparse_update": "lazy"}
+    dtype = WIDE.get(kind, np.float32)
 
     def given(step: int) -> list[Any]:
         seed = -1 - step if kind == "finite" else step
-        grads = [hostile(shape, np.float32, seed) for shape in SHAPES.values()]
+        grads = [hostile(shape, dtype, seed) for shape in SHAPES.values()]
         if kind == "finite":
             grads = [np.where(np.isfinite(g), g, np.float32(1e38)) for g in grads]
         if kind == "rows":
@@ -186,25 +191,18 @@ def test_optimizer(form: str, kind: str) -> None:
         return grads
 
     def run() -> list[Any]:
-        if kind != "centralized":
-            return stepped(form, np.float32, given, **options)
+        if kind not in ("centralized", *RATES):
+            return stepped(form, dtype, given, **options)
         with state("ignore"):
             params = parameters(SHAPES)
-        opt = make(form, [{"params": params, "grad_centralization": True}])
+        opt = make(form, [{"params": params, "grad_centralization": kind not in RATES}])
+        if kind in RATES:
+            inner(opt).learning_rate.data[...] = RATES[kind]
         for step in range(3):
             opt(given(step))
         return [params, opt.state_dict()]
 
     assert_independent(run)
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float16])
-@pytest.mark.parametrize("form", ["Adam", "Lamb", "LARS", "AdaFactor", "FTRL", "SGD-momentum"])
-def test_optimizer_of_another_dtype(form: str, dtype: Any) -> None:
-    """Gradients are float64, beyond the arithmetic of 16-bit parameters."""
-    assert_independent(
-        lambda: stepped(form, dtype, lambda k: [hostile(s, dtype, k) for s in SHAPES.values()])
-    )
 
 
 @pytest.mark.parametrize("kind", ["raise", "warn", "call", "print"])
@@ -220,23 +218,6 @@ def test_adam_beyond_the_last_power(kind: str, capfd: pytest.CaptureFixture[str]
 
     assert_independent(run, kind)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("rate", [0.0, 1e-46, HUGE])
-@pytest.mark.parametrize("form", [f for f in FORMS if "FTRL" not in f and "AdaFactor" not in f])
-def test_rates(form: str, rate: float) -> None:
-    """Rates that are 0 in float32, and the largest one."""
-
-    def run() -> list[Any]:
-        with state("ignore"):
-            params = parameters(SHAPES)
-        opt = make(form, params)
-        inner(opt).learning_rate.data[...] = rate
-        for step in range(3):
-            opt([hostile(p.shape, np.float32, step) for p in params])
-        return [params, opt.state_dict()]
-
-    assert_independent(run)
 
 
 def test_steps_of_a_users_own() -> None:

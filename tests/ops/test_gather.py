@@ -169,6 +169,7 @@ def test_row_tensor(dtype: Any) -> None:
     assert rows.to_dense().astype(float).tolist() == [[1, 1], [0, 0], [0, 0], [2, 2]]
     assert rows.to_dense().dtype == dtype
     assert "RowTensor(indices=(3,) int32" in repr(rows)
+    assert nn.RowTensor is ops.RowTensor
 
 
 @pytest.mark.parametrize("use", [ops.RowTensor.coalesce, ops.RowTensor.to_dense])

@@ -57,22 +57,6 @@ def test_lazy_calls_on_overlapping_rows_lose_nothing(d):
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_lazy_calls_on_disjoint_rows():
-    n, d, n_threads = 64, 8, 8
-    var, m, v = tables(n, d)
-    op = ops.FusedSparseLazyAdam(use_locking=True)
-
-    def work(t):
-        rows = np.arange(t, n, n_threads)
-        for _ in range(100):
-            op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
-
-    at_once([lambda t=t: work(t) for t in range(n_threads)])
-    expected = apply_serially(np.full(n, 100), d)
-    for actual, wanted in zip((var, m, v), expected, strict=True):
-        np.testing.assert_array_equal(actual, wanted)
-
-
 def test_ftrl_rows_see_some_serial_order():
     """Two different calls at once: rows of one call only, and rows that see both."""
     n, d = 6, 1_000
@@ -122,31 +106,6 @@ def test_mixing_lazy_with_dense_calls():
         np.testing.assert_array_equal(actual, wanted)
 
 
-def test_dense_calls_are_serialised_as_a_whole():
-    """Two different dense steps: all rows see them in the same order."""
-    n = 200_000
-    dense = ops.Adam(use_locking=True)
-
-    def both(order):
-        arrays = [np.full(n, x, np.float32) for x in (1.0, 0.1, 0.2)]
-        for g in order:
-            dense(*arrays, *HP, np.full(n, g, np.float32))
-        return arrays[0]
-
-    first, second = both([3.0, -1.0]), both([-1.0, 3.0])
-    assert first[0] != second[0]
-    for _ in range(20):
-        arrays = [np.full(n, x, np.float32) for x in (1.0, 0.1, 0.2)]
-        at_once(
-            [
-                lambda g=g, arrays=arrays: dense(*arrays, *HP, np.full(n, g, np.float32))
-                for g in (3.0, -1.0)
-            ]
-        )
-        equal = [np.array_equal(arrays[0], wanted) for wanted in (first, second)]
-        assert sum(equal) == 1
-
-
 def test_views_of_one_buffer_exclude_each_other():
     """Identity is the memory: rows of other widths over the same buffer are the same rows."""
     n, d = 30, 8
@@ -163,23 +122,6 @@ def test_views_of_one_buffer_exclude_each_other():
     at_once([lambda: run((var, m, v)), lambda: run(narrow)] * 2)
     for actual, wanted in zip((var, m, v), apply_serially(np.full(n, 400), d), strict=True):
         np.testing.assert_array_equal(actual, wanted)
-
-
-def test_optimizer_counters_and_rows():
-    n, d, n_threads, n_calls = 30, 4, 6, 50
-    table = np.ones((n, d), np.float32)
-    opt = nn.LazyAdam([table], 0.01, use_locking=True)
-    gradient = nn.RowTensor(np.arange(n), np.full((n, d), 0.5, np.float32), (n, d))
-    at_once([lambda: [opt((gradient,)) for _ in range(n_calls)]] * n_threads)
-    assert opt.global_step[0] == n_threads * n_calls
-    # Every step has its own bias correction: calls must run in the order in which they took
-    # their numbers, or the weights are those of no serial order.
-    reference = nn.LazyAdam([np.ones((n, d), np.float32)], 0.01)
-    for _ in range(n_threads * n_calls):
-        reference((gradient,))
-    np.testing.assert_array_equal(opt.moment1[0], reference.moment1[0])
-    np.testing.assert_array_equal(opt.moment2[0], reference.moment2[0])
-    np.testing.assert_array_equal(table, reference.parameters[0].data)
 
 
 def test_without_locking_memory_is_safe():

@@ -27,7 +27,7 @@ from fusestep.kernels.cpu.threads.workspace import Pool
 import sequence_operators as operators
 from optimizers import FORMS
 from sequence_arrays import DTYPES, Memory, pick
-from sequence_optimizers import Trained, Updated
+from sequence_optimizers import Trained
 
 ERRORS = (TypeError, ValueError, IndexError, RuntimeError)
 # Compiled code: it is made of nothing but its arguments, and takes milliseconds to load again.
@@ -117,9 +117,8 @@ class World:
             self._slots[k].drop()
             self._slots[k] = None
         if self._slots[k] is None:
-            cls = Updated if rng.random() < 0.25 else Trained
             number = pick(rng, self._forms)
-            self._slots[k] = cls(rng, self._rooms[k], kept=self._kept, number=number)
+            self._slots[k] = Trained(rng, self._rooms[k], kept=self._kept, number=number)
         slot = self._slots[k]
         call: operators.Call = slot.change(rng) if rng.random() < 0.15 else slot.step(rng)
         return call

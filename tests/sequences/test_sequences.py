@@ -80,4 +80,4 @@ def test_sequences_of_several_python_threads(calls: int) -> None:
 
 def test_what_is_stale_is_found() -> None:
     """Powers that are kept without their type."""
-    assert both(1, 6, 0, 200, how="stale")
+    assert both(1, 9, 0, 200, how="stale")

@@ -11,11 +11,10 @@ import pytest
 
 from fusestep import nn, ops
 
-from helpers import BF16, assert_same_bits, sampled
+from helpers import BF16, assert_same_arrays, assert_same_bits, sampled
 from operators import OPERATORS
 from rule_cases import CASES as OTHERS
 from rule_cases import LARS, NEUTRAL, OPTIMIZER, real_of, run_dense, run_rows
-from subprocesses import output_of
 from test_rules import RULES, samples, scalars
 
 
@@ -53,12 +52,6 @@ def problem(
     return arrays, g.reshape(shape).astype(g_dtype)
 
 
-def assert_all_same(found: list[np.ndarray], expected: list[np.ndarray], label: str) -> None:
-    __tracebackhide__ = True
-    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert_same_bits(a, b, f"{label}, array {k}")
-
-
 # Every rule in float32, where sweeps are compared, and in one of the other builds: not in the same
 # one with all variants of a rule.
 MIXED = [build for build in BUILDS if build != "float32"]
@@ -83,7 +76,7 @@ def test_dense_rows_and_sweep_agree(name: str, build: str) -> None:
         run_dense(case.rule, dense, gradient, hp, prologue)
         order = np.random.default_rng(2).permutation(n)
         run_rows(case.rule, lazy, order, gradient[order], hp, prologue)
-        assert_all_same(lazy, dense, f"lazy rows of {d}")
+        assert_same_arrays(lazy, dense, f"lazy rows of {d}")
         if (dtype, g_dtype) != (F32, F32):
             continue
         half = order[: n // 2]
@@ -91,7 +84,7 @@ def test_dense_rows_and_sweep_agree(name: str, build: str) -> None:
         dense, gradient = [a.copy() for a in start], gradient.copy()
         gradient[order[n // 2 :]] = 0.0
         run_dense(case.rule, dense, gradient, hp, prologue)
-        assert_all_same(sweep, dense, f"sweep over rows of {d}")
+        assert_same_arrays(sweep, dense, f"sweep over rows of {d}")
 
 
 PROLOGUES = {"optimizer": OPTIMIZER, "lars": LARS}
@@ -106,7 +99,7 @@ def test_a_neutral_prologue_is_none(name: str, prologue: str) -> None:
     plain, neutral = ([a.copy() for a in start] for _ in range(2))
     run_dense(case.rule, plain, gradient, case.hp(np.float32))
     run_dense(case.rule, neutral, gradient, case.hp(np.float32), PROLOGUES[prologue], NEUTRAL)
-    assert_all_same(neutral, plain, "neutral")
+    assert_same_arrays(neutral, plain, "neutral")
 
 
 @EACH
@@ -121,14 +114,14 @@ def test_alignment_and_place_do_not_matter(name: str) -> None:
         for i in range(0, n, max(1, n // 20)):
             one = [a[i : i + 1] for a in single]
             run_dense(case.rule, one, gradient[i : i + 1], hp)
-            assert_all_same(one, [a[i : i + 1] for a in whole], f"element {i} of {n}")
+            assert_same_arrays(one, [a[i : i + 1] for a in whole], f"element {i} of {n}")
         for offset in (1, 3, 5):
             rooms = [np.empty(n + 8, np.float32) for _ in start]
             shifted = [room[offset : offset + n] for room in rooms]
             for array, old in zip(shifted, start, strict=True):
                 array[:] = old
             run_dense(case.rule, shifted, gradient, hp)
-            assert_all_same(shifted, whole, f"{n} from {offset}")
+            assert_same_arrays(shifted, whole, f"{n} from {offset}")
 
 
 def test_one_call_equals_separate_calls() -> None:
@@ -142,41 +135,6 @@ def test_one_call_equals_separate_calls() -> None:
         alone = nn.Parameter(value.copy())
         nn.Adam([alone], 0.1, weight_decay=0.1)((gradient,))
         assert_same_bits(parameter.data, alone.data)
-
-
-def test_bits_do_not_depend_on_the_number_of_threads() -> None:
-    """1, 2, 3 and 7 threads: dense, hot rows, lazy rows and sweeps of every rule."""
-    program = """
-        import hashlib, sys
-        import numpy as np
-        from fusestep import get_num_threads, set_num_threads
-        from test_bits import CASES, problem, run_dense, run_rows
-
-        def digest():
-            total = hashlib.sha256()
-            for case in CASES.values():
-                hp = case.hp(np.float32)
-                arrays, g = problem(case, (90_001,))
-                run_dense(case.rule, arrays, g, hp)
-                for lazy in (True, False):
-                    table, _ = problem(case, (900, 40))
-                    indices = np.random.default_rng(3).zipf(1.3, 9_000) % 900
-                    indices[::3] = 5
-                    _, values = problem(case, (9_000, 40), seed=4)
-                    run_rows(case.rule, table, indices, values, hp, lazy=lazy)
-                    arrays += table
-                for array in arrays:
-                    total.update(array.tobytes())
-            return total.hexdigest()
-
-        results = {}
-        for n in (1, 2, 3, 7):
-            set_num_threads(n)
-            assert get_num_threads() == n
-            results[digest()] = n
-        print(len(results))
-    """
-    assert output_of(program, NUMBA_NUM_THREADS="7").split() == ["1"]
 
 
 def test_the_general_power_of_ftrl_is_not_far_from_the_root() -> None:

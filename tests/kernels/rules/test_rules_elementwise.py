@@ -16,12 +16,10 @@ from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
 
 import exact_steps
 import optimizers
-from helpers import BF16, STORAGE_DTYPES, assert_same_bits
+from helpers import BF16, assert_same_bits
 from roundings import Rounded, assert_rounded
 from rule_cases import (
     CASES,
-    FACTORS,
-    LARS,
     NEUTRAL,
     OPTIMIZER,
     RuleCase,
@@ -67,21 +65,6 @@ def test_every_rule_of_the_package_is_tested() -> None:
 
 
 STEPPED = with_prologues(CASES, OPTIMIZER)
-
-
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_compiled_step_behind_the_prologue_of_lars(dtype: np.dtype) -> None:
-    """Three steps, each against the reference on the state that the step began with."""
-    case, real = CASES["momentum"], real_of(dtype)
-    w, _, *states = case.samples(600, seed=2)
-    arrays = [a.astype(dtype) for a in (w, *states)]
-    for step in range(3):
-        gradient = case.samples(600, seed=3 + step)[1].astype(dtype)
-        before = [a.copy() for a in arrays]
-        run_dense(case.rule, arrays, gradient, case.hp(real), LARS)
-        scale, decay, trust = (float(real(FACTORS[part][0])) for part in LARS)
-        g = (Rounded(gradient) * scale + decay * Rounded(before[0])) * trust
-        assert_near(case, arrays, before, g, f"after step {step + 1}")
 
 
 # For each rule storage types of the parameter, the gradient and the states that all differ.
@@ -143,61 +126,6 @@ def test_nothing_moves_without_gradient_and_history(
 
 
 # Every slot but those that do not reach a parameter: those of new gradients that are not read, and
-# `stat`, whose test is below.
-_UNREAD = {("scaled", "w"), ("lars_gradient", "w"), ("scaled_in_place", "g")}
-SLOTS = [
-    (name, slot)
-    for name, case in CASES.items()
-    for slot, kind in enumerate(("w", "g", *case.kinds))
-    if (name, kind) not in _UNREAD and kind != "stat"
-]
-INFINITIES = [
-    (name, slot, sign * np.inf)
-    for name, slot in SLOTS
-    for sign in (1, -1)
-    if sign > 0 or slot < 2 or CASES[name].kinds[slot - 2] != "squares"
-]
-# Vector bodies and scalar tails.
-PLACES = (0, 5, 16, 36)
-
-
-def with_one_bad(name: str, slot: int, bad: float) -> tuple[list[Any], list[Any]]:
-    """Parameter and states after a step with a bad value in some places, and without it."""
-    case = CASES[name]
-    results = []
-    for value in (bad, None):
-        arrays = [a.astype(np.float32) for a in case.samples(37, seed=11)]
-        if case.kinds[-1:] == ("stat",):
-            arrays[-1][:] = 0.0  # a first step does not read the accumulator
-        if value is not None:
-            arrays[slot][list(PLACES)] = value
-        w, g, *states = arrays
-        run_dense(case.rule, [w, *states], g, case.hp(np.float32))
-        results.append([w, *states])
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize(("name", "slot"), SLOTS)
-def test_nan_reaches_the_parameter(name: str, slot: int) -> None:
-    found, clean = with_one_bad(name, slot, np.nan)
-    assert np.isnan(found[0][list(PLACES)]).all()
-    for array, without in zip(found, clean, strict=True):
-        assert_same_bits(np.delete(array, PLACES), np.delete(without, PLACES))
-
-
-@pytest.mark.parametrize(("name", "slot", "bad"), INFINITIES)
-def test_infinity_is_not_lost(name: str, slot: int, bad: float) -> None:
-    """In a gradient it reaches the parameter; in a state it stays or reaches the parameter.
-
-    An infinite sum of squares makes a step of 0, which is what the formula says.
-    """
-    found, clean = with_one_bad(name, slot, bad)
-    bad_w, bad_state = (~np.isfinite(found[k][list(PLACES)]) for k in (0, max(slot - 1, 0)))
-    assert (bad_w | bad_state if slot > 1 else bad_w).all()
-    for array, without in zip(found, clean, strict=True):
-        assert_same_bits(np.delete(array, PLACES), np.delete(without, PLACES))
-
-
 def float32s(*values: Any) -> list[np.ndarray]:
     return [np.array(v, np.float32) for v in values]
 
@@ -243,16 +171,6 @@ def test_ftrl_without_regularisation_and_history_is_zero(name: str) -> None:
     w, accum, linear, g = float32s(np.ones(20), np.zeros(20), np.zeros(20), np.zeros(20))
     run_dense(CASES[name].rule, [w, accum, linear], g, CASES[name].hp(np.float32, l1=0.0, l2=0.0))
     assert_same_bits(w, np.zeros(20, np.float32))
-
-
-@pytest.mark.parametrize("power", [0.0, -0.3, -0.5, -1.0])
-def test_ftrl_powers(power: float) -> None:
-    """Also -0.5 through the general rule, and 0, where the rate does not depend on gradients."""
-    case = CASES["ftrl_power"]
-    w, g, *states = (a.astype(np.float32) for a in case.samples(300, seed=12))
-    arrays = [w.copy(), *(s.copy() for s in states)]
-    run_dense(case.rule, arrays, g, case.hp(np.float32, lr_power=power))
-    assert_near(case, arrays, [w, *states], Rounded(g), f"power {power}", lr_power=power)
 
 
 def test_ftrl_rule_follows_the_options() -> None:

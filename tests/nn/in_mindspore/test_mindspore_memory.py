@@ -58,6 +58,9 @@ MOVES: dict[str, Any] = {
         Tensor(np.ones(9), t.dtype), slice_shape=True
     ),
     "set_data of a view": lambda t: t.set_data(t.reshape(*t.shape[::-1], 1)),
+    "set_data of a view from the middle": lambda t: t.set_data(
+        Tensor(np.ones((2 * len(t), *t.shape[1:])), t.dtype)[len(t) :]
+    ),
     "assign_value": lambda t: t.assign_value(other_values(t)),
     "assign_value of another dtype": lambda t: t.assign_value(other_values(t, mindspore.float64)),
     "assign_value_cpp": lambda t: t.assign_value_cpp(other_values(t)),
@@ -149,7 +152,7 @@ def exchange():
             print("memory of others was written", flush=True)
             os._exit(1)
 thread = threading.Thread(target=exchange); thread.start()
-end, done = time.time() + 4, 0
+end, done = time.time() + 2, 0
 while time.time() < end:
     try:
         done += optimizer((g,))[0]
@@ -419,33 +422,14 @@ def test_a_lookup_whose_gradient_has_no_indices() -> None:
         cell(Tensor(np.array([1, 2], np.int32)), Tensor(np.zeros((2, 3), np.float32)))
 
 
-def test_parameters_that_cannot_be_shared_any_more() -> None:
-    w = parameter(np.ones((6, 4)))
-    optimizer, gradient = fused.Adam([w]), gradients_like([w])
-    optimizer(gradient)
-    w.set_data(Tensor(np.ones((12, 4), np.float32))[6:])
-    unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
-    w.set_data(ops.transpose(Tensor(np.ones((4, 6), np.float32)), (1, 0)))
-    unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
-    w.set_data(Tensor(np.ones((6, 4), np.float32)))
-    optimizer(gradient)
+def test_a_parameter_that_is_turned_where_it_lies() -> None:
     square = parameter(np.arange(9).reshape(3, 3))
     optimizer, gradient = fused.SGD([square]), gradients_like([square])
     optimizer(gradient)
-    square.set_data(square.T)  # at the same address
+    square.set_data(square.T)
     unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
-    w = parameter(np.ones((6, 4)))
-    optimizer, gradient = fused.SGD([w]), gradients_like([w])
-    w.set_data(w.reshape(4, 6), slice_shape=True)
-    unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
-    w.set_data(Tensor(np.ones((4, 6), np.float32)), slice_shape=True)
-    unchanged(optimizer, gradient, ValueError, r"another shape .* expected \(6, 4\), got \(4, 6\)")
-    net = dense_net()
-    optimizer = fused.Adam(net.trainable_params())
-    losses(net, optimizer, 0, 1)
-    gradients = gradients_like(net.trainable_params())
-    net.to(mindspore.float16)
-    unchanged(optimizer, gradients, TypeError, "has another dtype than at construction")
+    square.set_data(Tensor(np.ones((3, 3), np.float32)))
+    optimizer(gradient)
 
 
 def test_arguments_that_do_not_fit() -> None:

@@ -15,16 +15,20 @@ from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import RowTensor
 
-from helpers import BF16, STORAGE_DTYPES, arrays_of, assert_same_bits, assign, refused, unchanged
+from helpers import (
+    BF16,
+    STORAGE_DTYPES,
+    arrays_of,
+    assert_same_arrays,
+    assert_same_bits,
+    assign,
+    refused,
+    unchanged,
+)
 from mxnet_options import F16, F32, F64, KINDS, S, counts_of, ones, random, rows
 
 EACH_KIND = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 INF = np.inf
-
-
-def assert_all_same(found: Any, expected: Any, label: str = "") -> None:
-    for k, (a, b) in enumerate(zip(arrays_of([found]), arrays_of([expected]), strict=True)):
-        assert_same_bits(a, b, f"{label}, array {k}")
 
 
 # Indices, states, counts
@@ -114,7 +118,7 @@ def test_one_index_lists_and_tuples(make: Any) -> None:
         found.append([weights, states])
         assert counts_of(opt) == (3, {0: 3, "b": 3})
     for other in found[1:]:
-        assert_all_same(other, found[0])
+        assert_same_arrays(other, found[0])
 
 
 @EACH_KIND
@@ -138,16 +142,16 @@ def test_gradients_of_any_layout(make: Any, dtype: np.dtype, masters: bool) -> N
     forms = [np.repeat(g, 2, axis=1)[:, ::2], np.asfortranarray(g), g[::-1].copy()[::-1], frozen]
     expected = updated(random(4, 3, dtype=dtype), [g] * 4)
     with unchanged(forms, g, gradient):
-        assert_all_same(updated(random(4, 3, dtype=dtype), forms), expected)
+        assert_same_arrays(updated(random(4, 3, dtype=dtype), forms), expected)
         updated(random(4, 3, dtype=dtype), [gradient])
     flat = updated(random(12, dtype=dtype), [g.reshape(-1)] * 4)
-    assert_all_same([x.reshape(4, 3) for x in arrays_of([flat])], expected)
+    assert_same_arrays([x.reshape(4, 3) for x in arrays_of([flat])], expected)
     if dtype.itemsize == 2:
         (once, *_, m, v), (wide, *moments) = (
             arrays_of([updated(random(4, 3, dtype=dtype).astype(d), [g.astype(d)])])
             for d in (dtype, F32)
         )
-        assert_all_same([once, m, v], [wide.astype(dtype), *moments])
+        assert_same_arrays([once, m, v], [wide.astype(dtype), *moments])
 
 
 # What happens between two calls does not show but for what it changes
@@ -248,9 +252,9 @@ def test_sequences(make: Any, masters: bool) -> None:
         n_errors += found[0] != ""
         assert counts_of(kept.updater.optimizer) == counts_of(fresh.updater.optimizer), k
         assert kept.updater.states.keys() == fresh.updater.states.keys()
-        assert_all_same(kept.weights, fresh.weights, f"call {k}")
+        assert_same_arrays(kept.weights, fresh.weights, f"call {k}")
         a, b = ([s.updater.states.get(j) for j in range(4)] for s in both)
-        assert_all_same(a, b, f"states after call {k}")
+        assert_same_arrays(a, b, f"states after call {k}")
     assert 20 < n_errors < 300
 
 
@@ -346,7 +350,7 @@ def test_bad_updates(make: Any, case: tuple[str, Any, Any, str]) -> None:
     for _ in range(2):
         other.update([0, 1, 2], expected["w"], expected["g"], expected["s"])
     opt.update([0, 1, 2], good["w"], good["g"], good["s"])
-    assert_all_same(good["w"], expected["w"])
+    assert_same_arrays(good["w"], expected["w"])
 
 
 @pytest.mark.parametrize("index", [1, 2])
@@ -586,7 +590,7 @@ def test_subclass_of_adam(dtype: np.dtype) -> None:
         g = random(4, seed=k, dtype=dtype)
         updater([0, 1], [g, parts], weights)
         plain([0, 1], [g.astype(F32) / 2, parts], expected)
-    assert_all_same(weights, expected)
+    assert_same_arrays(weights, expected)
     opt = updater.optimizer
     states = [updater.states[i] for i in (0, 1)]
     with unchanged(weights[0]):  # a gradient None is one of no gradient
@@ -602,4 +606,4 @@ def test_rates_and_decays_of_a_subclass() -> None:
     for opt, weights in ((own, w), (plain, expected)):
         states = [opt.create_state(i, x) for i, x in enumerate(weights)]
         opt.update([0, 1], weights, [ones(3), ones(3)], states)
-    assert_all_same(w, expected)
+    assert_same_arrays(w, expected)

@@ -1,4 +1,4 @@
-"""A step finds everything that has changed in its tensors since the last one."""
+"""A step finds all that has changed since the last one, and writes more than parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.nn import Parameter  # noqa: E402
 
 from fusestep.kernels.cpu.headers import tensor_fields  # noqa: E402
 from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
@@ -31,7 +33,8 @@ from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.optimizer import Fused  # noqa: E402
 
-from torch_training import everything  # noqa: E402
+from torch_training import DENSE as CLASSES  # noqa: E402
+from torch_training import assert_close, assert_equal_models, everything, net, train  # noqa: E402
 
 
 @pytest.fixture(params=["fields", "python"])
@@ -127,63 +130,36 @@ def stepped(*shape: int) -> tuple[Any, Any, Any]:
     return parameter, optimizer, optimizer.state[parameter]
 
 
-def resize(_: Any, state: Any) -> None:
-    state["exp_avg"].resize_(10)
+def cut(tensor: Any, n_bytes: int = 0) -> None:
+    tensor.untyped_storage().resize_(n_bytes)
 
 
-def turn(_: Any, state: Any) -> None:
-    state["exp_avg"].data = state["exp_avg"].t()
-
-
-def lose(parameter: Any, _: Any) -> None:
-    parameter.untyped_storage().resize_(0)
-
-
-def lose_some(_: Any, state: Any) -> None:
-    state["exp_avg_sq"].untyped_storage().resize_(40)
-
-
-def lose_a_gradient(parameter: Any, _: Any) -> None:
-    parameter.grad.untyped_storage().resize_(0)
-
-
-def take_away(_: Any, state: Any) -> None:
-    del state["exp_avg"]
-
-
-def put_a_list(_: Any, state: Any) -> None:
-    state["exp_avg"] = [0.0]
-
-
-def put_zeros(_: Any, state: Any) -> None:
-    state["exp_avg"] = torch._efficientzerotensor(8, 2)
-
-
-def put_a_count_without_memory(_: Any, state: Any) -> None:
-    state["step"] = torch._efficientzerotensor(())
-
-
-def put_counts(_: Any, state: Any) -> None:
-    state["step"] = torch.zeros(2)
-
-
-REFUSED: dict[Any, str] = {
-    resize: "state 'exp_avg' .* has a wrong shape",
-    turn: "state 'exp_avg' .* has a wrong shape",
-    lose: "Adam: parameter 0 has no memory: expected 64 bytes, got 0",
-    lose_some: "state 'exp_avg_sq' of parameter 0 has no memory: expected 64 bytes, got 40",
-    lose_a_gradient: "the gradient of parameter 0 has no memory",
-    take_away: "state of parameter 0 lacks 'exp_avg'",
-    put_a_list: "state 'exp_avg' of parameter 0 is missing: expected a tensor, got list",
-    put_zeros: "state 'exp_avg' of parameter 0 has no memory",
-    put_a_count_without_memory: "state 'step' of parameter 0 is a view of another number",
-    put_counts: "state 'step' of parameter 0 is no number: expected a tensor of one element",
-}
+REFUSED: list[tuple[str, Callable[[Any, Any], Any]]] = [
+    ("state 'exp_avg' .* has a wrong shape", lambda _, s: s["exp_avg"].resize_(10)),
+    ("state 'exp_avg' .* has a wrong shape",
+     lambda _, s: setattr(s["exp_avg"], "data", s["exp_avg"].t())),
+    ("Adam: parameter 0 has no memory: expected 64 bytes, got 0", lambda p, _: cut(p)),
+    ("state 'exp_avg_sq' of parameter 0 has no memory: expected 64 bytes, got 40",
+     lambda _, s: cut(s["exp_avg_sq"], 40)),
+    ("the gradient of parameter 0 has no memory", lambda p, _: cut(p.grad)),
+    ("state of parameter 0 lacks 'exp_avg'", lambda _, s: s.pop("exp_avg")),
+    ("state of parameter 0 lacks 'exp_avg_sq'", lambda _, s: s.pop("exp_avg_sq")),
+    ("state of parameter 0 lacks 'step'", lambda _, s: s.pop("step")),
+    ("state 'exp_avg' of parameter 0 is missing: expected a tensor, got list",
+     lambda _, s: s.update(exp_avg=[0.0])),
+    ("state 'exp_avg' of parameter 0 has no memory",
+     lambda _, s: s.update(exp_avg=torch._efficientzerotensor(8, 2))),
+    ("state 'step' of parameter 0 is a view of another number",
+     lambda _, s: s.update(step=torch._efficientzerotensor(()))),
+    *(("state 'step' of parameter 0 is no number: expected a tensor of one element",
+       lambda _, s, x=x: s.update(step=x))
+      for x in ("1", torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.bool))),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("_look")
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_no_step_can_take(change: Callable[[Any, Any], None]) -> None:
+@pytest.mark.parametrize(("text", "change"), REFUSED)
+def test_what_no_step_can_take(text: str, change: Callable[[Any, Any], None]) -> None:
     parameter, optimizer, state = stepped(8, 2)
     other = torch.nn.Parameter(torch.zeros(3))
     optimizer.add_param_group({"params": [other]})
@@ -191,7 +167,7 @@ def test_what_no_step_can_take(change: Callable[[Any, Any], None]) -> None:
     optimizer.step()
     change(parameter, state)
     before = other.detach().clone()
-    with pytest.raises(RuntimeError, match=REFUSED[change]):
+    with pytest.raises(RuntimeError, match=text):
         optimizer.step()
     assert torch.equal(other, before)
     assert optimizer.state[other]["step"].item() == 1.0
@@ -343,6 +319,300 @@ def test_memory_that_moves_onto_another_parameter() -> None:
     optimizer.step()
     assert (one == -3.0).all()
     assert (other == -3.0).all()
+
+
+# -- what a step writes beside parameters: counts, numbers, and what autograd looks at ------------
+
+
+NUMBERS = {"NAdam": ("step", "mu_product"), "ASGD": ("step", "eta", "mu"), "Adam": ("step",)}
+
+
+def stepped_once(name: str, **options: Any) -> tuple[Any, Any, Any]:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = getattr(fused, name)([parameter], **options)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    return parameter, optimizer, optimizer.state[parameter]
+
+
+def require_gradients(x: Any) -> Any:
+    return x.detach().clone().requires_grad_()
+
+
+def infer(x: Any) -> Any:
+    with torch.inference_mode():
+        return x.clone()
+
+
+def in_one_dimension(x: Any) -> Any:
+    return x.reshape(1).clone()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "change", [require_gradients, infer, in_one_dimension, torch.Tensor.double]
+)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_every_kind(name: str, change: Any, grad: bool) -> None:
+    _, optimizer, state = stepped_once(name)
+    twin = copy.deepcopy(optimizer)
+    (other,) = twin.state.values()
+    for number in NUMBERS[name]:
+        state[number] = change(state[number])
+    for each in (optimizer, twin):
+        each.param_groups[0]["params"][0].grad = torch.full((4,), 0.5)
+        with torch.set_grad_enabled(grad):
+            each.step()
+            each.step()
+    for role, x in other.items():
+        torch.testing.assert_close(state[role].detach().reshape(x.shape), x, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_of_other_dtypes(dtype: Any) -> None:
+    """PyTorch gives those that it loads the dtype of the parameter."""
+    _, optimizer, state = stepped_once("NAdam")
+    before = state["mu_product"].item()
+    state["mu_product"] = state["mu_product"].to(dtype)
+    state["step"] = torch.tensor(1, dtype=torch.int64)
+    optimizer.step()
+    assert state["mu_product"].dtype == dtype
+    assert state["mu_product"].item() < before
+    assert state["step"].item() == 2
+
+
+@pytest.mark.parametrize("value", [None, "1", torch.ones(2), torch.ones((), dtype=bool)])
+def test_numbers_that_are_none(value: Any) -> None:
+    """That of a step is in test_looking.py."""
+    parameter, optimizer, state = stepped_once("NAdam")
+    state["mu_product"] = value
+    before = parameter.detach().clone()
+    text = "lacks" if value is None else "state 'mu_product' of parameter 0 is no number"
+    with pytest.raises(RuntimeError, match=text):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+
+
+def test_counts_of_python() -> None:
+    """Of `SparseAdam` they are ints, or what was put there."""
+    table = torch.nn.Parameter(torch.ones(5, 2))
+    optimizer = fused.SparseAdam([table])
+    table.grad = torch.ones(5, 2).to_sparse(1)
+    for k in range(6):
+        optimizer.step()
+        state = optimizer.state[table]
+        assert float(state["step"]) == k + 1
+        if k == 2:
+            state["step"] = torch.tensor(3.0)
+        if k == 4:
+            state["step"] = 5.0
+
+
+@pytest.mark.parametrize("how", ["plain", "strided", "rows"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adafactor"])
+def test_autograd_sees_that_states_have_changed(name: str, how: str) -> None:
+    if how == "rows" and name == "Adafactor":
+        pytest.skip("takes none")
+    data = torch.ones(4, 6)[:, ::2] if how == "strided" else torch.ones(4, 3)
+    parameter = torch.nn.Parameter(data)
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    options |= {"sparse": "all"} if how == "rows" else {}
+    optimizer = getattr(fused, name)([parameter], **options)
+    optimizer.zero_grad()
+    for _ in range(3):
+        parameter.grad = torch.ones(4, 3).to_sparse(1) if how == "rows" else torch.ones(4, 3)
+        tensors = [parameter, *optimizer.state.get(parameter, {}).values()]
+        before = [t._version for t in tensors]
+        optimizer.step()
+        assert all(t._version > v for t, v in zip(tensors, before, strict=True))
+    for saved in optimizer.state[parameter].values():
+        weight = torch.ones(saved.shape, requires_grad=True)
+        loss = (weight * saved).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_loaded_state_that_lacks_some() -> None:
+    parameter, optimizer, _ = stepped_once("Adam")
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["exp_avg"]
+    fresh = fused.Adam([parameter])
+    fresh.load_state_dict(saved)
+    optimizer.param_groups[0]["amsgrad"] = True  # as in PyTorch, where it is a KeyError
+    for one, missing in ((fresh, "exp_avg"), (optimizer, "max_exp_avg_sq")):
+        before = everything(one)
+        with pytest.raises(RuntimeError, match=f"state of parameter 0 lacks '{missing}': expected"):
+            one.step()
+        assert all(map(torch.equal, everything(one), before))
+
+
+def test_a_momentum_that_begins_later() -> None:
+    """As in PyTorch it begins with the gradient."""
+    parameter, optimizer, _ = stepped_once("SGD", lr=0.1)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], torch.ones(4))
+
+
+def test_inference_tensors() -> None:
+    """They have no count of changes."""
+    with torch.inference_mode():
+        parameter = torch.ones(6)[::2]
+        plain = torch.ones(3)
+        plain.grad, parameter.grad = torch.ones(3), torch.ones(3)
+        optimizer = fused.SGD([plain, parameter], lr=1.0)
+    for _ in range(3):
+        optimizer.step()
+    assert plain.tolist() == parameter.tolist() == [-2.0] * 3
+
+
+# -- what users exchange --------------------------------------------------------------------------
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """With states."""
+    return {"momentum": 0.9} if name == "SGD" else {}
+
+
+@pytest.mark.parametrize("grows", [True, False])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_parameter_exchanged_in_its_group(name: str, grows: bool) -> None:
+    """As in Gaussian splatting: points are added or removed, and their states with them."""
+    results = []
+    for package in (fused, torch.optim):
+        torch.manual_seed(2)
+        points = Parameter(torch.randn(6, 3, dtype=torch.float64))
+        group = {"params": [points], "name": "xyz"}
+        optimizer = getattr(package, name)([group], lr=0.01, **options_of(name))
+        for step in range(8):
+            if step == 4:
+                group = optimizer.param_groups[0]
+                old = group["params"][0]
+                state = optimizer.state.pop(old)
+                rows = [0, 1, 2, 3, 4, 5, 5, 1] if grows else [0, 2, 5]
+                new = Parameter(old.detach()[rows])
+                for role, tensor in state.items():
+                    if isinstance(tensor, torch.Tensor) and tensor.shape == old.shape:
+                        state[role] = tensor[rows]
+                if name != "Adafactor":  # its states are of the whole; it begins anew
+                    optimizer.state[new] = state
+                group["params"][0] = points = new
+            points.grad = torch.cos(points.detach() * (step + 1))
+            optimizer.step()
+        results.append([points])
+        assert len(optimizer.state) == 1
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam"])
+def test_groups_of_both_weight_decays(name: str) -> None:
+    models = net(), net()
+    for model, package in zip(models, (fused, torch.optim), strict=True):
+        last = {"params": model[2].parameters(), "decoupled_weight_decay": True}
+        groups = [{"params": model[0].parameters()}, last]
+        train(model, getattr(package, name)(groups, lr=0.05, weight_decay=0.1), range(4))
+    assert_equal_models(*models)
+
+
+# What a step takes over from the one before, where it may not
+
+
+def of_ones(*shape: int, n: int = 1) -> list[Any]:
+    made = [Parameter(torch.zeros(shape)) for _ in range(n)]
+    for parameter in made:
+        parameter.grad = torch.ones(shape)
+    return made
+
+
+def test_a_parameter_that_goes_to_another_group() -> None:
+    first, second, third = of_ones(3, n=3)
+    groups = [{"params": [first, second], "lr": 0.0}, {"params": [third], "lr": 1.0}]
+    optimizer = fused.SGD(groups, lr=1.0)
+    optimizer.step()
+    optimizer.step(param=second)
+    one, other = optimizer.param_groups
+    other["params"].insert(0, one["params"].pop())
+    optimizer.step()
+    assert second.tolist() == [-1.0] * 3
+    optimizer.step(param=second)
+    assert second.tolist() == [-2.0] * 3
+    other["params"].pop(0)
+    with pytest.raises(ValueError, match="foreign"):
+        optimizer.step(param=second)
+
+
+def test_a_parameter_that_is_turned_in_its_place() -> None:
+    (parameter,) = of_ones(2, 2)
+    optimizer = fused.SGD([parameter], lr=1.0)
+    parameter.grad.zero_()
+    optimizer.step()
+    parameter.data = parameter.data.t()
+    parameter.grad.copy_(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    optimizer.step()
+    assert parameter.tolist() == [[0.0, -1.0], [0.0, 0.0]]
+
+
+def test_gradients_that_come_and_go_are_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = of_ones(3, n=4)
+    optimizer = fused.Adam(parameters)
+    bound = []
+    make = type(optimizer)._entry
+    monkeypatch.setattr(type(optimizer), "_entry", lambda *a: bound.append(1) or make(*a))
+    for k in range(8):
+        parameters[0].grad = torch.ones(3) if k % 2 else None
+        optimizer.step()
+    assert sum(bound) == 4
+    assert [optimizer.state[p]["step"].item() for p in parameters] == [4.0, 8.0, 8.0, 8.0]
+
+
+def test_state_dtype_of_states_that_are_made_at_once() -> None:
+    parameter = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = fused.Adagrad([parameter], state_dtype=torch.float32)
+    assert optimizer.state[parameter]["sum"].dtype == torch.float32
+
+
+def test_skip_nonfinite_is_of_the_optimizer() -> None:
+    (parameter,) = of_ones(1)
+    with pytest.raises(ValueError, match="no option of groups"):
+        fused.SGD([{"params": [parameter], "skip_nonfinite": True}])
+    optimizer, other = fused.SGD([parameter], skip_nonfinite=True), fused.SGD(of_ones(1))
+    parameter.grad = torch.tensor([torch.nan])
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert (copied.skipped_steps, copied.skip_nonfinite) == (1, True)
+    other.load_state_dict(optimizer.state_dict())
+    assert not other.skip_nonfinite
+
+
+def test_what_fails_leaves_groups_as_they_were() -> None:
+    (parameter, later) = of_ones(1, n=2)
+    optimizer = fused.Adam([parameter], lr=0.1)
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.add_param_group({"params": [later], "sparse": "bogus"})
+    optimizer.add_param_group({"params": [later], "sparse": "all"})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(differentiable=True, lr=5.0)
+    with pytest.raises(RuntimeError, match="differentiable"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not optimizer.param_groups[0]["differentiable"]
+
+
+def test_a_momentum_of_rows_from_pytorch() -> None:
+    """Its SGD keeps a sparse momentum of sparse gradients."""
+    results = []
+    for package, options in ((torch.optim, {}), (fused, {"sparse": "all"})):
+        table = Parameter(torch.zeros(4, 2))
+        first = torch.optim.SGD([table], lr=0.1, momentum=0.9)
+        values = torch.ones(2, 2)
+        table.grad = torch.sparse_coo_tensor([[1, 3]], values, (4, 2), check_invariants=False)
+        first.step()
+        optimizer = package.SGD([table], lr=0.1, momentum=0.9, **options)
+        optimizer.load_state_dict(first.state_dict())
+        optimizer.step()
+        results.append(table.detach().clone())
+    torch.testing.assert_close(*results)
 
 
 # -- the comparison itself ------------------------------------------------------------------------

@@ -291,25 +291,3 @@ def test_accumulators_begin_alike_in_all_groups() -> None:
         optimizer.step()
         found.append([(x.tolist(), optimizer.state[x]["sum"].tolist()) for x in (p, q, r, s)])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"), [("Rprop", "step_size"), ("ASGD", "eta"), ("Adagrad", "sum")]
-)
-def test_states_of_later_groups_begin_with_their_options(name: str, rate: str) -> None:
-    """States that begin with an option: at the first step of their parameter, as in PyTorch."""
-    found = []
-    for module in (fused, torch.optim):
-        p, q, r = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
-        optimizer = getattr(module, name)([p], lr=0.25)
-        optimizer.add_param_group({"params": [q], "lr": 0.5})
-        optimizer.add_param_group({"params": [r], "lr": torch.tensor(0.125)})
-        for step in range(2):
-            for x in (p, q, r)[: 2 + step]:
-                x.grad = torch.ones_like(x)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] / 2
-            optimizer.step()
-        states = [torch.as_tensor(optimizer.state[x][rate]) for x in (p, q, r)]
-        found.append(torch.cat([x.detach().double().flatten() for x in (*states, p, q, r)]))
-    torch.testing.assert_close(*found, rtol=1e-7, atol=0.0)

@@ -1,4 +1,4 @@
-"""The cases with which PyTorch tests its own optimizers: options, schedulers, and errors."""
+"""The cases with which PyTorch tests its own optimizers: options and errors."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def options_of(name: str, k: int) -> dict[str, Any]:
     return options
 
 
-def run(
-    package: Any, name: str, options: dict[str, Any], dtype: Any, schedulers: Any = ()
-) -> list[Any]:
+def run(package: Any, name: str, options: dict[str, Any], dtype: Any) -> list[Any]:
     """Parameters and states after some steps."""
     torch.manual_seed(1)
     weight, bias = (
@@ -53,7 +51,6 @@ def run(
     )
     x = torch.randn(5, dtype=torch.float64).to(dtype)
     optimizer = getattr(package, name)([weight, bias], **options)
-    made = [scheduler(optimizer) for scheduler in schedulers]
     for step in range(12):
         optimizer.zero_grad()
         loss = (weight.mv(x) + bias).pow(2).sum() / (1 + step)
@@ -61,9 +58,6 @@ def run(
         if INFOS[name].only_supports_sparse_grads:
             weight.grad, bias.grad = weight.grad.to_sparse(1), bias.grad.to_sparse(1)
         optimizer.step()
-        for scheduler in made:
-            is_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            scheduler.step(*((loss.item(),) if is_metric else ()))
     states = [optimizer.state[p] for p in (weight, bias)]
     tensors = [torch.as_tensor(x) for state in states for _, x in sorted(state.items())]
     return [weight, bias, *tensors]
@@ -81,17 +75,6 @@ def test_options(name: str, k: int, dtype: str) -> None:
         run(package, name, options_of(name, k), kind) for package in (fused, torch.optim)
     )
     assert [t.dtype for t in found] == [t.dtype for t in expected]
-    assert_close(bounded(found), bounded(expected), BOUND[kind])
-
-
-SCHEDULED = [(name, k) for name, info in INFOS.items() for k in range(len(info.scheduler_inputs))]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "k"), SCHEDULED)
-def test_scheduled(name: str, k: int, dtype: str) -> None:
-    kind, schedulers = DTYPES[dtype], INFOS[name].scheduler_inputs[k]
-    found, expected = (run(p, name, {}, kind, schedulers) for p in (fused, torch.optim))
     assert_close(bounded(found), bounded(expected), BOUND[kind])
 
 

@@ -1,16 +1,23 @@
-"""What PyTorch's optimizers do not have: clipping on the way, skipped steps, dtypes; bad input."""
+"""What PyTorch's optimizers do not have: skipped steps, dtypes, users' rules; bad input."""
 
 from __future__ import annotations
 
 import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from fusestep.nn import Rule  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn.torch.engine.part import Method  # noqa: E402
 
+from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
 from test_numbers import gradient  # noqa: E402
 from torch_training import EVERY, everything  # noqa: E402
 
@@ -32,23 +39,6 @@ def mixed(dtype: Any = torch.float32) -> list[Any]:
 def unchanged(optimizer: Any, before: list[Any]) -> bool:
     after = everything(optimizer)
     return len(after) == len(before) and all(map(torch.equal, after, before))
-
-
-def test_a_factor_is_for_the_gradients_that_were_measured() -> None:
-    parameters = mixed()
-    optimizer = fused.Adam(parameters, sparse="all")
-    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
-    before = everything(optimizer)
-    parameters[0].grad.mul_(2)
-    with pytest.raises(RuntimeError, match="changed since they were measured"):
-        optimizer.step()
-    assert unchanged(optimizer, before)
-    optimizer.zero_grad()
-    parameters[0].grad = torch.ones(5, 4)
-    optimizer.step()  # nothing is left of it
-    parameters[0].grad = torch.full((5, 4), torch.inf)
-    with pytest.raises(RuntimeError, match="non-finite"):
-        fused.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -132,24 +122,10 @@ def test_options_of_a_group_are_kept_where_a_state_of_pytorch_lacks_them() -> No
 # Bad input: an error before anything is written
 
 
-def refuse_gradient(parameters: list[Any]) -> None:
-    parameters[0].grad.data = torch.ones(4, 5)
-
-
-def overlap(parameters: list[Any]) -> None:
-    parameters[0].grad = parameters[0].detach()
-
-
 def share(parameters: list[Any]) -> None:
     parameters[0].data = parameters[1].detach().contiguous().flatten()[:20].view(5, 4)
     parameters[1].data = parameters[0].detach().as_strided((2, 3, 4, 4), (48, 16, 4, 1))
     parameters[1].grad = torch.ones(2, 3, 4, 4)
-
-
-def out_of_range(parameters: list[Any]) -> None:
-    parameters[2].grad = torch.sparse_coo_tensor(
-        [[1, 9]], torch.ones(2, 3), (9, 3), check_invariants=False
-    )
 
 
 def complex_numbers(parameters: list[Any]) -> None:
@@ -158,25 +134,26 @@ def complex_numbers(parameters: list[Any]) -> None:
     parameters[0].grad = torch.ones(5, 4, dtype=torch.complex64)
 
 
-def without_rows(parameters: list[Any]) -> None:
-    """A hybrid tensor of no sparse dimension."""
-    values = torch.ones(1, 9, 3)
-    parameters[2].grad = torch.sparse_coo_tensor(
-        torch.zeros(0, 1, dtype=torch.int64), values, (9, 3), check_invariants=False
-    )
+def sparse(indices: Any, values: Any) -> Any:
+    return torch.sparse_coo_tensor(indices, values, (9, 3), check_invariants=False)
+
+
+NO_ROWS = torch.zeros(0, 1, dtype=torch.int64)  # a hybrid tensor of no sparse dimension
 
 
 @pytest.mark.parametrize(
     ("spoil", "kind", "message"),
     [
-        (refuse_gradient, RuntimeError, "gradient of parameter 0 has a wrong shape"),
-        (overlap, RuntimeError, "shares memory"),
+        (lambda p: setattr(p[0].grad, "data", torch.ones(4, 5)), RuntimeError,
+         "gradient of parameter 0 has a wrong shape"),
         (share, RuntimeError, "shares memory"),
-        (out_of_range, IndexError, "gradient of parameter 2"),
+        (lambda p: setattr(p[2], "grad", sparse([[1, 9]], torch.ones(2, 3))), IndexError,
+         "gradient of parameter 2"),
         (complex_numbers, RuntimeError, "does not support complex parameters"),
-        (without_rows, RuntimeError, "sparse dimension"),
+        (lambda p: setattr(p[2], "grad", sparse(NO_ROWS, torch.ones(1, 9, 3))), RuntimeError,
+         "sparse dimension"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("after", [0, 1])
 def test_bad_input(spoil: Any, kind: type, message: str, after: int) -> None:
     parameters = mixed()
@@ -266,50 +243,33 @@ BAD_GROUPS: dict[str, Any] = {
 
 
 def looked_at(groups: list[Any]) -> list[Any]:
-    """Groups with what is in them, of iterators what they would give."""
+    """Groups with the order of their options and the identity of what is in them.
+
+    Of iterators, what they would give.
+    """
+
+    def seen(value: Any) -> Any:
+        return [*map(id, copy.copy(value))] if isinstance(value, list | Iterator) else id(value)
+
     return [
-        {
-            name: [*copy.copy(x)] if name == "params" and not isinstance(x, set) else x
-            for name, x in group.items()
-        }
-        if isinstance(group, dict)
-        else group
+        [(name, seen(x)) for name, x in group.items()] if isinstance(group, dict) else id(group)
         for group in groups
     ]
-
-
-def same(found: list[Any], expected: list[Any]) -> bool:
-    """Compared by identity where there are tensors, and with the order of options."""
-    for one, other in zip(found, expected, strict=True):
-        if not isinstance(one, dict):
-            if one is not other:
-                return False
-        elif list(one) != list(other) or any(
-            len(x) != len(y) or any(a is not b for a, b in zip(x, y, strict=True))
-            if isinstance(x, list)
-            else x is not y
-            for x, y in zip(one.values(), other.values(), strict=True)
-        ):
-            return False
-    return True
 
 
 @pytest.mark.parametrize("kind", BAD_GROUPS)
 @pytest.mark.parametrize("name", EVERY)
 def test_errors_leave_groups_as_they_were(name: str, kind: str) -> None:
     cls, groups = getattr(fused, name), BAD_GROUPS[kind]()
-    before, members = looked_at(groups), list(groups)
+    before = looked_at(groups)
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         cls(groups)
-    assert all(a is b for a, b in zip(groups, members, strict=True))
-    assert same(looked_at(groups), before)
     optimizer = cls([SHARED])
-    known, states = copy.copy(optimizer.param_groups), dict(optimizer.state)
-    last = groups[-1]
+    known, states = looked_at(optimizer.param_groups), dict(optimizer.state)
     with pytest.raises((TypeError, ValueError, RuntimeError)):
-        optimizer.add_param_group(last)
-    assert same(looked_at(groups), before)
-    assert same(optimizer.param_groups, known)
+        optimizer.add_param_group(groups[-1])
+    assert looked_at(groups) == before
+    assert looked_at(optimizer.param_groups) == known
     assert optimizer.state.keys() == states.keys()
     optimizer.add_param_group(group_of())
     assert len(optimizer.param_groups) == 2
@@ -318,13 +278,11 @@ def test_errors_leave_groups_as_they_were(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_bad_options_leave_groups_as_they_were(name: str) -> None:
     groups = [group_of(SHARED), {"params": SHARED, "lr": 0.5}, {"params": iter([SHARED])}]
-    before = [dict(group) for group in groups]
+    before = looked_at(groups)
     for options in ({"lr": -1.0}, {"state_dtype": 3}, {"skip_nonfinite": 3}, {"unknown": 3}):
         with pytest.raises((TypeError, ValueError)):
             getattr(fused, name)(groups, **options)
-        assert all(list(group) == list(old) for group, old in zip(groups, before, strict=True))
-        assert groups[0]["params"] is before[0]["params"] and groups[1]["params"] is SHARED
-        assert list(copy.copy(groups[2]["params"])) == [SHARED]
+        assert looked_at(groups) == before
 
 
 def test_thor_that_fails_leaves_no_hooks() -> None:
@@ -374,3 +332,243 @@ def test_ftrl_rests_while_its_rate_is_0() -> None:
         optimizer.step()
         moved.append(not torch.equal(w.detach(), before))
     assert moved == [True, False, True, False]
+
+
+# Tensors that share memory: refused before anything is written, unless no element is shared
+
+N, D = 600, 16
+
+
+def rows(indices: Any, values: Any) -> Any:
+    return torch.sparse_coo_tensor(indices[None], values, (N, D), check_invariants=False)
+
+
+def table() -> Any:
+    return torch.nn.Parameter(torch.arange(N * D, dtype=torch.float32).reshape(N, D))
+
+
+ALIASES: dict[str, Callable[[Any, Any], Any]] = {
+    "values": lambda w, _: rows(torch.arange(N - 1, -1, -1), w.detach()),
+    "some values": lambda w, _: rows(torch.arange(5), w.detach()[7:12]),
+    "values of a state": lambda _, state: rows(torch.arange(N), state["exp_avg"]),
+    "indices": lambda w, _: rows(w.detach().view(-1)[:8].view(torch.int64), torch.ones(4, D)),
+    "indices of a state": lambda _, state: rows(
+        state["exp_avg_sq"].view(-1)[:8].view(torch.int64), torch.ones(4, D)
+    ),
+    "dense": lambda w, _: w.detach(),
+    "dense state": lambda _, state: state["exp_avg"],
+}
+
+
+@pytest.mark.parametrize("earlier_steps", [0, 1, 3])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_gradient_in_the_memory_of_the_step(alias: str, earlier_steps: int) -> None:
+    """Also where it comes only in a later step, which looks at tensors in another way."""
+    w = table()
+    optimizer = fused.LazyAdam([w], lr=0.5)
+    for _ in range(earlier_steps):
+        dense = "dense" in alias
+        w.grad = torch.ones(N, D) if dense else rows(torch.arange(4), torch.ones(4, D))
+        optimizer.step()
+    if not earlier_steps:
+        zeros = {name: torch.zeros(N, D) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[w] = {"step": torch.tensor(0.0), **zeros}
+    w.grad = ALIASES[alias](w, optimizer.state[w])
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="shares memory: expected memory of its own"):
+        optimizer.step()
+    assert all(map(torch.equal, everything(optimizer), before))
+    w.grad = rows(torch.arange(4), torch.ones(4, D))
+    optimizer.step()
+
+
+def test_a_gradient_in_the_memory_of_another_parameter() -> None:
+    first, second = table(), table()
+    optimizer = fused.SGD([first, second], lr=0.5)
+    second.grad = rows(torch.arange(N), first.detach())
+    optimizer.step()  # the other one is not written
+    first.grad = torch.ones(N, D)
+    with pytest.raises(RuntimeError, match="gradient of parameter 1"):
+        optimizer.step()
+
+
+def interleaved() -> list[Any]:
+    """Views of three tensors that share none of their elements."""
+    columns, every_other, hole = torch.zeros(6, 4), torch.zeros(7), torch.zeros(3, 4)
+    views = [columns[:, :3], columns[:, 3:], every_other[::2], every_other[1::2]]
+    views += [hole[:, :2], hole[0, 2:]]
+    return [torch.nn.Parameter(view) for view in views]
+
+
+def test_views_that_share_no_element() -> None:
+    results = []
+    for package in (fused, torch.optim):
+        parameters = interleaved()
+        optimizer = package.Adam(parameters, lr=0.1)
+        for k in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, k + 1.0)
+            optimizer.step()
+        results.append([p.detach().clone() for p in parameters])
+    torch.testing.assert_close(*results)
+
+
+def test_views_that_share_an_element() -> None:
+    whole = torch.zeros(6, 4)
+    views = [torch.nn.Parameter(view) for view in (whole[:, :3], whole[:, 2:])]
+    for view in views:
+        view.grad = torch.ones_like(view)
+    with pytest.raises(RuntimeError, match=r"parameter 1 shares memory.* that of parameter 0"):
+        fused.SGD(views, lr=1.0).step()
+    assert not whole.any()
+
+
+def test_strides_that_are_interleaved() -> None:
+    """Elements 0, 2, 4, 3, 5, 7; the others stay."""
+    whole = torch.zeros(8)
+    parameter = torch.nn.Parameter(whole.as_strided((2, 3), (3, 2)))
+    parameter.grad = torch.ones(2, 3)
+    fused.SGD([parameter], lr=1.0).step()
+    assert whole.tolist() == [-1.0, 0.0, -1.0, -1.0, -1.0, -1.0, 0.0, -1.0]
+    parameter = torch.nn.Parameter(whole.as_strided((2, 3), (2, 2)))
+    parameter.grad = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        fused.SGD([parameter], lr=1.0).step()
+
+
+def test_a_parameter_that_is_listed_twice() -> None:
+    one, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    one.grad, other.grad = torch.ones(3), torch.ones(3)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's
+        optimizer = fused.SGD([one, other, one], lr=1.0)
+    with pytest.raises(RuntimeError, match=r"SGD: parameter 2 .* that of parameter 0"):
+        optimizer.step()
+    assert one.tolist() == [0.0] * 3
+
+
+STATES: dict[str, tuple[Callable[[Any, Any], dict[str, Any]], str]] = {
+    "stride 0": (lambda *_: {"exp_avg": torch.zeros(1).expand(4)}, "single memory location"),
+    "itself": (lambda *_: {"exp_avg": torch.zeros(5).as_strided((4,), (0,))}, "single memory"),
+    "each other": (lambda own, _: {"exp_avg": own["exp_avg_sq"]}, "shares memory"),
+    "another's": (lambda _, other: {"exp_avg": other["exp_avg"]}, "shares memory"),
+    "the count": (lambda _, other: {"step": other["step"]}, "state 'step' .* shares memory"),
+    "strided": (lambda *_: dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.ones(8)[::2]),
+                "shares memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("case", STATES)
+def test_states_that_share_memory(case: str, loaded: bool) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizer = fused.Adam(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    change, text = STATES[case]
+    saved = optimizer.state_dict()
+    states = [optimizer.state[p] for p in parameters]
+    if loaded:
+        saved["state"][1] = saved["state"][1] | change(*reversed(list(saved["state"].values())))
+        optimizer.load_state_dict(saved)
+    else:
+        states[1].update(change(states[1], states[0]))
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=text):
+        optimizer.step()
+    assert all(map(torch.equal, everything(optimizer), before))
+
+
+# Optimizers of users: their rules and scalars are looked at before a step
+
+
+class Own(fused.FusedOptimizer):
+    rule: Rule = AVERAGED
+    found: Any = (0.5,)
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.5, "weight_decay": 0.0}, **options)
+
+    def method(self, group: Any) -> Method:  # noqa: ARG002
+        return Method(self.rule)
+
+    def scalars(self, group: Any, step: float) -> Any:  # noqa: ARG002
+        return self.found
+
+
+CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a rule that raises": (
+        {"rule": replace(PLAIN, update=raising)}, ValueError, "update 'raising' can raise",
+    ),
+    "other arguments": (
+        {"rule": replace(PLAIN, states=("m",))}, TypeError, "update 'plain' takes other arguments",
+    ),
+    "a name of what comes before": (
+        {"rule": replace(PLAIN, hp=("lr", "grad_scale"))}, ValueError,
+        "hp of the rule has a name of what comes before the rule",
+    ),
+    "too many": (
+        {"found": (0.5, 0.5)}, ValueError, r"scalars returns another number of scalars: expected 1",
+    ),
+    "too few": ({"found": ()}, ValueError, "scalars returns another number of scalars"),
+    "None": ({"found": (None,)}, TypeError, "lr of scalars has a wrong type"),
+    "NaN": ({"found": (math.nan,)}, ValueError, "lr of scalars is NaN"),
+}  # fmt: skip
+
+
+def _table(*, sparse: bool) -> Any:
+    table = torch.nn.Embedding(4, 2, sparse=sparse)
+    torch.nn.init.ones_(table.weight)
+    table(torch.tensor([1, 3, 1])).sum().backward()
+    return table
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused(name: str, sparse: bool) -> None:
+    """Nothing has changed then, and the next step is that of a new optimizer."""
+    attributes, kind, match = CASES[name]
+    table, other = _table(sparse=sparse), _table(sparse=sparse)
+    opt = Own(table.parameters(), sparse="touched")
+    for each, value in attributes.items():
+        setattr(opt, each, value)
+    for _ in range(2):
+        with pytest.raises(kind, match=f"^Own: {match}"):
+            opt.step()
+    assert (table.weight == 1).all() and not opt.state
+    for each in attributes:
+        delattr(opt, each)
+    opt.step()
+    Own(other.parameters(), sparse="touched").step()
+    assert torch.equal(table.weight, other.weight) and not (table.weight == 1).all()
+
+
+def test_what_measures_takes_no_sparse_gradients() -> None:
+    table = _table(sparse=True)
+    opt = Own(table.parameters(), sparse="touched")
+    opt.rule = MEASURED
+    match = "^Own: sparse_update does not fit a rule that measures whole tensors"
+    with pytest.raises(ValueError, match=match):
+        opt.step()
+
+
+def test_scalars_of_the_package_are_not_looked_at() -> None:
+    """PyTorch takes a learning rate that is NaN, also in a subclass."""
+
+    class Same(fused.SGD):
+        pass
+
+    table = _table(sparse=False)
+    Same(table.parameters(), lr=torch.tensor(math.nan)).step()
+    assert table.weight.isnan().all()
+
+
+def test_a_method_may_follow_from_other_things_than_options() -> None:
+    table = _table(sparse=False)
+    opt = Own(table.parameters())
+    opt.step()
+    assert set(opt.state[table.weight]) == {"step", "m"}
+    opt.rule = PLAIN
+    before = table.weight.detach().clone()
+    opt.step()
+    assert torch.equal(table.weight, before - 0.5 * table.weight.grad)

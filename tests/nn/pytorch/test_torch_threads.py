@@ -246,65 +246,44 @@ def test_threads_that_meet_in_an_optimizer(n_threads: int) -> None:
     assert found == f"done {8 * n_threads * n_actions}\n"
 
 
-FIRST_STEPS = """
+SMALL_STEPS = """
     import sys, threading
     import torch
     from fusestep.nn import torch as ours
 
     sys.setswitchinterval(1e-6)
-    for trial in range(200):
+
+    def at_once(calls):
+        gate = threading.Barrier(len(calls))
+        threads = [threading.Thread(target=lambda c=c: (gate.wait(), c())) for c in calls]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+
+    for trial in range(200):  # two first steps
         p = torch.nn.Parameter(torch.zeros(64))
         p.grad = torch.ones(64)
         optimizer = ours.Adam([p], lr=0.1)
-        gate = threading.Barrier(2)
-
-        def work():
-            gate.wait()
-            optimizer.step()
-
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
+        at_once([optimizer.step] * 2)
         for _ in range(3):
             before = optimizer.state[p]["step"].item()
             optimizer.step()
             assert optimizer.state[p]["step"].item() == before + 1
-    print("done")
-"""
 
-
-def test_two_first_steps_at_once() -> None:
-    assert output_of(FIRST_STEPS) == "done\n"
-
-
-EACH_ITS_OWN = """
-    import sys, threading
-    import torch
-    from fusestep.nn import torch as ours
-
-    sys.setswitchinterval(1e-6)
-    parameters = [torch.nn.Parameter(torch.zeros(50 + k)) for k in range(4)]
-    optimizer = ours.Adam(parameters, lr=1e-3)
-
-    def work(p):
+    def work(optimizer, p):
         for k in range(300):
             p.grad = torch.full_like(p, 1.0 + k % 3)
             optimizer.step(param=p)
 
-    threads = [threading.Thread(target=work, args=(p,)) for p in parameters]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    twin = torch.nn.Parameter(torch.zeros(1))
-    other = ours.Adam([twin], lr=1e-3)
-    for k in range(300):
-        twin.grad = torch.full_like(twin, 1.0 + k % 3)
-        other.step()
+    parameters = [torch.nn.Parameter(torch.zeros(50 + k)) for k in range(4)]
+    optimizer, twin = ours.Adam(parameters, lr=1e-3), torch.nn.Parameter(torch.zeros(1))
+    at_once([lambda p=p: work(optimizer, p) for p in parameters])
+    work(ours.Adam([twin], lr=1e-3), twin)
     for p in parameters:
         assert (p == twin).all() and optimizer.state[p]["step"] == 300
     print("done")
 """
 
 
-def test_threads_that_step_on_parameters_of_their_own() -> None:
-    """No update is lost, and all bits are those of one thread."""
-    assert output_of(EACH_ITS_OWN) == "done\n"
+def test_first_steps_at_once_and_steps_on_parameters_of_their_own() -> None:
+    """Of the latter no update is lost, and all bits are those of one thread."""
+    assert output_of(SMALL_STEPS) == "done\n"
