@@ -127,6 +127,10 @@ def _passes(sizes: tuple[int, ...], make: Callable[[Any], Any], *, keeps: bool) 
     return step
 
 
+def _cpu_adam(masters: list[Any]) -> Any:
+    return import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(masters, lr=1e-3)
+
+
 def _of_torchao(sizes: tuple[int, ...]) -> Step:
     torch, optim = import_module("torch"), import_module("torchao.optim")
     weights = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in sizes]
@@ -145,8 +149,7 @@ def _contestants(sizes: tuple[int, ...] | Rows) -> dict[str, Callable[[], Step]]
     theirs = {name: partial(_passes, sizes, adamw, keeps=name == KEPT) for name in (NEW, KEPT)}
     found: dict[str, Callable[[], Step]] = {**ours, **theirs}
     if find_spec("deepspeed"):
-        cpu_adam = partial(import_module("deepspeed.ops.adam").DeepSpeedCPUAdam, lr=1e-3)
-        found[DEEPSPEED] = partial(_passes, sizes, cpu_adam, keeps=True)
+        found[DEEPSPEED] = partial(_passes, sizes, _cpu_adam, keeps=True)
     if find_spec("torchao"):
         found[TORCHAO] = partial(_of_torchao, sizes)
     return found
