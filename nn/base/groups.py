@@ -68,7 +68,7 @@ def _entries(where: str, parameters: Any) -> list[Any]:
         reject(ValueError, where, "parameters", "is missing", "a list", None)
     expected = "a list of parameters or of group dicts"
     if isinstance(parameters, Mapping):
-        reject(TypeError, where, "parameters", "has a wrong type", expected, "a dict", LEAVES)
+        reject(TypeError, where, "parameters", "has a wrong type", expected, "dict", LEAVES)
     entries = _listed(where, "parameters", parameters, expected, but=dict)
     if not entries:
         reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")
