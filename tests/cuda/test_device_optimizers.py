@@ -314,8 +314,6 @@ TYPED: tuple[Make, ...] = (
     partial(nn.RowWiseAdam, learning_rate=0.1, state_dtype=np.float32),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
     lambda p: nn.Adam(kept(p), 0.1, weight_decay=0.1, sparse_update="lazy"),
-    lambda p: nn.RowWiseAdagrad(kept(p), learning_rate=0.1, sparse_update="dense_equivalent"),
-    lambda p: nn.AdamOffload(kept(p), 0.1, sparse_update="lazy"),
 )  # fmt: skip
 
 

@@ -394,6 +394,7 @@ def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor is one of a device."""
     if KIND != SIMULATOR:
         pytest.skip("tensors of the CPU are given out as those of the simulator")
+    pytest.importorskip("torch", reason="torch is not installed")
     from simulator import give_out_tensors
 
     give_out_tensors(monkeypatch)
