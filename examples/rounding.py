@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from .errors import require, status_of
 from .options import Parser, integer
@@ -84,12 +85,12 @@ def train_all(n_seeds: int, steps: int | None) -> Losses:
     return losses
 
 
-def compared(losses: Mapping[str, list[dict[int, float]]]) -> dict[str, tuple[float, float]]:
+def compared(losses: Mapping[str, list[dict[Any, float]]]) -> dict[str, tuple[float, float]]:
     """The mean of the last losses of each way, and how far it is from that of float32.
 
     The distance is the mean over the seeds, in terms of the range of the last losses of float32.
     """
-    last = {way: [of_seed[max(of_seed)] for of_seed in own] for way, own in losses.items()}
+    last = {way: [[*of_seed.values()][-1] for of_seed in own] for way, own in losses.items()}
     wide = last[FLOAT32]
     spread = max(wide) - min(wide) or math.nan
     return {

@@ -214,16 +214,16 @@ def element_of(
     n = len(kernel.stored) - len(beside)
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
     calls = [f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"]
-    n_stored, direct = 0, []
+    direct: list[str] = []
     if keeping is not None and keeping.bits is not None:
-        n_stored, direct = 1, [f"w[i] = round(real({new[0]}), bits(i, hp))"]
+        direct = [f"w[i] = round(real({new.pop(0)}), bits(i, hp))"]
         names["bits"] = compiler.part(keeping.bits)
         names["round"] = compiler.conversion(kernel.w.at_random)
     elif keeping is not None:
         calls.append(f"kept = keep({new[0]}, real(load(store0(stored0({new[0]})))))")
         names["keep"] = compiler.part(keeping.store)
         new += [f"kept[{k}]" for k in range(len(beside))]
-    written, stores = _stored(kernel, compiler, kernel.stored[n_stored:], new[n_stored:])
+    written, stores = _stored(kernel, compiler, kernel.stored[len(direct) :], new)
     return compiler.element(
         _written(
             ", ".join(("arrays, g, i", *factors, "hp")),

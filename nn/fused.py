@@ -563,7 +563,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if missing:
             given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
         masters = self._masters()
-        if from_masters and not (masters and missing == []):
+        if from_masters and (missing or not masters):
             wrong, expected = "is impossible", "a state with masters, of weights beside masters"
             reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
         super().load_state_dict(given)

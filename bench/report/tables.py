@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -362,13 +362,9 @@ def _learning(data: Data) -> Blocks:
     """Held-out losses of models, trained with each way of rounding weights."""
     rows = []
     for title, losses in data["losses"].items():
-        found = compared({way: [_numbered(own) for own in of] for way, of in losses.items()})
-        rows.append([title, *(f"{loss:.4f} ({far:+.2f})" for loss, far in found.values())])
+        found = compared(losses).values()
+        rows.append([title, *(f"{loss:.4f} ({far:+.2f})" for loss, far in found)])
     return [Table(["", *next(iter(data["losses"].values()))], rows)]
-
-
-def _numbered(losses: Mapping[str, float]) -> dict[int, float]:
-    return {int(step): loss for step, loss in losses.items()}
 
 
 def on_device(data: Data) -> Table:
