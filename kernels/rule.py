@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
+from .idle import Idle
 from .inner import NO_WRAPPERS
 from .lazy import lazy
 from .state import State
@@ -141,6 +142,7 @@ class Rule(_Constant):
         keeping: how the weight is kept; None: in one array. The last of the states lie beside the
             weight then, and no function of the rule takes them.
         plain: the rule whose weight this one keeps in another way.
+        idle: what steps without a gradient do, many at once; None: no such form is known.
     """
 
     update: Callable[..., Any]
@@ -160,6 +162,7 @@ class Rule(_Constant):
     decays: bool = False
     keeping: Keeping | None = None
     plain: Rule | None = None
+    idle: Idle | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.states, tuple):  # else `check_rule` says what is wrong
@@ -176,6 +179,15 @@ class Rule(_Constant):
             ValueError: it is a rule on matrices, or of weights that are kept so already.
         """
         return _kept(self, keeping)
+
+    @lazy
+    def asleep(self) -> Rule | None:
+        """The rule of many steps without a gradient; None where no such form is known."""
+        if self.plain is not None and self.keeping is not None:
+            return None if self.plain.asleep is None else self.plain.asleep.kept(self.keeping)
+        if self.idle is None:
+            return None
+        return Rule(self.idle.update, self.states, self.idle.fields(len(self.states)))
 
     @lazy
     def beside(self) -> tuple[State, ...]:

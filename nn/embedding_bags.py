@@ -10,11 +10,13 @@ import numpy as np
 
 from ..ops.runtime.arrays import address_of
 from ..ops.runtime.bags.device import DevicePooled
+from ..ops.runtime.bags.ids import read
 from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling
 from ..ops.runtime.bags.tensor import BagTensor
 from ..ops.runtime.errors import reject
 from .base.parameter import Parameter
+from .engine.catch_up import spans_of
 from .fused import FusedOptimizer
 
 _NAME = "EmbeddingBags"
@@ -125,6 +127,10 @@ class EmbeddingBags:
         known = self._known
         if known is None or not self._are_bound(known):
             known = self._read()
+        if self.optimizer.sparse_update == "catch_up":
+            given = read(known, ids, offsets, per_sample_weights)
+            for k, spans in spans_of(known, given).items():
+                self.optimizer.prepare_spans(self._places[k], spans)
         pooled = pool(known, ids, offsets, per_sample_weights, out)
         self._last = _Forward(pooled, known, threading.get_ident())
         return pooled.out

@@ -17,7 +17,9 @@ from functools import lru_cache
 from typing import Any
 
 from ..formula import Numbers
+from ..idle import Idle, IdleStep
 from ..rule import Rule, product, rule_helper
+from .idle import drifting, drifting_by_largest
 
 
 @rule_helper
@@ -171,16 +173,45 @@ def _complement(real: Any, beta: float) -> Any:
     return real(1.0) - real(beta)
 
 
+def _fading(hp: Any) -> tuple[float, float]:
+    return 1.0 - hp.one_minus_beta1, 1.0 - hp.one_minus_beta2
+
+
+def idle_adam(hp: Any, decay: float) -> IdleStep:
+    """Adam without a gradient."""
+    return IdleStep(1.0, _fading(hp), hp.step_size, hp.epsilon)
+
+
+def idle_nesterov(hp: Any, decay: float) -> IdleStep:
+    """Along the moment that it will have after one more such step."""
+    return IdleStep(1.0, _fading(hp), hp.step_size * _fading(hp)[0], hp.epsilon)
+
+
+def idle_amsgrad(hp: Any, decay: float) -> IdleStep:
+    """AMSGrad without a gradient: the largest second moment stays."""
+    return IdleStep(1.0, (*_fading(hp), 1.0), hp.step_size, hp.epsilon)
+
+
+def idle_weight_decay(hp: Any, decay: float) -> IdleStep:
+    """Adam with a decoupled decay, without a gradient."""
+    return IdleStep(1.0 - hp.lr * hp.decay, _fading(hp), hp.lr, hp.epsilon)
+
+
 MOMENTS = ("moment1", "moment2")
 _HP = ("one_minus_beta1", "one_minus_beta2", "step_size", "epsilon")
 _WEIGHT_DECAY_HP = ("one_minus_beta1", "one_minus_beta2", "lr", "epsilon", "decay")
-ADAM = Rule(adam, MOMENTS, _HP)
-ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, _HP)
-ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), _HP)
+ADAM = Rule(adam, MOMENTS, _HP, idle=Idle(drifting, idle_adam, root=1))
+ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, _HP, idle=Idle(drifting, idle_nesterov, root=1))
+ADAM_AMSGRAD = Rule(
+    adam_amsgrad, (*MOMENTS, "vhat"), _HP, idle=Idle(drifting_by_largest, idle_amsgrad, root=2)
+)
 ADAM_DELTA = Rule(adam_delta, MOMENTS, _HP)
 ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, _HP)
 ADAMAX = Rule(adamax, MOMENTS, ("beta1", "one_minus_beta1", "beta2", "step_size", "epsilon"))
-ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP, decays=True)
+ADAM_WEIGHT_DECAY = Rule(
+    adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP, decays=True,
+    idle=Idle(drifting, idle_weight_decay, root=1),
+)  # fmt: skip
 ADAN = Rule(
     adan,
     ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..formula import Numbers
+from ..idle import Idle, IdleStep
 from ..rule import Rule, product, sign
+from .idle import marching
 
 
 def lion(w: Any, g: Any, m: Any, hp: Any) -> Any:
@@ -27,5 +29,10 @@ def lion_scalars(
     return (*betas, real(lr), real(decay), real(0.0), real(1.0))
 
 
+def idle_lion(hp: Any, decay: float) -> IdleStep:
+    """Lion without a gradient: the sign of the average stays."""
+    return IdleStep(1.0 - hp.lr * hp.decay, (hp.beta2,), hp.lr)
+
+
 _HP = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay", "zero", "one")
-LION = Rule(lion, ("exp_avg",), _HP, decays=True)
+LION = Rule(lion, ("exp_avg",), _HP, decays=True, idle=Idle(marching, idle_lion, by_sign=True))

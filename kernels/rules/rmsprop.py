@@ -17,7 +17,9 @@ import math
 from typing import Any
 
 from ..formula import Numbers
+from ..idle import Idle, IdleStep
 from ..rule import Rule, rule_helper
+from .idle import fading, fading_two, gliding_behind
 
 
 @rule_helper
@@ -74,11 +76,32 @@ def rmsprop_momentum_scalars(
     return (*rmsprop_scalars(real, lr, decay, step, (rho, epsilon), powers), real(momentum))
 
 
+def idle_rmsprop(hp: Any, decay: float) -> IdleStep:
+    """RMSProp without a gradient."""
+    return IdleStep(states=(1.0 - hp.one_minus_decay,))
+
+
+def idle_momentum(hp: Any, decay: float) -> IdleStep:
+    """RMSProp with momentum, which already contains the learning rate."""
+    return IdleStep(states=(1.0 - hp.one_minus_decay, hp.momentum), size=1.0)
+
+
+def idle_centered(hp: Any, decay: float) -> IdleStep:
+    """Centered RMSProp without momentum."""
+    return IdleStep(states=(1.0 - hp.one_minus_decay,) * 2)
+
+
 _HP = ("lr", "one_minus_decay", "epsilon", "zero")
 _MOMENTUM_HP = (*_HP, "momentum")
-RMSPROP = Rule(rmsprop, ("mean_square",), _HP)
-RMSPROP_MOMENTUM = Rule(rmsprop_momentum, ("mean_square", "moment"), _MOMENTUM_HP)
-RMSPROP_CENTERED = Rule(rmsprop_centered, ("mean_grad", "mean_square"), _HP)
+RMSPROP = Rule(rmsprop, ("mean_square",), _HP, idle=Idle(fading, idle_rmsprop, moving=None))
+RMSPROP_MOMENTUM = Rule(
+    rmsprop_momentum, ("mean_square", "moment"), _MOMENTUM_HP,
+    idle=Idle(gliding_behind, idle_momentum, moving=1),
+)  # fmt: skip
+RMSPROP_CENTERED = Rule(
+    rmsprop_centered, ("mean_grad", "mean_square"), _HP,
+    idle=Idle(fading_two, idle_centered, moving=None),
+)  # fmt: skip
 RMSPROP_CENTERED_MOMENTUM = Rule(
     rmsprop_centered_momentum, ("mean_grad", "mean_square", "moment"), _MOMENTUM_HP
 )

@@ -23,9 +23,11 @@ import math
 from typing import Any
 
 from ..formula import Numbers
+from ..idle import Idle, IdleStep
 from ..rule import Rule
 from ..state import State
 from .adam import adam_scalars as scalars_of_adam
+from .idle import shrinking
 
 
 def squares(w: Any, g: Any, hp: Any) -> Any:
@@ -93,6 +95,11 @@ def adam_scalars(
     return complement1, complement2, real(1.0), epsilon, size, real(lr * decay)
 
 
+def idle_adagrad(hp: Any, decay: float) -> IdleStep:
+    """Adagrad without a gradient: nothing but a decoupled decay."""
+    return IdleStep(1.0 - getattr(hp, "decay", 0.0), (1.0,))
+
+
 # A step is the rate until a row is measured, then it divided by the root of its second moment.
 _MEASURED: dict[str, Any] = {"n_measured": 1, "factor_of": "step", "scope": "row"}
 _ADAGRAD: dict[str, Any] = {
@@ -100,6 +107,7 @@ _ADAGRAD: dict[str, Any] = {
     "measure": squares,
     "factor": adagrad_row,
     "takes": ("size", "accum", "epsilon"),
+    "idle": Idle(shrinking, idle_adagrad, moving=None),
     **_MEASURED,
 }
 ROW_WISE_ADAGRAD = Rule(row_wise_adagrad, hp=("epsilon", "step"), **_ADAGRAD)

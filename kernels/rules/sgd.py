@@ -13,7 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..formula import Numbers
+from ..idle import Idle, IdleStep
 from ..rule import Rule, product, rule_helper
+from .idle import gliding, shrinking
 
 
 def sgd(w: Any, g: Any, hp: Any) -> Any:
@@ -95,10 +97,33 @@ def asgd_scalars(
     return real(1.0 - lambd * eta), real(eta), real(mu), real(1.0)
 
 
+def idle_sgd(hp: Any, decay: float) -> IdleStep:
+    """Plain descent without a gradient, but for a coupled decay."""
+    return IdleStep(1.0 - hp.lr * decay)
+
+
+def idle_momentum(hp: Any, decay: float) -> IdleStep:
+    """Momentum without a gradient, but for a coupled decay."""
+    pull = hp.one_minus_dampening * decay
+    return IdleStep(1.0 - hp.lr * pull, (hp.momentum,), hp.lr, pull=pull)
+
+
+def idle_nesterov(hp: Any, decay: float) -> IdleStep:
+    """Nesterov's momentum without a gradient, but for a coupled decay."""
+    pull, ahead = hp.one_minus_dampening * decay, hp.lr * hp.momentum
+    return IdleStep(1.0 - hp.lr * decay - ahead * pull, (hp.momentum,), ahead, pull=pull)
+
+
 _MOMENTUM_HP = ("lr", "momentum", "one_minus_dampening")
-SGD = Rule(sgd, (), ("lr",))
-MOMENTUM = Rule(momentum, ("accum",), _MOMENTUM_HP, layerwise=True)
-MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), _MOMENTUM_HP, layerwise=True)
+SGD = Rule(sgd, (), ("lr",), idle=Idle(shrinking, idle_sgd, moving=None, coupled=True))
+MOMENTUM = Rule(
+    momentum, ("accum",), _MOMENTUM_HP, layerwise=True,
+    idle=Idle(gliding, idle_momentum, coupled=True),
+)  # fmt: skip
+MOMENTUM_NESTEROV = Rule(
+    momentum_nesterov, ("accum",), _MOMENTUM_HP, layerwise=True,
+    idle=Idle(gliding, idle_nesterov, coupled=True),
+)  # fmt: skip
 _STATES, _FIRST_STEP_HP = ("accum", "stat"), (*_MOMENTUM_HP, "zero")
 SGD_FIRST_STEP = Rule(sgd_first_step, _STATES, _FIRST_STEP_HP)
 SGD_FIRST_STEP_NESTEROV = Rule(sgd_first_step_nesterov, _STATES, _FIRST_STEP_HP)

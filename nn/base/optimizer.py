@@ -95,6 +95,8 @@ class Optimizer(CheckedAttributes):
         self._global_step = self._made("global_step", (1,), np.int32, 0)
         self._device = self._common_device()
         self._check_overlap({})
+        for parameter in self.parameters:
+            parameter.check_awake()
         # After the checks above: parameters keep no name of an optimizer that could not be made.
         name_by_position(self._groups.options)
         for parameter in self.parameters:
@@ -401,6 +403,9 @@ class Optimizer(CheckedAttributes):
         """Check the array that ``parameter.data`` becomes: same device, no shared memory."""
         device_of(self._name, {f"parameter {parameter.name!r}": parameter.array, "its data": array})
         self._check_overlap({id(parameter): array})
+
+    def check_awake(self, parameter: Parameter) -> None:
+        """Called before another optimizer gets a parameter, which a subclass may refuse."""
 
     def forget_addresses(self) -> None:
         """Called after a parameter was rebound; a subclass drops what it has derived from it."""

@@ -159,6 +159,11 @@ class Parameter:
         """Have ``owner`` told about every rebinding; it is held weakly."""
         self._owners.add(owner)
 
+    def check_awake(self) -> None:
+        """Ask its optimizers whether another one may have it."""
+        for owner in list(self._owners):
+            owner.check_awake(self)
+
     def __getstate__(self) -> dict[str, Any]:
         # Without owners: an optimizer that is copied along watches the copy from its own
         # `__setstate__`, and one that is not must not be told about it.

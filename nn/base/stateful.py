@@ -128,10 +128,11 @@ class StatefulOptimizer(Optimizer):
 
     def _states_of_each(self) -> list[tuple[Any, ...]]:
         """The states of each parameter, in the order of the roles."""
-        return [
-            tuple(a for a in (arrays[i] for arrays in self._states.values()) if a is not None)
-            for i in range(len(self.parameters))
-        ]
+        return [self._states_at(i) for i in range(len(self.parameters))]
+
+    def _states_at(self, i: int) -> tuple[Any, ...]:
+        """The states of parameter ``i`` that a step reads and writes."""
+        return tuple(a for a in (arrays[i] for arrays in self._states.values()) if a is not None)
 
     def _state(self, role: str) -> tuple[Any, ...]:
         """One role of every parameter that has it."""

@@ -58,6 +58,10 @@ class Route:
     """The way of a batch of ids to the owners of their rows; made by `RowShard.route`.
 
     Ids and rows travel once for each process that uses them, however often they occur there.
+
+    Attributes:
+        needed: int64: the rows of this process's part that `gather` reads, for
+            `FusedOptimizer.prepare`.
     """
 
     _occurrences: tuple[list[int], np.ndarray, np.ndarray] | None = None
@@ -83,7 +87,7 @@ class Route:
         needed: np.ndarray = np.empty(sum(self._needed_counts), self._index)
         exchange = self._comm.all_to_all(local, self._sent, needed, self._needed_counts)
         exchange.wait()
-        self._needed = needed.astype(np.int64)
+        self.needed = needed.astype(np.int64)
 
     @property
     def _index(self) -> type:
@@ -107,7 +111,7 @@ class Route:
         """Send the rows: `gather` in two parts. The table may change meanwhile."""
         array, error = attempted(self._checked_table, "Route.gather", table)
         agree(self._comm, "Route.gather", _form(array), error)
-        sent = _rows_at(array, self._needed)
+        sent = _rows_at(array, self.needed)
         received = empty_like(array, (len(self._distinct), *array.shape[1:]))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
         return Arrival([transfer], lambda: native(_rows_at(received, self._inverse)))
@@ -180,7 +184,7 @@ class Route:
             rank = np.repeat(np.arange(self._comm.size), own_counts)
             first_needed = np.cumsum([0, *self._needed_counts])
             first_position = np.cumsum([0, *self._lengths.tolist()])
-            rows = self._needed[first_needed[rank] + places[:, 0]]
+            rows = self.needed[first_needed[rank] + places[:, 0]]
             positions = first_position[rank] + places[:, 1]
             indices = values.holding(rows) if isinstance(values, DeviceArray) else rows
             shape = self._rows, *values.shape[1:]

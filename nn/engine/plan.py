@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ...kernels.cpu.counts import are_equal
+from ...kernels.cpu.threads.parallel import Prepared
 from ...kernels.formula import ROUNDING, Formula
 from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST
@@ -94,6 +95,7 @@ class Plan(NamedTuple):
     skip_nonfinite: bool  # whether a gradient that is not finite skips the step
     use_locking: bool  # whether the step locks its memory
     calls: Sequence[KernelCall]
+    behind: Sequence[Prepared] = ()  # what brings rows up to date first
 
 
 def calls_of(

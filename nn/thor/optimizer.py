@@ -278,7 +278,7 @@ class Thor(FusedOptimizer):
     def _derived_state(self, _step: int) -> dict[str, np.ndarray]:
         return {"momentum": np.array(self.momentum, np.float32)}
 
-    def state_dict(self) -> dict[str, np.ndarray]:
+    def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
         """Copies of all that a resumed run needs beside the parameters, by name.
 
         Beside those of Momentum: ``matrix_a_inv.<weight>`` and ``matrix_g_inv.<weight>``, the
@@ -286,7 +286,7 @@ class Thor(FusedOptimizer):
         ``refreshes.<weight>``, how often they were computed. What was captured since the last
         step is no part of it.
         """
-        return super().state_dict()
+        return super().state_dict(flush=flush)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
         """Load a state of this optimizer, factors included (`FusedOptimizer.load_state_dict`)."""

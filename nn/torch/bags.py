@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from ...kernels.private import backward_of_now, find, outside_of_graphs, version_of, watched
+from ...kernels.private import backward_of_now, find, outside_of_graphs, watched
 from ...kernels.tables import LEFT_OUT
 from ...ops.runtime.bags.ids import find_error, read, read_plain
 from ...ops.runtime.bags.pooled import Pooled, pool
@@ -30,6 +30,7 @@ from ..distributed.agreement import attempted
 from ..distributed.reduction import average_bags
 from ..distributed.torch_group import over_torch
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
+from .engine.sleep import changes_of, prepare_bags
 from .engine.threads import as_torch
 from .optimizer import Fused, _is_watched
 
@@ -285,6 +286,7 @@ class EmbeddingBags(nn.Module):
         if found is None:
             arrays = self._arrays(given)
             found = read(pooling, *arrays)
+        prepare_bags(pooling, found, weights)
         pooled = Pooled(pooling, found)
         if pooled.is_bad:
             find_error(pooling, *(arrays or self._arrays(given))[:2])
@@ -486,9 +488,9 @@ class _Pooling(torch.autograd.Function):
             ctx.step = weakref.ref(module._updates.step())
         factors = tensors[len(weights) :]
         ctx.factors, ctx.versions = [(t.shape, t.dtype) for t in factors], None
+        ctx.pooled, ctx.dropped = module._pooled(given, weights)
         if any(t.requires_grad for t in factors):  # whose gradients follow from the tables
             ctx.versions = _versions(weights)
-        ctx.pooled, ctx.dropped = module._pooled(given, weights)
         dtypes = {weight.dtype for weight in weights}
         out = tensor_of(ctx.pooled.out)
         return out.to(dtypes.pop()) if len(dtypes) == 1 else out
@@ -607,7 +609,7 @@ def _reject_weight(k: int) -> None:
 
 def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Where tables lie, and how often they have changed."""
-    return [(weight.data_ptr(), version_of(weight)) for weight in weights]
+    return [(weight.data_ptr(), changes_of(weight)) for weight in weights]
 
 
 def _as_torch(gradient: BagTensor, weight: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ..distributed.route import Route
 from ..distributed.shard import RowShard
 from ..distributed.torch_group import over_torch
 from .engine.memory import DTYPES, array_of, in_memory, tensor_of
+from .engine.sleep import prepare_rows
 from .engine.state import order_in_state, own_rows, whole_table
 from .engine.threads import as_torch
 
@@ -134,7 +135,9 @@ class ShardedEmbedding(nn.Module):
             IndexError: on a rank, an id is out of range.
         """
         self._mark()
-        found: Tensor = _Lookup.apply(self.weight, self.shard.route(ids), self.average)
+        route = self.shard.route(ids)
+        prepare_rows(self.weight, route.needed)
+        found: Tensor = _Lookup.apply(self.weight, route, self.average)
         return found
 
     def extra_repr(self) -> str:

@@ -15,7 +15,7 @@ from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
 from ..base.own_rules import is_own
 from ..base.state_files import maker_of_states
-from .engine.declaration import Declaration
+from ..engine.catch_up import MissedSteps
 from .engine.options import (
     OWN,
     Rounding,
@@ -28,6 +28,7 @@ from .engine.options import (
     check_rows,
 )  # fmt: skip
 from .engine.part import number, state_dtype_of
+from .engine.sleep import Sleeper
 from .engine.state import (
     cast_states,
     check_masters,
@@ -64,7 +65,7 @@ def _shown(cls: Any) -> Callable[..., None]:
     return __init__
 
 
-class Fused(Declaration, _Base):
+class Fused(Sleeper, _Base):
     """Step, options and state of a `FusedOptimizer`, to stand before a class of PyTorch.
 
     It is no subclass of ``torch.optim.Optimizer`` itself: libraries that register all subclasses by
@@ -87,7 +88,7 @@ class Fused(Declaration, _Base):
         own |= {name: kwargs.pop(name, x) for name, x in self._more_options.items()}
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
-        self.skipped_steps, self._maker = 0, maker_of_states()
+        self.skipped_steps, self._maker, self._missed = 0, maker_of_states(), MissedSteps()
         params = list(params) if isinstance(params, Iterator) else params
         with as_before_after_errors(() if isinstance(params, Tensor) else params):
             super().__init__(params, *args, **kwargs)
@@ -140,7 +141,7 @@ class Fused(Declaration, _Base):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "skip_nonfinite", "skipped_steps", "_copies"
+        names = "skip_nonfinite", "skipped_steps", "_copies", "_missed"
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -152,12 +153,17 @@ class Fused(Declaration, _Base):
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, flush: bool = False) -> dict[str, Any]:
         """The state dict of ``torch.optim``; it has the whole table of a `ShardedEmbedding`.
 
-        Copies of parameters are not in it.
+        Copies of parameters are not in it. With ``flush`` all rows are brought up to date first
+        (`flush`), for readers that know no ``sparse="catch_up"``; otherwise nothing is written.
         """
-        return with_rows(whole_table, without_copies(super().state_dict()), self.param_groups)
+        if check.flag(type(self).__name__, "flush", flush):
+            self.flush()
+        found = without_copies(super().state_dict())
+        found = with_rows(whole_table, found, self.param_groups)
+        return self._with_scalars(found, flush=flush)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, from_masters: bool = False) -> None:
         """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
@@ -189,7 +195,7 @@ class Fused(Declaration, _Base):
         finally:
             last.remove()
         saved = given[-1]
-        each = zip(self.param_groups, saved["param_groups"], before, strict=True)
+        each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
         for group, of_file, own in each:
             group.update({name: x for name, x in own.items() if name not in of_file})
             for parameter, key in zip(group["params"], of_file["params"], strict=True):
@@ -198,6 +204,8 @@ class Fused(Declaration, _Base):
                 self._make_loaded(parameter, state)
                 if from_masters and has_master(group, state):
                     parameter.detach().copy_(state[MASTER.name])
+        for group, of_file, _ in each:
+            self._begin_asleep(saved["state"], zip(group["params"], of_file["params"], strict=True))
         self._steps = Steps()
 
     # The step
@@ -276,8 +284,10 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
         defaults: the options of groups, and how they begin.
         sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
             equal indices are summed first): ``"touched"``, the rows that occur, or ``"all"``,
-            every row, those that do not occur with a gradient of 0. None: the rows that occur,
-            where both mean the same or the class is made for it; other classes raise in the step.
+            every row, those that do not occur with a gradient of 0, or ``"catch_up"``: the numbers
+            of ``"all"``, but rows that do not occur sleep, and take the steps that they have missed
+            before they are read (`watch`, `prepare`) or written. None: the rows that occur, where
+            all mean the same or the class is made for it; other classes raise in the step.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
             counted in ``skipped_steps``.
         state_dtype: a dtype of PyTorch for the states; default each parameter's, float32 with

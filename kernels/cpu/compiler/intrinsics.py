@@ -221,6 +221,14 @@ def atomic_add(context, builder, address, value):
 
 
 @int64_intrinsic(types.int32)
+def atomic_exchange(context, builder, address, value):
+    """``value`` to the ``int32`` at ``address``; returns what was there, to one thread alone."""
+    kind = ir.IntType(32)
+    new = builder.trunc(value, kind)
+    return builder.atomic_rmw("xchg", _pointer(builder, address, kind), new, "monotonic")
+
+
+@int64_intrinsic(types.int32)
 def load_acquire(context, builder, address):
     """The ``int32`` at an address, or the lower half of an ``int64``; with acquire ordering."""
     return builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4)

@@ -24,7 +24,7 @@ from .layout import PADDING, HotSegment, RowCall, Table
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 131_072  # elements: waking a thread takes as long as updating so many
-_ROW_COST = 96  # elements that could be updated while one row is fetched from memory
+ROW_COST = 96  # elements that could be updated while one row is fetched from memory
 _PARTS_PER_THREAD = 16
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
 _LINE_WORDS = LINE // 8  # int64
@@ -89,7 +89,7 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         shapes.append((source.length, source.whole_length or source.length, height, width))
         carried = max(carried, source.n_rows)
         carries = carries and source.rows != 0 and not (source.weights or source.winners)
-    work = n * (widest + _ROW_COST) if touched_only else elements
+    work = n * (widest + ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
     # A slot has a cache line, and the summed gradient of a row or of a tile of whole rows.

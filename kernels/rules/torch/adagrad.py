@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...idle import Idle, IdleStep
 from ...rule import Rule, product, rule_helper
-from .adam import lerp
+from ..idle import fading, fading_two, gliding_behind
+from .adam import kept_of, lerp
 
 
 def adagrad(w: Any, g: Any, total: Any, hp: Any) -> Any:
@@ -62,13 +64,34 @@ def rmsprop_centered_momentum(w: Any, g: Any, v: Any, buffer: Any, a: Any, hp: A
     return w - hp.lr * buffer, v, buffer, a
 
 
+def idle_rmsprop(hp: Any, decay: float) -> IdleStep:
+    """RMSprop without a gradient."""
+    return IdleStep(states=(hp.alpha,))
+
+
+def idle_momentum(hp: Any, decay: float) -> IdleStep:
+    """RMSprop with momentum."""
+    return IdleStep(states=(hp.alpha, hp.momentum), size=hp.lr)
+
+
+def idle_centered(hp: Any, decay: float) -> IdleStep:
+    """Centered RMSprop without momentum."""
+    return IdleStep(states=(hp.alpha, kept_of(hp)))
+
+
 _HP = ("lr", "alpha", "one_minus_alpha", "epsilon")
 _MOMENTUM_HP = (*_HP, "momentum")
 _SQUARE, _BUFFER, _MEAN = "square_avg", "momentum_buffer", "grad_avg"
 TORCH_ADAGRAD = Rule(adagrad, ("sum",), ("lr", "epsilon"))
-TORCH_RMSPROP = Rule(rmsprop, (_SQUARE,), _HP)
-TORCH_RMSPROP_MOMENTUM = Rule(rmsprop_momentum, (_SQUARE, _BUFFER), _MOMENTUM_HP)
-TORCH_RMSPROP_CENTERED = Rule(rmsprop_centered, (_SQUARE, _MEAN), (*_HP, "share", "zero"))
+TORCH_RMSPROP = Rule(rmsprop, (_SQUARE,), _HP, idle=Idle(fading, idle_rmsprop, moving=None))
+TORCH_RMSPROP_MOMENTUM = Rule(
+    rmsprop_momentum, (_SQUARE, _BUFFER), _MOMENTUM_HP,
+    idle=Idle(gliding_behind, idle_momentum, moving=1),
+)  # fmt: skip
+TORCH_RMSPROP_CENTERED = Rule(
+    rmsprop_centered, (_SQUARE, _MEAN), (*_HP, "share", "zero"),
+    idle=Idle(fading_two, idle_centered, moving=None),
+)  # fmt: skip
 TORCH_RMSPROP_CENTERED_MOMENTUM = Rule(
     rmsprop_centered_momentum, (_SQUARE, _BUFFER, _MEAN), (*_MOMENTUM_HP, "share", "zero")
 )

@@ -16,7 +16,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...idle import Idle, IdleStep
 from ...rule import Rule, product, rule_helper
+from ..idle import drifting, drifting_by_largest
 
 
 @rule_helper
@@ -87,12 +89,32 @@ def adamax(w: Any, g: Any, m: Any, u: Any, hp: Any) -> Any:
     return w - hp.step_size * m / u, m, u
 
 
+def kept_of(hp: Any) -> float:
+    """What `lerp` to 0 leaves of a number."""
+    return float(1.0 - hp.share if hp.share > hp.zero else -hp.share)
+
+
+def idle_adam(hp: Any, decay: float) -> IdleStep:
+    """Adam and AdamW without a gradient."""
+    size, epsilon = hp.step_size / hp.root, hp.epsilon / hp.root
+    return IdleStep(hp.shrink, (kept_of(hp), hp.beta2), size, epsilon)
+
+
+def idle_amsgrad(hp: Any, decay: float) -> IdleStep:
+    """AMSGrad without a gradient: the largest second moment stays."""
+    own = idle_adam(hp, decay)
+    return own._replace(states=(*own.states, 1.0))
+
+
 _STATES = ("exp_avg", "exp_avg_sq")
 _MOMENTS_HP = ("share", "zero", "beta2", "one_minus_beta2")
 _HP = (*_MOMENTS_HP, "step_size", "root", "epsilon", "shrink")
 _RADAM_HP = (*_MOMENTS_HP, "step_size", "epsilon", "shrink", "adapts", "one")
-TORCH_ADAM = Rule(adam, _STATES, _HP, decays=True)
-TORCH_AMSGRAD = Rule(adam_amsgrad, (*_STATES, "max_exp_avg_sq"), _HP, decays=True)
+TORCH_ADAM = Rule(adam, _STATES, _HP, decays=True, idle=Idle(drifting, idle_adam, root=1))
+TORCH_AMSGRAD = Rule(
+    adam_amsgrad, (*_STATES, "max_exp_avg_sq"), _HP, decays=True,
+    idle=Idle(drifting_by_largest, idle_amsgrad, root=2),
+)  # fmt: skip
 TORCH_NADAM = Rule(nadam, _STATES, (*_HP, "gradient_size"), decays=True)
 TORCH_RADAM = Rule(radam, _STATES, _RADAM_HP, decays=True)
 TORCH_ADAMAX = Rule(

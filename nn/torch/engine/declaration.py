@@ -18,6 +18,7 @@ from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
 from ...base.state_files import StateMaker, made_by
+from ...engine.catch_up import LAST
 from ...engine.reader import is_row_sparse
 from .binding import check_parameter
 from .memory import DTYPES, NUMBERS, tensor_of
@@ -98,7 +99,7 @@ class Declaration(ABC):
     def _counts(self, group: Group) -> bool:
         """Whether the updates of each parameter of a group are counted, in a state ``step``."""
         is_counted = group["rounding"] == STOCHASTIC.name or self._maker is not None
-        return self._counts_updates or is_counted
+        return self._counts_updates or is_counted or group["sparse"] == "catch_up"
 
     def _choice(self, group: Group) -> RuleChoice:
         return self.method(group).choice(group)
@@ -142,6 +143,9 @@ class Declaration(ABC):
         elif "step" in numbers and not self._counts_updates and state.get("step") is None:
             # It has been updated, who knows how often.
             state = new[parameter] = {**state, "step": single(1.0)}
+        if choice.sleeps and state.get(LAST.name) is None:
+            last = parameter.new_full(parameter.shape[:1], int(state["step"]), dtype=torch.int32)
+            state = new[parameter] = {**state, LAST.name: last}
         self._check_complete(name, state, roles)
         entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None
@@ -191,6 +195,7 @@ class Declaration(ABC):
             if choice.touched_only is None:
                 fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
                 raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
+        self._check_sleep(group, choice, name, parameter)
         if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
             fix = "fusestep.nn has one that runs there"
             raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
@@ -201,6 +206,11 @@ class Declaration(ABC):
                 "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
             )
         return True
+
+    def _check_sleep(  # noqa: B027
+        self, group: Group, choice: RuleChoice, name: str, parameter: Tensor
+    ) -> None:
+        """Refuse what rows that sleep cannot have."""
 
     def _new_step(self) -> Any:
         return single(0.0)

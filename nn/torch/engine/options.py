@@ -17,7 +17,7 @@ from ...base.arguments import seed
 from .memory import DTYPE_NAMES, DTYPES
 from .part import Group
 
-Sparse = Literal["touched", "all"]
+Sparse = Literal["touched", "all", "catch_up"]
 SPARSE = get_args(Sparse)
 Rounding = Literal["nearest", "master", "kahan", "stochastic"]
 ROUNDINGS = get_args(Rounding)

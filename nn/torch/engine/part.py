@@ -49,6 +49,7 @@ class RuleChoice(NamedTuple):
     states: tuple[str, ...]  # the names of those of the rule, in its order
     touched_only: bool | None  # what sparse gradients update; None: they are refused
     couples: bool  # a weight decay is added to the gradient
+    sleeps: bool = False  # rows that do not occur take their steps when they are next touched
 
     def with_copy(self) -> RuleChoice:
         """The choice for a parameter with a copy that is written with it."""
@@ -67,12 +68,12 @@ class Method(NamedTuple):
         """The choice of kernels that this method makes for a group."""
         told, touched_only = group["sparse"], True if self.touches else None
         if told is not None:
-            touched_only = told == "touched"
+            touched_only = told != "all"
         rule, states = self.rule, self.states or self.rule.names
         if keeping := KEEPINGS[group["rounding"]]:
             rule = rule.kept(keeping)
             states = (*states, *(state.name for state in keeping.beside))
-        return RuleChoice(rule, states, touched_only, self.couples)
+        return RuleChoice(rule, states, touched_only, self.couples, told == "catch_up")
 
 
 class GradientPrologue(NamedTuple):

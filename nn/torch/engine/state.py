@@ -15,6 +15,7 @@ from ....kernels.quiet import quiet
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
 from ...distributed.shard import RowShard, places
+from ...engine.catch_up import SCALARS
 from .memory import NUMBERS, array_of, tensor_of
 from .part import number
 from .tensors import local, wide_dtype
@@ -222,6 +223,10 @@ def own_rows(tensor: Tensor, shard: RowShard, order: str | None = None) -> Tenso
     return found
 
 
+def _has_rows(name: str, x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and name != SCALARS
+
+
 def with_rows(
     convert: Callable[[Tensor, RowShard], Tensor],
     state_dict: dict[str, Any],
@@ -234,7 +239,7 @@ def with_rows(
             shard = getattr(parameter, "row_shard", None)
             if shard is not None and isinstance(states.get(key), dict):
                 states[key] = {
-                    name: convert(x, shard) if isinstance(x, Tensor) and x.dim() else x
+                    name: convert(x, shard) if _has_rows(name, x) else x
                     for name, x in states[key].items()
                 }
     return {**state_dict, "state": states}

@@ -23,8 +23,8 @@ from ....ops.runtime.row_step import Update
 from ...base.own_rules import checked_scalars
 from ...engine.device import launch_updates
 from .binding import Binding, Layout, finish, has_finite, on_devices
-from .declaration import Declaration
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, StepInputs
+from .sleep import Sleeper
 from .state import Number, place_of, single_of
 from .threads import as_torch
 
@@ -48,7 +48,7 @@ class Steps:
         self._options: GroupOptions | None = None  # of the last step
 
     def take(
-        self, optimizer: Declaration, param: Tensor | None, factor: float,
+        self, optimizer: Sleeper, param: Tensor | None, factor: float,
         gradients: tuple[Any, ...] | None,
     ) -> None:  # fmt: skip
         """Take a step of all parameters, or of one; with None the gradients are those in ``.grad``.
@@ -133,7 +133,7 @@ def _exchanged(binding: Binding, known: list[Binding], layout: Layout) -> Bindin
 
 
 @as_torch
-def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options: Options) -> bool:
+def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Options) -> bool:
     """Prepare all that can fail; then write and count. Whether it was not skipped."""
     if optimizer.skip_nonfinite and not has_finite(given):
         optimizer.skipped_steps += 1
@@ -143,6 +143,7 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
     updates: list[Update] = []  # alive until they are done: rows are found by addresses
     ready: list[Prepared] = []
     launched: dict[ParameterBatch, Update] = {}
+    sleeping: list[tuple[ParameterBatch, Update]] = []
     together: list[Any] = []  # whose scalars follow from sums over all of them
     places: list[Sequence[int]] = []
     for part in given.chosen.parts:
@@ -151,6 +152,8 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
             hp, hp_of = part.drawn(groups, steps, hp, hp_of)
         numbers += after
         updates.append(update := part.update(given, before, hp, hp_of))
+        if part.choice.sleeps:
+            sleeping.append((part, update))
         if part.device is not None:
             launched[part] = update
         elif not part.is_measured:
@@ -168,6 +171,8 @@ def _run(optimizer: Declaration, given: StepInputs, count: TensorCount, options:
             return False
         of_step, steps_together = found
         ready += steps_together
+    if sleeping:
+        ready = [*optimizer.behind(given, sleeping, steps), *ready]
     counted = [] if count.n else _counted(given, numbers)
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
@@ -224,7 +229,7 @@ def _steps(given: StepInputs, count: TensorCount) -> float | list[float]:
 
 
 def _rows(
-    optimizer: Declaration, part: ParameterBatch, given: StepInputs, steps: float | list[float],
+    optimizer: Sleeper, part: ParameterBatch, given: StepInputs, steps: float | list[float],
     options: Options,
 ) -> tuple[Any, Any, list[Number]]:  # fmt: skip
     """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
@@ -256,6 +261,6 @@ def _rows(
     return part.rounded(rows), np.arange(len(rows)), after
 
 
-def _checked_scalars(optimizer: Declaration, rule: Rule, group: Group, step: float) -> Numbers:
+def _checked_scalars(optimizer: Sleeper, rule: Rule, group: Group, step: float) -> Numbers:
     found = optimizer.scalars(group, step)
     return checked_scalars(type(optimizer).__name__, "scalars", found, rule.hp)

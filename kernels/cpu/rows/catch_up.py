@@ -1,0 +1,272 @@
+"""Catching up: rows that slept take the steps that they have missed, each row once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from ...element import Kernel, kernel
+from ...idle import NODES, SLEEP, IdleTable
+from ...inner import njit
+from ..blocks import blocks
+from ..compiler.compile import part
+from ..compiler.intrinsics import (
+    as_pointer,
+    atomic_exchange,
+    call_address,
+    copy_bytes,
+    load_int64,
+    prefetch_line,
+)
+from ..compiler.lines import LINE, prefetch
+from ..compiler.records import index_at, int64s
+from ..headers.arrays import address_of
+from ..threads.parallel import Arguments, Loop, get_num_threads
+from .step import ROW_COST, UPDATE_SERIAL_BELOW
+
+_LINES_AHEAD, _MOST_AHEAD = 96, 16  # as of rows that are updated
+_LAST_AHEAD = 32  # ids whose counts are on their way
+_PART_IDS, _PART_ROWS = 1_024, 4_096  # of a stretch of ids, or of a table
+
+
+class CatchUpCall(NamedTuple):
+    """Arguments of the loops, all ``int64``."""
+
+    indices: int  # [n] of any order; 0: the rows from ``first`` on
+    index_bytes: int
+    first: int
+    n: int
+    ahead: int  # rows that are on their way
+    last: int  # int32 [rows]: the last step of each row
+    rows: int  # of the table; others are passed over
+    now: int  # the step that rows are brought up to
+    mark: int  # what is their last step then
+    closed_from: int
+    horizon: int
+    arrays: int  # address of the addresses of the parameter and its states
+    n_arrays: int
+    row_bytes: int  # as of `RowCall`
+    width: int
+    many: int  # block of many steps
+    many_hp: int  # [SLEEP] of its scalars, for rows whose last step was t at t % SLEEP
+    many_bytes: int
+    # For steps that are taken one by one: all up to ``ways`` with the scalars of `Idle.update`.
+    steps: int  # [SLEEP] of `_Step`
+    drift: int  # block of many steps on a drift in the place of the parameter
+    behind_drift: int  # block of many steps that adds the drift
+    ways: int  # the place of the first way among the scalars
+    nodes: int  # that of epsilon, before the nodes
+    real_bytes: int
+    scratch: int  # for each slot: addresses, scalars, the drift of a row
+    scratch_bytes: int
+    listed: int  # int64 [_PART_IDS, 2] for each slot: rows and their last steps
+    behind: int  # int64 [1]: not 0 if any row was
+
+
+class _Step(NamedTuple):
+    """What is left of a weight, a first moment and a root in a step; and its scalars; float64."""
+
+    weight: float
+    first: float
+    root: float
+    size: float
+    epsilon: float
+
+
+@njit(inline="always")
+def _real(address, n_bytes, k):
+    """Number ``k`` in the type of the arithmetic."""
+    if n_bytes == 4:
+        return np.float64(carray(as_pointer(address), k + 1, np.float32)[k])
+    return carray(as_pointer(address), k + 1, np.float64)[k]
+
+
+@njit(inline="always")
+def _put(address, n_bytes, k, x):
+    if n_bytes == 4:
+        carray(as_pointer(address), k + 1, np.float32)[k] = np.float32(x)
+    else:
+        carray(as_pointer(address), k + 1, np.float64)[k] = x
+
+
+@njit
+def _walk(c, slot, row, since):
+    """One row, step by step as far as that has to be: as many steps at a time as there are ways.
+
+    The drift is summed by itself, so that the weight is rounded once.
+    """
+    arrays = c.scratch + slot * c.scratch_bytes
+    hp, b = arrays + 8 * c.n_arrays, c.real_bytes
+    drift, every = hp + c.many_bytes, carray(as_pointer(c.steps), (SLEEP, 5), np.float64)
+    for a in range(1, c.n_arrays):
+        int64s(arrays, c.n_arrays)[a] = load_int64(c.arrays + 8 * a)
+    int64s(arrays, c.n_arrays)[0] = drift - row * c.width * b
+    for k in range(c.width):
+        _put(drift, b, k, 0.0)
+    for k in range(1, c.ways):  # the states stay
+        _put(hp, b, k, 1.0)
+    first = root = 1.0
+    t, stop = since, min(c.now, c.closed_from, since + c.horizon)
+    while t < c.now:
+        weight = 1.0
+        if t < stop:
+            epsilon = every[(t + 1) % SLEEP, 4]
+            for k in range(NODES):
+                way, node = 0.0, 1.0
+                if t < stop:
+                    t += 1
+                    step = every[t % SLEEP]
+                    for earlier in range(k):
+                        _put(hp, b, c.ways + earlier, _real(hp, b, c.ways + earlier) * step[0])
+                    weight, first, root = weight * step[0], first * step[1], root * step[2]
+                    less = epsilon / step[4] if epsilon > 0.0 else 1.0
+                    way, node = step[3] * first * less, root * less
+                _put(hp, b, c.ways + k, way)
+                _put(hp, b, c.nodes + 1 + k, node)
+        else:  # the rest, as of a row that took step t
+            known = c.many_hp + t % SLEEP * c.many_bytes
+            weight, epsilon, t = _real(known, b, 0), _real(known, b, c.nodes), c.now
+            for k in range(NODES):
+                _put(hp, b, c.ways + k, _real(known, b, c.ways + k) * first)
+                _put(hp, b, c.nodes + 1 + k, _real(known, b, c.nodes + 1 + k) * root)
+        _put(hp, b, 0, weight)
+        _put(hp, b, c.nodes, epsilon)
+        call_address(c.drift, arrays, row, 1, c.width, 0, hp)
+    copy_bytes(hp, c.many_hp + since % SLEEP * c.many_bytes, c.many_bytes)
+    for k in range(NODES):
+        _put(hp, b, c.ways + k, 0.0)
+    call_address(c.behind_drift, c.arrays, row, 1, c.width, drift, hp)
+
+
+@njit
+def _catch_up(c, slot, row, rows, since):
+    if since >= c.closed_from:
+        scalars = c.many_hp + since % SLEEP * c.many_bytes
+        call_address(c.many, c.arrays, row, rows, c.width, 0, scalars)
+        return
+    for k in range(rows):
+        _walk(c, slot, row + k, since)
+
+
+@njit(inline="always")
+def _last_of(c):
+    # The number of rows is not told; all that are asked for are there.
+    return carray(as_pointer(c.last), 1 << 40, np.int32)
+
+
+@njit(inline="always")
+def _prefetch_row(c, row):
+    for a in range(c.n_arrays):
+        sizes = c.row_bytes + 16 * a
+        n_bytes = c.width * load_int64(sizes) + load_int64(sizes + 8)
+        prefetch(load_int64(c.arrays + 8 * a) + row * n_bytes, n_bytes)
+
+
+@part(CatchUpCall)
+def _catch_up_ids(index, slot, c):
+    """The rows of a stretch of the ids that no other part has claimed: first they are listed."""
+    last, begin = _last_of(c), index * _PART_IDS
+    end, n = min(begin + _PART_IDS, c.n), 0
+    listed = int64s(c.listed + slot * 16 * _PART_IDS, 2 * _PART_IDS)
+    for k in range(begin, end):
+        if k + _LAST_AHEAD < end:
+            prefetch_line(c.last + 4 * index_at(c.indices, c.index_bytes, k + _LAST_AHEAD))
+        row = index_at(c.indices, c.index_bytes, k)
+        if 0 <= row < c.rows and last[row] < c.mark:
+            since = np.int64(atomic_exchange(c.last + 4 * row, c.mark))
+            if since < c.now:
+                listed[2 * n], listed[2 * n + 1] = row, since
+                n += 1
+    if n > 0:
+        int64s(c.behind, 1)[0] = 1
+    for k in range(min(c.ahead, n)):
+        _prefetch_row(c, listed[2 * k])
+    for k in range(n):
+        if k + c.ahead < n:
+            _prefetch_row(c, listed[2 * (k + c.ahead)])
+        _catch_up(c, slot, listed[2 * k], 1, listed[2 * k + 1])
+
+
+@part(CatchUpCall)
+def _catch_up_stretch(index, slot, c):
+    """Rows that lie together; those with the same last step are updated together."""
+    last = _last_of(c)
+    row = c.first + index * _PART_ROWS
+    end = min(row + _PART_ROWS, c.first + c.n)
+    while row < end:
+        since, begin = np.int64(last[row]), row
+        while row < end and last[row] == since:
+            if since < c.mark:
+                last[row] = c.mark
+            row += 1
+        if since < c.now:
+            int64s(c.behind, 1)[0] = 1
+            _catch_up(c, slot, begin, row - begin, since)
+
+
+class CatchUp:
+    """Bringing some rows of a table up to a step: to be run by `commit`.
+
+    Args:
+        many: the kernel of the idle form of the rule.
+        addresses: the parameter and its states.
+        shape: that of the parameter.
+        last: int32 ``[N]``: the last step of each row.
+        table: the scalars of the steps up to ``now``.
+        now: the step to which rows are brought.
+        mark: what is written as their last step: that of a gradient which follows, or ``now``.
+        rows: the rows: the address of ids, their bytes, and how many there are; or 0, the first of
+            rows that lie together, and how many there are.
+    """
+
+    def __init__(
+        self, many: Kernel, addresses: Sequence[int], shape: tuple[int, ...],
+        last: np.ndarray, table: IdleTable, now: int, mark: int, rows: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        table.advance(now)
+        width, at = math.prod(shape[1:]), np.array(addresses, np.int64)
+        self._behind = np.zeros(1, np.int64)
+        indices, index_bytes, n = rows
+        first = 0 if indices else index_bytes
+        is_small = n * (width + ROW_COST) < UPDATE_SERIAL_BELOW
+        threads = 1 if is_small else get_num_threads()
+        n_parts = -(-n // (_PART_IDS if indices else _PART_ROWS))
+        lines = sum(-(-width * x.itemsize // LINE) + 1 for x in many.storages)
+        ahead = max(2, min(_MOST_AHEAD, _LINES_AHEAD // max(1, lines)))
+        real, walks = many.real, table.closed_from > 0
+        scratch_bytes = 8 * len(at) + table.many.strides[0] + width * real.itemsize
+        scratch_bytes = -(-scratch_bytes // LINE) * LINE if walks else 0
+        scratch = np.empty(threads * scratch_bytes + LINE, np.uint8)
+        drift = kernel(many.rule.plain or many.rule, (), real, real, many.s[: table.n_states])
+        one_by_one = (
+            (0, 0)
+            if not walks
+            else (blocks(drift).update_zero.address, blocks(many).update_real.address)
+        )
+        n_ways = table.idle.n_ways
+        listed = np.empty((threads, _PART_IDS, 2) if indices else 0, np.int64)
+        self._keep = at, last, table, scratch, listed
+        self._call = Arguments(
+            CatchUpCall(
+                indices, index_bytes, first, n, ahead, address_of(last), len(last), now, mark,
+                table.closed_from, table.horizon, address_of(at), len(at),
+                address_of(many.row_bytes), width, blocks(many).update_zero.address,
+                address_of(table.many), table.many.strides[0], address_of(table.steps),
+                *one_by_one, 1 + table.n_states, 2 + table.n_states + n_ways, real.itemsize,
+                address_of(scratch), scratch_bytes, address_of(listed), address_of(self._behind),
+            )
+        )  # fmt: skip
+        function = _catch_up_ids if indices else _catch_up_stretch
+        self.loops = (Loop.of(function, n_parts, self._call.address, threads),)
+
+    @property
+    def found_any(self) -> bool:
+        """Whether any row was behind, once the loop has run."""
+        return bool(self._behind[0])
+
+    def release(self) -> None:
+        """Do nothing: no memory is borrowed."""

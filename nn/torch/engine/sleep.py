@@ -1,0 +1,265 @@
+"""Rows of PyTorch's tables that sleep while they have no gradient: see `nn.engine.catch_up`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....kernels.cpu.rows.catch_up import CatchUp
+from ....kernels.cpu.threads.parallel import commit
+from ....kernels.private import outside_of_graphs, version_of
+from ....kernels.rule import Rule
+from ....kernels.storage import STORAGES, real_of
+from ....ops.runtime import check
+from ....ops.runtime.bags.ids import HostIds
+from ....ops.runtime.bags.pooling import Pooling
+from ....ops.runtime.errors import reject
+from ....ops.runtime.row_step import Update
+from ...engine.catch_up import (
+    LAST,
+    SCALARS,
+    MissedSteps,
+    NextStep,
+    Table,
+    check_idle,
+    check_last,
+    scalars_of,
+    spans_of,
+)
+from .declaration import Declaration
+from .memory import DTYPES, array_of
+from .part import ParameterBatch, RuleChoice, StepInputs, number
+from .state import place_of
+from .tensors import local
+from .threads import as_torch
+
+_sleepers: Any = WeakTensorKeyDictionary()
+"""By parameter a weak reference to the optimizer whose steps its rows may have missed."""
+_woken: Any = WeakTensorKeyDictionary()
+"""By parameter how often rows of it were brought up to date."""
+
+
+def sleeper_of(parameter: Tensor) -> Sleeper | None:
+    """The optimizer whose steps rows of a parameter may have missed, if there is one."""
+    known = _sleepers.get(parameter)
+    found: Sleeper | None = known and known()
+    return found
+
+
+def changes_of(parameter: Tensor) -> int:
+    """How often the rows that a lookup has read may have changed since."""
+    # Those that others bring up to date later are not among them.
+    found: int = version_of(parameter) - _woken.get(parameter, 0)
+    return found
+
+
+class Sleeper(Declaration):
+    """The part of an optimizer that brings rows up to date."""
+
+    _missed: MissedSteps
+
+    def prepare(self, parameter: Tensor, ids: Any) -> None:
+        """Bring rows of a table up to date with ``sparse="catch_up"``, before they are read.
+
+        Rows for which nothing is due are not written, and autograd sees no change. With another
+        ``sparse`` none is ever behind, and nothing is done. `watch` calls it for modules;
+        `EmbeddingBags` and `ShardedEmbedding` call it themselves.
+
+        Args:
+            parameter: a parameter of the optimizer.
+            ids: int32 or int64 of any shape, on the host: the numbers of the rows.
+
+        Raises:
+            TypeError: ``ids`` are no int32 or int64.
+            ValueError: ``parameter`` is none of the optimizer's.
+            IndexError: an id is out of range.
+            Nothing has been written then.
+        """
+        where = f"{type(self).__name__}.prepare"
+        if place_of(self.param_groups, parameter) is None:
+            reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
+        prepare_rows(parameter, ids, where)
+
+    def flush(self) -> None:
+        """Bring all rows up to date with ``sparse="catch_up"``; else none is ever behind."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        behind = [p for p in parameters if LAST.name in self.state.get(p, {})]
+        self._catch_up([(p, self._missed.of_all(self._table(p))) for p in behind])
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date.
+
+        Every such module in ``module`` gets a forward pre-hook. A lookup by
+        ``torch.nn.functional`` is seen by nobody: call `prepare` before it.
+
+        Args:
+            module: a module, or one that contains them.
+
+        Returns:
+            A handle of each hook, with ``remove()``.
+
+        Raises:
+            ValueError: no table in it is the optimizer's.
+        """
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        inner = [id(m) for bags in module.modules() if hasattr(bags, "update_in_backward")
+                 for m in bags.children()]  # fmt: skip
+        found = [
+            m
+            for m in module.modules()
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and id(m) not in inner
+        ]
+        if not any(id(p) in own for p in module.parameters()):
+            where, expected = f"{type(self).__name__}.watch", "a table of the optimizer"
+            reject(ValueError, where, "module", "has no table to watch", expected, "others")
+        return [m.register_forward_pre_hook(_before_lookup, with_kwargs=True) for m in found]
+
+    # Tables
+
+    def _table(self, parameter: Tensor) -> Table:
+        groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        choice = self._choice(next(groups))
+        if parameter in self._copies:
+            choice = choice.with_copy()
+        state = self.state[parameter]
+        return self._table_of(parameter, choice, choice.rule, state, int(number(state["step"])))
+
+    def _table_of(
+        self, parameter: Tensor, choice: RuleChoice, rule: Rule, state: Mapping[str, Any], now: int
+    ) -> Table:  # fmt: skip
+        where, last = type(self).__name__, state.get(LAST.name)
+        n = len(parameter)
+        if not isinstance(last, Tensor) or last.dtype != torch.int32 or last.shape != (n,):
+            expected, got = f"int32 of shape ({n},)", type(last).__name__
+            label = f"state {LAST.name!r}"
+            reject(RuntimeError, where, label, "does not fit its table", expected, got)
+        self._missed.add(parameter, rule, real_of(STORAGES[DTYPES[parameter.dtype]]).dtype)
+        states = [array_of(state[name]) for name in choice.states]
+        _sleepers[parameter] = weakref.ref(self)
+        return Table.of(
+            parameter, rule, [array_of(parameter.detach()), *states], array_of(last), now
+        )
+
+    def behind(
+        self, given: StepInputs, updates: Iterable[tuple[ParameterBatch, Update]],
+        steps: float | list[float],
+    ) -> Sequence[CatchUp]:  # fmt: skip
+        """What brings rows up to date before these updates of a step."""
+        found = []
+        for part, update in updates:
+            gradients: Any = update.gradients if part.batch.row_sparse else repeat(None)
+            each = zip(part.batch.positions.tolist(), part.places, scalars_of(update), gradients,
+                       strict=False)  # fmt: skip
+            for i, place, own, g in each:
+                parameter = given.parameters[i]
+                state = given.new.get(parameter) or self.state[parameter]
+                now = int(steps if isinstance(steps, float) else steps[place]) - 1
+                table = self._table_of(parameter, part.choice, part.rule, state, now)
+                found.append(NextStep(table, own, g and g.source))
+        return [*self._missed.before(found)]
+
+    @as_torch
+    def _catch_up(self, each: Sequence[tuple[Tensor, CatchUp]]) -> None:
+        commit([own for _, own in each])
+        # What autograd has saved of a table is another one now.
+        for parameter, own in each:
+            if own.found_any:
+                _woken[parameter] = _woken.get(parameter, 0) + 1
+                torch.autograd.graph.increment_version(parameter)
+
+    def prepare_spans(self, parameter: Tensor, spans: Iterable[tuple[int, int, int]]) -> None:
+        """Bring rows up to date: address and bytes of lists of ids, and how many there are."""
+        table = self._table(parameter)
+        self._catch_up([(parameter, self._missed.of_span(table, span)) for span in spans])
+
+    # Options and state
+
+    def _check_sleep(
+        self, group: Mapping[str, Any], choice: RuleChoice, name: str, parameter: Tensor
+    ) -> None:
+        """Refuse what rows that sleep cannot have, and tables whose rows others have missed."""
+        where, option = type(self).__name__, "sparse='catch_up'"
+        other = sleeper_of(parameter)
+        if other is not None and other is not self and other.is_asleep(parameter):
+            expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
+            reject(RuntimeError, where, name, "has rows that sleep", expected, got)
+        if not choice.sleeps:
+            if self.is_asleep(parameter):
+                expected, got = "none: flush() before `sparse` changes", "some"
+                reject(RuntimeError, where, name, "has rows that sleep", expected, got)
+            return
+        couples = choice.couples and bool(group.get("weight_decay"))
+        check_idle(where, option, choice.rule, couples=couples)
+        is_whole = local(parameter) is parameter and parameter.is_contiguous()
+        if parameter.is_cuda or not is_whole or parameter.dim() == 0:
+            expected = "a contiguous table of one process on the host"
+            reject(RuntimeError, where, name, f"does not fit {option}", expected, "another")
+        if group["rounding"] == "stochastic":
+            reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
+
+    def is_asleep(self, parameter: Tensor) -> bool:
+        """Whether a row of a parameter has missed a step."""
+        state = self.state.get(parameter, {})
+        last = state.get(LAST.name)
+        return last is not None and bool((last < int(number(state["step"]))).any())
+
+    def _with_scalars(self, state_dict: dict[str, Any], *, flush: bool) -> dict[str, Any]:
+        """A state dict with the scalars of missed steps, or without a trace of them."""
+        states = dict(state_dict["state"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                if parameter not in self._missed.tables or key not in states:
+                    continue
+                if flush:
+                    states[key] = {k: x for k, x in states[key].items() if k != LAST.name}
+                else:
+                    given = torch.from_numpy(self._missed.tables[parameter].given.copy())
+                    states[key] = {**states[key], SCALARS: given}
+        return {**state_dict, "state": states}
+
+    def _begin_asleep(self, saved: Mapping[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
+        """Go on with the scalars of missed steps of a state that was loaded."""
+        self._missed.part()
+        for parameter, key in keys:
+            scalars = saved.get(key, {}).get(SCALARS)
+            state = self.state.get(parameter, {})
+            state.pop(SCALARS, None)
+            if scalars is not None:
+                table = self._table(parameter)
+                label = f"state {LAST.name!r} of a parameter"
+                check_last(type(self).__name__, label, table.last, table.now)
+                self._missed.tables[parameter].given[...] = np.asarray(scalars)
+                self._missed.begin(parameter, table.now)
+
+
+@outside_of_graphs
+def prepare_rows(weight: Tensor, ids: Any, where: str = "a lookup") -> None:
+    """Bring rows of a table up to date before they are read, whoever its optimizer is."""
+    sleeper = sleeper_of(weight)
+    if sleeper is None:
+        return
+    rows = ids if isinstance(ids, np.ndarray) else array_of(ids.detach().contiguous())
+    rows = rows.reshape(-1)
+    check.index_dtype(where, rows)
+    check.indices_in_range(where, rows, len(weight))
+    sleeper.prepare_spans(weight, [(rows.ctypes.data, rows.itemsize, len(rows))])
+
+
+def prepare_bags(pooling: Pooling, given: HostIds, weights: Sequence[Tensor]) -> None:
+    """Bring the rows of bags up to date before they are pooled."""
+    if not len(_sleepers):
+        return
+    for k, spans in spans_of(pooling, given).items():
+        if (sleeper := sleeper_of(weights[k])) is not None:
+            sleeper.prepare_spans(weights[k], spans)
+
+
+def _before_lookup(module: Any, args: Any, kwargs: Any) -> None:
+    prepare_rows(module.weight, args[0] if args else kwargs["input"])
