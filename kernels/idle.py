@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NODES = 5
-TOLERANCE = 1e-7
+TOLERANCE, _MISLED = 1e-7, 5e-7
 SLEEP = 2_048
 """The most steps that a row sleeps. Every row is looked at once in so many steps."""
 _SECOND = 1  # the place of the second moment that decays
@@ -91,15 +91,13 @@ class Nodes(NamedTuple):
     """
 
     x: np.ndarray  # [NODES]
-    at: np.ndarray  # moments, and the relative errors there, which grow
+    at: np.ndarray  # moments, and the relative errors there
     errors: np.ndarray
     suffice: bool  # whether the drift is right while epsilon stays
 
-    def mislead(self, left: np.ndarray, at: np.ndarray, fades: float) -> np.ndarray:
-        """Whether an error shows, of steps at these moments with this much of the first moment."""
-        # As a part of the whole drift up to that step.
-        part = left * -math.expm1(-fades) / np.maximum(1.0 - left, 1e-9)
-        found: np.ndarray = part * np.interp(at, self.at, self.errors) > TOLERANCE
+    def error(self, at: np.ndarray) -> np.ndarray:
+        """The relative error at some moments."""
+        found: np.ndarray = np.interp(at, self.at, self.errors)
         return found
 
 
@@ -120,11 +118,12 @@ def nodes_of(fades1: float, fades2: float) -> Nodes:
     j = np.arange(1.0, 2.0 + min(SLEEP, _SLOWEST / fades1))
     weights = np.exp(-fades1 * j)
     missed, drift = (np.cumsum(part * weights, axis=1) for part in wrong(fades2 * j))
-    at = np.concatenate((np.linspace(0.0, x[-1], 64), np.linspace(x[-1], x[-1] + 8.0, 512)[1:]))
+    inside, beyond = np.linspace(x[0], x[-1], 64), np.linspace(0.0, 8.0, 512)[1:]
+    at = np.concatenate((x[0] - beyond[::-1], inside, x[-1] + beyond))
     errors, exact = wrong(at)
     # Large shares of both signs cancel, which in float32 costs as many of its last places.
-    lost = np.maximum(np.abs(_shares(x, at)).sum(axis=1) - 3.0, 0.0) * 3 * TOLERANCE
-    worst = np.maximum.accumulate((errors / exact).max(axis=0) + lost)
+    lost = np.maximum(np.abs(_shares(x, at)).sum(axis=1) - 3.0, 0.0) * 2.0**-24
+    worst = (errors / exact).max(axis=0) + lost
     suffice = fades1 > fades2 and bool((missed / drift).max() <= TOLERANCE)
     return Nodes(x, at, worst, suffice)
 
@@ -164,6 +163,7 @@ class IdleTable:
         # The first fields of ``many``, a row each.
         self._sums = np.zeros((1 + n_states + idle.n_ways + 1, SLEEP))
         self.steps = np.zeros((SLEEP, 5))
+        self._wrong = np.zeros(SLEEP)  # sum of the errors, each with its first moment
         self._x = np.zeros(SLEEP)  # moments since the last step
         self._begun = np.zeros(SLEEP)  # logarithm of epsilon in the first missed step
         self.begin(0)
@@ -237,7 +237,7 @@ class IdleTable:
         passed, of_root = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
         self.steps[step % SLEEP] = own.weight, left[0], of_root, own.size, own.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
-        self._x[begin], self._begun[begin] = passed, log_epsilon
+        self._x[begin], self._begun[begin], self._wrong[begin] = passed, log_epsilon, 0.0
         self._log_epsilon = log_epsilon
         self.many[begin, len(sums) :] = own.epsilon, *np.exp(-self._nodes.x)
         # The first moment of rows that slept longer has faded.
@@ -246,8 +246,13 @@ class IdleTable:
         first, x, grown = sums[1 + idle.moving, at], self._x[at], log_epsilon - self._begun[at]
         if not self._nodes.suffice:
             self.closed_from = step
-        elif grown[0] > 0.0:
-            misled = np.flatnonzero(self._nodes.mislead(first, x, fades[0]))
+        elif grown.any():
+            error = self._nodes.error(x)
+            # What is beyond all nodes would be of any size; steps are taken one by one there.
+            first = np.where(error < 1.0, first, 0.0)
+            self._wrong[at] += sums[1 + idle.moving, at] * error
+            most = _MISLED * (1.0 - sums[1 + idle.moving, at]) / math.expm1(fades[0])  # as a part of all of the drift
+            misled = np.flatnonzero(self._wrong[at] > most)
             if len(misled):
                 self.closed_from = max(self.closed_from, step - recent + int(misled[-1]) + 1)
         # With another epsilon in its divisor, a drift is that of another time by another factor.

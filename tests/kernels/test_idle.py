@@ -1,0 +1,284 @@
+"""Steps without a gradient, many at once: every idle form, against float64 step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep.kernels.cpu.rows.catch_up import CatchUp
+from fusestep.kernels.cpu.threads.parallel import commit
+from fusestep.kernels.element import kernel
+from fusestep.kernels.idle import SLEEP, IdleTable
+from fusestep.kernels.rule import Rule, hp_type
+from fusestep.kernels.rules import adam, lion, rmsprop, row_wise, sgd
+from fusestep.kernels.rules.torch import adagrad as torch_adagrad
+from fusestep.kernels.rules.torch import adam as torch_adam
+from fusestep.kernels.storage import STORAGES, real_of
+
+from helpers import BF16, EPSILON, TINY, more
+
+F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
+N, D = 120, 9
+BETAS = [(0.9, 0.999), (0.9, 0.95), (0.95, 0.999), (0.99, 0.999), (0.5, 0.9), (0.0, 0.99)]
+RATES: dict[str, Callable[[int], float]] = {
+    "constant": lambda t: 0.01,
+    "cosine": lambda t: 0.005 * (1.0 + math.cos(t / 50.0)),
+    "stairs": lambda t: 0.01 * 0.3 ** (t // 40),
+    "now and then": lambda t: 0.01 if t % 7 == 0 else 0.0,
+    "warm up": lambda t: min(0.01, 1e-4 * t),
+}
+Scalars = Callable[[float, int], tuple[float, ...]]
+
+
+def mindspore(beta1: float, beta2: float, epsilon: float = 1e-8) -> Scalars:
+    """Adam's scalars, of which the step size holds the corrections."""
+
+    def scalars(lr: float, t: int) -> tuple[float, ...]:
+        size = lr * math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t)
+        return 1.0 - beta1, 1.0 - beta2, size, epsilon
+
+    return scalars
+
+
+def decoupled(beta1: float, beta2: float, epsilon: float = 1e-6) -> Scalars:
+    """Those of Adam with a decoupled decay."""
+    return lambda lr, t: (1.0 - beta1, 1.0 - beta2, lr, epsilon, 0.3)
+
+
+def corrected(beta1: float, beta2: float, epsilon: float = 1e-8) -> Scalars:
+    """Those of PyTorch's AdamW: epsilon stands beside the corrected root."""
+
+    def scalars(lr: float, t: int) -> tuple[float, ...]:
+        root = 1.0 / math.sqrt(1.0 - beta2**t)
+        moments = torch_adam.share_of(1.0 - beta1), 0.0, beta2, 1.0 - beta2
+        return *moments, lr / (1.0 - beta1**t), root, epsilon, 1.0 - lr * 0.3
+
+    return scalars
+
+
+# By name: a rule, its scalars, and a coupled weight decay.
+LINEAR: dict[str, tuple[Rule, Scalars, float]] = {
+    "sgd": (sgd.SGD, lambda lr, t: (lr,), 0.3),
+    "momentum": (sgd.MOMENTUM, lambda lr, t: (lr, 0.9, 1.0), 0.0),
+    "decayed momentum": (sgd.MOMENTUM, lambda lr, t: (lr, 0.9, 0.8), 0.3),
+    "nesterov": (sgd.MOMENTUM_NESTEROV, lambda lr, t: (lr, 0.9, 1.0), 0.3),
+    "rmsprop": (rmsprop.RMSPROP, lambda lr, t: (lr, 0.1, 1e-8, 0.0), 0.0),
+    "rmsprop momentum": (rmsprop.RMSPROP_MOMENTUM, lambda lr, t: (lr, 0.1, 1e-8, 0.0, 0.9), 0.0),
+    "rmsprop centered": (rmsprop.RMSPROP_CENTERED, lambda lr, t: (lr, 0.1, 1e-8, 0.0), 0.0),
+    "torch rmsprop": (torch_adagrad.TORCH_RMSPROP, lambda lr, t: (lr, 0.9, 0.1, 1e-8), 0.0),
+    "torch rmsprop momentum": (
+        torch_adagrad.TORCH_RMSPROP_MOMENTUM, lambda lr, t: (lr, 0.9, 0.1, 1e-8, 0.8), 0.0
+    ),
+    "torch rmsprop centered": (
+        torch_adagrad.TORCH_RMSPROP_CENTERED,
+        lambda lr, t: (lr, 0.9, 0.1, 1e-8, torch_adam.share_of(0.1), 0.0), 0.0,
+    ),
+    "lion": (lion.LION, lambda lr, t: (0.9, 0.1, 0.99, 0.01, lr, 0.3, 0.0, 1.0), 0.0),
+}  # fmt: skip
+ROOTED: dict[str, tuple[Rule, Callable[..., Scalars]]] = {
+    "adam": (adam.ADAM, mindspore),
+    "adam nesterov": (adam.ADAM_NESTEROV, mindspore),
+    "amsgrad": (adam.ADAM_AMSGRAD, mindspore),
+    "weight decay": (adam.ADAM_WEIGHT_DECAY, decoupled),
+    "torch adamw": (torch_adam.TORCH_ADAM, corrected),
+    "torch amsgrad": (torch_adam.TORCH_AMSGRAD, corrected),
+}
+
+
+class Missed:
+    """Rows that have missed steps of a rule, and the same in float64, step by step."""
+
+    def __init__(
+        self, rule: Rule, scalars: Scalars, rate: Callable[[int], float], now: int,
+        decay: float = 0.0, dtype: np.dtype = F32, seed: int = 0,
+    ) -> None:  # fmt: skip
+        rng, self.rule, self.now, self.dtype = np.random.default_rng(seed), rule, now, dtype
+        self.real = real_of(STORAGES[dtype])
+        self.w = rng.standard_normal((N, D)).astype(dtype)
+        self.states = [(0.1 * rng.standard_normal((N, D))).astype(dtype) for _ in rule.states]
+        if rule.idle is not None and rule.idle.root is None:  # means of squares are above squares
+            self.states = [rng.uniform(0.5, 0.6, (N, D)).astype(dtype) for _ in rule.states]
+        for k in range(1, len(rule.states)):
+            self.states[k] = np.abs(self.states[k])
+        if len(rule.states) == 3 and rule.idle is not None and rule.idle.root == 2:
+            self.states[2] = np.maximum(self.states[1], self.states[2])
+        gaps = np.concatenate((np.arange(40), rng.integers(0, SLEEP - 8, N - 40)))
+        self.last = np.maximum(0, now - gaps).astype(np.int32)
+        assert rule.idle is not None
+        self.table = IdleTable(rule.idle, rule.hp, len(rule.states), self.real.dtype)
+        self.decay = decay
+        self.hp = {}
+        for t in range(max(1, now - SLEEP + 1), now + 1):
+            row = np.array(scalars(rate(t), t)).astype(self.real.dtype)
+            self.hp[t] = hp_type(rule, ())(*row.tolist())
+            self.table.given[t % SLEEP] = (*row, decay)
+        self.table.begin(now)
+
+    def reference(
+        self, plain: Callable[..., Any] | None = None
+    ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        """Weights, states and the sum of all absolute changes of the weights.
+
+        Each step is that of the rule, or ``plain(w, g, *states, hp)``.
+        """
+        w, *states = (x.astype(np.float64) for x in (self.w, *self.states))
+        moved = np.zeros_like(w)
+        update = np.vectorize(
+            plain or self.rule.update, excluded=[2 + len(states)], otypes="d" * (1 + len(states))
+        )
+        for t, hp in self.hp.items():
+            behind = self.last < t
+            x, own = w[behind], [s[behind] for s in states]
+            if behind.any():
+                with np.errstate(all="ignore"):
+                    found = _plain(self.rule, x, self.decay * x, own, hp, update)
+                    moved[behind] += np.abs(found[0] - x)
+                w[behind] = found[0]
+                for s, new in zip(states, found[1:], strict=True):
+                    s[behind] = new
+        return w, states, moved
+
+    def catch_up(self, rows: tuple[int, int, int] | None = None) -> CatchUp:
+        """All rows, or some, are brought up to date."""
+        storages = STORAGES[self.dtype], self.real, (STORAGES[self.dtype],) * len(self.states)
+        assert self.rule.asleep is not None
+        many = kernel(self.rule.asleep, (), *storages)
+        at = [x.ctypes.data for x in (self.w, *self.states)]
+        found = CatchUp(
+            many, at, (N, D), self.last, self.table, self.now, self.now, rows or (0, 0, N)
+        )
+        commit([found])
+        return found
+
+
+def _plain(
+    rule: Rule, w: np.ndarray, g: np.ndarray, states: list[np.ndarray], hp: Any, update: Any
+) -> list[np.ndarray]:
+    """One step of a rule in float64: its own function, run by Python."""
+    found = update(w, g, *states, hp)
+    return [*found] if isinstance(found, tuple) else [found]
+
+
+def check(missed: Missed) -> None:
+    """Bring all rows up to date, and compare."""
+    w, states, moved = missed.reference()
+    before = [x.astype(np.float64) for x in missed.states]
+    missed.catch_up()
+    eps, tiny = EPSILON[missed.dtype], TINY[missed.dtype]
+    assert (missed.last == missed.now).all()
+    allowed = 2e-6 * moved + 2.0 * eps * np.abs(w) + tiny
+    assert (np.abs(missed.w.astype(np.float64) - w) <= allowed).all()
+    for begin, found, expected in zip(before, missed.states, states, strict=True):
+        allowed = 2e-6 * np.abs(begin - expected) + 2.0 * eps * np.abs(expected) + tiny
+        assert (np.abs(found.astype(np.float64) - expected) <= allowed).all()
+
+
+@pytest.mark.parametrize("now", [30, 700, 5_000])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear(name: str, now: int) -> None:
+    """Rules without a root, whose missed steps are a linear function."""
+    rule, scalars, decay = LINEAR[name]
+    check(Missed(rule, scalars, RATES["cosine"], now, decay))
+
+
+@pytest.mark.parametrize("betas", BETAS, ids=str)
+@pytest.mark.parametrize("now", [30, 700, more(5_000)])
+@pytest.mark.parametrize("name", ROOTED)
+def test_rooted(name: str, now: int, betas: tuple[float, float]) -> None:
+    """The family of Adam: in closed form where the betas allow it, else step by step."""
+    rule, scalars = ROOTED[name]
+    check(Missed(rule, scalars(*betas), RATES["cosine"], now))
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", ["adam", "torch adamw"])
+def test_schedules(name: str, rate: str) -> None:
+    """Every schedule, up to steps that move nothing."""
+    rule, scalars = ROOTED[name]
+    check(Missed(rule, scalars(0.9, 0.999), RATES[rate], 400))
+
+
+@pytest.mark.parametrize("epsilon", [1e-10, 1e-8, 1e-5, 1e-2])
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
+@pytest.mark.parametrize("name", ["adam", "torch adamw"])
+def test_epsilon_and_dtypes(name: str, dtype: np.dtype, epsilon: float) -> None:
+    """Every storage type beside a small and a large epsilon."""
+    rule, scalars = ROOTED[name]
+    check(Missed(rule, scalars(0.9, 0.999, epsilon), RATES["constant"], 300, dtype=dtype))
+
+
+def test_options_that_change() -> None:
+    """Betas and epsilon that change while rows sleep."""
+    parts = [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)]
+    check(Missed(adam.ADAM, lambda lr, t: parts[t // 70 % 3](lr, t), RATES["constant"], 500))
+
+
+def by_formula(rule: Rule) -> Callable[..., Any]:
+    """A step without a gradient as it is published: an infinite moment stays infinite.
+
+    The rules compute ``m + (1 - beta1)*(g - m)``, which makes it a NaN.
+    """
+
+    def step(w: float, g: float, m: float, v: float, hp: Any) -> tuple[float, ...]:
+        assert rule.idle is not None
+        own = rule.idle.step(hp, 0.0)
+        m, v = own.states[0] * m, own.states[1] * v
+        return own.weight * w - own.size * m / (math.sqrt(v) + own.epsilon), m, v
+
+    return step
+
+
+@pytest.mark.parametrize("v", [0.0, 1e-45, 1e-38, 1e30, np.inf, np.nan])
+@pytest.mark.parametrize("m", [0.0, 1e-42, 1.0, 1e15, np.inf, np.nan])
+@pytest.mark.parametrize("name", ["adam", "torch adamw"])
+def test_special_states(name: str, m: float, v: float) -> None:
+    """States of 0, denormal, huge, infinite and NaN."""
+    rule, scalars = ROOTED[name]
+    missed = Missed(rule, scalars(0.9, 0.999), RATES["constant"], 120)
+    missed.states[0][:], missed.states[1][:] = m, v
+    w, _, moved = missed.reference(by_formula(rule))
+    missed.catch_up()
+    with np.errstate(all="ignore"):
+        w32 = w.astype(np.float32)
+    is_finite = np.isfinite(w32)
+    np.testing.assert_array_equal(missed.w[~is_finite], w32[~is_finite])
+    allowed = 3e-6 * moved[is_finite] + 2.0 * EPSILON[F32] * np.abs(w[is_finite])
+    # A denormal moment has few digits, and is 0 in some loops.
+    allowed += 2e-2 * moved[is_finite] if m and abs(m) < 1e-38 else 0.0
+    assert (np.abs(missed.w[is_finite] - w[is_finite]) <= allowed).all()
+
+
+def test_rows_of_ids() -> None:
+    """Ids of any order, of both dtypes, out of range or twice: each row once, all others stay."""
+    rng = np.random.default_rng(3)
+    for dtype in (np.int32, np.int64):
+        every = Missed(adam.ADAM, mindspore(0.9, 0.999), RATES["cosine"], 300)
+        some = Missed(adam.ADAM, mindspore(0.9, 0.999), RATES["cosine"], 300)
+        ids = np.concatenate((rng.integers(0, N // 2, 5_000), [-1, N, 2**31 - 1])).astype(dtype)
+        before = some.w.copy()
+        every.catch_up()
+        assert some.catch_up((ids.ctypes.data, ids.itemsize, len(ids))).found_any
+        assert not some.catch_up((ids.ctypes.data, ids.itemsize, len(ids))).found_any
+        named = np.zeros(N, bool)
+        named[ids[(ids >= 0) & (ids < N)]] = True
+        np.testing.assert_array_equal(some.w[named], every.w[named])
+        np.testing.assert_array_equal(some.w[~named], before[~named])
+
+
+def test_row_wise() -> None:
+    """Row-wise Adagrad only decays; its accumulator, one for each row, stays."""
+    rule, real = row_wise.ROW_WISE_ADAGRAD_DECOUPLED, STORAGES[F32]
+    assert rule.idle is not None and rule.asleep is not None
+    w, accum = np.ones((N, D), np.float32), np.arange(N, dtype=np.float32)
+    last, table = np.arange(N, dtype=np.int32), IdleTable(rule.idle, rule.hp, 1, np.float32)
+    for t in range(1, N + 1):
+        table.given[t] = 1e-8, 0.1, 0.01, 0.0
+    many = kernel(rule.asleep, (), real, real, (real,))
+    at = [w.ctypes.data, accum.ctypes.data]
+    commit([CatchUp(many, at, (N, D), last, table, N, N, (0, 0, N))])
+    np.testing.assert_allclose(w[:, 0], 0.99 ** (N - np.arange(N)), rtol=3e-6)
+    np.testing.assert_array_equal(accum, np.arange(N))
