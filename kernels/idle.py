@@ -251,7 +251,8 @@ class IdleTable:
             # What is beyond all nodes would be of any size; steps are taken one by one there.
             first = np.where(error < 1.0, first, 0.0)
             self._wrong[at] += sums[1 + idle.moving, at] * error
-            most = _MISLED * (1.0 - sums[1 + idle.moving, at]) / math.expm1(fades[0])  # as a part of all of the drift
+            # As a part of all of the drift.
+            most = _MISLED * (1.0 - sums[1 + idle.moving, at]) / math.expm1(fades[0])
             misled = np.flatnonzero(self._wrong[at] > most)
             if len(misled):
                 self.closed_from = max(self.closed_from, step - recent + int(misled[-1]) + 1)

@@ -133,13 +133,16 @@ def _walk(c, slot, row, since):
             for k in range(NODES):
                 _put(hp, b, c.ways + k, _real(known, b, c.ways + k) * first)
                 _put(hp, b, c.nodes + 1 + k, _real(known, b, c.nodes + 1 + k) * root)
-        _put(hp, b, 0, weight)
         _put(hp, b, c.nodes, epsilon)
-        call_address(c.drift, arrays, row, 1, c.width, 0, hp)
-    copy_bytes(hp, c.many_hp + since % SLEEP * c.many_bytes, c.many_bytes)
-    for k in range(NODES):
-        _put(hp, b, c.ways + k, 0.0)
-    call_address(c.behind_drift, c.arrays, row, 1, c.width, drift, hp)
+        if t < c.now:
+            _put(hp, b, 0, weight)
+            call_address(c.drift, arrays, row, 1, c.width, 0, hp)
+            continue
+        # The last of them come with the weight and the states.
+        for k in range(c.width):
+            _put(drift, b, k, _real(drift, b, k) * weight)
+        copy_bytes(hp, c.many_hp + since % SLEEP * c.many_bytes, c.ways * b)
+        call_address(c.behind_drift, c.arrays, row, 1, c.width, drift, hp)
 
 
 @njit
