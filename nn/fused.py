@@ -747,8 +747,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         super().load_state_dict(given)
         self._may_differ = True
         if self._missed is not None:
-            for i, step in enumerate(self._steps.tolist()):
-                self._missed.begin(i, step)
+            self._missed.begin(dict(enumerate(self._steps.tolist())))
         for p, master in masters if from_masters else ():
             _assign(p.array, _on_host(master).astype(p.dtype))
         if missing:

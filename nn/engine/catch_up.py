@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...kernels.cpu.rows.catch_up import CatchUp
 from ...kernels.element import Kernel, kernel
-from ...kernels.idle import SLEEP, IdleTable
+from ...kernels.idle_table import SLEEP, IdleTable
 from ...kernels.rule import Prologue, Rule, columns
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.state import State
@@ -72,23 +72,24 @@ class MissedSteps:
         form = plain, np.dtype(real)
         if self._rules.get(key) == form:
             return
-        assert plain.idle is not None
         # Those that begin at the same time are likely to stay alike.
         others = (self.tables[k] for k, own in self._rules.items() if own == form)
         fresh = next((table for table in others if table.is_fresh), None)
         self._rules[key] = form
-        self.tables[key] = fresh or IdleTable(plain.idle, plain.hp, len(plain.states), real)
+        self.tables[key] = fresh or IdleTable(plain, real)
 
     def part(self) -> None:
         """Give each parameter a table of its own, whose scalars can be assigned to."""
         self.tables = {key: copy.deepcopy(table) for key, table in self.tables.items()}
 
-    def begin(self, key: Any, step: int) -> None:
-        """Begin with a parameter at a step, with the scalars that were assigned."""
-        self.tables[key].begin(step)
-        kin = (self.tables[k] for k, rule in self._rules.items() if rule == self._rules[key])
-        # Itself, if there is no other.
-        self.tables[key] = next(filter(self.tables[key].is_like, kin))
+    def begin(self, steps: Mapping[Any, int]) -> None:
+        """Begin with parameters at these steps, with the scalars that were assigned."""
+        known: dict[Any, IdleTable] = {}
+        for key, step in steps.items():
+            table = self.tables[key]
+            table.begin(step)
+            same = self._rules[key], step, table.given.tobytes()
+            self.tables[key] = known.setdefault(same, table)
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""
@@ -101,14 +102,13 @@ class MissedSteps:
             for key in keys:
                 parts.setdefault(given.get(key), []).append(key)
             # Those without a gradient take no step: from here on they are apart.
-            for k, (part, members) in enumerate(parts.items()):
-                table = self.tables[members[0]]
-                if k:
-                    table = copy.deepcopy(table)
-                    self.tables.update(dict.fromkeys(members, table))
+            for members in [*parts.values()][1:]:
+                table = copy.deepcopy(self.tables[members[0]])
+                self.tables.update(dict.fromkeys(members, table))
+            for part, members in parts.items():
                 if part is not None:
                     step, scalars = part
-                    table.given[step % SLEEP] = scalars
+                    self.tables[members[0]].given[step % SLEEP] = scalars
 
     def before(self, steps: Sequence[NextStep]) -> Iterator[CatchUp]:
         """Bring rows up to date before the next step of their tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +148,7 @@ class Fused(Sleeper, _Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._look_after()
         for group in self.param_groups:
             self._complete(group)
         self._steps = Steps()
@@ -204,8 +206,8 @@ class Fused(Sleeper, _Base):
                 self._make_loaded(parameter, state)
                 if from_masters and has_master(group, state):
                     parameter.detach().copy_(state[MASTER.name])
-        for group, of_file, _ in each:
-            self._begin_asleep(saved["state"], zip(group["params"], of_file["params"], strict=True))
+        pairs = (zip(own["params"], of_file["params"], strict=True) for own, of_file, _ in each)
+        self._begin_asleep(saved["state"], chain.from_iterable(pairs))
         self._steps = Steps()
 
     # The step

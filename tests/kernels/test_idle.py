@@ -14,7 +14,7 @@ import pytest
 from fusestep.kernels.cpu.rows.catch_up import CatchUp
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.element import kernel
-from fusestep.kernels.idle import SLEEP, IdleTable
+from fusestep.kernels.idle_table import SLEEP, IdleTable
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam, lion, rmsprop, row_wise, sgd
 from fusestep.kernels.rules.torch import adagrad as torch_adagrad
@@ -110,8 +110,7 @@ class Missed:
             self.states[2] = np.maximum(self.states[1], self.states[2])
         gaps = np.concatenate((np.arange(40), rng.integers(0, SLEEP - 8, N - 40)))
         self.last = np.maximum(0, now - gaps).astype(np.int32)
-        assert rule.idle is not None
-        self.table = IdleTable(rule.idle, rule.hp, len(rule.states), self.real.dtype)
+        self.table = IdleTable(rule, self.real.dtype)
         self.decay = decay
         self.hp = {}
         for t in range(max(1, now - SLEEP + 1), now + 1):
@@ -272,9 +271,9 @@ def test_rows_of_ids() -> None:
 def test_row_wise() -> None:
     """Row-wise Adagrad only decays; its accumulator, one for each row, stays."""
     rule, real = row_wise.ROW_WISE_ADAGRAD_DECOUPLED, STORAGES[F32]
-    assert rule.idle is not None and rule.asleep is not None
+    assert rule.asleep is not None
     w, accum = np.ones((N, D), np.float32), np.arange(N, dtype=np.float32)
-    last, table = np.arange(N, dtype=np.int32), IdleTable(rule.idle, rule.hp, 1, np.float32)
+    last, table = np.arange(N, dtype=np.int32), IdleTable(rule, np.float32)
     for t in range(1, N + 1):
         table.given[t] = 1e-8, 0.1, 0.01, 0.0
     many = kernel(rule.asleep, (), real, real, (real,))

@@ -10,7 +10,8 @@ import numpy as np
 from numba import carray
 
 from ...element import Kernel, kernel
-from ...idle import NODES, SLEEP, IdleTable
+from ...idle import NODES
+from ...idle_table import SLEEP, IdleTable
 from ...inner import njit
 from ..blocks import blocks
 from ..compiler.compile import part

@@ -204,6 +204,12 @@ class Sleeper(Declaration):
         if group["rounding"] == "stochastic":
             reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
 
+    def _look_after(self) -> None:
+        """Let lookups of tables in whose rows steps may be missing find this optimizer."""
+        for parameter, state in self.state.items():
+            if isinstance(state, dict) and LAST.name in state:
+                _sleepers[parameter] = weakref.ref(self)
+
     def is_asleep(self, parameter: Tensor) -> bool:
         """Whether a row of a parameter has missed a step."""
         state = self.state.get(parameter, {})
@@ -227,6 +233,7 @@ class Sleeper(Declaration):
     def _begin_asleep(self, saved: Mapping[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
         """Go on with the scalars of missed steps of a state that was loaded."""
         self._missed.part()
+        steps = {}
         for parameter, key in keys:
             scalars = saved.get(key, {}).get(SCALARS)
             state = self.state.get(parameter, {})
@@ -236,7 +243,8 @@ class Sleeper(Declaration):
                 label = f"state {LAST.name!r} of a parameter"
                 check_last(type(self).__name__, label, table.last, table.now)
                 self._missed.tables[parameter].given[...] = np.asarray(scalars)
-                self._missed.begin(parameter, table.now)
+                steps[parameter] = table.now
+        self._missed.begin(steps)
 
 
 @outside_of_graphs

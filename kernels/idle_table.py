@@ -1,0 +1,216 @@
+"""Idle steps: what steps without a gradient do to an element, many of them at once.
+
+While a row has no gradient its states only decay, and the weight drifts by them. A row may sleep
+then: the number of its last step is kept, and the steps that it has missed are taken together when
+it is next read or written. An idle step of Adam is
+
+    w <- weight*w - size*beta1*m / (sqrt(beta2*v) + epsilon),   m <- beta1*m,   v <- beta2*v
+
+so that after ``k`` of them the drift is a sum over ``j = 1 .. k`` of ``size_j * beta1**j * m``
+divided by ``sqrt(v) * beta2**(j/2) + epsilon``. As a function of ``j`` the divisor's reciprocal is
+smooth. It is interpolated between `NODES` moments ``x``, so the drift is the sum over these alone
+of ``way*m / (sqrt(v)*exp(-x) + epsilon)``: the ways depend on the steps, not on the element. How
+far that is off follows from the betas; where it is more than `TOLERANCE` of the drift, steps are
+taken one by one, until the first moment has faded.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .idle import NODES, IdleStep
+from .rule import Rule, hp_type
+
+SLEEP = 2_048
+"""The most steps that a row sleeps. Every row is looked at once in so many steps."""
+TOLERANCE, _MISLED = 1e-7, 5e-7
+_SECOND = 1  # the place of the second moment that decays
+_SLOWEST = -math.log(1e-9)  # what is left of a first moment whose steps no longer count
+
+
+class Nodes(NamedTuple):
+    """The moments between which drifts are interpolated, for two speeds of fading.
+
+    A moment is minus the logarithm of what is left of the root, in units of the epsilon of the
+    first missed step.
+    """
+
+    x: np.ndarray  # [NODES]
+    at: np.ndarray  # moments, and the relative errors there
+    errors: np.ndarray
+    suffice: bool  # whether the drift is right while epsilon stays
+
+    def error(self, at: np.ndarray) -> np.ndarray:
+        """The relative error at some moments."""
+        found: np.ndarray = np.interp(at, self.at, self.errors)
+        return found
+
+
+@cache
+def nodes_of(fades1: float, fades2: float) -> Nodes:
+    """The nodes for what one step takes of the first moment and of the root, as logarithms."""
+    # Chebyshev's points of the first quarter of the time in which the first moment fades.
+    end = max(2.0, _SLOWEST / fades1 * 0.05 * NODES)
+    angles = np.cos((2.0 * np.arange(NODES) + 1.0) * math.pi / (2 * NODES))
+    x = fades2 * (1.0 + (end - 1.0) * (1.0 - angles) / 2.0)
+    root = np.exp(np.linspace(-12.0, 16.0, 57))[:, None]  # over epsilon
+
+    def wrong(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        exact = 1.0 / (root * np.exp(-at) + 1.0)
+        found = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, at).T
+        return np.abs(exact - found), exact
+
+    j = np.arange(1.0, 2.0 + min(SLEEP, _SLOWEST / fades1))
+    weights = np.exp(-fades1 * j)
+    missed, drift = (np.cumsum(part * weights, axis=1) for part in wrong(fades2 * j))
+    inside, beyond = np.linspace(x[0], x[-1], 64), np.linspace(0.0, 8.0, 512)[1:]
+    at = np.concatenate((x[0] - beyond[::-1], inside, x[-1] + beyond))
+    errors, exact = wrong(at)
+    # Large shares of both signs cancel, which in float32 costs as many of its last places.
+    lost = np.maximum(np.abs(_shares(x, at)).sum(axis=1) - 3.0, 0.0) * 2.0**-24
+    worst = (errors / exact).max(axis=0) + lost
+    suffice = fades1 > fades2 and bool((missed / drift).max() <= TOLERANCE)
+    return Nodes(x, at, worst, suffice)
+
+
+def _shares(x: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The share ``[len(at), NODES]`` that each node has of a value in between (Lagrange's form)."""
+    from_each, nodes = at[:, None] - x, x.tolist()
+    found = np.empty((len(at), len(x)))
+    for k, own in enumerate(nodes):
+        others = nodes[:k] + nodes[k + 1 :]
+        norm = math.prod(own - other for other in others)
+        found[:, k] = np.delete(from_each, k, axis=1).prod(axis=1) / norm
+    return found
+
+
+class IdleTable:
+    """The scalars of missed steps, for each number of the last step that a row may have taken.
+
+    Attributes:
+        given: ``[SLEEP, scalars]`` in the type of the arithmetic: the scalars of the rule in the
+            last steps, then the coupled weight decay; those of step t at ``t % SLEEP``.
+        many: ``[SLEEP, fields]``: scalars of `Idle.update`, for rows that were last updated in step
+            t at ``t % SLEEP``.
+        steps: float64 ``[SLEEP, 5]``, for a rule with a root: what is left of the weight, of the
+            first moment and of the root in step t, size and epsilon, at ``t % SLEEP``.
+        closed_from: of rows from before the steps up to this one are taken one by one,
+        horizon: but no more than so many.
+    """
+
+    def __init__(self, rule: Rule, real: Any) -> None:
+        assert rule.idle is not None
+        self.rule, self.idle, self.n_states = rule, rule.idle, len(rule.states)
+        idle, n_states = self.idle, self.n_states
+        self.given = np.zeros((SLEEP, len(rule.hp) + 1), real)
+        self.many = np.zeros((SLEEP, len(idle.fields(n_states))), real)
+        if idle.root is None:
+            self.many[:, -1] = 1.0
+        # The first fields of ``many``, a row each.
+        self._sums = np.zeros((1 + n_states + idle.n_ways + 1, SLEEP))
+        self.steps = np.zeros((SLEEP, 5))
+        self._wrong = np.zeros(SLEEP)  # sum of the errors, each with its first moment
+        self._x = np.zeros(SLEEP)  # moments since the last step
+        self._begun = np.zeros(SLEEP)  # logarithm of epsilon in the first missed step
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Forget all but ``given``, which has the steps up to ``step``."""
+        # The oldest may have been overwritten by those of a step that was not taken.
+        self._step = self._first = max(0, step - SLEEP + 1)
+        self._fades: tuple[float, float] | None = None
+        self._log_epsilon = 0.0
+        self.closed_from = self.horizon = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no steps were given."""
+        return not self.given.any()
+
+    def advance(self, step: int) -> None:
+        """Take in the steps up to ``step``, whose scalars were given."""
+        if self._step == step:
+            return
+        while self._step < step:
+            self._step += 1
+            *hp, decay = self.given[self._step % SLEEP].tolist()
+            if any((*hp, decay)):
+                self._take(self._step, self.idle.step(hp_type(self.rule, ())(*hp), decay))
+            else:  # before this table began: no row has missed it
+                self._first = self._step
+        # Rows that are not there yet are never read.
+        self.many[:, : len(self._sums)] = self._sums.T
+
+    def _take(self, step: int, own: IdleStep) -> None:
+        """One step: rows that took the one before are the first to miss it."""
+        idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
+        n_states, moving = self.n_states, idle.moving
+        weight, ways, pull = sums[0], sums[1 + n_states : -1], sums[-1]
+        sums[:, begin] = 0.0
+        sums[: 1 + n_states, begin] = 1.0
+        if idle.coupled and moving is not None:
+            fade, state = own.states[moving], sums[1 + moving]
+            before = weight.copy(), state.copy(), pull.copy()
+            weight[:] = own.weight * before[0] - own.size * fade * before[2]
+            state[:] = fade * before[1] - own.pull * ways[0]
+            pull[:] = fade * before[2] + own.pull * before[0]
+            ways[0] = own.weight * ways[0] + own.size * fade * before[1]
+            return
+        for k, left in enumerate(own.states):
+            if left != 1.0:
+                sums[1 + k] *= left
+        if own.weight != 1.0:
+            weight *= own.weight
+            ways *= own.weight
+        if idle.root is not None:
+            self._add_ways(step, own)
+        elif moving is not None:
+            ways[0] += own.size * (1.0 if idle.by_sign else sums[1 + moving])
+
+    def _add_ways(self, step: int, own: IdleStep) -> None:
+        """The drift of one step, shared among the nodes."""
+        idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
+        assert idle.moving is not None
+        left = own.states[idle.moving], math.sqrt(own.states[_SECOND])
+        fades = _fading(left[0]), _fading(left[1])
+        if fades != self._fades:
+            self._fades, self._nodes, self.closed_from = fades, nodes_of(*fades), step - 1
+            one_by_one = math.inf if fades[0] <= fades[1] else _SLOWEST / fades[0]
+            self.horizon = int(min(SLEEP, max(self.horizon, one_by_one + 2)))
+        log_epsilon = math.log(own.epsilon) if own.epsilon > 0.0 else 0.0
+        # The largest second moment, of AMSGrad, does not fade.
+        passed, of_root = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
+        self.steps[step % SLEEP] = own.weight, left[0], of_root, own.size, own.epsilon
+        self._x += passed + log_epsilon - self._log_epsilon
+        self._x[begin], self._begun[begin], self._wrong[begin] = passed, log_epsilon, 0.0
+        self._log_epsilon = log_epsilon
+        self.many[begin, len(sums) :] = own.epsilon, *np.exp(-self._nodes.x)
+        # The first moment of rows that slept longer has faded.
+        recent = min(step - self._first, self.horizon)
+        at = np.arange(step - recent, step) % SLEEP
+        first, x, grown = sums[1 + idle.moving, at], self._x[at], log_epsilon - self._begun[at]
+        if not self._nodes.suffice:
+            self.closed_from = step
+        elif grown.any():
+            error = self._nodes.error(x)
+            # What is beyond all nodes would be of any size; steps are taken one by one there.
+            first = np.where(error < 1.0, first, 0.0)
+            self._wrong[at] += sums[1 + idle.moving, at] * error
+            # As a part of all of the drift.
+            most = _MISLED * (1.0 - sums[1 + idle.moving, at]) / math.expm1(fades[0])
+            misled = np.flatnonzero(self._wrong[at] > most)
+            if len(misled):
+                self.closed_from = max(self.closed_from, step - recent + int(misled[-1]) + 1)
+        # With another epsilon in its divisor, a drift is that of another time by another factor.
+        sizes = own.size * first * np.exp(-grown)
+        begin_ways = 1 + self.n_states
+        for k, share in enumerate(_shares(self._nodes.x, x).T, begin_ways):
+            sums[k, at] += sizes * share
+
+
+def _fading(factor: float) -> float:
+    return -math.log(max(factor, 1e-30)) if factor < 1.0 else 1e-30

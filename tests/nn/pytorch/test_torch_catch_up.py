@@ -1,0 +1,287 @@
+"""Rows that sleep in nn.torch: lookups, autograd, state dicts, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusestep.nn import distributed  # noqa: E402
+from fusestep.nn import torch as fused  # noqa: E402
+
+from torch_training import assert_same_bits, everything  # noqa: E402
+
+N, D = 60, 11
+MAKERS: dict[str, Callable[..., Any]] = {
+    "Adam": lambda p, how: fused.Adam(p, 1e-2, sparse=how),
+    "Adam eps_hat": lambda p, how: fused.Adam(p, 1e-2, eps_hat=True, maximize=True, sparse=how),
+    "AMSGrad": lambda p, how: fused.Adam(p, 1e-2, amsgrad=True, sparse=how),
+    "AdamW": lambda p, how: fused.AdamW(p, 1e-2, weight_decay=0.1, sparse=how),
+    "LazyAdam": lambda p, how: fused.LazyAdam(p, 1e-2, sparse=how),
+    "SparseAdam": lambda p, how: fused.SparseAdam(p, 1e-2, sparse=how),
+    "SGD": lambda p, how: fused.SGD(p, 1e-2, weight_decay=0.1, sparse=how),
+    "SGD momentum": lambda p, how: fused.SGD(p, 1e-3, 0.9, 0.5, weight_decay=0.1, sparse=how),
+    "RMSprop": lambda p, how: fused.RMSprop(p, 1e-3, momentum=0.9, sparse=how),
+    "RMSprop centered": lambda p, how: fused.RMSprop(p, 1e-3, centered=True, sparse=how),
+    "Lion": lambda p, how: fused.Lion(p, 1e-3, weight_decay=0.1, sparse=how),
+}
+EACH = pytest.mark.parametrize("name", MAKERS)
+
+
+def tables(make: Callable[..., Any], table: Any = None) -> tuple[list[Any], list[Any]]:
+    """A table twice, with an optimizer that lets rows sleep, and one that does not."""
+    torch.manual_seed(0)
+    first = table or torch.nn.Embedding(N, D, sparse=True)
+    both = [first, copy.deepcopy(first)]
+    return both, [
+        make(t.parameters(), how) for t, how in zip(both, ("catch_up", "all"), strict=True)
+    ]
+
+
+def ids_of(step: int, n: int = 7) -> Any:
+    """Ids, most of which are small."""
+    generator = torch.Generator().manual_seed(step)
+    return (N * torch.rand(n, generator=generator) ** 3).long()
+
+
+def train(model: Any, optimizer: Any, steps: range, dense: int = -1) -> None:
+    """Steps towards numbers that follow from the number of the step."""
+    for step in steps:
+        ids = ids_of(step)
+        target = torch.randn(len(ids), D, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        ((model(ids) - target) ** 2).sum().backward()
+        if step == dense:
+            model.weight.grad = model.weight.grad.to_dense()
+        optimizer.step()
+
+
+@EACH
+def test_numbers_of_every_row(name: str) -> None:
+    """The numbers of ``sparse="all"``, beside a dense gradient too."""
+    (asleep, awake), (one, other) = tables(MAKERS[name])
+    one.watch(asleep)
+    dense = -1 if name == "SparseAdam" else 40
+    for model, optimizer in ((asleep, one), (awake, other)):
+        train(model, optimizer, range(90), dense)
+    assert (one.state[asleep.weight]["last_step"] < 90).any()
+    one.flush()
+    torch.testing.assert_close(asleep.weight, awake.weight, rtol=1e-5, atol=2e-5)
+
+
+@EACH
+@pytest.mark.parametrize("way", ["file", "deepcopy"])
+def test_resume_is_bit_equal(name: str, way: str) -> None:
+    """A run that was saved in between has the bits of one that was not; saving writes nothing."""
+    (model, _), (optimizer, _) = tables(MAKERS[name])
+    optimizer.watch(model)
+    train(model, optimizer, range(30))
+    before = [x.clone() for x in everything(optimizer)]
+    if way == "file":
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        file.seek(0)
+        weights, state = torch.load(file, weights_only=True)
+        resumed = torch.nn.Embedding(N, D, sparse=True)
+        resumed.load_state_dict(weights)
+        again = MAKERS[name](resumed.parameters(), "catch_up")
+        again.load_state_dict(state)
+    else:
+        resumed, again = copy.deepcopy((model, optimizer))
+        resumed._forward_pre_hooks.clear()
+    assert_same_bits(everything(optimizer), before)
+    again.watch(resumed)
+    for own in ((model, optimizer), (resumed, again)):
+        train(*own, range(30, 60))
+    assert_same_bits(everything(optimizer), everything(again))
+    assert_same_bits([model.weight], [resumed.weight])
+
+
+def test_scheduler_options_and_groups() -> None:
+    """Rates, betas and epsilon that change; groups, one of which has no gradient now and then."""
+    torch.manual_seed(1)
+    models = [torch.nn.ModuleList(torch.nn.Embedding(N, D, sparse=True) for _ in range(2))]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = []
+    for model, how in zip(models, ("catch_up", "all"), strict=True):
+        groups = [{"params": model[0].weight}, {"params": model[1].weight, "lr": 1e-3}]
+        optimizers.append(fused.AdamW(groups, 1e-2, sparse=how))
+    optimizers[0].watch(models[0])
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in optimizers]
+    for step in range(100):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            if step == 60:
+                optimizer.param_groups[0].update(betas=(0.8, 0.99), eps=1e-6)
+            optimizer.zero_grad()
+            loss = model[0](ids_of(step)).square().sum()
+            if step % 3:
+                loss = loss + model[1](ids_of(step + 500)).square().sum()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    optimizers[0].flush()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_autograd_sees_what_was_written() -> None:
+    """A lookup where nothing is due raises no version; two lookups before a backward are fine."""
+    (model, awake), (optimizer, other) = tables(MAKERS["AdamW"])
+    optimizer.watch(model)
+    for own in ((model, optimizer), (awake, other)):
+        train(*own, range(20))
+    ids, version = ids_of(0, 20), model.weight._version
+    model(ids)
+    assert model.weight._version > version
+    version = model.weight._version
+    model(ids)
+    assert model.weight._version == version
+    for own, opt in ((model, optimizer), (awake, other)):
+        opt.zero_grad()
+        first = own(torch.tensor([1, 50]))
+        (first * own(torch.tensor([59, 58]))).sum().backward()
+        opt.step()
+    optimizer.flush()
+    torch.testing.assert_close(model.weight, awake.weight, rtol=1e-5, atol=2e-5)
+
+
+def test_tied_output_layer() -> None:
+    """Weights that are an output layer too have dense gradients, so no row sleeps."""
+    (model, awake), (optimizer, other) = tables(MAKERS["AdamW"])
+    optimizer.watch(model)
+    for own, opt in ((model, optimizer), (awake, other)):
+        for step in range(10):
+            opt.zero_grad()
+            logits = own(ids_of(step)) @ own.weight.T
+            torch.nn.functional.cross_entropy(logits, ids_of(step + 1)).backward()
+            opt.step()
+    assert (optimizer.state[model.weight]["last_step"] == 10).all()
+    torch.testing.assert_close(model.weight, awake.weight, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["EmbeddingBag", "EmbeddingBags", "in backward"])
+def test_bags_and_their_weights(kind: str) -> None:
+    """Bags with factors that are learnt, in two calls before one backward."""
+    torch.manual_seed(0)
+    bag = torch.nn.EmbeddingBag(N, D, mode="sum", sparse=True)
+    both = [bag, copy.deepcopy(bag)]
+    found = []
+    for module, how in zip(both, ("catch_up", "all"), strict=True):
+        optimizer = fused.AdamW(module.parameters(), 1e-2, weight_decay=0.1, sparse=how)
+        called = module
+        if kind == "EmbeddingBag":
+            optimizer.watch(module)
+        else:
+            called = fused.EmbeddingBags([module])
+            if kind == "in backward":
+                called.update_in_backward(optimizer)
+        factors = torch.ones(4, 3, requires_grad=True)
+        for step in range(40):
+            ids = [ids_of(step, 12).reshape(4, 3), ids_of(step + 99, 12).reshape(4, 3)]
+            if kind == "EmbeddingBag":
+                # PyTorch's keeps the table for the gradients of factors: all at once, before.
+                optimizer.prepare(module.weight, torch.stack(ids))
+                outs = [called(own, per_sample_weights=factors) for own in ids]
+            else:
+                outs = [called([own], per_sample_weights=[factors]) for own in ids]
+            loss = (outs[0] * outs[1]).tanh().sum()
+            loss.backward()
+            if kind != "in backward":
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.flush()
+        found.append((module.weight.detach(), factors.grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=5e-5)
+
+
+def test_sharded_embedding() -> None:
+    """The owner of rows brings them up to date before they travel."""
+    table = fused.ShardedEmbedding(N, D, distributed.alone(), seed=1)
+    (model, awake), (optimizer, other) = tables(MAKERS["AdamW"], table)
+    for own in ((model, optimizer), (awake, other)):
+        train(*own, range(40))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    for own in ((model, optimizer), (awake, other)):
+        train(*own, range(40, 60))
+    optimizer.flush()
+    torch.testing.assert_close(model.weight, awake.weight, rtol=1e-5, atol=2e-5)
+
+
+def test_states_of_others() -> None:
+    """A dense state begins awake; what sleeps can be flushed on the way to a file, and not else."""
+    (model, awake), (optimizer, other) = tables(MAKERS["AdamW"])
+    for own in ((model, optimizer), (awake, other)):
+        train(*own, range(5))
+    flushed = optimizer.state_dict(flush=True)
+    assert flushed["state"][0].keys() == other.state_dict()["state"][0].keys()
+    train(model, optimizer, range(5, 8))
+    optimizer.param_groups[0]["sparse"] = "all"
+    with pytest.raises(RuntimeError, match=r"has rows that sleep: expected none: flush\(\)"):
+        train(model, optimizer, range(8, 9))
+    optimizer.flush()
+    train(model, optimizer, range(8, 9))
+    other.param_groups[0]["sparse"] = "catch_up"
+    train(awake, other, range(5, 6))
+    last = other.state[awake.weight]["last_step"]
+    assert sorted(last.unique().tolist()) == [5, 6]
+    state = optimizer.state_dict()
+    state["param_groups"][0]["sparse"] = "catch_up"
+    state["state"][0]["last_step"] = torch.full((N,), 99, dtype=torch.int32)
+    state["state"][0]["idle_scalars"] = torch.zeros(2_048, 9)
+    with pytest.raises(ValueError, match="has rows of another time: expected steps from 0 to 9"):
+        other.load_state_dict(state)
+
+
+def test_bad_input() -> None:
+    """What cannot sleep, and what is no table of the optimizer: one error, nothing written."""
+    (model, _), (optimizer, _) = tables(MAKERS["AdamW"])
+    optimizer.watch(model)
+    train(model, optimizer, range(5))
+    before = [x.clone() for x in everything(optimizer)]
+    with pytest.raises(IndexError, match=r"is out of range: expected 0 <= index < 60, got 60"):
+        model(torch.tensor([1, N]))
+    with pytest.raises(TypeError, match="expected int32 or int64, got float32"):
+        optimizer.prepare(model.weight, torch.ones(2))
+    with pytest.raises(ValueError, match="parameter is foreign"):
+        optimizer.prepare(torch.zeros(3, 2), torch.tensor([1]))
+    with pytest.raises(ValueError, match="has no table to watch"):
+        optimizer.watch(torch.nn.Embedding(3, 2))
+    second = fused.AdamW(model.parameters(), sparse="touched")
+    ones = torch.ones(1, D)
+    model.weight.grad = torch.sparse_coo_tensor([[1]], ones, (N, D), check_invariants=True)
+    with pytest.raises(
+        RuntimeError, match=r"has rows that sleep: expected none: flush\(\) of that"
+    ):
+        second.step()
+    optimizer.zero_grad()
+    assert_same_bits(everything(optimizer), before)
+    for cls, options, error in (
+        (fused.Adagrad, {}, "steps without a gradient can be summed"),
+        (fused.Adam, {"weight_decay": 0.1}, "AdamWeightDecay's or AdamW's"),
+    ):
+        table = torch.nn.Embedding(N, D, sparse=True)
+        other = cls(table.parameters(), sparse="catch_up", **options)
+        table(torch.tensor([1])).sum().backward()
+        own = [x.clone() for x in everything(other)]
+        with pytest.raises(ValueError, match=error):
+            other.step()
+        assert_same_bits(everything(other), own)
+
+
+def test_state_that_was_changed() -> None:
+    """A last step of another shape or dtype is refused, and the table stays."""
+    (model, _), (optimizer, _) = tables(MAKERS["AdamW"])
+    train(model, optimizer, range(3))
+    optimizer.state[model.weight]["last_step"] = torch.zeros(N - 1, dtype=torch.int32)
+    weight = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="'last_step' does not fit its table"):
+        optimizer.step()
+    assert np.array_equal(weight, model.weight.detach())

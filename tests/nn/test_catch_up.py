@@ -1,0 +1,360 @@
+"""Rows that sleep: the numbers of dense-equivalent steps, whatever comes in between."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusestep
+from fusestep import nn, ops
+from fusestep.nn.distributed import RowShard, ShardedStates, alone, together
+from fusestep.nn.engine.catch_up import LAST, SCALARS
+
+from helpers import BF16, EPSILON, arrays_of, assert_same_arrays, refused, unchanged
+
+SHAPES = (90, 5), (40, 17), (7,)
+COSINE = nn.CosineDecayLR(1e-4, 1e-2, 60)
+MAKERS: dict[str, Callable[..., Any]] = {
+    "Adam": lambda p, **o: nn.Adam(p, 1e-2, **o),
+    "Adam nesterov": lambda p, **o: nn.Adam(p, COSINE, use_nesterov=True, loss_scale=8.0, **o),
+    "Adam eps": lambda p, **o: nn.Adam(p, 1e-2, eps_hat=False, **o),
+    "AMSGrad": lambda p, **o: nn.Adam(p, 1e-2, use_amsgrad=True, **o),
+    "Adam betas": lambda p, **o: nn.Adam(p, 1e-2, beta1=0.9, beta2=0.95, **o),
+    "LazyAdam": lambda p, **o: nn.LazyAdam(p, COSINE, clipvalue=0.7, **o),
+    "AdamOffload": lambda p, **o: nn.AdamOffload(p, 1e-2, **o),
+    "AdamWeightDecay": lambda p, **o: nn.AdamWeightDecay(p, COSINE, weight_decay=0.1, **o),
+    "AdamW": lambda p, **o: nn.AdamWeightDecay(p, 1e-2, weight_decay=0.1, correct_bias=True, **o),
+    "Momentum": lambda p, **o: nn.Momentum(p, 1e-2, 0.9, weight_decay=0.1, loss_scale=4.0, **o),
+    "SGD": lambda p, **o: nn.SGD(p, 1e-2, weight_decay=0.1, **o),
+    "SGD momentum": lambda p, **o: nn.SGD(p, 1e-2, 0.9, 0.5, weight_decay=0.1, **o),
+    "RMSProp": lambda p, **o: nn.RMSProp(p, 1e-3, momentum=0.9, **o),
+    "RMSProp centered": lambda p, **o: nn.RMSProp(p, 1e-3, centered=True, **o),
+    "Lion": lambda p, **o: nn.Lion(p, 1e-3, weight_decay=0.1, **o),
+    "RowWiseAdagrad": lambda p, **o: nn.RowWiseAdagrad(
+        p[:2], learning_rate=1e-2, weight_decay=0.1, decoupled_weight_decay=True, **o
+    ),
+}
+
+
+def begin(seed: int = 0, dtype: Any = np.float32) -> list[np.ndarray]:
+    """Parameters of three shapes; a vector has rows of one element."""
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32).astype(dtype) for shape in SHAPES]
+
+
+def rows(rng: np.random.Generator, shape: tuple[int, ...], n: int = 9) -> nn.RowTensor:
+    """A row-sparse gradient, most of whose ids are small."""
+    ids = (shape[0] * rng.random(n) ** 2).astype(rng.choice(["int32", "int64"]))
+    return nn.RowTensor(ids, rng.standard_normal((n, *shape[1:])).astype(np.float32), shape)
+
+
+def gradients(rng: np.random.Generator, n: int) -> list[Any]:
+    """Row-sparse gradients mostly, sometimes a dense one or none."""
+    found: list[Any] = [rows(rng, shape) for shape in SHAPES[:n]]
+    k, kind = int(rng.integers(n)), rng.random()
+    if kind < 0.15:
+        found[k] = rng.standard_normal(SHAPES[k]).astype(np.float32)
+    elif kind < 0.3:
+        found[k] = None
+    return found
+
+
+def rebuilt(opt: Any, make: Callable[..., Any], how: int) -> Any:
+    """The optimizer as it is after a checkpoint, or a copy of it."""
+    if how == 0:
+        return copy.deepcopy(opt)
+    if how == 1:
+        return pickle.loads(pickle.dumps(opt))
+    other = make([p.data.copy() for p in opt.parameters], sparse_update="catch_up")
+    with unchanged(opt):
+        other.load_state_dict(opt.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_random_sequences(name: str, seed: int) -> None:
+    """Reads, steps, flushes, copies and checkpoints at random, on any number of threads.
+
+    The numbers are those of dense-equivalent steps in float64; a run that was copied or resumed has
+    the bits of one that was not.
+    """
+    rng, make = np.random.default_rng(seed), MAKERS[name]
+    opt, twin = (make(begin(), sparse_update="catch_up") for _ in range(2))
+    dense = make(begin(dtype=np.float64), sparse_update="dense_equivalent")
+    moved = [np.zeros(p.shape) for p in dense.parameters]
+    for _ in range(int(rng.integers(20, 120))):
+        event = rng.random()
+        if event < 0.1:
+            twin = rebuilt(twin, make, int(rng.integers(3)))
+        elif event < 0.15:
+            opt.flush()
+            twin.flush()
+        elif event < 0.4:
+            i = int(rng.integers(len(moved)))
+            ids = rng.integers(0, SHAPES[i][0], (3, 2))
+            for own in (opt, twin):
+                fusestep.set_num_threads(int(rng.integers(1, 3)))
+                own.prepare(own.parameters[i], ids)
+            assert (opt._states[LAST.name][i][ids] == opt._steps[i]).all()
+        else:
+            given_now = gradients(rng, len(moved))
+            before = [p.data.copy() for p in dense.parameters]
+            for own in (opt, twin, dense):
+                fusestep.set_num_threads(int(rng.integers(1, 3)))
+                own(given_now)
+            for total, p, x in zip(moved, dense.parameters, before, strict=True):
+                total += np.abs(p.data - x)
+    assert_same_arrays(arrays_of(twin), arrays_of(opt))
+    opt.flush()
+    for p, expected, total in zip(opt.parameters, dense.parameters, moved, strict=True):
+        # Each step with a gradient rounds its weights.
+        allowed = 2e-5 * total + 40.0 * EPSILON[np.dtype(np.float32)]
+        assert (np.abs(p.data - expected.data) <= allowed).all()
+    fusestep.set_num_threads(None)
+
+
+@pytest.mark.parametrize("rounding", ["master", "kahan"])
+def test_beside_ways_of_rounding(rounding: str) -> None:
+    """Masters and remainders are brought up to date with their weights."""
+    rng = np.random.default_rng(5)
+    one = nn.LazyAdam(begin(dtype=BF16), 1e-2, sparse_update="catch_up", rounding=rounding)
+    whole = nn.LazyAdam([p.data.astype(np.float32) for p in one.parameters], 1e-2)
+    whole = nn.Adam([p.data for p in whole.parameters], 1e-2)
+    for _ in range(60):
+        given_now = [rows(rng, shape) for shape in SHAPES]
+        one(given_now)
+        whole(given_now)
+    one.flush()
+    for p, expected in zip(one.parameters, whole.parameters, strict=True):
+        np.testing.assert_allclose(p.data.astype(np.float32), expected.data, rtol=2**-8, atol=2**-9)
+
+
+def test_copies_are_written() -> None:
+    """A copy in 16 bits follows each row that is brought up to date."""
+    w = begin()[0]
+    copied = w.astype(BF16)
+    group = {"params": [w], "copies": [copied]}
+    opt = nn.LazyAdam([group], 1e-2, sparse_update="catch_up")
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        opt([rows(rng, SHAPES[0])])
+    opt.flush()
+    np.testing.assert_array_equal(copied, w.astype(BF16))
+
+
+def test_gaps_beyond_the_longest_sleep() -> None:
+    """Rows that nobody touches are looked at in turn, so that none sleeps for ever."""
+    a, b = begin()[0], begin(dtype=np.float64)[0]
+    opt = nn.AdamWeightDecay([a], COSINE, weight_decay=0.1, sparse_update="catch_up")
+    dense = nn.AdamWeightDecay([b], COSINE, weight_decay=0.1, sparse_update="dense_equivalent")
+    rng = np.random.default_rng(2)
+    first = rows(rng, SHAPES[0], 200)
+    hot = nn.RowTensor(np.array([3]), np.ones((1, 5), np.float32), SHAPES[0])
+    for k in range(5_001):
+        for own in (opt, dense):
+            own([hot if k else first])
+    asleep = int(opt._steps[0]) - opt._states[LAST.name][0]
+    assert 1_000 < asleep.max() < 2_048
+    opt.flush()
+    others = np.arange(len(a)) != 3
+    np.testing.assert_allclose(a[others], b[others], rtol=3e-6, atol=5e-6)
+
+
+def test_parameters_that_part_and_meet() -> None:
+    """Parameters share what they have missed as long as their steps are the same."""
+    opt = nn.Adam(begin(), 1e-2, sparse_update="catch_up")
+    rng = np.random.default_rng(0)
+    every = [rows(rng, shape) for shape in SHAPES]
+    opt(every)
+    missed = opt._missed
+    assert len({id(table) for table in missed.tables.values()}) == 1
+    opt([every[0], None, every[2]])
+    assert len({id(table) for table in missed.tables.values()}) == 2
+    other = nn.Adam(begin(), 1e-2, sparse_update="catch_up")
+    other.load_state_dict(opt.state_dict())
+    assert len({id(table) for table in other._missed.tables.values()}) == 2
+
+
+def test_nothing_is_written_where_nothing_is_due() -> None:
+    """Saving changes no bit, nor does a lookup of rows that are up to date."""
+    opt = nn.Adam(begin(), 1e-2, sparse_update="catch_up")
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        opt([rows(rng, shape) for shape in SHAPES])
+    with unchanged(opt):
+        opt.state_dict()
+        pickle.dumps(opt)
+        copy.deepcopy(opt)
+        opt.prepare(opt.parameters[0], np.zeros(0, np.int32))
+    opt.prepare(opt.parameters[0].data, np.arange(90))
+    with unchanged(opt):
+        opt.prepare(opt.parameters[0], np.arange(90).reshape(9, 10))
+
+
+def test_states_of_others() -> None:
+    """A dense state begins awake; one that sleeps is refused where nobody could wake it."""
+    rng = np.random.default_rng(0)
+    dense, asleep = (
+        nn.Adam(begin(), 1e-2, sparse_update=how) for how in ("dense_equivalent", "catch_up")
+    )
+    for _ in range(5):
+        given_now = [rows(rng, shape) for shape in SHAPES]
+        dense(given_now)
+        asleep(given_now)
+    other = nn.Adam([p.data.copy() for p in dense.parameters], 1e-2, sparse_update="catch_up")
+    other.load_state_dict(dense.state_dict())
+    assert all((last == 5).all() for last in other._states[LAST.name])
+    with refused(
+        ValueError, r"has rows that sleep: expected none: state_dict\(flush=True\)", dense
+    ):
+        dense.load_state_dict(asleep.state_dict())
+    state = asleep.state_dict(flush=True)
+    assert not [name for name in state if name.startswith((LAST.name, SCALARS))]
+    dense.load_state_dict(state)
+    dense.load_state_dict(asleep.state_dict())  # all rows are up to date now
+
+
+@pytest.mark.parametrize("shift", [-3_000, 1])
+def test_last_steps_of_another_time(shift: int) -> None:
+    """A row whose last step lies in the future, or is forgotten, is refused."""
+    opt = nn.AdamWeightDecay(begin(), 1e-2, sparse_update="catch_up")
+    state = opt.state_dict() | {"global_step": np.array([2_999], np.int32)}
+    for p in opt.parameters:
+        state[f"step.{p.name}"][:] = 2_999
+        state[f"{LAST.name}.{p.name}"][:] = 2_999
+    state[f"{LAST.name}.parameter_0"][4] += shift
+    with refused(ValueError, r"state 'last_step.parameter_0' has rows of another time", opt):
+        opt.load_state_dict(state)
+
+
+def test_bags() -> None:
+    """EmbeddingBags bring the rows that they pool up to date, in every form of ids."""
+    rng = np.random.default_rng(4)
+    tables, opts, bags = [], [], []
+    for how in ("catch_up", "dense_equivalent"):
+        own = begin()[:2]
+        opt = nn.Adam(own, 1e-2, sparse_update=how)
+        tables.append(own)
+        opts.append(opt)
+        bags.append(nn.EmbeddingBags(own, opt))
+    joined = np.array([1, 0, 89, 39, 2, 3]), np.array([0, 1, 3, 5, 6])
+    for k in range(60):
+        ids = [rng.integers(0, n, (4, 3)) for n, _ in SHAPES[:2]]
+        given_now = joined if k % 5 == 0 else (ids,)
+        found, expected = (own(*given_now) for own in bags)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        grad = rng.standard_normal(found.shape).astype(np.float32)
+        for own in bags:
+            own.backward(grad)
+
+
+def test_together_and_shards() -> None:
+    """A sharded table: its owner prepares the rows that others ask for."""
+    whole, shape = begin()[0], SHAPES[0]
+    shard = RowShard(len(whole), alone())
+    table, plain = whole.copy(), whole.copy()
+    opt = nn.LazyAdam([table], 1e-2, sparse_update="catch_up")
+    together(opt, alone())
+    dense = nn.Adam([plain], 1e-2)
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        own = rows(rng, shape)
+        route = shard.route(own.indices)
+        opt.prepare(table, route.needed)
+        np.testing.assert_allclose(route.gather(table), plain[own.indices], rtol=1e-5, atol=1e-5)
+        opt((route.scatter(own.values),))
+        dense((own,))
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a rule": (lambda p: nn.Adagrad(p, sparse_update="catch_up"), "steps without a gradient can"),
+    "FTRL": (lambda p: nn.FTRL(p, sparse_update="catch_up"), "expected a rule whose steps"),
+    "a decay": (
+        lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"
+    ),
+    "random bits": (
+        lambda p: nn.LazyAdam(
+            [p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"
+        ),
+        "excludes random bits",
+    ),
+    "a mean": (
+        lambda p: nn.Momentum(
+            [{"params": p, "grad_centralization": True, "weight_decay": 0.1}], 0.1, 0.9,
+            sparse_update="catch_up",
+        ),
+        "excludes centralized decays",
+    ),
+    "no such way": (lambda p: nn.Adam(p, sparse_update="later"), "is unknown"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_what_cannot_sleep(case: str) -> None:
+    """Rules and options that have no idle form are refused, with what has one."""
+    make, text = IMPOSSIBLE[case]
+    with pytest.raises(ValueError, match=text):
+        make(begin())
+
+
+def test_bad_input() -> None:
+    """Ids, tables and other optimizers that do not fit: one error, nothing written."""
+    opt = nn.Adam(begin(), 1e-2, sparse_update="catch_up")
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        opt([rows(rng, shape) for shape in SHAPES])
+    p = opt.parameters[0]
+    with refused(
+        IndexError, r"Adam.prepare: indices\[1\] is out of range: expected 0 <= index < 90", opt
+    ):
+        opt.prepare(p, np.array([3, 90]))
+    with refused(TypeError, "has a wrong dtype: expected int32 or int64, got float64", opt):
+        opt.prepare(p, np.array([3.0]))
+    with refused(ValueError, "parameter is none of the optimizer's", opt):
+        opt.prepare(begin()[0], np.array([3]))
+    with refused(ValueError, r"has rows that sleep: expected none: flush\(\)", opt):
+        p.data = p.data.copy()
+    with refused(ValueError, r"has rows that sleep: expected none: flush\(\)", opt):
+        nn.SGD([p])
+    with refused(ValueError, "parameters are sent after each step", opt):
+        ShardedStates(opt, alone())
+    opt.flush()
+    p.data = p.data.copy()
+    nn.SGD([p])
+
+
+def test_of_others_nothing_sleeps() -> None:
+    """With another sparse_update both calls find nothing to do, and still check what they get."""
+    opt = nn.LazyAdam(begin())
+    with unchanged(opt):
+        opt.flush()
+        opt.prepare(opt.parameters[0], np.array([3]))
+    with pytest.raises(IndexError):
+        opt.prepare(opt.parameters[0], np.array([-1]))
+    assert opt.state_dict(flush=True).keys() == opt.state_dict().keys()
+
+
+def test_gather_after_prepare() -> None:
+    """SparseGatherV2 reads what `prepare` has brought up to date."""
+    rng = np.random.default_rng(8)
+    opts = [
+        nn.Adam([begin()[0]], 1e-2, sparse_update=how) for how in ("catch_up", "dense_equivalent")
+    ]
+    gather = ops.SparseGatherV2()
+    for _ in range(20):
+        own = rows(rng, SHAPES[0])
+        found = []
+        for opt in opts:
+            opt.prepare(opt.parameters[0], own.indices)
+            found.append(gather(opt.parameters[0], own.indices, 0))
+            opt([own])
+        np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
