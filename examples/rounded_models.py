@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -53,13 +53,14 @@ class Rows(nn.Embedding):
 
 
 def train(
-    program: Program, rounding: str | None, seed: int, steps: int, progress: Callable[[], Any]
-) -> dict[int, float]:
+    program: Program, options: Mapping[str, Any], seed: int, steps: int,
+    progress: Callable[[], Any],
+) -> dict[int, float]:  # fmt: skip
     """Train with a learning rate that falls linearly to 0.
 
     Args:
         program: is used up.
-        rounding: of bfloat16 weights; None: the weights stay float32.
+        options: of the optimizer; with ``rounding`` weights are bfloat16, else float32.
         seed: of the rounding, if that is at random.
         steps: how many.
         progress: called after each.
@@ -67,11 +68,12 @@ def train(
     Returns:
         The mean loss of held-out data after numbers of steps.
     """
-    model, options = program.model, {}
-    if rounding is not None:
+    model = program.model
+    if "rounding" in options:
         model.bfloat16()
-        options = {"rounding": rounding, "state_dtype": torch.float32}
+        options = {**options, "state_dtype": torch.float32}
     optimizer = program.optimizer(model.parameters(), **options)
+    optimizer.watch(model)  # for rows that sleep
     for group in optimizer.param_groups:
         group["rounding_seed"] = seed
     rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
@@ -228,7 +230,9 @@ def recommender(seed: int) -> Program:
         2,
         (tensors(log.batch(1_000_000 * seed + k, batch_size)) for k in count()),
         [tensors(log.held_out(8192))],
-        lambda parameters, **options: fused.Adam(parameters, lr=1e-3, sparse="touched", **options),
+        lambda parameters, sparse="touched", **options: fused.Adam(
+            parameters, lr=1e-3, sparse=sparse, **options
+        ),
     )
 
 

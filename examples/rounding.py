@@ -16,24 +16,48 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import require, status_of
 from .options import Parser, integer
 from .recommender import NEEDED, set_threads
 from .report import prepare_folder, write_files
 
-FIGURES, CURVES = "rounding.json", "rounding.png"
-FLOAT32 = "float32"
-WAYS = FLOAT32, "nearest", "master", "kahan", "stochastic"
 QUICK_STEPS = 12
 STYLES, FIRST_DRAWN = ("-", "-", "--", "-.", ":"), 2
 
 Losses = dict[str, dict[str, list[dict[int, float]]]]
-"""Losses of held-out data: by model, way of rounding and seed, after numbers of steps."""
+"""Losses of held-out data: by model, way and seed, after numbers of steps."""
+
+
+class Study(NamedTuple):
+    """Trainings of the same models in several ways.
+
+    Attributes:
+        name: of the example and its files.
+        ways: by name the options of an optimizer; the others are compared with the first.
+        models: titles of those that are trained.
+    """
+
+    name: str
+    ways: Mapping[str, Mapping[str, Any]]
+    models: Sequence[str]
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """The names of the files for the losses and for the picture."""
+        return f"{self.name}.json", f"{self.name}.png"
+
+
+STUDY = Study(
+    "rounding",
+    {"float32": {}}
+    | {way: {"rounding": way} for way in ("nearest", "master", "kahan", "stochastic")},
+    ["transformer", "word vectors", "recommender"],
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,53 +69,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", default="demo-output", metavar="DIR", help="folder of the results")
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, study: Study = STUDY) -> int:
     """Trains, reports, saves; returns the exit status (2 for a mistake of the user)."""
-    return status_of("rounding", lambda: _run(args))
+    return status_of(study.name, lambda: _run(args, study))
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, study: Study) -> None:
     require("this example", NEEDED, "torch,demo")
-    folder = Path(args.output)
-    prepare_folder(folder, [FIGURES, CURVES])
+    folder, (figures, curves) = Path(args.output), study.files
+    prepare_folder(folder, study.files)
     machine = set_threads(args.threads)
-    losses = train_all(args.seeds, QUICK_STEPS if args.quick else None)
+    losses = train_all(study, args.seeds, QUICK_STEPS if args.quick else None)
     print("\n".join(report(losses)))
     found = {"machine": machine, "losses": losses}
-    write_files(folder, {FIGURES: json.dumps(found, indent=1).encode(), CURVES: picture(losses)})
+    write_files(folder, {figures: json.dumps(found, indent=1).encode(), curves: picture(losses)})
     print(f"\nfigures and curves are in {folder}{os.sep}")
 
 
-def train_all(n_seeds: int, steps: int | None) -> Losses:
-    """Train every model with every way of rounding, and show a progress bar."""
+def train_all(study: Study, n_seeds: int, steps: int | None) -> Losses:
+    """Train every model in every way, and show a progress bar."""
     from tqdm import tqdm
 
     from .rounded_models import MODELS, train
 
     losses: Losses = {}
-    lengths = {title: steps or length for title, (length, _) in MODELS.items()}
-    total = sum(lengths.values()) * len(WAYS) * n_seeds
+    lengths = {title: steps or MODELS[title][0] for title in study.models}
+    total = sum(lengths.values()) * len(study.ways) * n_seeds
     # A log file gets a line now and then instead of ten a second.
     every = 0.2 if sys.stderr.isatty() else 20.0
     with tqdm(total=total, unit=" steps", mininterval=every) as bar:
-        for title, (_, make) in MODELS.items():
-            for way in WAYS:
+        for title in study.models:
+            for way, options in study.ways.items():
                 bar.set_postfix_str(f"{title}, {way}", refresh=False)
-                rounding = None if way == FLOAT32 else way
                 losses.setdefault(title, {})[way] = [
-                    train(make(seed), rounding, seed, lengths[title], bar.update)
+                    train(MODELS[title][1](seed), options, seed, lengths[title], bar.update)
                     for seed in range(n_seeds)
                 ]
     return losses
 
 
 def compared(losses: Mapping[str, list[dict[Any, float]]]) -> dict[str, tuple[float, float]]:
-    """The mean of the last losses of each way, and how far it is from that of float32.
+    """The mean of the last losses of each way, and how far it is from that of the first way.
 
-    The distance is the mean over the seeds, in terms of the range of the last losses of float32.
+    The distance is the mean over the seeds, in terms of the range of the first way's last losses.
     """
     last = {way: [[*of_seed.values()][-1] for of_seed in own] for way, own in losses.items()}
-    wide = last[FLOAT32]
+    wide = next(iter(last.values()))
     spread = max(wide) - min(wide) or math.nan
     return {
         way: (mean(own), mean(x - y for x, y in zip(own, wide, strict=True)) / spread)
@@ -104,9 +127,9 @@ def report(losses: Losses) -> list[str]:
     lines = []
     for title, by_way in losses.items():
         lines.append(
-            f"\n{title}: held-out loss, and its distance from float32's in spreads of seeds"
+            f"\n{title}: held-out loss, and its distance from the first's in spreads of seeds"
         )
-        lines += [f"  {way:11s} {x:8.4f} {d:+8.2f}" for way, (x, d) in compared(by_way).items()]
+        lines += [f"  {way:16s} {x:8.4f} {d:+8.2f}" for way, (x, d) in compared(by_way).items()]
     return lines
 
 

@@ -40,6 +40,8 @@ class _BiasCorrectedAdam(FusedOptimizer):
     use_nesterov = Fixed(check.flag)
     eps_hat = Checked(check.flag)
 
+    rowwise_bias_correction = False
+
     def __init__(self, beta1: float, beta2: float, eps: float, eps_hat: bool, **base: Any) -> None:
         self.eps_hat = eps_hat
         constants = betas_and_eps(self._name, base["parameters"], beta1, beta2, eps)
@@ -51,6 +53,9 @@ class _BiasCorrectedAdam(FusedOptimizer):
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
+        if self.rowwise_bias_correction:
+            constants = self.beta1, self.beta2, self.eps, float(not self.eps_hat)
+            return Formula(rules.by_row_scalars, constants)
         return _formula_of(self.beta1, self.beta2, self.eps, self.eps_hat)
 
     moment1 = StateOfEach("moment1", "The first moment of each parameter.")
@@ -190,6 +195,9 @@ class LazyAdam(_BiasCorrectedAdam):
             `Adam`.
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
         sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
+        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
+            that of the parameter: otherwise the moments of a row that begins late are taken for
+            complete. A vector is one row. Not with ``sparse_update="catch_up"``.
         skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
@@ -208,6 +216,7 @@ class LazyAdam(_BiasCorrectedAdam):
     """
 
     _power_shape = (1,)
+    rowwise_bias_correction = Fixed(check.flag)
 
     def __init__(
         self,
@@ -222,6 +231,7 @@ class LazyAdam(_BiasCorrectedAdam):
         loss_scale: Any = 1.0,
         *,
         eps_hat: bool = True,
+        rowwise_bias_correction: bool = False,
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
@@ -232,10 +242,16 @@ class LazyAdam(_BiasCorrectedAdam):
     ) -> None:
         base = base_arguments(locals())
         self.use_nesterov = use_nesterov
+        self.rowwise_bias_correction = rowwise_bias_correction
         if isinstance(weight_decay, int):
             wrong = "has a wrong type"
             reject(TypeError, self._name, "weight_decay", wrong, "a float", weight_decay)
         super().__init__(beta1, beta2, eps, eps_hat, **base)
+
+    def _pick_rule(self) -> Rule:
+        if not self.rowwise_bias_correction:
+            return super()._pick_rule()
+        return rules.ADAM_NESTEROV_BY_ROW if self.use_nesterov else rules.ADAM_BY_ROW
 
 
 class AdamOffload(_BiasCorrectedAdam):

@@ -121,6 +121,7 @@ class RowWiseAdam(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay: see `Optimizer`; decoupled.
+        rowwise_bias_correction: as `LazyAdam`.
         loss_scale: see `Optimizer`.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
@@ -143,6 +144,8 @@ class RowWiseAdam(FusedOptimizer):
      [0.9 0.9]]
     """
 
+    rowwise_bias_correction = Fixed(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -153,6 +156,7 @@ class RowWiseAdam(FusedOptimizer):
         weight_decay: Any = 0.0,
         loss_scale: Any = 1.0,
         *,
+        rowwise_bias_correction: bool = False,
         use_locking: bool = False,
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
@@ -164,11 +168,16 @@ class RowWiseAdam(FusedOptimizer):
     ) -> None:
         base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        super().__init__(**base, rule=rules.ROW_WISE_ADAM)
+        self.rowwise_bias_correction = rowwise_bias_correction
+        by_row = rowwise_bias_correction
+        rule = rules.ROW_WISE_ADAM_BY_ROW if by_row else rules.ROW_WISE_ADAM
+        super().__init__(**base, rule=rule)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         betas = self.beta1, self.beta2
+        if self.rowwise_bias_correction:
+            return Formula(rules.by_row_scalars, (*betas, self.eps, 0.0))
         return Formula(rules.adam_scalars, (*betas, self.eps), betas)
 
     moment1 = StateOfEach("moment1", "The first moment of each parameter.")

@@ -16,9 +16,12 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from ..formula import Numbers
 from ..idle import Idle, IdleStep
 from ..rule import Rule, product, rule_helper
+from ..state import State
 from .idle import drifting, drifting_by_largest
 
 
@@ -173,6 +176,31 @@ def _complement(real: Any, beta: float) -> Any:
     return real(1.0) - real(beta)
 
 
+def by_row_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """The scalars of Adam whose bias is corrected by the count of each row."""
+    beta1, beta2, epsilon, usual = constants
+    complements = _complement(real, beta1), _complement(real, beta2)
+    return (*complements, real(lr), real(epsilon), real(usual))
+
+
+def corrections(updates: Any, one_minus_beta1: Any, one_minus_beta2: Any) -> Any:
+    """``1 - beta1**t``, ``sqrt(1 - beta2**t)`` and ``t``, at the next update of a row."""
+    t = updates + 1
+    root = math.sqrt(1.0 - (1.0 - one_minus_beta2) ** t)
+    return 1.0 - (1.0 - one_minus_beta1) ** t, root, t
+
+
+corrections = rule_helper(corrections)
+
+
+def by_row(updates: Any, one_minus_beta1: Any, one_minus_beta2: Any, usual: Any) -> Any:
+    """Factors of step size and epsilon, which is inside of the correction if ``usual`` is 1."""
+    first, root, t = corrections(updates, one_minus_beta1, one_minus_beta2)
+    return root / first, root if usual > 0.0 else 1.0, t
+
+
 def _fading(hp: Any) -> tuple[float, float]:
     return 1.0 - hp.one_minus_beta1, 1.0 - hp.one_minus_beta2
 
@@ -205,6 +233,17 @@ ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, _HP, idle=Idle(drifting, idle_neste
 ADAM_AMSGRAD = Rule(
     adam_amsgrad, (*MOMENTS, "vhat"), _HP, idle=Idle(drifting_by_largest, idle_amsgrad, root=2)
 )
+UPDATES = State("updates", "row", dtype=np.int32)
+_BY_ROW: dict[str, Any] = {
+    "states": (*MOMENTS, UPDATES),
+    "hp": (*_HP, "usual"),
+    "factor": by_row,
+    "factor_of": ("step_size", "epsilon"),
+    "takes": ("updates", "one_minus_beta1", "one_minus_beta2", "usual"),
+    "scope": "row",
+}
+ADAM_BY_ROW = Rule(adam, **_BY_ROW)
+ADAM_NESTEROV_BY_ROW = Rule(adam_nesterov, **_BY_ROW)
 ADAM_DELTA = Rule(adam_delta, MOMENTS, _HP)
 ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, _HP)
 ADAMAX = Rule(adamax, MOMENTS, ("beta1", "one_minus_beta1", "beta2", "step_size", "epsilon"))

@@ -26,6 +26,7 @@ from ..formula import Numbers
 from ..idle import Idle, IdleStep
 from ..rule import Rule
 from ..state import State
+from .adam import UPDATES, corrections
 from .adam import adam_scalars as scalars_of_adam
 from .idle import shrinking
 
@@ -64,6 +65,17 @@ def adam_row(
     return 1.0 / (math.sqrt(correction2 * v) + epsilon), v
 
 
+def adam_row_by_count(
+    sum_of_squares: Any, size: Any, v: Any, updates: Any, one_minus_beta1: Any,
+    one_minus_beta2: Any, epsilon: Any, usual: Any,
+) -> Any:  # fmt: skip
+    """The same with the bias corrected by the count of the row, then this count."""
+    first, root, t = corrections(updates, one_minus_beta1, one_minus_beta2)
+    v = v + one_minus_beta2 * (sum_of_squares / size - v)
+    divisor = math.sqrt(v) + epsilon * (root if usual > 0.0 else 1.0)
+    return root / (divisor * first), v, t
+
+
 def row_wise_adam(w: Any, g: Any, m: Any, hp: Any) -> Any:
     """Adam on an element, with a decoupled weight decay."""
     m = m + hp.one_minus_beta1 * (g - m)
@@ -100,6 +112,15 @@ def idle_adagrad(hp: Any, decay: float) -> IdleStep:
     return IdleStep(1.0 - getattr(hp, "decay", 0.0), (1.0,))
 
 
+def by_row_scalars(
+    real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """The scalars of Adam whose bias is corrected by the count of each row."""
+    beta1, beta2, epsilon, usual = constants
+    complements = real(1.0) - real(beta1), real(1.0) - real(beta2)
+    return (*complements, real(epsilon), real(lr), real(lr * decay), real(usual))
+
+
 # A step is the rate until a row is measured, then it divided by the root of its second moment.
 _MEASURED: dict[str, Any] = {"n_measured": 1, "factor_of": "step", "scope": "row"}
 _ADAGRAD: dict[str, Any] = {
@@ -121,6 +142,16 @@ ROW_WISE_ADAM = Rule(
     squares_beside_moment,
     factor=adam_row,
     takes=("size", "moment2", "one_minus_beta2", "correction2", "epsilon"),
+    decays=True,
+    **_MEASURED,
+)
+ROW_WISE_ADAM_BY_ROW = Rule(
+    row_wise_adam,
+    (State("moment1"), State("moment2", "row"), UPDATES),
+    ("one_minus_beta1", "one_minus_beta2", "epsilon", "step", "decay", "usual"),
+    squares_beside_moment,
+    factor=adam_row_by_count,
+    takes=("size", "moment2", "updates", "one_minus_beta1", "one_minus_beta2", "epsilon", "usual"),
     decays=True,
     **_MEASURED,
 )

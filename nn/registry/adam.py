@@ -12,6 +12,8 @@ _PUBLISHED = (
 )
 BASE = {"learning_rate": 0.05, "eps": 0.01}
 _EPS_HAT = {"eps_hat": Argument("flag", False)}
+# On dense gradients every row has as many updates as its parameter.
+BY_ROW = {"rowwise_bias_correction": Argument("flag", True, rows_only=True)}
 _EVERY_ROW, _SOME_ROWS = "every row moves", "rows that occur"
 _form = partial(Form, reference="adam", large=LOST_LATER)
 
@@ -48,7 +50,7 @@ LAZY_ADAM = Row(
     "LazyAdam",
     _PUBLISHED,
     BASE,
-    {"weight_decay": Argument("float decay", 0.3), **_EPS_HAT},
+    {"weight_decay": Argument("float decay", 0.3), **_EPS_HAT, **BY_ROW},
     forms={"": _form(rows="lazy", rows_there=_SOME_ROWS)},
     measured={"": Measured("adam", "adam-lazy", on_request=("dense",))},
     source=recorded("since 2.0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from .adam import BY_ROW
 from .record import ROW_LOST_LATER, ROW_STOPS, Argument, Form, Measured, Row, Source
 
 _RATE = {"learning_rate": 0.05, "accum": 0.1}
@@ -33,7 +34,7 @@ ROW_WISE_ADAM = Row(
     "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, "
     "loss_scale=1.0",
     {"learning_rate": 0.05, "eps": 0.01},
-    {},
+    BY_ROW,
     forms={"": _form(reference="row_wise.adam", large=ROW_LOST_LATER)},
     measured={"": Measured(None, "row-wise-adam-rows")},
     source=Source("FBGEMM 1.8", "reference", differs="bias correction as `Adam`'s; on the CPU too"),

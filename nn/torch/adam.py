@@ -11,9 +11,11 @@ from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
+from ...ops.runtime.errors import reject
 from ..engine.reader import is_row_sparse
 from .engine.options import (
     EPS_HAT,
+    ROWWISE,
     Rounding,
     Sparse,
     arguments,
@@ -97,12 +99,20 @@ class Adam(Fused, torch.optim.Adam):
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
         is_coupled = not group.get("decoupled_weight_decay")
+        if group.get("rowwise_bias_correction"):
+            if group["amsgrad"]:
+                where, name = type(self).__name__, "rowwise_bias_correction"
+                reject(ValueError, where, name, "excludes amsgrad", "at most one of them", "both")
+            return Method(rules.TORCH_ADAM_BY_ROW, is_coupled)
         return Method(rules.TORCH_AMSGRAD if group["amsgrad"] else rules.TORCH_ADAM, is_coupled)
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
+        if group.get("rowwise_bias_correction"):
+            hat = float(group["eps_hat"])
+            return (*moments_of(beta1, beta2), lr, 1.0, group["eps"], shrink, hat)
         size, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
         # One rule for both places of epsilon: the correction of the second moment is a factor of
         # the step, or of the root to which epsilon is added.
@@ -136,6 +146,9 @@ class AdamW(Fused, torch.optim.AdamW):
         capturable, differentiable: must be False.
         eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
             An option of groups too.
+        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
+            that of the parameter. A vector is one row. Not with ``sparse="catch_up"`` or
+            ``amsgrad``. An option of groups too.
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: it raises.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
@@ -149,7 +162,8 @@ class AdamW(Fused, torch.optim.AdamW):
 
     Differs from ``torch.optim.AdamW``: sparse gradients are taken where ``sparse`` says what they
     update; ``foreach`` and ``fused`` change no number, ``capturable`` and ``differentiable`` raise.
-    ``eps_hat`` is new. States, and numbers but for roundings, are the same.
+    ``eps_hat`` and ``rowwise_bias_correction`` are new. States, and numbers but for roundings, are
+    the same.
 
     Source: ``torch.optim.AdamW``; Loshchilov and Hutter (2019), arXiv:1711.05101.
 
@@ -166,14 +180,15 @@ class AdamW(Fused, torch.optim.AdamW):
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
         foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
         fused: bool | None = None, eps_hat: bool = False,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
+        rowwise_bias_correction: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
     method = Adam.method
     scalars = Adam.scalars
-    _more_options = EPS_HAT
+    _more_options = EPS_HAT | ROWWISE
 
     def _complete(self, group: dict[str, Any]) -> None:
         super()._complete(group)
@@ -196,6 +211,8 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         betas: two numbers in [0, 1).
         eps: at least 0.
         maximize: go up, not down.
+        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
+            that of the parameter. Not with ``sparse="catch_up"``. An option of groups too.
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
@@ -210,7 +227,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
     and a learning rate of 0 by which ``torch.distributed.checkpoint`` makes states: PyTorch's
     cannot resume from there.
 
-    Differs from ``torch.optim.SparseAdam``: ``sparse`` and the arguments behind it are new. States,
+    Differs from ``torch.optim.SparseAdam``: what stands behind ``maximize`` is new. States,
     and numbers but for roundings, are the same.
 
     Source: ``torch.optim.SparseAdam``.
@@ -225,18 +242,26 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, maximize: bool = False, *,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
+        rowwise_bias_correction: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
-    def method(self, group: Group) -> Method:  # noqa: ARG002
+    _more_options = ROWWISE
+
+    def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
-        return Method(rules.TORCH_ADAM, couples=False, touches=True)
+        by_row = group["rowwise_bias_correction"]
+        rule = rules.TORCH_ADAM_BY_ROW if by_row else rules.TORCH_ADAM
+        return Method(rule, couples=False, touches=True)
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
+        if group["rowwise_bias_correction"]:
+            moments = moments_of(beta1, beta2)
+            return (*moments, group["lr"], 1.0, group["eps"], 1.0, 1.0)
         size = group["lr"] * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
         return 1.0 - beta1, 0.0, beta2, 1.0 - beta2, size, 1.0, group["eps"], 1.0
 
@@ -282,6 +307,9 @@ class LazyAdam(Fused, torch.optim.Optimizer):
         maximize: go up, not down.
         eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
             An option of groups too.
+        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
+            that of the parameter. A vector is one row. Not with ``sparse="catch_up"`` or
+            ``amsgrad``. An option of groups too.
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
@@ -306,7 +334,8 @@ class LazyAdam(Fused, torch.optim.Optimizer):
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *,
-        maximize: bool = False, eps_hat: bool = False, sparse: Sparse | None = None,
+        maximize: bool = False, eps_hat: bool = False, rowwise_bias_correction: bool = False,
+        sparse: Sparse | None = None,
         skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
         rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
@@ -316,8 +345,7 @@ class LazyAdam(Fused, torch.optim.Optimizer):
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
-        rule = rules.TORCH_AMSGRAD if group["amsgrad"] else rules.TORCH_ADAM
-        return Method(rule, touches=True)
+        return Adam.method(self, group)._replace(touches=True)  # type: ignore[arg-type]
 
     scalars = Adam.scalars
-    _more_options = EPS_HAT
+    _more_options = EPS_HAT | ROWWISE

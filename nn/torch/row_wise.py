@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
-from .engine.options import Rounding, Sparse, betas_in_range, not_negative, with_defaults
+from .engine.options import ROWWISE, Rounding, Sparse, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method
 from .optimizer import Fused
 
@@ -115,6 +115,8 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         eps: above 0.
         weight_decay: at least 0; decoupled.
         maximize: go up, not down.
+        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
+            that of the parameter. Not with ``sparse="catch_up"``. An option of groups too.
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
@@ -144,22 +146,31 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0.0, *, maximize: bool = False,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
+        rowwise_bias_correction: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
         _above_0(eps)
         super().__init__(**with_defaults(locals()))
 
-    def method(self, group: Group) -> Method:  # noqa: ARG002
+    _more_options = ROWWISE
+
+    def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
-        states = "exp_avg", "exp_avg_sq"
+        states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        if group["rowwise_bias_correction"]:
+            rule, states = rules.ROW_WISE_ADAM_BY_ROW, (*states, "updates")
+            return Method(rule, couples=False, touches=True, states=states)
         return Method(rules.ROW_WISE_ADAM, couples=False, touches=True, states=states)
 
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `FusedOptimizer`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
+        if group["rowwise_bias_correction"]:
+            decay = lr * group["weight_decay"]
+            return (1.0 - beta1, 1.0 - beta2, group["eps"], lr, decay, 1.0)
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
         scalars = 1.0 / corrections[1], group["eps"], lr / corrections[0]
         return (1.0 - beta1, 1.0 - beta2, *scalars, lr * group["weight_decay"])

@@ -27,14 +27,14 @@ def test_all_models_are_trained_in_each_way(
 ) -> None:
     """Two steps from the same weights on the same batches."""
     monkeypatch.setattr(rounding, "QUICK_STEPS", 2)
-    monkeypatch.setattr(rounding, "WAYS", ("float32", "stochastic"))
+    study = rounding.STUDY._replace(ways={"float32": {}, "stochastic": {"rounding": "stochastic"}})
     threads = torch.get_num_threads()
     options = "--quick", "--seeds", "2", "--threads", "1", "--output", str(tmp_path / "new")
-    assert rounding.main(arguments(*options)) == 0
+    assert rounding.main(arguments(*options), study) == 0
     set_num_threads(None)
     torch.set_num_threads(threads)
-    losses = json.loads((tmp_path / "new" / rounding.FIGURES).read_text())["losses"]
-    assert (tmp_path / "new" / rounding.CURVES).read_bytes().startswith(b"\x89PNG")
+    losses = json.loads((tmp_path / "new" / "rounding.json").read_text())["losses"]
+    assert (tmp_path / "new" / "rounding.png").read_bytes().startswith(b"\x89PNG")
     for by_way in losses.values():
         for wide, narrow in zip(*by_way.values(), strict=True):
             assert wide["2"] < wide["0"] == pytest.approx(narrow["0"], rel=1e-2)
@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_losses_again() -> None:
     from fusestep.examples.rounded_models import recommender, train
 
     def run(seed: int) -> dict[int, float]:
-        return train(recommender(seed), "stochastic", seed, 2, lambda: None)
+        return train(recommender(seed), {"rounding": "stochastic"}, seed, 2, lambda: None)
 
     assert run(0) == run(0) != run(1)
 

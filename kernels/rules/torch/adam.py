@@ -18,6 +18,7 @@ from typing import Any
 
 from ...idle import Idle, IdleStep
 from ...rule import Rule, product, rule_helper
+from ..adam import UPDATES, corrections
 from ..idle import drifting, drifting_by_largest
 
 
@@ -89,6 +90,12 @@ def adamax(w: Any, g: Any, m: Any, u: Any, hp: Any) -> Any:
     return w - hp.step_size * m / u, m, u
 
 
+def by_row(updates: Any, share: Any, one_minus_beta2: Any, hat: Any) -> Any:
+    """Factors of step size and root from the count of a row; the root has none if ``hat`` is 1."""
+    first, root, t = corrections(updates, share if share > 0.0 else 1.0 + share, one_minus_beta2)
+    return (root if hat > 0.0 else 1.0) / first, 1.0 if hat > 0.0 else 1.0 / root, t
+
+
 def kept_of(hp: Any) -> float:
     """What `lerp` to 0 leaves of a number."""
     return float(1.0 - hp.share if hp.share > hp.zero else -hp.share)
@@ -114,6 +121,10 @@ TORCH_ADAM = Rule(adam, _STATES, _HP, decays=True, idle=Idle(drifting, idle_adam
 TORCH_AMSGRAD = Rule(
     adam_amsgrad, (*_STATES, "max_exp_avg_sq"), _HP, decays=True,
     idle=Idle(drifting_by_largest, idle_amsgrad, root=2),
+)  # fmt: skip
+TORCH_ADAM_BY_ROW = Rule(
+    adam, (*_STATES, UPDATES), (*_HP, "hat"), factor=by_row, factor_of=("step_size", "root"),
+    takes=("updates", "share", "one_minus_beta2", "hat"), scope="row", decays=True,
 )  # fmt: skip
 TORCH_NADAM = Rule(nadam, _STATES, (*_HP, "gradient_size"), decays=True)
 TORCH_RADAM = Rule(radam, _STATES, _RADAM_HP, decays=True)

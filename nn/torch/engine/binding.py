@@ -26,7 +26,7 @@ from ....kernels.cpu.headers.tensors import (
 )
 from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.keeping import key_of
-from ....kernels.storage import STORAGES, real_of
+from ....kernels.storage import STORAGES, real_of, storage_of
 from ....kernels.tables import TensorTable, row_width
 from ....ops.runtime.errors import reject
 from ....ops.runtime.step import Variables
@@ -134,7 +134,7 @@ class Binding:
     def _part(self, kind: Kind, positions: np.ndarray, places: np.ndarray) -> ParameterBatch:
         """The kernel call for parameters of a kind, with their places among all of the step."""
         records = [self._records[i] for i in positions.tolist()]
-        w, *s = (STORAGES[dtype] for dtype in kind.dtypes)
+        w, *s = map(storage_of, kind.dtypes)
         columns = self._columns[positions, : len(kind.dtypes)]
         first = np.zeros(len(positions) + 1, np.int64)
         np.cumsum(self._sizes[positions], out=first[1:])

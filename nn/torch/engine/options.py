@@ -27,6 +27,8 @@ OWN: dict[str, Any] = {
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
 """The extra option of `Adam` and of classes with its formula."""
+ROWWISE: dict[str, Any] = {"rowwise_bias_correction": False}
+"""The extra option of classes that can count the updates of each row."""
 KERAS: dict[str, Any] = {"beta": 0.0, "l2_shrinkage": 0.0}
 """The extra options of `FTRL`."""
 
@@ -136,7 +138,7 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
     if own["rounding"] not in ROUNDINGS:
         reject(ValueError, where, "rounding", "is unknown", ROUNDINGS, own["rounding"])
     seed(where, "rounding_seed", own.get("rounding_seed", 0))
-    for name in EPS_HAT.keys() & own.keys():
+    for name in (EPS_HAT | ROWWISE).keys() & own.keys():
         check.flag(where, name, own[name])
 
 
