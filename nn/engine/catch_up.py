@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.rows.catch_up import CatchUp
-from ...kernels.element import Kernel, kernel
+from ...kernels.cpu.rows.catch_up import CatchUp, SleepingTable
+from ...kernels.element import kernel
 from ...kernels.idle_table import SLEEP, IdleTable
 from ...kernels.rule import Prologue, Rule, columns
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
@@ -33,19 +34,17 @@ class Table(NamedTuple):
     """A parameter in whose rows steps may be missing, and what says which."""
 
     key: Any  # of the parameter in `MissedSteps`
-    many: Kernel  # of many steps without a gradient
-    addresses: Sequence[int]  # of the parameter and the states of its rule
-    shape: tuple[int, ...]
-    last: np.ndarray  # int32 [N]
+    places: SleepingTable
     now: int  # the steps that it has taken
 
     @classmethod
-    def of(cls, key: Any, rule: Rule, arrays: Sequence[Any], last: np.ndarray, now: int) -> Table:
+    def of(cls, key: Any, rule: Rule, arrays: Sequence[Any], last: Any, now: int) -> Table:
         """A parameter and its states, of a rule that keeps the weight as it does."""
         w, *states = (STORAGES[array.dtype] for array in arrays)
         assert rule.asleep is not None
         many = kernel(rule.asleep, (), w, real_of(w), tuple(states))
-        return cls(key, many, [*map(address_of, arrays)], arrays[0].shape, last, now)
+        places, width = tuple(map(address_of, arrays)), math.prod(arrays[0].shape[1:])
+        return cls(key, SleepingTable(many, places, width, address_of(last), len(last)), now)
 
 
 class NextStep(NamedTuple):
@@ -114,7 +113,7 @@ class MissedSteps:
         """Bring rows up to date before the next step of their tables."""
         self.give(steps)
         for table, _, source in steps:
-            n, now = len(table.last), table.now
+            n, now = table.places.rows, table.now
             if source is None:
                 yield self._catch_up(table, now + 1, (0, 0, n))
                 continue
@@ -130,11 +129,10 @@ class MissedSteps:
 
     def of_all(self, table: Table) -> CatchUp:
         """Bring all rows up to date."""
-        return self._catch_up(table, table.now, (0, 0, len(table.last)))
+        return self._catch_up(table, table.now, (0, 0, table.places.rows))
 
     def _catch_up(self, table: Table, mark: int, rows: tuple[int, int, int]) -> CatchUp:
-        own = table.many, table.addresses, table.shape, table.last, self.tables[table.key]
-        return CatchUp(*own, table.now, mark, rows)
+        return CatchUp(table.places, self.tables[table.key], table.now, mark, rows)
 
 
 def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int, int]]]:

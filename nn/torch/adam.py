@@ -345,7 +345,7 @@ class LazyAdam(Fused, torch.optim.Optimizer):
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
-        return Adam.method(self, group)._replace(touches=True)  # type: ignore[arg-type]
+        return Adam.method(self, group)._replace(touches=True)
 
     scalars = Adam.scalars
     _more_options = EPS_HAT | ROWWISE

@@ -90,6 +90,7 @@ class Fused(Sleeper, _Base):
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
         self.skipped_steps, self._maker, self._missed = 0, maker_of_states(), MissedSteps()
+        self._tables = {}
         params = list(params) if isinstance(params, Iterator) else params
         with as_before_after_errors(() if isinstance(params, Tensor) else params):
             super().__init__(params, *args, **kwargs)
@@ -148,7 +149,8 @@ class Fused(Sleeper, _Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._look_after()
+        self._tables = {}
+        self._look_after_all()
         for group in self.param_groups:
             self._complete(group)
         self._steps = Steps()

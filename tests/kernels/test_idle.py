@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.rows.catch_up import CatchUp
+from fusestep.kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.element import kernel
 from fusestep.kernels.idle_table import SLEEP, IdleTable
@@ -145,10 +145,9 @@ class Missed:
         storages = STORAGES[self.dtype], self.real, (STORAGES[self.dtype],) * len(self.states)
         assert self.rule.asleep is not None
         many = kernel(self.rule.asleep, (), *storages)
-        at = [x.ctypes.data for x in (self.w, *self.states)]
-        found = CatchUp(
-            many, at, (N, D), self.last, self.table, self.now, self.now, rows or (0, 0, N)
-        )
+        at = tuple(x.ctypes.data for x in (self.w, *self.states))
+        places = SleepingTable(many, at, D, self.last.ctypes.data, N)
+        found = CatchUp(places, self.table, self.now, self.now, rows or (0, 0, N))
         commit([found])
         return found
 
@@ -277,7 +276,7 @@ def test_row_wise() -> None:
     for t in range(1, N + 1):
         table.given[t] = 1e-8, 0.1, 0.01, 0.0
     many = kernel(rule.asleep, (), real, real, (real,))
-    at = [w.ctypes.data, accum.ctypes.data]
-    commit([CatchUp(many, at, (N, D), last, table, N, N, (0, 0, N))])
+    places = SleepingTable(many, (w.ctypes.data, accum.ctypes.data), D, last.ctypes.data, N)
+    commit([CatchUp(places, table, N, N, (0, 0, N))])
     np.testing.assert_allclose(w[:, 0], 0.99 ** (N - np.arange(N)), rtol=3e-6)
     np.testing.assert_array_equal(accum, np.arange(N))

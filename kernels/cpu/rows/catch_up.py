@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from array import array
+from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ from ..compiler.intrinsics import (
 from ..compiler.lines import LINE, prefetch
 from ..compiler.records import index_at, int64s
 from ..headers.arrays import address_of
-from ..threads.parallel import Arguments, Loop, get_num_threads
+from ..threads.parallel import Loop, get_num_threads
+from ..threads.workspace import borrow, give_back
 from .step import ROW_COST, UPDATE_SERIAL_BELOW
 
 _LINES_AHEAD, _MOST_AHEAD = 96, 16  # as of rows that are updated
@@ -212,15 +214,22 @@ def _catch_up_stretch(index, slot, c):
             _catch_up(c, slot, begin, row - begin, since)
 
 
+class SleepingTable(NamedTuple):
+    """A parameter in whose rows steps may be missing, and its states; addresses."""
+
+    many: Kernel  # of the idle form of the rule
+    addresses: tuple[int, ...]  # the parameter and the states of the rule
+    width: int
+    last: int  # int32 [rows]: the step that each row has taken last
+    rows: int
+
+
 class CatchUp:
     """Bringing some rows of a table up to a step: to be run by `commit`.
 
     Args:
-        many: the kernel of the idle form of the rule.
-        addresses: the parameter and its states.
-        shape: that of the parameter.
-        last: int32 ``[N]``: the last step of each row.
-        table: the scalars of the steps up to ``now``.
+        table: the table, which the caller keeps alive.
+        scalars: those of the steps up to ``now``.
         now: the step to which rows are brought.
         mark: what is written as their last step: that of a gradient which follows, or ``now``.
         rows: the rows: the address of ids, their bytes, and how many there are; or 0, the first of
@@ -228,49 +237,60 @@ class CatchUp:
     """
 
     def __init__(
-        self, many: Kernel, addresses: Sequence[int], shape: tuple[int, ...],
-        last: np.ndarray, table: IdleTable, now: int, mark: int, rows: tuple[int, int, int],
+        self, table: SleepingTable, scalars: IdleTable, now: int, mark: int,
+        rows: tuple[int, int, int],
     ) -> None:  # fmt: skip
-        table.advance(now)
-        width, at = math.prod(shape[1:]), np.array(addresses, np.int64)
-        self._behind = np.zeros(1, np.int64)
+        scalars.advance(now)
+        many, addresses, width, last, n_rows = table
         indices, index_bytes, n = rows
-        first = 0 if indices else index_bytes
         is_small = n * (width + ROW_COST) < UPDATE_SERIAL_BELOW
         threads = 1 if is_small else get_num_threads()
         n_parts = -(-n // (_PART_IDS if indices else _PART_ROWS))
-        lines = sum(-(-width * x.itemsize // LINE) + 1 for x in many.storages)
-        ahead = max(2, min(_MOST_AHEAD, _LINES_AHEAD // max(1, lines)))
-        real, walks = many.real, table.closed_from > 0
-        scratch_bytes = 8 * len(at) + table.many.strides[0] + width * real.itemsize
-        scratch_bytes = -(-scratch_bytes // LINE) * LINE if walks else 0
-        scratch = np.empty(threads * scratch_bytes + LINE, np.uint8)
-        drift = kernel(many.rule.plain or many.rule, (), real, real, many.s[: table.n_states])
-        one_by_one = (
-            (0, 0)
-            if not walks
-            else (blocks(drift).update_zero.address, blocks(many).update_real.address)
+        # A slot has the addresses, the scalars and the drift of a row.
+        words, one_by_one = 0, (0, 0)
+        if scalars.closed_from > 0:
+            words = len(addresses) + 1 + scalars.many.strides[0] // 8 + 1 + width
+            words, one_by_one = -(-words // 8) * 8, _one_by_one(many, scalars.n_states)
+        listed = 2 * _PART_IDS if indices else 0
+        self._block = block = borrow(len(addresses) + 8 + threads * (words + listed))
+        block.words[: len(addresses)] = addresses
+        scratch = block.address + 8 * (len(addresses) + 8)
+        self._behind, self._keep = array("q", (0,)), scalars
+        ahead, *of_kernel = _form(many, width)
+        arguments = (
+            (indices, index_bytes, 0 if indices else index_bytes, n, ahead),
+            (last, n_rows, now, mark, scalars.closed_from, scalars.horizon, block.address),
+            of_kernel,
+            (address_of(scalars.many), scalars.many.strides[0], address_of(scalars.steps)),
+            (*one_by_one, 1 + scalars.n_states, 2 + scalars.n_states + scalars.idle.n_ways),
+            (many.real.itemsize, scratch, 8 * words, scratch + 8 * threads * words),
+            (self._behind.buffer_info()[0],),
         )
-        n_ways = table.idle.n_ways
-        listed = np.empty((threads, _PART_IDS, 2) if indices else 0, np.int64)
-        self._keep = at, last, table, scratch, listed
-        self._call = Arguments(
-            CatchUpCall(
-                indices, index_bytes, first, n, ahead, address_of(last), len(last), now, mark,
-                table.closed_from, table.horizon, address_of(at), len(at),
-                address_of(many.row_bytes), width, blocks(many).update_zero.address,
-                address_of(table.many), table.many.strides[0], address_of(table.steps),
-                *one_by_one, 1 + table.n_states, 2 + table.n_states + n_ways, real.itemsize,
-                address_of(scratch), scratch_bytes, address_of(listed), address_of(self._behind),
-            )
-        )  # fmt: skip
+        self._call = array("q", CatchUpCall(*chain.from_iterable(arguments)))
         function = _catch_up_ids if indices else _catch_up_stretch
-        self.loops = (Loop.of(function, n_parts, self._call.address, threads),)
+        self.loops = (Loop.of(function, n_parts, self._call.buffer_info()[0], threads),)
 
     @property
     def found_any(self) -> bool:
         """Whether any row was behind, once the loop has run."""
-        return bool(self._behind[0])
+        return self._behind[0] != 0
 
     def release(self) -> None:
-        """Do nothing: no memory is borrowed."""
+        """Give back the borrowed block."""
+        give_back(self._block)
+
+
+@cache
+def _form(many: Kernel, width: int) -> tuple[int, ...]:
+    """`CatchUpCall.ahead`, then the fields from ``n_arrays`` to ``many``."""
+    lines = sum(-(-width * x.itemsize // LINE) + 1 for x in many.storages)
+    ahead = max(2, min(_MOST_AHEAD, _LINES_AHEAD // lines))
+    block = blocks(many).update_zero.address
+    return ahead, len(many.storages), address_of(many.row_bytes), width, block
+
+
+@cache
+def _one_by_one(many: Kernel, n_states: int) -> tuple[int, int]:
+    """The blocks for a drift in the place of the parameter, and for a weight beside a drift."""
+    drift = kernel(many.rule.plain or many.rule, (), many.real, many.real, many.s[:n_states])
+    return blocks(drift).update_zero.address, blocks(many).update_real.address

@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....kernels.cpu.rows.catch_up import CatchUp
 from ....kernels.cpu.threads.parallel import commit
@@ -18,6 +17,7 @@ from ....kernels.private import outside_of_graphs, version_of
 from ....kernels.rule import Rule
 from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime import check
+from ....ops.runtime.arrays import address_of
 from ....ops.runtime.bags.ids import HostIds
 from ....ops.runtime.bags.pooling import Pooling
 from ....ops.runtime.errors import reject
@@ -40,30 +40,58 @@ from .state import place_of
 from .tensors import local
 from .threads import as_torch
 
-_sleepers: Any = WeakTensorKeyDictionary()
-"""By parameter a weak reference to the optimizer whose steps its rows may have missed."""
-_woken: Any = WeakTensorKeyDictionary()
-"""By parameter how often rows of it were brought up to date."""
+
+class _Sleeping:
+    """A table whose rows sleep, and the optimizer whose steps they may have missed."""
+
+    def __init__(self, parameter: Tensor, optimizer: Sleeper) -> None:
+        key = id(parameter)
+        # Its number may be another tensor's when it is gone.
+        self.parameter = weakref.ref(parameter, lambda _: _sleeping.pop(key, None))
+        self.optimizer, self.woken = weakref.ref(optimizer), 0
+
+
+_sleeping: dict[int, _Sleeping] = {}
+"""By the identity of a parameter that is alive."""
+
+
+def _found(parameter: Tensor) -> _Sleeping | None:
+    known = _sleeping.get(id(parameter))
+    return known if known is not None and known.parameter() is parameter else None
 
 
 def sleeper_of(parameter: Tensor) -> Sleeper | None:
     """The optimizer whose steps rows of a parameter may have missed, if there is one."""
-    known = _sleepers.get(parameter)
-    found: Sleeper | None = known and known()
-    return found
+    known = _found(parameter)
+    return None if known is None else known.optimizer()
 
 
 def changes_of(parameter: Tensor) -> int:
     """How often the rows that a lookup has read may have changed since."""
     # Those that others bring up to date later are not among them.
-    found: int = version_of(parameter) - _woken.get(parameter, 0)
-    return found
+    known, version = _found(parameter), version_of(parameter)
+    return int(version if known is None else version - known.woken)
+
+
+class _Bound(NamedTuple):
+    """A table, and the tensor of the last steps of its rows."""
+
+    table: Table
+    last: Tensor
+
+    def is_at(self, places: Sequence[int], last: Any, n: int) -> bool:
+        """Whether parameter and states still lie there, and the last steps are this tensor."""
+        known = self.table.places
+        return known.addresses == tuple(places) and last is self.last and known.rows == n
 
 
 class Sleeper(Declaration):
     """The part of an optimizer that brings rows up to date."""
 
     _missed: MissedSteps
+    _tables: dict[
+        Tensor, tuple[RuleChoice, Rule, _Bound]
+    ]  # what was chosen for a parameter, its rule, and a `_Bound`
 
     def prepare(self, parameter: Tensor, ids: Any) -> None:
         """Bring rows of a table up to date with ``sparse="catch_up"``, before they are read.
@@ -124,28 +152,38 @@ class Sleeper(Declaration):
     # Tables
 
     def _table(self, parameter: Tensor) -> Table:
-        groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        choice = self._choice(next(groups))
-        if parameter in self._copies:
-            choice = choice.with_copy()
+        """A table as the steps have left it whose rows may be missing."""
+        known = self._tables.get(parameter)
+        if known is not None:
+            choice, rule, _ = known
+        else:
+            groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+            choice = self._choice(next(groups))
+            if parameter in self._copies:
+                choice = choice.with_copy()
+            rule = choice.rule
         state = self.state[parameter]
-        return self._table_of(parameter, choice, choice.rule, state, int(number(state["step"])))
+        return self._table_of(parameter, choice, rule, state, int(number(state["step"])))
 
     def _table_of(
         self, parameter: Tensor, choice: RuleChoice, rule: Rule, state: Mapping[str, Any], now: int
     ) -> Table:  # fmt: skip
-        where, last = type(self).__name__, state.get(LAST.name)
-        n = len(parameter)
+        last, states = state.get(LAST.name), [state[name] for name in choice.states]
+        places = [x.data_ptr() for x in (parameter, *states)]
+        known = self._tables.get(parameter)
+        if known is not None and known[1] is rule and known[2].is_at(places, last, len(parameter)):
+            return known[2].table._replace(now=now)
+        where, n = type(self).__name__, len(parameter)
         if not isinstance(last, Tensor) or last.dtype != torch.int32 or last.shape != (n,):
             expected, got = f"int32 of shape ({n},)", type(last).__name__
             label = f"state {LAST.name!r}"
             reject(RuntimeError, where, label, "does not fit its table", expected, got)
         self._missed.add(parameter, rule, real_of(STORAGES[DTYPES[parameter.dtype]]).dtype)
-        states = [array_of(state[name]) for name in choice.states]
-        _sleepers[parameter] = weakref.ref(self)
-        return Table.of(
-            parameter, rule, [array_of(parameter.detach()), *states], array_of(last), now
-        )
+        arrays = [array_of(x.detach()) for x in (parameter, *states)]
+        table = Table.of(parameter, rule, arrays, array_of(last), now)
+        self._tables[parameter] = choice, rule, _Bound(table, last)
+        self._look_after(parameter)
+        return table
 
     def behind(
         self, given: StepInputs, updates: Iterable[tuple[ParameterBatch, Update]],
@@ -171,7 +209,8 @@ class Sleeper(Declaration):
         # What autograd has saved of a table is another one now.
         for parameter, own in each:
             if own.found_any:
-                _woken[parameter] = _woken.get(parameter, 0) + 1
+                if known := _found(parameter):
+                    known.woken += 1
                 torch.autograd.graph.increment_version(parameter)
 
     def prepare_spans(self, parameter: Tensor, spans: Iterable[tuple[int, int, int]]) -> None:
@@ -204,11 +243,15 @@ class Sleeper(Declaration):
         if group["rounding"] == "stochastic":
             reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
 
-    def _look_after(self) -> None:
-        """Let lookups of tables in whose rows steps may be missing find this optimizer."""
+    def _look_after(self, parameter: Tensor) -> None:
+        """Let lookups of a table in whose rows steps may be missing find this optimizer."""
+        if sleeper_of(parameter) is not self:
+            _sleeping[id(parameter)] = _Sleeping(parameter, self)
+
+    def _look_after_all(self) -> None:
         for parameter, state in self.state.items():
             if isinstance(state, dict) and LAST.name in state:
-                _sleepers[parameter] = weakref.ref(self)
+                self._look_after(parameter)
 
     def is_asleep(self, parameter: Tensor) -> bool:
         """Whether a row of a parameter has missed a step."""
@@ -241,28 +284,31 @@ class Sleeper(Declaration):
             if scalars is not None:
                 table = self._table(parameter)
                 label = f"state {LAST.name!r} of a parameter"
-                check_last(type(self).__name__, label, table.last, table.now)
+                check_last(type(self).__name__, label, array_of(state[LAST.name]), table.now)
                 self._missed.tables[parameter].given[...] = np.asarray(scalars)
                 steps[parameter] = table.now
         self._missed.begin(steps)
 
 
-@outside_of_graphs
-def prepare_rows(weight: Tensor, ids: Any, where: str = "a lookup") -> None:
-    """Bring rows of a table up to date before they are read, whoever its optimizer is."""
+def prepare_rows(weight: Tensor, ids: Any, where: str = "") -> None:
+    """Bring rows of a table up to date before they are read, whoever its optimizer is.
+
+    Ids are checked if ``where`` says whose they are; else the lookup itself refuses bad ones.
+    """
     sleeper = sleeper_of(weight)
-    if sleeper is None:
+    if sleeper is None and not where:
         return
     rows = ids if isinstance(ids, np.ndarray) else array_of(ids.detach().contiguous())
-    rows = rows.reshape(-1)
-    check.index_dtype(where, rows)
-    check.indices_in_range(where, rows, len(weight))
-    sleeper.prepare_spans(weight, [(rows.ctypes.data, rows.itemsize, len(rows))])
+    check.index_dtype(where or "a lookup", rows)
+    if where:
+        check.indices_in_range(where, rows.reshape(-1), len(weight))
+    if sleeper is not None:
+        sleeper.prepare_spans(weight, [(address_of(rows), rows.itemsize, rows.size)])
 
 
 def prepare_bags(pooling: Pooling, given: HostIds, weights: Sequence[Tensor]) -> None:
     """Bring the rows of bags up to date before they are pooled."""
-    if not len(_sleepers):
+    if not _sleeping:
         return
     for k, spans in spans_of(pooling, given).items():
         if (sleeper := sleeper_of(weights[k])) is not None:
@@ -270,4 +316,11 @@ def prepare_bags(pooling: Pooling, given: HostIds, weights: Sequence[Tensor]) ->
 
 
 def _before_lookup(module: Any, args: Any, kwargs: Any) -> None:
-    prepare_rows(module.weight, args[0] if args else kwargs["input"])
+    given = module.weight, args[0] if args else kwargs["input"]
+    if torch.compiler.is_dynamo_compiling():
+        _outside_of_graphs(*given)
+    else:
+        prepare_rows(*given)
+
+
+_outside_of_graphs: Any = outside_of_graphs(prepare_rows)

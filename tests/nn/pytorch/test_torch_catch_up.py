@@ -245,9 +245,11 @@ def test_bad_input() -> None:
     (model, _), (optimizer, _) = tables(MAKERS["AdamW"])
     optimizer.watch(model)
     train(model, optimizer, range(5))
+    with pytest.raises(IndexError, match="index out of range"):
+        model(torch.tensor([1, N]))
     before = [x.clone() for x in everything(optimizer)]
     with pytest.raises(IndexError, match=r"is out of range: expected 0 <= index < 60, got 60"):
-        model(torch.tensor([1, N]))
+        optimizer.prepare(model.weight, torch.tensor([1, N]))
     with pytest.raises(TypeError, match="expected int32 or int64, got float32"):
         optimizer.prepare(model.weight, torch.ones(2))
     with pytest.raises(ValueError, match="parameter is foreign"):
