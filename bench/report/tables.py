@@ -405,6 +405,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "first-step": partial(_with_limits, name="first-step"),
     "changing-steps": partial(_with_limits, name="changing-steps"),
     "rounding": partial(_with_limits, name="rounding"),
+    "catch-up": partial(_with_limits, name="catch-up"),
     "training": partial(_programs, name="training", of="scenario", library="PyTorch"),
     "dlrm-training": _dlrm_training,
     "in-mindspore": partial(_programs, name="in-mindspore", of="optimizer", library="MindSpore"),
