@@ -40,6 +40,7 @@ class Nodes(NamedTuple):
     """
 
     x: np.ndarray  # [NODES]
+    shares: np.ndarray  # [NODES, steps]: those of the steps before, while epsilon stays
     at: np.ndarray  # moments, and the relative errors there
     errors: np.ndarray
     suffice: bool  # whether the drift is right while epsilon stays
@@ -61,30 +62,33 @@ def nodes_of(fades1: float, fades2: float) -> Nodes:
 
     def wrong(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         exact = 1.0 / (root * np.exp(-at) + 1.0)
-        found = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, at).T
+        found = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, at)
         return np.abs(exact - found), exact
 
     j = np.arange(1.0, 2.0 + min(SLEEP, _SLOWEST / fades1))
     weights = np.exp(-fades1 * j)
     missed, drift = (np.cumsum(part * weights, axis=1) for part in wrong(fades2 * j))
-    inside, beyond = np.linspace(x[0], x[-1], 64), np.linspace(0.0, 8.0, 512)[1:]
+    inside, beyond = np.linspace(x[0], x[-1], 64), np.geomspace((x[-1] - x[0]) / 64, 8.0, 256)
     at = np.concatenate((x[0] - beyond[::-1], inside, x[-1] + beyond))
     errors, exact = wrong(at)
     # Large shares of both signs cancel, which in float32 costs as many of its last places.
-    lost = np.maximum(np.abs(_shares(x, at)).sum(axis=1) - 3.0, 0.0) * 2.0**-24
+    lost = np.maximum(np.abs(_shares(x, at)).sum(axis=0) - 3.0, 0.0) * 2.0**-24
     worst = (errors / exact).max(axis=0) + lost
     suffice = fades1 > fades2 and bool((missed / drift).max() <= TOLERANCE)
-    return Nodes(x, at, worst, suffice)
+    steps = np.arange(SLEEP, 0.0, -1.0)
+    return Nodes(x, _shares(x, fades2 * steps), at, worst, suffice)
 
 
 def _shares(x: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The share ``[len(at), NODES]`` that each node has of a value in between (Lagrange's form)."""
-    from_each, nodes = at[:, None] - x, x.tolist()
-    found = np.empty((len(at), len(x)))
+    """The share ``[NODES, len(at)]`` that each node has of a value in between (Lagrange's form)."""
+    nodes, found = x.tolist(), np.empty((len(x), len(at)))
+    from_each = [at - node for node in nodes]
     for k, own in enumerate(nodes):
         others = nodes[:k] + nodes[k + 1 :]
-        norm = math.prod(own - other for other in others)
-        found[:, k] = np.delete(from_each, k, axis=1).prod(axis=1) / norm
+        first, *rest = from_each[:k] + from_each[k + 1 :]
+        np.divide(first, math.prod(own - other for other in others), out=found[k])
+        for other in rest:
+            found[k] *= other
     return found
 
 
@@ -123,7 +127,7 @@ class IdleTable:
         # The oldest may have been overwritten by those of a step that was not taken.
         self._step = self._first = max(0, step - SLEEP + 1)
         self._fades: tuple[float, float] | None = None
-        self._log_epsilon = 0.0
+        self._log_epsilon, self._changed = 0.0, 0
         self.closed_from = self.horizon = 0
 
     @property
@@ -177,39 +181,57 @@ class IdleTable:
         assert idle.moving is not None
         left = own.states[idle.moving], math.sqrt(own.states[_SECOND])
         fades = _fading(left[0]), _fading(left[1])
+        # The largest second moment, of AMSGrad, does not fade.
+        passed, of_root = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
         if fades != self._fades:
             self._fades, self._nodes, self.closed_from = fades, nodes_of(*fades), step - 1
             one_by_one = math.inf if fades[0] <= fades[1] else _SLOWEST / fades[0]
             self.horizon = int(min(SLEEP, max(self.horizon, one_by_one + 2)))
+            self._changed = step
         log_epsilon = math.log(own.epsilon) if own.epsilon > 0.0 else 0.0
-        # The largest second moment, of AMSGrad, does not fade.
-        passed, of_root = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
+        if log_epsilon != self._log_epsilon:
+            self._changed = step
         self.steps[step % SLEEP] = own.weight, left[0], of_root, own.size, own.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
         self._x[begin], self._begun[begin], self._wrong[begin] = passed, log_epsilon, 0.0
         self._log_epsilon = log_epsilon
         self.many[begin, len(sums) :] = own.epsilon, *np.exp(-self._nodes.x)
-        # The first moment of rows that slept longer has faded.
-        recent = min(step - self._first, self.horizon)
-        at = np.arange(step - recent, step) % SLEEP
-        first, x, grown = sums[1 + idle.moving, at], self._x[at], log_epsilon - self._begun[at]
         if not self._nodes.suffice:
             self.closed_from = step
-        elif grown.any():
-            error = self._nodes.error(x)
-            # What is beyond all nodes would be of any size; steps are taken one by one there.
-            first = np.where(error < 1.0, first, 0.0)
-            self._wrong[at] += sums[1 + idle.moving, at] * error
-            # As a part of all of the drift.
-            most = _MISLED * (1.0 - sums[1 + idle.moving, at]) / math.expm1(fades[0])
-            misled = np.flatnonzero(self._wrong[at] > most)
-            if len(misled):
-                self.closed_from = max(self.closed_from, step - recent + int(misled[-1]) + 1)
-        # With another epsilon in its divisor, a drift is that of another time by another factor.
-        sizes = own.size * first * np.exp(-grown)
-        begin_ways = 1 + self.n_states
-        for k, share in enumerate(_shares(self._nodes.x, x).T, begin_ways):
-            sums[k, at] += sizes * share
+        # The first moment of rows that slept longer has faded.
+        recent = min(step - self._first, self.horizon)
+        oldest, first = (step - recent) % SLEEP, 1 + idle.moving
+        parts = [slice(oldest, min(oldest + recent, SLEEP)), slice(max(0, oldest + recent - SLEEP))]
+        end, is_steady = step - recent, passed > 0.0 and step - recent >= self._changed - 1
+        for part in parts:
+            at, n = sums[first, part], part.stop - (part.start or 0)
+            end += n
+            if is_steady:
+                sizes, shares = (
+                    own.size * at,
+                    self._nodes.shares[:, SLEEP - step + end - n :][:, :n],
+                )
+            else:
+                sizes, shares = self._grown(part, at, end, own.size, log_epsilon)
+            sums[1 + self.n_states : -1, part] += sizes * shares
+
+    def _grown(
+        self, part: slice, first: np.ndarray, end: int, size: float, log_epsilon: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes and shares for rows up to step ``end``, some with another epsilon than at first."""
+        x, grown = self._x[part], log_epsilon - self._begun[part]
+        error = self._nodes.error(x)
+        self._wrong[part] += first * error
+        # As a part of all of the drift.
+        assert self._fades is not None
+        most = _MISLED * (1.0 - first) / math.expm1(self._fades[0])
+        misled = np.flatnonzero((self._wrong[part] > most) & (grown != 0.0))
+        if len(misled):
+            self.closed_from = max(self.closed_from, end - len(first) + int(misled[-1]) + 1)
+        # What is beyond all nodes would be of any size; steps are taken one by one there. With
+        # another epsilon in its divisor, a drift is that of another time by another factor.
+        sizes = np.where(error < 1.0, first, 0.0) * size * np.exp(-grown)
+        return sizes, _shares(self._nodes.x, x)
 
 
 def _fading(factor: float) -> float:

@@ -1,8 +1,8 @@
 """Rows that sleep: the cost of dense Adam's numbers, beside lazy and dense-equivalent steps.
 
 `nn.LazyAdam` on one table, the three ways in turn. Ids are drawn anew for each step by one law, so
-that gaps are those of real batches; ``catch-up`` is `prepare` for the rows that a lookup would read,
-then the step. Limits: twice the lazy step, and a part of the dense-equivalent one. A flush of a
+that gaps are those of real batches; ``catch-up`` is `prepare` for the rows that a lookup reads, and
+the step. Limits: twice the lazy step, and a part of the dense-equivalent one. A flush of a
 table, all of whose rows sleep, may take one and a half dense-equivalent steps.
 """
 
