@@ -408,7 +408,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     # Rows that sleep
 
     def _behind(self, calls: Sequence[KernelCall]) -> Sequence[CatchUp]:
-        """What brings rows up to date before these calls of a step."""
+        """Catching up, to be done before these calls of a step."""
         assert self._missed is not None
         steps = []
         for call in calls:

@@ -69,7 +69,7 @@ def adam_row_by_count(
     sum_of_squares: Any, size: Any, v: Any, updates: Any, one_minus_beta1: Any,
     one_minus_beta2: Any, epsilon: Any, usual: Any,
 ) -> Any:  # fmt: skip
-    """The same with the bias corrected by the count of the row, then this count."""
+    """`adam_row` whose bias is corrected by the count of the row, which comes last."""
     first, root, t = corrections(updates, one_minus_beta1, one_minus_beta2)
     v = v + one_minus_beta2 * (sum_of_squares / size - v)
     divisor = math.sqrt(v) + epsilon * (root if usual > 0.0 else 1.0)

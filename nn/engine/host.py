@@ -87,7 +87,8 @@ def _write(plan: Plan, count: Count) -> None:
         plan.conditioning.measure(plan.calls)
     method, updates = plan.method, [call.update for call in plan.calls]
     if method.rule.scope != "step":
-        commit([*plan.behind, *(prepared(own, method) for own in updates)], count)
+        ready = [prepared(own, method) for own in updates]
+        commit([*plan.behind, *ready] if plan.behind else ready, count)
         return
     if not updates:  # no tensor has a gradient
         return

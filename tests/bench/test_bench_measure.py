@@ -22,6 +22,7 @@ from fusestep.bench.peer import Peers
 from fusestep.bench.report import result as figures
 from fusestep.bench.report.result import OURS, PointResult, Summary
 from fusestep.bench.special import (
+    catch_up,
     changing_steps,
     dlrm_training,
     far_rows,
@@ -568,6 +569,20 @@ def test_changing_steps_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         for one, other in zip(ours, loop, strict=True):
             torch.testing.assert_close(one, other)
             assert one.grad is None or not torch.equal(one, one.grad)
+
+
+def test_catch_up_beside_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three ways take the same steps; ids differ from step to step."""
+    monkeypatch.setattr(catch_up, "LAWS", {"small": catch_up.Law(50, 4, 1.2, 2.0)})
+    for name, value in (("ROUNDS", 3), ("WARM", 4), ("FLUSHES", 3)):
+        monkeypatch.setattr(catch_up, name, value)
+    first, second = catch_up.batches(catch_up.LAWS["small"], 2)
+    assert len(first) == len(second) == 50 and (first != second).any()
+    assert np.bincount(first).argmax() == np.bincount(second).argmax()
+    found = special("catch-up", lambda _: None)
+    parts = [label.rpartition(": ")[2] for label in found.times]
+    assert parts == ["lazy", "catch-up", "dense-equivalent", "flush"]
+    assert [label.rpartition(": ")[2] for label in found.limits] == ["catch-up", "flush"]
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The example that trains models with weights of 16 bits."""
+"""Examples that train models in several ways: weights of 16 bits, and rows that sleep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusestep import set_num_threads
-from fusestep.examples import rounding
+from fusestep.examples import catch_up, rounding
 from fusestep.examples.options import Parser
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -42,6 +42,25 @@ def test_all_models_are_trained_in_each_way(
     wide, narrow = losses["transformer"].values()
     assert wide[0]["2"] != narrow[0]["2"] and wide[0]["2"] != wide[1]["2"]
     assert "recommender: held-out loss" in capsys.readouterr().out
+
+
+def test_catch_up_is_dense_adam(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few steps: the losses of every row's steps, which lazy ones do not have."""
+    monkeypatch.setattr(rounding, "QUICK_STEPS", 6)
+    threads = torch.get_num_threads()
+    options = "--quick", "--seeds", "2", "--threads", "1", "--output", str(tmp_path)
+    assert catch_up.main(arguments(*options)) == 0
+    set_num_threads(None)
+    torch.set_num_threads(threads)
+    losses = json.loads((tmp_path / "catch_up.json").read_text())["losses"]
+    assert (tmp_path / "catch_up.png").read_bytes().startswith(b"\x89PNG")
+    for every, asleep, lazy in (by_way.values() for by_way in losses.values()):
+        for mine, theirs, other in zip(asleep, every, lazy, strict=True):
+            assert mine["6"] == pytest.approx(theirs["6"], rel=1e-6)
+            assert abs(other["6"] - theirs["6"]) > 4 * abs(mine["6"] - theirs["6"])
+    assert "word vectors: held-out loss" in capsys.readouterr().out
 
 
 def test_a_seed_gives_the_same_losses_again() -> None:

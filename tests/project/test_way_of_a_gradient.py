@@ -129,7 +129,7 @@ WAYS = {
     mxnet_updater: (13, 23),
     torch_adamw: (13, 21),
     torch_sparse: (19, 39),
-    sharded_embedding: (28, 102),
+    sharded_embedding: (29, 104),
 }
 
 

@@ -71,7 +71,7 @@ class CatchUpCall(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What is left of a weight, a first moment and a root in a step; and its scalars; float64."""
+    """One step: factors of weight, first moment and root, size and epsilon; float64."""
 
     weight: float
     first: float

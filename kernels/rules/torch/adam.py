@@ -97,7 +97,7 @@ def by_row(updates: Any, share: Any, one_minus_beta2: Any, hat: Any) -> Any:
 
 
 def kept_of(hp: Any) -> float:
-    """What `lerp` to 0 leaves of a number."""
+    """The share of a number that `lerp` to 0 leaves."""
     return float(1.0 - hp.share if hp.share > hp.zero else -hp.share)
 
 

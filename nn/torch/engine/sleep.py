@@ -34,7 +34,7 @@ from ...engine.catch_up import (
     spans_of,
 )
 from .declaration import Declaration
-from .memory import DTYPES, array_of
+from .memory import DTYPES, array_of, check_there
 from .part import ParameterBatch, RuleChoice, StepInputs, number
 from .state import place_of
 from .tensors import local
@@ -168,18 +168,22 @@ class Sleeper(Declaration):
     def _table_of(
         self, parameter: Tensor, choice: RuleChoice, rule: Rule, state: Mapping[str, Any], now: int
     ) -> Table:  # fmt: skip
-        last, states = state.get(LAST.name), [state[name] for name in choice.states]
-        places = [x.data_ptr() for x in (parameter, *states)]
+        where, last = type(self).__name__, state.get(LAST.name)
+        tensors = [parameter, *(state[name] for name in choice.states)]
+        for tensor in (*tensors, last):
+            if isinstance(tensor, Tensor):
+                check_there(where, "a table or its state", tensor)
+        places = [tensor.data_ptr() for tensor in tensors]
         known = self._tables.get(parameter)
         if known is not None and known[1] is rule and known[2].is_at(places, last, len(parameter)):
             return known[2].table._replace(now=now)
-        where, n = type(self).__name__, len(parameter)
+        n = len(parameter)
         if not isinstance(last, Tensor) or last.dtype != torch.int32 or last.shape != (n,):
             expected, got = f"int32 of shape ({n},)", type(last).__name__
             label = f"state {LAST.name!r}"
             reject(RuntimeError, where, label, "does not fit its table", expected, got)
         self._missed.add(parameter, rule, real_of(STORAGES[DTYPES[parameter.dtype]]).dtype)
-        arrays = [array_of(x.detach()) for x in (parameter, *states)]
+        arrays = [array_of(tensor.detach()) for tensor in tensors]
         table = Table.of(parameter, rule, arrays, array_of(last), now)
         self._tables[parameter] = choice, rule, _Bound(table, last)
         self._look_after(parameter)
@@ -189,7 +193,7 @@ class Sleeper(Declaration):
         self, given: StepInputs, updates: Iterable[tuple[ParameterBatch, Update]],
         steps: float | list[float],
     ) -> Sequence[CatchUp]:  # fmt: skip
-        """What brings rows up to date before these updates of a step."""
+        """Catching up, to be done before these updates of a step."""
         found = []
         for part, update in updates:
             gradients: Any = update.gradients if part.batch.row_sparse else repeat(None)
