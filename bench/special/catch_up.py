@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:  # noq
             for way, optimizer in ways[k % 3 :] + ways[: k % 3]:
                 if way == DENSE and k < WARM - 2:
                     continue  # takes long, and no other step depends on it
-                samples[way].append(_seconds(lambda o=optimizer, i=ids, g=given: _step(o, i, g)))
+                samples[way].append(_seconds(partial(_step, optimizer, ids, given)))
         result.add({f"{label}: {way}": times[-ROUNDS:] for way, times in samples.items()})
         lazy, dense = (result.times[f"{label}: {way}"].median for way in (LAZY, DENSE))
         result.limits[f"{label}: {CATCH_UP}"] = min(OF_LAZY * lazy, dense / law.of_dense)
