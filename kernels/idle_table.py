@@ -104,6 +104,7 @@ class IdleTable:
             first moment and of the root in step t, size and epsilon, at ``t % SLEEP``.
         closed_from: of rows from before the steps up to this one are taken one by one,
         horizon: but no more than so many.
+        begun: the step at which it was begun.
     """
 
     def __init__(self, rule: Rule, real: Any) -> None:
@@ -119,11 +120,12 @@ class IdleTable:
         self.steps = np.zeros((SLEEP, 5))
         self._wrong = np.zeros(SLEEP)  # sum of the errors, each with its first moment
         self._x = np.zeros(SLEEP)  # moments since the last step
-        self._begun = np.zeros(SLEEP)  # logarithm of epsilon in the first missed step
+        self._first_epsilon = np.zeros(SLEEP)  # logarithm of epsilon in the first missed step
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Forget all but ``given``, which has the steps up to ``step``."""
+        self.begun = step
         # The oldest may have been overwritten by those of a step that was not taken.
         self._step = self._first = max(0, step - SLEEP + 1)
         self._fades: tuple[float, float] | None = None
@@ -193,7 +195,7 @@ class IdleTable:
             self._changed = step
         self.steps[step % SLEEP] = own.weight, left[0], of_root, own.size, own.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
-        self._x[begin], self._begun[begin], self._wrong[begin] = passed, log_epsilon, 0.0
+        self._x[begin], self._first_epsilon[begin], self._wrong[begin] = passed, log_epsilon, 0.0
         self._log_epsilon = log_epsilon
         self.many[begin, len(sums) :] = own.epsilon, *np.exp(-self._nodes.x)
         if not self._nodes.suffice:
@@ -219,7 +221,7 @@ class IdleTable:
         self, part: slice, first: np.ndarray, end: int, size: float, log_epsilon: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sizes and shares for rows up to step ``end``, some with another epsilon than at first."""
-        x, grown = self._x[part], log_epsilon - self._begun[part]
+        x, grown = self._x[part], log_epsilon - self._first_epsilon[part]
         error = self._nodes.error(x)
         self._wrong[part] += first * error
         # As a part of all of the drift.

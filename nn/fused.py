@@ -187,7 +187,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if self.sparse_update == "catch_up":
             self._missed = MissedSteps()
             for i, p in enumerate(self.parameters):
-                self._missed.add(i, rule, real_type(p.dtype))
+                self._missed.add(i, rule, real_type(p.dtype), 0)
         if STOCHASTIC in self.keepings:
             self._seed = self._made("rounding_seed", (1,), np.int64, 0)
         self.numbers = {
@@ -483,8 +483,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def check_awake(self, parameter: Parameter) -> None:
         """Refuse to let go of a parameter in which rows sleep."""
+        if self._missed is None:
+            return
         i = self._number_of(parameter)
-        if self._missed is not None and (self._states[LAST.name][i] < self._steps[i]).any():
+        if (self._states[LAST.name][i] < self._steps[i]).any():
             wrong, expected = "has rows that sleep", "none: flush() brings all up to date"
             reject(ValueError, self._name, f"parameter {parameter.name!r}", wrong, expected, "some")
 

@@ -65,17 +65,24 @@ class MissedSteps:
         self.tables: dict[Any, IdleTable] = {}
         self._rules: dict[Any, Any] = {}
 
-    def add(self, key: Any, rule: Rule, real: Any) -> None:
-        """Begin with a parameter, of which no row misses a step, if it is not there."""
+    def add(self, key: Any, rule: Rule, real: Any, step: int) -> None:
+        """Begin with a parameter at a step that no row has missed, if it is not there."""
         plain = rule.plain or rule
         form = plain, np.dtype(real)
         if self._rules.get(key) == form:
             return
         # Those that begin at the same time are likely to stay alike.
         others = (self.tables[k] for k, own in self._rules.items() if own == form)
-        fresh = next((table for table in others if table.is_fresh), None)
-        self._rules[key] = form
-        self.tables[key] = fresh or IdleTable(plain, real)
+        found = next((table for table in others if table.is_fresh and table.begun == step), None)
+        if found is None:
+            found = IdleTable(plain, real)
+            found.begin(step)
+        self._rules[key], self.tables[key] = form, found
+
+    def drop(self, key: Any) -> None:
+        """Forget a parameter, none of whose rows misses a step."""
+        self.tables.pop(key, None)
+        self._rules.pop(key, None)
 
     def part(self) -> None:
         """Give each parameter a table of its own, whose scalars can be assigned to."""

@@ -29,7 +29,7 @@ from .engine.options import (
     check_rows,
 )  # fmt: skip
 from .engine.part import number, state_dtype_of
-from .engine.sleep import Sleeper
+from .engine.sleep import Sleeper, check_asleep
 from .engine.state import (
     cast_states,
     check_masters,
@@ -188,6 +188,8 @@ class Fused(Sleeper, _Base):
                 known = {**group, **of_file, "params": ()}
                 check_group(type(self).__name__, known, takes_sparse=self._takes_sparse)
                 check_states(type(self).__name__, of_file["params"], found["state"])
+                for key in of_file["params"]:
+                    check_asleep(type(self).__name__, found["state"].get(key, {}))
                 self._check_shapes(known, zip(group["params"], of_file["params"], strict=False),
                                    found["state"])  # fmt: skip
             if from_masters:

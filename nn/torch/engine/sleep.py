@@ -89,9 +89,8 @@ class Sleeper(Declaration):
     """The part of an optimizer that brings rows up to date."""
 
     _missed: MissedSteps
-    _tables: dict[
-        Tensor, tuple[RuleChoice, Rule, _Bound]
-    ]  # what was chosen for a parameter, its rule, and a `_Bound`
+    # What was chosen for a parameter by the steps that its rows may have missed.
+    _tables: dict[Tensor, tuple[RuleChoice, Rule, _Bound]]
 
     def prepare(self, parameter: Tensor, ids: Any) -> None:
         """Bring rows of a table up to date with ``sparse="catch_up"``, before they are read.
@@ -182,7 +181,7 @@ class Sleeper(Declaration):
             expected, got = f"int32 of shape ({n},)", type(last).__name__
             label = f"state {LAST.name!r}"
             reject(RuntimeError, where, label, "does not fit its table", expected, got)
-        self._missed.add(parameter, rule, real_of(STORAGES[DTYPES[parameter.dtype]]).dtype)
+        self._missed.add(parameter, rule, real_of(STORAGES[DTYPES[parameter.dtype]]).dtype, now)
         arrays = [array_of(tensor.detach()) for tensor in tensors]
         table = Table.of(parameter, rule, arrays, array_of(last), now)
         self._tables[parameter] = choice, rule, _Bound(table, last)
@@ -219,6 +218,8 @@ class Sleeper(Declaration):
 
     def prepare_spans(self, parameter: Tensor, spans: Iterable[tuple[int, int, int]]) -> None:
         """Bring rows up to date: address and bytes of lists of ids, and how many there are."""
+        if LAST.name not in self.state.get(parameter, {}):
+            return  # no row has missed anything
         table = self._table(parameter)
         self._catch_up([(parameter, self._missed.of_span(table, span)) for span in spans])
 
@@ -237,6 +238,7 @@ class Sleeper(Declaration):
             if self.is_asleep(parameter):
                 expected, got = "none: flush() before `sparse` changes", "some"
                 reject(RuntimeError, where, name, "has rows that sleep", expected, got)
+            self._forget(parameter)
             return
         couples = choice.couples and bool(group.get("weight_decay"))
         check_idle(where, option, choice.rule, couples=couples)
@@ -246,6 +248,12 @@ class Sleeper(Declaration):
             reject(RuntimeError, where, name, f"does not fit {option}", expected, "another")
         if group["rounding"] == "stochastic":
             reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
+
+    def _forget(self, parameter: Tensor) -> None:
+        """Forget how far the rows of a parameter are: they take all steps from now on."""
+        self.state.get(parameter, {}).pop(LAST.name, None)
+        self._tables.pop(parameter, None)
+        self._missed.drop(parameter)
 
     def _look_after(self, parameter: Tensor) -> None:
         """Let lookups of a table in whose rows steps may be missing find this optimizer."""
@@ -285,13 +293,28 @@ class Sleeper(Declaration):
             scalars = saved.get(key, {}).get(SCALARS)
             state = self.state.get(parameter, {})
             state.pop(SCALARS, None)
-            if scalars is not None:
+            if scalars is None:  # of a state whose rows have taken all steps
+                self._forget(parameter)
+            else:
                 table = self._table(parameter)
-                label = f"state {LAST.name!r} of a parameter"
-                check_last(type(self).__name__, label, array_of(state[LAST.name]), table.now)
                 self._missed.tables[parameter].given[...] = np.asarray(scalars)
                 steps[parameter] = table.now
         self._missed.begin(steps)
+
+
+def check_asleep(where: str, state: Mapping[str, Any]) -> None:
+    """Refuse a saved state of a parameter that does not tell what its rows have missed.
+
+    Raises:
+        ValueError: it is such a one.
+    """
+    last, label = state.get(LAST.name), f"state {LAST.name!r}"
+    if last is not None:
+        step = int(number(state["step"]))
+        check_last(where, label, np.asarray(last), step)
+        if SCALARS not in state and bool((last < step).any()):
+            expected = f"state {SCALARS!r} beside it, or state_dict(flush=True)"
+            reject(ValueError, where, label, "has rows that sleep", expected, "none")
 
 
 def prepare_rows(weight: Tensor, ids: Any, where: str = "") -> None:

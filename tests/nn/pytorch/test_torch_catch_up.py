@@ -228,16 +228,49 @@ def test_states_of_others() -> None:
         train(model, optimizer, range(8, 9))
     optimizer.flush()
     train(model, optimizer, range(8, 9))
+    for _ in range(2):  # the way back and forth is open as long as no row sleeps
+        optimizer.param_groups[0]["sparse"] = "catch_up"
+        train(model, optimizer, range(9, 12))
+        optimizer.flush()
+        optimizer.param_groups[0]["sparse"] = "all"
+        train(model, optimizer, range(12, 15))
+        optimizer.param_groups[0]["lr"] = 2e-2
+        optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(2))})
+        train(model, optimizer, range(15, 17))
     other.param_groups[0]["sparse"] = "catch_up"
     train(awake, other, range(5, 6))
     last = other.state[awake.weight]["last_step"]
     assert sorted(last.unique().tolist()) == [5, 6]
+    del optimizer.param_groups[1:]
     state = optimizer.state_dict()
     state["param_groups"][0]["sparse"] = "catch_up"
     state["state"][0]["last_step"] = torch.full((N,), 99, dtype=torch.int32)
     state["state"][0]["idle_scalars"] = torch.zeros(2_048, 9)
-    with pytest.raises(ValueError, match="has rows of another time: expected steps from 0 to 9"):
+    own = [x.clone() for x in everything(other)]
+    with pytest.raises(ValueError, match="has rows of another time: expected steps from 0 to 25"):
         other.load_state_dict(state)
+    state["state"][0]["last_step"][:] = 24
+    del state["state"][0]["idle_scalars"]
+    with pytest.raises(ValueError, match="has rows that sleep: expected state 'idle_scalars'"):
+        other.load_state_dict(state)
+    assert_same_bits(everything(other), own)
+
+
+def test_a_dense_state_is_loaded_back() -> None:
+    """A run that goes back to an earlier dense state has the numbers of one that began there."""
+    (model, awake), (optimizer, other) = tables(MAKERS["AdamW"])
+    for own in ((model, optimizer), (awake, other)):
+        train(*own, range(4))
+    weights, state = copy.deepcopy((awake.state_dict(), other.state_dict()))
+    optimizer.watch(model)
+    train(model, optimizer, range(4, 30))
+    for own, opt, how in ((model, optimizer, "catch_up"), (awake, other, "all")):
+        own.load_state_dict(weights)
+        state["param_groups"][0]["sparse"] = how
+        opt.load_state_dict(copy.deepcopy(state))
+        train(own, opt, range(4, 40))
+    optimizer.flush()
+    torch.testing.assert_close(model.weight, awake.weight, rtol=1e-5, atol=2e-5)
 
 
 def test_bad_input() -> None:
