@@ -200,6 +200,22 @@ def test_nothing_is_written_where_nothing_is_due() -> None:
         opt.prepare(opt.parameters[0], np.arange(90).reshape(9, 10))
 
 
+def test_skipped_steps() -> None:
+    """A step that is skipped is missed by no row."""
+    ends = []
+    for with_nan in (False, True):
+        opt = nn.Adam([begin()[0]], 1e-2, sparse_update="catch_up", skip_nonfinite=True)
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            own = rows(rng, SHAPES[0])
+            if with_nan:
+                opt([nn.RowTensor(own.indices, own.values * np.nan, SHAPES[0])])
+            opt([own])
+        opt.flush()
+        ends.append(opt.parameters[0].data)
+    assert_same_arrays(ends[:1], ends[1:])
+
+
 def test_states_of_others() -> None:
     """A dense state begins awake; one that sleeps is refused where nobody could wake it."""
     rng = np.random.default_rng(0)

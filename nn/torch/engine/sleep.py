@@ -118,7 +118,7 @@ class Sleeper(Declaration):
         """Bring all rows up to date with ``sparse="catch_up"``; else none is ever behind."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         behind = [p for p in parameters if LAST.name in self.state.get(p, {})]
-        self._catch_up([(p, self._missed.of_all(self._table(p))) for p in behind])
+        self._catch_up([(p, self._missed.of_all(self._table(p, may_move=True))) for p in behind])
 
     def watch(self, module: nn.Module) -> list[Any]:
         """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date.
@@ -150,8 +150,8 @@ class Sleeper(Declaration):
 
     # Tables
 
-    def _table(self, parameter: Tensor) -> Table:
-        """A table as the steps have left it whose rows may be missing."""
+    def _table(self, parameter: Tensor, *, may_move: bool = False) -> Table:
+        """A table as the steps have left it that its rows may have missed."""
         known = self._tables.get(parameter)
         if known is not None:
             choice, rule, _ = known
@@ -162,10 +162,12 @@ class Sleeper(Declaration):
                 choice = choice.with_copy()
             rule = choice.rule
         state = self.state[parameter]
-        return self._table_of(parameter, choice, rule, state, int(number(state["step"])))
+        now = int(number(state["step"]))
+        return self._table_of(parameter, choice, rule, state, now, may_move=may_move)
 
     def _table_of(
-        self, parameter: Tensor, choice: RuleChoice, rule: Rule, state: Mapping[str, Any], now: int
+        self, parameter: Tensor, choice: RuleChoice, rule: Rule, state: Mapping[str, Any], now: int,
+        *, may_move: bool = False,
     ) -> Table:  # fmt: skip
         where, last = type(self).__name__, state.get(LAST.name)
         tensors = [parameter, *(state[name] for name in choice.states)]
@@ -176,6 +178,10 @@ class Sleeper(Declaration):
         known = self._tables.get(parameter)
         if known is not None and known[1] is rule and known[2].is_at(places, last, len(parameter)):
             return known[2].table._replace(now=now)
+        has_moved = known is not None and known[2].table.places.addresses[0] != places[0]
+        if has_moved and not may_move and self.is_asleep(parameter):
+            expected, got = "its memory of before; flush() goes on with what is there", "another"
+            reject(RuntimeError, where, "a table", "was rebound while rows sleep", expected, got)
         n = len(parameter)
         if not isinstance(last, Tensor) or last.dtype != torch.int32 or last.shape != (n,):
             expected, got = f"int32 of shape ({n},)", type(last).__name__

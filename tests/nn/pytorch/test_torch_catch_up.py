@@ -320,3 +320,16 @@ def test_state_that_was_changed() -> None:
     with pytest.raises(RuntimeError, match="'last_step' does not fit its table"):
         optimizer.step()
     assert np.array_equal(weight, model.weight.detach())
+
+
+def test_a_table_that_was_rebound() -> None:
+    """Other memory while rows sleep is refused by lookups and steps, until a flush."""
+    (model, _), (optimizer, _) = tables(MAKERS["AdamW"])
+    optimizer.watch(model)
+    train(model, optimizer, range(3))
+    model.weight.data = model.weight.data.clone()
+    for call in (lambda: model(ids_of(1)), optimizer.step):
+        with pytest.raises(RuntimeError, match="was rebound while rows sleep"):
+            call()
+    optimizer.flush()
+    train(model, optimizer, range(3, 5))
