@@ -101,12 +101,12 @@ def _listed(x: Any, n: int) -> list[int]:
 
 def _words(seed: Any, key: Any, step: Any, begin: Any) -> tuple[Any, Any, Any, Any]:
     """The halves of two words of 32 bits, of numbers or of arrays of uint64."""
-    x = _mixed(_mixed(_mixed(seed) ^ key) ^ step)
+    x = mixed(mixed(mixed(seed) ^ key) ^ step)
     first = (x + begin) & 0xFFFFFFFF
     return first & 0xFFFF, first >> 16, (x >> 32) & 0xFFFF, x >> 48
 
 
-def _mixed(x: Any) -> Any:
+def mixed(x: Any) -> Any:
     """A hash of words of 64 bits (``splitmix64``: Steele, Lea and Flood, 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & _ALL
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _ALL

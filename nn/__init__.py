@@ -13,6 +13,7 @@ from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
 from .embedding_bags import EmbeddingBags
+from .engine.row_reset import UniformRows
 from .ftrl import FTRL
 from .fused import FusedOptimizer
 from .lamb import Lamb
@@ -89,6 +90,7 @@ __all__ = [
     "ThorDense",
     "ThorEmbedding",
     "ThorLayerNorm",
+    "UniformRows",
     "WarmUpLR",
     "cosine_decay_lr",
     "exponential_decay_lr",

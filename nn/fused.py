@@ -6,23 +6,19 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from ..kernels.cpu.dense import all_finite
-from ..kernels.cpu.rows.catch_up import CatchUp
-from ..kernels.cpu.threads.parallel import commit
 from ..kernels.formula import Formula
 from ..kernels.keeping import COPY, KEEPINGS, MASTER, STOCHASTIC, key_of, random_scalars
 from ..kernels.rule import Keeping, Rule
 from ..kernels.rules.gradient import CLIP
 from ..kernels.state import State
 from ..kernels.tables import has_rows
-from ..ops.runtime import check, locks, pending
-from ..ops.runtime.arrays import address_of, adopt, real_type
+from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, clip_limit, gradients_of, next_step, seed
@@ -31,24 +27,14 @@ from .base.groups import FUSED_KEYS, Groups, ParameterOptions
 from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
-from .base.stateful import StatefulOptimizer, States
-from .engine.catch_up import (
-    LAST,
-    SCALARS,
-    MissedSteps,
-    NextStep,
-    Table,
-    check_idle,
-    check_last,
-    scalars_of,
-)
+from .base.stateful import States
 from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite, follow
 from .engine.host import Host
-from .engine.layout import KernelCall
 from .engine.offload import Offload
 from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
+from .table_rows import TableOptimizer
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent", "catch_up")
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
@@ -60,7 +46,7 @@ def _way_of_rounding(where: str, name: str, value: Any) -> str:
     return value
 
 
-class FusedOptimizer(StatefulOptimizer, ABC):
+class FusedOptimizer(TableOptimizer, ABC):
     """The base class of optimizers whose step is an update rule, which a subclass gives.
 
     One kernel call updates all dense tensors of a dtype (two if the rule measures them first), and
@@ -133,7 +119,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     rounding = Fixed(_way_of_rounding)
     together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
-    _missed: MissedSteps | None = None  # by rows that sleep
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
     keepings: tuple[Keeping | None, ...]  # how each parameter is kept
     _group_keys = FUSED_KEYS
@@ -184,10 +169,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped, self._seed = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        if self.sparse_update == "catch_up":
-            self._missed = MissedSteps()
-            for i, p in enumerate(self.parameters):
-                self._missed.add(i, rule, real_type(p.dtype), 0)
+        self._let_sleep()
         if STOCHASTIC in self.keepings:
             self._seed = self._made("rounding_seed", (1,), np.int64, 0)
         self.numbers = {
@@ -227,22 +209,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             copies = [o.copy for o in groups.options if o.copy is not None]
             names += ["an array of copies"] * len(copies)
             check.no_overlap(self._name, names, [*arrays, *copies])
-
-    def _check_sleep(self, groups: Groups) -> None:
-        """Refuse what rows that sleep cannot have."""
-        name, options = "sparse_update='catch_up'", groups.options
-        decays = not self._rule.decays and any(o.decay != 0.0 for o in options)
-        check_idle(self._name, name, self._rule, couples=decays)
-        wrong, places = "", [o.parameter for o in options if o.parameter.is_on_device]
-        if places:
-            wrong, expected, got = "is impossible", "parameters on the host", "a CUDA device"
-        elif STOCHASTIC in self.keepings:
-            wrong, expected, got = "excludes random bits", "another rounding", "'stochastic'"
-        elif decays and any(o.centralize for o in options):
-            wrong, got = "excludes centralized decays", "grad_centralization and weight_decay"
-            expected = "one of them: the mean of a decay is that of a whole row"
-        if wrong:
-            reject(ValueError, self._name, name, wrong, expected, got)
 
     def _keeping_of(self, option: ParameterOptions) -> Keeping | None:
         rounding = option.rounding
@@ -405,91 +371,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self.use_locking, calls, self._behind(calls) if self._missed is not None else (),
         )  # fmt: skip
 
-    # Rows that sleep
-
-    def _behind(self, calls: Sequence[KernelCall]) -> Sequence[CatchUp]:
-        """Catching up, to be done before these calls of a step."""
-        assert self._missed is not None
-        steps = []
-        for call in calls:
-            gradients = call.gradients if call.batch.row_sparse else repeat(None)
-            of_each = scalars_of(call.update), gradients
-            each = zip(call.batch.positions.tolist(), *of_each, strict=False)
-            steps += [NextStep(self._table(i), own, g and g.source) for i, own, g in each]
-        return [*self._missed.before(steps)]
-
-    def _table(self, i: int) -> Table:
-        keeping, last = self.keepings[i], self._states[LAST.name][i]
-        rule = self._rule if keeping is None else self._rule.kept(keeping)
-        arrays = self.parameters[i].array, *self._states_at(i)
-        return Table.of(i, rule, arrays, last, int(self._steps[i]))
-
-    def prepare(self, parameter: Any, ids: Any) -> None:
-        """Bring rows of a table up to date with ``sparse_update="catch_up"``, before they are read.
-
-        Rows for which nothing is due are not written. With another ``sparse_update`` none is ever
-        behind, and nothing is done. `EmbeddingBags` prepares the rows that it pools.
-
-        Args:
-            parameter: one of `parameters`, or its array.
-            ids: int32 or int64, of any shape: the numbers of the rows; duplicates are welcome.
-
-        Raises:
-            TypeError: ``ids`` are no int32 or int64.
-            ValueError: ``parameter`` is none of the optimizer's.
-            IndexError: an id is out of range.
-            Nothing has been written then.
-        """
-        i, where = self._number_of(parameter), f"{self._name}.prepare"
-        rows = check.contiguous(adopt(where, "ids", ids).reshape(-1), where, "ids")
-        check.index_dtype(where, rows)
-        check.indices_in_range(where, rows, (*self.parameters[i].shape, 0)[0])
-        if self._missed is not None:
-            self.prepare_spans(i, [(address_of(rows), rows.itemsize, len(rows))])
-
-    def prepare_spans(self, i: int, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Bring rows of parameter ``i`` up to date: address, bytes and number of lists of ids."""
-        missed = self._missed
-        assert missed is not None
-        self._commit_between(lambda: [missed.of_span(self._table(i), span) for span in spans])
-
-    def flush(self) -> None:
-        """Bring all rows up to date with ``sparse_update="catch_up"``; else none is ever behind."""
-        if (missed := self._missed) is not None:
-            n = len(self.parameters)
-            self._commit_between(lambda: [missed.of_all(self._table(i)) for i in range(n)])
-
-    def _commit_between(self, make: Callable[[], Sequence[CatchUp]]) -> None:
-        """Run what is made, between two steps of other threads."""
-        if not self.use_locking:
-            commit(make())
-            return
-        with self._stepper.turn(), locks.turn():
-            commit(make())
-
-    def _number_of(self, parameter: Any) -> int:
-        """The number of a parameter among those of the optimizer."""
-        for i, p in enumerate(self.parameters):
-            if p is parameter or p.data is parameter:
-                return i
-        wrong, got = "is none of the optimizer's", type(parameter).__name__
-        expected = "a parameter or an array that it has"
-        return reject(ValueError, self._name, "parameter", wrong, expected, got)
-
-    def check_rebinding(self, parameter: Parameter, array: Any) -> None:
-        """Check a new array of a parameter: no row of it sleeps (`Optimizer.check_rebinding`)."""
-        super().check_rebinding(parameter, array)
-        self.check_awake(parameter)
-
-    def check_awake(self, parameter: Parameter) -> None:
-        """Refuse to let go of a parameter in which rows sleep."""
-        if self._missed is None:
-            return
-        i = self._number_of(parameter)
-        if (self._states[LAST.name][i] < self._steps[i]).any():
-            wrong, expected = "has rows that sleep", "none: flush() brings all up to date"
-            reject(ValueError, self._name, f"parameter {parameter.name!r}", wrong, expected, "some")
-
     def _is_skipped(self, given: Gradients) -> bool:
         if self.skip_nonfinite and given.layout.n_row_batches and self._device is None:
             self._reader.check_indices(given)  # a bad index is an error in a skipped step too
@@ -594,8 +475,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     # State
 
     def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        if state is LAST:
-            return shape[:1] or (1,)
         rule = self._rule.on(shape)
         # If matrices have a rule of their own, the optimizer has the states of both rules, and each
         # tensor has the states of the rule for its shape.
@@ -615,14 +494,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 self._new_state(state, i) if state in beside else None
                 for i, beside in enumerate(kept)
             )
-        if self.sparse_update == "catch_up":
-            made |= super()._new_states((LAST,))
         return made
-
-    def _states_at(self, i: int) -> tuple[Any, ...]:
-        """The states of parameter ``i`` that a step reads and writes: all but last steps."""
-        roles = (arrays[i] for role, arrays in self._states.items() if role != LAST.name)
-        return tuple(array for array in roles if array is not None)
 
     def _new_state(self, state: State, i: int) -> Any:
         is_copy = state in COPY.beside
@@ -672,47 +544,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         arrays = super().state_arrays()
         if STOCHASTIC in self.keepings:
             arrays["rounding_seed"] = self._seed
-        if self._missed is not None:
-            for i, p in enumerate(self.parameters):
-                arrays[f"{SCALARS}.{p.name}"] = self._missed.tables[i].given
         return arrays
-
-    def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
-        """Copies of all that a resumed run needs beside the parameters (`Optimizer.state_dict`).
-
-        Args:
-            flush: bring all rows up to date (`flush`), and leave out how far each is, for readers
-                that know no ``sparse_update="catch_up"``. Otherwise nothing is written.
-        """
-        if check.flag(self._name, "flush", flush):
-            self.flush()
-        found, ours = super().state_dict(), (f"{LAST.name}.", f"{SCALARS}.")
-        return {name: x for name, x in found.items() if not (flush and name.startswith(ours))}
-
-    def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super()._check_values(arrays)
-        for p in self.parameters if self._missed is not None else ():
-            name, step = f"{LAST.name}.{p.name}", int(arrays[f"step.{p.name}"][0])
-            check_last(self._name, f"state {name!r}", arrays[name], step)
-
-    def _with_last_steps(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A state with the last steps of all rows, or without those that are not missed.
-
-        Raises:
-            ValueError: rows of it sleep, and this optimizer has no ``sparse_update="catch_up"``.
-        """
-        for p in self.parameters:
-            last, scalars = f"{LAST.name}.{p.name}", f"{SCALARS}.{p.name}"
-            step = given.get(f"step.{p.name}", given.get("global_step", np.zeros(1)))
-            if self._missed is not None and last not in given:  # of a dense optimizer
-                own = self.state_arrays()
-                given |= {last: np.full_like(own[last], step), scalars: np.zeros_like(own[scalars])}
-            elif self._missed is None and last in given:
-                if np.any(np.asarray(given.pop(last)) != step):
-                    expected, got = "none: state_dict(flush=True) wakes them", f"some, in {last!r}"
-                    reject(ValueError, self._name, "state", "has rows that sleep", expected, got)
-                given.pop(scalars, None)
-        return given
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
         """Take over a `state_dict`, after checking all of it (`Optimizer.load_state_dict`).
@@ -730,9 +562,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 for ``from_masters``. Nothing has changed then.
         """
         check.flag(self._name, "from_masters", from_masters)
-        given, own = self._with_last_steps(as_state(self._name, state)), self.state_arrays()
-        if self._missed is not None:
-            self._missed.part()
+        given, own = as_state(self._name, state), self.state_arrays()
         # Copies are not in `own`: they are missing in every state, and that is no reason to warn.
         names = [
             self._state_name(state.name, str(p.name))
@@ -748,8 +578,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
         super().load_state_dict(given)
         self._may_differ = True
-        if self._missed is not None:
-            self._missed.begin(dict(enumerate(self._steps.tolist())))
         for p, master in masters if from_masters else ():
             _assign(p.array, _on_host(master).astype(p.dtype))
         if missing:

@@ -48,6 +48,7 @@ class StatefulOptimizer(Optimizer):
 
     def __init__(self, *base: Any, states: Sequence[State], state_dtype: Any) -> None:
         self._state_dtype = _state_dtype(self._name, state_dtype)
+        self._declared: dict[str, State] = {}
         super().__init__(*base)
         self._states = self._new_states(states)
         self._steps = self._made("step", (len(self.parameters),), np.int64, 0)
@@ -63,7 +64,7 @@ class StatefulOptimizer(Optimizer):
         }
 
     def _new_state(self, state: State, i: int) -> Any:
-        p = self.parameters[i]
+        p, self._declared[state.name] = self.parameters[i], state
         shape, dtype = self._shape_of(state, p.shape), self._dtype_of(state, i)
         if shape is None:
             return None

@@ -12,8 +12,10 @@ _PUBLISHED = (
 )
 BASE = {"learning_rate": 0.05, "eps": 0.01}
 _EPS_HAT = {"eps_hat": Argument("flag", False)}
-# On dense gradients every row has as many updates as its parameter.
-BY_ROW = {"rowwise_bias_correction": Argument("flag", True, rows_only=True)}
+# Where every row takes each step, all have as many updates as their parameter.
+BY_ROW = {
+    "rowwise_bias_correction": Argument("flag", True, {"sparse_update": "lazy"}, rows_only=True)
+}
 _EVERY_ROW, _SOME_ROWS = "every row moves", "rows that occur"
 _form = partial(Form, reference="adam", large=LOST_LATER)
 

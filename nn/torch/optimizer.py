@@ -29,7 +29,7 @@ from .engine.options import (
     check_rows,
 )  # fmt: skip
 from .engine.part import number, state_dtype_of
-from .engine.sleep import Sleeper, check_asleep
+from .engine.sleep import check_asleep
 from .engine.state import (
     cast_states,
     check_masters,
@@ -42,6 +42,7 @@ from .engine.state import (
     without_copies,
 )  # fmt: skip
 from .engine.step import Steps
+from .engine.table_rows import TableRows
 
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _shown(cls: Any) -> Callable[..., None]:
     return __init__
 
 
-class Fused(Sleeper, _Base):
+class Fused(TableRows, _Base):
     """Step, options and state of a `FusedOptimizer`, to stand before a class of PyTorch.
 
     It is no subclass of ``torch.optim.Optimizer`` itself: libraries that register all subclasses by

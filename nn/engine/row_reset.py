@@ -1,0 +1,122 @@
+"""Rows of a table that begin anew, or as copies of others, with all that an optimizer keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...kernels.cpu.rows.write import RowWrite
+from ...kernels.keeping import mixed
+from ...kernels.quiet import quiet
+from ...kernels.state import PARAMETER
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt
+from ...ops.runtime.errors import reject
+from ..base.arguments import seed as checked_seed
+
+
+class RowState(NamedTuple):
+    """A state with something for each row of a table, and the number with which it begins."""
+
+    array: np.ndarray
+    initial: float | str  # or `PARAMETER`
+
+
+class UniformRows:
+    """New weights of rows: uniform numbers that follow from seed, id and column alone.
+
+    So an id gets the same numbers whenever, wherever and in whatever row it is admitted.
+
+    Args:
+        bound: they are in ``[-bound, bound)``.
+        seed: an int from 0 to 2**63 - 1.
+
+    Raises:
+        TypeError, ValueError: an argument is no number, or out of range.
+
+    >>> import numpy as np
+    >>> draw = UniformRows(0.1, seed=3)
+    >>> both = draw(np.array([7, 9]), (2, 4))
+    >>> np.array_equal(both[1:], draw(np.array([9]), (1, 4)))
+    True
+    """
+
+    def __init__(self, bound: float, seed: int = 0) -> None:
+        self.bound = check.scalar_at_least_0("UniformRows", "bound", bound)
+        self.seed = checked_seed("UniformRows", "seed", seed)
+
+    def __call__(self, ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """float32 of this shape, whose first axis numbers the ids."""
+        columns = np.arange(math.prod(shape[1:]), dtype=np.uint64)
+        seed = np.uint64(mixed(self.seed))
+        keys = mixed(seed ^ ids.reshape(-1, 1).astype(np.uint64))
+        words = mixed(keys + columns) >> np.uint64(40)  # 24 bits, which a float32 holds
+        drawn = words.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
+        found: np.ndarray = (drawn * np.float32(self.bound)).reshape(shape)
+        return found
+
+
+def rows_in(where: str, name: str, rows: Any, n: int) -> np.ndarray:
+    """Different row numbers in range: int64 ``[n]``.
+
+    Raises:
+        TypeError: they are no int32 or int64.
+        ValueError: one occurs twice.
+        IndexError: one is out of range.
+    """
+    found = adopt(where, name, rows).reshape(-1)
+    check.index_dtype(where, found)
+    check.indices_in_range(where, found, n)
+    if len(np.unique(found)) < len(found):
+        reject(ValueError, where, name, "has a row twice", "different ones", f"{len(found)} rows")
+    return np.ascontiguousarray(found, np.int64)
+
+
+@quiet
+def reset(
+    where: str, w: np.ndarray, states: Sequence[RowState], rows: Any, weights: Any, ids: Any
+) -> RowWrite:
+    """Begin rows anew; arguments as those of `FusedOptimizer.reset_rows`.
+
+    Raises: as there.
+    """
+    at = rows_in(where, "rows", rows, len(w))
+    shape = (len(at), *w.shape[1:])
+    named = at if ids is None else adopt(where, "ids", ids).reshape(-1)
+    if named.shape != at.shape or named.dtype.kind not in "iu":
+        expected, got = f"{len(at)} integers", f"{named.dtype} {named.shape}"
+        reject(ValueError, where, "ids", "do not fit the rows", expected, got)
+    if weights is None:
+        whole: np.ndarray = w[at]
+    else:
+        given = weights(named, shape) if callable(weights) else weights
+        whole = np.asarray(adopt(where, "weights", given) if np.ndim(given) else given)
+        if whole.shape not in ((), shape):
+            reject(ValueError, where, "weights", "have a wrong shape", shape, whole.shape)
+        if whole.dtype.kind not in "iuf" and whole.dtype != w.dtype:
+            reject(TypeError, where, "weights", "have a wrong dtype", "numbers", whole.dtype)
+    parts = [(w, whole), *((x, whole if own == PARAMETER else own) for x, own in states)]
+    made = [
+        (x, np.broadcast_to(np.asarray(values).astype(x.dtype), (len(at), *x.shape[1:])).copy())
+        for x, values in parts
+    ]
+    return RowWrite(at, made)
+
+
+def copied(where: str, arrays: Sequence[np.ndarray], source: Any, target: Any) -> RowWrite:
+    """Copy rows; arguments as those of `FusedOptimizer.copy_rows`.
+
+    Raises: as there.
+    """
+    n = len(arrays[0])
+    to = rows_in(where, "target", target, n)
+    of = adopt(where, "source", source).reshape(-1)
+    check.index_dtype(where, of)
+    check.indices_in_range(where, of, n)
+    if len(of) != len(to):
+        wrong, expected = "has another length than target", f"{len(to)} rows"
+        reject(ValueError, where, "source", wrong, expected, len(of))
+    return RowWrite(to, [(x, np.ascontiguousarray(x[of])) for x in arrays])
