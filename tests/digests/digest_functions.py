@@ -82,6 +82,20 @@ def lost(record: Record, given: Given, rounding: str) -> None:
     record.add(params, opt.state_dict())
 
 
+def rows_anew(record: Record) -> None:
+    """Rows that sleep, begin anew, or are copied."""
+    w = normal(0, (9, 4), np.float32)
+    opt = nn.LazyAdam([w], 0.1, sparse_update="catch_up")
+    for step in range(4):
+        opt([ops.RowTensor(np.array([step, 2]), normal(step, (2, 4), np.float32), w.shape)])
+    record.attempt(opt.prepare, w, np.array([0, 1]))
+    for rows in (np.array([1, 7]), np.array([9])):
+        record.attempt(opt.reset_rows, w, rows, nn.UniformRows(0.5, seed=3))
+        record.attempt(opt.copy_rows, w, rows, rows - 1)
+    record.attempt(nn.UniformRows, -1.0)
+    record.add(w, opt.state_dict(), opt.state_dict(flush=True), w)
+
+
 def of_gradients() -> Cases:
     for rounding in ("nearest", "master", "kahan", "stochastic"):
         case = partial(lost, given=Given("dense", (np.dtype(np.float16),)), rounding=rounding)
@@ -208,6 +222,7 @@ def cases() -> Cases:
         **{f"nn.Parameter {t}": partial(held, data=normal(0, (4, 3), t)) for t in STORAGE_DTYPES},
         **dict.fromkeys(("nn.save_checkpoint", "nn.load_checkpoint"), saved),
         **dict.fromkeys(("nn.Formula", "nn.Rule", "nn.State"), own_rules),
+        "nn.UniformRows": rows_anew,
         **{f"nn.mxnet.{n}": registered for n in ("create", "register", "get_updater", "Updater")},
     }
     for name, case in others.items():
