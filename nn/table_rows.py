@@ -152,7 +152,7 @@ class TableOptimizer(StatefulOptimizer):
         >>> opt((np.ones((3, 2), np.float32),))
         (True,)
         >>> opt.reset_rows(w, np.array([2]), weights=5.0)
-        >>> print(w[:, 0], opt.moment1[0][:, 0])
+        >>> print(w[:, 0].round(4), opt.moment1[0][:, 0].round(4))
         [0.9 0.9 5. ] [0.1 0.1 0. ]
         """
         i, where = self._table_number("reset_rows", parameter)

@@ -46,8 +46,8 @@ def assert_near(
 def test_every_rule_of_the_package_is_tested() -> None:
     """Here, in the files beside this one, or those of optimizers by the registry.
 
-    Adafactor's are tested with its norms, Prodigy's in test_prodigy.py, those that count the updates
-    of rows in test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch.
+    Adafactor's are tested with its norms, Prodigy's in test_prodigy.py, those that count rows in
+    test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch.
     """
     from test_rules import RULES as ADAM
     from test_two_stage import FORMS
