@@ -18,7 +18,9 @@ import math
 from typing import Any
 
 from ..formula import Numbers
+from ..idle import Idle, IdleStep
 from ..rule import Rule, product
+from .idle import fading
 
 
 def adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
@@ -73,9 +75,15 @@ def adadelta_scalars(
     return real(lr), real(rho), real(1.0) - real(rho), real(epsilon)
 
 
+def idle_adagrad(hp: Any, decay: float) -> IdleStep:
+    """Adagrad without a gradient: nothing changes."""
+    return IdleStep(states=(1.0,))
+
+
+IDLE = Idle(fading, idle_adagrad, moving=None)
 _HP = ("lr", "zero")
 _PROXIMAL_HP = ("lr", "l1", "l2", "zero", "one")
-ADAGRAD = Rule(adagrad, ("accum",), _HP)
+ADAGRAD = Rule(adagrad, ("accum",), _HP, idle=IDLE)
 ADAGRAD_FIXED = Rule(adagrad_fixed, ("accum",), _HP)
 PROXIMAL_ADAGRAD = Rule(proximal_adagrad, ("accum",), _PROXIMAL_HP)
 ADADELTA = Rule(adadelta, ("accum", "accum_update"), ("lr", "rho", "one_minus_rho", "epsilon"))

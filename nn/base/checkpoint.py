@@ -42,7 +42,7 @@ _PATH = f"{_SAVE}: path"
 _RESERVED = "__metadata__"  # no name of an array in safetensors
 
 
-def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
+def save_checkpoint(save_obj: Any, path: str | os.PathLike[str], *, flush: bool = False) -> None:
     """Write arrays by name to a safetensors file, atomically.
 
     The file is written beside its place, flushed to the disk and renamed: after a crash the
@@ -60,6 +60,7 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
         save_obj: an optimizer (its `state_dict`), a mapping of names to arrays, or an iterable
             of named `Parameter`, such as ``optimizer.parameters``.
         path: the file.
+        flush: save ``state_dict(flush=True)`` of an optimizer, in which rows may sleep.
 
     Raises:
         TypeError: ``save_obj`` is none of these, a name is no str, or a dtype is none of bool,
@@ -76,6 +77,11 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     """
     # By the name as it was given: what /dev/stdout leads to may have no name of its own.
     check_target(_PATH, path)
+    if check.flag(_SAVE, "flush", flush):
+        if not hasattr(save_obj, "flush"):
+            got = type(save_obj).__name__
+            reject(TypeError, _SAVE, "save_obj", "has no rows that sleep", "an optimizer", got)
+        save_obj = save_obj.state_dict(flush=True)
     named = _named(save_obj)
     for name, array in named:
         check_savable(_SAVE, name, array)

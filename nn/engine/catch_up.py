@@ -179,7 +179,7 @@ def check_idle(where: str, name: str, rule: Rule, *, couples: bool) -> None:
     if idle is None:
         expected = "a rule whose steps without a gradient can be summed: that of Adam, AdamW, "
         expected += "LazyAdam, SparseAdam, RMSProp (not centered with momentum), SGD, Momentum, "
-        expected += "Lion or row-wise Adagrad"
+        expected += "Lion, Adagrad or row-wise Adagrad"
         reject(ValueError, where, name, "is impossible", expected, rule.update.__name__)
     if couples and not idle.coupled:
         expected = "a decoupled weight decay, as AdamWeightDecay's or AdamW's, or none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, ShardedStates, alone, together
 from fusestep.nn.engine.catch_up import LAST, SCALARS
 
@@ -36,6 +38,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "SGD momentum": lambda p, **o: nn.SGD(p, 1e-2, 0.9, 0.5, weight_decay=0.1, **o),
     "RMSProp": lambda p, **o: nn.RMSProp(p, 1e-3, momentum=0.9, **o),
     "RMSProp centered": lambda p, **o: nn.RMSProp(p, 1e-3, centered=True, **o),
+    "Adagrad": lambda p, **o: nn.Adagrad(p, 0.1, 1e-2, **o),
     "Lion": lambda p, **o: nn.Lion(p, 1e-3, weight_decay=0.1, **o),
     "RowWiseAdagrad": lambda p, **o: nn.RowWiseAdagrad(
         p[:2], learning_rate=1e-2, weight_decay=0.1, decoupled_weight_decay=True, **o
@@ -216,7 +219,7 @@ def test_skipped_steps() -> None:
     assert_same_arrays(ends[:1], ends[1:])
 
 
-def test_states_of_others() -> None:
+def test_states_of_others(tmp_path: Path) -> None:
     """A dense state begins awake; one that sleeps is refused where nobody could wake it."""
     rng = np.random.default_rng(0)
     dense, asleep = (
@@ -233,7 +236,11 @@ def test_states_of_others() -> None:
         ValueError, r"has rows that sleep: expected none: state_dict\(flush=True\)", dense
     ):
         dense.load_state_dict(asleep.state_dict())
-    state = asleep.state_dict(flush=True)
+    path = str(tmp_path / "state.safetensors")
+    with pytest.raises(TypeError, match="has no rows that sleep"):
+        nn.save_checkpoint(asleep.parameters, path, flush=True)
+    nn.save_checkpoint(asleep, path, flush=True)
+    state = nn.load_checkpoint(path)
     assert not [name for name in state if name.startswith((LAST.name, SCALARS))]
     dense.load_state_dict(state)
     dense.load_state_dict(asleep.state_dict())  # all rows are up to date now
@@ -273,7 +280,7 @@ def test_bags() -> None:
             own.backward(grad)
 
 
-def test_together_and_shards() -> None:
+def test_together_and_shards(tmp_path: Path) -> None:
     """A sharded table: its owner prepares the rows that others ask for."""
     whole, shape = begin()[0], SHAPES[0]
     shard = RowShard(len(whole), alone())
@@ -289,10 +296,17 @@ def test_together_and_shards() -> None:
         np.testing.assert_allclose(route.gather(table), plain[own.indices], rtol=1e-5, atol=1e-5)
         opt((route.scatter(own.values),))
         dense((own,))
+    shards = {"parameter_0": shard}
+    distributed.save_checkpoint(tmp_path, opt, alone(), shards)
+    resumed = nn.LazyAdam([np.zeros(shape, np.float32)], 1e-2, sparse_update="catch_up")
+    distributed.load_checkpoint(tmp_path, resumed, alone(), shards)
+    for each in (opt, resumed):
+        each.flush()
+    assert_same_arrays(arrays_of(opt), arrays_of(resumed))
 
 
 IMPOSSIBLE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a rule": (lambda p: nn.Adagrad(p, sparse_update="catch_up"), "steps without a gradient can"),
+    "a rule": (lambda p: nn.AdaMax(p, sparse_update="catch_up"), "steps without a gradient can"),
     "FTRL": (lambda p: nn.FTRL(p, sparse_update="catch_up"), "expected a rule whose steps"),
     "a decay": (
         lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"

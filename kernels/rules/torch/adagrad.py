@@ -16,6 +16,7 @@ from typing import Any
 
 from ...idle import Idle, IdleStep
 from ...rule import Rule, product, rule_helper
+from ..adagrad import IDLE
 from ..idle import fading, fading_two, gliding_behind
 from .adam import kept_of, lerp
 
@@ -82,7 +83,7 @@ def idle_centered(hp: Any, decay: float) -> IdleStep:
 _HP = ("lr", "alpha", "one_minus_alpha", "epsilon")
 _MOMENTUM_HP = (*_HP, "momentum")
 _SQUARE, _BUFFER, _MEAN = "square_avg", "momentum_buffer", "grad_avg"
-TORCH_ADAGRAD = Rule(adagrad, ("sum",), ("lr", "epsilon"))
+TORCH_ADAGRAD = Rule(adagrad, ("sum",), ("lr", "epsilon"), idle=IDLE)
 TORCH_RMSPROP = Rule(rmsprop, (_SQUARE,), _HP, idle=Idle(fading, idle_rmsprop, moving=None))
 TORCH_RMSPROP_MOMENTUM = Rule(
     rmsprop_momentum, (_SQUARE, _BUFFER), _MOMENTUM_HP,

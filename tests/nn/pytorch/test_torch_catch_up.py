@@ -29,6 +29,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "SGD momentum": lambda p, how: fused.SGD(p, 1e-3, 0.9, 0.5, weight_decay=0.1, sparse=how),
     "RMSprop": lambda p, how: fused.RMSprop(p, 1e-3, momentum=0.9, sparse=how),
     "RMSprop centered": lambda p, how: fused.RMSprop(p, 1e-3, centered=True, sparse=how),
+    "Adagrad": lambda p, how: fused.Adagrad(p, 1e-2, sparse=how),
     "Lion": lambda p, how: fused.Lion(p, 1e-3, weight_decay=0.1, sparse=how),
 }
 EACH = pytest.mark.parametrize("name", MAKERS)
@@ -299,7 +300,7 @@ def test_bad_input() -> None:
     optimizer.zero_grad()
     assert_same_bits(everything(optimizer), before)
     for cls, options, error in (
-        (fused.Adagrad, {}, "steps without a gradient can be summed"),
+        (fused.Adadelta, {}, "steps without a gradient can be summed"),
         (fused.Adam, {"weight_decay": 0.1}, "AdamWeightDecay's or AdamW's"),
     ):
         table = torch.nn.Embedding(N, D, sparse=True)
