@@ -154,7 +154,8 @@ class FactorScheduler(LRScheduler):
         """The learning rate of update ``num_update`` = 1, 2, ..."""
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
-        drops = max(num_update - 1, 0) // self.step
+        # An int of Python, whose power NumPy's ints differ from in the last bit.
+        drops = int(max(num_update - 1, 0) // self.step)
         # The floor acts from the first drop on, as in MXNet, even where it is above ``base_lr``.
         if drops == 0:
             return self.base_lr
@@ -198,7 +199,7 @@ class MultiFactorScheduler(LRScheduler):
         """The learning rate of update ``num_update`` = 1, 2, ..."""
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
-        return self.base_lr * self.factor ** sum(num_update > step for step in self.step)
+        return self.base_lr * self.factor ** sum(1 for step in self.step if num_update > step)
 
 
 class _Falling(LRScheduler):
@@ -229,7 +230,7 @@ class _Falling(LRScheduler):
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         done = (num_update - self.warmup_steps) / (self.max_update - self.warmup_steps)
-        return self.final_lr + (self.base_lr - self.final_lr) * share_left(min(done, 1.0))
+        return self.final_lr + (self.base_lr - self.final_lr) * share_left(float(min(done, 1.0)))
 
 
 class PolyScheduler(_Falling):
