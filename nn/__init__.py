@@ -10,6 +10,7 @@ from .adagrad import Adadelta, Adagrad, ProximalAdagrad
 from .adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
 from .adan import Adan
 from .base.checkpoint import load_checkpoint, save_checkpoint
+from .base.id_map import IdMap
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
 from .embedding_bags import EmbeddingBags
@@ -74,6 +75,7 @@ __all__ = [
     "ExponentialDecayLR",
     "Formula",
     "FusedOptimizer",
+    "IdMap",
     "InverseDecayLR",
     "LazyAdam",
     "LearningRateSchedule",

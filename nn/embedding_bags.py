@@ -12,10 +12,12 @@ from ..ops.runtime.arrays import address_of
 from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.bags.ids import read
 from ..ops.runtime.bags.pooled import Pooled, pool
-from ..ops.runtime.bags.pooling import Pooling
+from ..ops.runtime.bags.pooling import Pooling, tables_of_features
 from ..ops.runtime.bags.tensor import BagTensor
 from ..ops.runtime.errors import reject
+from .base.id_map import Admissions, IdMap
 from .base.parameter import Parameter
+from .engine.bag_maps import BagMaps, FoundRows
 from .engine.catch_up import spans_of
 from .fused import FusedOptimizer
 
@@ -28,6 +30,7 @@ class _Forward(NamedTuple):
     pooled: Pooled | DevicePooled
     pooling: Pooling
     thread: int
+    rows: Sequence[FoundRows]  # of ids in front of which there is a map
 
 
 class EmbeddingBags:
@@ -50,10 +53,17 @@ class EmbeddingBags:
         features: the table of each feature; several may share one. Default: one for each table.
         padding_idx: an id that counts for nothing; int, or a list with one or None a feature.
         out_of_range: ids out of range ``"raise"`` an error, or count for nothing (``"drop"``).
+        maps: an `IdMap` or None for each feature, whose ids are then int64 or uint64 of any value
+            and get rows when they occur; features of one table have the same map. `padding_idx` is
+            an id, too, and never admitted. Ids without a row read row 0, and have no gradient.
+        new_rows: the weights with which rows of maps begin: a number, or a function such as
+            `UniformRows`; see `FusedOptimizer.reset_rows`, which is called for them.
 
     Call arguments:
         ids, offsets, per_sample_weights, out: as `ops.EmbeddingBags`. Ids are copied: what
             becomes of the arrays afterwards does not matter to `backward`.
+        step: with maps the number of the step, in which ids are admitted and counted; None: nothing
+            is, as in an evaluation.
 
     Returns:
         ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``.
@@ -66,7 +76,8 @@ class EmbeddingBags:
         TypeError: a kind or dtype does not fit.
         ValueError: a value, shape or offset does not fit, or a table is none of the optimizer's.
         IndexError: an id is out of range.
-        Nothing has been written when an error is raised.
+        Nothing has been written when an error is raised, but ids may have been admitted when a map
+        is full (``full="raise"``) or ``out`` does not fit.
 
     >>> import numpy as np
     >>> from fusestep import nn
@@ -90,6 +101,8 @@ class EmbeddingBags:
         features: Sequence[int] | None = None,
         padding_idx: int | Sequence[int | None] | None = None,
         out_of_range: str = "raise",
+        maps: Sequence[IdMap | None] | None = None,
+        new_rows: Any = 0.0,
     ) -> None:
         if not isinstance(optimizer, FusedOptimizer):
             expected, got = "an optimizer of nn that is one rule", type(optimizer).__name__
@@ -99,8 +112,14 @@ class EmbeddingBags:
             reject(TypeError, _NAME, "parameters", "have a wrong type", "a list", got)
         self.optimizer = optimizer
         self._places = [_place(p, k, optimizer) for k, p in enumerate(parameters)]
-        self._chosen = pooling, padding_idx, out_of_range
-        self._features = features
+        self._chosen: Any = pooling, padding_idx, out_of_range
+        self._features, self._new_rows = features, new_rows
+        self._maps: BagMaps | None = None
+        if maps is not None:
+            n = len(self._places)
+            of = [*range(n)] if features is None else tables_of_features(_NAME, features, n)
+            self._maps = BagMaps(_NAME, maps, of, padding_idx, out_of_range, self._begin)
+            self._chosen = pooling, self._maps.padding, self._maps.out_of_range
         self._known: Pooling | None = None
         self._read()
         self._last: _Forward | None = None
@@ -117,22 +136,33 @@ class EmbeddingBags:
     def _read(self) -> Pooling:
         """The tables as they are now, and what follows from them."""
         arrays = [p.array for p in self.parameters]
+        if self._maps is not None:
+            self._maps.check_tables(arrays)
         known = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
         return known
 
+    def _begin(self, table: int, new: Admissions) -> None:
+        """Let rows begin anew that a map has handed out."""
+        self.optimizer.reset_rows(self.parameters[table], new.rows, self._new_rows, ids=new.ids)
+
     def __call__(
-        self, ids: Any, offsets: Any = None, per_sample_weights: Any = None, *, out: Any = None
-    ) -> Any:
+        self, ids: Any, offsets: Any = None, per_sample_weights: Any = None, *, out: Any = None,
+        step: int | None = None,
+    ) -> Any:  # fmt: skip
         """Pool rows of all tables; see the class."""
-        known = self._known
+        known, rows = self._known, list[FoundRows]()
         if known is None or not self._are_bound(known):
             known = self._read()
+        if self._maps is not None:
+            ids, rows = self._maps.rows(known, ids, offsets, step)
+        elif step is not None:
+            reject(ValueError, _NAME, "step", "is of no use", "maps, or None", step)
         if self.optimizer.sparse_update == "catch_up":
             given = read(known, ids, offsets, per_sample_weights)
             for k, spans in spans_of(known, given).items():
                 self.optimizer.prepare_spans(self._places[k], spans)
         pooled = pool(known, ids, offsets, per_sample_weights, out)
-        self._last = _Forward(pooled, known, threading.get_ident())
+        self._last = _Forward(pooled, known, threading.get_ident(), rows)
         return pooled.out
 
     def _are_bound(self, known: Pooling) -> bool:
@@ -167,8 +197,9 @@ class EmbeddingBags:
         """
         found: list[BagTensor | None] = [None] * len(self.optimizer.parameters)
         gradients = self._pooled().gradients(grad_out)
-        for i, gradient in zip(self._places, gradients, strict=True):
-            found[i] = gradient
+        mapped = self._maps.of_tables if self._maps is not None else {}
+        for t, (i, gradient) in enumerate(zip(self._places, gradients, strict=True)):
+            found[i] = gradient.without(0) if t in mapped else gradient
         return tuple(found)
 
     def weight_gradients(self, grad_out: Any) -> list[np.ndarray]:
@@ -195,6 +226,8 @@ class EmbeddingBags:
             wrong = "has another thread's forward before it"
         elif not self._are_bound(last.pooling):
             wrong = "has tables that were rebound since the forward"
+        elif not all(own.are_current() for own in last.rows):
+            wrong = "has rows that were given back since the forward"
         if last is None or wrong:
             raise RuntimeError(f"{_NAME}: backward {wrong}: call the bags first")
         return last.pooled

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from ..kernels.cpu.rows.catch_up import CatchUp
-from ..kernels.cpu.threads.parallel import Prepared, commit
+from ..kernels.cpu.threads.parallel import commit
 from ..kernels.keeping import COPY, STOCHASTIC
 from ..kernels.rule import Keeping, Rule
 from ..kernels.state import PARAMETER, State
@@ -32,7 +34,7 @@ from .engine.catch_up import (
 )
 from .engine.layout import KernelCall
 from .engine.plan import Stepper
-from .engine.row_reset import RowState, copied, reset
+from .engine.row_reset import RowState, copied, grown, more_rows, reset
 
 
 class TableOptimizer(StatefulOptimizer):
@@ -44,6 +46,11 @@ class TableOptimizer(StatefulOptimizer):
     _rule: Rule
     _stepper: Stepper
     _missed: MissedSteps | None = None  # by rows that sleep
+    together: Any  # the agreement of several processes on a step, or None
+
+    @abstractmethod
+    def _read_anew(self) -> None:
+        """Make anew all that depends on the states and their addresses, which have changed."""
 
     def _let_sleep(self) -> None:
         """Begin with rows of which none has missed a step, if they may sleep."""
@@ -112,13 +119,14 @@ class TableOptimizer(StatefulOptimizer):
         """Bring rows of parameter ``i`` up to date: address, bytes and number of lists of ids."""
         missed = self._missed
         assert missed is not None
-        self._commit_between(lambda: [missed.of_span(self._table(i), span) for span in spans])
+        with self._between_steps():
+            commit([missed.of_span(self._table(i), span) for span in spans])
 
     def flush(self) -> None:
         """Bring all rows up to date with ``sparse_update="catch_up"``; else none is ever behind."""
         if (missed := self._missed) is not None:
-            n = len(self.parameters)
-            self._commit_between(lambda: [missed.of_all(self._table(i)) for i in range(n)])
+            with self._between_steps():
+                commit([missed.of_all(self._table(i)) for i in range(len(self.parameters))])
 
     def reset_rows(
         self, parameter: Any, rows: Any, weights: Any = None, *, ids: Any = None
@@ -156,10 +164,10 @@ class TableOptimizer(StatefulOptimizer):
         [0.9 0.9 5. ] [0.1 0.1 0. ]
         """
         i, where = self._table_number("reset_rows", parameter)
-        states = self._row_states(i)
         self._wake(i, rows if weights is None else ())
-        w = self.parameters[i].array
-        self._commit_between(lambda: [reset(where, w, states, rows, weights, ids)])
+        with self._between_steps():
+            states = [*self._row_states(i).values()]
+            commit([reset(where, self.parameters[i].array, states, rows, weights, ids)])
 
     def copy_rows(self, parameter: Any, source: Any, target: Any) -> None:
         """Let rows of a table become copies of others, with all that is kept for them.
@@ -173,9 +181,53 @@ class TableOptimizer(StatefulOptimizer):
             TypeError, ValueError, IndexError, RuntimeError: as `reset_rows`.
         """
         i, where = self._table_number("copy_rows", parameter)
-        arrays = [self.parameters[i].array, *(state.array for state in self._row_states(i))]
         self._wake(i, source)
-        self._commit_between(lambda: [copied(where, arrays, source, target)])
+        with self._between_steps():
+            states = [state.array for state in self._row_states(i).values()]
+            commit([copied(where, [self.parameters[i].array, *states], source, target)])
+
+    def grow(self, parameter: Any, rows: int) -> np.ndarray:
+        """Give a table more rows: it and all that is kept for its rows move to new arrays.
+
+        The new rows have weights of 0, and states as at construction. They take memory when they
+        are used, where they are 0.
+
+        Args:
+            parameter: one of `parameters`, or its array, on the host; no other optimizer's.
+            rows: above the number of rows of now, below 2**31.
+
+        Returns:
+            The new array of the parameter.
+
+        Raises:
+            TypeError, ValueError: ``rows`` does not fit, or ``parameter`` is none of the
+                optimizer's.
+            RuntimeError: the parameter is on a device, is another optimizer's too, has an array of
+                ``copies``, or is stepped by several processes.
+            Nothing has changed then.
+
+        >>> import numpy as np
+        >>> from fusestep import nn
+        >>> opt = nn.LazyAdam([np.ones((2, 3), np.float32)])
+        >>> opt.grow(opt.parameters[0], 5).shape, opt.moment1[0].shape
+        ((5, 3), (5, 3))
+        """
+        i, where = self._table_number("grow", parameter)
+        p, known = self.parameters[i], self._row_states(i)
+        n = more_rows(where, rows, p.shape[0])
+        if p.is_shared or COPY.name in known or self.together is not None:
+            expected, got = "one of this optimizer alone, without copies", "another"
+            reject(RuntimeError, where, f"parameter {p.name!r}", "cannot grow", expected, got)
+        with self._between_steps():
+            known = self._row_states(i)
+            made = {role: grown(state.array, n, state.initial) for role, state in known.items()}
+            p.rebind(grown(p.array, n, 0.0))
+            for role, array in made.items():
+                of_each = self._states[role]
+                self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])
+            self._read_anew()
+        found: np.ndarray = p.array
+        return found
 
     def _table_number(self, call: str, parameter: Any) -> tuple[int, str]:
         i, where = self._number_of(parameter), f"{self._name}.{call}"
@@ -185,19 +237,18 @@ class TableOptimizer(StatefulOptimizer):
             reject(RuntimeError, where, f"parameter {p.name!r}", "has none", expected, "another")
         return i, where
 
-    def _row_states(self, i: int) -> list[RowState]:
+    def _row_states(self, i: int) -> dict[str, RowState]:
         """The states of a parameter that have something for each row, and how they begin."""
-        found, n = [], self.parameters[i].shape[:1]
+        found, n = {}, self.parameters[i].shape[:1]
         for role, arrays in self._states.items():
             if arrays[i] is None or arrays[i].shape[:1] != n:
                 continue
             if role == LAST.name:
-                found.append(RowState(arrays[i], float(self._steps[i])))
-            else:
-                is_copy = role == COPY.name
-                found.append(
-                    RowState(arrays[i], PARAMETER if is_copy else self._declared[role].initial)
-                )
+                found[role] = RowState(arrays[i], float(self._steps[i]))
+            elif role == COPY.name:
+                found[role] = RowState(arrays[i], PARAMETER)
+            elif (state := self._declared[role]).per in ("element", "row"):
+                found[role] = RowState(arrays[i], state.initial)
         return found
 
     def _wake(self, i: int, rows: Any) -> None:
@@ -205,13 +256,14 @@ class TableOptimizer(StatefulOptimizer):
         if self._missed is not None and np.size(rows):
             self.prepare(self.parameters[i], rows)
 
-    def _commit_between(self, make: Callable[[], Sequence[Prepared]]) -> None:
-        """Run what is made, between two steps of other threads."""
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """A context between two steps of other threads, with ``use_locking``."""
         if not self.use_locking:
-            commit(make())
+            yield
             return
         with self._stepper.turn(), locks.turn():
-            commit(make())
+            yield
 
     def _number_of(self, parameter: Any) -> int:
         """The number of a parameter among those of the optimizer."""

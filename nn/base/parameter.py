@@ -85,8 +85,13 @@ class Parameter:
         for owner in owners:
             owner.forget_addresses()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several optimizers have it."""
+        return len(self._owners) > 1
+
     def rebind(self, array: np.ndarray) -> None:
-        """Take another array of this shape, of which the only owner knows already."""
+        """Take another array, of which the only owner knows already."""
         self._data = array
 
     array = property(  # read in every step, so without a call of Python

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.rows.write import RowWrite
+from ...kernels.cpu.threads import allocation
 from ...kernels.keeping import mixed
 from ...kernels.quiet import quiet
 from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
+from ..base.arguments import count
 from ..base.arguments import seed as checked_seed
 
 
@@ -57,6 +59,29 @@ class UniformRows:
         drawn = words.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
         found: np.ndarray = (drawn * np.float32(self.bound)).reshape(shape)
         return found
+
+
+def grown(array: np.ndarray, rows: int, initial: float | str) -> np.ndarray:
+    """A copy with more rows, which begin at a number, or with weights of 0.
+
+    Pages of zeros take no memory before they are used.
+    """
+    made = allocation.zeros((rows, *array.shape[1:]), array.dtype)
+    made[: len(array)] = array
+    if initial not in (0.0, PARAMETER):
+        made[len(array) :] = initial
+    return made
+
+
+def more_rows(where: str, rows: Any, n: int) -> int:
+    """A number of rows to which a table of ``n`` rows can grow.
+
+    Raises:
+        TypeError, ValueError: it is no int, or out of range.
+    """
+    count(where, "rows", rows)
+    check.in_range(where, "rows", rows, n < rows < 1 << 31, f"{n} < rows < 2**31")
+    return int(rows)
 
 
 def rows_in(where: str, name: str, rows: Any, n: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from .bags import EmbeddingBags
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .descent import ASGD, SGD, Rprop
 from .embedding import ShardedEmbedding
+from .growing import GrowingEmbedding
 from .layerwise import LARS, Lamb
 from .optimizer import FusedOptimizer
 from .prodigy import Prodigy
@@ -26,10 +27,10 @@ from .trainers import ClippingModule, ClippingTrainer
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan",
-    "ClippingModule", "ClippingTrainer", "EmbeddingBags", "FTRL", "FusedOptimizer", "LARS",
-    "Lamb", "LazyAdam", "Lion", "NAdam", "Prodigy", "RAdam", "RMSprop", "RowWiseAdagrad",
-    "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam", "Thor", "clip_grad_norm_",
-    "clip_grad_value_", "rounded_away",
+    "ClippingModule", "ClippingTrainer", "EmbeddingBags", "FTRL", "FusedOptimizer",
+    "GrowingEmbedding", "LARS", "Lamb", "LazyAdam", "Lion", "NAdam", "Prodigy", "RAdam",
+    "RMSprop", "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam",
+    "Thor", "clip_grad_norm_", "clip_grad_value_", "rounded_away",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

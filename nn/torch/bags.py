@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, pairwise
 from operator import add, attrgetter, is_
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..distributed.torch_group import over_torch
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
 from .engine.sleep import changes_of, prepare_bags
 from .engine.threads import as_torch
+from .growing import GrowingEmbedding
 from .optimizer import Fused, _is_watched
 
 _WHERE = "EmbeddingBags"
@@ -84,6 +85,8 @@ class EmbeddingBags(nn.Module):
     these: accumulation, `clip_grad_norm_`, ``GradScaler``, DistributedDataParallel, any optimizer.
     After `update_in_backward` it takes the step of an optimizer instead, which reads the gradient
     of the output in place.
+
+    A `GrowingEmbedding` takes int64 ids and admits them; those without a row count as zeros.
 
     On a CUDA device tables, ids and offsets lie there, and forward and backward are enqueued. A bad
     id or offset is told by `fusestep.synchronize`: the output is 0 then, and no step writes. The
@@ -227,14 +230,41 @@ class EmbeddingBags(nn.Module):
         """Pool rows of all tables; see the class."""
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, ids, offsets, per_sample_weights)
+        checks: list[Callable[[], None]] = []
+        if any(isinstance(m, GrowingEmbedding) for m in self._modules.values()):
+            ids, checks = self._rows_of(ids, offsets)
         factors, weights = per_sample_weights, self.weights
         if isinstance(factors, Tensor):
             factors = [factors]
         if self._updates is not None and torch.is_grad_enabled():
             self._updates.check(weights)
         given = ids, offsets, per_sample_weights
-        out: Tensor = _Pooling.apply(self, given, *weights, *(factors or ()))
+        out: Tensor = _Pooling.apply(self, (given, checks), *weights, *(factors or ()))
         return out
+
+    def _rows_of(self, ids: Any, offsets: Any) -> tuple[Any, list[Callable[[], None]]]:
+        """The ids with rows in place of those of growing tables, and what is to be called before
+        there is a gradient.
+        """
+        modules = [*self._modules.values()]
+        tables = [modules[t] for t in self._features]
+        checks: list[Callable[[], None]] = []
+        parts = [ids] if isinstance(ids, Tensor) and len(tables) == 1 else ids
+        if isinstance(ids, Tensor) and len(tables) > 1:  # one after the other
+            bounds = offsets if isinstance(offsets, Tensor) else ids.new_zeros(1)
+            firsts = bounds[:: max(1, (len(bounds) - 1) // len(tables))].tolist()
+            parts = [ids[a:b] for a, b in pairwise(firsts)]
+        if not isinstance(parts, list | tuple) or len(parts) != len(tables):
+            return ids, checks  # which is refused as it is
+        found = []
+        for table, own in zip(tables, parts, strict=True):
+            if isinstance(table, GrowingEmbedding):
+                own, check = table.rows(own)
+                checks.append(check)
+            found.append(own)
+        if not isinstance(ids, Tensor):
+            return found, checks
+        return torch.cat(found) if len(tables) > 1 else found[0], checks
 
     def _now(self, weights: Sequence[Tensor]) -> tuple[Any, Pooling, bool, dict[int, int]]:
         """The tables as they are: a key, how they are pooled, whether each table has one id a bag
@@ -477,6 +507,7 @@ class _Pooling(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, module: EmbeddingBags, given: Any, *tensors: Tensor) -> Tensor:
+        given, ctx.checks = given
         weights = tensors[: len(module._modules)]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
         ctx.parallel, ctx.is_synced, ctx.step = module._parallel(), True, None
@@ -499,6 +530,8 @@ class _Pooling(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         weights, updates = ctx.weights, ctx.module._updates
+        for check in ctx.checks:
+            check()
         n, needs = len(weights), ctx.needs_input_grad[2:]
         if not any(needs):
             return (None,) * (2 + len(needs))
@@ -730,7 +763,8 @@ def _check_module(name: str, module: Any) -> None:
     if any(_hooks_of(module)):
         wrong, expected = "has hooks, or is pruned", "a module without: it is not called"
         reject(ValueError, _WHERE, where, wrong, expected, "some")
-    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    kinds = GrowingEmbedding, nn.EmbeddingBag, nn.Embedding
+    kind: Any = next(kind for kind in kinds if isinstance(module, kind))
     if "forward" in vars(module) or type(module).forward is not kind.forward:
         wrong, expected = "has a forward of its own", f"that of {kind.__name__}: it is not called"
         reject(TypeError, _WHERE, where, wrong, expected, type(module).__name__)
@@ -739,6 +773,8 @@ def _check_module(name: str, module: Any) -> None:
 def _padding(k: int, module: Any, rows: int) -> int | None:
     """The id of a table that has no gradient; a negative one is counted from the end."""
     own, name = module.padding_idx, f"padding_idx of table {k}"
+    if isinstance(module, GrowingEmbedding):
+        return 0  # of all ids without a row
     if own is None:
         return None
     if isinstance(own, bool) or not isinstance(own, int):

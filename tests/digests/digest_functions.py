@@ -94,6 +94,22 @@ def rows_anew(record: Record) -> None:
         record.attempt(opt.copy_rows, w, rows, rows - 1)
     record.attempt(nn.UniformRows, -1.0)
     record.add(w, opt.state_dict(), opt.state_dict(flush=True), w)
+    record.attempt(opt.grow, w, 12)
+    record.add(opt.parameters, opt.state_dict())
+
+
+def growing(record: Record) -> None:
+    """Ids that get rows, lose them, and come back."""
+    ids = nn.IdMap(9, after=2, full="evict")
+    for step in range(6):
+        batch = (np.arange(8) * 1_000_003 * (step + 1)) % 17 - 5
+        record.attempt(ids, batch, step)
+        record.attempt(ids.evict, unused_for=3, keep=batch[:1])
+    record.try_wrongly(ids, ids=np.arange(3), step=6)
+    record.try_wrongly(nn.IdMap, capacity=3)
+    record.attempt(ids.grow, 12)
+    record.attempt(ids.changed_since, 3)
+    record.add(ids.state_dict(), repr(ids))
 
 
 def of_gradients() -> Cases:
@@ -223,6 +239,7 @@ def cases() -> Cases:
         **dict.fromkeys(("nn.save_checkpoint", "nn.load_checkpoint"), saved),
         **dict.fromkeys(("nn.Formula", "nn.Rule", "nn.State"), own_rules),
         "nn.UniformRows": rows_anew,
+        "nn.IdMap": growing,
         **{f"nn.mxnet.{n}": registered for n in ("create", "register", "get_updater", "Updater")},
     }
     for name, case in others.items():

@@ -39,6 +39,12 @@ def trained(name: str, *, dtype: Any = np.float32, steps: int = 6, **options: An
     return opt
 
 
+def step(opt: Any, rng: np.random.Generator, n: int, dtype: Any = np.float32) -> None:
+    """A step on rows below ``n`` of a table that may have more."""
+    ids, values = rng.integers(0, n, 9), rng.standard_normal((9, D)).astype(dtype)
+    opt([nn.RowTensor(ids, values, opt.parameters[0].shape)])
+
+
 def of_rows(opt: Any, rows: np.ndarray) -> dict[str, np.ndarray]:
     """The weights and all that is kept for some rows."""
     arrays = {"w": opt.parameters[0].data, **opt.states_by_name(0)}
@@ -92,6 +98,40 @@ def test_what_lies_beside_weights_is_reset(rounding: str) -> None:
     assert (copied[SOME] == BF16.type(0.1)).all()
 
 
+@pytest.mark.parametrize("name", [*IN_NN, "master", "kahan", "stochastic"])
+def test_a_table_that_grows(name: str) -> None:
+    """Every bit is that of a table which had the rows from the beginning."""
+    options, dtype = ({}, np.float32) if name in IN_NN else ({"rounding": name}, BF16)
+    make, small = IN_NN.get(name, IN_NN["Adam"]), table(dtype)
+    large = np.concatenate((small, np.zeros((6, D), dtype)))
+    grows, other = make(small.copy(), **options), make(large, **options)
+    rngs = [np.random.default_rng(0) for _ in range(2)]
+    for n in (N, N, N + 6, N + 6):
+        if n > len(grows.parameters[0]):
+            found = grows.grow(grows.parameters[0], n)
+            assert found is grows.parameters[0].data and found.shape == (n, D)
+        for opt, rng in zip((grows, other), rngs, strict=True):
+            step(opt, rng, n, dtype)
+            opt.reset_rows(opt.parameters[0], np.array([n - 1, 1]), weights=0.5)
+    for opt in (grows, other):
+        opt.flush()
+    expected = other.state_dict()
+    for role, found in grows.state_dict().items():
+        assert_same_bits(found, expected[role], role)
+    assert_same_bits(grows.parameters[0].data, other.parameters[0].data)
+
+
+def test_columns_are_no_rows() -> None:
+    """In a square table the state of a column stays, though it has as many numbers."""
+    w = np.random.default_rng(2).standard_normal((4, 4)).astype(np.float32)
+    opt = nn.AdaFactor([w])
+    opt([np.arange(16, dtype=np.float32).reshape(4, 4)])
+    before = {role: x.copy() for role, x in opt.state_dict().items()}
+    opt.reset_rows(opt.parameters[0], np.array([1, 2]))
+    changed = {role for role, x in opt.state_dict().items() if (x != before[role]).any()}
+    assert changed == {"exp_avg.parameter_0", "exp_avg_sq_row_parameter_0"}
+
+
 def test_weights_by_id() -> None:
     """An id gets the same numbers in any row; weights that are not given stay, and are awake."""
     draw, opts = nn.UniformRows(0.5, seed=9), [trained("Adam") for _ in range(2)]
@@ -129,9 +169,18 @@ def test_bad_input() -> None:
         (ValueError, "target has a row twice", lambda: opt.copy_rows(p, SOME, SOME * 0)),
         (IndexError, "is out of range", lambda: opt.copy_rows(p, SOME - 3, SOME)),
     ]  # fmt: skip
+    cases += [
+        (ValueError, "rows is out of range: expected 14 <", lambda: opt.grow(p, N)),
+        (TypeError, "rows has a wrong type", lambda: opt.grow(p, 20.0)),
+        (ValueError, "is none of the optimizer's", lambda: opt.grow(table(), 20)),
+    ]
     for error, text, call in cases:
         with refused(error, text, opt):
             call()
+    both = nn.SGD([p])
+    with refused(RuntimeError, "cannot grow: expected one of this optimizer alone", opt):
+        opt.grow(p, 20)
+    del both
     number = nn.SGD([np.array(1.0, np.float32)])
     with refused(RuntimeError, "has none", number):
         number.reset_rows(number.parameters[0], np.array([0]))
@@ -185,3 +234,38 @@ def test_pytorch(name: str) -> None:
     optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(D, N).T)
     with pytest.raises(RuntimeError, match="does not fit"):
         optimizer.reset_rows(optimizer.param_groups[0]["params"][0], rows)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_table_of_pytorch_that_grows(name: str) -> None:
+    """Every bit is that of a table which had the rows from the beginning."""
+    torch = pytest.importorskip("torch")
+    from fusestep.nn import torch as fused
+
+    models = [torch.nn.Embedding(n, D, sparse=True) for n in (N, N + 6)]
+    with torch.no_grad():
+        models[1].weight.zero_()
+        models[1].weight[:N] = models[0].weight
+    make = getattr(fused, name)
+    optimizers = [make(m.parameters(), lr=0.1, **TORCH[name]) for m in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.watch(model)
+    for n in (N, N, N + 6, N + 6):
+        if n > len(models[0].weight):
+            with pytest.raises(RuntimeError, match="cannot grow"):
+                optimizers[0].grow(models[0].weight, n)
+            optimizers[0].zero_grad()
+            optimizers[0].grow(models[0].weight, n)
+        ids = torch.randint(n, (9,))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.reset_rows(model.weight, torch.tensor([n - 1]), weights=0.5)
+    for optimizer in optimizers:
+        optimizer.flush()
+    assert torch.equal(models[0].weight, models[1].weight)
+    mine, theirs = (o.state[m.weight] for o, m in zip(optimizers, models, strict=True))
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(*map(torch.as_tensor, (x, theirs[role]))) for role, x in mine.items()
+    )

@@ -53,6 +53,11 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return _at_line(np.empty, shape, np.dtype(dtype))
 
 
+def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array of zeros at the start of a line, whose pages are made at their first use."""
+    return _at_line(np.zeros, shape, np.dtype(dtype))
+
+
 def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
     """An array at the start of a line, filled with a value."""
     dtype = np.dtype(dtype)

@@ -121,10 +121,11 @@ class Sleeper(Declaration):
         self._catch_up([(p, self._missed.of_all(self._table(p, may_move=True))) for p in behind])
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date.
+        """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date, and
+        rows that a `GrowingEmbedding` hands out begin anew.
 
-        Every such module in ``module`` gets a forward pre-hook. A lookup by
-        ``torch.nn.functional`` is seen by nobody: call `prepare` before it.
+        Every ``nn.Embedding`` and ``nn.EmbeddingBag`` in ``module`` gets a forward pre-hook. A
+        lookup by ``torch.nn.functional`` is seen by nobody: call `prepare` before it.
 
         Args:
             module: a module, or one that contains them.
@@ -138,14 +139,18 @@ class Sleeper(Declaration):
         own = {id(p) for group in self.param_groups for p in group["params"]}
         inner = [id(m) for bags in module.modules() if hasattr(bags, "update_in_backward")
                  for m in bags.children()]  # fmt: skip
+        growing = [m for m in module.modules() if hasattr(m, "follow") and id(m.weight) in own]
         found = [
             m
             for m in module.modules()
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and id(m) not in inner
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+            and not (id(m) in inner or hasattr(m, "follow"))
         ]
         if not any(id(p) in own for p in module.parameters()):
             where, expected = f"{type(self).__name__}.watch", "a table of the optimizer"
             reject(ValueError, where, "module", "has no table to watch", expected, "others")
+        for table in growing:
+            table.follow(self)
         return [m.register_forward_pre_hook(_before_lookup, with_kwargs=True) for m in found]
 
     # Tables

@@ -13,8 +13,8 @@ from ....kernels.keeping import COPY
 from ....kernels.state import PARAMETER
 from ....ops.runtime.errors import reject
 from ...engine.catch_up import LAST
-from ...engine.row_reset import RowState, copied, reset
-from .memory import array_of
+from ...engine.row_reset import RowState, copied, grown, more_rows, reset
+from .memory import array_of, tensor_of
 from .part import number
 from .sleep import Sleeper
 from .state import place_of
@@ -50,8 +50,8 @@ class TableRows(Sleeper):
             Nothing has been written then.
         """
         where = f"{type(self).__name__}.reset_rows"
-        w, states = self._rows_of(where, parameter)
-        rows, ids = _array(rows), _array(ids)
+        w, known = self._rows_of(where, parameter)
+        states, rows, ids = [*known.values()], _array(rows), _array(ids)
         given = (lambda *of: _array(weights(*of))) if callable(weights) else _array(weights)
         if weights is None:
             self._wake(parameter, rows)
@@ -69,13 +69,42 @@ class TableRows(Sleeper):
             TypeError, ValueError, IndexError, RuntimeError: as `reset_rows`.
         """
         where = f"{type(self).__name__}.copy_rows"
-        w, states = self._rows_of(where, parameter)
+        w, known = self._rows_of(where, parameter)
         source, target = _array(source), _array(target)
         self._wake(parameter, source)
-        arrays = [w, *(state.array for state in states)]
+        arrays = [w, *(state.array for state in known.values())]
         self._write_rows(parameter, lambda: copied(where, arrays, source, target))
 
-    def _rows_of(self, where: str, parameter: Tensor) -> tuple[Any, list[RowState]]:
+    def grow(self, parameter: Tensor, rows: int) -> None:
+        """Give a table more rows: its data and all that is kept for its rows move to new tensors.
+
+        The new rows have weights of 0, and states as at the first step. They take memory when they
+        are used, where they are 0.
+
+        Args:
+            parameter: a contiguous parameter of the optimizer, on the host, without a gradient.
+            rows: above the number of rows of now, below 2**31.
+
+        Raises:
+            TypeError, ValueError: ``rows`` does not fit, or ``parameter`` is none of the
+                optimizer's.
+            RuntimeError: the parameter is elsewhere or not contiguous, or has a gradient or one of
+                ``copies``.
+            Nothing has changed then.
+        """
+        where = f"{type(self).__name__}.grow"
+        w, known = self._rows_of(where, parameter)
+        n = more_rows(where, rows, len(w))
+        if parameter.grad is not None or COPY.name in known:
+            expected = "one without a gradient and copies"
+            reject(RuntimeError, where, "parameter", "cannot grow", expected, "another")
+        made = {role: tensor_of(grown(own.array, n, own.initial)) for role, own in known.items()}
+        parameter.data = tensor_of(grown(w, n, 0.0))
+        self.state.get(parameter, {}).update(made)
+        if LAST.name in made:
+            self._table(parameter, may_move=True)
+
+    def _rows_of(self, where: str, parameter: Tensor) -> tuple[Any, dict[str, RowState]]:
         """The array of a table, and the states that have something for each row."""
         if place_of(self.param_groups, parameter) is None:
             reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
@@ -87,19 +116,20 @@ class TableRows(Sleeper):
         group = next(groups)
         choice, state = self._choice(group), self.state.get(parameter, {})
         named = dict(zip(choice.states, choice.rule.states, strict=True))
-        found = []
+        found = {}
         for role, tensor in state.items():
             if not isinstance(tensor, Tensor) or tensor.shape[:1] != parameter.shape[:1]:
                 continue
             if role == LAST.name:
                 initial: Any = number(state["step"])
-            elif role == COPY.name or (role in named and named[role].initial == PARAMETER):
+            elif role == COPY.name:
                 initial = PARAMETER
-            elif role in named:
-                initial = self.initial(role, group)
+            elif role in named and named[role].per in ("element", "row"):
+                is_weight = named[role].initial == PARAMETER
+                initial = PARAMETER if is_weight else self.initial(role, group)
             else:
                 continue
-            found.append(RowState(array_of(tensor.detach()), initial))
+            found[role] = RowState(array_of(tensor.detach()), initial)
         return array_of(parameter.detach()), found
 
     def _wake(self, parameter: Tensor, rows: Any) -> None:

@@ -116,8 +116,20 @@ def find_error(pooling: Pooling, ids: Any, offsets: Any) -> None:
         ValueError: offsets do not fit the ids.
         IndexError: an id is out of range.
     """
-    where = pooling.where
-    for f, own in enumerate(_read_features(pooling, ids, offsets)[0]):
+    check_features(pooling, ids, offsets)
+    wrong = "ids or offsets were changed by another thread during the call"
+    raise RuntimeError(f"{pooling.where}: {wrong}")
+
+
+def check_features(pooling: Pooling, ids: Any, offsets: Any) -> list[Ids]:
+    """The ids of each feature, after a look at every offset and id.
+
+    Raises:
+        TypeError, ValueError: a kind, dtype or shape does not fit, or offsets do not fit the ids.
+        IndexError: an id is out of range.
+    """
+    where, features = pooling.where, _read_features(pooling, ids, offsets)[0]
+    for f, own in enumerate(features):
         _check_offsets(where, own)
         found, rows = own.array.reshape(-1)[own.begin : own.end], len(pooling.arrays[pooling.of[f]])
         if not pooling.drops and len(found):
@@ -126,7 +138,7 @@ def find_error(pooling: Pooling, ids: Any, offsets: Any) -> None:
                 k = int(np.argmax(is_bad))
                 name, expected = f"{own.name}[{own.begin + k}]", f"0 <= id < {rows}"
                 reject(IndexError, where, name, "is out of range", expected, int(found[k]))
-    raise RuntimeError(f"{where}: ids or offsets were changed by another thread during the call")
+    return features
 
 
 def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids], bool]:

@@ -1,0 +1,289 @@
+"""A map from 64-bit ids to rows: open addressing, in the order of the ids' hashes.
+
+A slot has the hash of an id, from which the id follows, and a *place*: a row above 0, minus the
+number of occurrences of an id that has no row yet, or 0 where it is empty. An id belongs to slot
+``hash * slots >> 64`` or, if others are there, behind it. The hashes of a run of full slots ascend.
+So the probes are those of Robin Hood hashing, a search ends at the first hash that is not smaller,
+and the slots do not depend on the order in which ids came.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from ..inner import njit
+from ..keeping import mixed
+from .compiler.compile import part
+from .compiler.intrinsics import as_pointer, prefetch_line
+from .compiler.records import int64s
+
+TAIL = 512
+"""Slots behind the last to which an id may belong."""
+PART = 4_096
+"""Ids of a part of a search."""
+_AHEAD = 12
+_MOST = 2147483647
+
+
+class IdCall(NamedTuple):
+    """Arguments of the loops, all ``int64``."""
+
+    hashes: int  # uint64 [slots + TAIL]
+    places: int  # int32 [slots + TAIL]
+    slots: int
+    ids: int  # int64 [n]
+    n: int
+    times: int  # int64 [n]: how often each id occurs; 0: once
+    rows: int  # int32 [n]: the places of ids; in the end 0 for one without a row
+    missing: int  # int64 [n]: in each part the ids that were not found, as their numbers
+    n_missing: int  # int64 [parts]
+    counts: int  # int32 [capacity]; 0: only look
+    last_uses: int  # int32 [capacity]
+    row_ids: int  # int64 [capacity]
+    step: int
+    free: int  # int32 [n_free]: rows to be handed out, from the end
+    n_free: int  # int64 [1]
+    next_row: int  # int64 [1]: the first that was never handed out
+    capacity: int
+    after: int  # admit an id at this occurrence
+    chance: int  # from then on with this chance in 2**32 at each; 2**32: always
+    seed: int
+    told: int  # int64 [3]: new entries, occurrences without a row, whether there was no slot
+
+
+_mixed_word = njit(inline="always")(mixed)
+
+
+@njit(inline="always")
+def _mixed(x):
+    return _mixed_word(np.uint64(x))  # of a signed one it would be another function
+
+
+@njit(inline="always")
+def _home(x, slots):
+    return np.int64(((x >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32))
+
+
+@njit(inline="always")
+def _slots(c):
+    n = c.slots + TAIL
+    return carray(as_pointer(c.hashes), n, np.uint64), carray(as_pointer(c.places), n, np.int32)
+
+
+@njit
+def _find(hashes, places, slots, x):
+    """The slot of a hash, or where it belongs."""
+    i = _home(x, slots)
+    while places[i] != 0 and hashes[i] < x:
+        i += 1
+    return i
+
+
+@njit
+def _insert(hashes, places, i, x, place):
+    """Put an entry where it belongs; whether there was room."""
+    end = i
+    while places[end] != 0:
+        end += 1
+    if end >= places.size - 1:  # the last slot stays empty, so that searches end
+        return False
+    while end > i:
+        hashes[end], places[end] = hashes[end - 1], places[end - 1]
+        end -= 1
+    hashes[i], places[i] = x, place
+    return True
+
+
+@njit(inline="always")
+def _fetch(c, hashes, places, k):
+    i = _home(_mixed(int64s(c.ids, c.n)[k]), c.slots)
+    prefetch_line(c.hashes + 8 * i)
+    prefetch_line(c.places + 4 * i)
+
+
+@njit(inline="always")
+def _times(c, k):
+    return np.int64(1) if c.times == 0 else int64s(c.times, c.n)[k]
+
+
+@njit(inline="always")
+def _use(c, row, times):
+    counts = carray(as_pointer(c.counts), c.capacity, np.int32)
+    counts[row] = min(np.int64(counts[row]) + times, _MOST)
+    carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
+
+
+@part(IdCall)
+def search(index, slot, c):
+    """The rows of a stretch of ids; those that are not found are listed."""
+    hashes, places = _slots(c)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    begin, n = index * PART, 0
+    end, missing = min(begin + PART, c.n), int64s(c.missing, c.n)
+    for k in range(begin, end):
+        if k + _AHEAD < end:
+            _fetch(c, hashes, places, k + _AHEAD)
+        x = _mixed(ids[k])
+        i = _find(hashes, places, c.slots, x)
+        rows[k] = places[i] if places[i] != 0 and hashes[i] == x else 0
+        if rows[k] <= 0:
+            missing[begin + n] = k
+            n += 1
+    int64s(c.n_missing, index + 1)[index] = n
+
+
+@part(IdCall)
+def count(index, slot, c):
+    """Count the occurrences that have a row: on one thread."""
+    rows = carray(as_pointer(c.rows), c.n, np.int32)
+    for k in range(c.n):
+        if k + _AHEAD < c.n:
+            prefetch_line(c.counts + 4 * rows[k + _AHEAD])
+            prefetch_line(c.last_uses + 4 * rows[k + _AHEAD])
+        if rows[k] > 0:
+            _use(c, rows[k], _times(c, k))
+
+
+@njit
+def _new_row(c):
+    n_free, next_row = int64s(c.n_free, 1), int64s(c.next_row, 1)
+    if n_free[0] > 0:
+        n_free[0] -= 1
+        return np.int64(carray(as_pointer(c.free), n_free[0] + 1, np.int32)[n_free[0]])
+    if next_row[0] < c.capacity:
+        next_row[0] += 1
+        return next_row[0] - 1
+    return np.int64(0)
+
+
+@njit
+def _is_admitted(c, x, before, occurrences):
+    key = x ^ _mixed(np.uint64(c.seed))
+    for m in range(max(before + 1, c.after), occurrences + 1):
+        if np.int64(_mixed(key ^ np.uint64(m)) >> np.uint64(32)) < c.chance:
+            return True
+    return False
+
+
+@part(IdCall)
+def admit(index, slot, c):
+    """Give rows to the ids that have none, in the order in which they occur: on one thread."""
+    hashes, places = _slots(c)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    told, missing = int64s(c.told, 3), int64s(c.missing, c.n)
+    parts = (c.n + PART - 1) // PART
+    for p in range(parts):
+        for m in range(int64s(c.n_missing, parts)[p]):
+            k = missing[p * PART + m]
+            x = _mixed(ids[k])
+            i = _find(hashes, places, c.slots, x)
+            is_known = places[i] != 0 and hashes[i] == x
+            before, times = np.int64(0), _times(c, k)
+            if is_known and places[i] > 0:  # admitted by an occurrence before
+                rows[k] = places[i]
+                _use(c, rows[k], times)
+                continue
+            if is_known:
+                before = -np.int64(places[i])
+            occurrences = min(before + times, _MOST)
+            row = _new_row(c) if _is_admitted(c, x, before, occurrences) else np.int64(0)
+            place = row if row > 0 else -occurrences
+            if is_known:
+                places[i] = place
+            elif _insert(hashes, places, i, x, place):
+                told[0] += 1
+            else:
+                told[2] = 1
+                return
+            rows[k] = row
+            if row > 0:
+                int64s(c.row_ids, c.capacity)[row] = ids[k]
+                carray(as_pointer(c.counts), c.capacity, np.int32)[row] = occurrences
+                carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
+            else:
+                told[1] += times
+
+
+@part(IdCall)
+def look_again(index, slot, c):
+    """The rows of ids that a later occurrence has admitted: on one thread."""
+    hashes, places = _slots(c)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    for k in range(c.n):
+        if rows[k] == 0:
+            place = places[_find(hashes, places, c.slots, _mixed(ids[k]))]
+            if place > 0:  # otherwise the place is one without a row
+                rows[k] = place
+                int64s(c.told, 3)[1] -= _times(c, k)
+
+
+@part(IdCall)
+def remove(index, slot, c):
+    """Take out ids; slots behind each move up: on one thread."""
+    hashes, places = _slots(c)
+    ids = int64s(c.ids, c.n)
+    for k in range(c.n):
+        x = _mixed(ids[k])
+        i = _find(hashes, places, c.slots, x)
+        if places[i] == 0 or hashes[i] != x:
+            continue
+        while places[i + 1] != 0 and _home(hashes[i + 1], c.slots) <= i:
+            hashes[i], places[i] = hashes[i + 1], places[i + 1]
+            i += 1
+        places[i] = 0
+
+
+@part(IdCall)
+def place(index, slot, c):
+    """Put ids with their places, which are ``rows``, into empty slots: on one thread."""
+    hashes, places = _slots(c)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    for k in range(c.n):
+        if k + _AHEAD < c.n:
+            _fetch(c, hashes, places, k + _AHEAD)
+        x = _mixed(ids[k])
+        if not _insert(hashes, places, _find(hashes, places, c.slots, x), x, rows[k]):
+            int64s(c.told, 3)[2] = 1
+            return
+
+
+@part(IdCall)
+def move(index, slot, c):
+    """Put entries of other slots into these: ``ids`` are hashes, ``rows`` places."""
+    hashes, places = _slots(c)
+    old, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    for k in range(c.n):
+        x = np.uint64(old[k])
+        if rows[k] != 0 and not _insert(
+            hashes, places, _find(hashes, places, c.slots, x), x, rows[k]
+        ):
+            int64s(c.told, 3)[2] = 1
+            return
+
+
+@njit
+def _unshifted(x, n):
+    """The ``y`` of which ``y ^ (y >> n)`` is ``x``."""
+    y = x
+    for _ in range(64 // n):
+        y = np.uint64(x ^ (y >> np.uint64(n)))
+    return y
+
+
+@part(IdCall)
+def pending(index, slot, c):
+    """List the ids that have no row, in the order of their hashes, with their places."""
+    hashes, places = _slots(c)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    k = 0
+    for i in range(places.size):
+        if places[i] < 0 and k < c.n:
+            x = np.uint64(_unshifted(hashes[i], 31) * np.uint64(0x319642B2D24D8EC3))
+            x = np.uint64(_unshifted(x, 27) * np.uint64(0x96DE1B173F119089))
+            x = np.uint64(_unshifted(x, 30) - np.uint64(0x9E3779B97F4A7C15))
+            ids[k], rows[k] = np.int64(x), places[i]
+            k += 1
+    int64s(c.told, 3)[0] = k

@@ -1,0 +1,514 @@
+"""IdMap: rows for ids of 64 bits, which come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...kernels.cpu import ids as kernels
+from ...kernels.cpu.threads.parallel import Arguments, Loop, get_num_threads, run_all
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt
+from ...ops.runtime.errors import reject
+from .arguments import count
+from .arguments import seed as checked_seed
+
+_FULL = ("reserved", "raise", "evict")
+_MOST_LOAD, _LOAD = 0.8, 0.55  # of the slots before they grow, and after
+_FEWEST_SLOTS = 1_024
+_SERIAL_BELOW = 8_192  # ids
+_LARGEST = (1 << 31) - 1
+_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
+
+
+class Admissions(NamedTuple):
+    """The rows that a call of an `IdMap` has handed out, and the ids that have got none.
+
+    Attributes:
+        rows: int32: the rows that were handed out: their states and weights begin anew
+            (`reset_rows`).
+        ids: int64: the ids that have got them.
+        refused: the occurrences that read the reserved row.
+        evicted: int32: rows that were given back for this, ascending.
+    """
+
+    rows: np.ndarray
+    ids: np.ndarray
+    refused: int
+    evicted: np.ndarray
+
+
+class Changes(NamedTuple):
+    """Changes of an `IdMap`, and of the rows of its table, since a step.
+
+    Attributes:
+        ids: int64: the ids that have been used since.
+        rows: int32: their rows.
+        removed: int64: ids that have lost their rows since, and have none now.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    removed: np.ndarray
+
+
+class IdMap:
+    """A map from ids of 64 bits to the rows of a table, with admission and eviction.
+
+    Row 0 is *reserved*: ids without a row read it. Their gradient belongs to nobody: leave out what
+    has row 0. The other rows are handed out in the order in which ids first occur, the lowest
+    first, so they are the same for any number of threads.
+
+    Args:
+        capacity: the rows of the table, the reserved one included; from 2 to 2**31 - 1.
+        after: an id gets a row at this occurrence; 1: at the first.
+        chance: at each occurrence from then on it gets one with this chance, in (0, 1]. The draw
+            follows from seed, id and count.
+        seed: of these draws, an int from 0 to 2**63 - 1.
+        full: what becomes of new ids when all rows are taken: ``"reserved"``: they read row 0;
+            ``"raise"``: a call with one raises, and nothing is admitted; ``"evict"``: the rows that
+            were used least recently are given to them, of equals the lowest, but none that the same
+            same step uses (with a chance below 1: as many as might be needed).
+
+    Attributes:
+        capacity: as given, or as it has grown.
+        last: `Admissions` of the last call.
+        step: the step of that call.
+        evictions: how often rows were given back.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+
+    >>> ids = IdMap(4)
+    >>> ids(np.array([700, -5, 700, 9, 12]), step=1).tolist()
+    [1, 2, 1, 3, 0]
+    >>> ids.find(np.array([[9], [8]])).tolist()
+    [[3], [0]]
+    >>> ids(np.array([9, 9]), step=5).tolist()
+    [3, 3]
+    >>> ids.evict(unused_for=3).tolist(), ids(np.array([12]), step=6).tolist()
+    ([1, 2], [1])
+    """
+
+    def __init__(
+        self, capacity: int, *, after: int = 1, chance: float = 1.0, seed: int = 0,
+        full: str = "reserved",
+    ) -> None:  # fmt: skip
+        where = "IdMap"
+        count(where, "capacity", capacity)
+        check.in_range(where, "capacity", capacity, 2 <= capacity <= _LARGEST, "2 to 2**31 - 1")
+        count(where, "after", after)
+        check.in_range(where, "after", after, 1 <= after <= _LARGEST, "1 to 2**31 - 1")
+        self.chance = check.scalar(where, "chance", chance)
+        check.in_range(where, "chance", self.chance, 0.0 < self.chance <= 1.0, "in (0, 1]")
+        if full not in _FULL:
+            reject(ValueError, where, "full", "is unknown", _FULL, full)
+        self.capacity, self.after, self.full = int(capacity), int(after), full
+        self.seed = checked_seed(where, "seed", seed)
+        self._lock = threading.RLock()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Pages that nobody has written cost nothing.
+        self._row_ids = np.zeros(self.capacity, np.int64)
+        self._counts, self._last_uses = (np.zeros(self.capacity, np.int32) for _ in range(2))
+        self._free = np.empty(0, np.int32)
+        self._n_free, self._next_row = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._entries, self.step, self.evictions = 0, 0, 0
+        # Ids that have lost their rows, and in which steps; older ones are forgotten.
+        self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
+        self._forgotten = -1
+        self._make_slots(_FEWEST_SLOTS)
+        none = np.empty(0, np.int32)
+        self.last = Admissions(none, none.astype(np.int64), 0, none)
+
+    def _make_slots(self, n: int) -> None:
+        self._hashes = np.empty(n + kernels.TAIL, np.uint64)
+        self._places = np.zeros(n + kernels.TAIL, np.int32)
+
+    def __len__(self) -> int:
+        """The number of ids that have a row."""
+        return int(self._next_row[0] - 1 - self._n_free[0])
+
+    def __repr__(self) -> str:
+        return f"IdMap({len(self)} of {self.capacity - 1} rows)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
+
+    # Rows
+
+    def __call__(
+        self, ids: Any, step: int, *, times: Any = None,
+        begin: Callable[[Admissions], Any] | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """The rows of ids, which are admitted and counted.
+
+        All occurrences of an id in a call have the same row.
+
+        Args:
+            ids: int64 or uint64 of any shape; negative ones are ids too.
+            step: the number of the step, not below that of the call before; to 2**31 - 1.
+            times: int64 of the shape of the ids: how often each occurs, at least once; default
+                once, as often as it is there.
+            begin: called with `last` if rows were handed out, before another thread gets them: to
+                let their weights and states begin anew (`reset_rows`). If it raises, they are given
+                back.
+
+        Returns:
+            int32 of the shape of the ids.
+
+        Raises:
+            TypeError: ids, or times, of another dtype.
+            ValueError: a step that goes back, times that do not fit, or more new ids than rows,
+                with ``full="raise"``.
+            Nothing has changed then.
+        """
+        where, found = "IdMap", ids_of_64_bits("IdMap", ids)
+        self.check_step(step)
+        if times is not None:
+            times = ids_of_64_bits(where, times, "times")
+            if times.shape != found.shape or (times.size and times.min() < 1):
+                expected = f"{found.shape}, at least 1"
+                reject(ValueError, where, "times", "do not fit the ids", expected, times.shape)
+            times = times.reshape(-1)
+        with self._lock:
+            rows: np.ndarray = self._admit(found.reshape(-1), int(step), times).reshape(found.shape)
+            if begin is not None and len(self.last.rows):
+                try:
+                    begin(self.last)
+                except BaseException:
+                    self._evict(self.last.rows, self.step)
+                    raise
+            return rows
+
+    def check_step(self, step: Any) -> None:
+        """Refuse the number of a step that is none, or below that of the last call.
+
+        Raises:
+            TypeError, ValueError: it is such a one.
+        """
+        count("IdMap", "step", step)
+        is_next = self.step <= step <= _LARGEST
+        check.in_range("IdMap", "step", step, is_next, f"from {self.step} to 2**31 - 1")
+
+    def find(self, ids: Any) -> np.ndarray:
+        """The rows of ids, without admission and counts: for evaluation.
+
+        Args:
+            ids: as for a call.
+
+        Returns:
+            int32 of the shape of the ids; 0 for an id that has no row.
+
+        Raises:
+            TypeError: ids of another dtype.
+        """
+        found = ids_of_64_bits("IdMap.find", ids)
+        with self._lock:
+            rows, *_ = self._search(found.reshape(-1))
+        looked: np.ndarray = np.maximum(rows, 0).reshape(found.shape)
+        return looked
+
+    def _call(self, ids: np.ndarray, rows: np.ndarray, **fields: Any) -> Arguments:
+        chance = min(1 << 32, round(self.chance * 2.0**32))
+        known = {
+            "hashes": self._hashes, "places": self._places,
+            "slots": len(self._places) - kernels.TAIL, "ids": ids, "n": len(ids), "times": None,
+            "rows": rows, "missing": None, "n_missing": None, "counts": None, "last_uses": None,
+            "row_ids": self._row_ids, "step": 0, "free": self._free, "n_free": self._n_free,
+            "next_row": self._next_row, "capacity": self.capacity, "after": self.after,
+            "chance": chance, "seed": self.seed, "told": None,
+        }  # fmt: skip
+        return Arguments(kernels.IdCall(**{**known, **fields}))
+
+    def _search(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The rows of ids, and for each part the numbers of those that have none."""
+        n, parts = len(ids), -(-len(ids) // kernels.PART)
+        rows, missing = np.empty(n, np.int32), np.empty(n, np.int64)
+        n_missing = np.zeros(parts, np.int64)
+        call = self._call(ids, rows, missing=missing, n_missing=n_missing)
+        threads = 1 if n < _SERIAL_BELOW else get_num_threads()
+        run_all((Loop.of(kernels.search, parts, call.address, threads),) if n else ())
+        return rows, missing, n_missing
+
+    def _admit(self, ids: np.ndarray, step: int, times: np.ndarray | None) -> np.ndarray:
+        rows, missing, n_missing = self._search(ids)
+        total, evicted, told = int(n_missing.sum()), np.empty(0, np.int32), np.zeros(3, np.int64)
+        if total:
+            evicted = self._make_room(ids, rows, times, step)
+            self._make_slots_for(total)
+        next_row, n_free, free = int(self._next_row[0]), int(self._n_free[0]), self._free
+        call = self._call(
+            ids, rows, counts=self._counts, last_uses=self._last_uses, step=step, times=times,
+            missing=missing, n_missing=n_missing, told=told,
+        )  # fmt: skip
+        loops = [kernels.count] if total < len(ids) else []
+        loops += [kernels.admit] if total else []
+        run_all([Loop.of(own, 1, call.address, 1) for own in loops])
+        self._entries += int(told[0])
+        if told[2]:
+            raise RuntimeError("IdMap: too many ids have the same hashes")
+        if told[1] and (self.after > 1 or self.chance < 1.0):
+            run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
+        given_back = free[int(self._n_free[0]) : n_free][::-1]
+        fresh = np.arange(next_row, int(self._next_row[0]), dtype=np.int32)
+        handed = np.concatenate((given_back, fresh))
+        self.step = step
+        self.last = Admissions(handed, self._row_ids[handed], int(told[1]), evicted)
+        return rows
+
+    def _make_room(
+        self, ids: np.ndarray, places: np.ndarray, times: np.ndarray | None, step: int
+    ) -> np.ndarray:
+        """Evict rows, or raise, if there are too few for new ids; the rows that are free now."""
+        if self.full == "reserved":
+            return np.empty(0, np.int32)
+        has_none, room = places <= 0, self.capacity - 1 - len(self)
+        each, first, inverse = np.unique(ids[has_none], return_index=True, return_inverse=True)
+        own_times = np.ones(len(inverse)) if times is None else times[has_none]
+        seen = np.bincount(inverse, own_times, len(each)) - places[has_none][first]
+        more = int((seen >= self.after).sum()) - room
+        if more <= 0:
+            return np.empty(0, np.int32)
+        if self.full == "raise":
+            expected = f"{room} new ids: so many rows are free"
+            reject(ValueError, "IdMap", "ids", "do not fit", expected, room + more)
+        # Rows of the same step may be those of other calls, before the same backward.
+        used = self._rows_in_use()
+        used = used[(self._last_uses[used] < step) & ~np.isin(used, places)]
+        order = np.lexsort((used, self._last_uses[used]))[:more]
+        evicted: np.ndarray = np.sort(used[order])
+        self._evict(evicted, step)
+        return evicted
+
+    def _make_slots_for(self, more: int) -> None:
+        """Make room for so many more entries."""
+        needed, slots = self._entries + more, len(self._places) - kernels.TAIL
+        if needed <= _MOST_LOAD * slots:
+            return
+        # The estimate counts an id as often as it occurs; slots never double at once for that.
+        old = self._hashes, self._places
+        self._make_slots(max(int(needed / _LOAD) if needed < 4_096 else 0,
+                             int(max(1.5 * slots, needed / _MOST_LOAD + 1))))  # fmt: skip
+        told = np.zeros(3, np.int64)
+        call = self._call(old[0].view(np.int64), old[1], told=told)
+        run_all((Loop.of(kernels.move, 1, call.address, 1),))
+        if told[2]:
+            raise RuntimeError("IdMap: too many ids have the same hashes")
+
+    # Eviction
+
+    def evict(
+        self, *, unused_for: int | None = None, seen_less_than: int | None = None,
+        keep: Any = None, forget_pending: bool = False,
+    ) -> np.ndarray:  # fmt: skip
+        """Give rows back that are not used; `reset_rows` them when they are handed out again.
+
+        Args:
+            unused_for: rows that no call has used in the last so many steps.
+            seen_less_than: and (if both are given) ids that have occurred less often than that.
+            keep: int64 or uint64: ids that stay.
+            forget_pending: whether to forget the counts of ids that have no row yet.
+
+        Returns:
+            int32: the rows that are free now, ascending. New ids get the lowest first.
+
+        Raises:
+            TypeError: a kind or dtype does not fit.
+            ValueError: neither bound is given, or one is negative.
+        """
+        where = "IdMap.evict"
+        if unused_for is None and seen_less_than is None and not forget_pending:
+            reject(ValueError, where, "unused_for", "is missing", "it or seen_less_than", None)
+        kept = None if keep is None else ids_of_64_bits(where, keep).reshape(-1)
+        check.flag(where, "forget_pending", forget_pending)
+        with self._lock:
+            chosen = self._rows_in_use()
+            if unused_for is not None:
+                count(where, "unused_for", unused_for)
+                chosen = chosen[self.step - self._last_uses[chosen] >= unused_for]
+            if seen_less_than is not None:
+                count(where, "seen_less_than", seen_less_than)
+                chosen = chosen[self._counts[chosen] < seen_less_than]
+            if unused_for is None and seen_less_than is None:
+                chosen = chosen[:0]
+            if kept is not None:
+                chosen = chosen[~np.isin(self._row_ids[chosen], kept)]
+            self._evict(chosen, self.step + 1)
+            if forget_pending:
+                self._remove(self._pending()[0])
+        return chosen
+
+    def _rows_in_use(self) -> np.ndarray:
+        """The rows that ids have, ascending: int32."""
+        used = np.ones(int(self._next_row[0]), bool)
+        used[0] = False
+        used[self._free[: int(self._n_free[0])]] = False
+        return np.flatnonzero(used).astype(np.int32)
+
+    def _evict(self, rows: np.ndarray, step: int) -> None:
+        if not len(rows):
+            return
+        self.evictions += 1
+        self._removed = np.concatenate((self._removed, self._row_ids[rows]))
+        steps = np.full(len(rows), step, np.int64)
+        self._removed_steps = np.concatenate((self._removed_steps, steps))
+        if (more := len(self._removed) - max(_FEWEST_SLOTS, self.capacity // 4)) > 0:
+            self._forgotten = int(self._removed_steps[more - 1])
+            self._removed, self._removed_steps = self._removed[more:], self._removed_steps[more:]
+        self._remove(self._row_ids[rows])
+        self._row_ids[rows] = self._counts[rows] = self._last_uses[rows] = 0
+        free = np.concatenate((self._free[: int(self._n_free[0])], rows))
+        self._free = np.ascontiguousarray(np.sort(free)[::-1], np.int32)
+        self._n_free[0] = len(free)
+
+    def _remove(self, ids: np.ndarray) -> None:
+        call = self._call(np.ascontiguousarray(ids), np.empty(0, np.int32))
+        run_all((Loop.of(kernels.remove, 1, call.address, 1),) if len(ids) else ())
+        self._entries -= len(ids)
+
+    def _pending(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that have no row, and how often they have occurred."""
+        n = self._entries - len(self)
+        ids, places, told = np.empty(n, np.int64), np.empty(n, np.int32), np.zeros(3, np.int64)
+        call = self._call(ids, places, told=told)
+        run_all((Loop.of(kernels.pending, 1, call.address, 1),) if n else ())
+        return ids, -places
+
+    # State
+
+    def grow(self, capacity: int) -> None:
+        """Have more rows; the table grows by `FusedOptimizer.grow`.
+
+        Args:
+            capacity: as for the class, and above that of now.
+
+        Raises:
+            TypeError, ValueError: it is not.
+        """
+        where, n = "IdMap.grow", int(self._next_row[0])
+        count(where, "capacity", capacity)
+        is_more, expected = self.capacity < capacity <= _LARGEST, f"{self.capacity} < n < 2**31"
+        check.in_range(where, "capacity", capacity, is_more, expected)
+        with self._lock:
+            for name in ("_row_ids", "_counts", "_last_uses"):
+                old = getattr(self, name)
+                new = np.zeros(capacity, old.dtype)
+                new[:n] = old[:n]
+                setattr(self, name, new)
+            self.capacity = int(capacity)
+
+    def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
+        """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
+        flat, own = ids.reshape(-1), rows.reshape(-1)
+        with self._lock:
+            return bool(((own == 0) | (self._row_ids[own] == flat.view(np.int64))).all())
+
+    def changed_since(self, step: int) -> Changes:
+        """The rows and ids to send to a copy of the table that is as it was after a step.
+
+        The map remembers ids that have lost their rows: a quarter as many as the table has rows.
+
+        Args:
+            step: the number of that step, as the calls have numbered it.
+
+        Raises:
+            TypeError: it is no int.
+            ValueError: too many ids have lost their rows since: send the whole table.
+        """
+        where = "IdMap.changed_since"
+        count(where, "step", step)
+        with self._lock:
+            wrong = f"at least {self._forgotten}: what was removed before is forgotten"
+            check.in_range(where, "step", step, step >= self._forgotten, wrong)
+            rows = self._rows_in_use()
+            rows = rows[self._last_uses[rows] > step]
+            removed = np.unique(self._removed[self._removed_steps > step])
+            return Changes(self._row_ids[rows], rows, removed[self.find(removed) == 0])
+
+    def rows_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """All ids that have a row: ids (int64), rows, counts and steps of last use (int32)."""
+        with self._lock:
+            rows = self._rows_in_use()
+            return self._row_ids[rows], rows, self._counts[rows], self._last_uses[rows]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Plain arrays of all that a resumed run needs, but for the arguments."""
+        ids, rows, counts, last_uses = self.rows_of_ids()
+        pending, occurrences = self._pending()
+        return {
+            "ids": ids, "rows": rows, "counts": counts, "last_uses": last_uses,
+            "pending": pending, "pending_counts": occurrences,
+            "next_row": self._next_row.copy(), "step": np.array([self.step], np.int64),
+            "removed": self._removed.copy(), "removed_steps": self._removed_steps.copy(),
+            "forgotten": np.array([self._forgotten], np.int64),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`, after checking all of it.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none, or of another capacity. Nothing has changed
+                then.
+        """
+        where, own = "IdMap.load_state_dict", self.state_dict()
+        if state.keys() != own.keys():
+            reject(KeyError, where, "state", "has other names", [*own], [*state])
+        found = {name: adopt(where, name, state[name]) for name in own}
+        for name, array in found.items():
+            if array.dtype != own[name].dtype or array.ndim != 1:
+                got = f"{array.dtype}, {array.ndim} dimensions"
+                reject(TypeError, where, name, "is another array", f"{own[name].dtype} [n]", got)
+        rows, pending = found["rows"], found["pending"]
+        next_row, step, forgotten = (
+            int(found[name][0]) if found[name].size == 1 else -2
+            for name in ("next_row", "step", "forgotten")
+        )
+        each = [found[name] for name in ("ids", "counts", "last_uses")]
+        fits = (
+            1 <= next_row <= self.capacity
+            and 0 <= step <= _LARGEST
+            and -1 <= forgotten <= step + 1
+            and len(found["removed"]) == len(found["removed_steps"])
+            and all(len(array) == len(rows) for array in each)
+            and len(pending) == len(found["pending_counts"])
+            and (np.diff(rows) > 0).all()
+            and (not len(rows) or (rows[0] > 0 and rows[-1] < next_row))
+            and len(np.unique(np.concatenate((found["ids"], pending)))) == len(rows) + len(pending)
+            and (found["pending_counts"] > 0).all()
+        )
+        if not fits:
+            expected = f"rows of a map of at most {self.capacity} rows, and different ids"
+            reject(ValueError, where, "state", "does not fit", expected, "another")
+        with self._lock:
+            self._clear()
+            self._make_slots_for(len(rows) + len(pending))
+            for ids, places in ((found["ids"], rows), (pending, -found["pending_counts"])):
+                told = np.zeros(3, np.int64)
+                arrays = np.ascontiguousarray(ids), np.ascontiguousarray(places)
+                call = self._call(*arrays, told=told)
+                run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(ids) else ())
+            self._entries = len(rows) + len(pending)
+            self._row_ids[rows], self._counts[rows], self._last_uses[rows] = each
+            self._next_row[0], self.step, self._forgotten = next_row, step, forgotten
+            self._removed = found["removed"].copy()
+            self._removed_steps = found["removed_steps"].copy()
+            free = np.setdiff1d(np.arange(1, next_row, dtype=np.int32), rows)
+            self._free, self._n_free[0] = np.ascontiguousarray(free[::-1]), len(free)
+
+
+def ids_of_64_bits(where: str, ids: Any, name: str = "ids") -> np.ndarray:
+    """Ids as contiguous int64, the bits of unsigned ones as they are."""
+    found = adopt(where, name, ids)
+    if found.dtype not in _DTYPES:
+        reject(TypeError, where, name, "have a wrong dtype", "int64 or uint64", found.dtype)
+    made: np.ndarray = check.contiguous(found).view(np.int64)
+    return made

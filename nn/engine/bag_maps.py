@@ -1,0 +1,136 @@
+"""Maps in front of the features of bags: ids become rows, which begin anew when handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt
+from ...ops.runtime.bags.ids import check_features
+from ...ops.runtime.bags.pooling import Pooling
+from ...ops.runtime.errors import reject
+from ..base.id_map import Admissions, IdMap, ids_of_64_bits
+
+_LEFT_OUT = -1
+
+
+class FoundRows(NamedTuple):
+    """The rows that a map has found for ids in a forward."""
+
+    map: IdMap
+    ids: np.ndarray
+    rows: np.ndarray
+    evictions: int
+
+    def are_current(self) -> bool:
+        """Whether the ids still have these rows."""
+        if self.evictions == self.map.evictions:
+            return True
+        is_known = self.rows != _LEFT_OUT
+        return self.map.holds(self.ids[is_known], self.rows[is_known])
+
+
+class BagMaps:
+    """The maps of the features of bags.
+
+    Args:
+        where: the name of the caller in errors.
+        maps: an `IdMap` or None for each feature; features of one table have the same.
+        features: the number of the table of each feature.
+        padding: the id of each feature that counts for nothing, or one for all, or None.
+        out_of_range: ``"raise"`` or ``"drop"``, of features without a map.
+        begin: ``begin(table, admissions)`` lets rows of a table begin anew.
+    """
+
+    def __init__(
+        self, where: str, maps: Any, features: Sequence[int], padding: Any, out_of_range: str,
+        begin: Callable[[int, Admissions], None],
+    ) -> None:  # fmt: skip
+        n = len(features)
+        is_list = isinstance(maps, list | tuple) and len(maps) == n
+        if not is_list or not all(own is None or isinstance(own, IdMap) for own in maps):
+            expected, got = f"a list of {n}, an IdMap or None for each feature", repr(maps)
+            reject(TypeError, where, "maps", "do not fit the features", expected, got)
+        self._where, self._maps, self._of, self._begin = where, [*maps], [*features], begin
+        pairs = dict(zip(zip(features, map(id, maps), strict=True), maps, strict=True))
+        self.of_tables = {t: own for (t, _), own in pairs.items() if own is not None}
+        each_table = [t for t, _ in pairs]
+        if len({*each_table}) < len(pairs) or len({*self.of_tables.values()}) < len(self.of_tables):
+            expected = "one map for all features of a table, and for no other table"
+            reject(
+                ValueError, where, "maps", "do not fit the tables", expected, f"tables {each_table}"
+            )
+        each = padding if isinstance(padding, list | tuple) else [padding] * n
+        self._padding = [
+            k if own is not None and isinstance(k, int) else None
+            for own, k in zip(maps, each, strict=False)
+        ]
+        self.padding = [None if own is not None else k for own, k in zip(maps, each, strict=False)]
+        leaves_out = any(k is not None for k in self._padding)
+        self._checks, self.out_of_range = out_of_range == "raise", out_of_range
+        if leaves_out:  # ids without a map are checked here
+            self.out_of_range = "drop"
+
+    def check_tables(self, tables: Sequence[Any]) -> None:
+        """Refuse tables that have another number of rows than their maps.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for t, own in self.of_tables.items():
+            if len(tables[t]) != own.capacity:
+                expected = f"{own.capacity} rows, the capacity of its map (both can grow)"
+                wrong, got = "does not fit its map", len(tables[t])
+                reject(ValueError, self._where, f"table {t}", wrong, expected, got)
+
+    def rows(
+        self, pooling: Pooling, ids: Any, offsets: Any, step: int | None
+    ) -> tuple[Any, list[FoundRows]]:
+        """The ids in their form, with rows in place of those of features with a map.
+
+        Raises:
+            TypeError, ValueError, IndexError: ids, offsets or the step do not fit. Nothing has
+                changed then.
+        """
+        is_listed = isinstance(ids, list | tuple)
+        given = [adopt(self._where, "ids", own) for own in (ids if is_listed else [ids])]
+        zeros = [np.zeros(own.shape, np.int64) for own in given]
+        parts = check_features(pooling, zeros if is_listed else zeros[0], offsets)
+        found, kept = [], list[FoundRows]()
+        for f, (part, own) in enumerate(zip(parts, self._maps, strict=True)):
+            array = given[f] if is_listed else given[0].reshape(-1)[part.begin : part.end]
+            if own is None:
+                check.index_dtype(self._where, array)
+                if self._checks:
+                    n = len(pooling.arrays[self._of[f]])
+                    check.indices_in_range(self._where, array.reshape(-1), n)
+            else:
+                array = ids_of_64_bits(self._where, array)
+                own.check_step(own.step if step is None else step)
+            found.append(array)
+        for f, own in enumerate(self._maps):
+            if own is not None:
+                array, find = found[f], own.find
+                if step is not None:
+                    find = partial(own, step=step, begin=partial(self._begin, self._of[f]))
+                found[f] = rows_but(array, self._padding[f], find, _LEFT_OUT)
+                kept.append(FoundRows(own, array.copy(), found[f], own.evictions))
+        if is_listed:
+            return found, kept
+        return found[0].reshape(given[0].shape) if len(found) == 1 else np.concatenate(found), kept
+
+
+def rows_but(
+    ids: np.ndarray, padding: int | None, find: Callable[[np.ndarray], np.ndarray], row: int
+) -> np.ndarray:
+    """The rows that a function finds for all ids but one, which has this row."""
+    if padding is None:
+        return find(ids)
+    is_known = ids != padding
+    rows = np.full(ids.shape, row, np.int32)
+    rows[is_known] = find(ids[is_known])
+    return rows

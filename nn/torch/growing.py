@@ -1,0 +1,235 @@
+"""GrowingEmbedding: an embedding whose ids have 64 bits and get rows when they occur."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from ...kernels.cpu.threads import allocation
+from ...kernels.cpu.threads.parallel import commit
+from ...kernels.private import outside_of_graphs
+from ...ops.runtime.errors import reject
+from ..base.id_map import Admissions, IdMap
+from ..engine.bag_maps import FoundRows, rows_but
+from ..engine.row_reset import UniformRows, grown, more_rows, reset
+from .engine.memory import DTYPES, array_of, tensor_of
+from .engine.sleep import prepare_rows, sleeper_of
+
+_WHERE = "GrowingEmbedding"
+
+
+class GrowingEmbedding(nn.Embedding):
+    """``torch.nn.Embedding(sparse=True)`` for any int64 ids, whose rows an `IdMap` hands out.
+
+    In training mode ids are admitted as `nn.IdMap` says, and a row that is handed out begins anew:
+    with new weights, and with the states of the optimizer that watches this
+    (``optimizer.watch(module)``; needed where rows are given back). In evaluation mode nothing
+    changes. Ids without a row read row 0, which is all zeros and gets no gradient.
+
+    The step of the map is that of this module: it goes up in the first forward after a backward.
+    A backward raises if rows of its forward were given back in between.
+
+    Memory is used as rows are: a table of many rows costs little until they are handed out. A step
+    with ``sparse="all"``, and states of an optimizer that are filled, use all of it.
+
+    Args:
+        capacity: rows of the table, that of ids without one included; 2 to 2**31 - 1.
+        embedding_dim: length of a row.
+        padding_idx: an id that is never admitted; None: each may be.
+        initial: the weights of new rows: a number, or a function ``initial(ids, shape)`` such as
+            `nn.UniformRows`, so that they follow from the id. None: uniform numbers below
+            ``1 / sqrt(embedding_dim)``, with the seed.
+        dtype: of the table; None: PyTorch's default.
+        after, chance, seed, full: as `nn.IdMap`.
+
+    Attributes:
+        weight: the table, ``[capacity, embedding_dim]``.
+        ids: its `nn.IdMap`, for eviction and lookups.
+
+    ``state_dict`` has copies of the rows that were handed out, and the arrays of the map; it loads
+    into a module of any capacity that has room for them. What an optimizer keeps is of the capacity
+    that it was made for: load both into a module of that one, then `grow`.
+
+    `EmbeddingBags` adopts such modules.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+
+    >>> import torch
+    >>> from fusestep.nn.torch import SparseAdam
+    >>> table = GrowingEmbedding(1000, 4)
+    >>> optimizer = SparseAdam(table.parameters())
+    >>> _ = optimizer.watch(table)
+    >>> table(torch.tensor([2**62, -7, 2**62])).shape, len(table.ids)
+    (torch.Size([3, 4]), 2)
+    """
+
+    _optimizer: Any = None  # a weak reference
+
+    def __init__(
+        self,
+        capacity: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        initial: float | Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        after: int = 1,
+        chance: float = 1.0,
+        seed: int = 0,
+        full: str = "reserved",
+    ) -> None:
+        ids = IdMap(capacity, after=after, chance=chance, seed=seed, full=full)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in DTYPES:
+            reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
+        if padding_idx is not None and (type(padding_idx) is not int or abs(padding_idx) >> 63):
+            reject(TypeError, _WHERE, "padding_idx", "has a wrong type", "an int64", padding_idx)
+        table = tensor_of(allocation.zeros((ids.capacity, embedding_dim), DTYPES[dtype]))
+        super().__init__(ids.capacity, embedding_dim, sparse=True, _weight=table)
+        self.ids, self.padding_idx, self._is_next = ids, padding_idx, True
+        bound = 1.0 / math.sqrt(embedding_dim)
+        self.initial = UniformRows(bound, seed) if initial is None else initial
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No optimizer has the parameters of a copy.
+        return {**vars(self), "_optimizer": None}
+
+    def follow(self, optimizer: Any) -> None:
+        """Let rows that are handed out begin anew in an optimizer, too; `watch` calls this."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """The rows of ids of any shape: ``[*input.shape, embedding_dim]``.
+
+        Raises:
+            TypeError: ids are not int64 on the host.
+            ValueError: more new ids than rows, with ``full="raise"``.
+            RuntimeError: rows were given back, and no optimizer watches this.
+            Nothing has changed then.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_graphs(self, input)
+        rows, check = self.rows(input)
+        prepare_rows(self.weight, rows)
+        found = F.embedding(rows, self.weight, 0, sparse=True)
+        if found.requires_grad:
+            found.register_hook(check)
+        return found
+
+    def rows(self, ids: Tensor) -> tuple[Tensor, Callable[..., None]]:
+        """The rows of ids, int32 of their shape, admitted in training mode; and what to call
+        before a gradient of them is used.
+
+        Raises: as `forward`.
+        """
+        is_here = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.device.type == "cpu"
+        if not is_here:
+            got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
+            reject(TypeError, _WHERE, "ids", "have a wrong type", "int64 on the host", got)
+        array, padding = array_of(ids.detach().contiguous()).copy(), self.padding_idx
+        if not self.training:
+            rows = rows_but(array, padding, self.ids.find, 0)
+            return tensor_of(rows), self._check(array, rows)
+        optimizer = self._watching()
+        if optimizer is None and (self.ids.evictions or self.ids.full == "evict"):
+            expected = "an optimizer that watches it: rows that are given back begin anew"
+            fix = "; call optimizer.watch(module)"
+            reject(RuntimeError, _WHERE, "the module", "needs more", expected, "none", fix)
+        step = self.ids.step + self._is_next
+
+        def begin(new: Admissions) -> None:
+            given = new.rows, self.initial
+            if optimizer is not None:
+                optimizer.reset_rows(self.weight, *given, ids=new.ids)
+            else:
+                commit([reset(_WHERE, array_of(self.weight.detach()), [], *given, new.ids)])
+
+        rows = rows_but(array, padding, partial(self.ids, step=step, begin=begin), 0)
+        self._is_next = False
+        return tensor_of(rows), self._check(array, rows)
+
+    def _watching(self) -> Any:
+        known = None if self._optimizer is None else self._optimizer()
+        return known or sleeper_of(self.weight)
+
+    def _check(self, ids: np.ndarray, rows: np.ndarray) -> Callable[..., None]:
+        """A function that looks whether rows are still those of their ids."""
+        found = FoundRows(self.ids, ids, rows, self.ids.evictions)
+
+        def check(*_: Any) -> None:
+            self._is_next = True
+            if not found.are_current():
+                wrong = "rows of the forward were given back before its backward"
+                raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
+
+        return check
+
+    def grow(self, capacity: int) -> None:
+        """Have more rows; so does the optimizer that watches this.
+
+        Args:
+            capacity: as for the class, and above that of now.
+
+        Raises:
+            TypeError, ValueError: it is not.
+            RuntimeError: the table has a gradient. Nothing has changed then.
+        """
+        optimizer = self._watching()
+        if optimizer is not None:
+            optimizer.grow(self.weight, capacity)
+        else:
+            n = more_rows(f"{_WHERE}.grow", capacity, len(self.weight))
+            self.weight.data = tensor_of(grown(array_of(self.weight.detach()), n, 0.0))
+        self.ids.grow(capacity)
+        self.num_embeddings = self.ids.capacity
+
+    def extra_repr(self) -> str:
+        """The arguments that PyTorch shows."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.ids)} ids"
+
+    # State
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        weight = self.weight if keep_vars else self.weight.detach()
+        state = self.ids.state_dict()
+        destination[f"{prefix}weight"] = weight[: int(state["next_row"][0])].clone()
+        for name, array in state.items():
+            destination[f"{prefix}ids.{name}"] = torch.from_numpy(array)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,  # noqa: ARG002
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        own = {name: f"{prefix}ids.{name}" for name in self.ids.state_dict()}
+        names = [f"{prefix}weight", *own.values()]
+        missing = [name for name in names if name not in state_dict]
+        if missing:
+            missing_keys += missing if strict else []
+            return
+        weight = state_dict[f"{prefix}weight"]
+        found = {name: np.asarray(state_dict[label]) for name, label in own.items()}
+        shape = (*map(int, found["next_row"]), self.embedding_dim)
+        if tuple(weight.shape) != shape:
+            got = f"rows {tuple(weight.shape)} beside a map of {shape}"
+            error_msgs.append(f"{_WHERE}: {prefix}weight and its map do not belong together: {got}")
+            return
+        try:
+            self.ids.load_state_dict(found)
+        except (KeyError, TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix}ids: {error}")
+            return
+        self._is_next = True
+        with torch.no_grad():
+            self.weight[: len(weight)].copy_(weight)
+
+
+_outside_of_graphs: Any = outside_of_graphs(GrowingEmbedding.forward)

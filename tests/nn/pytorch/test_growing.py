@@ -1,0 +1,202 @@
+"""GrowingEmbedding: ids that come and go, against tables with a vocabulary that is known."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from fusestep import nn  # noqa: E402
+from fusestep.nn import torch as fused  # noqa: E402
+
+D, N_IDS, CAPACITY = 4, 30, 64
+DRAW = nn.UniformRows(0.3, seed=5)
+EACH = torch.from_numpy(np.random.default_rng(8).integers(-(2**63), 2**63 - 1, N_IDS))
+OPTIMIZERS: dict[str, Any] = {
+    "SparseAdam": {}, "Adagrad": {}, "AdamW": {"sparse": "touched"},
+    "LazyAdam": {"sparse": "catch_up"}, "RowWiseAdagrad": {},
+}  # fmt: skip
+
+
+def growing(capacity: int = CAPACITY, **options: Any) -> fused.GrowingEmbedding:
+    return fused.GrowingEmbedding(capacity, D, initial=DRAW, **options)
+
+
+def watched(name: str, table: Any, **options: Any) -> Any:
+    optimizer = getattr(fused, name)(table.parameters(), lr=0.1, **OPTIMIZERS[name], **options)
+    optimizer.watch(table)
+    return optimizer
+
+
+def step(table: Any, optimizer: Any, ids: Any) -> Any:
+    optimizer.zero_grad()
+    out = table(ids)
+    (out.square().sum() + out.sum()).backward()
+    optimizer.step()
+    return out.detach()
+
+
+def known_table() -> tuple[Any, Any]:
+    """A table with all ids, and its row of each id."""
+    rows = torch.randperm(N_IDS, generator=torch.Generator().manual_seed(1)) + 1
+    table = torch.nn.Embedding(N_IDS + 1, D, sparse=True)
+    with torch.no_grad():
+        table.weight[rows] = torch.from_numpy(DRAW(EACH.numpy(), (N_IDS, D)))
+    return table, rows
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, is_pooled: bool) -> None:
+    """Rows differ; weights and states by id do not, to the last bit, through resumes and growth."""
+    torch.manual_seed(0)
+    (known, row_of), table = known_table(), growing(N_IDS // 2)
+    models = [table, known]
+    if is_pooled:
+        models = [fused.EmbeddingBags([table]), fused.EmbeddingBags([known])]
+    optimizers = [watched(name, model) for model in models]
+    for k in range(8):
+        if k == 2:
+            optimizers[0].zero_grad()
+            table.grow(CAPACITY)
+        if k == 5:  # resume in other objects, in the middle of admissions
+            file = io.BytesIO()
+            torch.save([x.state_dict() for x in (models[0], optimizers[0])], file)
+            states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            table = growing()
+            models[0] = fused.EmbeddingBags([table]) if is_pooled else table
+            optimizers[0] = watched(name, models[0])
+            for own, state in zip((models[0], optimizers[0]), states, strict=True):
+                own.load_state_dict(state)
+        chosen = torch.randint(min(N_IDS, 5 + 4 * k), (7,))
+        given = EACH[chosen], row_of[chosen]
+        if is_pooled:
+            given = tuple([[own] for own in given])
+        found = [step(*each) for each in zip(models, optimizers, given, strict=True)]
+        assert torch.equal(*found)
+    for optimizer in optimizers:
+        optimizer.flush()
+    ids, rows, *_ = map(torch.from_numpy, table.ids.rows_of_ids())
+    theirs = torch.stack([row_of[i == EACH][0] for i in ids])
+    assert len(ids) > N_IDS // 2
+    assert torch.equal(table.weight[rows], known.weight[theirs])
+    mine, others = (o.state[m.weight] for o, m in zip(optimizers, (table, known), strict=True))
+    for role, state in mine.items():
+        if np.shape(state)[:1] == (CAPACITY,):
+            assert torch.equal(state[rows], others[role][theirs]), role
+
+
+def test_rows_that_are_given_back_begin_anew() -> None:
+    """With the weights of their id, and without the states of the one before."""
+    table = growing(3)
+    optimizer = watched("SparseAdam", table)
+    for _ in range(3):
+        step(table, optimizer, EACH[:2])
+    assert table.ids.step == 3
+    assert table.ids.evict(unused_for=0).tolist() == [1, 2]
+    found = step(table, optimizer, EACH[5:6])
+    assert torch.equal(found, torch.from_numpy(DRAW(EACH[5:6].numpy(), (1, D))))
+    moments = optimizer.state[table.weight]["exp_avg"]
+    assert torch.allclose(moments[1], 0.1 * (2 * found[0] + 1)) and moments[2].any()
+    alone = growing(3)
+    step(alone, torch.optim.SGD(alone.parameters()), EACH[:1])
+    alone.ids.evict(unused_for=0)
+    with pytest.raises(RuntimeError, match="needs more: expected an optimizer that watches it"):
+        alone(EACH[:1])
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> None:
+    """Never those of two lookups before one backward; rows that are gone then raise."""
+    table = growing(4, full="evict")
+    model = fused.EmbeddingBags([table]) if is_pooled else table
+    with pytest.raises(RuntimeError, match="watch"):
+        model([EACH[:2]] if is_pooled else EACH[:2])
+    optimizer = watched("SparseAdam", model)
+
+    def look(ids: Any) -> Any:
+        return model([ids] if is_pooled else ids)
+
+    first, second = look(EACH[:2]), look(EACH[2:5])
+    assert table.ids.find(EACH[:5].numpy()).tolist() == [1, 2, 3, 0, 0]
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert not table.weight[0].any()
+    out = look(EACH[3:4])
+    assert table.ids.last.evicted.tolist() == [1]
+    table.ids.evict(unused_for=0)
+    with pytest.raises(RuntimeError, match="rows of the forward were given back"):
+        out.sum().backward()
+
+
+def test_modes_padding_and_admission() -> None:
+    """Evaluation changes nothing; padding and ids that wait read zeros and get no gradient."""
+    table = growing(after=2, padding_idx=-1)
+    optimizer, ids = watched("SparseAdam", table), torch.tensor([[-1, 5], [6, 7]])
+    assert not step(table, optimizer, ids).any()
+    before = {k: x.clone() for k, x in table.state_dict().items()}
+    table.eval()
+    assert not table(ids).any()
+    assert all(torch.equal(before[k], x) for k, x in table.state_dict().items())
+    table.train()
+    out = step(table, optimizer, ids)
+    assert not out[0, 0].any() and out[0, 1].any() and len(table.ids) == 3
+    assert not table.weight[0].any()
+    assert table.weight.grad.coalesce().indices().tolist() == [[1, 2, 3]]
+    for copied in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert torch.equal(copied(ids), table(ids)) and len(copied.ids) == 3
+    half = growing(dtype=torch.bfloat16)
+    assert half(ids).dtype == torch.bfloat16 and half.weight[2].any()
+    assert "64, 4, 4 ids" in repr(half)
+
+
+def test_files_that_do_not_fit() -> None:
+    """Rows and a map that do not belong together, a module that is too small, missing arrays."""
+    table = growing()
+    step(table, watched("SparseAdam", table), EACH)
+    state = table.state_dict()
+    torn = {**state, "weight": state["weight"][:-1]}
+    for other, given, text in (
+        (growing(), torn, "do not belong together"),
+        (growing(9), state, "does not fit: expected rows of a map of at most 9 rows"),
+        (growing(), {"weight": state["weight"]}, "Missing key"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            other.load_state_dict(given)
+        assert len(other.ids) == 0 and not other.weight.any()
+    larger = growing(1000)
+    larger.load_state_dict(state)
+    assert torch.equal(larger.eval()(EACH), table.eval()(EACH))
+
+
+def test_bad_input() -> None:
+    """One clear error, and nothing has changed."""
+    table = growing(full="raise", capacity=5)
+    optimizer = watched("SparseAdam", table)
+    step(table, optimizer, EACH[:3])
+    before = {k: x.clone() for k, x in table.state_dict().items()}
+    cases: list[tuple[Any, str, Any]] = [
+        (TypeError, "int64 on the host, got torch.int32", lambda: table(EACH.int())),
+        (TypeError, "int64 on the host, got list", lambda: table([3])),
+        (ValueError, "do not fit: expected 1 new ids", lambda: table(EACH)),
+        (RuntimeError, "cannot grow", lambda: table.grow(9)),
+        (ValueError, "capacity is out of range", lambda: growing(1)),
+        (TypeError, "dtype is unknown", lambda: growing(dtype=torch.int32)),
+        (TypeError, "padding_idx has a wrong type", lambda: growing(padding_idx=1.5)),
+    ]
+    for error, text, call in cases:
+        with pytest.raises(error, match=text):
+            call()
+    assert all(torch.equal(before[k], x) for k, x in table.state_dict().items())
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="rows is out of range"):
+        table.grow(5)
+    table.grow(6)
+    assert table(EACH[:5]).shape == (5, D)

@@ -1,0 +1,154 @@
+"""Bags whose ids go through maps, against tables with a vocabulary that is known beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+from helpers import assert_same_bits, refused
+
+D, N_IDS, CAPACITY = 4, 30, 64
+DRAW = nn.UniformRows(0.3, seed=5)
+EACH = np.random.default_rng(8).integers(-(2**63), 2**63 - 1, N_IDS)
+OPTIMIZERS: dict[str, Any] = {
+    "LazyAdam": lambda tables: nn.LazyAdam(tables, 0.1),
+    "Adagrad": lambda tables: nn.Adagrad(tables, 0.3, 0.1, sparse_update="lazy"),
+    "RowWiseAdagrad": lambda tables: nn.RowWiseAdagrad(tables, 0.25, 0.1),
+    "Adam": lambda tables: nn.Adam(tables, 0.1, sparse_update="dense_equivalent"),
+    "catch-up": lambda tables: nn.LazyAdam(tables, 0.1, sparse_update="catch_up"),
+}
+
+
+def empty_tables() -> list[np.ndarray]:
+    return [np.zeros((CAPACITY, D), np.float32), np.ones((7, 3), np.float32)]
+
+
+def batch(rng: np.random.Generator, known: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Three features: two of the table with a map, one of the other; bags of 0 to 3 ids."""
+    n = rng.integers(0, 4, (3, 9))
+    offsets = [np.concatenate(([0], np.cumsum(own))) for own in n]
+    ids = [
+        rng.integers(0, bound, own[-1])
+        for own, bound in zip(offsets, (known, known, 7), strict=True)
+    ]
+    return [EACH[ids[0]], EACH[ids[1]], ids[2]], offsets
+
+
+@pytest.mark.parametrize("form", ["lists", "joined"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, form: str) -> None:
+    """Rows differ; weights and states by id do not, to the last bit."""
+    ids, tables, rng = nn.IdMap(CAPACITY), empty_tables(), np.random.default_rng(0)
+    grows = nn.EmbeddingBags(tables, OPTIMIZERS[name](tables), features=[0, 0, 1],
+                             maps=[ids, ids, None], new_rows=DRAW)  # fmt: skip
+    others = empty_tables()
+    rows_of = dict(
+        zip(EACH.tolist(), rng.permutation(np.arange(1, N_IDS + 1)).tolist(), strict=True)
+    )
+    others[0][[*rows_of.values()]] = DRAW(EACH, (N_IDS, D))
+    other = nn.EmbeddingBags(others, OPTIMIZERS[name](others), features=[0, 0, 1])
+    for step in range(8):
+        given, offsets = batch(rng, 9 + 3 * step)
+        plain = [np.array([rows_of[i] for i in own.tolist()], np.int64) for own in given[:2]]
+        if form == "joined":
+            bounds = np.cumsum([0, *(len(own) for own in given)])
+            ends = [o[:-1] + b for o, b in zip(offsets, bounds, strict=False)]
+            out = grows(np.concatenate(given), np.concatenate((*ends, bounds[-1:])), step=step)
+        else:
+            out = grows(given, offsets, step=step)
+        expected = other([*plain, given[2]], offsets)
+        assert_same_bits(out, expected)
+        grad = rng.standard_normal(out.shape).astype(np.float32)
+        grows.backward(grad)
+        other.backward(grad)
+    for bags in (grows, other):
+        bags.optimizer.flush()
+    known, rows, *_ = ids.rows_of_ids()
+    theirs = [rows_of[i] for i in known.tolist()]
+    assert len(known) > 20
+    assert_same_bits(tables[0][rows], others[0][theirs])
+    states = other.optimizer.states_by_name(0)
+    for role, state in grows.optimizer.states_by_name(0).items():
+        if state.shape[:1] == (CAPACITY,):
+            assert_same_bits(state[rows], states[role][theirs], role)
+    looked = grows([EACH[:5], EACH[:5], np.zeros(5, int)], [np.arange(6)] * 3)
+    assert len(ids) == len(known) and looked.shape == (5, 2 * D + 3)
+
+
+def test_ids_without_a_row_and_padding() -> None:
+    """Row 0 is read and never written; padding counts for nothing and is never admitted."""
+    ids, tables = nn.IdMap(3, after=2), empty_tables()[:1]
+    tables[0] = np.full((3, D), 7.0, np.float32)
+    bags = nn.EmbeddingBags(
+        tables, nn.SGD(tables, 1.0), "mean", padding_idx=-1, maps=[ids], new_rows=1
+    )
+    given = np.array([[-1, 5, 5], [-1, 8, -1], [-1, -1, -1]])
+    assert bags([given], step=1)[:, 0].tolist() == [1.0, 7.0, 0.0]
+    assert (ids.last.rows.tolist(), ids.last.ids.tolist(), ids.last.refused) == ([1], [5], 1)
+    bags.backward(np.ones((3, D), np.float32))
+    assert tables[0][:, 0].tolist() == [7.0, 0.0, 7.0]
+    assert bags([given])[:, 0].tolist() == [0.0, 7.0, 0.0]
+    assert (ids.find(np.array([-1])) == 0).all() and len(ids) == 1
+    bags.optimizer.grow(tables[0], 5)
+    with pytest.raises(ValueError, match="table 0 does not fit its map: expected 3 rows"):
+        bags([given], step=2)
+    ids.grow(5)
+    assert bags([given], step=2)[:, 0].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_rows_that_are_given_back() -> None:
+    """A row begins anew with another id; an eviction between forward and backward raises."""
+    ids, tables = nn.IdMap(3), [np.zeros((3, D), np.float32)]
+    opt = nn.LazyAdam(tables, 0.1)
+    bags = nn.EmbeddingBags(tables, opt, maps=[ids], new_rows=DRAW)
+    for step in range(3):
+        bags([EACH[:2, None]], step=step)
+        bags.backward(np.ones((2, D), np.float32))
+    assert ids.evict(unused_for=0).tolist() == [1, 2]
+    bags([EACH[5:6, None]], step=3)
+    assert_same_bits(tables[0][1], DRAW(EACH[5:6], (1, D))[0])
+    assert not opt.moment1[0][1].any() and opt.moment1[0][2].any()
+    ids.evict(unused_for=0)
+    before = opt.state_dict()
+    with pytest.raises(RuntimeError, match="rows that were given back since the forward"):
+        bags.backward(np.ones((1, D), np.float32))
+    assert all(np.array_equal(before[k], x) for k, x in opt.state_dict().items())
+    bags([EACH[5:6, None]], step=4)
+    ids.evict(unused_for=0, keep=EACH[5:6])
+    bags.backward(np.ones((1, D), np.float32))
+
+
+def test_bad_input() -> None:
+    """Maps, ids and steps that do not fit: one error, and no id is admitted."""
+    ids, tables = nn.IdMap(CAPACITY), empty_tables()
+    opt, other, more = nn.SGD(tables), nn.IdMap(7), nn.IdMap(CAPACITY)
+
+    def make(maps: Any, features: Any = None) -> Any:
+        return nn.EmbeddingBags(tables, opt, features=features, maps=maps)
+
+    bags, plain = make([ids, None]), nn.EmbeddingBags(tables, opt)
+    good = [EACH[:3, None], np.zeros((3, 1), int)]
+    bags(good, step=4)
+    before = ids.state_dict()
+    cases: list[tuple[Any, str, Any]] = [
+        (TypeError, "maps do not fit the features", lambda: make([ids])),
+        (TypeError, "maps do not fit the features", lambda: make([ids, 3])),
+        (ValueError, "maps do not fit the tables", lambda: make([ids, ids])),
+        (ValueError, "maps do not fit the tables", lambda: make([ids, None, None], [0, 0, 1])),
+        (ValueError, "maps do not fit the tables", lambda: make([ids, more, None], [0, 0, 1])),
+        (ValueError, "table 0 does not fit its map", lambda: make([other, None])),
+        (ValueError, "step is out of range", lambda: bags(good, step=3)),
+        (TypeError, "int64 or uint64", lambda: bags([good[0].astype(np.int32), good[1]], step=5)),
+        (IndexError, "out of range", lambda: bags([EACH[3:6, None], good[1] + 7], step=5)),
+        (ValueError, "falls", lambda: bags([EACH[3:6], good[1][:, 0]],
+                                           [np.array([0, 2, 1, 3])] * 2, step=5)),
+        (ValueError, "step is of no use", lambda: plain([good[1]] * 2, step=1)),
+    ]  # fmt: skip
+    for error, text, call in cases:
+        with refused(error, text, opt):
+            call()
+        assert all(np.array_equal(before[k], x) for k, x in ids.state_dict().items())

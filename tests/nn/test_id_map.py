@@ -1,0 +1,239 @@
+"""IdMap against a dict, over random sequences; admission, eviction, resume, adversarial ids."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusestep
+from fusestep.kernels.cpu import ids as kernels
+from fusestep.nn.base.id_map import IdMap
+
+ALL = (1 << 64) - 1
+
+
+def mixed(x: int) -> int:
+    """The finalizer of splitmix64, in integers of Python."""
+    x = (x + 0x9E3779B97F4A7C15) & ALL
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & ALL
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & ALL
+    return x ^ (x >> 31)
+
+
+class Model:
+    """A map in plain Python."""
+
+    def __init__(self, capacity: int, after: int, chance: float, seed: int, full: str) -> None:
+        self.capacity, self.after, self.chance, self.seed = capacity, after, chance, seed
+        self.full, self.step = full, 0
+        self.rows: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.removed: dict[int, int] = {}
+        self.free = [*range(1, capacity)]
+
+    def admits(self, i: int) -> bool:
+        count = self.counts[i]
+        drawn = mixed(mixed(i & ALL) ^ mixed(self.seed) ^ count) >> 32
+        return count >= self.after and drawn < round(self.chance * 2.0**32)
+
+    def call(self, ids: list[int], step: int, times: list[int]) -> list[int]:
+        new = [i for i in dict.fromkeys(ids) if i not in self.rows]
+        every = [i for i, n in zip(ids, times, strict=True) for _ in range(n)]
+        new = [i for i in new if self.counts.get(i, 0) + every.count(i) >= self.after]
+        if self.full == "raise" and len(new) > len(self.free):
+            raise ValueError
+        if self.full == "evict" and len(new) > len(self.free):
+            others = [i for i in self.rows if i not in ids and self.last[i] < step]
+            others.sort(key=lambda i: (self.last[i], self.rows[i]))
+            self.drop(others[: len(new) - len(self.free)], step)
+        self.step = step
+        for i in every:
+            self.counts[i] = self.counts.get(i, 0) + 1
+            if i not in self.rows and self.admits(i) and self.free:
+                self.rows[i] = self.free.pop(0)
+            if i in self.rows:
+                self.last[i] = step
+        return [self.rows.get(i, 0) for i in ids]
+
+    def drop(self, ids: list[int], step: int) -> list[int]:
+        rows = sorted(self.rows.pop(i) for i in ids)
+        for i in ids:
+            del self.counts[i]
+            self.removed[i] = step
+        self.free = sorted(self.free + rows)
+        return rows
+
+    def evict(self, unused: int | None, seen: int | None, keep: set[int]) -> list[int]:
+        return self.drop([
+            i for i in self.rows
+            if (unused is None or self.step - self.last[i] >= unused)
+            and (seen is None or self.counts[i] < seen) and i not in keep
+        ], self.step + 1)  # fmt: skip
+
+
+def assert_equal(ids: IdMap, model: Model) -> None:
+    """The same rows, counts and steps of last use, by id."""
+    known, rows, counts, last = (a.tolist() for a in ids.rows_of_ids())
+    assert dict(zip(known, rows, strict=True)) == model.rows
+    assert len(ids) == len(model.rows)
+    for i, count, used in zip(known, counts, last, strict=True):
+        assert (count, used) == (model.counts[i], model.last[i])
+    pending, occurrences = (a.tolist() for a in ids._pending())
+    others = {i: n for i, n in model.counts.items() if i not in model.rows}
+    assert dict(zip(pending, occurrences, strict=True)) == others
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_random_sequences(seed: int) -> None:
+    """Calls, lookups, evictions, copies and resumes, on any number of threads."""
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.choice([2, 5, 40, 400, 5_000]))
+    full = str(rng.choice(["reserved", "raise", "evict"]))
+    options: dict[str, Any] = {"after": int(rng.choice([1, 1, 2, 4])), "seed": seed, "full": full}
+    options["chance"] = 1.0 if full == "evict" else float(rng.choice([1.0, 0.3]))
+    ids, model = IdMap(capacity, **options), Model(capacity, **options)
+    every = rng.integers(-(2**63), 2**63 - 1, int(rng.choice([3, 60, 900])))
+    step = 0
+    for _ in range(25):
+        fusestep.set_num_threads(int(rng.integers(1, 3)))
+        event = rng.random()
+        if event < 0.1:
+            unused = [None, int(rng.integers(0, 20))][int(rng.integers(2))]
+            seen = int(rng.integers(0, 6)) if unused is None or rng.random() < 0.3 else None
+            keep = rng.choice(every, 3)
+            freed = ids.evict(unused_for=unused, seen_less_than=seen, keep=keep)
+            assert freed.tolist() == model.evict(unused, seen, {*keep.tolist()})
+        elif event < 0.15:
+            other = IdMap(capacity, **options)
+            other.load_state_dict(ids.state_dict())
+            ids = other
+        elif event < 0.18 and capacity < 5_000:
+            ids.grow(capacity + 7)
+            model.free += range(capacity, capacity + 7)
+            capacity = model.capacity = capacity + 7
+        elif event < 0.22:
+            ids = copy.deepcopy(pickle.loads(pickle.dumps(ids)))
+        else:
+            step += int(rng.integers(0, 4))
+            n = int(rng.choice([0, 1, 7, 300]))
+            batch = every[(len(every) * rng.random(n) ** 2).astype(int)]
+            batch = batch.astype(np.uint64) if rng.random() < 0.2 else batch
+            before = copy.deepcopy(model)
+            times = rng.integers(1, 4, n) if rng.random() < 0.3 else None
+            n_times = [1] * n if times is None else times.tolist()
+            try:
+                expected = model.call(batch.astype(np.int64).tolist(), step, n_times)
+            except ValueError:
+                model = before
+                with pytest.raises(ValueError, match="do not fit: expected"):
+                    ids(batch, step, times=times)
+            else:
+                known = {*before.rows.values()}
+                rows = ids(batch, step, times=times)
+                assert rows.tolist() == expected
+                assert ids.holds(batch, rows)
+                lost = [n for n, r in zip(n_times, expected, strict=True) if r == 0]
+                assert ids.last.refused == sum(lost)
+                is_new = {i: r for i, r in model.rows.items() if before.rows.get(i) != r}
+                handed = zip(ids.last.ids.tolist(), ids.last.rows.tolist(), strict=True)
+                assert dict(handed) == is_new
+                assert {*ids.last.evicted.tolist()} <= known
+        looked = rng.choice(every, (2, 5))
+        found = [model.rows.get(i, 0) for i in looked.reshape(-1).tolist()]
+        assert ids.find(looked).reshape(-1).tolist() == found
+        assert_equal(ids, model)
+        since = int(rng.integers(0, step + 1))
+        changed, rows, removed = (a.tolist() for a in ids.changed_since(since))
+        used = {i: r for i, r in model.rows.items() if model.last[i] > since}
+        assert dict(zip(changed, rows, strict=True)) == used
+        lost = [i for i, s in model.removed.items() if s > since and i not in model.rows]
+        assert removed == sorted(lost)
+    fusestep.set_num_threads(None)
+
+
+def longest_probe(ids: IdMap) -> int:
+    """The longest way from where an id belongs to where it is."""
+    full = np.flatnonzero(ids._places)
+    slots = len(ids._places) - kernels.TAIL
+    homes = ((ids._hashes[full] >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)
+    return int((full - homes.astype(np.int64)).max())
+
+
+@pytest.mark.parametrize("kind", ["random", "sequential", "multiples", "high bits"])
+def test_adversarial_ids(kind: str) -> None:
+    """At 80 % full no search is longer than 64, and an id takes at most 40 bytes."""
+    n, rng = 300_000, np.random.default_rng(1)
+    made = {
+        "random": rng.integers(-(2**63), 2**63 - 1, n),
+        "sequential": np.arange(n),
+        "multiples": np.arange(n) * 300_001,
+        "high bits": np.arange(n) << 40,
+    }[kind]
+    ids, longest, most_bytes = IdMap(n + 1), 0, 0.0
+    for k, batch in enumerate(np.array_split(made, 60)):
+        assert (ids(batch, k) == np.arange(len(batch)) + 1 + k * len(batch)).all()
+        longest = max(longest, longest_probe(ids))
+        if len(ids) >= 100_000:
+            n_bytes = ids._hashes.nbytes + ids._places.nbytes + 16 * len(ids)
+            most_bytes = max(most_bytes, n_bytes / len(ids))
+    assert longest <= 64
+    assert most_bytes <= 40.0
+    assert (ids.find(made) == np.arange(1, n + 1)).all()
+
+
+def test_bad_input() -> None:
+    """One clear error, and nothing has changed."""
+    ids = IdMap(10, full="raise")
+    ids(np.arange(5), 3)
+    before = {name: x.copy() for name, x in ids.state_dict().items()}
+    cases: list[tuple[Any, str, Any]] = [
+        (TypeError, "int64 or uint64, got int32", lambda: ids(np.zeros(3, np.int32), 4)),
+        (TypeError, "expected int64 or uint64, got float64", lambda: ids.find(np.ones(2))),
+        (ValueError, "step is out of range: expected from 3", lambda: ids(np.arange(3), 2)),
+        (ValueError, "do not fit: expected 4 new ids", lambda: ids(np.arange(5, 10), 4)),
+        (ValueError, "unused_for is missing", lambda: ids.evict()),
+        (ValueError, "times do not fit", lambda: ids(np.arange(3), 4, times=np.zeros(3, int))),
+        (TypeError, "times have a wrong dtype", lambda: ids(np.arange(3), 4, times=np.ones(3))),
+        (ValueError, "capacity is out of range: expected 10 <", lambda: ids.grow(10)),
+        (ValueError, "capacity is out of range", lambda: IdMap(1)),
+        (ValueError, "capacity is out of range", lambda: IdMap(2**31)),
+        (ValueError, "chance is out of range", lambda: IdMap(4, chance=0.0)),
+        (ValueError, "full is unknown", lambda: IdMap(4, full="later")),
+        (KeyError, "has other names", lambda: ids.load_state_dict({})),
+        (ValueError, "does not fit", lambda: IdMap(4).load_state_dict(before)),
+        (
+            ValueError, "does not fit",
+            lambda: ids.load_state_dict({**before, "ids": np.zeros(5, np.int64)}),
+        ),
+    ]  # fmt: skip
+    for error, text, call in cases:
+        with pytest.raises(error, match=text):
+            call()
+    after = ids.state_dict()
+    assert all(np.array_equal(before[name], x) for name, x in after.items())
+
+
+def test_many_removals_are_forgotten() -> None:
+    """What is forgotten raises; what is remembered is right."""
+    ids = IdMap(5_000)
+    for step in range(4):
+        ids(np.arange(1_000) + 1_000 * step, step + 1)
+    for k in range(3):
+        assert len(ids.evict(unused_for=3)) == 1_000
+        ids(np.arange(3), 5 + k)
+    with pytest.raises(ValueError, match="what was removed before is forgotten"):
+        ids.changed_since(5)
+    assert len(ids.changed_since(6).removed) == 1_000
+    other = IdMap(5_000)
+    other.load_state_dict(ids.state_dict())
+    assert np.array_equal(other.changed_since(6).removed, ids.changed_since(6).removed)
+    with pytest.raises(ValueError, match="is forgotten"):
+        other.changed_since(5)
