@@ -112,3 +112,11 @@ def mixed(x: Any) -> Any:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _ALL
     return x ^ (x >> 31)
+
+
+def unmixed(x: Any) -> Any:
+    """The uint64 of which `mixed` makes these: an array, or one in compiled code."""
+    # A constant below 2**63 would be signed in compiled code.
+    x = ((x ^ (x >> 31) ^ (x >> 62)) * np.uint64(0x319642B2D24D8EC3)) & _ALL
+    x = ((x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089) & _ALL
+    return ((x ^ (x >> 30) ^ (x >> 60)) - 0x9E3779B97F4A7C15) & _ALL

@@ -15,7 +15,7 @@ import numpy as np
 from numba import carray
 
 from ..inner import njit
-from ..keeping import mixed
+from ..keeping import mixed, unmixed
 from .compiler.compile import part
 from .compiler.intrinsics import as_pointer, prefetch_line
 from .compiler.records import int64s
@@ -54,7 +54,7 @@ class IdCall(NamedTuple):
     told: int  # int64 [3]: new entries, occurrences without a row, whether there was no slot
 
 
-_mixed_word = njit(inline="always")(mixed)
+_mixed_word, _unmixed = njit(inline="always")(mixed), njit(unmixed)
 
 
 @njit(inline="always")
@@ -264,15 +264,6 @@ def move(index, slot, c):
             return
 
 
-@njit
-def _unshifted(x, n):
-    """The ``y`` of which ``y ^ (y >> n)`` is ``x``."""
-    y = x
-    for _ in range(64 // n):
-        y = np.uint64(x ^ (y >> np.uint64(n)))
-    return y
-
-
 @part(IdCall)
 def pending(index, slot, c):
     """List the ids that have no row, in the order of their hashes, with their places."""
@@ -281,9 +272,6 @@ def pending(index, slot, c):
     k = 0
     for i in range(places.size):
         if places[i] < 0 and k < c.n:
-            x = np.uint64(_unshifted(hashes[i], 31) * np.uint64(0x319642B2D24D8EC3))
-            x = np.uint64(_unshifted(x, 27) * np.uint64(0x96DE1B173F119089))
-            x = np.uint64(_unshifted(x, 30) - np.uint64(0x9E3779B97F4A7C15))
-            ids[k], rows[k] = np.int64(x), places[i]
+            ids[k], rows[k] = np.int64(_unmixed(hashes[i])), places[i]
             k += 1
     int64s(c.told, 3)[0] = k

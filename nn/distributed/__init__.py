@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import Communicator, LostProcessError, alone
+from .id_shard import IdShard
 from .joint_step import together
 from .reduction import all_reduce
 from .route import Route
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from .torch_group import over_torch
 
 __all__ = [
-    "Communicator", "LostProcessError", "Route", "RowShard", "ShardedStates", "all_reduce",
-    "alone", "load_checkpoint", "over_mpi", "over_torch", "save_checkpoint", "together",
+    "Communicator", "IdShard", "LostProcessError", "Route", "RowShard", "ShardedStates",
+    "all_reduce", "alone", "load_checkpoint", "over_mpi", "over_torch", "save_checkpoint",
+    "together",
 ]  # fmt: skip
 
 

@@ -23,18 +23,39 @@ T = TypeVar("T")
 
 
 class Shard(Protocol):
-    """A table that is cut into stretches of ``height`` rows, one for each process."""
+    """The part of a table that this process owns, by keys that follow from ids.
 
-    rows: int  # of all processes
-    height: int
-    order: str
+    Attributes:
+        name: in errors.
+        comm: the processes.
+        form: what all of them have alike.
+        first_keys: the first key of each process but the first; keys ascend by owner.
+        has_nobodys_row: whether row 0 of each part is nobody's, and has no gradient.
+    """
+
+    name: str
     comm: Communicator
+    form: dict[str, Any]
+    first_keys: np.ndarray
+    has_nobodys_row: bool
 
     def __len__(self) -> int:
         """The number of rows of this process."""
 
-    def places(self, ids: np.ndarray) -> np.ndarray:
-        """The places of rows in the order of the stretches."""
+    def checked_ids(self, where: str, ids: Any) -> np.ndarray:
+        """Ids of any shape as an array, if they are such."""
+
+    def keys(self, ids: np.ndarray) -> np.ndarray:
+        """The keys of ids."""
+
+    def request(self, keys: np.ndarray, owner: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+        """What tells the owners which rows are needed; ``inverse`` has the key of each id."""
+
+    def rows_of(self, requests: np.ndarray) -> np.ndarray:
+        """The rows of this process that others ask for: int64."""
+
+    def check_rows(self) -> None:
+        """Refuse a gradient if the rows are not those of before."""
 
 
 class Arrival(Generic[T]):
@@ -55,7 +76,7 @@ class Arrival(Generic[T]):
 
 
 class Route:
-    """The way of a batch of ids to the owners of their rows; made by `RowShard.route`.
+    """The way of a batch of ids to the owners of their rows; made by `route` of a shard.
 
     Ids and rows travel once for each process that uses them, however often they occur there.
 
@@ -67,32 +88,27 @@ class Route:
     _occurrences: tuple[list[int], np.ndarray, np.ndarray] | None = None
 
     def __init__(self, shard: Shard, ids: Any) -> None:
-        self._shard, self._comm = shard, shard.comm
-        checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
-        places = shard.places(np.empty(0, np.int64) if error else checked.reshape(-1))
+        self._shard, self._comm, where = shard, shard.comm, f"{shard.name}.route"
+        checked, error = attempted(shard.checked_ids, where, ids)
+        keys = shard.keys(np.empty(0, np.int64) if error else checked.reshape(-1))
         self._rows = len(shard)
-        self._distinct, inverse = np.unique(places, return_inverse=True)
-        bounds = np.arange(self._comm.size + 1) * shard.height
-        self._first = np.searchsorted(self._distinct, bounds)  # of each owner
-        told = np.diff(self._first), np.full(self._comm.size, len(places))
-        subject = {"rows": shard.rows, "order": shard.order}
-        heard = agree(self._comm, "RowShard.route", subject, error, np.stack(told, axis=1))
+        self._distinct, inverse = np.unique(keys, return_inverse=True)
+        inner = np.searchsorted(self._distinct, shard.first_keys)
+        self._first = np.array([0, *inner, len(self._distinct)])  # of each owner
+        told = np.diff(self._first), np.full(self._comm.size, len(keys))
+        heard = agree(self._comm, where, shard.form, error, np.stack(told, axis=1))
         self._shape = checked.shape
         self._inverse = inverse.reshape(self._shape)
         self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
         self._lengths = heard[:, 1]
         owner = np.repeat(np.arange(self._comm.size), self._sent)
-        local: np.ndarray = (self._distinct - owner * shard.height).astype(self._index)
-        # The rows of this process that others need, by rank: local numbers, ascending in each.
-        needed: np.ndarray = np.empty(sum(self._needed_counts), self._index)
-        exchange = self._comm.all_to_all(local, self._sent, needed, self._needed_counts)
-        exchange.wait()
-        self.needed = needed.astype(np.int64)
-
-    @property
-    def _index(self) -> type:
-        """The type in which numbers of rows and of occurrences travel."""
-        return np.int32 if max(self._shard.height, self._lengths.max()) < 2**31 else np.int64
+        sent = shard.request(self._distinct, owner, inverse)
+        requests: np.ndarray = np.empty((sum(self._needed_counts), *sent.shape[1:]), sent.dtype)
+        self._comm.all_to_all(sent, self._sent, requests, self._needed_counts).wait()
+        # The rows of this process that others need, by rank.
+        self.needed, error = attempted(shard.rows_of, requests)
+        if shard.has_nobodys_row:  # maps may refuse ids
+            agree(self._comm, where, {}, error)
 
     def gather(self, table: Any) -> Any:
         """The rows of the ids: ``[*ids.shape, ...]``; all processes call this.
@@ -174,7 +190,7 @@ class Route:
         own_counts = heard[:, 0].tolist()
         n = sum(own_counts)
         sent, values = _rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
-        places: np.ndarray = np.empty((n, 2), self._index)
+        places: np.ndarray = np.empty((n, 2), pairs.dtype)
         transfers = [
             self._comm.all_to_all(pairs, counts, places, own_counts),
             self._comm.all_to_all(sent, counts, values, own_counts),
@@ -185,14 +201,18 @@ class Route:
             first_needed = np.cumsum([0, *self._needed_counts])
             first_position = np.cumsum([0, *self._lengths.tolist()])
             rows = self.needed[first_needed[rank] + places[:, 0]]
-            positions = first_position[rank] + places[:, 1]
-            indices = values.holding(rows) if isinstance(values, DeviceArray) else rows
-            shape = self._rows, *values.shape[1:]
-            return indices, values, shape, positions, int(self._lengths.sum())
+            positions, found = first_position[rank] + places[:, 1], values
+            if self._shard.has_nobodys_row:
+                has_row = rows > 0
+                rows, positions, found = rows[has_row], positions[has_row], values[has_row]
+            indices = found.holding(rows) if isinstance(found, DeviceArray) else rows
+            shape = self._rows, *found.shape[1:]
+            return indices, found, shape, positions, int(self._lengths.sum())
 
         return Arrival(transfers, unpack)
 
     def _checked_gradient(self, where: str, gradient: Any) -> Any:
+        self._shard.check_rows()
         array, shape = self._checked(where, "gradient", gradient), self._shape
         if array.shape[: len(shape)] != shape:
             expected = f"{shape}, then that of a row"
@@ -213,7 +233,9 @@ class Route:
         owner = np.searchsorted(self._first[1:], inverse, side="right")
         # Stable: the owner adds up the gradients of a row in the order of the batch.
         order = np.argsort(owner, kind="stable")
-        pairs: np.ndarray = np.empty((len(order), 2), self._index)
+        # Of one type on all processes.
+        index = np.int32 if self._lengths.max() < 2**31 else np.int64
+        pairs: np.ndarray = np.empty((len(order), 2), index)
         pairs[:, 0] = (inverse - self._first[owner])[order]
         pairs[:, 1] = order
         return np.bincount(owner, minlength=self._comm.size).tolist(), order, pairs
@@ -235,11 +257,3 @@ def _form(array: Any) -> dict[str, Any]:
         return {}
     place = "a device" if isinstance(array, DeviceArray) else "the host"
     return {"dtype": str(array.dtype), "shape of a row": list(array.shape[1:]), "place": place}
-
-
-def _checked_ids(where: str, ids: Any, rows: int) -> np.ndarray:
-    found = adopt_anywhere(where, "ids", ids)
-    array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found
-    check.index_dtype(where, array)
-    check.indices_in_range(where, array.reshape(-1), rows)
-    return array

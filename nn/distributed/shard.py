@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt_anywhere
+from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 from ..base.arguments import count
 from .agreement import agree, attempted
@@ -59,9 +62,13 @@ class RowShard:
         agree(comm, "RowShard", {"rows": str(rows), "order": str(order)}, error)
         self.rows, self.comm, self.order = int(rows), comm, order
         self.height = stretch(self.rows, comm.size)
+        self.form = {"rows": self.rows, "order": order}
+        self.first_keys = np.arange(1, comm.size) * self.height
         self.begin, self.end = (
             min(rank * self.height, self.rows) for rank in (comm.rank, comm.rank + 1)
         )
+
+    name, has_nobodys_row = "RowShard", False
 
     def __len__(self) -> int:
         """The number of rows of this process."""
@@ -98,6 +105,31 @@ class RowShard:
             IndexError: on a rank, an id is out of range.
         """
         return Route(self, ids)
+
+    # For `Route`
+
+    def checked_ids(self, where: str, ids: Any) -> np.ndarray:
+        """Ids as an array; those on a device are copied to the host."""
+        found = adopt_anywhere(where, "ids", ids)
+        array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found
+        check.index_dtype(where, array)
+        check.indices_in_range(where, array.reshape(-1), self.rows)
+        return array
+
+    keys = places
+
+    def request(self, keys: np.ndarray, owner: np.ndarray, inverse: np.ndarray) -> np.ndarray:  # noqa: ARG002
+        """The numbers of rows among those of their owner."""
+        index = np.int32 if self.height < 2**31 else np.int64
+        found: np.ndarray = (keys - owner * self.height).astype(index)
+        return found
+
+    def rows_of(self, requests: np.ndarray) -> np.ndarray:
+        """The rows of this process that others ask for: int64."""
+        return requests.astype(np.int64)
+
+    def check_rows(self) -> None:
+        """Do nothing: a row is never another one's."""
 
 
 def stretch(rows: int, size: int) -> int:

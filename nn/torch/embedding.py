@@ -137,8 +137,7 @@ class ShardedEmbedding(nn.Module):
         self._mark()
         route = self.shard.route(ids)
         prepare_rows(self.weight, route.needed)
-        found: Tensor = _Lookup.apply(self.weight, route, self.average)
-        return found
+        return looked_up(self.weight, route, average=self.average)
 
     def extra_repr(self) -> str:
         """The arguments that PyTorch shows."""
@@ -158,6 +157,12 @@ def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:
     check.flag(_WHERE, "average", average)
     if dtype not in DTYPES:
         reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
+
+
+def looked_up(weight: Tensor, route: Route, *, average: bool) -> Tensor:
+    """The rows at the end of a route, whose gradients go back along it."""
+    found: Tensor = _Lookup.apply(weight, route, average)
+    return found
 
 
 class _Lookup(torch.autograd.Function):

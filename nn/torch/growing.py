@@ -16,10 +16,15 @@ from torch.nn import functional as F  # noqa: N812
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.private import outside_of_graphs
+from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ..base.id_map import Admissions, IdMap
+from ..distributed.agreement import jointly
+from ..distributed.communicator import Communicator
+from ..distributed.id_shard import IdShard
 from ..engine.bag_maps import FoundRows, rows_but
 from ..engine.row_reset import UniformRows, grown, more_rows, reset
+from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows, sleeper_of
 
@@ -40,6 +45,10 @@ class GrowingEmbedding(nn.Embedding):
     Memory is used as rows are: a table of many rows costs little until they are handed out. A step
     with ``sparse="all"``, and states of an optimizer that are filled, use all of it.
 
+    With ``comm`` several processes own the ids, as `distributed.IdShard` says, and look up those of
+    their parts of a batch, as `ShardedEmbedding` does: all call forward and backward, in one mode.
+    Then capacity, table and ``state_dict`` are those of each process.
+
     Args:
         capacity: rows of the table, that of ids without one included; 2 to 2**31 - 1.
         embedding_dim: length of a row.
@@ -49,10 +58,13 @@ class GrowingEmbedding(nn.Embedding):
             ``1 / sqrt(embedding_dim)``, with the seed.
         dtype: of the table; None: PyTorch's default.
         after, chance, seed, full: as `nn.IdMap`.
+        comm: the processes that own the ids; None: this one.
+        average: with ``comm``, as `ShardedEmbedding`.
 
     Attributes:
         weight: the table, ``[capacity, embedding_dim]``.
         ids: its `nn.IdMap`, for eviction and lookups.
+        shard: the `distributed.IdShard` of this process, with ``comm``; else None.
 
     ``state_dict`` has copies of the rows that were handed out, and the arrays of the map; it loads
     into a module of any capacity that has room for them. What an optimizer keeps is of the capacity
@@ -86,6 +98,8 @@ class GrowingEmbedding(nn.Embedding):
         chance: float = 1.0,
         seed: int = 0,
         full: str = "reserved",
+        comm: Communicator | None = None,
+        average: bool = False,
     ) -> None:
         ids = IdMap(capacity, after=after, chance=chance, seed=seed, full=full)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -98,6 +112,8 @@ class GrowingEmbedding(nn.Embedding):
         self.ids, self.padding_idx, self._is_next = ids, padding_idx, True
         bound = 1.0 / math.sqrt(embedding_dim)
         self.initial = UniformRows(bound, seed) if initial is None else initial
+        self.average = check.flag(_WHERE, "average", average)
+        self.shard = None if comm is None else IdShard(ids, comm)
 
     def __getstate__(self) -> dict[str, Any]:
         # No optimizer has the parameters of a copy.
@@ -118,6 +134,8 @@ class GrowingEmbedding(nn.Embedding):
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, input)
+        if self.shard is not None:
+            return self._of_processes(self.shard, input)
         rows, check = self.rows(input)
         prepare_rows(self.weight, rows)
         found = F.embedding(rows, self.weight, 0, sparse=True)
@@ -125,26 +143,69 @@ class GrowingEmbedding(nn.Embedding):
             found.register_hook(check)
         return found
 
+    def _of_processes(self, shard: IdShard, ids: Tensor) -> Tensor:
+        self.weight.row_shard = shard  # for optimizers
+        given, step, begin = jointly(shard.comm, _WHERE, self._checked, ids)
+        is_known: np.ndarray = np.ones(given.shape, bool)
+        if self.padding_idx is not None:
+            is_known = given != self.padding_idx
+        route = shard.route(given[is_known], step, begin)
+        prepare_rows(self.weight, route.needed)
+        looked = looked_up(self.weight, route, average=self.average)
+        found = looked.new_zeros((*given.shape, self.embedding_dim))
+        found[tensor_of(is_known)] = looked
+        if step is not None:
+            self._is_next = False
+        if found.requires_grad:
+            found.register_hook(self._go_on)
+        return found
+
+    def _go_on(self, *_: Any) -> None:
+        self._is_next = True
+
     def rows(self, ids: Tensor) -> tuple[Tensor, Callable[..., None]]:
         """The rows of ids, int32 of their shape, admitted in training mode; and what to call
-        before a gradient of them is used.
+        before a gradient of them is used. Not with ``comm``.
 
         Raises: as `forward`.
         """
+        if self.shard is not None:
+            wrong, expected = "is looked up by itself", "one without comm"
+            reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
+        array, step, begin = self._checked(ids)
+        find = self.ids.find if step is None else partial(self.ids, step=step, begin=begin)
+        rows = rows_but(array, self.padding_idx, find, 0)
+        if step is not None:
+            self._is_next = False
+        found = FoundRows(self.ids, array, rows, self.ids.evictions)
+
+        def check(*_: Any) -> None:
+            self._go_on()
+            if not found.are_current():
+                wrong = "rows of the forward were given back before its backward"
+                raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
+
+        return tensor_of(rows), check
+
+    def _array(self, ids: Any) -> np.ndarray:
+        """A copy of ids, if they are such."""
         is_here = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.device.type == "cpu"
         if not is_here:
             got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
             reject(TypeError, _WHERE, "ids", "have a wrong type", "int64 on the host", got)
-        array, padding = array_of(ids.detach().contiguous()).copy(), self.padding_idx
-        if not self.training:
-            rows = rows_but(array, padding, self.ids.find, 0)
-            return tensor_of(rows), self._check(array, rows)
+        array: np.ndarray = array_of(ids.detach().contiguous()).copy()
+        return array
+
+    def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
+        return self._array(ids), *self._admission()
+
+    def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
+        """The step in which ids are admitted, or None, and what lets new rows begin anew."""
         optimizer = self._watching()
-        if optimizer is None and (self.ids.evictions or self.ids.full == "evict"):
+        if self.training and optimizer is None and (self.ids.evictions or self.ids.full == "evict"):
             expected = "an optimizer that watches it: rows that are given back begin anew"
             fix = "; call optimizer.watch(module)"
             reject(RuntimeError, _WHERE, "the module", "needs more", expected, "none", fix)
-        step = self.ids.step + self._is_next
 
         def begin(new: Admissions) -> None:
             given = new.rows, self.initial
@@ -153,25 +214,11 @@ class GrowingEmbedding(nn.Embedding):
             else:
                 commit([reset(_WHERE, array_of(self.weight.detach()), [], *given, new.ids)])
 
-        rows = rows_but(array, padding, partial(self.ids, step=step, begin=begin), 0)
-        self._is_next = False
-        return tensor_of(rows), self._check(array, rows)
+        return self.ids.step + self._is_next if self.training else None, begin
 
     def _watching(self) -> Any:
         known = None if self._optimizer is None else self._optimizer()
         return known or sleeper_of(self.weight)
-
-    def _check(self, ids: np.ndarray, rows: np.ndarray) -> Callable[..., None]:
-        """A function that looks whether rows are still those of their ids."""
-        found = FoundRows(self.ids, ids, rows, self.ids.evictions)
-
-        def check(*_: Any) -> None:
-            self._is_next = True
-            if not found.are_current():
-                wrong = "rows of the forward were given back before its backward"
-                raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
-
-        return check
 
     def grow(self, capacity: int) -> None:
         """Have more rows; so does the optimizer that watches this.

@@ -237,7 +237,8 @@ def with_rows(
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(group["params"], saved["params"], strict=False):
             shard = getattr(parameter, "row_shard", None)
-            if shard is not None and isinstance(states.get(key), dict):
+            # Of a table that grows each process saves its own rows.
+            if isinstance(shard, RowShard) and isinstance(states.get(key), dict):
                 states[key] = {
                     name: convert(x, shard) if _has_rows(name, x) else x
                     for name, x in states[key].items()

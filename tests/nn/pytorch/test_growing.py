@@ -16,6 +16,8 @@ import numpy as np  # noqa: E402
 from fusestep import nn  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 
+from thread_processes import in_threads  # noqa: E402
+
 D, N_IDS, CAPACITY = 4, 30, 64
 DRAW = nn.UniformRows(0.3, seed=5)
 EACH = torch.from_numpy(np.random.default_rng(8).integers(-(2**63), 2**63 - 1, N_IDS))
@@ -134,6 +136,43 @@ def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> 
     table.ids.evict(unused_for=0)
     with pytest.raises(RuntimeError, match="rows of the forward were given back"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
+def test_processes_that_share_the_ids(name: str) -> None:
+    """Each has its part of the batch, and of the ids: bits by id are those of one process."""
+    batches = [EACH[torch.randint(min(N_IDS, 6 + 4 * k), (2, 6))] for k in range(7)]
+
+    def program(comm: Any) -> Any:
+        table = growing(comm=comm, padding_idx=int(EACH[1]))
+        optimizer = watched(name, table)
+        parts = [b if comm is None else b.chunk(comm.size)[comm.rank] for b in batches]
+        looked = [step(table, optimizer, ids) for ids in parts]
+        looked.append(table.eval()(parts[0]).detach())
+        ids, rows, *_ = table.ids.rows_of_ids()
+        states = [
+            x[rows]
+            for x in optimizer.state[table.weight].values()
+            if np.shape(x)[:1] == (CAPACITY,)
+        ]
+        every = torch.cat((table.weight[rows].detach(), *states), 1)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return dict(zip(ids.tolist(), every.tolist(), strict=True)), looked
+
+    (one, looked), found = program(None), in_threads(2, program)
+    assert {**found[0][0], **found[1][0]} == one and 0 < len(found[0][0]) < len(one)
+    for k, rows in enumerate(looked):
+        assert torch.equal(torch.cat([own[k] for _, own in found]), rows)
+
+    def failing(comm: Any) -> str:
+        table = growing(comm=comm)
+        with pytest.raises(TypeError, match=r"rank 1: .*, got torch.int32") as error:
+            table(EACH.int() if comm.rank else EACH)
+        with pytest.raises(ValueError, match="is looked up by itself"):
+            fused.EmbeddingBags([table])([EACH])
+        return str(error.value)
+
+    assert len({*in_threads(2, failing)}) == 1
 
 
 def test_modes_padding_and_admission() -> None:
