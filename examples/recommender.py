@@ -5,7 +5,7 @@
 Run as ``python -m fusestep.examples.recommender``. The model is a DLRM in PyTorch, the clicks come
 from a hidden model. All trainings begin with the same weights and see the same batches, in turns.
 Their optimizers have the same names; in the third all tables are one `nn.torch.EmbeddingBags`,
-which takes their step in backward.
+which takes their step in backward. With ``--hashed-ids`` the tables grow.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--single",
         action="store_true",
         help='for fusestep one Adam(sparse="touched") for tables and dense layers',
+    )
+    parser.add_argument(
+        "--hashed-ids",
+        action="store_true",
+        help="tables that grow: ids of 64 bits, half of which appear late, beside a known "
+        "vocabulary and hashing into fewer rows",
     )
 
 
@@ -87,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
-    names = ("steps", "batch", "rows", "dim", "seed", "single", "float64")
+    names = ("steps", "batch", "rows", "dim", "seed", "single", "float64", "hashed_ids")
     chosen = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     return replace(QUICK if args.quick else Settings(), **chosen)
 
@@ -96,7 +102,7 @@ def _run(args: argparse.Namespace) -> None:
     require("this example", NEEDED, "torch,demo")
     settings, folder = settings_of(args), Path(args.output)
     sizes = table_sizes(settings.rows)
-    require_memory(settings, 3)
+    require_memory(settings, 4 if settings.hashed_ids else 3)
     prepare_folder(folder, [FIGURES, CURVES])
     machine = set_threads(args.threads)
     print("\n".join(heading(settings, machine["threads"])), flush=True)
@@ -111,10 +117,12 @@ def _run(args: argparse.Namespace) -> None:
 
 def train_all(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
     """The runs, and the AUC of the model that made the clicks."""
-    from .click_model.training import trainings_of
+    from .click_model import hashed_training, training
 
-    trainings = trainings_of(settings)
-    log = ClickLog(sizes, settings.seed)
+    trainings: Sequence[Training] = training.trainings_of(settings)
+    if settings.hashed_ids:
+        trainings = hashed_training.trainings_of(settings)
+    log = ClickLog(sizes, settings.seed, settings.steps // 2 if settings.hashed_ids else 0)
     return [training.run for training in trainings], train_visibly(trainings, settings, log)
 
 

@@ -90,7 +90,7 @@ SPECIAL = (
     SpecialCase("far-rows"),
     SpecialCase("first-step", is_default=True),
     *map(SpecialCase, ("training", "dlrm-training", "in-mindspore", "changing-steps", "rounding")),
-    SpecialCase("catch-up"),
+    *map(SpecialCase, ("catch-up", "id-map")),
     SpecialCase("device-rows", device="cuda"),
 )
 SUBJECTS: dict[str, Subject] = {

@@ -406,6 +406,7 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "changing-steps": partial(_with_limits, name="changing-steps"),
     "rounding": partial(_with_limits, name="rounding"),
     "catch-up": partial(_with_limits, name="catch-up"),
+    "id-map": partial(_with_limits, name="id-map"),
     "training": partial(_programs, name="training", of="scenario", library="PyTorch"),
     "dlrm-training": _dlrm_training,
     "in-mindspore": partial(_programs, name="in-mindspore", of="optimizer", library="MindSpore"),

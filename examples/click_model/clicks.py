@@ -54,13 +54,14 @@ class ClickLog:
     Args:
         sizes: rows of each table.
         seed: of the hidden model and of the batches.
+        late_from: the number of the first batch in which all ids occur; before, every second one.
 
     Attributes:
         sizes: as given.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int) -> None:
-        self.sizes, self._seed = list(sizes), seed
+    def __init__(self, sizes: Sequence[int], seed: int, late_from: int = 0) -> None:
+        self.sizes, self._seed, self._late_from = list(sizes), seed, late_from
         self._sizes = np.array(sizes, np.int64)[:, None]
         self._first = np.cumsum(self._sizes, axis=0) - self._sizes
         # Frequent ids lie anywhere in a table: multiples of a number without a common factor.
@@ -78,16 +79,18 @@ class ClickLog:
 
     def batch(self, number: int, size: int) -> Clicks:
         """Clicks to learn from."""
-        return self._draw(size, 2, number)
+        return self._draw(size, 2, number, is_early=number < self._late_from)
 
     def held_out(self, size: int) -> Clicks:
         """Clicks to measure on."""
         return self._draw(size, 3, 0)
 
-    def _draw(self, size: int, purpose: int, number: int) -> Clicks:
+    def _draw(self, size: int, purpose: int, number: int, *, is_early: bool = False) -> Clicks:
         rng = np.random.default_rng([self._seed, purpose, number])
         dense = rng.standard_normal((size, N_DENSE), np.float32)
         ids = self._ids(rng.random((N_TABLES, size)))
+        if is_early:
+            ids -= ids % 2
         log_odds = self._log_odds(dense, ids)
         labels = (rng.logistic(size=size) < log_odds).astype(np.float32)
         return Clicks(dense, ids, labels, log_odds)

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,7 @@ class Settings:
     measurements: int = 6  # of the AUC, after the first one
     single: bool = False  # one `fused.Adam` for tables and dense layers
     float64: bool = False
+    hashed_ids: bool = False  # ids of 64 bits, half of which appear late
 
 
 QUICK = Settings(steps=120, batch=512, rows=20_000, held_out=8192, measurements=3)
@@ -41,6 +43,7 @@ class Run:
         optimizers: how its steps are made.
         losses: of each batch, before its step.
         auc: of held-out clicks, by the number of steps before.
+        rows: in use, by the number of steps before; of tables that grow, and those beside them.
         seconds: of each part of each iteration.
     """
 
@@ -48,6 +51,7 @@ class Run:
     optimizers: str
     losses: list[float] = field(default_factory=list)
     auc: dict[int, float] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
     @property
@@ -85,12 +89,14 @@ def differences(one: Run, other: Run) -> dict[str, float]:
 def report_of(run: Run, best_auc: float) -> list[str]:
     """Lines on one run."""
     parts = ", ".join(f"{part} {ms:.2f}" for part, ms in run.milliseconds.items())
+    rows = [f"  rows       {run.rows[max(run.rows)]:,} in use"] if run.rows else []
     return [
         f"\n{run.name}: {run.optimizers}",
         f"  AUC        {run.final_auc:.4f} of held-out clicks, {run.auc[0]:.4f} untrained; "
         f"the hidden model has {best_auc:.4f}",
         f"  iteration  {run.iteration:.2f} ms ({parts}; medians)",
         f"  optimizer  {run.share:.0%} of an iteration; its first step took {run.first:.0f} ms",
+        *rows,
     ]
 
 
@@ -120,6 +126,7 @@ def figures(settings: Settings, machine: Mapping[str, Any], runs: Sequence[Run],
             run.name: {
                 "optimizers": run.optimizers,
                 "auc": run.auc,
+                **({"rows": run.rows} if run.rows else {}),
                 "median_ms": run.milliseconds,
                 "first_step_ms": run.first,
                 "losses": run.losses,
@@ -131,13 +138,13 @@ def figures(settings: Settings, machine: Mapping[str, Any], runs: Sequence[Run],
 
 
 def picture(runs: Sequence[Run], best_auc: float) -> bytes:
-    """A PNG: loss and AUC by the number of steps, and the time of an iteration."""
+    """A PNG: loss and AUC by the number of steps, and rows in use or the time of an iteration."""
     # Not pyplot: so it needs no display, and nobody's open figures and backend are touched.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
-    loss, auc, time = figure.subplots(1, 3)
-    for run, style in zip(runs, ("-", "--", ":"), strict=True):
+    loss, auc, third = figure.subplots(1, 3)
+    for run, style in zip(runs, cycle(("-", "--", ":"))):
         _draw_loss(loss, run, style)
         auc.plot(list(run.auc), list(run.auc.values()), style, marker="o", label=run.name)
     auc.axhline(best_auc, color="0.6", linewidth=0.8, label="the hidden model")
@@ -146,7 +153,13 @@ def picture(runs: Sequence[Run], best_auc: float) -> bytes:
     for axes in (loss, auc):
         axes.grid(alpha=0.3)
         axes.legend()
-    _draw_times(time, runs)
+    if any(run.rows for run in runs):
+        for run in runs:
+            third.plot(list(run.rows), list(run.rows.values()), marker="o", label=run.name)
+        third.set(title="rows in use", xlabel="step", ylim=(0, None))
+        third.grid(alpha=0.3)
+    else:
+        _draw_times(third, runs)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)  # drawn by the Agg backend
     return png.getvalue()

@@ -131,20 +131,27 @@ class BagTraining(Training):
     Args:
         run: is filled; what the step of the tables takes counts as the optimizer's.
         settings: what is trained.
+        table: makes a table of the model.
     """
 
-    def __init__(self, run: Run, settings: Settings) -> None:
-        super().__init__(run, self._make, settings)
+    def __init__(
+        self, run: Run, settings: Settings,
+        table: Callable[[int, int], torch.nn.Module] = embedding,
+    ) -> None:  # fmt: skip
+        super().__init__(run, self._make, settings, table)
 
     def _make(self, model: DLRM) -> list[Any]:
         """The optimizer of the dense layers; that of the tables is called by them."""
         model.tables = bags = fused.EmbeddingBags(model.tables)
-        of_tables, of_dense = fused_optimizers(model)
+        of_tables, of_dense = self._optimizers_of(model)
         bags.update_in_backward(of_tables)
         self._step = [0.0, 0.0]
         of_tables.register_step_pre_hook(partial(self._note, 0))
         of_tables.register_step_post_hook(partial(self._note, 1))
         return [of_dense]
+
+    def _optimizers_of(self, model: DLRM) -> list[Any]:
+        return fused_optimizers(model)
 
     def _note(self, end: int, *_: Any) -> None:
         """When the step of the tables begins, and when it ends."""

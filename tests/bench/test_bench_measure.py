@@ -27,6 +27,7 @@ from fusestep.bench.special import (
     dlrm_training,
     far_rows,
     first_step,
+    id_map,
     rounding,
     training,
 )
@@ -583,6 +584,24 @@ def test_catch_up_beside_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [label.rpartition(": ")[2] for label in found.times]
     assert parts == ["lazy", "catch-up", "dense-equivalent", "flush"]
     assert [label.rpartition(": ")[2] for label in found.limits] == ["catch-up", "flush"]
+
+
+def test_maps_beside_what_people_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ids that are looked up are known; peers and bags see the same ids."""
+    for name, value in (("KNOWN", {"10^5": 400}), ("BATCHES", {"65,536": 60, "10^6": 90}),
+                        ("ROUNDS", 2), ("ROWS", 50), ("BAGS", 6)):  # fmt: skip
+        monkeypatch.setattr(id_map, name, value)
+    known = {*id_map.ids_of(np.arange(400)).tolist()}
+    for law in ("uniform", "zipf1.05"):
+        ids = id_map.drawn(law, 400, 2_000, 0).tolist()
+        assert {*ids} <= known and len({*ids}) > 200
+    found = special("id-map", lambda _: None)
+    parts = [label.rpartition(": ")[2] for label in found.times]
+    assert parts[:4] == ["admit 400", "call of 64", "find", "call"] and parts[-2:] == [
+        "rows",
+        "ids",
+    ]
+    assert {"dict", "np.unique"} <= {*parts} and len(found.limits) == 2
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:
