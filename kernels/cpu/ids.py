@@ -34,16 +34,9 @@ class IdCall(NamedTuple):
     hashes: int  # uint64 [slots + TAIL]
     places: int  # int32 [slots + TAIL]
     slots: int
-    ids: int  # int64 [n]
-    n: int
-    times: int  # int64 [n]: how often each id occurs; 0: once
-    rows: int  # int32 [n]: the places of ids; in the end 0 for one without a row
-    missing: int  # int64 [n]: in each part the ids that were not found, as their numbers
-    n_missing: int  # int64 [parts]
-    counts: int  # int32 [capacity]; 0: only look
-    last_uses: int  # int32 [capacity]
     row_ids: int  # int64 [capacity]
-    step: int
+    counts: int  # int32 [capacity]
+    last_uses: int  # int32 [capacity]
     free: int  # int32 [n_free]: rows to be handed out, from the end
     n_free: int  # int64 [1]
     next_row: int  # int64 [1]: the first that was never handed out
@@ -51,6 +44,14 @@ class IdCall(NamedTuple):
     after: int  # admit an id at this occurrence
     chance: int  # from then on with this chance in 2**32 at each; 2**32: always
     seed: int
+    # Of one call:
+    ids: int  # int64 [n]
+    n: int
+    rows: int  # int32 [n]: the places of ids; in the end 0 for one without a row
+    missing: int  # int64 [n]: in each part the ids that were not found, as their numbers
+    n_missing: int  # int64 [parts]
+    times: int  # int64 [n]: how often each id occurs; 0: once
+    step: int
     told: int  # int64 [3]: new entries, occurrences without a row, whether there was no slot
 
 

@@ -41,6 +41,9 @@ class Admissions(NamedTuple):
     evicted: np.ndarray
 
 
+_NONE = Admissions(np.empty(0, np.int32), np.empty(0, np.int64), 0, np.empty(0, np.int32))
+
+
 class Changes(NamedTuple):
     """Changes of an `IdMap`, and of the rows of its table, since a step.
 
@@ -122,12 +125,12 @@ class IdMap:
         self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
         self._forgotten = -1
         self._make_slots(_FEWEST_SLOTS)
-        none = np.empty(0, np.int32)
-        self.last = Admissions(none, none.astype(np.int64), 0, none)
+        self.last = _NONE
 
     def _make_slots(self, n: int) -> None:
         self._hashes = np.empty(n + kernels.TAIL, np.uint64)
         self._places = np.zeros(n + kernels.TAIL, np.int32)
+        self._bound: tuple[int, ...] | None = None  # addresses of what the map has
 
     def __len__(self) -> int:
         """The number of ids that have a row."""
@@ -137,7 +140,7 @@ class IdMap:
         return f"IdMap({len(self)} of {self.capacity - 1} rows)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
+        return {**{k: x for k, x in vars(self).items() if k != "_lock"}, "_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -213,46 +216,48 @@ class IdMap:
         """
         found = ids_of_64_bits("IdMap.find", ids)
         with self._lock:
-            rows, *_ = self._search(found.reshape(-1))
+            rows = self._search(found.reshape(-1))[0]
         looked: np.ndarray = np.maximum(rows, 0).reshape(found.shape)
         return looked
 
-    def _call(self, ids: np.ndarray, rows: np.ndarray, **fields: Any) -> Arguments:
-        chance = min(1 << 32, round(self.chance * 2.0**32))
-        known = {
-            "hashes": self._hashes, "places": self._places,
-            "slots": len(self._places) - kernels.TAIL, "ids": ids, "n": len(ids), "times": None,
-            "rows": rows, "missing": None, "n_missing": None, "counts": None, "last_uses": None,
-            "row_ids": self._row_ids, "step": 0, "free": self._free, "n_free": self._n_free,
-            "next_row": self._next_row, "capacity": self.capacity, "after": self.after,
-            "chance": chance, "seed": self.seed, "told": None,
-        }  # fmt: skip
-        return Arguments(kernels.IdCall(**{**known, **fields}))
+    def _call(
+        self, ids: np.ndarray, rows: np.ndarray, missing: Any = None, n_missing: Any = None,
+        times: Any = None, step: int = 0, told: Any = None,
+    ) -> Arguments:  # fmt: skip
+        if self._bound is None:
+            arrays = (
+                self._hashes, self._places, len(self._places) - kernels.TAIL, self._row_ids,
+                self._counts, self._last_uses, self._free, self._n_free, self._next_row,
+            )  # fmt: skip
+            chance = min(1 << 32, round(self.chance * 2.0**32))
+            numbers = self.capacity, self.after, chance, self.seed
+            self._bound = (*Arguments(arrays).words, *numbers)
+        given = ids, len(ids), rows, missing, n_missing, times, step, told
+        return Arguments((*self._bound, *given))  # `kernels.IdCall`
 
-    def _search(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows of ids, and for each part the numbers of those that have none."""
+    def _search(
+        self, ids: np.ndarray, times: Any = None, step: int = 0
+    ) -> tuple[np.ndarray, int, tuple[Any, ...], Arguments]:
+        """The rows of ids, how many have none, and the arguments of a call that goes on."""
         n, parts = len(ids), -(-len(ids) // kernels.PART)
-        rows, missing = np.empty(n, np.int32), np.empty(n, np.int64)
-        n_missing = np.zeros(parts, np.int64)
-        call = self._call(ids, rows, missing=missing, n_missing=n_missing)
+        rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
+        given = ids, rows, np.empty(n, np.int64), n_missing, times, step, np.zeros(3, np.int64)
+        call = self._call(*given)
         threads = 1 if n < _SERIAL_BELOW else get_num_threads()
         run_all((Loop.of(kernels.search, parts, call.address, threads),) if n else ())
-        return rows, missing, n_missing
+        return rows, int(n_missing.sum()), given, call
 
     def _admit(self, ids: np.ndarray, step: int, times: np.ndarray | None) -> np.ndarray:
-        rows, missing, n_missing = self._search(ids)
-        total, evicted, told = int(n_missing.sum()), np.empty(0, np.int32), np.zeros(3, np.int64)
-        if total:
-            evicted = self._make_room(ids, rows, times, step)
-            self._make_slots_for(total)
+        rows, n_missing, given, call = self._search(ids, times, step)
+        if not n_missing:  # all have rows
+            run_all((Loop.of(kernels.count, 1, call.address, 1),) if len(ids) else ())
+            self.step, self.last = step, _NONE
+            return rows
+        evicted, told = self._make_room(ids, rows, times, step), given[-1]
+        self._make_slots_for(n_missing)
         next_row, n_free, free = int(self._next_row[0]), int(self._n_free[0]), self._free
-        call = self._call(
-            ids, rows, counts=self._counts, last_uses=self._last_uses, step=step, times=times,
-            missing=missing, n_missing=n_missing, told=told,
-        )  # fmt: skip
-        loops = [kernels.count] if total < len(ids) else []
-        loops += [kernels.admit] if total else []
-        run_all([Loop.of(own, 1, call.address, 1) for own in loops])
+        call = self._call(*given)
+        run_all([Loop.of(own, 1, call.address, 1) for own in (kernels.count, kernels.admit)])
         self._entries += int(told[0])
         if told[2]:
             raise RuntimeError("IdMap: too many ids have the same hashes")
@@ -367,7 +372,7 @@ class IdMap:
         self._remove(self._row_ids[rows])
         self._row_ids[rows] = self._counts[rows] = self._last_uses[rows] = 0
         free = np.concatenate((self._free[: int(self._n_free[0])], rows))
-        self._free = np.ascontiguousarray(np.sort(free)[::-1], np.int32)
+        self._free, self._bound = np.ascontiguousarray(np.sort(free)[::-1], np.int32), None
         self._n_free[0] = len(free)
 
     def _remove(self, ids: np.ndarray) -> None:
@@ -404,7 +409,7 @@ class IdMap:
                 new = np.zeros(capacity, old.dtype)
                 new[:n] = old[:n]
                 setattr(self, name, new)
-            self.capacity = int(capacity)
+            self.capacity, self._bound = int(capacity), None
 
     def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
@@ -503,6 +508,7 @@ class IdMap:
             self._removed_steps = found["removed_steps"].copy()
             free = np.setdiff1d(np.arange(1, next_row, dtype=np.int32), rows)
             self._free, self._n_free[0] = np.ascontiguousarray(free[::-1]), len(free)
+            self._bound = None
 
 
 def ids_of_64_bits(where: str, ids: Any, name: str = "ids") -> np.ndarray:
