@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import cuda
 from .errors import RejectedValueError, reject
-from .frameworks import Framework, Place, framework_of, lacks, on_device, stream_of
+from .frameworks import (
+    Framework,
+    Place,
+    carrier_of,
+    framework_of,
+    lacks,
+    on_device,
+    stream_of,
+)  # fmt: skip
 
 
 class Flags(NamedTuple):
@@ -22,36 +30,70 @@ class Flags(NamedTuple):
     writeable: bool
 
 
+class Form(NamedTuple):
+    """All of a device array but its memory."""
+
+    framework: Framework
+    stream: int | None
+    device: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: Flags
+    size: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, framework: Framework, place: Place) -> Form:
+        """The form of an array at a place."""
+        address, shape, strides, dtype, device, writable, stream = place
+        size, n_bytes = math.prod(shape), dtype.itemsize
+        compact = tuple(n_bytes * math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        strides = compact if strides is None else strides
+        # The stride of a dimension of 1 does not matter.
+        dimensions = zip(shape, strides, compact, strict=True)
+        is_compact = 0 in shape or all(n == 1 or a == b for n, a, b in dimensions)
+        flags = Flags(is_compact, address % n_bytes == 0, writable)
+        return cls(framework, stream, device, dtype, shape, strides, flags, size, size * n_bytes)
+
+
+def _of_form(name: str, doc: str) -> Any:
+    return property(attrgetter(f"form.{name}"), doc=doc)  # read without a call of Python
+
+
 class DeviceArray:
     """An array on a CUDA device, adopted without a copy.
 
     It has the attributes of a NumPy array that describe it, and no arithmetic. ``owner`` is the
-    adopted array of a ``framework``; ``stream`` is the handle of a stream that belongs to the array
-    itself, or None.
+    adopted array of a framework, and ``base`` where that lay.
     """
 
-    __slots__ = (
-        "_base", "address", "device", "dtype", "flags", "framework", "itemsize", "nbytes", "ndim",
-        "owner", "shape", "size", "stream", "strides",
-    )  # fmt: skip
+    __slots__ = ("address", "base", "form", "owner")
 
-    def __init__(self, owner: Any, framework: Framework, place: Place) -> None:
-        self.owner, self.framework, self._base = owner, framework, framework.address(owner)
-        self.address, self.shape, strides, self.dtype, self.device, writable, self.stream = place
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        self.itemsize: int = self.dtype.itemsize
-        self.nbytes = self.size * self.itemsize
-        compact = tuple(self.itemsize * math.prod(self.shape[k + 1 :]) for k in range(self.ndim))
-        self.strides = compact if strides is None else strides
-        # The stride of a dimension of 1 does not matter.
-        dimensions = zip(self.shape, self.strides, compact, strict=True)
-        is_compact = 0 in self.shape or all(n == 1 or a == b for n, a, b in dimensions)
-        self.flags = Flags(is_compact, self.address % self.itemsize == 0, writable)
+    framework = _of_form("framework", "The framework of the adopted array.")
+    stream = _of_form("stream", "The handle of a stream that belongs to the array itself, or None.")
+    device = _of_form("device", "The number of the device.")
+    dtype = _of_form("dtype", "The dtype, of NumPy.")
+    shape = _of_form("shape", "The lengths of the dimensions.")
+    strides = _of_form("strides", "Bytes from one element to the next, by dimension.")
+    flags = _of_form("flags", "Properties of the memory.")
+    size = _of_form("size", "The number of elements.")
+    nbytes = _of_form("nbytes", "Bytes of the elements.")
+    itemsize = _of_form("dtype.itemsize", "Bytes of an element.")
+
+    def __init__(self, owner: Any, form: Form, address: int, base: int) -> None:
+        self.owner, self.form, self.address, self.base = owner, form, address, base
+
+    @classmethod
+    def at(cls, owner: Any, framework: Framework, place: Place) -> DeviceArray:
+        """An array in the memory of ``owner``, an array of a framework."""
+        base = framework.address(owner) or 0
+        return cls(owner, Form.of(framework, place), place.address, base)
 
     @classmethod
     def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
         """``value`` as a device array, or None if it is none."""
-        if isinstance(value, DeviceArray):
+        if type(value) is DeviceArray:
             return value
         framework = framework_of(value)
         if framework is None:
@@ -59,30 +101,23 @@ class DeviceArray:
         if lacking := lacks():
             wrong, expected, got = "lives on a CUDA device", "an array on the host", type(value)
             reject(RuntimeError, where, name, wrong, expected, got.__name__, f"; {lacking}")
-        address, form = framework.look(value)
-        known = _known.get((framework, form))
-        if known is not None and address % known.itemsize == 0:
-            return known._at(address, value)
-        made = cls(value, framework, framework.place(where, name, value))
-        if made.flags.aligned:
+        kind = framework, framework.form(value)
+        form = _known.get(kind)
+        if form is not None:
+            address = framework.address(value)
+            if lie_on(form, (address,)):
+                return cls(value, form, address, address)
+        made = cls.at(value, framework, framework.place(where, name, value))
+        if made.address and made.flags.aligned:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-            _known[framework, form] = made.without_owner()
+            _known[kind] = made.form
         return made
 
-    def _at(self, address: int, owner: Any) -> DeviceArray:
-        """An array of the same form at another address; its memory belongs to ``owner``."""
-        made = DeviceArray.__new__(DeviceArray)
-        made.address, made._base, made.owner, made.framework, made.stream = (
-            address, address, owner, self.framework, self.stream
-        )  # fmt: skip
-        made.shape, made.strides, made.dtype, made.device, made.flags = (
-            self.shape, self.strides, self.dtype, self.device, self.flags
-        )  # fmt: skip
-        made.ndim, made.size, made.itemsize, made.nbytes = (
-            self.ndim, self.size, self.itemsize, self.nbytes
-        )  # fmt: skip
-        return made
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.form.shape)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -105,29 +140,42 @@ class DeviceArray:
         }
 
     @property
-    def look(self) -> tuple[type, Framework, Any] | None:
-        """The class, framework and form of the adopted array; None if it was copied."""
-        address, form = self.framework.look(self.owner)
-        is_whole = address == self.address and self.flags.c_contiguous
-        return (type(self.owner), self.framework, form) if is_whole else None
+    def look(self) -> Any:
+        """The form of the adopted array for its framework; None if it was copied, or is a part."""
+        is_whole = self.base == self.address and self.flags.c_contiguous
+        return self.framework.form(self.owner) if is_whole else None
 
     @property
     def has_moved(self) -> bool:
         """Whether the adopted array lies elsewhere now: a framework has exchanged its memory."""
-        return self.framework.address(self.owner) != self._base
+        return bool((self.framework.address(self.owner) or 0) != self.base)
+
+    def followed(self, where: str, name: str) -> DeviceArray:
+        """This array, or one of its form in the memory that was exchanged for its own.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: that has another form, or there is none.
+        """
+        if not self.has_moved:
+            return self
+        place = self.framework.place(where, name, self.owner)
+        if place.shape != self.shape:
+            reject(ValueError, where, name, "has a wrong shape", self.shape, place.shape)
+        if place.dtype not in (self.dtype, carrier_of(self.dtype)):
+            reject(TypeError, where, name, "has a wrong dtype", self.dtype, place.dtype)
+        made = DeviceArray.at(self.owner, self.framework, place._replace(dtype=self.dtype))
+        if made.form != self.form:
+            wrong, got = "lies otherwise than before", f"{made.flags} on device {made.device}"
+            reject(ValueError, where, name, wrong, f"{self.flags} on device {self.device}", got)
+        return made
 
     def is_like(self, other: Any) -> bool:
         """Whether another array differs in its place alone."""
-        return type(other) is DeviceArray and self._form == other._form
-
-    @property
-    def _form(self) -> tuple[Any, ...]:
-        kind = self.shape, self.dtype, self.strides, self.flags
-        return *kind, self.device, self.framework, self.stream
+        return type(other) is DeviceArray and self.form == other.form
 
     def without_owner(self) -> DeviceArray:
         """An array that tells the stream of this one, and does not keep it alive."""
-        return self._at(0, None)
+        return DeviceArray(None, self.form, 0, 0)
 
     def contiguous(self, where: str, name: str) -> DeviceArray:
         """This array, or a C-contiguous copy, if the framework can make one.
@@ -140,7 +188,7 @@ class DeviceArray:
         refuse_capture(self)
         copied, made = self.framework.contiguous(self.owner), self
         if copied is not None:
-            made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
+            made = DeviceArray.at(copied, self.framework, self.framework.place(where, name, copied))
         if not (made.flags.c_contiguous and made.flags.aligned):
             wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
             if self.flags.c_contiguous:
@@ -181,19 +229,19 @@ class DeviceArray:
         """The bytes of a contiguous array: a view."""
         like = self.device, self.flags.writeable, self.stream
         place = Place(self.address, (self.nbytes,), None, np.dtype(np.uint8), *like)
-        return DeviceArray(self.owner, self.framework, place)
+        return DeviceArray.at(self.owner, self.framework, place)
 
     def reshape(self, *lengths: Any) -> DeviceArray:
         """A view of a contiguous array in another shape, given as numbers or as one tuple."""
         shape = lengths[0] if isinstance(lengths[0], tuple) else lengths
         like = self.dtype, self.device, self.flags.writeable, self.stream
-        return DeviceArray(self.owner, self.framework, Place(self.address, shape, None, *like))
+        return DeviceArray.at(self.owner, self.framework, Place(self.address, shape, None, *like))
 
     def part(self, elements: slice) -> DeviceArray:
         """A view of some consecutive elements of a contiguous array of 1 dimension."""
         n, like = elements.stop - elements.start, (self.dtype, self.device, self.flags.writeable)
         at = self.address + elements.start * self.itemsize
-        return DeviceArray(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
+        return DeviceArray.at(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
 
     def native(self) -> Any:
         """The array of the framework, or this one if the framework has no such dtype."""
@@ -229,8 +277,21 @@ class DeviceArray:
         return _to_device, (self.numpy(), self.device)
 
 
-_known: dict[tuple[Framework, Any], DeviceArray] = {}  # by framework and `Framework.look`
+_known: dict[tuple[Framework, Any], Form] = {}  # by framework and `Framework.form`
 _MOST_KNOWN = 1_024
+
+
+def lie_on(form: Form, addresses: Sequence[int]) -> bool:
+    """Whether arrays of a form that is known, now at these addresses, are on its device still.
+
+    Whether they have memory, and are aligned, is asked too, since no form tells it.
+    """
+    if not all(addresses):
+        return False
+    n_bytes, device = form.dtype.itemsize, form.device
+    if any(address % n_bytes for address in addresses):
+        return False
+    return form.framework.tells_device or cuda.device.backend.are_on(device, addresses)
 
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
@@ -246,7 +307,7 @@ def _new(
     with on_device(device):
         owner, address = framework.empty(shape, dtype, device)
     own = framework_of(owner) or framework  # Numba's simulator has a framework of its own
-    return DeviceArray(owner, own, Place(address, shape, None, dtype, device, True))
+    return DeviceArray.at(owner, own, Place(address, shape, None, dtype, device, True))
 
 
 def is_on_device(array: Any) -> bool:
@@ -295,29 +356,42 @@ def _named(device: int | None) -> str:
     return "the host" if device is None else f"CUDA device {device}"
 
 
-@contextmanager
-def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
+class launching:  # noqa: N801  (used as a function)
     """The stream on which a call on several arrays of one device runs: that of the first array.
 
     If other arrays belong to other streams (of another framework, say), the call waits for earlier
     work on these, and later work there waits for the call. The host waits for nothing.
     """
-    is_capturing, follow = cuda.device.backend.is_capturing, cuda.device.memory.follow
-    device = arrays[0].device
-    with on_device(device):
-        kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
-        own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
-        stream = stream_of(device, own)
-        elsewhere = [stream_of(device, handle) for handle in others]
-        if any(map(is_capturing, (stream, *elsewhere))):
-            raise _captured()
-        for other in elsewhere:
-            follow(stream, other)
+
+    def __init__(self, arrays: Sequence[DeviceArray]) -> None:
+        self._device, self._kinds = arrays[0].device, dict.fromkeys(map(_kind_of, arrays))
+        self._here = on_device(self._device)
+
+    def __enter__(self) -> Any:
+        device = self._device
+        self._here.__enter__()
         try:
-            yield stream
-        finally:  # after an error too, for the work that was enqueued before it
-            for other in elsewhere:
-                follow(other, stream)
+            handles = dict.fromkeys([_handle(*kind, device) for kind in self._kinds])
+            streams = [stream_of(device, handle) for handle in handles]
+            if any(map(cuda.device.backend.is_capturing, streams)):
+                raise _captured()
+            self._stream, *self._others = streams
+            for other in self._others:
+                cuda.device.memory.follow(self._stream, other)
+        except BaseException as error:
+            self._here.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self._stream
+
+    def __exit__(self, *error: Any) -> None:
+        try:  # after an error too, for the work that was enqueued before it
+            for other in self._others:
+                cuda.device.memory.follow(other, self._stream)
+        finally:
+            self._here.__exit__(*error)
+
+
+_kind_of = attrgetter("form.framework", "form.stream")
 
 
 def refuse_capture(array: DeviceArray) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from . import cuda, locks, pending
@@ -18,15 +18,30 @@ class Launch(NamedTuple):
     base: int = 0  # added to a bad position that it finds
 
 
-@contextmanager
+class _Alone(launching):
+    """A launch of a call that cannot fail, in any order with those that lock."""
+
+    def __enter__(self) -> Launch:
+        return Launch(super().__enter__())
+
+
 def launch_on(
     arrays: Sequence[DeviceArray], error: pending.Error | None = None, use_locking: bool = False
-) -> Iterator[Launch]:
+) -> AbstractContextManager[Launch]:
     """A launch on the stream of the first of all arrays that a call reads or writes.
 
     With an ``error`` it has a guard, which the host reads later. With ``use_locking`` it comes
     after all such launches on this device that were made before.
     """
+    if error or use_locking:
+        return _launch_in_order(arrays, error, use_locking)
+    return _Alone(arrays)
+
+
+@contextmanager
+def _launch_in_order(
+    arrays: Sequence[DeviceArray], error: pending.Error | None, use_locking: bool
+) -> Iterator[Launch]:
     device = arrays[0].device
     # The guards before the order of streams, as in steps of optimizers: two threads that took the
     # locks of both the other way round would wait for each other.
