@@ -95,7 +95,7 @@ class _DenseLook(NamedTuple):
 
     form: Form  # of the first
     places: list[int]  # among all gradients
-    dense: list[int]  # places among the dense gradients
+    dense: list[int]  # their places among all dense gradients
     forms: list[Any]  # of each, for its framework
 
     def addresses(self, gradients: tuple[Any, ...]) -> list[int] | None:
@@ -112,6 +112,7 @@ class _LastOnDevice(NamedTuple):
     types: list[type]  # of all gradients
     dense: list[_DenseLook]
     rows: list[tuple[int, _RowLook]]  # with their places
+    order: np.ndarray  # of each dense gradient the place in the lists of ``dense``
     streams: Sequence[DeviceArray]
     apart: list[list[int]]  # addresses of dense gradients that were found apart from variables
 
@@ -223,7 +224,6 @@ class GradientReader:
             if own is None:
                 return None
             found.append(own)
-        addresses: np.ndarray = np.empty(len(layout.dense_bytes), np.int64)
         spans = [span for row in rows for span in row.spans]
         if found != last.apart:
             for look, own in zip(last.dense, found, strict=True):
@@ -234,8 +234,9 @@ class GradientReader:
         if layout.shares_memory(spans):
             return None
         last.apart[:] = found
-        for look, own in zip(last.dense, found, strict=True):
-            addresses[look.dense] = own
+        addresses = np.array([address for own in found for address in own], np.int64)
+        if len(found) > 1:
+            addresses = addresses[last.order]
         return Gradients(layout, addresses, rows, gradients, last.streams)
 
     def _last_on_device(
@@ -266,7 +267,8 @@ class GradientReader:
         streams = {(array.framework, array.stream): array for array in reversed(given.arrays)}
         first = given.arrays[0]
         others = [a for key, a in streams.items() if key != (first.framework, first.stream)]
-        looks = [*map(type, gradients)], [*dense.values()], rows
+        order = np.argsort([k for look in dense.values() for k in look.dense])
+        looks = [*map(type, gradients)], [*dense.values()], rows, order
         return _LastOnDevice(layout, *looks, [a.without_owner() for a in (first, *others)], [])
 
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.storage import STORAGES
 from . import cuda
 from .errors import RejectedValueError, reject
 from .frameworks import (
@@ -16,10 +17,20 @@ from .frameworks import (
     Place,
     carrier_of,
     framework_of,
+    is_current,
+    known_framework,
     lacks,
     on_device,
     stream_of,
 )  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """The stream of a call, and the condition under which it writes."""
+
+    stream: Any  # of Numba
+    guard: int = 0  # its address on the device, or 0 for a call that cannot fail
+    base: int = 0  # added to a bad position that it finds
 
 
 class Flags(NamedTuple):
@@ -68,21 +79,20 @@ class DeviceArray:
     adopted array of a framework, and ``base`` where that lay.
     """
 
-    __slots__ = ("address", "base", "form", "owner")
+    __slots__ = ("address", "base", "dtype", "form", "nbytes", "owner", "shape")
 
     framework = _of_form("framework", "The framework of the adopted array.")
     stream = _of_form("stream", "The handle of a stream that belongs to the array itself, or None.")
     device = _of_form("device", "The number of the device.")
-    dtype = _of_form("dtype", "The dtype, of NumPy.")
-    shape = _of_form("shape", "The lengths of the dimensions.")
     strides = _of_form("strides", "Bytes from one element to the next, by dimension.")
     flags = _of_form("flags", "Properties of the memory.")
     size = _of_form("size", "The number of elements.")
-    nbytes = _of_form("nbytes", "Bytes of the elements.")
     itemsize = _of_form("dtype.itemsize", "Bytes of an element.")
 
     def __init__(self, owner: Any, form: Form, address: int, base: int) -> None:
         self.owner, self.form, self.address, self.base = owner, form, address, base
+        # What every call reads is found at once.
+        self.dtype, self.shape, self.nbytes = form.dtype, form.shape, form.nbytes
 
     @classmethod
     def at(cls, owner: Any, framework: Framework, place: Place) -> DeviceArray:
@@ -201,8 +211,8 @@ class DeviceArray:
     ) -> DeviceArray:
         """A new array of another dtype, filled with ``value``; of the same shape unless given."""
         made = self.empty_like(dtype, shape)
-        with launching([self]) as stream:
-            cuda.device.arrays.fill(made.address, made.size, value, dtype, stream)
+        with launching([self]) as launch:
+            cuda.device.arrays.fill(made.address, made.size, value, dtype, launch.stream)
         return made
 
     def empty_like(
@@ -252,18 +262,20 @@ class DeviceArray:
         """A copy on the host, which waits for it."""
         source = self.contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
-        with launching([self]) as stream:
-            cuda.device.backend.copy_out(copied, source.address, stream)
+        with launching([self]) as launch:
+            cuda.device.backend.copy_out(copied, source.address, launch.stream)
         return copied
 
     def assign(self, array: np.ndarray | DeviceArray) -> None:
         """Copy an array of this shape and dtype, on the host or (contiguous) on the device."""
         if isinstance(array, DeviceArray):
-            with launching([self, array]) as stream:
-                cuda.device.backend.copy_within(self.address, array.address, self.nbytes, stream)
+            with launching([self, array]) as launch:
+                cuda.device.backend.copy_within(
+                    self.address, array.address, self.nbytes, launch.stream
+                )
             return
-        with launching([self]) as stream:
-            cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), stream)
+        with launching([self]) as launch:
+            cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), launch.stream)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
         # An array that was adopted twice, by two groups of parameters say, is copied once.
@@ -289,9 +301,10 @@ def lie_on(form: Form, addresses: Sequence[int]) -> bool:
     if not all(addresses):
         return False
     n_bytes, device = form.dtype.itemsize, form.device
-    if any(address % n_bytes for address in addresses):
-        return False
-    return form.framework.tells_device or cuda.device.backend.are_on(device, addresses)
+    # Their greatest common divisor: code of C.
+    return math.gcd(n_bytes, *addresses) == n_bytes and (
+        form.framework.tells_device or cuda.device.backend.are_on(device, addresses)
+    )
 
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
@@ -308,6 +321,30 @@ def _new(
         owner, address = framework.empty(shape, dtype, device)
     own = framework_of(owner) or framework  # Numba's simulator has a framework of its own
     return DeviceArray.at(owner, own, Place(address, shape, None, dtype, device, True))
+
+
+def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
+    """Arrays of one framework and one form that was seen, if they can be updated in place.
+
+    None says nothing: whatever is not known at a look is adopted and checked one by one.
+    """
+    kind = type(values[0])
+    framework = known_framework(kind)
+    if framework is None or [*map(type, values)].count(kind) < len(values):
+        return None
+    form_of, like = framework.form, framework.form(values[0])
+    form = _known.get((framework, like))
+    if form is None or form.dtype not in STORAGES or form.flags != _WHOLE:
+        return None
+    if [*map(form_of, values)].count(like) < len(values):
+        return None
+    addresses = [*map(framework.address, values)]
+    if not lie_on(form, addresses):
+        return None
+    return [DeviceArray(value, form, at, at) for value, at in zip(values, addresses, strict=True)]
+
+
+_WHOLE = Flags(c_contiguous=True, aligned=True, writeable=True)
 
 
 def is_on_device(array: Any) -> bool:
@@ -357,41 +394,50 @@ def _named(device: int | None) -> str:
 
 
 class launching:  # noqa: N801  (used as a function)
-    """The stream on which a call on several arrays of one device runs: that of the first array.
+    """The launch of a call on several arrays of one device, on the stream of the first array.
 
     If other arrays belong to other streams (of another framework, say), the call waits for earlier
     work on these, and later work there waits for the call. The host waits for nothing.
     """
 
     def __init__(self, arrays: Sequence[DeviceArray]) -> None:
-        self._device, self._kinds = arrays[0].device, dict.fromkeys(map(_kind_of, arrays))
-        self._here = on_device(self._device)
+        forms = [array.form for array in arrays]
+        first = forms[0]
+        # Most arrays of a call share one form.
+        others = [form for form in forms if form is not first]
+        self._kinds = dict.fromkeys([(f.framework, f.stream) for f in (first, *others)])
+        self._device = first.device
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Launch:
         device = self._device
-        self._here.__enter__()
+        self._there = None if is_current(device) else cuda.numba.gpus[device]
+        if self._there is not None:
+            self._there.__enter__()
         try:
-            handles = dict.fromkeys([_handle(*kind, device) for kind in self._kinds])
-            streams = [stream_of(device, handle) for handle in handles]
-            if any(map(cuda.device.backend.is_capturing, streams)):
+            handles = dict.fromkeys(
+                [
+                    framework.stream(device) if stream is None else stream
+                    for framework, stream in self._kinds
+                ]
+            )
+            if any(map(cuda.device.backend.is_capturing, handles)):
                 raise _captured()
-            self._stream, *self._others = streams
+            self._stream, *self._others = [stream_of(device, handle) for handle in handles]
             for other in self._others:
                 cuda.device.memory.follow(self._stream, other)
         except BaseException as error:
-            self._here.__exit__(type(error), error, error.__traceback__)
+            if self._there is not None:
+                self._there.__exit__(type(error), error, error.__traceback__)
             raise
-        return self._stream
+        return Launch(self._stream)
 
     def __exit__(self, *error: Any) -> None:
         try:  # after an error too, for the work that was enqueued before it
             for other in self._others:
                 cuda.device.memory.follow(other, self._stream)
         finally:
-            self._here.__exit__(*error)
-
-
-_kind_of = attrgetter("form.framework", "form.stream")
+            if self._there is not None:
+                self._there.__exit__(*error)
 
 
 def refuse_capture(array: DeviceArray) -> None:
@@ -409,8 +455,7 @@ def refuse_captures(tensors: Iterable[Any]) -> None:
     for device, tensor in {t.device: t for t in tensors}.items():
         with on_device(device.index):
             framework: Any = framework_of(tensor)
-            stream = stream_of(device.index, framework.stream(device.index))
-            if cuda.device.backend.is_capturing(stream):
+            if cuda.device.backend.is_capturing(framework.stream(device.index)):
                 raise _captured()
 
 
@@ -420,7 +465,3 @@ def _captured() -> RuntimeError:
         "fusestep: a CUDA graph is being captured, of which no call of this package can be a "
         "part; capture forward and backward, and step after the replay"
     )
-
-
-def _handle(framework: Framework, stream: int | None, device: int) -> int:
-    return framework.stream(device) if stream is None else stream

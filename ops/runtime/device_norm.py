@@ -59,8 +59,9 @@ def squares_at(
     They are given by int64 addresses and numbers of elements. The host waits for the sums.
     """
     norm = cuda.dense.norm
-    with launching([like]) as stream:
-        found: np.ndarray = norm.squares(norm.DenseGradients(storage, addresses, sizes), stream)
+    with launching([like]) as launch:
+        given = norm.DenseGradients(storage, addresses, sizes)
+        found: np.ndarray = norm.squares(given, launch.stream)
     return found
 
 

@@ -234,7 +234,9 @@ def framework_of(value: Any) -> Framework | None:
         elif isinstance(value, _class("cupy", "ndarray")):
             known = _of_types[kind] = _CUPY
         elif kind.__module__.startswith("numba.cuda.simulator."):
-            return _SIMULATOR if hasattr(value, "_ary") else None
+            if not hasattr(value, "_ary"):
+                return None
+            known = _of_types[kind] = _SIMULATOR
         elif getattr(value, "__cuda_array_interface__", None) is None:
             return None
         elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # true of all of this class
@@ -245,6 +247,8 @@ def framework_of(value: Any) -> Framework | None:
 
 
 _of_types: dict[type, Framework] = {}
+known_framework = _of_types.get
+"""The framework of the arrays of a class that was seen, or None."""
 
 
 def _class(module: str, name: str) -> Any:
@@ -285,9 +289,14 @@ def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtyp
     return dtype
 
 
+def is_current(device: int) -> bool:
+    """Whether a device is the current one of this thread, in use already."""
+    return bool(cuda.device.backend.is_current(device))
+
+
 def on_device(device: int) -> Any:
     """A context in which a device is the current one of this thread."""
-    return _HERE if cuda.device.backend.is_current(device) else cuda.numba.gpus[device]
+    return _HERE if is_current(device) else cuda.numba.gpus[device]
 
 
 _HERE = nullcontext()

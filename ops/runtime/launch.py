@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import cuda, locks, pending
-from .device import DeviceArray, launching
-
-
-class Launch(NamedTuple):
-    """The stream of a call, and the condition under which it writes."""
-
-    stream: Any  # of Numba
-    guard: int = 0  # its address on the device, or 0 for a call that cannot fail
-    base: int = 0  # added to a bad position that it finds
-
-
-class _Alone(launching):
-    """A launch of a call that cannot fail, in any order with those that lock."""
-
-    def __enter__(self) -> Launch:
-        return Launch(super().__enter__())
+from .device import DeviceArray, Launch, launching
 
 
 def launch_on(
@@ -35,7 +20,7 @@ def launch_on(
     """
     if error or use_locking:
         return _launch_in_order(arrays, error, use_locking)
-    return _Alone(arrays)
+    return launching(arrays)
 
 
 @contextmanager
@@ -47,11 +32,11 @@ def _launch_in_order(
     # locks of both the other way round would wait for each other.
     with (
         pending.held() if error else _FREE,
-        launching(arrays) as stream,
-        in_order(device, stream) if use_locking else _FREE,
+        launching(arrays) as launch,
+        in_order(device, launch.stream) if use_locking else _FREE,
         pending.guarded(device, error) if error else _FREE as guard,
     ):
-        yield Launch(stream, guard or 0)
+        yield launch._replace(guard=guard or 0)
 
 
 _FREE: Any = nullcontext()

@@ -136,14 +136,15 @@ def prepare(loop: Any) -> Any:
     return _compiled[key]
 
 
-def is_capturing(stream: Any) -> bool:
-    """Whether what is enqueued on a stream becomes part of a CUDA graph."""
-    error, status = driver.cuStreamIsCapturing(handle_of(stream))
+def is_capturing(handle: int) -> bool:
+    """Whether what is enqueued on the stream of a handle becomes part of a CUDA graph."""
+    error, status = driver.cuStreamIsCapturing(handle)
+    if error == _SUCCESS:
+        return bool(status != _NO_CAPTURE)
     # The default stream cannot be asked while a stream that waits for it is captured.
-    if error == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
-        return True
-    _checked((error,))
-    return bool(status != _NO_CAPTURE)
+    if error != driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        _checked((error,))
+    return True
 
 
 def _enqueue(call: Any, n_bytes: int, stream: Any, *places: Any) -> None:

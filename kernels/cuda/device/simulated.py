@@ -188,7 +188,7 @@ def prepare(loop):
     pass  # nothing is compiled
 
 
-def is_capturing(stream):
+def is_capturing(handle):
     return bool(captures)
 
 
