@@ -7,8 +7,8 @@ from typing import Any
 
 from ...kernels.cpu.threads.parallel import commit
 from ...ops.runtime import cuda, pending
-from ...ops.runtime.device import launching
-from ...ops.runtime.launch import Launch, launch_on
+from ...ops.runtime.device import Launch, launching
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import (
     IndexList,
     RowUpdate,

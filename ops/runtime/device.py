@@ -260,7 +260,7 @@ class DeviceArray:
 
     def numpy(self) -> np.ndarray:
         """A copy on the host, which waits for it."""
-        source = self.contiguous("DeviceArray", "array")
+        source = self.followed("DeviceArray", "array").contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
         with launching([self]) as launch:
             cuda.device.backend.copy_out(copied, source.address, launch.stream)
@@ -268,14 +268,14 @@ class DeviceArray:
 
     def assign(self, array: np.ndarray | DeviceArray) -> None:
         """Copy an array of this shape and dtype, on the host or (contiguous) on the device."""
+        backend, to = cuda.device.backend, self.followed("DeviceArray", "array").address
         if isinstance(array, DeviceArray):
+            source = array.followed("DeviceArray", "array").address
             with launching([self, array]) as launch:
-                cuda.device.backend.copy_within(
-                    self.address, array.address, self.nbytes, launch.stream
-                )
+                backend.copy_within(to, source, self.nbytes, launch.stream)
             return
         with launching([self]) as launch:
-            cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), launch.stream)
+            backend.copy_in(to, np.ascontiguousarray(array), launch.stream)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
         # An array that was adopted twice, by two groups of parameters say, is copied once.

@@ -25,9 +25,11 @@ from devices import (
     Maker,
     TorchMaker,
     adopted,
+    assert_equal_runs,
     assert_same,
     capture,
     computed,
+    exchange,
     gradient,
     numba_stream,
     on_device,
@@ -353,21 +355,43 @@ def test_captures_are_refused(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Adam", "LazyAdam", "AdamOffload"])
+def test_memory_is_exchanged(name: str) -> None:
+    """A step works where parameters and states lie now, and refuses what they have become."""
+    opt, on_cpu = (getattr(nn, name)([w], 0.1) for w in (on_device(late[0][:20]), late[0][:20] * 1))
+    own, *others = opt.parameters[0].array, *opt.states_by_name(0).values()
+    states = [array for array in others if not isinstance(array, np.ndarray)]
+    for step in range(5):
+        g: Any = gradient((20,)) if step or name != "LazyAdam" else None
+        opt((on_device(g),))
+        on_cpu((g,))
+        assert_equal_runs(opt, on_cpu)
+        for array in (own, *states)[step % 2 :]:
+            exchange(array.owner)
+    assert_equal_runs(opt, on_cpu)  # without a step
+    swapped = opt.parameters[0].data, *(array.owner for array in states)
+    for array in swapped[:1] if name == "AdamOffload" else swapped:
+        exchange(array, np.ones(7, np.float32))
+        with refused(ValueError, "has a wrong shape: expected (20,), got (7,)"):
+            opt((on_device(gradient((20,))),))
+        exchange(array, np.ones(20, np.float32))
+    assert opt.global_step == on_cpu.global_step
+
+
 @REAL
-def test_memory_of_parameters_is_exchanged(torch: Any, name: str) -> None:
-    """A step writes where the parameter lies now, and refuses what it has become otherwise."""
-    parameter = torch.ones(5, 4, device="cuda")
-    own = nn.Parameter(parameter)
-    optimizer = getattr(nn, name)([own], 0.1)
-    for step in range(3):
-        g = torch.ones(5, 4, device="cuda")
-        if step and name != "AdamOffload":
-            g = nn.RowTensor(torch.arange(5, device="cuda"), g, (5, 4))
-        optimizer((g,))
-        fusestep.synchronize()
-        assert own.array.address == parameter.data_ptr()
-        parameter.data = torch.full((5, 4), float(step), device="cuda")
-    parameter.data = torch.ones(4, 5, device="cuda")
-    with refused(ValueError, "data has a wrong shape: expected (5, 4), got (4, 5)"):
-        optimizer((torch.ones(5, 4, device="cuda"),))
-    assert optimizer.global_step == 3
+def test_memory_of_states_of_pytorch_is_exchanged(torch: Any) -> None:
+    """A step finds a state under its name, and the memory of the tensor that is there."""
+    from fusestep.nn import torch as fused
+
+    parameter = torch.nn.Parameter(torch.ones(5, 4, device="cuda"))
+    parameter.grad = torch.ones(5, 4, device="cuda")
+    opt = fused.AdamW([parameter], 0.1)
+    opt.step()
+    state = opt.state[parameter]
+    for way in ("another", "the memory"):
+        for name in ("exp_avg", "exp_avg_sq"):
+            if way == "another":
+                state[name] = state[name].clone().to("cuda")
+            else:
+                exchange(state[name])
+        exchange(parameter)
+        opt.step()
