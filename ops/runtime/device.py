@@ -13,6 +13,7 @@ from ...kernels.storage import STORAGES
 from . import cuda
 from .errors import RejectedValueError, reject
 from .frameworks import (
+    TORCH,
     Framework,
     Place,
     carrier_of,
@@ -104,7 +105,7 @@ class DeviceArray:
     def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
         """``value`` as a device array, or None if it is none."""
         if type(value) is DeviceArray:
-            return value
+            return value.followed(where, name)
         framework = framework_of(value)
         if framework is None:
             return None
@@ -450,12 +451,11 @@ def refuse_capture(array: DeviceArray) -> None:
         pass
 
 
-def refuse_captures(tensors: Iterable[Any]) -> None:
-    """Refuse a call in which PyTorch works on tensors of CUDA devices, as `refuse_capture`."""
-    for device, tensor in {t.device: t for t in tensors}.items():
+def refuse_captures(devices: Iterable[Any]) -> None:
+    """Refuse a call in which PyTorch works on some of its CUDA devices, as `refuse_capture`."""
+    for device in devices:
         with on_device(device.index):
-            framework: Any = framework_of(tensor)
-            if cuda.device.backend.is_capturing(framework.stream(device.index)):
+            if cuda.device.backend.is_capturing(TORCH.stream(device.index)):
                 raise _captured()
 
 

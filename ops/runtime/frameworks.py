@@ -180,7 +180,7 @@ class _Simulator(Framework):
     address: Any = attrgetter("_ary.ctypes.data")
 
 
-_INTERFACE, _NUMBA, _TORCH, _CUPY, _SIMULATOR = (
+_INTERFACE, _NUMBA, TORCH, _CUPY, _SIMULATOR = (
     Framework(), _Numba(), _Torch(), _CuPy(), _Simulator()
 )  # fmt: skip
 
@@ -230,7 +230,7 @@ def framework_of(value: Any) -> Framework | None:
     known = _of_types.get(kind)
     if known is None:
         if is_tensor(value):
-            known = _of_types[kind] = _TORCH
+            known = _of_types[kind] = TORCH
         elif isinstance(value, _class("cupy", "ndarray")):
             known = _of_types[kind] = _CUPY
         elif kind.__module__.startswith("numba.cuda.simulator."):
@@ -243,7 +243,7 @@ def framework_of(value: Any) -> Framework | None:
             known = _of_types[kind] = _NUMBA
         else:
             return _INTERFACE
-    return None if known is _TORCH and not value.is_cuda else known
+    return None if known is TORCH and not value.is_cuda else known
 
 
 _of_types: dict[type, Framework] = {}

@@ -308,7 +308,6 @@ def exchange(array: Any, content: np.ndarray | None = None) -> None:
     names = ("_ary",) if KIND == SIMULATOR else ("gpu_data", "shape", "strides", "size")
     for name in names if hasattr(array, names[0]) else ("data",):
         setattr(array, name, getattr(other, name))
-    del other
     if KIND != SIMULATOR:
         clock.free_bytes()
 
