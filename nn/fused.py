@@ -343,7 +343,7 @@ class FusedOptimizer(TableOptimizer, ABC):
             gradients = gradients_of(self._name, gradients, len(self.parameters))
             self.check_kept(gradients)
         if self._device is not None and self._reader.have_moved:
-            self._follow()
+            self._follow_memory()
         if self._may_differ:
             self._begin_at_weights()
         classes = self._classes
@@ -371,7 +371,7 @@ class FusedOptimizer(TableOptimizer, ABC):
             self.use_locking, calls, self._behind(calls) if self._missed is not None else (),
         )  # fmt: skip
 
-    def _follow(self) -> None:
+    def _follow_memory(self) -> None:
         """Take over where parameters and states lie whose memory a framework has exchanged.
 
         Raises:
@@ -390,7 +390,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         for parameter, array in zip(self.parameters, arrays, strict=True):
             if array is not parameter.array:
                 parameter.follow(array)
-        self._states = states
+        self._states, self._may_differ = states, True
         self._read_anew()
 
     def _is_skipped(self, given: Gradients) -> bool:
