@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,7 +173,7 @@ class GradientReader:
                 (framework.address, [a.owner for a in own], [a.base for a in own])
                 for framework, own in known.items()
             ]
-        return any([*map(address, owners)] != bases for address, owners, bases in lay)
+        return True in [[*map(address, owners)] != bases for address, owners, bases in lay]
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients of a step if all are of the same kinds as in the step before, else None.
@@ -231,12 +232,13 @@ class GradientReader:
                     return None
                 n_bytes = [layout.dense_bytes[k] for k in look.dense]
                 spans += zip(own, n_bytes, strict=True)
-        if layout.shares_memory(spans):
+        if spans and layout.shares_memory(spans):
             return None
         last.apart[:] = found
-        addresses = np.array([address for own in found for address in own], np.int64)
-        if len(found) > 1:
-            addresses = addresses[last.order]
+        if len(found) == 1:
+            addresses = np.array(found[0], np.int64)
+        else:
+            addresses = np.array([*chain(*found)], np.int64)[last.order]
         return Gradients(layout, addresses, rows, gradients, last.streams)
 
     def _last_on_device(

@@ -18,7 +18,6 @@ from .frameworks import (
     Place,
     carrier_of,
     framework_of,
-    is_current,
     known_framework,
     lacks,
     on_device,
@@ -52,6 +51,7 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     flags: Flags
+    ndim: int
     size: int
     nbytes: int
 
@@ -66,7 +66,8 @@ class Form(NamedTuple):
         dimensions = zip(shape, strides, compact, strict=True)
         is_compact = 0 in shape or all(n == 1 or a == b for n, a, b in dimensions)
         flags = Flags(is_compact, address % n_bytes == 0, writable)
-        return cls(framework, stream, device, dtype, shape, strides, flags, size, size * n_bytes)
+        kind = framework, stream, device, dtype, shape, strides, flags
+        return cls(*kind, len(shape), size, size * n_bytes)
 
 
 def _of_form(name: str, doc: str) -> Any:
@@ -80,20 +81,20 @@ class DeviceArray:
     adopted array of a framework, and ``base`` where that lay.
     """
 
-    __slots__ = ("address", "base", "dtype", "form", "nbytes", "owner", "shape")
+    __slots__ = (
+        "address", "base", "device", "dtype", "flags", "form", "nbytes", "ndim", "owner", "shape",
+    )  # fmt: skip
 
     framework = _of_form("framework", "The framework of the adopted array.")
     stream = _of_form("stream", "The handle of a stream that belongs to the array itself, or None.")
-    device = _of_form("device", "The number of the device.")
     strides = _of_form("strides", "Bytes from one element to the next, by dimension.")
-    flags = _of_form("flags", "Properties of the memory.")
     size = _of_form("size", "The number of elements.")
     itemsize = _of_form("dtype.itemsize", "Bytes of an element.")
 
     def __init__(self, owner: Any, form: Form, address: int, base: int) -> None:
         self.owner, self.form, self.address, self.base = owner, form, address, base
         # What every call reads is found at once.
-        self.dtype, self.shape, self.nbytes = form.dtype, form.shape, form.nbytes
+        _, _, self.device, self.dtype, self.shape, _, self.flags, self.ndim, _, self.nbytes = form
 
     @classmethod
     def at(cls, owner: Any, framework: Framework, place: Place) -> DeviceArray:
@@ -124,11 +125,6 @@ class DeviceArray:
                 _known.clear()
             _known[kind] = made.form
         return made
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.form.shape)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -182,7 +178,7 @@ class DeviceArray:
 
     def is_like(self, other: Any) -> bool:
         """Whether another array differs in its place alone."""
-        return type(other) is DeviceArray and self.form == other.form
+        return type(other) is DeviceArray and (other.form is self.form or other.form == self.form)
 
     def without_owner(self) -> DeviceArray:
         """An array that tells the stream of this one, and does not keep it alive."""
@@ -411,7 +407,8 @@ class launching:  # noqa: N801  (used as a function)
 
     def __enter__(self) -> Launch:
         device = self._device
-        self._there = None if is_current(device) else cuda.numba.gpus[device]
+        is_current = cuda.device.backend.is_current(device)
+        self._there = None if is_current else cuda.numba.gpus[device]
         if self._there is not None:
             self._there.__enter__()
         try:

@@ -289,14 +289,9 @@ def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtyp
     return dtype
 
 
-def is_current(device: int) -> bool:
-    """Whether a device is the current one of this thread, in use already."""
-    return bool(cuda.device.backend.is_current(device))
-
-
 def on_device(device: int) -> Any:
     """A context in which a device is the current one of this thread."""
-    return _HERE if is_current(device) else cuda.numba.gpus[device]
+    return _HERE if cuda.device.backend.is_current(device) else cuda.numba.gpus[device]
 
 
 _HERE = nullcontext()

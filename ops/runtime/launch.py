@@ -36,7 +36,7 @@ def _launch_in_order(
         in_order(device, launch.stream) if use_locking else _FREE,
         pending.guarded(device, error) if error else _FREE as guard,
     ):
-        yield launch._replace(guard=guard or 0)
+        yield Launch(launch.stream, guard or 0)
 
 
 _FREE: Any = nullcontext()
