@@ -79,10 +79,13 @@ class Primitive:
     ) -> tuple[tuple[Any, ...], list[int]]:
         """The variables and the checked gradient, and their addresses."""
         w = next(iter(variables.values()))
-        gradient = adopt_anywhere(self.name, name, gradient)
+        if type(w) is DeviceArray:
+            gradient = adopt_anywhere(self.name, name, gradient)
+        # One of the form of the parameter fits it, and lies on its device.
         if not (type(gradient) is type(w) is DeviceArray and gradient.form is w.form):
             gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
-            device_of(self.name, {**variables, name: gradient})
+            if DeviceArray in (type(w), type(gradient)):
+                device_of(self.name, {**variables, name: gradient})
         arrays = (*variables.values(), gradient)
         return arrays, check.no_overlap(self.name, [*variables, name], arrays)
 

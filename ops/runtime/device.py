@@ -329,6 +329,8 @@ def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
     framework = known_framework(kind)
     if framework is None or [*map(type, values)].count(kind) < len(values):
         return None
+    if framework is TORCH and not values[0].is_cuda:
+        return None
     form_of, like = framework.form, framework.form(values[0])
     form = _known.get((framework, like))
     if form is None or form.dtype not in STORAGES or form.flags != _WHOLE:
