@@ -235,10 +235,9 @@ class GradientReader:
         if spans and layout.shares_memory(spans):
             return None
         last.apart[:] = found
-        if len(found) == 1:
-            addresses = np.array(found[0], np.int64)
-        else:
-            addresses = np.array([*chain(*found)], np.int64)[last.order]
+        addresses = np.array([*chain(*found)], np.int64)
+        if len(found) > 1:
+            addresses = addresses[last.order]
         return Gradients(layout, addresses, rows, gradients, last.streams)
 
     def _last_on_device(

@@ -295,13 +295,11 @@ def lie_on(form: Form, addresses: Sequence[int]) -> bool:
 
     Whether they have memory, and are aligned, is asked too, since no form tells it.
     """
-    if not all(addresses):
+    n_bytes = form.dtype.itemsize
+    # Aligned are those that the size divides: a greatest common divisor is found by code of C.
+    if not all(addresses) or math.gcd(n_bytes, *addresses) < n_bytes:
         return False
-    n_bytes, device = form.dtype.itemsize, form.device
-    # Their greatest common divisor: code of C.
-    return math.gcd(n_bytes, *addresses) == n_bytes and (
-        form.framework.tells_device or cuda.device.backend.are_on(device, addresses)
-    )
+    return form.framework.tells_device or cuda.device.backend.are_on(form.device, addresses)
 
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
