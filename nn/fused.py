@@ -29,7 +29,7 @@ from .base.own_rules import check_apart, check_compiled, check_rule, checked_for
 from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.conditioning import Clipping, Conditioning
-from .engine.device import Device, are_finite, follow
+from .engine.device import Device, are_finite
 from .engine.host import Host
 from .engine.offload import Offload
 from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
@@ -342,8 +342,8 @@ class FusedOptimizer(TableOptimizer, ABC):
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
             self.check_kept(gradients)
-        if self._device is not None:
-            follow(self.parameters)
+        if self._device is not None and self._reader.have_moved:
+            self._follow_memory()
         if self._may_differ:
             self._begin_at_weights()
         classes = self._classes
@@ -370,6 +370,28 @@ class FusedOptimizer(TableOptimizer, ABC):
             given, method, conditioning, rates, decays, touched_only, self.skip_nonfinite,
             self.use_locking, calls, self._behind(calls) if self._missed is not None else (),
         )  # fmt: skip
+
+    def _follow_memory(self) -> None:
+        """Take over where parameters and states lie whose memory a framework has exchanged.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: it has another form, or is shared, or gone.
+        """
+        arrays = [_followed("Parameter", "data", p.array) for p in self.parameters]
+        names = [p.name for p in self.parameters]
+        states = {
+            role: tuple(
+                _followed(self._name, f"state {role!r} of {name!r}", array)
+                for name, array in zip(names, of_each, strict=True)
+            )
+            for role, of_each in self._states.items()
+        }
+        self._check_apart(arrays, states)
+        for parameter, array in zip(self.parameters, arrays, strict=True):
+            if array is not parameter.array:
+                parameter.follow(array)
+        self._states, self._may_differ = states, True
+        self._read_anew()
 
     def _is_skipped(self, given: Gradients) -> bool:
         if self.skip_nonfinite and given.layout.n_row_batches and self._device is None:
@@ -674,6 +696,10 @@ def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
     if state is None:
         return None
     return state.numpy() if to_host else parameter.array.holding(state)
+
+
+def _followed(where: str, name: str, array: Any) -> Any:
+    return array.followed(where, name) if isinstance(array, DeviceArray) else array
 
 
 def _sparse_update(where: str, value: str | None) -> str | None:

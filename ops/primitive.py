@@ -15,7 +15,7 @@ from ..kernels.storage import F32, STORAGES
 from ..kernels.tables import RowSource
 from .runtime import check
 from .runtime.arrays import adopt_anywhere
-from .runtime.device import device_of
+from .runtime.device import DeviceArray, alike_on_device, device_of
 from .runtime.errors import RejectedValueError, reject, reject_unknown
 from .runtime.row_step import RowGradient, RowUpdate, row_table, table_step
 from .runtime.step import tensor_step
@@ -56,6 +56,9 @@ class Primitive:
         # One compiled look at all of them where nothing is wrong; whatever it does not know goes
         # through the checks, which say what is wrong or find that nothing is.
         if alike(arrays, len(arrays)) is None:
+            there = alike_on_device(arrays)
+            if there is not None:
+                return dict(zip(values, there, strict=True))
             values = {name: check.variable(self.name, name, x) for name, x in values.items()}
             check.same_layout(self.name, values)
         return values
@@ -76,9 +79,14 @@ class Primitive:
     ) -> tuple[tuple[Any, ...], list[int]]:
         """The variables and the checked gradient, and their addresses."""
         w = next(iter(variables.values()))
-        gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
+        if type(w) is DeviceArray:
+            gradient = adopt_anywhere(self.name, name, gradient)
+        # One of the form of the parameter fits it, and lies on its device.
+        if not (type(gradient) is type(w) is DeviceArray and gradient.form is w.form):
+            gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
+            if DeviceArray in (type(w), type(gradient)):
+                device_of(self.name, {**variables, name: gradient})
         arrays = (*variables.values(), gradient)
-        device_of(self.name, {**variables, name: gradient})
         return arrays, check.no_overlap(self.name, [*variables, name], arrays)
 
 

@@ -90,6 +90,12 @@ class Parameter:
         """Whether several optimizers have it."""
         return len(self._owners) > 1
 
+    def follow(self, array: DeviceArray) -> None:
+        """Take over where its array on a device lies now, which an owner has checked."""
+        self._data = array
+        for owner in list(self._owners):
+            owner.forget_addresses()
+
     def rebind(self, array: np.ndarray) -> None:
         """Take another array, of which the only owner knows already."""
         self._data = array

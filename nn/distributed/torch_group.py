@@ -211,8 +211,8 @@ def _stream_of(arrays: Sequence[Any]) -> Iterator[None]:
     if not isinstance(arrays[0], DeviceArray):
         yield
         return
-    with launching(arrays) as stream:
-        handle = cuda.device.backend.handle_of(stream)
+    with launching(arrays) as launch:
+        handle = cuda.device.backend.handle_of(launch.stream)
         with torch.cuda.stream(torch.cuda.ExternalStream(handle, f"cuda:{arrays[0].device}")):
             yield
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...kernels.cpu.threads.parallel import commit
 from ...ops.runtime import cuda, pending
-from ...ops.runtime.device import launching
-from ...ops.runtime.launch import Launch, launch_on
+from ...ops.runtime.device import Launch, launching
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import (
     IndexList,
     RowUpdate,
@@ -16,7 +16,6 @@ from ...ops.runtime.row_step import (
     bad_index_error,
     check_keys,
 )  # fmt: skip
-from ..base.parameter import Parameter
 from .host import Host
 from .layout import Batch
 from .plan import Plan
@@ -51,17 +50,6 @@ class Device:
                     updates = [update._replace(constants=constants) for update in updates]
                 launch_updates(updates, arrays, plan.use_locking, self._host.undo(layout))
             commit([], self._host.count(layout))
-
-
-def follow(parameters: Iterable[Parameter]) -> None:
-    """Bind those parameters anew whose memory a framework has exchanged since the last step.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as an assignment to `Parameter.data`.
-    """
-    for parameter in parameters:
-        if parameter.array.has_moved:
-            parameter.data = parameter.data
 
 
 def launch_updates(

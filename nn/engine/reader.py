@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from ...kernels.tables import RowSource
 from ...ops.runtime import check
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.bags.tensor import BagTensor
-from ...ops.runtime.device import DeviceArray, device_of
+from ...ops.runtime.device import DeviceArray, Form, device_of, lie_on
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows, row_gradient
 from ...ops.runtime.row_step import IndexList, RowGradient, check_keys
@@ -81,10 +82,8 @@ class _RowLook(NamedTuple):
         return self.indices.is_like(gradient.indices) and self.values.is_like(gradient.values)
 
 
-def _look_of(gradient: Any, read: Any) -> Any:
-    """The look of a gradient on a device; None if it is another form of it that was read."""
-    if not isinstance(read, RowGradient):
-        return read.look
+def _row_look_of(gradient: Any, read: RowGradient) -> _RowLook | None:
+    """The form of a `RowTensor` on a device; None if it is another form of it that was read."""
     is_itself = type(gradient) is RowTensor and read.rows is None and read.positions is None
     if not (is_itself and read.values is gradient.values and read.indices is gradient.indices):
         return None
@@ -92,12 +91,31 @@ def _look_of(gradient: Any, read: Any) -> Any:
     return _RowLook(gradient.dense_shape, *arrays)
 
 
+class _DenseLook(NamedTuple):
+    """The dense gradients on a device that are of one framework and dtype."""
+
+    form: Form  # of the first
+    places: list[int]  # among all gradients
+    dense: list[int]  # their places among all dense gradients
+    forms: list[Any]  # of each, for its framework
+
+    def addresses(self, gradients: tuple[Any, ...]) -> list[int] | None:
+        """Where those of another step lie; None if one is of another form."""
+        framework, own = self.form.framework, [gradients[i] for i in self.places]
+        is_alike = [*map(framework.form, own)] == self.forms
+        return [*map(framework.address, own)] if is_alike else None
+
+
 class _LastOnDevice(NamedTuple):
     """The last step on a device, if its gradients were not copied, and none was pooled."""
 
     layout: Layout
-    looks: Sequence[Any]  # `DeviceArray.look` or `_RowLook` of each gradient, or None
+    types: list[type]  # of all gradients
+    dense: list[_DenseLook]
+    rows: list[tuple[int, _RowLook]]  # with their places
+    order: np.ndarray  # of each dense gradient the place in the lists of ``dense``
     streams: Sequence[DeviceArray]
+    apart: list[list[int]]  # addresses of dense gradients that were found apart from variables
 
 
 class GradientReader:
@@ -138,6 +156,24 @@ class GradientReader:
         # has the last layout, if `read_like_last` can use it.
         self._layouts: dict[tuple[Kind | None, ...] | None, Layout] = {}
         self._on_device: _LastOnDevice | None = None
+        # Of each framework a function, arrays of parameters and states, and its results for them.
+        self._lay: list[tuple[Callable[[Any], int], list[Any], list[int]]] | None = None
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether a framework has exchanged the memory of parameters or states on a device."""
+        lay = self._lay
+        if lay is None:
+            every = zip(self._parameters, self._states, strict=True)
+            arrays = [a for p, own in every for a in (p.array, *own) if isinstance(a, DeviceArray)]
+            known: dict[Any, list[DeviceArray]] = {}
+            for array in arrays:
+                known.setdefault(array.framework, []).append(array)
+            lay = self._lay = [
+                (framework.address, [a.owner for a in own], [a.base for a in own])
+                for framework, own in known.items()
+            ]
+        return True in [[*map(address, owners)] != bases for address, owners, bases in lay]
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients of a step if all are of the same kinds as in the step before, else None.
@@ -176,30 +212,33 @@ class GradientReader:
 
     def _read_on_device(self, last: _LastOnDevice, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients on a device if they are like the last ones (`read_like_last`)."""
-        addresses, rows = [], []
-        for look, gradient in zip(last.looks, gradients, strict=True):
-            if type(look) is _RowLook:
-                if not look.is_of(gradient):
-                    return None
-                rows.append(RowGradient.of(gradient.indices, gradient.values))
-                continue
-            if look is None:
-                if gradient is not None:
-                    return None
-                continue
-            kind, framework, expected = look
-            if type(gradient) is not kind:
-                return None
-            address, form = framework.look(gradient)
-            if form != expected:
-                return None
-            addresses.append(address)
-        layout = last.layout
-        spans = [*zip(addresses, layout.dense_bytes, strict=True)]
-        spans += [span for row in rows for span in row.spans]
-        if layout.shares_memory(spans):
+        if [*map(type, gradients)] != last.types:
             return None
-        return Gradients(layout, np.array(addresses, np.int64), rows, gradients, last.streams)
+        rows, found, layout = list[RowGradient](), list[list[int]](), last.layout
+        for i, row_look in last.rows:
+            gradient = gradients[i]
+            if not row_look.is_of(gradient):
+                return None
+            rows.append(RowGradient.of(gradient.indices, gradient.values))
+        for look in last.dense:
+            own = look.addresses(gradients)
+            if own is None:
+                return None
+            found.append(own)
+        spans = [span for row in rows for span in row.spans]
+        if found != last.apart:
+            for look, own in zip(last.dense, found, strict=True):
+                if not lie_on(look.form, own):
+                    return None
+                n_bytes = [layout.dense_bytes[k] for k in look.dense]
+                spans += zip(own, n_bytes, strict=True)
+        if spans and layout.shares_memory(spans):
+            return None
+        last.apart[:] = found
+        addresses = np.array([*chain(*found)], np.int64)
+        if len(found) > 1:
+            addresses = addresses[last.order]
+        return Gradients(layout, addresses, rows, gradients, last.streams)
 
     def _last_on_device(
         self, layout: Layout, given: Gradients, gradients: tuple[Any, ...]
@@ -207,14 +246,31 @@ class GradientReader:
         """A record of gradients on a device; None if one is not plain, or was copied."""
         if not layout.batches or self._centralized or not self._parameters[0].is_on_device:
             return None
-        read = iter(given.keep)
-        looks = [None if g is None else _look_of(g, next(read)) for g in gradients]
-        if any(look is None and kind for look, kind in zip(looks, layout.kinds, strict=True)):
-            return None
+        read, rows, n_dense = iter(given.keep), list[tuple[int, _RowLook]](), 0
+        dense: dict[Any, _DenseLook] = {}
+        for i, gradient in enumerate(gradients):
+            array: Any = None if gradient is None else next(read)
+            if isinstance(array, RowGradient):
+                row_look = _row_look_of(gradient, array)
+                if row_look is None:
+                    return None
+                rows.append((i, row_look))
+            elif array is not None:
+                form = array.look if array.owner is gradient else None
+                if form is None:
+                    return None
+                key = array.framework, array.dtype
+                look = dense.setdefault(key, _DenseLook(array.form, [], [], []))
+                look.places.append(i)
+                look.dense.append(n_dense)
+                look.forms.append(form)
+                n_dense += 1
         streams = {(array.framework, array.stream): array for array in reversed(given.arrays)}
         first = given.arrays[0]
         others = [a for key, a in streams.items() if key != (first.framework, first.stream)]
-        return _LastOnDevice(layout, looks, [a.without_owner() for a in (first, *others)])
+        order = np.argsort([k for look in dense.values() for k in look.dense])
+        looks = [*map(type, gradients)], [*dense.values()], rows, order
+        return _LastOnDevice(layout, *looks, [a.without_owner() for a in (first, *others)], [])
 
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The arrays of ``gradients`` that may be of the same kinds as the last ones, else None."""

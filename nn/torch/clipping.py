@@ -317,7 +317,7 @@ def _given(where: str, parameters: Any) -> list[_Given]:
             expected = "the host or a CUDA device"
             reject(RuntimeError, where, name, "has a wrong device", expected, device)
         if device.type == "cuda":
-            refuse_captures([gradient])
+            refuse_captures([device])
         kinds.add(kind)
     return [*found.values()]
 

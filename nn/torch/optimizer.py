@@ -257,7 +257,7 @@ class Fused(TableRows, _Base):
         attributes = vars(self)
         found_inf, scale = attributes.get("found_inf"), attributes.get("grad_scale")
         if isinstance(found_inf, Tensor) and found_inf.is_cuda and isinstance(scale, Tensor):
-            refuse_captures([found_inf])
+            refuse_captures([found_inf.device])
             # Waited for once.
             found_inf, scale = torch.stack((found_inf.reshape(()), scale.reshape(()))).tolist()
         # A step that a GradScaler skips changes and counts nothing.

@@ -36,7 +36,7 @@ def address_of(array: Any) -> int:
 def addresses_of(arrays: Sequence[Any]) -> list[int]:
     """The addresses of the first elements of several arrays."""
     if DeviceArray in map(type, arrays):
-        return [address_of(array) for array in arrays]
+        return [a.address if type(a) is DeviceArray else address_of(a) for a in arrays]
     return headers.addresses_of(arrays)
 
 

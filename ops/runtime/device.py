@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.storage import STORAGES
 from . import cuda
 from .errors import RejectedValueError, reject
-from .frameworks import Framework, Place, framework_of, lacks, on_device, stream_of
+from .frameworks import (
+    TORCH,
+    Framework,
+    Place,
+    carrier_of,
+    framework_of,
+    known_framework,
+    lacks,
+    on_device,
+    stream_of,
+)  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """The stream of a call, and the condition under which it writes."""
+
+    stream: Any  # of Numba
+    guard: int = 0  # its address on the device, or 0 for a call that cannot fail
+    base: int = 0  # added to a bad position that it finds
 
 
 class Flags(NamedTuple):
@@ -22,66 +41,89 @@ class Flags(NamedTuple):
     writeable: bool
 
 
+class Form(NamedTuple):
+    """All of a device array but its memory."""
+
+    framework: Framework
+    stream: int | None
+    device: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: Flags
+    ndim: int
+    size: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, framework: Framework, place: Place) -> Form:
+        """The form of an array at a place."""
+        address, shape, strides, dtype, device, writable, stream = place
+        size, n_bytes = math.prod(shape), dtype.itemsize
+        compact = tuple(n_bytes * math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        strides = compact if strides is None else strides
+        # The stride of a dimension of 1 does not matter.
+        dimensions = zip(shape, strides, compact, strict=True)
+        is_compact = 0 in shape or all(n == 1 or a == b for n, a, b in dimensions)
+        flags = Flags(is_compact, address % n_bytes == 0, writable)
+        kind = framework, stream, device, dtype, shape, strides, flags
+        return cls(*kind, len(shape), size, size * n_bytes)
+
+
+def _of_form(name: str, doc: str) -> Any:
+    return property(attrgetter(f"form.{name}"), doc=doc)  # read without a call of Python
+
+
 class DeviceArray:
     """An array on a CUDA device, adopted without a copy.
 
     It has the attributes of a NumPy array that describe it, and no arithmetic. ``owner`` is the
-    adopted array of a ``framework``; ``stream`` is the handle of a stream that belongs to the array
-    itself, or None.
+    adopted array of a framework, and ``base`` where that lay.
     """
 
     __slots__ = (
-        "_base", "address", "device", "dtype", "flags", "framework", "itemsize", "nbytes", "ndim",
-        "owner", "shape", "size", "stream", "strides",
+        "address", "base", "device", "dtype", "flags", "form", "nbytes", "ndim", "owner", "shape",
     )  # fmt: skip
 
-    def __init__(self, owner: Any, framework: Framework, place: Place) -> None:
-        self.owner, self.framework, self._base = owner, framework, framework.address(owner)
-        self.address, self.shape, strides, self.dtype, self.device, writable, self.stream = place
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        self.itemsize: int = self.dtype.itemsize
-        self.nbytes = self.size * self.itemsize
-        compact = tuple(self.itemsize * math.prod(self.shape[k + 1 :]) for k in range(self.ndim))
-        self.strides = compact if strides is None else strides
-        # The stride of a dimension of 1 does not matter.
-        dimensions = zip(self.shape, self.strides, compact, strict=True)
-        is_compact = 0 in self.shape or all(n == 1 or a == b for n, a, b in dimensions)
-        self.flags = Flags(is_compact, self.address % self.itemsize == 0, writable)
+    framework = _of_form("framework", "The framework of the adopted array.")
+    stream = _of_form("stream", "The handle of a stream that belongs to the array itself, or None.")
+    strides = _of_form("strides", "Bytes from one element to the next, by dimension.")
+    size = _of_form("size", "The number of elements.")
+    itemsize = _of_form("dtype.itemsize", "Bytes of an element.")
+
+    def __init__(self, owner: Any, form: Form, address: int, base: int) -> None:
+        self.owner, self.form, self.address, self.base = owner, form, address, base
+        # What every call reads is found at once.
+        _, _, self.device, self.dtype, self.shape, _, self.flags, self.ndim, _, self.nbytes = form
+
+    @classmethod
+    def at(cls, owner: Any, framework: Framework, place: Place) -> DeviceArray:
+        """An array in the memory of ``owner``, an array of a framework."""
+        base = framework.address(owner) or 0
+        return cls(owner, Form.of(framework, place), place.address, base)
 
     @classmethod
     def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
         """``value`` as a device array, or None if it is none."""
-        if isinstance(value, DeviceArray):
-            return value
+        if type(value) is DeviceArray:
+            return value.followed(where, name)
         framework = framework_of(value)
         if framework is None:
             return None
         if lacking := lacks():
             wrong, expected, got = "lives on a CUDA device", "an array on the host", type(value)
             reject(RuntimeError, where, name, wrong, expected, got.__name__, f"; {lacking}")
-        address, form = framework.look(value)
-        known = _known.get((framework, form))
-        if known is not None and address % known.itemsize == 0:
-            return known._at(address, value)
-        made = cls(value, framework, framework.place(where, name, value))
-        if made.flags.aligned:
+        kind = framework, framework.form(value)
+        form = _known.get(kind)
+        if form is not None:
+            address = framework.address(value)
+            if lie_on(form, (address,)):
+                return cls(value, form, address, address)
+        made = cls.at(value, framework, framework.place(where, name, value))
+        if made.address and made.flags.aligned:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-            _known[framework, form] = made.without_owner()
-        return made
-
-    def _at(self, address: int, owner: Any) -> DeviceArray:
-        """An array of the same form at another address; its memory belongs to ``owner``."""
-        made = DeviceArray.__new__(DeviceArray)
-        made.address, made._base, made.owner, made.framework, made.stream = (
-            address, address, owner, self.framework, self.stream
-        )  # fmt: skip
-        made.shape, made.strides, made.dtype, made.device, made.flags = (
-            self.shape, self.strides, self.dtype, self.device, self.flags
-        )  # fmt: skip
-        made.ndim, made.size, made.itemsize, made.nbytes = (
-            self.ndim, self.size, self.itemsize, self.nbytes
-        )  # fmt: skip
+            _known[kind] = made.form
         return made
 
     def __len__(self) -> int:
@@ -105,29 +147,42 @@ class DeviceArray:
         }
 
     @property
-    def look(self) -> tuple[type, Framework, Any] | None:
-        """The class, framework and form of the adopted array; None if it was copied."""
-        address, form = self.framework.look(self.owner)
-        is_whole = address == self.address and self.flags.c_contiguous
-        return (type(self.owner), self.framework, form) if is_whole else None
+    def look(self) -> Any:
+        """The form of the adopted array for its framework; None if it was copied, or is a part."""
+        is_whole = self.base == self.address and self.flags.c_contiguous
+        return self.framework.form(self.owner) if is_whole else None
 
     @property
     def has_moved(self) -> bool:
         """Whether the adopted array lies elsewhere now: a framework has exchanged its memory."""
-        return self.framework.address(self.owner) != self._base
+        return bool((self.framework.address(self.owner) or 0) != self.base)
+
+    def followed(self, where: str, name: str) -> DeviceArray:
+        """This array, or one of its form in the memory that was exchanged for its own.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: that has another form, or there is none.
+        """
+        if not self.has_moved:
+            return self
+        place = self.framework.place(where, name, self.owner)
+        if place.shape != self.shape:
+            reject(ValueError, where, name, "has a wrong shape", self.shape, place.shape)
+        if place.dtype not in (self.dtype, carrier_of(self.dtype)):
+            reject(TypeError, where, name, "has a wrong dtype", self.dtype, place.dtype)
+        made = DeviceArray.at(self.owner, self.framework, place._replace(dtype=self.dtype))
+        if made.form != self.form:
+            wrong, got = "lies otherwise than before", f"{made.flags} on device {made.device}"
+            reject(ValueError, where, name, wrong, f"{self.flags} on device {self.device}", got)
+        return made
 
     def is_like(self, other: Any) -> bool:
         """Whether another array differs in its place alone."""
-        return type(other) is DeviceArray and self._form == other._form
-
-    @property
-    def _form(self) -> tuple[Any, ...]:
-        kind = self.shape, self.dtype, self.strides, self.flags
-        return *kind, self.device, self.framework, self.stream
+        return type(other) is DeviceArray and (other.form is self.form or other.form == self.form)
 
     def without_owner(self) -> DeviceArray:
         """An array that tells the stream of this one, and does not keep it alive."""
-        return self._at(0, None)
+        return DeviceArray(None, self.form, 0, 0)
 
     def contiguous(self, where: str, name: str) -> DeviceArray:
         """This array, or a C-contiguous copy, if the framework can make one.
@@ -140,7 +195,7 @@ class DeviceArray:
         refuse_capture(self)
         copied, made = self.framework.contiguous(self.owner), self
         if copied is not None:
-            made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
+            made = DeviceArray.at(copied, self.framework, self.framework.place(where, name, copied))
         if not (made.flags.c_contiguous and made.flags.aligned):
             wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
             if self.flags.c_contiguous:
@@ -153,8 +208,8 @@ class DeviceArray:
     ) -> DeviceArray:
         """A new array of another dtype, filled with ``value``; of the same shape unless given."""
         made = self.empty_like(dtype, shape)
-        with launching([self]) as stream:
-            cuda.device.arrays.fill(made.address, made.size, value, dtype, stream)
+        with launching([self]) as launch:
+            cuda.device.arrays.fill(made.address, made.size, value, dtype, launch.stream)
         return made
 
     def empty_like(
@@ -181,19 +236,19 @@ class DeviceArray:
         """The bytes of a contiguous array: a view."""
         like = self.device, self.flags.writeable, self.stream
         place = Place(self.address, (self.nbytes,), None, np.dtype(np.uint8), *like)
-        return DeviceArray(self.owner, self.framework, place)
+        return DeviceArray.at(self.owner, self.framework, place)
 
     def reshape(self, *lengths: Any) -> DeviceArray:
         """A view of a contiguous array in another shape, given as numbers or as one tuple."""
         shape = lengths[0] if isinstance(lengths[0], tuple) else lengths
         like = self.dtype, self.device, self.flags.writeable, self.stream
-        return DeviceArray(self.owner, self.framework, Place(self.address, shape, None, *like))
+        return DeviceArray.at(self.owner, self.framework, Place(self.address, shape, None, *like))
 
     def part(self, elements: slice) -> DeviceArray:
         """A view of some consecutive elements of a contiguous array of 1 dimension."""
         n, like = elements.stop - elements.start, (self.dtype, self.device, self.flags.writeable)
         at = self.address + elements.start * self.itemsize
-        return DeviceArray(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
+        return DeviceArray.at(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
 
     def native(self) -> Any:
         """The array of the framework, or this one if the framework has no such dtype."""
@@ -202,20 +257,22 @@ class DeviceArray:
 
     def numpy(self) -> np.ndarray:
         """A copy on the host, which waits for it."""
-        source = self.contiguous("DeviceArray", "array")
+        source = self.followed("DeviceArray", "array").contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
-        with launching([self]) as stream:
-            cuda.device.backend.copy_out(copied, source.address, stream)
+        with launching([self]) as launch:
+            cuda.device.backend.copy_out(copied, source.address, launch.stream)
         return copied
 
     def assign(self, array: np.ndarray | DeviceArray) -> None:
         """Copy an array of this shape and dtype, on the host or (contiguous) on the device."""
+        backend, to = cuda.device.backend, self.followed("DeviceArray", "array").address
         if isinstance(array, DeviceArray):
-            with launching([self, array]) as stream:
-                cuda.device.backend.copy_within(self.address, array.address, self.nbytes, stream)
+            source = array.followed("DeviceArray", "array").address
+            with launching([self, array]) as launch:
+                backend.copy_within(to, source, self.nbytes, launch.stream)
             return
-        with launching([self]) as stream:
-            cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), stream)
+        with launching([self]) as launch:
+            backend.copy_in(to, np.ascontiguousarray(array), launch.stream)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
         # An array that was adopted twice, by two groups of parameters say, is copied once.
@@ -229,8 +286,20 @@ class DeviceArray:
         return _to_device, (self.numpy(), self.device)
 
 
-_known: dict[tuple[Framework, Any], DeviceArray] = {}  # by framework and `Framework.look`
+_known: dict[tuple[Framework, Any], Form] = {}  # by framework and `Framework.form`
 _MOST_KNOWN = 1_024
+
+
+def lie_on(form: Form, addresses: Sequence[int]) -> bool:
+    """Whether arrays of a form that is known, now at these addresses, are on its device still.
+
+    Whether they have memory, and are aligned, is asked too, since no form tells it.
+    """
+    n_bytes = form.dtype.itemsize
+    # Aligned are those that the size divides: a greatest common divisor is found by code of C.
+    if not all(addresses) or math.gcd(n_bytes, *addresses) < n_bytes:
+        return False
+    return form.framework.tells_device or cuda.device.backend.are_on(form.device, addresses)
 
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
@@ -246,7 +315,33 @@ def _new(
     with on_device(device):
         owner, address = framework.empty(shape, dtype, device)
     own = framework_of(owner) or framework  # Numba's simulator has a framework of its own
-    return DeviceArray(owner, own, Place(address, shape, None, dtype, device, True))
+    return DeviceArray.at(owner, own, Place(address, shape, None, dtype, device, True))
+
+
+def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
+    """Arrays of one framework and one form that was seen, if they can be updated in place.
+
+    None says nothing: whatever is not known at a look is adopted and checked one by one.
+    """
+    kind = type(values[0])
+    framework = known_framework(kind)
+    if framework is None or [*map(type, values)].count(kind) < len(values):
+        return None
+    if framework is TORCH and not values[0].is_cuda:
+        return None
+    form_of, like = framework.form, framework.form(values[0])
+    form = _known.get((framework, like))
+    if form is None or form.dtype not in STORAGES or form.flags != _WHOLE:
+        return None
+    if [*map(form_of, values)].count(like) < len(values):
+        return None
+    addresses = [*map(framework.address, values)]
+    if not lie_on(form, addresses):
+        return None
+    return [DeviceArray(value, form, at, at) for value, at in zip(values, addresses, strict=True)]
+
+
+_WHOLE = Flags(c_contiguous=True, aligned=True, writeable=True)
 
 
 def is_on_device(array: Any) -> bool:
@@ -295,29 +390,52 @@ def _named(device: int | None) -> str:
     return "the host" if device is None else f"CUDA device {device}"
 
 
-@contextmanager
-def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
-    """The stream on which a call on several arrays of one device runs: that of the first array.
+class launching:  # noqa: N801  (used as a function)
+    """The launch of a call on several arrays of one device, on the stream of the first array.
 
     If other arrays belong to other streams (of another framework, say), the call waits for earlier
     work on these, and later work there waits for the call. The host waits for nothing.
     """
-    is_capturing, follow = cuda.device.backend.is_capturing, cuda.device.memory.follow
-    device = arrays[0].device
-    with on_device(device):
-        kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
-        own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
-        stream = stream_of(device, own)
-        elsewhere = [stream_of(device, handle) for handle in others]
-        if any(map(is_capturing, (stream, *elsewhere))):
-            raise _captured()
-        for other in elsewhere:
-            follow(stream, other)
+
+    def __init__(self, arrays: Sequence[DeviceArray]) -> None:
+        forms = [array.form for array in arrays]
+        first = forms[0]
+        # Most arrays of a call share one form.
+        others = [form for form in forms if form is not first]
+        self._kinds = dict.fromkeys([(f.framework, f.stream) for f in (first, *others)])
+        self._device = first.device
+
+    def __enter__(self) -> Launch:
+        device = self._device
+        is_current = cuda.device.backend.is_current(device)
+        self._there = None if is_current else cuda.numba.gpus[device]
+        if self._there is not None:
+            self._there.__enter__()
         try:
-            yield stream
-        finally:  # after an error too, for the work that was enqueued before it
-            for other in elsewhere:
-                follow(other, stream)
+            handles = dict.fromkeys(
+                [
+                    framework.stream(device) if stream is None else stream
+                    for framework, stream in self._kinds
+                ]
+            )
+            if any(map(cuda.device.backend.is_capturing, handles)):
+                raise _captured()
+            self._stream, *self._others = [stream_of(device, handle) for handle in handles]
+            for other in self._others:
+                cuda.device.memory.follow(self._stream, other)
+        except BaseException as error:
+            if self._there is not None:
+                self._there.__exit__(type(error), error, error.__traceback__)
+            raise
+        return Launch(self._stream)
+
+    def __exit__(self, *error: Any) -> None:
+        try:  # after an error too, for the work that was enqueued before it
+            for other in self._others:
+                cuda.device.memory.follow(other, self._stream)
+        finally:
+            if self._there is not None:
+                self._there.__exit__(*error)
 
 
 def refuse_capture(array: DeviceArray) -> None:
@@ -330,13 +448,11 @@ def refuse_capture(array: DeviceArray) -> None:
         pass
 
 
-def refuse_captures(tensors: Iterable[Any]) -> None:
-    """Refuse a call in which PyTorch works on tensors of CUDA devices, as `refuse_capture`."""
-    for device, tensor in {t.device: t for t in tensors}.items():
+def refuse_captures(devices: Iterable[Any]) -> None:
+    """Refuse a call in which PyTorch works on some of its CUDA devices, as `refuse_capture`."""
+    for device in devices:
         with on_device(device.index):
-            framework: Any = framework_of(tensor)
-            stream = stream_of(device.index, framework.stream(device.index))
-            if cuda.device.backend.is_capturing(stream):
+            if cuda.device.backend.is_capturing(TORCH.stream(device.index)):
                 raise _captured()
 
 
@@ -346,7 +462,3 @@ def _captured() -> RuntimeError:
         "fusestep: a CUDA graph is being captured, of which no call of this package can be a "
         "part; capture forward and backward, and step after the replay"
     )
-
-
-def _handle(framework: Framework, stream: int | None, device: int) -> int:
-    return framework.stream(device) if stream is None else stream

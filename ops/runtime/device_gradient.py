@@ -70,9 +70,9 @@ def concatenated(gradients: Sequence[RowGradient]) -> tuple[DeviceArray, DeviceA
 def joined(arrays: Sequence[DeviceArray], out: DeviceArray) -> DeviceArray:
     """Contiguous arrays of one dtype, one below the other, in ``out``."""
     if arrays:
-        with launching([*arrays, out]) as stream:
+        with launching([*arrays, out]) as launch:
             place = out.address
             for array in arrays:
-                cuda.device.backend.copy_within(place, array.address, array.nbytes, stream)
+                cuda.device.backend.copy_within(place, array.address, array.nbytes, launch.stream)
                 place += array.nbytes
     return out

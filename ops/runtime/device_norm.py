@@ -12,8 +12,8 @@ from ...kernels.element import kernel
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import Storage, real_of
 from . import cuda, pending
-from .device import DeviceArray, launching
-from .launch import Launch, launch_on
+from .device import DeviceArray, Launch, launching
+from .launch import launch_on
 from .row_forms import by_storage, index_lists, row_gradient, values_by_storage, values_of
 from .row_step import IndexList, bad_index_error, check_keys, row_table
 from .row_tensor import RowTensor
@@ -59,8 +59,9 @@ def squares_at(
     They are given by int64 addresses and numbers of elements. The host waits for the sums.
     """
     norm = cuda.dense.norm
-    with launching([like]) as stream:
-        found: np.ndarray = norm.squares(norm.DenseGradients(storage, addresses, sizes), stream)
+    with launching([like]) as launch:
+        given = norm.DenseGradients(storage, addresses, sizes)
+        found: np.ndarray = norm.squares(given, launch.stream)
     return found
 
 

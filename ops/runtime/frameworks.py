@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ class Framework:
     are given by their handles.
     """
 
+    tells_device = False  # whether `form` has the device
+
     def place(self, where: str, name: str, value: Any) -> Place:
         """The place of ``value``."""
         found = value.__cuda_array_interface__
@@ -53,18 +56,20 @@ class Framework:
         at = address, shape, None if strides is None else tuple(strides)
         return Place(*at, dtype, device, not read_only, found.get("stream"))
 
-    def look(self, value: Any) -> tuple[int, Any]:
-        """The address of ``value``, and the rest of its place in a form that can be compared."""
+    # A step asks for both of every array, so code of C answers where it can.
+    def form(self, value: Any) -> Any:
+        """All of the place of ``value`` but its address, in a form that can be compared.
+
+        The device is in it only if the framework ``tells_device``.
+        """
         found = value.__cuda_array_interface__
-        address, read_only = found["data"]
-        device = cuda.device.backend.device_at(address) if address else None
         # The letter of the interface does not tell dtypes apart that NumPy does not have.
-        form = read_only, found["typestr"], found.get("stream"), getattr(value, "dtype", None)
-        strides, is_whole = found.get("strides"), found.get("mask") is None
-        return address or 0, (tuple(found["shape"]), strides, *form, is_whole, device)
+        kind = found["typestr"], getattr(value, "dtype", None), found["data"][1]
+        is_whole = found.get("mask") is None
+        return tuple(found["shape"]), found.get("strides"), *kind, found.get("stream"), is_whole
 
     def address(self, value: Any) -> int:
-        """The address of ``value`` now."""
+        """The address of ``value`` now; 0 or None where it has no memory."""
         return int(value.__cuda_array_interface__["data"][0] or 0)
 
     def stream(self, device: int) -> int:  # noqa: ARG002
@@ -81,8 +86,7 @@ class Framework:
 
         Numba has NumPy's dtypes only: an array of another dtype gets the dtype of its carrier.
         """
-        carrier = STORAGES[dtype].carrier if dtype in FOREIGN.values() else dtype
-        owner = cuda.numba.device_array(shape, np.dtype(carrier))
+        owner = cuda.numba.device_array(shape, carrier_of(dtype))
         return owner, int(cuda.device.backend.address_of(owner))
 
     def contiguous(self, value: Any) -> Any:  # noqa: ARG002
@@ -91,18 +95,15 @@ class Framework:
 
 
 class _Numba(Framework):
-    """Arrays of Numba, whose interface takes longer than all else of a look."""
+    """Arrays of Numba, whose interface takes longer than all else of a step."""
 
-    def look(self, value: Any) -> tuple[int, Any]:
-        address = self.address(value)
-        device = cuda.device.backend.device_at(address) if address else None
-        return address, (value.shape, value.strides, value.dtype, value.stream, device)
-
-    def address(self, value: Any) -> int:
-        return value.device_ctypes_pointer.value or 0
+    form: Any = attrgetter("shape", "strides", "dtype", "stream")
+    address: Any = attrgetter("gpu_data.device_ctypes_pointer.value")
 
 
 class _Torch(Framework):
+    tells_device = True
+
     @property
     def _torch(self) -> Any:
         return sys.modules["torch"]
@@ -114,17 +115,15 @@ class _Torch(Framework):
         at = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
         return Place(*at, dtype, value.device.index, True)
 
-    def look(self, value: Any) -> tuple[int, Any]:
+    def form(self, value: Any) -> Any:
         try:
-            address, n_bytes = value.data_ptr(), value.untyped_storage().nbytes()
+            there = value.untyped_storage().nbytes(), value.storage_offset()
         except RuntimeError:  # no memory: `place` says so
-            return 0, None
-        there = n_bytes if address else 0, value.storage_offset()
+            return None
         strides = value.is_contiguous() or value.stride()
-        return address, (value.shape, *there, value.dtype, value.get_device(), strides)
+        return value.shape, *there, value.dtype, value.get_device(), strides
 
-    def address(self, value: Any) -> int:
-        return int(value.data_ptr())
+    address: Any = methodcaller("data_ptr")
 
     def stream(self, device: int) -> int:
         return int(self._torch.cuda.current_stream(device).cuda_stream)
@@ -139,6 +138,8 @@ class _Torch(Framework):
 
 
 class _CuPy(Framework):
+    tells_device = True
+
     @property
     def _cupy(self) -> Any:
         return sys.modules["cupy"]
@@ -148,12 +149,8 @@ class _CuPy(Framework):
         strides = None if value.flags.c_contiguous else tuple(value.strides)
         return Place(value.data.ptr, value.shape, strides, dtype, value.device.id, True)
 
-    def look(self, value: Any) -> tuple[int, Any]:
-        data = value.data
-        return data.ptr, (value.shape, value.strides, value.dtype, data.device_id)
-
-    def address(self, value: Any) -> int:
-        return int(value.data.ptr)
+    form: Any = attrgetter("shape", "strides", "dtype", "data.device_id")
+    address: Any = attrgetter("data.ptr")
 
     def stream(self, device: int) -> int:
         with self._cupy.cuda.Device(device):
@@ -172,22 +169,25 @@ class _CuPy(Framework):
 class _Simulator(Framework):
     """Arrays of Numba's simulator, which lie on the host."""
 
+    tells_device = True
+
     def place(self, where: str, name: str, value: Any) -> Place:  # noqa: ARG002
         array = value._ary
         strides = None if array.flags.c_contiguous else array.strides
         return Place(array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable)
 
-    def address(self, value: Any) -> int:
-        return int(value._ary.ctypes.data)
-
-    def look(self, value: Any) -> tuple[int, Any]:
-        array = value._ary
-        return array.ctypes.data, (array.shape, array.strides, array.dtype, array.flags.writeable)
+    form: Any = attrgetter("_ary.shape", "_ary.strides", "_ary.dtype", "_ary.flags.writeable")
+    address: Any = attrgetter("_ary.ctypes.data")
 
 
-_INTERFACE, _NUMBA, _TORCH, _CUPY, _SIMULATOR = (
+_INTERFACE, _NUMBA, TORCH, _CUPY, _SIMULATOR = (
     Framework(), _Numba(), _Torch(), _CuPy(), _Simulator()
 )  # fmt: skip
+
+
+def carrier_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of NumPy's own whose arrays of Numba hold elements of ``dtype``."""
+    return np.dtype(STORAGES[dtype].carrier) if dtype in FOREIGN.values() else dtype
 
 
 def extent(tensor: Any) -> int:
@@ -230,21 +230,25 @@ def framework_of(value: Any) -> Framework | None:
     known = _of_types.get(kind)
     if known is None:
         if is_tensor(value):
-            known = _of_types[kind] = _TORCH
+            known = _of_types[kind] = TORCH
         elif isinstance(value, _class("cupy", "ndarray")):
             known = _of_types[kind] = _CUPY
         elif kind.__module__.startswith("numba.cuda.simulator."):
-            return _SIMULATOR if hasattr(value, "_ary") else None
+            if not hasattr(value, "_ary"):
+                return None
+            known = _of_types[kind] = _SIMULATOR
         elif getattr(value, "__cuda_array_interface__", None) is None:
             return None
         elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # true of all of this class
             known = _of_types[kind] = _NUMBA
         else:
             return _INTERFACE
-    return None if known is _TORCH and not value.is_cuda else known
+    return None if known is TORCH and not value.is_cuda else known
 
 
 _of_types: dict[type, Framework] = {}
+known_framework = _of_types.get
+"""The framework of the arrays of a class that was seen, or None."""
 
 
 def _class(module: str, name: str) -> Any:

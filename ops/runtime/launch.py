@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from . import cuda, locks, pending
-from .device import DeviceArray, launching
+from .device import DeviceArray, Launch, launching
 
 
-class Launch(NamedTuple):
-    """The stream of a call, and the condition under which it writes."""
-
-    stream: Any  # of Numba
-    guard: int = 0  # its address on the device, or 0 for a call that cannot fail
-    base: int = 0  # added to a bad position that it finds
-
-
-@contextmanager
 def launch_on(
     arrays: Sequence[DeviceArray], error: pending.Error | None = None, use_locking: bool = False
-) -> Iterator[Launch]:
+) -> AbstractContextManager[Launch]:
     """A launch on the stream of the first of all arrays that a call reads or writes.
 
     With an ``error`` it has a guard, which the host reads later. With ``use_locking`` it comes
     after all such launches on this device that were made before.
     """
+    if error or use_locking:
+        return _launch_in_order(arrays, error, use_locking)
+    return launching(arrays)
+
+
+@contextmanager
+def _launch_in_order(
+    arrays: Sequence[DeviceArray], error: pending.Error | None, use_locking: bool
+) -> Iterator[Launch]:
     device = arrays[0].device
     # The guards before the order of streams, as in steps of optimizers: two threads that took the
     # locks of both the other way round would wait for each other.
     with (
         pending.held() if error else _FREE,
-        launching(arrays) as stream,
-        in_order(device, stream) if use_locking else _FREE,
+        launching(arrays) as launch,
+        in_order(device, launch.stream) if use_locking else _FREE,
         pending.guarded(device, error) if error else _FREE as guard,
     ):
-        yield Launch(stream, guard or 0)
+        yield Launch(launch.stream, guard or 0)
 
 
 _FREE: Any = nullcontext()

@@ -21,9 +21,9 @@ from ...kernels.tables import RowSource, RowTable
 from . import cuda, locks
 from .arrays import address_of
 from .check import index_error
-from .device import DeviceArray
+from .device import DeviceArray, Launch
 from .errors import reject
-from .launch import Launch, launch_on
+from .launch import launch_on
 from .step import DenseUpdate, Variables
 
 

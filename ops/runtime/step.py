@@ -22,8 +22,8 @@ from ...kernels.storage import STORAGES, Storage, real_of, storage_of
 from ...kernels.tables import MatrixTensor, TensorTable, row_width
 from . import cuda, locks
 from .arrays import address_of
-from .device import DeviceArray
-from .launch import Launch, launch_on
+from .device import DeviceArray, Launch
+from .launch import launch_on
 
 
 @dataclass(frozen=True, eq=False)

@@ -300,6 +300,18 @@ def put(there: Any, value: Any) -> None:
     array.assign(np.asarray(value, array.dtype).reshape(array.shape))
 
 
+def exchange(array: Any, content: np.ndarray | None = None) -> None:
+    """Give an array of a framework the memory of another one; what it had is freed."""
+    from fusestep.bench.gpu import clock
+
+    other = on_device(on_host(array) if content is None else content)
+    names = ("_ary",) if KIND == SIMULATOR else ("gpu_data", "shape", "strides", "size")
+    for name in names if hasattr(array, names[0]) else ("data",):
+        setattr(array, name, getattr(other, name))
+    if KIND != SIMULATOR:
+        clock.free_bytes()
+
+
 # Comparisons
 
 

@@ -120,6 +120,12 @@ def test_overflows() -> None:
     put(flag, [0])
     run.step([8], dense=False)
     put(flag, [1])
+    # Steps that were skipped are counted when the state is made anew.
+    opt = nn.AdaFactor(on_device([positive((3,))]), 0.1, relative_step=False)
+    opt.found_inf = flag
+    opt((on_device(gradient((3,))),))
+    opt.init_ada_factor_state(0.9)
+    assert opt.skipped_steps == 1 and opt.global_step == 0
     with told(IndexError, "got 8", *run.w):
         run.step([1])
     assert run.opt.skipped_steps == 4
@@ -255,15 +261,6 @@ def test_shared_numbers() -> None:
     assert first is second and first is not lr
     put(first, 0.5)
     assert copied.get_lr() == (0.5, 0.5) and on_host(lr) == 0.125
-
-
-def test_new_states() -> None:
-    """Steps that were skipped are counted when the state is made anew."""
-    opt = nn.AdaFactor(on_device([positive((3,))]), 0.1, relative_step=False)
-    opt.found_inf = on_device(np.ones(1, F32))
-    opt((on_device(gradient((3,))),))
-    opt.init_ada_factor_state(0.9)
-    assert opt.skipped_steps == 1 and opt.global_step == 0
 
 
 # States

@@ -355,21 +355,21 @@ def test_streams(log: list[str]) -> None:
         (0, [adopted(Interface(array(3)))]),
         (9, [own]),
     ):
-        with launching(arrays) as stream:
-            assert stream == expected
+        with launching(arrays) as call:
+            assert call.stream == expected
     assert log == []
     seen = []
 
     def elsewhere() -> None:
-        with launching([of_torch]) as stream:
-            seen.append(int(stream))
+        with launching([of_torch]) as call:
+            seen.append(int(call.stream))
 
     at_once([elsewhere])
     assert seen == [0]
     # Other streams wait for each other on the device, also when the call fails.
     after = ["record 7", "8 waits for 7", "record 7", "9 waits for 7"]
-    with launching([of_torch, of_cupy, own, of_cupy]) as stream:
-        assert stream == 7
+    with launching([of_torch, of_cupy, own, of_cupy]) as call:
+        assert call.stream == 7
         assert log == ["record 8", "7 waits for 8", "record 9", "7 waits for 9"]
         log.clear()
     assert log == after

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,11 @@ from devices import (
     Maker,
     TorchMaker,
     adopted,
+    assert_equal_runs,
     assert_same,
     capture,
     computed,
+    exchange,
     gradient,
     numba_stream,
     on_device,
@@ -159,33 +160,20 @@ def test_threads_with_streams_of_their_own_lose_no_update(framework: Maker) -> N
     assert_same(on_host(p.data), np.full((64, 8), -1.0625 * n, np.float32))
 
 
-def dense_steps(form: str, count: int) -> Callable[[], Any]:
-    """A step of many small tensors."""
-    opt = BY_NAME[form].make([nn.Parameter(on_device(positive((16,)))) for _ in range(count)])
-    given = [on_device(gradient((16,))) for _ in range(count)]
-    return lambda: opt(given)
+STEPS = (*(("Adam", n) for n in MANY), ("Lamb", 3), ("lazy", 3_000), ("dense_equivalent", 3_000))
 
 
-def row_steps(how: str, count: int) -> Callable[[], Any]:
-    """A step on a table."""
-    opt = nn.Adam([nn.Parameter(on_device(positive((1_000, 16))))], sparse_update=how)
-    sparse = on_device(rows(RNG.integers(0, 1_000, count), (1_000, 16)))
-    return lambda: opt([sparse])
-
-
-STEPS: dict[str, Callable[[], Callable[[], Any]]] = {
-    **{f"{n} tensors": partial(dense_steps, form="Adam", count=n) for n in MANY},
-    "LAMB": partial(dense_steps, form="Lamb", count=3),
-    "lazy rows": partial(row_steps, how="lazy", count=3_000),
-    "all rows": partial(row_steps, how="dense_equivalent", count=3_000),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "count"), STEPS)
 @ON_GPU
-def test_a_call_does_not_wait_for_the_device(name: str) -> None:
+def test_a_call_does_not_wait_for_the_device(name: str, count: int) -> None:
     """A call returns while work that was enqueued before it is still running."""
-    step = STEPS[name]()
+    if name in BY_NAME:
+        opt = BY_NAME[name].make([nn.Parameter(on_device(positive((16,)))) for _ in range(count)])
+        given = [on_device(gradient((16,))) for _ in range(count)]
+    else:
+        opt = nn.Adam([nn.Parameter(on_device(positive((1_000, 16))))], sparse_update=name)
+        given = [on_device(rows(RNG.integers(0, 1_000, count), (1_000, 16)))]
+    step = partial(opt, given)
     for _ in range(3):
         step()
     wait()
@@ -300,21 +288,8 @@ def test_steps_are_those_of_the_host(torch: Any, name: str, dtype: str) -> None:
 
 
 @REAL
-def test_options_that_a_device_refuses(torch: Any) -> None:
-    from fusestep.nn import torch as fused
-
-    parameter = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
-    with pytest.raises(RuntimeError, match="capturable"):
-        fused.Adam([parameter], capturable=True)
-    parameter.grad = torch.ones(3, 2, device="cuda")
-    for name in ("LARS", "Adafactor"):
-        with pytest.raises(RuntimeError, match="on CUDA devices"):
-            getattr(fused, name)([parameter]).step()
-
-
-@REAL
-def test_captures_are_refused(torch: Any) -> None:
-    """By one error, before PyTorch has copied, read or scaled anything."""
+def test_what_a_device_refuses(torch: Any) -> None:
+    """Options; and captures by one error, before PyTorch has copied, read or scaled anything."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fusestep.nn import torch as fused
@@ -326,6 +301,12 @@ def test_captures_are_refused(torch: Any) -> None:
 
     made: list[str] = []
     dense, table = (torch.nn.Parameter(torch.ones(6, 4, device="cuda")) for _ in range(2))
+    with refused(RuntimeError, "capturable"):
+        fused.Adam([dense], capturable=True)
+    dense.grad = torch.ones(6, 4, device="cuda")
+    for name in ("LARS", "Adafactor"):
+        with refused(RuntimeError, "on CUDA devices"):
+            getattr(fused, name)([dense]).step()
     own = fused.Adam([dense, table], sparse="touched")
     unscaled, strict = fused.SGD([dense], fused=True), fused.SGD([dense], skip_nonfinite=True)
     unscaled.grad_scale, unscaled.found_inf = (
@@ -334,7 +315,7 @@ def test_captures_are_refused(torch: Any) -> None:
     calls = [
         own.step, own.step, unscaled.step, strict.step,
         lambda: fused.clip_grad_norm_([dense, table], 1.0),
-        lambda: fused.clip_grad_norm_([dense, table], 1.0, math.inf, optimizer=own),
+        lambda: fused.clip_grad_norm_([dense, table], 1.0, np.inf, optimizer=own),
         lambda: fused.clip_grad_value_([dense, table], 1.0),
     ]  # fmt: skip
     for k, call in enumerate(calls):
@@ -353,21 +334,41 @@ def test_captures_are_refused(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Adam", "LazyAdam", "AdamOffload"])
+def test_memory_is_exchanged(name: str) -> None:
+    """A step works where parameters and states lie now, and refuses what they have become."""
+    w = positive((5, 4))
+    opt, on_cpu = (getattr(nn, name)([array], 0.1) for array in (on_device(w), w))
+    own, *others = opt.parameters[0].array, *opt.states_by_name(0).values()
+    states = [array for array in others if not isinstance(array, np.ndarray)]
+    for step in range(5):
+        g = rows([1, 3, 1], (5, 4)) if name == "LazyAdam" else gradient((5, 4))
+        opt((on_device(g),))
+        on_cpu((g,))
+        assert_equal_runs(opt, on_cpu)
+        for array in (own, *states)[step % 2 :]:
+            exchange(array.owner)
+    assert_equal_runs(opt, on_cpu)  # without a step
+    for array in (own, *states):
+        exchange(array.owner, np.ones(20, np.float32))
+        with refused(ValueError, "has a wrong shape: expected (5, 4), got (20,)"):
+            opt((on_device(g),))
+        exchange(array.owner, w)
+    assert opt.global_step == on_cpu.global_step
+
+
 @REAL
-def test_memory_of_parameters_is_exchanged(torch: Any, name: str) -> None:
-    """A step writes where the parameter lies now, and refuses what it has become otherwise."""
-    parameter = torch.ones(5, 4, device="cuda")
-    own = nn.Parameter(parameter)
-    optimizer = getattr(nn, name)([own], 0.1)
-    for step in range(3):
-        g = torch.ones(5, 4, device="cuda")
-        if step and name != "AdamOffload":
-            g = nn.RowTensor(torch.arange(5, device="cuda"), g, (5, 4))
-        optimizer((g,))
-        fusestep.synchronize()
-        assert own.array.address == parameter.data_ptr()
-        parameter.data = torch.full((5, 4), float(step), device="cuda")
-    parameter.data = torch.ones(4, 5, device="cuda")
-    with refused(ValueError, "data has a wrong shape: expected (5, 4), got (4, 5)"):
-        optimizer((torch.ones(5, 4, device="cuda"),))
-    assert optimizer.global_step == 3
+def test_memory_of_states_of_pytorch_is_exchanged(torch: Any) -> None:
+    """A step finds a state under its name, and the memory of the tensor that is there."""
+    from fusestep.nn import torch as fused
+
+    parameter = torch.nn.Parameter(torch.ones(5, 4, device="cuda"))
+    parameter.grad = torch.ones(5, 4, device="cuda")
+    opt = fused.AdamW([parameter], 0.1)
+    opt.step()
+    state = opt.state[parameter]
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = state[name].clone().to("cuda")
+        opt.step()
+        exchange(state[name])
+        exchange(parameter)
+        opt.step()

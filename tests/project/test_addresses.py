@@ -15,15 +15,16 @@ from fusestep import nn, ops
 
 ROOT = Path(fusestep.__file__).parent
 TAKES = {"data_ptr", "ctypes", "ptr", "__array_interface__", "__cuda_array_interface__", "_cdata",
-         "from_address", "from_dlpack", "numpy"}  # fmt: skip
+         "from_address", "from_dlpack", "numpy", "device_ctypes_pointer"}  # fmt: skip
 """Attributes by which an address or a view is taken; ``numpy`` where PyTorch is imported."""
+GETTERS = {"attrgetter", "methodcaller"}
+"""Functions that are given attributes by their names."""
 READS = {"place_of", "header_at", "header_of"}
 """Functions by which compiled code reads the headers of tensors and arrays."""
 
 CHECKED = {
     "check_there of ops.runtime.frameworks, before PyTorch or a loop reads": {
-        "ops/runtime/frameworks.py": "check_there, _Torch.place, _Torch.look (by a form that "
-                                     "_Torch.place has seen)",
+        "ops/runtime/frameworks.py": "check_there, _Torch.place",
         "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
         "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
         "nn/torch/engine/binding.py": "Binding._fill (by check_written), Binding._read_dense (by "
@@ -39,8 +40,8 @@ CHECKED = {
         "ops/runtime/arrays.py": "adopt",
     },
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, Framework.look, _CuPy.place, _CuPy.look, "
-                                     "_CuPy.stream, _Simulator.place, _Simulator.look",
+        "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, "
+                                     "_CuPy.stream, _Simulator.place",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "place_of compares the size of the storage with what is needed": {
@@ -78,8 +79,8 @@ CHECKED = {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/torch/bags.py": "EmbeddingBags._now, _versions",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
-        "ops/runtime/frameworks.py": "Framework.address, _CuPy.address, _Simulator.address, "
-                                     "_Torch.address",
+        "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy, _Simulator (each "
+                                     "by a form that its place has seen)",
     },
 }  # fmt: skip
 
@@ -93,7 +94,11 @@ def places_in(path: Path) -> set[str]:
     def walk(node: ast.AST, within: tuple[str, ...]) -> None:
         for child in ast.iter_child_nodes(node):
             is_read = path.parent.name == "headers" and getattr(child, "id", "") in READS
-            if within and (is_read or getattr(child, "attr", "") in names):
+            taken = {getattr(child, "attr", "")}
+            if isinstance(child, ast.Call) and getattr(child.func, "id", "") in GETTERS:
+                paths = (a.value for a in child.args if isinstance(a, ast.Constant))
+                taken |= {part for path in paths for part in str(path).split(".")}
+            if within and (is_read or taken & names):
                 found.add(".".join(within))
             is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
             walk(child, (*within, child.name) if is_scope else within)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -18,12 +19,14 @@ from .geometry import Geometry
 from .tools import check_tools
 
 GEOMETRY = Geometry()
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
+_NO_CAPTURE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
     """The result of a call of the driver; an error where it failed."""
     error, *found = result
-    if error != driver.CUresult.CUDA_SUCCESS:
+    if error != _SUCCESS:
         _, name = driver.cuGetErrorName(error)
         raise RuntimeError(f"CUDA driver: {name.decode()}")
     return found[0] if found else None
@@ -37,7 +40,7 @@ def address_of(array: Any) -> int:
 def device_id() -> int:
     """The number of the current device."""
     error, device = driver.cuCtxGetDevice()
-    if error == driver.CUresult.CUDA_SUCCESS:
+    if error == _SUCCESS:
         return int(device)
     return int(cuda.get_current_device().id)  # nothing has been done on any yet
 
@@ -45,7 +48,7 @@ def device_id() -> int:
 def is_current(device: int) -> bool:
     """Whether a device is the current one of this thread, on which something was done already."""
     error, current = driver.cuCtxGetDevice()
-    return bool(error == driver.CUresult.CUDA_SUCCESS and int(current) == device)
+    return bool(error == _SUCCESS and int(current) == device)
 
 
 @cache
@@ -61,6 +64,11 @@ def device_at(address: int) -> int:
         return 0
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(_checked(driver.cuPointerGetAttribute(attribute, address)))
+
+
+def are_on(device: int, addresses: Sequence[int]) -> bool:
+    """Whether addresses, none of them 0, all belong to a device."""
+    return _n_devices() == 1 or all(device_at(address) == device for address in addresses)
 
 
 def new_event() -> Any:
@@ -128,14 +136,15 @@ def prepare(loop: Any) -> Any:
     return _compiled[key]
 
 
-def is_capturing(stream: Any) -> bool:
-    """Whether what is enqueued on a stream becomes part of a CUDA graph."""
-    error, status = driver.cuStreamIsCapturing(handle_of(stream))
+def is_capturing(handle: int) -> bool:
+    """Whether what is enqueued on the stream of a handle becomes part of a CUDA graph."""
+    error, status = driver.cuStreamIsCapturing(handle)
+    if error == _SUCCESS:
+        return bool(status != _NO_CAPTURE)
     # The default stream cannot be asked while a stream that waits for it is captured.
-    if error == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
-        return True
-    _checked((error,))
-    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    if error != driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        _checked((error,))
+    return True
 
 
 def _enqueue(call: Any, n_bytes: int, stream: Any, *places: Any) -> None:

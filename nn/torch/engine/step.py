@@ -44,7 +44,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.bindings: dict[int | None, list[Binding]] = {}
-        self._there: Sequence[Tensor] = ()  # a parameter of each CUDA device
+        self._devices: Sequence[Any] = ()  # of CUDA, of all parameters
         self._options: GroupOptions | None = None  # of the last step
 
     def take(
@@ -69,9 +69,9 @@ class Steps:
         if param is None:
             parameters = tuple(lists[0] if is_only else chain.from_iterable(lists))
         if binding is None:
-            self._there = [*{p.device: p for p in parameters if p.is_cuda}.values()]
-        if self._there:
-            refuse_captures(self._there)
+            self._devices = [*{p.device for p in parameters if p.is_cuda}]
+        if self._devices:
+            refuse_captures(self._devices)
         if gradients is None:
             gradients = tuple(map(_grad_of, parameters))
         clipping, factors = optimizer._clipping, None  # another thread may exchange the first
