@@ -18,7 +18,7 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
 
 from helpers import STORAGE_DTYPES, arrays_of
-from optimizers import make
+from optimizers import FORMS, is_row_wise, make
 from test_bits import CASES as RULES
 from test_bits import problem, run_dense, run_rows
 from test_measure import SHAPES, array, measured
@@ -27,6 +27,7 @@ from test_row_wise import Counted
 
 LARGE = [(300_000,), (701, 333), (5,), (33, 3), (2, 70_000), (40_000, 2), (7, 50, 60)]
 OF_ROWS = [(3_000, 70), (1, 200_000), (40_000,), (0, 5), (17, 9_001)]
+MEASURED = "Lamb", "Lamb-clipped", "LARS", "LARS-AdaFactor", "AdaFactor"
 TABLES = [(50, 16), (3_000, 64), (300, 5)]
 
 
@@ -114,6 +115,11 @@ def sums_of_squares() -> Iterator[Any]:
     yield measured(LAMB_CLIPPED, (), states, [g for _, g, _, _ in tensors], scalars)
 
 
+def gathered() -> Iterator[Any]:
+    rng = np.random.default_rng(0)
+    yield ops.SparseGatherV2()(numbers(rng, (900, 40)), rng.integers(0, 900, 30_000), 0)
+
+
 def norms() -> Iterator[Any]:
     hot = rows(np.where(np.arange(60_000) % 3, np.arange(60_000) ** 2 % 900, 5), (17,), 900)
     hot.values[...] = dense(hot.values.shape)
@@ -128,8 +134,9 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     **{f"rule {name}": partial(of_rule, name) for name in RULES},
     **{
         f"{form} {dtype.__name__}": partial(steps, partial(make, form), LARGE, dtype)
-        for form in ("Lamb", "Lamb-clipped", "LARS", "LARS-AdaFactor", "AdaFactor")
-        for dtype in (np.float32, np.float16)
+        for form in FORMS
+        for dtype in (np.float32, *[np.float16] * (form in MEASURED))
+        if not is_row_wise(form)
     },
     "LARS-Lamb": partial(steps, lambda p: nn.LARS(nn.Lamb(p, 0.5), coefficient=0.1), LARGE),
     **{
@@ -155,6 +162,7 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     },
     "sums of squares": sums_of_squares,
     "norms": norms,
+    "gathered": gathered,
 }
 
 

@@ -334,7 +334,10 @@ def test_multipliers(compat: str) -> None:
 @pytest.mark.parametrize("compat", ["1.9", "2.0"])
 @pytest.mark.parametrize("grad", ["dense", "lazy", "standard"])
 def test_adam_update(grad: str, compat: str, option: str, dtype: np.dtype) -> None:
-    """No bias correction; the moments change in place, the weight only if it is `out`."""
+    """No bias correction; the moments change in place, the weight only if it is `out`.
+
+    Wherever the result goes, it has the same bits.
+    """
     rng = np.random.default_rng(17)
     h = Hyper(compat=compat, lazy=grad == "lazy", **OPTIONS[option])
     names = ("wd", "beta1", "beta2", "epsilon", "rescale_grad", "compat", "clip_gradient")
@@ -364,6 +367,9 @@ def test_adam_update(grad: str, compat: str, option: str, dtype: np.dtype) -> No
             for x, before, expected in zip((result, mean, var), old, exact, strict=True):
                 assert_same_bits(x[~stepped], before[~stepped])
                 close(x[stepped], expected, real, f"shape {k}: ")
+            w, m, v = old
+            ops.adam_update(w, g, m, v, w, lr=RATE, lazy_update=h.lazy, **options)
+            assert_same_arrays([result, mean, var], old, "in place")
 
 
 # Equal bits
