@@ -76,6 +76,21 @@ def steps_of_rows(build: Callable[[Any], Any]) -> Iterator[Any]:
     yield opt.state_dict()
 
 
+def steps_of_mxnet(name: str, **options: Any) -> Iterator[Any]:
+    """Weights of several types, some with a master copy, beside tables with hot rows."""
+    rng, tables = np.random.default_rng(19), [(900, 40), (2_000, 7)]
+    forms = [((140_000,), "f4"), ((300, 257), "f4"), ((5,), "f8"), ((33, 3), "f2")]
+    weights = [numbers(rng, *form) for form in (*forms, *((shape, "f4") for shape in tables))]
+    more = {"wd": 0.1, "clip_gradient": 0.5, "multi_precision": True, **options}
+    updater = nn.mxnet.get_updater(nn.mxnet.create(name, learning_rate=0.1, **more))
+    for _ in range(2):
+        gradients = [numbers(rng, *form) for form in forms]
+        gradients += [hot_rows(rng, shape, 20_000) for shape in tables]
+        updater([*range(6)], gradients, weights)
+    yield weights
+    yield [updater.states[k] for k in range(6)]
+
+
 def bags_of(rng: np.random.Generator) -> tuple[list[Any], list[Any]]:
     """Ids and offsets of tables; some bags are empty."""
     bounds = [np.append(0, np.cumsum(rng.integers(0, 21, 1_500))) for _ in TABLES]
@@ -150,6 +165,12 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
         )
         for clip in ("clipvalue", "clipnorm")
         for how in ("lazy", "dense_equivalent")
+    },
+    **{
+        f"mxnet {name} {options}": partial(steps_of_mxnet, name, **options)
+        for name in ("adam", "adamw")
+        for options in ({}, {"use_fused_step": False}, {"compat": "1.9"})
+        if (name, options) != ("adamw", {"compat": "1.9"})  # has none
     },
     **{
         f"bags {options}": partial(bags, **options)

@@ -217,6 +217,14 @@ def test_two_threads_lose_no_step(form: str) -> None:
         assert_same_bits(array, plain.state_dict()[name], name)
 
 
+def test_adafactor_leaves_zero_by_its_second_epsilon() -> None:
+    """Its first update is the gradient's sign, its first rate 0.01: the size is what is left."""
+    w = np.zeros((3, 4), np.float32)
+    opt = nn.AdaFactor([w], eps=(1e-30, 10.0), beta1=None)
+    opt((np.ones((3, 4), np.float32),))
+    np.testing.assert_allclose(w, -0.01 * 10.0, rtol=1e-6)
+
+
 def test_adafactor_of_infinite_size_changes_everything_or_nothing() -> None:
     """Warnings are errors here: none may come between the states and the parameter."""
     w = np.full((3, 4), 1e38, np.float32)

@@ -33,7 +33,7 @@ from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.optimizer import Fused  # noqa: E402
 
-from torch_training import everything, refused  # noqa: E402
+from torch_training import assert_equal_models, everything, net, refused, train  # noqa: E402
 
 
 @pytest.fixture(params=["fields", "python"])
@@ -444,6 +444,16 @@ def test_inference_tensors() -> None:
     for _ in range(3):
         optimizer.step()
     assert plain.tolist() == parameter.tolist() == [-2.0] * 3
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam"])
+def test_groups_of_both_weight_decays(name: str) -> None:
+    models = net(), net()
+    for model, package in zip(models, (fused, torch.optim), strict=True):
+        last = {"params": model[2].parameters(), "decoupled_weight_decay": True}
+        groups = [{"params": model[0].parameters()}, last]
+        train(model, getattr(package, name)(groups, lr=0.05, weight_decay=0.1), range(4))
+    assert_equal_models(*models)
 
 
 # -- what a step takes over from the one before, where it may not ---------------------------------
