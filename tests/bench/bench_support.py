@@ -41,8 +41,6 @@ SOME_STEPS = [
     if one[0].kind == "pooled" or (one[0].subject, np.dtype(one[1])) in _CHOSEN
 ]
 """With one."""
-# Large enough for every kernel to use several threads.
-SMALL = "70K,900x40x9000,3x900x40x900x10"
 TINY = "900,100x8x50,3x20x8x10x5"
 
 

@@ -471,15 +471,21 @@ def test_far_rows_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_dlrm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """PyTorch, for a DLRM of which an iteration takes no time."""
+def torch() -> Iterator[Any]:
+    """PyTorch, which has as many threads afterwards as before."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(model_shapes, "click_log_tables", lambda: [(50, 8), (7, 8)])
-    monkeypatch.setattr(dlrm_training, "BATCH", 16)
-    monkeypatch.setattr(training, "_ROUNDS", 3)
     threads = torch.get_num_threads()
     yield torch
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_dlrm(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PyTorch, for a DLRM of which an iteration takes no time."""
+    monkeypatch.setattr(model_shapes, "click_log_tables", lambda: [(50, 8), (7, 8)])
+    monkeypatch.setattr(dlrm_training, "BATCH", 16)
+    monkeypatch.setattr(training, "_ROUNDS", 3)
+    return torch
 
 
 # PyTorch's own Adagrad makes sparse tensors.
@@ -520,15 +526,13 @@ def test_programs_of_a_dlrm_train_alike(small_dlrm: Any) -> None:
     assert losses[dlrm_training.LAYERS] != ours
 
 
+@pytest.mark.usefixtures("torch")
 def test_rounding_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contestant is measured, and those have a limit that should reach a share."""
-    torch = pytest.importorskip("torch")
     sizes = {"small": (5, 3), "rows": rounding.Rows(9, 3, 4)}
     for name, value in (("SIZES", sizes), ("WARM", 1), ("ROUNDS", 3), ("N_PROCESSES", 2)):
         monkeypatch.setattr(rounding, name, value)
-    threads = torch.get_num_threads()
     found = special("rounding", lambda _: None)
-    torch.set_num_threads(threads)
     names = {"rows": [*rounding.FORMS], "small": [*rounding.FORMS, rounding.NEW, rounding.KEPT]}
     both = [(size, scenario) for size in sizes for scenario in rounding.SCENARIOS]
     others = {rounding.DEEPSPEED, rounding.TORCHAO}  # which may not be installed
@@ -543,9 +547,8 @@ def test_rounding_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_changing_steps_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_steps_in_small(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contestant takes the steps of every program, and they come to the same parameters."""
-    torch = pytest.importorskip("torch")
     for name, value in (("TENSORS", 12), ("WARM", 1), ("ROUNDS", 5)):
         monkeypatch.setattr(changing_steps, name, value)
     made: dict[str, list[Any]] = {}
@@ -561,9 +564,7 @@ def test_changing_steps_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     watching = {name: (watched(name, make), of) for name, (make, of) in make_all.items()}
     monkeypatch.setattr(changing_steps, "PROGRAMS", watching)
-    threads = torch.get_num_threads()
     found = special("changing-steps", lambda _: None)
-    torch.set_num_threads(threads)
     assert [*found.limits] == [f"{name}: {changing_steps.OURS}" for name in make_all]
     for programs in made.values():
         ours, loop, *_ = (program.parameters for program in programs)

@@ -116,19 +116,6 @@ def test_rows_are_added_in_the_order_of_their_keys(
         assert_same_bits(compiled_sum(g, real, values, positions), expected, f"width {width}")
 
 
-@pytest.mark.parametrize("offset", range(17))
-@pytest.mark.parametrize("width", [1, 5, 16, 64, 72])
-def test_place_of_the_gradient_does_not_matter(width: int, offset: int) -> None:
-    rng = np.random.default_rng(1)
-    values = rng.standard_normal((30, width)).astype(np.float32)
-    positions = rng.permutation(30)
-    room = np.empty(values.size + 16, np.float32)
-    moved = room[offset : offset + values.size].reshape(values.shape)
-    moved[:] = values
-    expected = compiled_sum(storage.F32, storage.F32, values, positions)
-    assert_same_bits(compiled_sum(storage.F32, storage.F32, moved, positions), expected)
-
-
 def test_special_values() -> None:
     """Infinities and NaN go through; a row that occurs once is not changed by the sum."""
     values = np.array([[np.inf, -np.inf, np.nan, -0.0, 1e-45] * 4] * 2, np.float32)

@@ -18,7 +18,7 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
 
 from helpers import STORAGE_DTYPES, arrays_of
-from optimizers import make
+from optimizers import FORMS, is_row_wise, make
 from test_bits import CASES as RULES
 from test_bits import problem, run_dense, run_rows
 from test_measure import SHAPES, array, measured
@@ -27,6 +27,7 @@ from test_row_wise import Counted
 
 LARGE = [(300_000,), (701, 333), (5,), (33, 3), (2, 70_000), (40_000, 2), (7, 50, 60)]
 OF_ROWS = [(3_000, 70), (1, 200_000), (40_000,), (0, 5), (17, 9_001)]
+MEASURED = "Lamb", "Lamb-clipped", "LARS", "LARS-AdaFactor", "AdaFactor"
 TABLES = [(50, 16), (3_000, 64), (300, 5)]
 
 
@@ -75,6 +76,21 @@ def steps_of_rows(build: Callable[[Any], Any]) -> Iterator[Any]:
     yield opt.state_dict()
 
 
+def steps_of_mxnet(name: str, **options: Any) -> Iterator[Any]:
+    """Weights of several types, some with a master copy, beside tables with hot rows."""
+    rng, tables = np.random.default_rng(19), [(900, 40), (2_000, 7)]
+    forms = [((140_000,), "f4"), ((300, 257), "f4"), ((5,), "f8"), ((33, 3), "f2")]
+    weights = [numbers(rng, *form) for form in (*forms, *((shape, "f4") for shape in tables))]
+    more = {"wd": 0.1, "clip_gradient": 0.5, "multi_precision": True, **options}
+    updater = nn.mxnet.get_updater(nn.mxnet.create(name, learning_rate=0.1, **more))
+    for _ in range(2):
+        gradients = [numbers(rng, *form) for form in forms]
+        gradients += [hot_rows(rng, shape, 20_000) for shape in tables]
+        updater([*range(6)], gradients, weights)
+    yield weights
+    yield [updater.states[k] for k in range(6)]
+
+
 def bags_of(rng: np.random.Generator) -> tuple[list[Any], list[Any]]:
     """Ids and offsets of tables; some bags are empty."""
     bounds = [np.append(0, np.cumsum(rng.integers(0, 21, 1_500))) for _ in TABLES]
@@ -114,6 +130,11 @@ def sums_of_squares() -> Iterator[Any]:
     yield measured(LAMB_CLIPPED, (), states, [g for _, g, _, _ in tensors], scalars)
 
 
+def gathered() -> Iterator[Any]:
+    rng = np.random.default_rng(0)
+    yield ops.SparseGatherV2()(numbers(rng, (900, 40)), rng.integers(0, 900, 30_000), 0)
+
+
 def norms() -> Iterator[Any]:
     hot = rows(np.where(np.arange(60_000) % 3, np.arange(60_000) ** 2 % 900, 5), (17,), 900)
     hot.values[...] = dense(hot.values.shape)
@@ -128,8 +149,9 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     **{f"rule {name}": partial(of_rule, name) for name in RULES},
     **{
         f"{form} {dtype.__name__}": partial(steps, partial(make, form), LARGE, dtype)
-        for form in ("Lamb", "Lamb-clipped", "LARS", "LARS-AdaFactor", "AdaFactor")
-        for dtype in (np.float32, np.float16)
+        for form in FORMS
+        for dtype in (np.float32, *[np.float16] * (form in MEASURED))
+        if not is_row_wise(form)
     },
     "LARS-Lamb": partial(steps, lambda p: nn.LARS(nn.Lamb(p, 0.5), coefficient=0.1), LARGE),
     **{
@@ -145,6 +167,12 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
         for how in ("lazy", "dense_equivalent")
     },
     **{
+        f"mxnet {name} {options}": partial(steps_of_mxnet, name, **options)
+        for name in ("adam", "adamw")
+        for options in ({}, {"use_fused_step": False}, {"compat": "1.9"})
+        if (name, options) != ("adamw", {"compat": "1.9"})  # has none
+    },
+    **{
         f"bags {options}": partial(bags, **options)
         for options in ({}, {"padding_idx": 1}, {"pooling": "mean"}, {"pooling": "max"})
     },
@@ -155,6 +183,7 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     },
     "sums of squares": sums_of_squares,
     "norms": norms,
+    "gathered": gathered,
 }
 
 

@@ -15,12 +15,13 @@ import pytest
 from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers
 
-from helpers import BF16, arrays_of, assert_same_arrays, assert_same_bits, refused, unchanged
+from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 from optimizers import (
     BY_NAME,
     FIXED_RATE,
     FORMS,
     OWN_RATE,
+    assert_same_run,
     decayed_and_scaled,
     gradients,
     inner,
@@ -46,16 +47,6 @@ def steps(opt: Any, numbers: range) -> Any:
     for number in numbers:
         step(opt, number)
     return opt
-
-
-def assert_same_run(one: Any, other: Any) -> None:
-    """Equal parameters and states, to the last bit."""
-    __tracebackhide__ = True
-    assert_same_arrays(one.parameters, other.parameters)
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert list(ours) == list(theirs)
-    for name, array in ours.items():
-        assert_same_bits(array, theirs[name], name)
 
 
 # Resuming

@@ -1,6 +1,7 @@
-"""Rules outside of Adam's family: mixed storage types, and their edges.
+"""Rules outside of Adam's family at their edges.
 
-Their steps are compared with the references in test_family_reference.py and test_ops_reference.py.
+Their steps are compared with the references in test_family_reference.py and test_ops_reference.py,
+states of several storage types in test_states.py.
 """
 
 from __future__ import annotations
@@ -16,31 +17,17 @@ from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
 
 import exact_steps
 import optimizers
-from helpers import BF16, assert_same_bits
-from roundings import Rounded, assert_rounded
+from helpers import assert_same_bits
 from rule_cases import (
     CASES,
     NEUTRAL,
     OPTIMIZER,
-    RuleCase,
     real_of,
     run_dense,
-    run_rows,
     with_prologues,
 )
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
-
-
-def assert_near(
-    case: RuleCase, found: Any, before: list[Any], g: Any, label: str, **changed: Any
-) -> None:
-    """Every result within the bound of its rounding errors."""
-    __tracebackhide__ = True
-    real, (w, *states) = real_of(before[0].dtype), map(Rounded, before)
-    expected = case.step(w, g, *states, **case.known(real, **changed))
-    for role, array, exact in zip(("w", *case.rule.names), found, expected, strict=True):
-        assert_rounded(array, exact, real, 2.0, f"{role} {label} ")
 
 
 def test_every_rule_of_the_package_is_tested() -> None:
@@ -50,11 +37,9 @@ def test_every_rule_of_the_package_is_tested() -> None:
     test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch.
     """
     from test_rules import RULES as ADAM
-    from test_two_stage import FORMS
 
     tested = [case.rule for case in CASES.values()]
     tested += [rule for rule, _, _ in ADAM.values()]
-    tested += [form.rule for form in FORMS.values()]
     assert len(set(tested)) == len(tested)
     tested += [optimizers.make(form, optimizers.parameters())._rule for form in exact_steps.FORMS]
     elsewhere = "torch_", "prodigy"
@@ -65,36 +50,6 @@ def test_every_rule_of_the_package_is_tested() -> None:
 
 
 STEPPED = with_prologues(CASES, OPTIMIZER)
-
-
-# For each rule storage types of the parameter, the gradient and the states that all differ.
-MIXED = {
-    "momentum": (F16, BF16, F32),
-    "sgd_first_step": (F32, F16, BF16, F16),
-    "rmsprop_momentum": (F32, F32, F32, BF16),
-    "rmsprop_centered_momentum": (BF16, F32, F32, BF16, F16),
-    "adagrad": (F64, BF16, F32),
-    "ftrl": (F64, F32, F16, BF16),
-    "proximal_adagrad": (F16, F16, BF16),
-}
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_states_of_several_storage_types(name: str) -> None:
-    """Each array near the reference; the rows of a table to the last bit the same."""
-    case, (w_type, g_type, *state_types) = CASES[name], MIXED[name]
-    real = real_of(w_type)
-    w, g, *states = (a.reshape(60, 10) for a in case.samples(600, seed=7))
-    types = (w_type, *state_types)
-    before = [a.astype(t) for a, t in zip((w, *states), types, strict=True)]
-    dense, rows = [a.copy() for a in before], [a.copy() for a in before]
-    gradient, order = g.astype(g_type), np.random.default_rng(8).permutation(60)
-    run_dense(case.rule, dense, gradient, case.hp(real))
-    run_rows(case.rule, rows, order, gradient[order], case.hp(real))
-    for found, same, t in zip(dense, rows, types, strict=True):
-        assert found.dtype == t
-        assert_same_bits(same, found)
-    assert_near(case, dense, before, Rounded(gradient), "mixed")
 
 
 # Edges
@@ -125,7 +80,6 @@ def test_nothing_moves_without_gradient_and_history(
         assert_same_bits(state, np.zeros_like(w))
 
 
-# Every slot but those that do not reach a parameter: those of new gradients that are not read, and
 def float32s(*values: Any) -> list[np.ndarray]:
     return [np.array(v, np.float32) for v in values]
 

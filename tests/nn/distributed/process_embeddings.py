@@ -15,7 +15,7 @@ from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator, alone
 
 import process_embedding_states
-from process_checks import communicator, everywhere, refused_everywhere, run_parts
+from process_checks import communicator, refused_everywhere, run_parts
 from process_embedding_training import (
     DIM,
     MAKE,
@@ -41,22 +41,6 @@ def training(comm: Communicator, *_: Any) -> None:
         for j, order in enumerate(ORDERS):
             for dtype in DTYPES[: 1 + (k + j) % 2]:
                 Pair(comm, name, order=order, dtype=dtype).steps(3)
-
-
-def without_positions(comm: Communicator, *_: Any) -> None:
-    """A test that can fail: the sum of a hot row depends on where its occurrences are."""
-    pair = Pair(comm, "SGD", order="range")
-    ids = batch(1)
-    for net, own in ((pair.own, part(ids, 1, comm)), (pair.whole, ids)):
-        net(own).backward()
-    pair.own.words.weight.row_positions = None
-    pair.optimizer.step()
-    pair.reference.step()
-    rows = torch.from_numpy(pair.own.words.shard.indices)
-    found, expected = pair.own.words.weight.detach(), pair.whole.words.weight.detach()[rows]
-    is_same = everywhere(comm, torch.equal(found, expected))
-    assert ("False" in is_same) == (comm.size > 1), is_same
-    torch.testing.assert_close(found, expected)
 
 
 def initial(comm: Communicator, *_: Any) -> None:

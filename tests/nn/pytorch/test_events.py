@@ -220,14 +220,19 @@ class Side:
                 value.mul_(0.5)
 
     def exchange(self, r: random.Random) -> None:
-        """As in Gaussian splatting, with or without its states."""
+        """As in Gaussian splatting: rows are added or removed, with their states or without."""
         group = r.choice(self.optimizer.param_groups)
         k, keeps = r.randrange(len(group["params"])), r.random() < 0.5 or self.name == "Adagrad"
-        old = group["params"][k]
-        new = group["params"][k] = Parameter(old.detach() * 0.5)
+        old, kept = group["params"][k], ...
+        if old.dim() and self.name != "Adafactor":  # whose states are of the whole
+            kept = [r.randrange(len(old)) for _ in range(r.randrange(1, 7))]
+        new = group["params"][k] = Parameter(old.detach()[kept] * 0.5)
         state = self.optimizer.state.pop(old, None)
         if keeps and state:
-            self.optimizer.state[new] = state
+            self.optimizer.state[new] = {
+                role: x[kept] if isinstance(x, torch.Tensor) and x.shape == old.shape else x
+                for role, x in state.items()
+            }
 
     def add_group(self, r: random.Random) -> None:
         shape = r.choice(((2, 2), (3,)))

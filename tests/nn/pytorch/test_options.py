@@ -19,7 +19,7 @@ from fusestep.nn.torch.engine.part import Method  # noqa: E402
 
 from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
 from test_numbers import gradient  # noqa: E402
-from torch_training import EVERY, everything  # noqa: E402
+from torch_training import EVERY, everything, refused  # noqa: E402
 
 SIXTEEN_BITS = [torch.float16, torch.bfloat16]
 
@@ -161,10 +161,8 @@ def test_bad_input(spoil: Any, kind: type, message: str, after: int) -> None:
     for _ in range(after):
         optimizer.step()
     spoil(parameters)
-    before = everything(optimizer)
-    with pytest.raises(kind, match=message):
+    with refused(kind, message, optimizer):
         optimizer.step()
-    assert unchanged(optimizer, before)
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float16, torch.bfloat16])
@@ -199,10 +197,8 @@ def test_a_state_of_another_model() -> None:
     saved = other.state_dict()
     saved["state"][0]["exp_avg"] = torch.zeros(4, 4)
     optimizer.load_state_dict(saved)
-    before = everything(optimizer)
-    with pytest.raises(RuntimeError, match="state 'exp_avg' of parameter 0 has a wrong shape"):
+    with refused(RuntimeError, "state 'exp_avg' of parameter 0 has a wrong shape", optimizer):
         optimizer.step()
-    assert unchanged(optimizer, before)
 
 
 @pytest.mark.parametrize(
@@ -374,10 +370,8 @@ def test_a_gradient_in_the_memory_of_the_step(alias: str, earlier_steps: int) ->
         zeros = {name: torch.zeros(N, D) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[w] = {"step": torch.tensor(0.0), **zeros}
     w.grad = ALIASES[alias](w, optimizer.state[w])
-    before = everything(optimizer)
-    with pytest.raises(RuntimeError, match="shares memory: expected memory of its own"):
+    with refused(RuntimeError, "shares memory: expected memory of its own", optimizer):
         optimizer.step()
-    assert all(map(torch.equal, everything(optimizer), before))
     w.grad = rows(torch.arange(4), torch.ones(4, D))
     optimizer.step()
 
@@ -473,10 +467,8 @@ def test_states_that_share_memory(case: str, loaded: bool) -> None:
         optimizer.load_state_dict(saved)
     else:
         states[1].update(change(states[1], states[0]))
-    before = everything(optimizer)
-    with pytest.raises(RuntimeError, match=text):
+    with refused(RuntimeError, text, optimizer):
         optimizer.step()
-    assert all(map(torch.equal, everything(optimizer), before))
 
 
 # Optimizers of users: their rules and scalars are looked at before a step

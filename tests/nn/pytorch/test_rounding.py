@@ -17,7 +17,14 @@ from fusestep.nn import torch as fused  # noqa: E402
 import reference_random as model  # noqa: E402
 from helpers import BF16, more  # noqa: E402
 from test_options import SIXTEEN_BITS, mixed, unchanged  # noqa: E402
-from torch_training import EVERY, FOLDERS, TABLES, assert_same_bits, everything  # noqa: E402
+from torch_training import (  # noqa: E402
+    EVERY,
+    FOLDERS,
+    TABLES,
+    assert_same_bits,
+    everything,
+    refused,
+)
 
 FORMS = {"master": "master", "kahan": "remainder"}
 """Ways to round, and the state that lies beside the weight."""
@@ -270,10 +277,8 @@ def test_parameters_that_are_converted_later() -> None:
     optimizer.step()
     parameters[0].data, parameters[0].grad = parameters[0].detach().float(), None
     parameters[0].grad = torch.ones_like(parameters[0])
-    before = everything(optimizer)
-    with pytest.raises((ValueError, RuntimeError), match="does not fit parameter 0"):
+    with refused((ValueError, RuntimeError), "does not fit parameter 0", optimizer):
         optimizer.step()
-    assert unchanged(optimizer, before)
 
 
 def test_counts_that_a_state_lacks() -> None:
@@ -390,7 +395,5 @@ def test_a_state_of_another_dtype(form: str) -> None:
     optimizer.step()
     state = optimizer.state[parameters[0]]
     state[FORMS[form]] = state[FORMS[form]].to(torch.float64)
-    before = everything(optimizer)
-    with pytest.raises(RuntimeError, match=f"state '{FORMS[form]}' of parameter 0"):
+    with refused(RuntimeError, f"state '{FORMS[form]}' of parameter 0", optimizer):
         optimizer.step()
-    assert unchanged(optimizer, before)

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
 
-import recorded  # noqa: E402
 import reference  # noqa: E402
 import reference_row_wise as row_wise  # noqa: E402
 
@@ -96,21 +95,6 @@ def test_twenty_steps(label: str, sparse: str | None, dtype: Any) -> None:
         state = optimizer.state[p][role]
         assert state.shape == (len(w),) and state.dtype == dtype
         np.testing.assert_allclose(state.double().numpy(), of_rows, rtol=tolerance)
-
-
-def test_steps_are_those_of_fbgemm() -> None:
-    run = np.load(recorded.DATA / "fbgemm" / "rowwise_adagrad.npz")
-    for mode, options in (("none", {}), ("l2", {"weight_decay": 0.1})):
-        table = torch.nn.Parameter(torch.from_numpy(run["w0"].copy()))
-        optimizer = fused.RowWiseAdagrad([table], lr=0.05, eps=1e-8, **options)
-        for k, (ids, gradient) in enumerate(zip(run["ids"], run["grads"], strict=True)):
-            rows = torch.from_numpy(ids.astype(np.int64))[None]
-            table.grad = torch.sparse_coo_tensor(
-                rows, torch.from_numpy(gradient), table.shape, check_invariants=False
-            )
-            optimizer.step()
-            found = table.detach().numpy()
-            np.testing.assert_allclose(found, run[f"{mode}/w"][k], rtol=3e-6, atol=1e-6)
 
 
 def test_what_has_no_rows_and_states_of_other_shapes() -> None:

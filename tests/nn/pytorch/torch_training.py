@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -131,3 +133,21 @@ def everything(optimizer: Any) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [x for p in parameters for _, x in sorted(optimizer.state.get(p, {}).items())]
     return [torch.as_tensor(x).detach().clone() for x in (*parameters, *states) if x is not None]
+
+
+def _held(thing: Any) -> list[Tensor]:
+    """Copies of the tensors of an optimizer or a module, or of a tensor."""
+    if isinstance(thing, torch.optim.Optimizer):
+        return everything(thing)
+    return snapshot(thing) if isinstance(thing, nn.Module) else [thing.detach().clone()]
+
+
+@contextmanager
+def refused(kind: Any, match: str, *things: Any) -> Iterator[None]:
+    """The block raises an error with a text that matches, and no tensor of these things changes."""
+    __tracebackhide__ = True
+    before = [_held(thing) for thing in things]
+    with pytest.raises(kind, match=match):
+        yield
+    for thing, tensors in zip(things, before, strict=True):
+        assert_same_bits(_held(thing), tensors)
