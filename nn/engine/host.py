@@ -99,7 +99,7 @@ def _write(plan: Plan, count: Count) -> None:
     # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
     # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:
-        of_step, steps = found
-        new = zip(method.numbers.values(), of_step, strict=True)
+        values, steps = found
+        new = zip(method.numbers.values(), values, strict=True)
         numbers = NumberWrite([(address_of(array), np.array([x])) for array, x in new])
         commit([*steps, numbers], count)

@@ -47,8 +47,8 @@ class _Memory:
     @classmethod
     def of(cls, tensor: Tensor, *, owned: bool) -> _Memory:
         """The memory of a tensor; ``owned``: it lives as long as this."""
-        owner, of_tensor = tensor if owned else None, (tensor.shape, tensor.stride())
-        return cls(tensor.data_ptr(), *of_tensor, tensor.element_size(), owner)
+        owner, form = tensor if owned else None, (tensor.shape, tensor.stride())
+        return cls(tensor.data_ptr(), *form, tensor.element_size(), owner)
 
 
 def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
@@ -191,7 +191,7 @@ def _share(one: Stretch, other: Stretch) -> bool:
     """Whether two tensors whose stretches overlap have an element in common."""
     if all(s.tensor is None or order_of(s.tensor) is not None for s in (one, other)):
         return True
-    of_one, of_other = (
+    mine, theirs = (
         np.asarray(
             _Memory(s.begin, (s.end - s.begin,), (1,), 1, None)
             if s.tensor is None
@@ -200,6 +200,6 @@ def _share(one: Stretch, other: Stretch) -> bool:
         for s in (one, other)
     )
     try:
-        return np.shares_memory(of_one, of_other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(mine, theirs, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
