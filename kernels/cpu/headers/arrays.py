@@ -77,7 +77,7 @@ class _ArrayQuery(NamedTuple):
     """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
-    forms: int  # of these, then of those written: each a `Form` with its sizes behind it
+    forms: int  # [n + n_written]: addresses of the `Form` of each, then of those written
     memory: int  # [2, n_stretches]
     n_stretches: int
     n_written: int
@@ -202,13 +202,16 @@ def fits(found, sizes, strides, expected, dims, begin):
     """
     if found != expected:
         return False
-    dim, differ = expected[2], 0
+    dim = expected[2]
     for d in range(begin, dim):
         size = load_int64(dims + 8 * d)
-        differ += size >= 0 and load_int64(sizes + 8 * d) != size
-        if strides != 0 and size != 1:  # of a single element the stride means nothing
-            differ += load_int64(strides + 8 * d) != load_int64(dims + 8 * (dim + d))
-    return differ == 0
+        if size >= 0 and load_int64(sizes + 8 * d) != size:
+            return False
+        if strides == 0 or size == 1:  # of a single element the stride means nothing
+            continue
+        if load_int64(strides + 8 * d) != load_int64(dims + 8 * (dim + d)):
+            return False
+    return True
 
 
 @njit(inline="always")
@@ -268,19 +271,20 @@ def _read_expected(query, arrays, addresses):
     moved.
     """
     c = _query_at(query, 1)[0]
-    if load_int64(arrays + LENGTH) != c.n:
+    n, written, length = c.n, c.written, 1
+    if load_int64(arrays + LENGTH) != n:
         return 0
-    out, places = int64s(header_at(addresses).data, c.n), int64s(c.places, c.n_written)
-    memory, at, length = stretches_at(c.memory, c.n_stretches), c.forms, 1
-    for k in range(c.n + c.n_written):
-        form, dims = forms_at(at, 1)[0], at + FORM_BYTES
-        thing = item_of(arrays, k) if k < c.n else item_of(c.written, k - c.n)
+    out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
+    forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
+    for k in range(n + c.n_written):
+        at = forms[k]
+        form = forms_at(at, 1)[0]
+        thing = item_of(arrays, k) if k < n else item_of(written, k - n)
         found, sizes, data = read_array(thing, form.type, form.marks)
-        if not fits(found, sizes, 0, (form.dtype, form.marks, form.dim), dims, 0):
+        if not fits(found, sizes, 0, (form.dtype, form.marks, form.dim), at + FORM_BYTES, 0):
             return 0
-        at = dims + 8 * form.dim
-        if k >= c.n:
-            if data != places[k - c.n]:
+        if k >= n:
+            if data != places[k - n]:
                 return 0
             continue
         n_bytes = form.n_bytes
@@ -304,12 +308,23 @@ ArrayForm = tuple[np.dtype, tuple[int, ...]]
 and for its values behind them, which are as many."""
 
 
-def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[int, ...]:
+class Forms(dict[Any, np.ndarray]):
+    """Forms, each made once and kept in memory."""
+
+    def at(self, form: Form, dims: tuple[int, ...]) -> int:
+        """The address of a form with these sizes, and strides, behind it."""
+        made = self.get((form, dims))
+        if made is None:
+            made = self[form, dims] = np.array([*form, *dims], np.int64)
+        return address_of(made)
+
+
+def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[Form, tuple[int, ...]]:
     is_open = shape[:1] == (OPEN,)
     kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
     n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
     form = Form(kind, ARRAY_TYPE, id(dtype), flags, len(shape), dtype.itemsize, n_bytes)
-    return *form, *shape
+    return form, shape
 
 
 class ExpectedArrays:
@@ -324,11 +339,12 @@ class ExpectedArrays:
     ) -> None:
         every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
         every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
-        words, held = [word for form in every for word in _form_of(*form)], tuple(written)
-        kept = np.array(words, np.int64), memory, np.array(addresses_of(held), np.int64)
+        kinds, held = Forms(), tuple(written)
+        places = np.array([kinds.at(*_form_of(*form)) for form in every], np.int64)
+        kept = places, memory, np.array(addresses_of(held), np.int64)
         forms_at, memory_at, places_at = map(address_of, kept)
         # The identities and addresses in the query stay valid while these live.
-        self._alive = [dtype for dtype, *_ in every], held, kept
+        self._alive = [dtype for dtype, *_ in every], kinds, held, kept
         self._query = array("q", _ArrayQuery(
             len(forms), forms_at, memory_at, memory.shape[1], len(held), id(held), places_at
         ))  # fmt: skip
@@ -340,26 +356,18 @@ class ExpectedArrays:
         return addresses if _read.call(self._query_at, id(arrays), id(addresses)) else None
 
 
-class _Kind(NamedTuple):
-    """Possible dtype of arrays: its identity and size."""
-
-    dtype: int
-    itemsize: int
-
-
-_kinds_at = records(_Kind)
-_INDEX_DTYPES = np.dtype(np.int32), np.dtype(np.int64)
-_KINDS = np.array([_Kind(id(x), x.itemsize) for x in (*STORAGES, *_INDEX_DTYPES)], np.int64)
-_N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_KINDS), address_of(_KINDS)
+_DTYPES = *STORAGES, np.dtype(np.int32), np.dtype(np.int64)
+_KINDS = np.array([(id(dtype), dtype.itemsize) for dtype in _DTYPES], np.int64).reshape(-1)
+_N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_DTYPES), address_of(_KINDS)
 
 
 @njit
 def _itemsize(kinds, is_index, dtype):
     """The size of a floating dtype, or of a dtype of indices; 0 for any other."""
-    known = _kinds_at(kinds, _N_KINDS)
+    known = int64s(kinds, 2 * _N_KINDS)
     for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
-        if known[k].dtype == dtype:
-            return known[k].itemsize
+        if known[2 * k] == dtype:
+            return known[2 * k + 1]
     return 0
 
 

@@ -28,6 +28,7 @@ from .arrays import (
     OBJECT,
     ROWS,
     Form,
+    Forms,
     address_of,
     fits,
     forms_at,
@@ -382,7 +383,7 @@ class TensorLook:
             "status": self.status, "states": np.zeros(n, np.int64), "active": self.active,
             "counts": self.counts, "found": self.found, "gradients": self.gradients,
         }  # fmt: skip
-        self._forms: dict[Any, np.ndarray] = {}
+        self._forms = Forms()
         self._recorded: list[Any] = [None] * n
         self._query = array("q", [0] * len(_TensorQuery._fields))
         self._alive, self._asked = fields, (self._query.buffer_info()[0], address_of(fields))
@@ -424,17 +425,10 @@ class TensorLook:
         self._tables["records"][k] = np.array(_Record(first, n_places - 1, counter, *own))
         each = zip(recorded.forms, recorded.dims, recorded.names, strict=True)
         self._tables["expected"][first : first + n_places] = [
-            _Expected(self._form_at(form, dims), 0 if name is None else id(name))
+            _Expected(self._forms.at(form, dims), 0 if name is None else id(name))
             for form, dims, name in each
         ]
         self.addresses[first : first + n_places] = 0
-
-    def _form_at(self, form: Form, dims: tuple[int, ...]) -> int:
-        """The address of a form, which is made once."""
-        made = self._forms.get((form, dims))
-        if made is None:
-            made = self._forms[form, dims] = np.array([*form, *dims], np.int64)
-        return address_of(made)
 
     def _set(self, **values: int) -> None:
         """Set fields of the query."""
@@ -447,7 +441,7 @@ class TensorLook:
         known.types.append(kind)
         known.forms[-1] = known.forms[-1]._replace(type=form.type, marks=form.marks)
         place = int(self.first[k]) + self._n_of[k] - 1
-        self._tables["expected"][place, 0] = self._form_at(known.forms[-1], known.dims[-1])
+        self._tables["expected"][place, 0] = self._forms.at(known.forms[-1], known.dims[-1])
 
     def _order(self, parameters: tuple[Any, ...], states: States) -> None:
         """Take over the order in which a dict has the states of parameters, and other items."""
