@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.counts import Count
-from ...kernels.cpu.numbers import NumberWrite
 from ...kernels.cpu.process.forks import in_child
+from ...kernels.cpu.rows.write import NumberWrite
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of

@@ -50,10 +50,9 @@ C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 
 # The place of a tuple's length, and the place where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
-PLAIN, DENSE, ROWS, OBJECT, INDICES = range(5)
-"""Kinds of forms: of an array or tensor; of a dense gradient; of one of rows (of an array: of its
-values), whose strides are not compared; of any object; of indices, which tell how many rows are
-behind them."""
+PLAIN, ROWS, INDICES, OBJECT = range(4)
+"""Kinds of forms: of an array or tensor; of a row-sparse gradient, whose strides are not compared
+(of an array: of its values); of its indices, which come before and are as many; of any object."""
 OPEN = -1
 """As a size: any."""
 
@@ -252,8 +251,7 @@ def header_at(array):
 
 @njit(inline="always")
 def read_array(thing, array_type, flags):
-    """Dtype, those of the ``flags`` that it has and dimension of an array; then the address of its
-    sizes, and its own.
+    """Dtype, those of the ``flags`` that it has, dimension; addresses of sizes and first element.
 
     Of an object that is not exactly an ndarray the dtype is 0, and nothing else is read.
     """
@@ -323,8 +321,7 @@ def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[Form,
     is_open = shape[:1] == (OPEN,)
     kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
     n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
-    form = Form(kind, ARRAY_TYPE, id(dtype), flags, len(shape), dtype.itemsize, n_bytes)
-    return form, shape
+    return Form(kind, ARRAY_TYPE, id(dtype), flags, len(shape), n_bytes=n_bytes), shape
 
 
 class ExpectedArrays:
@@ -340,13 +337,13 @@ class ExpectedArrays:
         every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
         every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
         kinds, held = Forms(), tuple(written)
-        places = np.array([kinds.at(*_form_of(*form)) for form in every], np.int64)
-        kept = places, memory, np.array(addresses_of(held), np.int64)
-        forms_at, memory_at, places_at = map(address_of, kept)
+        found = [kinds.at(*_form_of(*form)) for form in every], addresses_of(held)
+        kept = *(np.array(each, np.int64) for each in found), memory
+        addresses, places, begins = map(address_of, kept)
         # The identities and addresses in the query stay valid while these live.
         self._alive = [dtype for dtype, *_ in every], kinds, held, kept
         self._query = array("q", _ArrayQuery(
-            len(forms), forms_at, memory_at, memory.shape[1], len(held), id(held), places_at
+            len(forms), addresses, begins, memory.shape[1], len(held), id(held), places
         ))  # fmt: skip
         self._query_at, _ = self._query.buffer_info()
 

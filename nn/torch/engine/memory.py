@@ -51,24 +51,23 @@ class _Memory:
         return cls(tensor.data_ptr(), *form, tensor.element_size(), owner)
 
 
-def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
+def array_of(tensor: Tensor) -> Any:
     """The array of a tensor whose elements lie in memory: of NumPy, or on a CUDA device.
 
-    It keeps the memory alive, but on the host without ``keep``: then whoever uses it has looked
-    that the tensor is there.
+    It keeps the memory alive.
 
     Raises:
         RuntimeError: its memory was let go.
     """
     check_there(_WHERE, "a tensor", tensor)
-    return array_there(tensor, keep=keep)
+    return array_there(tensor)
 
 
-def array_there(tensor: Tensor, *, keep: bool = True) -> Any:
+def array_there(tensor: Tensor) -> Any:
     """The array of a tensor that was checked to lie in memory; as `array_of`."""
     if tensor.is_cuda:
         return adopt_anywhere(_WHERE, "a tensor", tensor)
-    return np.asarray(_Memory.of(tensor, owned=keep)).view(NUMBERS[tensor.dtype])
+    return np.asarray(_Memory.of(tensor, owned=True)).view(NUMBERS[tensor.dtype])
 
 
 def tensor_of(array: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.headers import tensors as headers
-from ....kernels.cpu.headers.arrays import DENSE, OBJECT, PLAIN, ROWS, Form
+from ....kernels.cpu.headers.arrays import OBJECT, PLAIN, ROWS, Form
 from ....kernels.rule import Rule
 from ....kernels.state import State
 from ....ops.runtime.bags.tensor import BagTensor
@@ -295,14 +295,14 @@ class Record:
         if not fits_order(gradient, self._order):  # others may fit
             gradient = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
         more = {"dim": len(shape), "n_bytes": n_bytes}
-        form = headers.form_of(torch, gradient, DENSE, **more)
+        form = headers.form_of(torch, gradient, PLAIN, **more)
         return form, (*shape, *strides), type(gradient)
 
     def form_of(self, gradient: Tensor) -> tuple[Form, type] | None:
         """The form of another dense gradient that lies as the kernels need it, and its type."""
         if self.recorded is None:
             return None
-        return headers.form_of(torch, gradient, DENSE), type(gradient)
+        return headers.form_of(torch, gradient, PLAIN), type(gradient)
 
 
 def check_written(where: str, tensor: Tensor, name: str) -> None:

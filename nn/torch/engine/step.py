@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ....kernels.cpu.numbers import NumberWrite
+from ....kernels.cpu.rows.write import NumberWrite
 from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import Parameter  # noqa: E402
 
 from fusestep.kernels.cpu.headers import tensor_fields  # noqa: E402
-from fusestep.kernels.cpu.headers.arrays import DENSE, PLAIN, ROWS  # noqa: E402
+from fusestep.kernels.cpu.headers.arrays import PLAIN, ROWS  # noqa: E402
 from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
     FITS,
     FOREIGN,
@@ -622,7 +622,7 @@ def recorded(parameter: Any, gradient: Any, **states: Any) -> RecordedTensors:
     forms = [form_of(torch, tensor, PLAIN, n_bytes=tensor.nbytes) for tensor in own]
     is_sparse = gradient.layout == torch.sparse_coo
     n_bytes = 0 if is_sparse else gradient.nbytes
-    forms.append(form_of(torch, gradient, ROWS if is_sparse else DENSE, n_bytes=n_bytes))
+    forms.append(form_of(torch, gradient, ROWS if is_sparse else PLAIN, n_bytes=n_bytes))
     strides = [0] * gradient.dim() if is_sparse else gradient.stride()
     dims = [(*t.shape, *t.stride()) for t in own] + [(*gradient.shape, *strides)]
     types = [*map(type, own), type(gradient)]
