@@ -55,5 +55,5 @@ class Idle(NamedTuple):
         """The scalars of ``update``, of a rule with so many states."""
         states = [f"state{k}" for k in range(n_states)]
         fields = ["weight", *states, *(f"way{k}" for k in range(self.n_ways)), "pull"]
-        of_root = ("epsilon", *(f"node{k}" for k in range(NODES)))
-        return (*fields, *(("zero", "one") if self.root is None else of_root))
+        root_names = ("epsilon", *(f"node{k}" for k in range(NODES)))
+        return (*fields, *(("zero", "one") if self.root is None else root_names))

@@ -184,7 +184,7 @@ class IdleTable:
         left = own.states[idle.moving], math.sqrt(own.states[_SECOND])
         fades = _fading(left[0]), _fading(left[1])
         # The largest second moment, of AMSGrad, does not fade.
-        passed, of_root = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
+        passed, root_left = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
         if fades != self._fades:
             self._fades, self._nodes, self.closed_from = fades, nodes_of(*fades), step - 1
             one_by_one = math.inf if fades[0] <= fades[1] else _SLOWEST / fades[0]
@@ -193,7 +193,7 @@ class IdleTable:
         log_epsilon = math.log(own.epsilon) if own.epsilon > 0.0 else 0.0
         if log_epsilon != self._log_epsilon:
             self._changed = step
-        self.steps[step % SLEEP] = own.weight, left[0], of_root, own.size, own.epsilon
+        self.steps[step % SLEEP] = own.weight, left[0], root_left, own.size, own.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
         self._x[begin], self._first_epsilon[begin], self._wrong[begin] = passed, log_epsilon, 0.0
         self._log_epsilon = log_epsilon

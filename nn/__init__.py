@@ -17,8 +17,7 @@ from .embedding_bags import EmbeddingBags
 from .engine.row_reset import UniformRows
 from .ftrl import FTRL
 from .fused import FusedOptimizer
-from .lamb import Lamb
-from .lars import LARS
+from .layerwise import LARS, Lamb
 from .lion import Lion
 from .prodigy import Prodigy
 from .rmsprop import RMSProp

@@ -221,15 +221,15 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     # Checked in each type of the arithmetic: a literal is harmless in float64, but turns float32
     # into float64.
     for real in _reals(dtypes):
-        found = _traits(where, "update", rule.update, traits.of_update, rule, real)
+        found = _traits(where, "update", rule.update, traits.update_traits, rule, real)
         _check_returned(where, _named("update", rule.update), found, stored)
         if rule.measure is not None:
-            found = _traits(where, "measure", rule.measure, traits.of_measure, rule, real)
+            found = _traits(where, "measure", rule.measure, traits.measure_traits, rule, real)
             measured = [f"value{k + 1}" for k in range(rule.n_measured)]
             name = _named("measure", rule.measure)
             _check_returned(where, name, found, measured, always_tuple=True)
         if rule.factor is not None:
-            found = _traits(where, "factor", rule.factor, traits.of_factor, rule, real)
+            found = _traits(where, "factor", rule.factor, traits.factor_traits, rule, real)
             follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
             name = _named("factor", rule.factor)
             _check_returned(where, name, found, follows, kinds=_NUMBERS)

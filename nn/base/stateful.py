@@ -121,9 +121,9 @@ class StatefulOptimizer(Optimizer):
         """Refuse arrays of parameters and states that share memory."""
         names = [f"parameter {p.name!r}" for p in self.parameters]
         arrays = [*parameters]
-        for role, of_each in states.items():
+        for role, own in states.items():
             names += [f"state {role!r} of {p.name!r}" for p in self.parameters]
-            arrays += of_each
+            arrays += own
         pairs = [(n, a) for n, a in zip(names, arrays, strict=True) if a is not None]
         check.no_overlap(self._name, [n for n, _ in pairs], [a for _, a in pairs])
 

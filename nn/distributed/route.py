@@ -49,7 +49,7 @@ class Shard(Protocol):
         """The keys of ids."""
 
     def request(self, keys: np.ndarray, owner: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-        """What tells the owners which rows are needed; ``inverse`` has the key of each id."""
+        """Tell the owners which rows are needed; ``inverse`` has the key of each id."""
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
         """The rows of this process that others ask for: int64."""

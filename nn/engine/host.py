@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.counts import Count
-from ...kernels.cpu.numbers import NumberWrite
 from ...kernels.cpu.process.forks import in_child
+from ...kernels.cpu.rows.write import NumberWrite
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of
@@ -99,7 +99,7 @@ def _write(plan: Plan, count: Count) -> None:
     # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
     # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:
-        of_step, steps = found
-        new = zip(method.numbers.values(), of_step, strict=True)
+        values, steps = found
+        new = zip(method.numbers.values(), values, strict=True)
         numbers = NumberWrite([(address_of(array), np.array([x])) for array, x in new])
         commit([*steps, numbers], count)

@@ -169,7 +169,7 @@ def build_layout(
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
     can_expect = is_complete and headers.usable and are_plain
-    expected = headers.ExpectedArrays(forms, memory, written=written) if can_expect else None
+    expected = headers.ExpectedArrays(forms, memory, written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
         np.array([i for i, _, _ in known], np.int64),
@@ -190,9 +190,9 @@ def _place(array: np.ndarray) -> Place:
 
 def _array_forms(
     gradients: Sequence[tuple[Kind, Any]],
-) -> tuple[list[headers.Form], np.ndarray, tuple[int, ...]]:
+) -> tuple[list[headers.ArrayForm], np.ndarray, tuple[int, ...]]:
     """The forms of gradient arrays, and the places of dense ones and of indices among them."""
-    forms: list[headers.Form] = []
+    forms: list[headers.ArrayForm] = []
     dense, rows = [], []
     for kind, w in gradients:
         if kind.pooled:
@@ -202,6 +202,6 @@ def _array_forms(
             forms.append((kind.dtype, w.shape))
         else:
             rows.append(len(forms))
-            forms.append((kind.index_dtype, (headers.ANY,)))
-            forms.append((kind.dtype, (headers.SAME, *w.shape[1:])))
+            forms.append((kind.index_dtype, (headers.OPEN,)))
+            forms.append((kind.dtype, (headers.OPEN, *w.shape[1:])))
     return forms, np.array(dense, np.int64), tuple(rows)

@@ -136,8 +136,8 @@ def calls_of(
         if batch.row_sparse:
             measures = conditioning.measures_rows
         if measures or rule.is_two_stage:  # each tensor has a row of scalars of its own
-            of_each = np.array([k for _, k in keys])[hp_of]
-            measured = np.array(rates)[of_each], np.array(decays)[of_each]
+            class_of = np.array([k for _, k in keys])[hp_of]
+            measured = np.array(rates)[class_of], np.array(decays)[class_of]
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
         if method.draws is not None and batch.keeping is not None and batch.keeping.hp:
             drawn = method.draws(batch.positions, steps[batch.positions] + 1)

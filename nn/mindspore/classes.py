@@ -14,8 +14,7 @@ from .. import (
     adam,
     adan,
     ftrl,
-    lamb,
-    lars,
+    layerwise,
     lion,
     prodigy,
     rmsprop,
@@ -79,11 +78,11 @@ class FTRL(Fused, nn.FTRL, step=ftrl.FTRL):
     """`mindspore.nn.FTRL` with the step of `fusestep.nn.FTRL`."""
 
 
-class Lamb(Fused, nn.Lamb, step=lamb.Lamb):
+class Lamb(Fused, nn.Lamb, step=layerwise.Lamb):
     """`mindspore.nn.Lamb` with the step of `fusestep.nn.Lamb`; MindSpore's has none on a CPU."""
 
 
-class LARS(Fused, nn.LARS, step=lars.LARS):  # type: ignore[arg-type]
+class LARS(Fused, nn.LARS, step=layerwise.LARS):  # type: ignore[arg-type]
     """`mindspore.nn.LARS` around an optimizer of this module; MindSpore's has no step on a CPU."""
 
     def _bound(self, given: dict[str, Any]) -> tuple[Binding, Any]:
@@ -92,7 +91,7 @@ class LARS(Fused, nn.LARS, step=lars.LARS):  # type: ignore[arg-type]
             wrong, expected = "has a wrong type", "one of fusestep.nn.mindspore"
             reject(TypeError, "LARS", "optimizer", wrong, expected, type(optimizer).__name__)
         binding: Any = optimizer._binding  # one for both: either may find that memory has moved
-        return binding, lars.LARS(binding.inner, **given)
+        return binding, layerwise.LARS(binding.inner, **given)
 
 
 class LazyAdam(Fused, nn.LazyAdam, step=adam.LazyAdam):

@@ -536,16 +536,16 @@ class _Pooling(torch.autograd.Function):
         if not any(needs):
             return (None,) * (2 + len(needs))
         grad = array_of(in_memory(grads[0].detach()))
-        of_factors: list[Any] = [None] * (len(needs) - n)
+        factors: list[Any] = [None] * (len(needs) - n)
         if any(needs[n:]):
             if ctx.versions != _versions(weights):
                 wrong = "the tables have changed since the forward"
                 raise RuntimeError(f"{_WHERE}: no gradients of per_sample_weights: {wrong}")
             products = [tensor_of(x) for x in ctx.pooled.weight_gradients(grad)]
-            if len(of_factors) == 1:
+            if len(factors) == 1:
                 products = [torch.cat(products)]
             each = zip(products, ctx.factors, strict=True)
-            of_factors = [x.reshape(shape).to(dtype) for x, (shape, dtype) in each]
+            factors = [x.reshape(shape).to(dtype) for x, (shape, dtype) in each]
         are_left = are_taken = needs[:n]
         if updates is None:
             are_taken = (False,) * n
@@ -554,7 +554,7 @@ class _Pooling(torch.autograd.Function):
             uses = [_use_of(node) for node, _ in ctx.next_functions[:n]]
             are_left = [use == _RETURNED for use in uses]
             are_taken = [use == _ACCUMULATED for use in uses]
-        of_tables: list[Any] = [None] * n
+        tables: list[Any] = [None] * n
         if any(are_left) or any(are_taken):
             found = ctx.pooled.gradients(grad)
             for k, row in ctx.dropped.items():
@@ -563,10 +563,10 @@ class _Pooling(torch.autograd.Function):
                 _collect(ctx, updates, found, are_taken)
             for k, weight in enumerate(weights):
                 if are_left[k]:
-                    of_tables[k] = _as_torch(found[k], weight)
+                    tables[k] = _as_torch(found[k], weight)
                 elif are_taken[k] and ctx.parallel is not None:  # which waits for one
-                    of_tables[k] = _empty(weight)
-        return None, None, *of_tables, *of_factors
+                    tables[k] = _empty(weight)
+        return None, None, *tables, *factors
 
 
 def _collect(
@@ -671,14 +671,14 @@ def rows_of_bags(gradient: BagTensor, tensor_of: Callable[[Any], Tensor]) -> tup
         width // unit, device=indices.device
     )
 
-    def of_each(array: Any) -> Tensor:
+    def in_places(array: Any) -> Tensor:
         return tensor_of(array).reshape(-1, unit)[places].reshape(n, width)
 
     is_known = ((indices >= 0) & (indices < n_rows))[:, None]
     places = places.clamp(0, max(0, rows.values.size // unit - 1))  # those of bad ids are any
-    values = of_each(rows.values)
+    values = in_places(rows.values)
     if rows.winners is not None:
-        is_known = is_known & (of_each(rows.winners) == gradient.first + numbers)
+        is_known = is_known & (in_places(rows.winners) == gradient.first + numbers)
     if rows.weights is not None:
         factors = tensor_of(rows.weights)
         real = torch.promote_types(factors.dtype, values.dtype)

@@ -183,10 +183,10 @@ class _Lookup(torch.autograd.Function):
         if ctx.average:
             gradient = gradient / weight.row_shard.comm.size
         arrival = ctx.route.send_back(array_of(in_memory(gradient)))
-        indices, values, _, *of_batch = arrival.wait()
+        indices, values, _, *places = arrival.wait()
         # A sparse tensor has no room for positions, so they go with the parameter. After a second
         # backward, which adds to the gradient, they do not fit it, and the step does without.
-        weight.row_positions = tuple(of_batch)
+        weight.row_positions = tuple(places)
         indices, values = tensor_of(indices)[None], tensor_of(values)
         if not len(values):  # PyTorch adds to it where it lies, and NumPy's memory cannot grow
             indices, values = indices.clone(), values.clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -27,13 +26,12 @@ from .engine.options import (
     check_own,
     check_rounding,
     check_rows,
+    shown_constructor,
 )  # fmt: skip
 from .engine.part import number, state_dtype_of
-from .engine.sleep import check_asleep
 from .engine.state import (
     cast_states,
     check_masters,
-    check_states,
     has_master,
     keep_dtypes,
     own_rows,
@@ -49,22 +47,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer as _Base
 else:
     _Base = object
-
-
-def _shown(cls: Any) -> Callable[..., None]:
-    """A constructor of a class that writes none, with the arguments of PyTorch's, then ours."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        super(cls, self).__init__(*args, **kwargs)
-
-    theirs = next(c for c in cls.__mro__ if c.__module__.startswith("torch."))
-    signature, ours = inspect.signature(theirs.__init__), inspect.signature(Fused.__init__)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    every = [*signature.parameters.values()]
-    every += [p for p in ours.parameters.values() if p.kind == keyword]
-    every += [inspect.Parameter(name, keyword, default=x) for name, x in cls._more_options.items()]
-    __init__.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    return __init__
 
 
 class Fused(TableRows, _Base):
@@ -108,7 +90,7 @@ class Fused(TableRows, _Base):
         cls._looks_at_scalars = is_own(cls.scalars)
         cls._chooses_anew = cls._chooses_anew or is_own(cls.method)
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
-            cls.__init__ = _shown(cls)  # type: ignore[method-assign]
+            cls.__init__ = shown_constructor(cls, Fused.__init__)  # type: ignore[method-assign]
 
     # Options
 
@@ -185,14 +167,7 @@ class Fused(TableRows, _Base):
 
         def look(_: Any, found: dict[str, Any]) -> None:
             given.append(found)
-            for group, of_file in zip(self.param_groups, found["param_groups"], strict=False):
-                known = {**group, **of_file, "params": ()}
-                check_group(type(self).__name__, known, takes_sparse=self._takes_sparse)
-                check_states(type(self).__name__, of_file["params"], found["state"])
-                for key in of_file["params"]:
-                    check_asleep(type(self).__name__, found["state"].get(key, {}))
-                self._check_shapes(known, zip(group["params"], of_file["params"], strict=False),
-                                   found["state"])  # fmt: skip
+            self._check_loaded(found)
             if from_masters:
                 check_masters(type(self).__name__, found)
 
@@ -203,15 +178,15 @@ class Fused(TableRows, _Base):
             last.remove()
         saved = given[-1]
         each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
-        for group, of_file, own in each:
-            group.update({name: x for name, x in own.items() if name not in of_file})
-            for parameter, key in zip(group["params"], of_file["params"], strict=True):
+        for group, loaded, own in each:
+            group.update({name: x for name, x in own.items() if name not in loaded})
+            for parameter, key in zip(group["params"], loaded["params"], strict=True):
                 state = self.state.get(parameter, {})
                 keep_dtypes(state, saved["state"].get(key, {}))
                 self._make_loaded(parameter, state)
                 if from_masters and has_master(group, state):
                     parameter.detach().copy_(state[MASTER.name])
-        pairs = (zip(own["params"], of_file["params"], strict=True) for own, of_file, _ in each)
+        pairs = (zip(own["params"], loaded["params"], strict=True) for own, loaded, _ in each)
         self._begin_asleep(saved["state"], chain.from_iterable(pairs))
         self._steps = Steps()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.matrices.step import MatrixStep
-from ...kernels.cpu.numbers import NumberWrite
+from ...kernels.cpu.rows.write import NumberWrite
 from ...kernels.cpu.threads.parallel import Joined, Prepared
 from ...kernels.quiet import quiet
 from ...kernels.rule import Rule, columns, factors

@@ -16,8 +16,7 @@ from fusestep.kernels.cpu.compiler.machine import PythonEntry
 from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import arrays as headers
 from fusestep.kernels.cpu.headers.arrays import (
-    ANY,
-    SAME,
+    OPEN,
     ExpectedArrays,
     address_of,
     alike,
@@ -88,7 +87,7 @@ def test_alike_arrays_with_rows(dtype, index, shape, n):
 
 def row_forms():
     """A dense gradient, and a row-sparse one of two columns."""
-    return [(F32, (2, 3)), (np.dtype(np.int64), (ANY,)), (F64, (SAME, 2))]
+    return [(F32, (2, 3)), (np.dtype(np.int64), (OPEN,)), (F64, (OPEN, 2))]
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])
@@ -98,14 +97,68 @@ def test_expected_rows(n):
     assert found.tolist() == [address_of(a) for a in arrays]
 
 
+@pytest.mark.parametrize(
+    ("k", "wrong"),
+    [
+        (0, np.ones((3, 2), np.float32)),
+        (0, np.ones((2, 3))),
+        (0, np.ones((2, 3, 1), np.float32)),
+        (0, np.ones((3, 2), np.float32).T),
+        (0, np.zeros(25, np.uint8)[1:].view(np.float32).reshape(2, 3)),
+        (0, np.ones((2, 3), np.float32).view(Subclass)),
+        (0, None),
+        (1, np.zeros(3, np.int64)),
+        (1, np.zeros(4, np.int32)),
+        (1, np.zeros((4, 1), np.int64)),
+        (1, np.zeros(8, np.int64)[::2]),
+        (2, np.ones((5, 2))),
+        (2, np.ones((4, 3))),
+        (2, np.ones((4, 2), np.float32)),
+    ],
+)
+def test_arrays_that_are_not_as_expected(k, wrong):
+    arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
+    expected = ExpectedArrays(row_forms(), NOWHERE)
+    assert expected.addresses(tuple(arrays)) is not None
+    arrays[k] = wrong
+    assert expected.addresses(tuple(arrays)) is None
+
+
+@pytest.mark.parametrize("k", range(3))
+def test_expected_arrays_in_memory_that_is_written(k):
+    """The number of rows tells how far the arrays of a row-sparse gradient reach."""
+    memory = np.zeros(128)
+    arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
+    begin = address_of(memory) + 512
+    expected = ExpectedArrays(row_forms(), np.array([[begin], [begin + 512]]))
+    assert expected.addresses(tuple(arrays)) is not None
+    size = arrays[k].nbytes
+    for first, fits in ((512 - size, True), (512 - size + 8, False), (1016 - size, False)):
+        own = memory.view(np.uint8)[first : first + size]
+        arrays[k] = own.view(arrays[k].dtype).reshape(arrays[k].shape)
+        assert (expected.addresses(tuple(arrays)) is not None) == fits
+
+
+def test_no_arrays_are_alike():
+    assert alike((), 0) == []
+
+
 def test_expected_of_what_is_written():
     arrays, written = three()[:1], three((2,))
     expected = ExpectedArrays([(F32, (6,))], NOWHERE, written=written)
+    places = {id(array): address_of(array) for array in written}
     for array in written:
         assert expected.addresses(arrays) is not None
         array.flags.writeable = False
         assert expected.addresses(arrays) is None
         array.flags.writeable = True
+        array.shape = (1, 2)
+        assert expected.addresses(arrays) is None
+        array.shape = (2,)
+        array.resize((4_000,), refcheck=False)  # which moves it
+        array.resize((2,), refcheck=False)
+        assert (expected.addresses(arrays) is None) == (address_of(array) != places[id(array)])
+        expected = ExpectedArrays([(F32, (6,))], NOWHERE, written=written)
     assert expected.addresses((read_only(),)) is not None
     for n in (0, 2):
         assert expected.addresses(three()[:n]) is None

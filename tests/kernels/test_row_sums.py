@@ -90,7 +90,7 @@ def test_forms_of_sums(g: storage.Storage, real: storage.Storage, form: forms.Fo
         values = rng.standard_normal((50, width + 3)).astype(g.dtype)[:, :width]
         positions = rng.integers(0, 50, 40)
         terms, weights = values[positions].astype(real.dtype), None
-        if form.of_winners:  # in the form of the array that the values are a part of
+        if form.winners_only:  # in the form of the array that the values are a part of
             weights = rng.integers(FIRST, FIRST + 40, (50, width + 3)).astype(np.int32)
             weights[positions[3], :width:2] = FIRST + 3
             terms[weights[positions, :width] != FIRST + np.arange(40)[:, None]] = 0

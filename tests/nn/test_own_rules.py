@@ -239,16 +239,16 @@ def test_rules_of_the_package_are_as_those_of_users_must_be(name: str) -> None:
     rule = all_rules()[name]
     for real, number in ((F32, "float32"), (F64, "float64")):
         own = [s for s in rule.states if s.per == "element" and not s.is_read]
-        n_stored, found = 1 + len(own), traits.of_update(rule, real)
+        n_stored, found = 1 + len(own), traits.update_traits(rule, real)
         assert found == traits.Traits((number,) * n_stored, n_stored > 1, False)
         if rule.measure is not None and rule.lines is None:
-            found = traits.of_measure(rule, real)
+            found = traits.measure_traits(rule, real)
             assert (len(found.returned), found.is_tuple) == (rule.n_measured, True)
             assert {*found.returned} <= {"float32", "float64"} and not found.can_raise
         if rule.factor is not None and "scale_parameter" not in rule.takes:  # a bool
             of_step = 3 * (rule.scope == "step")  # numbers of the optimizer
             n = len(rule.scaled_fields) + len(rule.factor_states) + of_step
-            found = traits.of_factor(rule, real)
+            found = traits.factor_traits(rule, real)
             assert found == traits.Traits(("float64",) * n, n > 1, False)
 
 

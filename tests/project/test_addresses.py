@@ -19,7 +19,7 @@ TAKES = {"data_ptr", "ctypes", "ptr", "__array_interface__", "__cuda_array_inter
 """Attributes by which an address or a view is taken; ``numpy`` where PyTorch is imported."""
 GETTERS = {"attrgetter", "methodcaller"}
 """Functions that are given attributes by their names."""
-READS = {"place_of", "header_at", "header_of"}
+READS = {"place_of", "header_at", "read_array"}
 """Functions by which compiled code reads the headers of tensors and arrays."""
 
 CHECKED = {
@@ -49,7 +49,7 @@ CHECKED = {
         "kernels/cpu/headers/id_lists.py": "_look_at_tensor",
     },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
-        "kernels/cpu/headers/arrays.py": "address_of, header_of, _data_of, _read_expected, "
+        "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_expected, "
                                          "_read_alike_arrays, _lies_as_expected",
         "kernels/cpu/headers/id_lists.py": "_look_at_array",
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
@@ -59,7 +59,7 @@ CHECKED = {
         "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array",
     },
     "it is made here, and nobody else has it": {
-        "kernels/cpu/headers/id_lists.py": "_reader.read_lists",
+        "kernels/cpu/headers/id_lists.py": "_read_lists",
         "kernels/cpu/rows/sort.py": "_finish",
         "kernels/tables.py": "RowTable.bounds",
         "kernels/cuda/device/memory.py": "_Pinned.begin",

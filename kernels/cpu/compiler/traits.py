@@ -41,18 +41,18 @@ class CompilationError(Exception):
     """A function cannot be compiled, for the reason that is the text."""
 
 
-def of_update(rule: Rule, real: Storage) -> Traits:
+def update_traits(rule: Rule, real: Storage) -> Traits:
     """Traits of the update of a rule in some type of the arithmetic."""
     return _traits(rule.update, _of_element(rule, real))
 
 
-def of_measure(rule: Rule, real: Storage) -> Traits:
+def measure_traits(rule: Rule, real: Storage) -> Traits:
     """Traits of the function that measures for a rule."""
     assert rule.measure is not None
     return _traits(rule.measure, _of_element(rule, real))
 
 
-def of_factor(rule: Rule, real: Storage) -> Traits:
+def factor_traits(rule: Rule, real: Storage) -> Traits:
     """Traits of ``factor``, in some type of the arithmetic."""
     assert rule.factor is not None
     counts = {"size", *(state.name for state in rule.states if state.dtype is not None)}

@@ -47,35 +47,44 @@ _DATA = _Header.data.offset
 ARRAY_TYPE = id(np.ndarray)
 _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
 C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
-ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
+
 # The place of a tuple's length, and the place where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
+PLAIN, ROWS, INDICES, OBJECT = range(4)
+"""Kinds of forms: of an array or tensor; of a row-sparse gradient, whose strides are not compared
+(of an array: of its values); of its indices, which come before and are as many; of any object."""
+OPEN = -1
+"""As a size: any."""
 
 
-class _ArrayForm(NamedTuple):
-    """Expected form of an array, all ``int64``."""
+class Form(NamedTuple):
+    """Expected form, all ``int64``; the sizes, and of tensors the strides, lie behind it."""
 
-    dtype: int  # its identity
-    ndim: int
-    n_bytes: int = 0  # without the dimensions left open
-    place: int = 0  # the address of an array that must not move
-    header: int = 0  # the address of its object
+    kind: int
+    type: int  # identity
+    dtype: int = 0  # its identity, or its number in PyTorch
+    marks: int = 0  # flags of an array, others do not matter; all dispatch keys of a tensor
+    dim: int = 0
+    itemsize: int = 0
+    n_bytes: int = 0  # from the first to the last element, with an open size taken as 1
+
+
+forms_at, FORM_BYTES = records(Form), 8 * len(Form._fields)
 
 
 class _ArrayQuery(NamedTuple):
     """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
-    array_type: int
-    flags: int
-    rows: int  # [n_rows] of `_ArrayForm`
-    n_rows: int
-    dims: int  # of all rows
+    forms: int  # [n + n_written]: addresses of the `Form` of each, then of those written
     memory: int  # [2, n_stretches]
     n_stretches: int
+    n_written: int
+    written: int  # a tuple of further arrays
+    places: int  # [n_written]: where these have to lie
 
 
-_forms_at, _query_at = records(_ArrayForm), records(_ArrayQuery)
+_query_at = records(_ArrayQuery)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
@@ -179,40 +188,35 @@ def addresses_of(arrays: Iterable[np.ndarray]) -> list[int]:
 
 
 @njit(inline="always")
-def header_at(array):
-    """The header of an array."""
-    return carray(as_pointer(array), 1, _header_type)[0]
-
-
-@njit(inline="always")
-def header_of(arrays, k):
-    """The header of element ``k`` of a tuple of arrays."""
-    return header_at(load_int64(arrays + ITEMS + 8 * k))
+def item_of(items, k):
+    """The address of element ``k`` of a tuple."""
+    return load_int64(items + ITEMS + 8 * k)
 
 
 @njit
-def _is_plain(header, array_type, dtype, flags, ndim):
-    """Whether an object is exactly an ndarray, of this dtype and with these flags."""
-    return (
-        header.type == array_type
-        and header.dtype == dtype
-        and (header.flags & flags) == flags
-        and header.ndim == ndim
-    )
+def fits(found, sizes, strides, expected, dims, begin):
+    """Whether dtype, marks and dimension, then sizes from ``begin`` on, are the expected ones.
 
-
-@njit
-def _has_shape(header, shape, begin):
-    """Whether the sizes of an array, from one dimension on, are those at an address."""
-    for d in range(begin, header.ndim):
-        if load_int64(header.shape + 8 * d) != load_int64(shape + 8 * d):
+    The strides are compared with what lies behind the expected sizes, unless ``strides`` is 0.
+    """
+    if found != expected:
+        return False
+    dim = expected[2]
+    for d in range(begin, dim):
+        size = load_int64(dims + 8 * d)
+        if size >= 0 and load_int64(sizes + 8 * d) != size:
+            return False
+        if strides == 0 or size == 1:  # of a single element the stride means nothing
+            continue
+        if load_int64(strides + 8 * d) != load_int64(dims + 8 * (dim + d)):
             return False
     return True
 
 
 @njit(inline="always")
-def _data_of(array, n):
-    return int64s(header_at(array).data, n)
+def stretches_at(address, n):
+    """Memory in the form of `overlaps`."""
+    return carray(as_pointer(address), (2, n), np.int64)
 
 
 @njit
@@ -239,54 +243,85 @@ def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]])
     return False
 
 
+@njit(inline="always")
+def header_at(array):
+    """The header of an array."""
+    return carray(as_pointer(array), 1, _header_type)[0]
+
+
+@njit(inline="always")
+def read_array(thing, array_type, flags):
+    """Dtype, those of the ``flags`` that it has, dimension; addresses of sizes and first element.
+
+    Of an object that is not exactly an ndarray the dtype is 0, and nothing else is read.
+    """
+    header = header_at(thing)
+    if header.type != array_type:
+        return (0, 0, 0), 0, 0
+    found = header.dtype, np.int64(header.flags) & flags, np.int64(header.ndim)
+    return found, header.shape, header.data
+
+
 def _read_expected(query, arrays, addresses):
     """Write the addresses of a tuple's arrays if they have their forms and lie outside ``memory``.
 
-    Returns whether all of them do, and the arrays of the further rows have not moved or changed
-    their form, and can be written to.
+    Returns whether all of them do, and the arrays that are written have their forms and have not
+    moved.
     """
     c = _query_at(query, 1)[0]
-    if load_int64(arrays + LENGTH) != c.n:
+    n, written, length = c.n, c.written, 1
+    if load_int64(arrays + LENGTH) != n:
         return 0
-    forms, dims, out = _forms_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
-    memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
-    length = 0
-    for k in range(c.n):
-        form, header = forms[k], header_of(arrays, k)
-        if not _is_plain(header, c.array_type, form.dtype, c.flags, form.ndim):
+    out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
+    forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
+    for k in range(n + c.n_written):
+        at = forms[k]
+        form = forms_at(at, 1)[0]
+        thing = item_of(arrays, k) if k < n else item_of(written, k - n)
+        found, sizes, data = read_array(thing, form.type, form.marks)
+        if not fits(found, sizes, 0, (form.dtype, form.marks, form.dim), at + FORM_BYTES, 0):
             return 0
-        n_bytes = form.n_bytes
-        for d in range(form.ndim):
-            size, dim = load_int64(header.shape + 8 * d), load_int64(dims + 8 * d)
-            if dim == ANY:
-                # The indices of a row-sparse gradient come first, and may have any number; the
-                # values behind them have as many rows.
-                length = size
-            elif size != (length if dim == SAME else dim):
+        if k >= n:
+            if data != places[k - n]:
                 return 0
-            if dim < 0:
-                n_bytes *= size
-        dims += 8 * form.ndim
-        if overlaps(memory, header.data, header.data + n_bytes):
+            continue
+        n_bytes = form.n_bytes
+        if form.kind == INDICES:
+            length = load_int64(sizes)
+        elif form.kind == ROWS and load_int64(sizes) != length:
             return 0
-        out[k] = header.data
-    for k in range(c.n, c.n_rows):
-        form = forms[k]
-        header = header_at(form.header)
-        flags = C_CONTIGUOUS_ALIGNED | _WRITEABLE
-        if not _is_plain(header, c.array_type, form.dtype, flags, form.ndim):
+        if form.kind != PLAIN:
+            n_bytes *= length
+        if overlaps(memory, data, data + n_bytes):
             return 0
-        if header.data != form.place or not _has_shape(header, dims, 0):
-            return 0
-        dims += 8 * form.ndim
+        out[k] = data
     return 1
 
 
 NOWHERE = np.zeros((2, 0), np.int64)
 """No memory, in the form of `overlaps`."""
 
-Form = tuple[np.dtype, tuple[int, ...]]
-"""Dtype and shape of an array; a dimension can be `ANY` or `SAME`."""
+ArrayForm = tuple[np.dtype, tuple[int, ...]]
+"""Dtype and shape of an array. The first size is `OPEN` for the indices of a row-sparse gradient,
+and for its values behind them, which are as many."""
+
+
+class Forms(dict[Any, np.ndarray]):
+    """Forms, each made once and kept in memory."""
+
+    def at(self, form: Form, dims: tuple[int, ...]) -> int:
+        """The address of a form with these sizes, and strides, behind it."""
+        made = self.get((form, dims))
+        if made is None:
+            made = self[form, dims] = np.array([*form, *dims], np.int64)
+        return address_of(made)
+
+
+def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[Form, tuple[int, ...]]:
+    is_open = shape[:1] == (OPEN,)
+    kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
+    n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
+    return Form(kind, ARRAY_TYPE, id(dtype), flags, len(shape), n_bytes=n_bytes), shape
 
 
 class ExpectedArrays:
@@ -297,30 +332,18 @@ class ExpectedArrays:
     """
 
     def __init__(
-        self,
-        forms: Sequence[Form],
-        memory: np.ndarray,
-        *,
-        writable: bool = False,
-        written: Sequence[np.ndarray] = (),
+        self, forms: Sequence[ArrayForm], memory: np.ndarray, written: Sequence[np.ndarray] = ()
     ) -> None:
-        flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
-        # The identities and addresses below stay valid while these live.
-        self._alive: tuple[Any, ...] = (list(forms), list(written))
-        rows = [
-            _ArrayForm(
-                id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize
-            )
-            for dtype, shape in forms
-        ]
-        rows += [_ArrayForm(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
-        shapes = [shape for _, shape in forms] + [array.shape for array in written]
-        dims = [n for shape in shapes for n in shape]
-        kept = np.array(rows, np.int64), np.array(dims, np.int64), memory
-        self._alive += kept
-        rows_at, dims_at, memory_at = map(address_of, kept)
+        every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
+        every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
+        kinds, held = Forms(), tuple(written)
+        found = [kinds.at(*_form_of(*form)) for form in every], addresses_of(held)
+        kept = *(np.array(each, np.int64) for each in found), memory
+        addresses, places, begins = map(address_of, kept)
+        # The identities and addresses in the query stay valid while these live.
+        self._alive = [dtype for dtype, *_ in every], kinds, held, kept
         self._query = array("q", _ArrayQuery(
-            len(forms), ARRAY_TYPE, flags, rows_at, len(rows), dims_at, memory_at, memory.shape[1]
+            len(forms), addresses, begins, memory.shape[1], len(held), id(held), places
         ))  # fmt: skip
         self._query_at, _ = self._query.buffer_info()
 
@@ -330,57 +353,44 @@ class ExpectedArrays:
         return addresses if _read.call(self._query_at, id(arrays), id(addresses)) else None
 
 
-class _Kind(NamedTuple):
-    """Possible dtype of arrays: its identity and size."""
-
-    dtype: int
-    itemsize: int
-
-
-_kinds_at = records(_Kind)
-_INDEX_DTYPES = np.dtype(np.int32), np.dtype(np.int64)
-_KINDS = np.array([_Kind(id(x), x.itemsize) for x in (*STORAGES, *_INDEX_DTYPES)], np.int64)
-_N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_KINDS), address_of(_KINDS)
+_DTYPES = *STORAGES, np.dtype(np.int32), np.dtype(np.int64)
+_KINDS = np.array([(id(dtype), dtype.itemsize) for dtype in _DTYPES], np.int64).reshape(-1)
+_N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_DTYPES), address_of(_KINDS)
 
 
 @njit
 def _itemsize(kinds, is_index, dtype):
     """The size of a floating dtype, or of a dtype of indices; 0 for any other."""
-    known = _kinds_at(kinds, _N_KINDS)
+    known = int64s(kinds, 2 * _N_KINDS)
     for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
-        if known[k].dtype == dtype:
-            return known[k].itemsize
+        if known[2 * k] == dtype:
+            return known[2 * k + 1]
     return 0
-
-
-@njit
-def _n_bytes(header, itemsize):
-    for d in range(header.ndim):
-        itemsize *= load_int64(header.shape + 8 * d)
-    return itemsize
 
 
 def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses):
     """Write the addresses of a tuple's arrays; whether these are as `alike` requires."""
     n = load_int64(arrays + LENGTH)
-    n_alike, first, out = n - 2 * has_rows, header_of(arrays, 0), _data_of(addresses, n)
+    n_alike, out = n - 2 * has_rows, int64s(header_at(addresses).data, n)
+    first, shape = (0, 0, 0), 0
     length = n_bytes = index_bytes = 0
     for k in range(n):
-        header, is_index = header_of(arrays, k), k == n_alike
-        if header.type != array_type or first.ndim < has_rows:
+        is_index, flags = k == n_alike, C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
+        found, sizes, out[k] = read_array(item_of(arrays, k), array_type, flags)
+        if k == 0:
+            first, shape = found, sizes
+        dtype, dim = (found[0], 1) if is_index else (first[0], first[2])
+        own = _itemsize(kinds, is_index, dtype)
+        if own == 0 or first[2] < has_rows:
             return 0
-        dtype, ndim = (header.dtype, 1) if is_index else (first.dtype, first.ndim)
-        flags = C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
-        itemsize = _itemsize(kinds, is_index, dtype)
-        if itemsize == 0 or not _is_plain(header, array_type, dtype, flags, ndim):
-            return 0
-        if not _has_shape(header, first.shape, k >= n_alike):
+        if not fits(found, sizes, 0, (dtype, flags, dim), shape, k >= n_alike):
             return 0
         if is_index:
-            length = load_int64(header.shape)
-        elif k > n_alike and load_int64(header.shape) != length:
+            length = load_int64(sizes)
+        elif k > n_alike and load_int64(sizes) != length:
             return 0
-        out[k], own = header.data, _n_bytes(header, itemsize)
+        for d in range(dim):
+            own *= load_int64(sizes + 8 * d)
         n_bytes, index_bytes = own if k == 0 else n_bytes, own if is_index else index_bytes
         for j in range(k):
             other = n_bytes if j < n_alike else index_bytes

@@ -14,9 +14,9 @@ from ..compiler.intrinsics import load_int64
 from ..compiler.machine import PythonEntry
 from ..compiler.records import index_at, records
 from . import arrays
-from .arrays import C_CONTIGUOUS_ALIGNED, ITEMS, header_at
+from .arrays import C_CONTIGUOUS_ALIGNED, ITEMS, header_at, item_of, read_array
 from .tensor_fields import keys_of, layout_of
-from .tensors import code_of, fields_at, place_of
+from .tensors import fields_at, place_of, read_tensor
 
 FIXED, LISTED, OPEN, JOINED, SINGLE = range(5)
 """Forms of the objects. `FIXED`: ids ``[bags, length]`` of each feature. `LISTED`: ids, then
@@ -50,7 +50,7 @@ class _Kinds(NamedTuple):
     int32: int  # this dtype, as an identity or a number of PyTorch
     int64: int
     real: int
-    fields: int = 0  # for tensors: the address of their `Fields`
+    fields: int = 0  # of tensors: the address of their `Fields`; 0: arrays are read
     keys: int = 0  # for tensors: the dispatch keys that they may have
     inference_keys: int = 0
 
@@ -61,7 +61,6 @@ class _Question(NamedTuple):
     form: int
     n: int  # features
     is_weighted: int  # whether weights follow the other objects
-    real_bytes: int
     kinds: int
 
 
@@ -75,130 +74,121 @@ def _kind(c, dtype):
 
 
 @njit
-def _look_at_array(c, thing, ndim):
+def _look_at_array(c, thing, dim):
     """Kind, address, and the first two sizes of a contiguous array; all 0 for anything else."""
-    header = header_at(thing)
-    if header.type != c.type or header.ndim != ndim:  # an object of another type is not read on
+    (dtype, flags, own), sizes, data = read_array(thing, c.type, C_CONTIGUOUS_ALIGNED)
+    if own != dim or flags != C_CONTIGUOUS_ALIGNED:
         return _NONE
-    if (header.flags & C_CONTIGUOUS_ALIGNED) != C_CONTIGUOUS_ALIGNED:
-        return _NONE
-    second = load_int64(header.shape + 8) if ndim > 1 else 1
-    return _kind(c, header.dtype), header.data, load_int64(header.shape), second
+    return _kind(c, dtype), data, load_int64(sizes), load_int64(sizes + 8) if dim > 1 else 1
 
 
 @njit
-def _look_at_tensor(c, thing, ndim):
+def _look_at_tensor(c, thing, dim):
     """Kind, address and sizes of a tensor; as `_look_at_array`."""
-    if load_int64(thing + 8) != c.type:
-        return _NONE
     f = fields_at(c.fields, 1)[0]
-    tensor = load_int64(thing + f.tensor)
-    if tensor == 0 or load_int64(tensor + f.dim) != ndim or ndim > f.inline:
+    tensor = load_int64(thing + f.tensor) if load_int64(thing + 8) == c.type else 0
+    if tensor == 0:
         return _NONE
-    keys = load_int64(tensor + f.keys)
-    if keys != c.keys and keys != c.inference_keys:
+    (dtype, keys, own), sizes, strides = read_tensor(f, tensor)
+    if own != dim or (keys != c.keys and keys != c.inference_keys):
         return _NONE
-    kind = _kind(c, code_of(f, tensor))
-    first, second = load_int64(tensor + f.sizes), 1
+    first, second = load_int64(sizes), load_int64(sizes + 8) if dim > 1 else 1
     # The stride of a single element means nothing.
-    if ndim > 1:
-        second = load_int64(tensor + f.sizes + 8)
-        if load_int64(tensor + f.strides + 8) != 1 and second > 1:
-            return _NONE
-    if load_int64(tensor + f.strides) != second and first > 1:
+    if second > 1 and load_int64(strides + 8) != 1:
         return _NONE
+    if first > 1 and load_int64(strides) != second:
+        return _NONE
+    kind = _kind(c, dtype)
     size = c.real_bytes if kind == _REAL else kind
     at = place_of(f, tensor, size, first * second * size)
     # An empty tensor needs no memory.
     return (kind if at != 0 or first * second == 0 else 0), at, first, second
 
 
-def _reader(look: Any) -> Any:
-    """The compiled reader of lists of ids, for objects that ``look`` reads."""
+@njit
+def _look(c, objects, k, dim):
+    """Kind, address and sizes of element ``k`` of a tuple."""
+    thing = item_of(objects, k)
+    return _look_at_array(c, thing, dim) if c.fields == 0 else _look_at_tensor(c, thing, dim)
 
-    @njit
-    def read_weights(c, kinds, objects, k, n):
-        """The address of ``n`` weights, and whether they are as expected."""
-        kind, data, size, _ = look(kinds, load_int64(objects + ITEMS + 8 * k), 1)
-        return data, kind == _REAL and size == n
 
-    @njit
-    def read_joined(c, kinds, objects, found):
-        id_bytes, ids, n, _ = look(kinds, load_int64(objects + ITEMS), 1)
-        offset_bytes, offsets, n_offsets, _ = look(kinds, load_int64(objects + ITEMS + 8), 1)
-        bags = (n_offsets - 1) // c.n
-        if id_bytes < 4 or offset_bytes < 4 or bags < 1 or bags * c.n != n_offsets - 1:
+@njit
+def _read_weights(kinds, objects, k, n):
+    """The address of ``n`` weights, and whether they are as expected."""
+    kind, data, size, _ = _look(kinds, objects, k, 1)
+    return data, kind == _REAL and size == n
+
+
+@njit
+def _read_joined(c, kinds, objects, found):
+    id_bytes, ids, n, _ = _look(kinds, objects, 0, 1)
+    offset_bytes, offsets, n_offsets, _ = _look(kinds, objects, 1, 1)
+    bags = (n_offsets - 1) // c.n
+    if id_bytes < 4 or offset_bytes < 4 or bags < 1 or bags * c.n != n_offsets - 1:
+        return 0
+    weights = 0
+    if c.is_weighted:
+        weights, fits = _read_weights(kinds, objects, 2, n)
+        if not fits:
             return 0
-        weights = 0
+    begin = index_at(offsets, offset_bytes, 0)
+    if begin != 0:
+        return 0
+    for f in range(c.n):
+        end = index_at(offsets, offset_bytes, (f + 1) * bags)
+        if end < begin:  # so no end is beyond the last one, which has to be n
+            return 0
+        own = found[f]
+        own.ids, own.id_bytes, own.n = ids, id_bytes, end - begin
+        own.bags, own.length, own.n_offsets = bags, 0, bags + 1
+        own.offsets, own.offset_bytes = offsets + f * bags * offset_bytes, offset_bytes
+        own.begin, own.end = begin, end
+        own.weights = weights + begin * kinds.real_bytes if c.is_weighted else 0
+        begin = end
+    return begin == n
+
+
+def _read_lists(question, objects, lists):
+    """Whether all objects are plain and fit each other; their elements are not looked at."""
+    c = _questions_at(question, 1)[0]
+    kinds, found = _kinds_at(c.kinds, 1)[0], _lists_at(header_at(lists).data, c.n)
+    if c.form == JOINED:
+        return _read_joined(c, kinds, objects, found)
+    for f in range(c.n):
+        own, dim = found[f], 2 if c.form == FIXED else 1
+        own.id_bytes, own.ids, bags, length = _look(kinds, objects, f, dim)
+        if own.id_bytes < 4:
+            return 0
+        own.begin, own.offsets, own.n_offsets, own.offset_bytes, own.weights = 0, 0, 0, 4, 0
+        own.bags, own.length, own.n, behind = bags, length, bags * length, c.n
+        own.end = own.n
+        if c.form == LISTED or c.form == OPEN:
+            own.offset_bytes, own.offsets, own.n_offsets, _ = _look(kinds, objects, c.n + f, 1)
+            if own.offset_bytes < 4:
+                return 0
+            own.bags, own.length, behind = own.n_offsets - (c.form == LISTED), 0, 2 * c.n
+        if c.form != SINGLE and (own.bags < 1 or own.bags != found[0].bags):
+            return 0
         if c.is_weighted:
-            weights, fits = read_weights(c, kinds, objects, 2, n)
+            own.weights, fits = _read_weights(kinds, objects, behind + f, own.n)
             if not fits:
                 return 0
-        begin = index_at(offsets, offset_bytes, 0)
-        if begin != 0:
-            return 0
-        for f in range(c.n):
-            end = index_at(offsets, offset_bytes, (f + 1) * bags)
-            if end < begin:  # so no end is beyond the last one, which has to be n
-                return 0
-            own = found[f]
-            own.ids, own.id_bytes, own.n = ids, id_bytes, end - begin
-            own.bags, own.length, own.n_offsets = bags, 0, bags + 1
-            own.offsets, own.offset_bytes = offsets + f * bags * offset_bytes, offset_bytes
-            own.begin, own.end = begin, end
-            own.weights = weights + begin * c.real_bytes if c.is_weighted else 0
-            begin = end
-        return begin == n
-
-    def read_lists(question, objects, lists):
-        """Whether all objects are plain and fit each other; their elements are not looked at."""
-        c = _questions_at(question, 1)[0]
-        kinds, found = _kinds_at(c.kinds, 1)[0], _lists_at(header_at(lists).data, c.n)
-        if c.form == JOINED:
-            return read_joined(c, kinds, objects, found)
-        for f in range(c.n):
-            own, ndim = found[f], 2 if c.form == FIXED else 1
-            own.id_bytes, own.ids, bags, length = look(
-                kinds, load_int64(objects + ITEMS + 8 * f), ndim
-            )
-            if own.id_bytes < 4:
-                return 0
-            own.begin, own.offsets, own.n_offsets, own.offset_bytes, own.weights = 0, 0, 0, 4, 0
-            own.bags, own.length, own.n, behind = bags, length, bags * length, c.n
-            own.end = own.n
-            if c.form == LISTED or c.form == OPEN:
-                own.offset_bytes, own.offsets, own.n_offsets, _ = look(
-                    kinds, load_int64(objects + ITEMS + 8 * (c.n + f)), 1
-                )
-                if own.offset_bytes < 4:
-                    return 0
-                own.bags, own.length, behind = own.n_offsets - (c.form == LISTED), 0, 2 * c.n
-            if c.form != SINGLE and (own.bags < 1 or own.bags != found[0].bags):
-                return 0
-            if c.is_weighted:
-                place = behind + f
-                own.weights, fits = read_weights(c, kinds, objects, place, own.n)
-                if not fits:
-                    return 0
-        return 1
-
-    name = f"lists of ids {look.__name__} {ITEMS}"
-    return NativeFunction(read_lists, name, PythonEntry(returns=True, holds_gil=True))
+    return 1
 
 
-_of_arrays, _of_tensors = _reader(_look_at_array), _reader(_look_at_tensor)
-READERS = _of_arrays, _of_tensors
+_read = NativeFunction(
+    _read_lists, f"lists of ids {ITEMS}", PythonEntry(returns=True, holds_gil=True)
+)
+READERS = (_read,)
 _LENGTHS = {FIXED: 1, LISTED: 2, OPEN: 2, SINGLE: 1}  # objects of a feature, without weights
 
 
 @cache
-def _array_kinds(real: np.dtype[Any]) -> array[int]:
-    known = np.dtype(np.int32), np.dtype(np.int64), real
-    return array("q", _Kinds(arrays.ARRAY_TYPE, real.itemsize, *map(id, known)))
-
-
-@cache
-def _tensor_kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | None:
+def _kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | None:
+    """The `_Kinds` of arrays or of tensors, and what these point to; None: they are not read."""
+    if torch is None:
+        known = np.dtype(np.int32), np.dtype(np.int64), real
+        return array("q", _Kinds(arrays.ARRAY_TYPE, real.itemsize, *map(id, known))), known
     layout = layout_of(torch)
     if layout is None:
         return None
@@ -208,9 +198,8 @@ def _tensor_kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | N
         with torch.inference_mode(is_inference):
             keys.append(keys_of(torch.zeros(1)))
     fields = array("q", layout.fields)
-    known = *codes, fields.buffer_info()[0], *keys
-    kinds = _Kinds(id(torch.Tensor), real.itemsize, *known)
-    return array("q", kinds), fields
+    places = fields.buffer_info()[0], *keys
+    return array("q", _Kinds(id(torch.Tensor), real.itemsize, *codes, *places)), fields
 
 
 def read(
@@ -223,16 +212,10 @@ def read(
     given, of int32 or int64 (weights: of ``real``), and if their lengths fit each other.
     """
     own = 2 + is_weighted if form == JOINED else n * (_LENGTHS[form] + is_weighted)
-    if not arrays.usable or len(objects) != own:
-        return None
-    reader, kinds = _of_arrays, None
-    if torch is None:
-        kinds = _array_kinds(real)
-    elif known := _tensor_kinds(torch, real):
-        reader, kinds = _of_tensors, known[0]
-    if kinds is None:
+    kinds = _kinds(torch, real)
+    if not arrays.usable or len(objects) != own or kinds is None:
         return None
     found = np.empty((n, len(IdList._fields)), np.int64)
-    question = array("q", _Question(form, n, is_weighted, real.itemsize, kinds.buffer_info()[0]))
-    fits = reader.call(question.buffer_info()[0], id(objects), id(found))
+    question = array("q", _Question(form, n, is_weighted, kinds[0].buffer_info()[0]))
+    fits = _read.call(question.buffer_info()[0], id(objects), id(found))
     return found if fits else None

@@ -20,12 +20,25 @@ from ..compiler.intrinsics import as_pointer, hold_item, load_int64, next_item, 
 from ..compiler.lines import LINE, prefetch
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
-from .arrays import ITEMS, LENGTH, address_of, overlaps
+from .arrays import (
+    FORM_BYTES,
+    ITEMS,
+    LENGTH,
+    NOWHERE,
+    OBJECT,
+    ROWS,
+    Form,
+    Forms,
+    address_of,
+    fits,
+    forms_at,
+    item_of,
+    overlaps,
+    stretches_at,
+)  # fmt: skip
 from .tensor_fields import STORAGE_BYTES, TENSOR_BYTES, Fields, keys_of
 from .tensor_fields import layout_of as layout_of
 
-WRITTEN, DENSE, ROWS, OBJECT = range(4)
-"""Kinds of forms: of a tensor that is written, a dense gradient, one of rows, any object."""
 ABSENT, FITS, OTHER_GRADIENT, OTHER = range(4)
 """Status of a parameter. `ABSENT`: it has no gradient. `FITS`: all is as recorded.
 `OTHER_GRADIENT`: all but the gradient is as recorded. `OTHER`: it differs from the record."""
@@ -36,22 +49,10 @@ other parameters have gradients than then. `UNLIKE`: a parameter with a gradient
 with either nothing else is known."""
 
 
-class TensorForm(NamedTuple):
-    """Expected form of a tensor, all ``int64``; its sizes and strides lie behind it."""
-
-    kind: int
-    type: int  # identity
-    keys: int = 0
-    dtype: int = 0
-    dim: int = 0
-    itemsize: int = 0
-    n_bytes: int = 0  # from the first to the last element
-
-
 class _Expected(NamedTuple):
     """Expectation of the tensor at one place, all ``int64``."""
 
-    form: int  # address of a `TensorForm`, which tensors that are alike share
+    form: int  # address of a `Form`, which tensors that are alike share
     name: int  # identity of the name of a state
 
 
@@ -104,10 +105,10 @@ class _SeenState(NamedTuple):
     items: int
 
 
-fields_at, _forms_at, _expected_at, _records_at, _tensors_at, _dicts_at, _query_at = map(
-    records, (Fields, TensorForm, _Expected, _Record, _SeenTensor, _SeenState, _TensorQuery)
+fields_at, _expected_at, _records_at, _tensors_at, _dicts_at, _query_at = map(
+    records, (Fields, _Expected, _Record, _SeenTensor, _SeenState, _TensorQuery)
 )
-_FORM_BYTES, _STATE_BYTES = 8 * len(TensorForm._fields), 8 * len(_SeenState._fields)
+_STATE_BYTES = 8 * len(_SeenState._fields)
 # A cursor in a dict has its position, then the last key and the last value.
 _KEY, _VALUE, _CURSOR_BYTES = 8, 16, 24
 # Bytes that are fetched of an object, a dict and its items, and the place of the items' address in
@@ -116,9 +117,14 @@ _THING_BYTES, _DICT_BYTES, _ITEMS_BYTES, _DICT_ITEMS = 24, 48, 120, 32
 
 
 @njit(inline="always")
-def code_of(f, tensor):
-    """The number of the dtype of a tensor."""
-    return carray(as_pointer(tensor + f.dtype), 1, np.uint16)[0]
+def read_tensor(f, tensor):
+    """Dtype, dispatch keys and dimension of a tensor; then the addresses of sizes and strides."""
+    dim, sizes, strides = load_int64(tensor + f.dim), tensor + f.sizes, tensor + f.strides
+    if dim > f.inline:
+        sizes = load_int64(sizes)
+        strides = sizes + 8 * dim
+    dtype = np.int64(carray(as_pointer(tensor + f.dtype), 1, np.uint16)[0])
+    return (dtype, load_int64(tensor + f.keys), dim), sizes, strides
 
 
 @njit
@@ -127,26 +133,6 @@ def place_of(f, tensor, itemsize, n_bytes):
     storage, offset = load_int64(tensor + f.storage), load_int64(tensor + f.offset) * itemsize
     data = load_int64(storage + f.data)
     return data + offset if data != 0 and offset + n_bytes <= load_int64(storage + f.n_bytes) else 0
-
-
-@njit
-def _fits(f, tensor, form, dims):
-    """Whether a tensor has the form: dispatch keys, dtype, sizes and strides."""
-    if load_int64(tensor + f.keys) != form.keys or load_int64(tensor + f.dim) != form.dim:
-        return False
-    if code_of(f, tensor) != form.dtype:
-        return False
-    sizes, strides = tensor + f.sizes, tensor + f.strides
-    if form.dim > f.inline:
-        sizes = load_int64(sizes)
-        strides = sizes + 8 * form.dim
-    differ = 0
-    for d in range(form.dim):
-        size = load_int64(dims + 8 * d)
-        differ += load_int64(sizes + 8 * d) != size
-        if size != 1 and form.kind != ROWS:  # of a single element the stride means nothing
-            differ += load_int64(strides + 8 * d) != load_int64(dims + 8 * (form.dim + d))
-    return differ == 0
 
 
 @njit(inline="always")
@@ -158,11 +144,16 @@ def _seen_of(c):
 @njit
 def _tensor_of(f, at, seen):
     """The address of the tensor that was seen; 0 if it does not have the form at ``at``."""
-    form = _forms_at(at, 1)[0]
+    form = forms_at(at, 1)[0]
     if load_int64(seen.thing + 8) != form.type:
         return 0
     tensor = load_int64(seen.thing + f.tensor)
-    if tensor == 0 or not _fits(f, tensor, form, at + _FORM_BYTES):
+    if tensor == 0:
+        return 0
+    found, sizes, strides = read_tensor(f, tensor)
+    if form.kind == ROWS:
+        strides = 0
+    if not fits(found, sizes, strides, (form.dtype, form.marks, form.dim), at + FORM_BYTES, 0):
         return 0
     seen.tensor, seen.storage = tensor, load_int64(tensor + f.storage)
     return tensor
@@ -187,7 +178,7 @@ def _find_states(c, parameters, states):
         if not next_item(states, cursor):
             return False
         if order[k] >= 0:
-            if load_int64(cursor + _KEY) != load_int64(parameters + ITEMS + 8 * order[k]):
+            if load_int64(cursor + _KEY) != item_of(parameters, order[k]):
                 return False
             found[order[k]] = load_int64(cursor + _VALUE)
     return not next_item(states, cursor)
@@ -229,7 +220,7 @@ def _look_at_written(c, f, r, held, n_versions):
     every, versions, has_moved = _seen_of(c), int64s(c.versions, c.n_places), 0
     for place in range(r.first, r.first + r.n_written):
         at, seen = expected[place].form, every[place]
-        form, tensor = _forms_at(at, 1)[0], _tensor_of(f, at, seen)
+        form, tensor = forms_at(at, 1)[0], _tensor_of(f, at, seen)
         if tensor == 0:
             return -1
         # A lazy clone shares this memory until PyTorch writes to it: a write here would be seen in
@@ -259,7 +250,7 @@ def _look_at_written(c, f, r, held, n_versions):
 def _fits_gradient(c, f, k, place):
     """Whether a gradient is as recorded, and lies apart from what is written."""
     at, seen = _expected_at(c.expected, c.n_places)[place].form, _seen_of(c)[place]
-    form = _forms_at(at, 1)[0]
+    form = forms_at(at, 1)[0]
     if form.kind == OBJECT:
         return load_int64(seen.thing + 8) == form.type
     tensor = _tensor_of(f, at, seen)
@@ -268,9 +259,8 @@ def _fits_gradient(c, f, k, place):
     address = place_of(f, tensor, form.itemsize, form.n_bytes)
     if address == 0:
         return False
-    memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
     int64s(c.gradients, c.n_parameters)[k] = address
-    return not overlaps(memory, address, address + form.n_bytes)
+    return not overlaps(stretches_at(c.memory, c.n_stretches), address, address + form.n_bytes)
 
 
 def _look_at_tensors(query, fields, parameters, gradients, states, held):
@@ -286,13 +276,13 @@ def _look_at_tensors(query, fields, parameters, gradients, states, held):
     flags = n_active = n_counts = n_versions = 0
     # All objects are found first. Then their memory is read: no read waits for an earlier one.
     for k in range(n):
-        r, gradient = every[k], load_int64(gradients + ITEMS + 8 * k)
+        r, gradient = every[k], item_of(gradients, k)
         if (gradient == c.none) != (status[k] == ABSENT):
             flags |= OTHERS
         if gradient == c.none:
             status[k] = ABSENT
             continue
-        parameter = load_int64(parameters + ITEMS + 8 * k)
+        parameter = item_of(parameters, k)
         is_known = r.n_written > 0 and _find_things(c, r, k, parameter, gradient)
         status[k] = FITS if is_known else OTHER
     for k in range(n):
@@ -340,19 +330,18 @@ States = Mapping[Any, dict[str, Any]]
 """The states of parameters by their names: a ``dict``."""
 
 
-def form_of(torch: Any, tensor: Any, kind: int, **more: Any) -> TensorForm:
+def form_of(torch: Any, tensor: Any, kind: int, **more: Any) -> Form:
     """The form of a tensor as it is; ``more`` replaces fields."""
     layout = layout_of(torch)
     assert layout is not None
-    keys, size = keys_of(tensor), tensor.element_size()
-    what = id(type(tensor)), keys, layout.codes[tensor.dtype], tensor.dim(), size
-    return TensorForm(kind, *what)._replace(**more)
+    what = layout.codes[tensor.dtype], keys_of(tensor), tensor.dim(), tensor.element_size()
+    return Form(kind, id(type(tensor)), *what)._replace(**more)
 
 
 class RecordedTensors(NamedTuple):
     """Forms and names that a look compares with one parameter. They keep no tensor alive."""
 
-    forms: list[TensorForm]  # of the parameter, its states in the order of their dict, its gradient
+    forms: list[Form]  # of the parameter, its states in the order of their dict, its gradient
     dims: list[tuple[int, ...]]  # of each, sizes and strides
     names: list[Any]  # of the states; of the others None
     counter: int  # the number of its float32 count of updates among these; -1: it has none
@@ -390,11 +379,11 @@ class TensorLook:
         self._tables = {
             "records": records, "order": np.zeros(0, np.int64),
             "expected": np.zeros((0, len(_Expected._fields)), np.int64),
-            "memory": np.zeros((2, 0), np.int64), "cursors": np.zeros(6, np.int64),
+            "memory": NOWHERE, "cursors": np.zeros(6, np.int64),
             "status": self.status, "states": np.zeros(n, np.int64), "active": self.active,
             "counts": self.counts, "found": self.found, "gradients": self.gradients,
         }  # fmt: skip
-        self._forms: dict[Any, np.ndarray] = {}
+        self._forms = Forms()
         self._recorded: list[Any] = [None] * n
         self._query = array("q", [0] * len(_TensorQuery._fields))
         self._alive, self._asked = fields, (self._query.buffer_info()[0], address_of(fields))
@@ -436,30 +425,23 @@ class TensorLook:
         self._tables["records"][k] = np.array(_Record(first, n_places - 1, counter, *own))
         each = zip(recorded.forms, recorded.dims, recorded.names, strict=True)
         self._tables["expected"][first : first + n_places] = [
-            _Expected(self._form_at(form, dims), 0 if name is None else id(name))
+            _Expected(self._forms.at(form, dims), 0 if name is None else id(name))
             for form, dims, name in each
         ]
         self.addresses[first : first + n_places] = 0
-
-    def _form_at(self, form: TensorForm, dims: tuple[int, ...]) -> int:
-        """The address of a form, which is made once."""
-        made = self._forms.get((form, dims))
-        if made is None:
-            made = self._forms[form, dims] = np.array([*form, *dims], np.int64)
-        return address_of(made)
 
     def _set(self, **values: int) -> None:
         """Set fields of the query."""
         for name, value in values.items():
             self._query[_FIELDS[name]] = value
 
-    def expect_gradient(self, k: int, form: TensorForm, kind: type) -> None:
+    def expect_gradient(self, k: int, form: Form, kind: type) -> None:
         """Record another type of gradient, or one made in another mode."""
         known = self._recorded[k]
         known.types.append(kind)
-        known.forms[-1] = known.forms[-1]._replace(type=form.type, keys=form.keys)
+        known.forms[-1] = known.forms[-1]._replace(type=form.type, marks=form.marks)
         place = int(self.first[k]) + self._n_of[k] - 1
-        self._tables["expected"][place, 0] = self._form_at(known.forms[-1], known.dims[-1])
+        self._tables["expected"][place, 0] = self._forms.at(known.forms[-1], known.dims[-1])
 
     def _order(self, parameters: tuple[Any, ...], states: States) -> None:
         """Take over the order in which a dict has the states of parameters, and other items."""

@@ -256,11 +256,11 @@ class CatchUp:
         block.words[: len(addresses)] = addresses
         scratch = block.address + 8 * (len(addresses) + 8)
         self._behind, self._keep = array("q", (0,)), scalars
-        ahead, *of_kernel = _form(many, width)
+        ahead, *form = _form(many, width)
         arguments = (
             (indices, index_bytes, 0 if indices else index_bytes, n, ahead),
             (last, n_rows, now, mark, scalars.closed_from, scalars.horizon, block.address),
-            of_kernel,
+            form,
             (address_of(scalars.many), scalars.many.strides[0], address_of(scalars.steps)),
             (*one_by_one, 1 + scalars.n_states, 2 + scalars.n_states + scalars.idle.n_ways),
             (many.real.itemsize, scratch, 8 * words, scratch + 8 * threads * words),

@@ -51,7 +51,7 @@ class Form(NamedTuple):
     lists: Callable[..., Any]  # ``lists(source)``: the addresses that the other functions need
     row: Callable[..., Any]  # ``row(lists, key, mask)``: the number of the row
     place: Callable[..., Any] | None  # ``place(lists, key, mask)``: of its weight; None: no weights
-    of_winners: bool = False  # whether only those elements of a row count that this place has won
+    winners_only: bool = False  # whether only those elements of a row count that this place has won
 
 
 class Source(NamedTuple):
@@ -118,7 +118,7 @@ SHARED = Form("shared", 8, _rows, _row_of_position, None)
 """A list has the row of each position, int32: positions may share a row."""
 WEIGHTED = Form("weighted", 8, _rows_and_weights, _row_of_position, _position)
 """`SHARED`, and another list has the weight of each position."""
-CHOSEN = Form("chosen", 8, _rows_and_winners, _row_of_position, _winner, of_winners=True)
+CHOSEN = Form("chosen", 8, _rows_and_winners, _row_of_position, _winner, winners_only=True)
 """`SHARED`, for maxima: winners have, for each element of a row, the place it came from, int32."""
 LISTED = Form("listed", 4, _no_lists, _listed_row, None)
 """The keys are the numbers of the rows, int32."""
@@ -165,7 +165,7 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
         winners = winners_at(lists[1] + (row - lists[3]) // g_bytes * 4)
         return where_equal(winners, repeat(place_of(lists, key, mask)), load(row))
 
-    term = plain if place_of is None else chosen if form.of_winners else weighted
+    term = plain if place_of is None else chosen if form.winners_only else weighted
 
     @njit(error_model="numpy")
     def tile_sum(total, values, stride, lists, key, end, mask, ahead):
@@ -288,20 +288,20 @@ def dot(w: Storage, g: Storage, real: Storage) -> NativeFunction:
     Sixteen columns are summed side by side, then the rest one by one.
     """
     vector, single = (Vector(numba_type(real), n) for n in (16, 1))
-    of_w, of_g = vector_loader(w, vector), vector_loader(g, vector)
-    one_of_w, one_of_g = vector_loader(w, single), vector_loader(g, single)
+    wide_w, wide_g = vector_loader(w, vector), vector_loader(g, vector)
+    single_w, single_g = vector_loader(w, single), vector_loader(g, single)
     w_bytes, g_bytes, number = w.itemsize, g.itemsize, real.carrier
 
     def dot_rows(out, a, b, width):
         total, column = number(0), 0
         if width >= 16:
-            sums = multiply_vectors(of_w(a), of_g(b))
+            sums = multiply_vectors(wide_w(a), wide_g(b))
             for column in range(16, width - 15, 16):
-                more = multiply_vectors(of_w(a + column * w_bytes), of_g(b + column * g_bytes))
+                more = multiply_vectors(wide_w(a + column * w_bytes), wide_g(b + column * g_bytes))
                 sums = add_vectors(sums, more)
             total, column = sum_of_elements(sums), width // 16 * 16
         for k in range(column, width):
-            more = multiply_vectors(one_of_w(a + k * w_bytes), one_of_g(b + k * g_bytes))
+            more = multiply_vectors(single_w(a + k * w_bytes), single_g(b + k * g_bytes))
             total += sum_of_elements(more)
         carray(as_pointer(out), 1, number)[0] = total
 

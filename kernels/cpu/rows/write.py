@@ -1,9 +1,9 @@
-"""Writing rows of several arrays at once, so that nothing comes in between."""
+"""Writing rows of several arrays, or single numbers, at once: nothing comes in between."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,14 +46,24 @@ class RowWrite:
     """Writing contiguous ``values[k]`` to row ``rows[k]`` of each contiguous array; see `loops`."""
 
     def __init__(self, rows: np.ndarray, arrays: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        table = [
-            _Array(address_of(array), address_of(values), values.nbytes // max(1, len(rows)))
-            for array, values in arrays
-        ]
-        found = np.array(table, np.int64)
-        self._keep = rows, arrays, found
-        self._call = Arguments(RowWriteCall(rows, len(rows), found, len(arrays)))
-        self.loops = (Loop(_write_rows.address, len(arrays), self._call.address, 1),)
+        n = max(1, len(rows))
+        found = [_Array(address_of(x), address_of(new), new.nbytes // n) for x, new in arrays]
+        self._write(rows, found, arrays)
+
+    def _write(self, rows: np.ndarray, found: Sequence[_Array], keep: Any) -> None:
+        """Make the loop; ``keep`` owns the memory of the arrays."""
+        self._keep = keep
+        call = RowWriteCall(rows, len(rows), np.array(found, np.int64), len(found))
+        self._call = Arguments(call)
+        self.loops = (Loop(_write_rows.address, len(found), self._call.address, 1),)
 
     def release(self) -> None:
         """Do nothing: a write borrows no memory."""
+
+
+class NumberWrite(RowWrite):
+    """Writing single numbers, from arrays of one element to addresses; see `loops`."""
+
+    def __init__(self, numbers: Sequence[tuple[int, np.ndarray]]) -> None:
+        found = [_Array(target, address_of(new), new.nbytes) for target, new in numbers]
+        self._write(np.zeros(1, np.int64), found, numbers)

@@ -179,8 +179,7 @@ class Binding:
         if not flags and self._last.rows and self._has_other_rows(gradients):
             flags = UNLIKE
         if flags or self._is_special:
-            of_step = parameters, gradients, held
-            return self._read_anew(flags, of_step, states, choices, entry_of)
+            return self._read_anew(flags, (parameters, gradients, held), states, choices, entry_of)
         given = StepInputs(
             self._last, parameters, gradients, held, self._records, look.held, look.gradients, {}
         )
@@ -189,11 +188,11 @@ class Binding:
         return given
 
     def _read_anew(
-        self, flags: int, of_step: tuple[Any, ...], states: States, choices: Sequence[RuleChoice],
+        self, flags: int, seen: tuple[Any, ...], states: States, choices: Sequence[RuleChoice],
         entry_of: Callable[..., CheckedParameter | None],
     ) -> StepInputs | None:  # fmt: skip
         """The inputs of a step that differs from the last one; as `read`."""
-        parameters, gradients, held = of_step
+        parameters, gradients, held = seen
         look, new, entries = self._look, dict[Tensor, Any](), dict[int, CheckedParameter | None]()
         must_look = flags & UNLIKE or self._has_own_counts or self._has_rows
         # Another thread may change states meanwhile: what a look has not found to fit is recorded.

@@ -76,8 +76,8 @@ class Declaration(ABC):
     def shapes(self, choice: RuleChoice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """The shapes of the states of a parameter, in the order of its rule."""
         rule, shape = choice.rule, tuple(parameter.shape)
-        of_each = zip(choice.states, rule.states, strict=True)
-        return {name: rule.shape_of(state, shape) for name, state in of_each}
+        pairs = zip(choice.states, rule.states, strict=True)
+        return {name: rule.shape_of(state, shape) for name, state in pairs}
 
     def constants(self, group: Group) -> dict[str, float]:  # noqa: ARG002
         """The numbers that `Rule.factor` takes beside sums, states and scalars, by name."""

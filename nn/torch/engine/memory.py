@@ -47,28 +47,27 @@ class _Memory:
     @classmethod
     def of(cls, tensor: Tensor, *, owned: bool) -> _Memory:
         """The memory of a tensor; ``owned``: it lives as long as this."""
-        owner, of_tensor = tensor if owned else None, (tensor.shape, tensor.stride())
-        return cls(tensor.data_ptr(), *of_tensor, tensor.element_size(), owner)
+        owner, form = tensor if owned else None, (tensor.shape, tensor.stride())
+        return cls(tensor.data_ptr(), *form, tensor.element_size(), owner)
 
 
-def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
+def array_of(tensor: Tensor) -> Any:
     """The array of a tensor whose elements lie in memory: of NumPy, or on a CUDA device.
 
-    It keeps the memory alive, but on the host without ``keep``: then whoever uses it has looked
-    that the tensor is there.
+    It keeps the memory alive.
 
     Raises:
         RuntimeError: its memory was let go.
     """
     check_there(_WHERE, "a tensor", tensor)
-    return array_there(tensor, keep=keep)
+    return array_there(tensor)
 
 
-def array_there(tensor: Tensor, *, keep: bool = True) -> Any:
+def array_there(tensor: Tensor) -> Any:
     """The array of a tensor that was checked to lie in memory; as `array_of`."""
     if tensor.is_cuda:
         return adopt_anywhere(_WHERE, "a tensor", tensor)
-    return np.asarray(_Memory.of(tensor, owned=keep)).view(NUMBERS[tensor.dtype])
+    return np.asarray(_Memory.of(tensor, owned=True)).view(NUMBERS[tensor.dtype])
 
 
 def tensor_of(array: Any) -> Tensor:
@@ -191,7 +190,7 @@ def _share(one: Stretch, other: Stretch) -> bool:
     """Whether two tensors whose stretches overlap have an element in common."""
     if all(s.tensor is None or order_of(s.tensor) is not None for s in (one, other)):
         return True
-    of_one, of_other = (
+    mine, theirs = (
         np.asarray(
             _Memory(s.begin, (s.end - s.begin,), (1,), 1, None)
             if s.tensor is None
@@ -200,6 +199,6 @@ def _share(one: Stretch, other: Stretch) -> bool:
         for s in (one, other)
     )
     try:
-        return np.shares_memory(of_one, of_other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(mine, theirs, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

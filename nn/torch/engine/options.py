@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -44,6 +45,25 @@ def with_defaults(names: dict[str, Any]) -> dict[str, Any]:
     given = arguments(names)
     handed_on = {name: given.pop(name) for name in own if name in given}
     return {**handed_on, "defaults": given}
+
+
+def shown_constructor(cls: Any, base: Callable[..., None]) -> Callable[..., None]:
+    """A constructor of a class that writes none, with the arguments of PyTorch's, then ``base``'s.
+
+    Of the arguments of ``base``, the constructor of `Fused`, only those by name are taken.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        super(cls, self).__init__(*args, **kwargs)
+
+    theirs = next(c for c in cls.__mro__ if c.__module__.startswith("torch."))
+    signature, ours = inspect.signature(theirs.__init__), inspect.signature(base)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    every = [*signature.parameters.values()]
+    every += [p for p in ours.parameters.values() if p.kind == keyword]
+    every += [inspect.Parameter(name, keyword, default=x) for name, x in cls._more_options.items()]
+    __init__.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    return __init__
 
 
 @contextmanager

@@ -187,9 +187,9 @@ class ParameterBatch:
     draws: RandomBits | None  # of a rule that rounds at random
 
     def __post_init__(self) -> None:
-        of_each = self.group_of.tolist()
-        self.groups = sorted({*of_each})  # those that have parameters here
-        self.row_of = np.searchsorted(self.groups, of_each)
+        groups = self.group_of.tolist()
+        self.groups = sorted({*groups})  # those that have parameters here
+        self.row_of = np.searchsorted(self.groups, groups)
         self.is_measured = self.rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
         is_fixed = self.device is not None or self.rule.is_two_stage or self.draws is not None
@@ -209,8 +209,8 @@ class ParameterBatch:
         """The scalars of each tensor, with those that its random bits follow from."""
         assert self.draws is not None
         seeds = [groups[k]["rounding_seed"] for k in self.group_of.tolist()]
-        of_each = steps if isinstance(steps, float) else [steps[k] for k in self.places]
-        drawn = random_scalars(seeds, self.draws.keys, of_each, self.draws.begins)
+        counts = steps if isinstance(steps, float) else [steps[k] for k in self.places]
+        drawn = random_scalars(seeds, self.draws.keys, counts, self.draws.begins)
         return np.concatenate((hp[hp_of], drawn), axis=1), np.arange(len(drawn))
 
     def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.headers import tensors as headers
+from ....kernels.cpu.headers.arrays import OBJECT, PLAIN, ROWS, Form
 from ....kernels.rule import Rule
 from ....kernels.state import State
 from ....ops.runtime.bags.tensor import BagTensor
@@ -272,7 +273,7 @@ class Record:
         if not is_plain or headers.layout_of(torch) is None:
             return None
         forms = [
-            headers.form_of(torch, tensor, headers.WRITTEN, n_bytes=n_bytes)
+            headers.form_of(torch, tensor, PLAIN, n_bytes=n_bytes)
             for tensor, n_bytes in zip(written, self.n_bytes, strict=True)
         ]
         dims = [(*t.shape, *t.stride()) for t in written]
@@ -283,10 +284,10 @@ class Record:
 
     def _gradient_form(self, parameter: Tensor, gradient: Any) -> tuple[Any, tuple[int, ...], type]:
         if self._is_bags:
-            return headers.TensorForm(headers.OBJECT, id(type(gradient))), (), type(gradient)
+            return Form(OBJECT, id(type(gradient))), (), type(gradient)
         shape = tuple(parameter.shape)
         if self.kind.is_sparse:
-            form = headers.form_of(torch, gradient, headers.ROWS)
+            form = headers.form_of(torch, gradient, ROWS)
             return form, (*shape, *(0 for _ in shape)), type(gradient)
         is_copied = 0 in self.copied
         strides = torch.empty(shape, device="meta").stride() if is_copied else parameter.stride()
@@ -294,14 +295,14 @@ class Record:
         if not fits_order(gradient, self._order):  # others may fit
             gradient = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
         more = {"dim": len(shape), "n_bytes": n_bytes}
-        form = headers.form_of(torch, gradient, headers.DENSE, **more)
+        form = headers.form_of(torch, gradient, PLAIN, **more)
         return form, (*shape, *strides), type(gradient)
 
-    def form_of(self, gradient: Tensor) -> tuple[headers.TensorForm, type] | None:
+    def form_of(self, gradient: Tensor) -> tuple[Form, type] | None:
         """The form of another dense gradient that lies as the kernels need it, and its type."""
         if self.recorded is None:
             return None
-        return headers.form_of(torch, gradient, headers.DENSE), type(gradient)
+        return headers.form_of(torch, gradient, PLAIN), type(gradient)
 
 
 def check_written(where: str, tensor: Tensor, name: str) -> None:

@@ -35,8 +35,9 @@ from ...engine.catch_up import (
 )
 from .declaration import Declaration
 from .memory import DTYPES, array_of, check_there
+from .options import check_group
 from .part import ParameterBatch, RuleChoice, StepInputs, number
-from .state import place_of
+from .state import check_states, place_of
 from .tensors import local
 from .threads import as_torch
 
@@ -312,8 +313,24 @@ class Sleeper(Declaration):
                 steps[parameter] = table.now
         self._missed.begin(steps)
 
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse options and states of a state dict that the groups cannot have.
 
-def check_asleep(where: str, state: Mapping[str, Any]) -> None:
+        Raises:
+            TypeError: the states of a parameter are no dict.
+            ValueError: an option or a shape does not fit, or nothing tells what rows have missed.
+        """
+        where, states = type(self).__name__, state_dict["state"]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            known = {**group, **saved, "params": ()}
+            check_group(where, known, takes_sparse=self._takes_sparse)
+            check_states(where, saved["params"], states)
+            for key in saved["params"]:
+                _check_asleep(where, states.get(key, {}))
+            self._check_shapes(known, zip(group["params"], saved["params"], strict=False), states)
+
+
+def _check_asleep(where: str, state: Mapping[str, Any]) -> None:
     """Refuse a saved state of a parameter that does not tell what its rows have missed.
 
     Raises:

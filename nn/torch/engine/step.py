@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ....kernels.cpu.numbers import NumberWrite
+from ....kernels.cpu.rows.write import NumberWrite
 from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers
@@ -169,7 +169,7 @@ def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Opt
         found = measured_together(together, places, optimizer.known_of_step())
         if found is None:
             return False
-        of_step, steps_together = found
+        values, steps_together = found
         ready += steps_together
     if sleeping:
         ready = [*optimizer.behind(given, sleeping, steps), *ready]
@@ -194,7 +194,7 @@ def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Opt
         elif own := optimizer.state.get(parameter):
             own["step"] = step + 1
     if together:
-        optimizer.take_over(of_step)
+        optimizer.take_over(values)
     if given.copies or given.unseen:
         finish(given)
     return True
@@ -244,8 +244,8 @@ def _rows(
             more = [before.scalars(groups[k], choice) for k in part.groups]
             rows = [own + others for own, others in zip(rows, more, strict=True)]
         return part.rounded(rows), part.row_of, []
-    of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
-    each = [*zip(part.group_of.tolist(), of_each, strict=True)]
+    counts = [steps if isinstance(steps, float) else steps[k] for k in part.places]
+    each = [*zip(part.group_of.tolist(), counts, strict=True)]
     if not names and is_one:  # those of one group and as many updates have a row in common
         row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
         rows = [scalars(groups[k], step) + before.scalars(groups[k], choice) for k, step in row_of]

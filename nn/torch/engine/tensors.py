@@ -96,13 +96,13 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     if values.dtype not in DTYPES:
         reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
     # What a `ShardedEmbedding` has received; a gradient of several backwards is in no such order.
-    of_batch = getattr(parameter, "row_positions", None)
+    places = getattr(parameter, "row_positions", None)
     n = indices.numel()
     at = indices.data_ptr(), indices.element_size(), n, values.data_ptr()
     arrays = (array_there(indices), array_there(values)) if values.is_cuda else (indices, values)
-    if of_batch is None or len(of_batch[0]) != n:
+    if places is None or len(places[0]) != n:
         return RowGradient(*arrays, RowSource(*at))
-    positions, length = of_batch
+    positions, length = places
     return RowGradient(*arrays, RowSource(*at, address_of(positions), length), positions)
 
 

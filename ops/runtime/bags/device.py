@@ -24,7 +24,7 @@ from ..launch import launch_on
 from ..row_step import RowGradient
 from .given import (
     Ids,
-    of_tables,
+    joined_by_table,
     read_gradient,
     read_gradients,
     read_lists,
@@ -167,25 +167,27 @@ class DevicePooled:
                 out = outputs[0].address + column * item, pooling.width
             elif outputs:
                 out = outputs[f].address, width
-            of_gradient = before[pooling.of[f]], 1
+            gradient_rows = before[pooling.of[f]], 1
             if pooling.pools:
-                of_gradient = column // pooling.unit, pooling.width // pooling.unit
+                gradient_rows = column // pooling.unit, pooling.width // pooling.unit
             before[pooling.of[f]] += own.bags
             bags = first_bag, own.bags
-            found.append(self._feature(given, k, f, first, bags, out, of_gradient))
+            found.append(self._feature(given, k, f, first, bags, out, gradient_rows))
             first, first_bag = first + own.n, first_bag + own.bags
         return found
 
     def _feature(
         self, given: DeviceIds, k: int, f: int, first: int, bags: tuple[int, int],
-        out: tuple[int, int], of_gradient: tuple[int, int],
+        out: tuple[int, int], gradient_rows: tuple[int, int],
     ) -> Any:  # fmt: skip
         pooling, item, own = self._pooling, self._pooling.real.itemsize, given.lists[k]
         table, padding = pooling.arrays[pooling.of[f]], pooling.padding[f]
         weights, offsets, ends = 0, (0, 4), (-1, -1, own.n)
         if given.weights is not None:
-            of_all = len(given.weights) == 1
-            weights = given.weights[0 if of_all else k].address - (0 if of_all else first * item)
+            is_joined = len(given.weights) == 1
+            weights = given.weights[0 if is_joined else k].address - (
+                0 if is_joined else first * item
+            )
         if own.offsets is not None:
             offset_bytes = own.offsets.itemsize
             offsets = own.offsets.address + own.first_offset * offset_bytes, offset_bytes
@@ -204,7 +206,7 @@ class DevicePooled:
             table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
             own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
             *offsets, own.length, first, *ends, *bags, out[0], winners[0], out[1], winners[1],
-            *of_gradient,
+            *gradient_rows,
         )  # fmt: skip
 
     def _launches(self, features: Sequence[Any]) -> list[Any]:
@@ -262,7 +264,7 @@ class DevicePooled:
             values = [self._gradient(grad)] * len(pooling.arrays)
         else:
             parts = read_gradients(pooling, grad, self._shapes)
-            values = of_tables(pooling, parts, partial(_stacked, parts[0]))
+            values = joined_by_table(pooling, parts, partial(_stacked, parts[0]))
         every = self._ends_of_features()
         ends = [every[f] for f in pooling.features_before]
         for t, table in enumerate(pooling.arrays):
@@ -318,8 +320,8 @@ class DevicePooled:
                 features, self._lists(weighted=False), launches, values.address, pooling.unit,
                 g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,
             )  # fmt: skip
-        of_feature = dict(zip(pooling.order, found, strict=True))
-        return [of_feature[f] for f in range(len(found))]
+        by_feature = dict(zip(pooling.order, found, strict=True))
+        return [by_feature[f] for f in range(len(found))]
 
 
 def _stacked(like: DeviceArray, parts: Sequence[DeviceArray], width: int) -> DeviceArray:

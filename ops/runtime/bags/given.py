@@ -222,7 +222,7 @@ def read_gradients(pooling: Pooling, grad: Any, shapes: Sequence[tuple[int, int]
     return found
 
 
-def of_tables(
+def joined_by_table(
     pooling: Pooling, parts: Sequence[Any], join: Callable[[Sequence[Any], int], Any]
 ) -> list[Any]:
     """The gradient of each table: those of its features, one below the other.

@@ -16,7 +16,7 @@ from ..arrays import address_of
 from ..errors import reject
 from ..row_step import RowGradient
 from . import device
-from .given import of_tables, read_gradient, read_gradients, read_outputs
+from .given import joined_by_table, read_gradient, read_gradients, read_outputs
 from .ids import HostIds, find_error, read
 from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
@@ -168,15 +168,15 @@ class Pooled:
         array = self._gradient_arrays(grad)[0][0]
         w = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
         products = self._bags.multiply(array, STORAGES[array.dtype], w)
-        of_feature = dict(zip(pooling.order, products, strict=True))
-        return [of_feature[f] for f in range(len(products))]
+        by_feature = dict(zip(pooling.order, products, strict=True))
+        return [by_feature[f] for f in range(len(products))]
 
     def _gradient_arrays(self, grad: Any) -> tuple[list[np.ndarray], int | None]:
         """The array of each table that holds the gradients of its features; and their unit."""
         pooling = self._pooling
         if not pooling.pools:
             parts = read_gradients(pooling, grad, self._shapes)
-            return of_tables(pooling, parts, partial(_stacked, parts[0].dtype)), None
+            return joined_by_table(pooling, parts, partial(_stacked, parts[0].dtype)), None
         if isinstance(grad, list | tuple):
             array = np.concatenate(read_gradients(pooling, grad, self._shapes), axis=1)
         else:

@@ -88,12 +88,12 @@ class Pooling:
         if self.pools and bags[0] * self.width // self.unit > kernels.MOST:
             wrong, expected = "is too large", f"at most {kernels.MOST} parts of rows"
             reject(ValueError, self.where, "the output", wrong, expected, (bags[0], self.width))
-        of_feature = dict(zip(self.order, bags, strict=True))
-        return [(of_feature[f], width) for f, width in enumerate(self.widths)]
+        by_feature = dict(zip(self.order, bags, strict=True))
+        return [(by_feature[f], width) for f, width in enumerate(self.widths)]
 
-    def ordered(self, of_features: Sequence[Any]) -> list[Any]:
+    def ordered(self, by_feature: Sequence[Any]) -> list[Any]:
         """One value for each feature, in the order of the tables."""
-        return [of_features[f] for f in self.order]
+        return [by_feature[f] for f in self.order]
 
     def records(self, *, sums: bool, weighted: bool) -> np.ndarray:
         """The `Feature` records of the loops, in the order of the tables."""

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from torch.nn import Parameter  # noqa: E402
 
 from fusestep.kernels.cpu.headers import tensor_fields  # noqa: E402
+from fusestep.kernels.cpu.headers.arrays import PLAIN, ROWS  # noqa: E402
 from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
-    DENSE,
     FITS,
     FOREIGN,
     MOVED,
@@ -23,9 +23,7 @@ from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
     OTHER_GRADIENT,
     OTHERS,
     REORDERED,
-    ROWS,
     UNLIKE,
-    WRITTEN,
     RecordedTensors,
     TensorLook,
     form_of,
@@ -562,10 +560,10 @@ def test_a_momentum_of_rows_from_pytorch() -> None:
 def recorded(parameter: Any, gradient: Any, **states: Any) -> RecordedTensors:
     """A parameter with states, and a gradient of this kind, as they are."""
     own = [parameter, *states.values()]
-    forms = [form_of(torch, tensor, WRITTEN, n_bytes=tensor.nbytes) for tensor in own]
+    forms = [form_of(torch, tensor, PLAIN, n_bytes=tensor.nbytes) for tensor in own]
     is_sparse = gradient.layout == torch.sparse_coo
     n_bytes = 0 if is_sparse else gradient.nbytes
-    forms.append(form_of(torch, gradient, ROWS if is_sparse else DENSE, n_bytes=n_bytes))
+    forms.append(form_of(torch, gradient, ROWS if is_sparse else PLAIN, n_bytes=n_bytes))
     strides = [0] * gradient.dim() if is_sparse else gradient.stride()
     dims = [(*t.shape, *t.stride()) for t in own] + [(*gradient.shape, *strides)]
     types = [*map(type, own), type(gradient)]
