@@ -17,7 +17,7 @@ from torch_training import EVERY, SHARED  # noqa: E402
 OPTIMIZERS = [*EVERY, "FusedOptimizer", "Thor"]
 OWN = {
     "sparse": None, "skip_nonfinite": False, "state_dtype": None, "rounding": "nearest",
-    "eps_hat": False,
+    "eps_hat": False, "rowwise_bias_correction": False,
 }  # fmt: skip
 VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -78,6 +78,8 @@ def test_what_is_given_arrives(name: str) -> None:
     for key, (_, default) in parameters(cls).items():
         if key not in ("params", "skip_nonfinite"):
             given[key] = others.get(key, not default if isinstance(default, bool) else 0.5)
+    if "rowwise_bias_correction" in given and "amsgrad" in given:  # excludes it
+        given["amsgrad"] = False
     given |= {"dampening": 0.0} if name in ("SGD", "LARS") else {}
     given |= {"d": 2.0} if name == "Adafactor" else {}
     given |= {"d0": 0.5} if name == "Prodigy" else {}
