@@ -20,7 +20,7 @@ from ..rule import Prologue, Rule
 from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
 from ..storage import STORAGES, Storage, real_of, state_storage
-from . import bags, dense, gather  # noqa: F401
+from . import bags, dense, gather, ids  # noqa: F401
 from .blocks import blocks
 from .compiler import machine
 from .compiler.compile import PARTS, NativeFunction
@@ -28,7 +28,7 @@ from .counts import are_equal_at
 from .headers import arrays, id_lists, tensors
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
-from .rows import step, sums, write  # noqa: F401
+from .rows import catch_up, step, sums, write  # noqa: F401
 from .tensor_counts import are_equal_floats_at
 from .threads import layers
 from .threads.parallel import LOOPS, SHARED_LOOPS

@@ -191,6 +191,27 @@ def test_runs_with_either_library_agree(
     assert "x the speed in the optimizer" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("threads")
+def test_tables_that_grow_learn_as_a_known_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same losses to the last bit; fewer rows are used, and half of the ids come late."""
+    small = ("--quick", "--steps", "12", "--batch", "128", "--rows", "3000", *ALONE)
+    assert recommender.main(arguments(*small, "--hashed-ids", "--output", str(tmp_path))) == 0
+    found = json.loads((tmp_path / recommender.FIGURES).read_text())
+    known, growing, fewer, hashing = found["runs"].values()
+    assert known["losses"] == growing["losses"] and fewer["losses"] != hashing["losses"]
+    rows = [[*run["rows"].values()] for run in (known, growing, fewer, hashing)]
+    assert growing["rows"]["0"] == fewer["rows"]["0"] == 0
+    assert rows[2][-1] < rows[1][-1] < rows[0][-1] and rows[3][-1] < rows[0][-1]
+    assert rows[1] == sorted(rows[1])
+    assert "in use" in capsys.readouterr().out
+    early, late = (
+        clicks.ClickLog(clicks.table_sizes(3000), 0, late_from=1).batch(k, 99).ids for k in (0, 1)
+    )
+    assert not (early % 2).any() and (late % 2).any()
+
+
 def test_quick_run(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     done = run_example("--quick", *ALONE, "--output", str(tmp_path / "new" / "folder"))
