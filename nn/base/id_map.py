@@ -74,7 +74,7 @@ class IdMap:
         full: what becomes of new ids when all rows are taken: ``"reserved"``: they read row 0;
             ``"raise"``: a call with one raises, and nothing is admitted; ``"evict"``: the rows that
             were used least recently are given to them, of equals the lowest, but none that the same
-            same step uses (with a chance below 1: as many as might be needed).
+            step uses (with a chance below 1: as many as might be needed).
 
     Attributes:
         capacity: as given, or as it has grown.
@@ -128,8 +128,8 @@ class IdMap:
         self.last = _NONE
 
     def _make_slots(self, n: int) -> None:
-        self._hashes = np.empty(n + kernels.TAIL, np.uint64)
-        self._places = np.zeros(n + kernels.TAIL, np.int32)
+        n += kernels.TAIL
+        self._hashes, self._places = np.empty(n, np.uint64), np.zeros(n, np.int32)
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
 
     def __len__(self) -> int:
@@ -140,7 +140,11 @@ class IdMap:
         return f"IdMap({len(self)} of {self.capacity - 1} rows)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**{k: x for k, x in vars(self).items() if k != "_lock"}, "_bound": None}
+        # Also `copy.copy` makes a map of its own.
+        with self._lock:
+            kept = {k: x for k, x in vars(self).items() if k not in ("_lock", "_bound")}
+            arrays = {k: x.copy() for k, x in kept.items() if isinstance(x, np.ndarray)}
+        return {**kept, **arrays, "_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -303,11 +307,15 @@ class IdMap:
         old = self._hashes, self._places
         self._make_slots(max(int(needed / _LOAD) if needed < 4_096 else 0,
                              int(max(1.5 * slots, needed / _MOST_LOAD + 1))))  # fmt: skip
-        told = np.zeros(3, np.int64)
-        call = self._call(old[0].view(np.int64), old[1], told=told)
-        run_all((Loop.of(kernels.move, 1, call.address, 1),))
-        if told[2]:
-            raise RuntimeError("IdMap: too many ids have the same hashes")
+        try:
+            told = np.zeros(3, np.int64)
+            call = self._call(old[0].view(np.int64), old[1], told=told)
+            run_all((Loop.of(kernels.move, 1, call.address, 1),))
+            if told[2]:
+                raise RuntimeError("IdMap: too many ids have the same hashes")
+        except BaseException:  # an interrupt, too
+            (self._hashes, self._places), self._bound = old, None
+            raise
 
     # Eviction
 
@@ -367,7 +375,8 @@ class IdMap:
         steps = np.full(len(rows), step, np.int64)
         self._removed_steps = np.concatenate((self._removed_steps, steps))
         if (more := len(self._removed) - max(_FEWEST_SLOTS, self.capacity // 4)) > 0:
-            self._forgotten = int(self._removed_steps[more - 1])
+            # Those of several processes are not in order.
+            self._forgotten = int(self._removed_steps[:more].max(initial=self._forgotten))
             self._removed, self._removed_steps = self._removed[more:], self._removed_steps[more:]
         self._remove(self._row_ids[rows])
         self._row_ids[rows] = self._counts[rows] = self._last_uses[rows] = 0
@@ -489,6 +498,8 @@ class IdMap:
             and (not len(rows) or (rows[0] > 0 and rows[-1] < next_row))
             and len(np.unique(np.concatenate((found["ids"], pending)))) == len(rows) + len(pending)
             and (found["pending_counts"] > 0).all()
+            and (found["counts"] > 0).all()
+            and ((found["last_uses"] >= 0) & (found["last_uses"] <= step)).all()
         )
         if not fits:
             expected = f"rows of a map of at most {self.capacity} rows, and different ids"

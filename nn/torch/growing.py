@@ -39,8 +39,10 @@ class GrowingEmbedding(nn.Embedding):
     (``optimizer.watch(module)``; needed where rows are given back). In evaluation mode nothing
     changes. Ids without a row read row 0, which is all zeros and gets no gradient.
 
-    The step of the map is that of this module: it goes up in the first forward after a backward.
-    A backward raises if rows of its forward were given back in between.
+    The step of the map is that of this module: it goes up in the first forward after a backward,
+    and after the step of an optimizer where that left a gradient in ``.grad``. So batches whose
+    gradients are summed are one step. A backward raises if rows of its forward were given back in
+    between; a gradient in ``.grad`` loses rows that are handed out again.
 
     Memory is used as rows are: a table of many rows costs little until they are handed out. A step
     with ``sparse="all"``, and states of an optimizer that are filled, use all of it.
@@ -85,6 +87,7 @@ class GrowingEmbedding(nn.Embedding):
     """
 
     _optimizer: Any = None  # a weak reference
+    _version = -1  # of the weight, after the last backward and the last new rows
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class GrowingEmbedding(nn.Embedding):
         return found
 
     def _go_on(self, *_: Any) -> None:
-        self._is_next = True
+        self._is_next, self._version = True, self.weight._version
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Callable[..., None]]:
         """The rows of ids, int32 of their shape, admitted in training mode; and what to call
@@ -207,14 +210,21 @@ class GrowingEmbedding(nn.Embedding):
             fix = "; call optimizer.watch(module)"
             reject(RuntimeError, _WHERE, "the module", "needs more", expected, "none", fix)
 
+        gradient = self.weight.grad
+        is_pending = gradient is not None and self.weight._version == self._version
+
         def begin(new: Admissions) -> None:
             given = new.rows, self.initial
+            if is_pending and self.ids.evictions:
+                self.weight.grad = _without(gradient, new.rows)
             if optimizer is not None:
                 optimizer.reset_rows(self.weight, *given, ids=new.ids)
             else:
                 commit([reset(_WHERE, array_of(self.weight.detach()), [], *given, new.ids)])
+            self._version = self.weight._version
 
-        return self.ids.step + self._is_next if self.training else None, begin
+        is_next = self._is_next and not is_pending
+        return self.ids.step + is_next if self.training else None, begin
 
     def _watching(self) -> Any:
         known = None if self._optimizer is None else self._optimizer()
@@ -277,6 +287,16 @@ class GrowingEmbedding(nn.Embedding):
         self._is_next = True
         with torch.no_grad():
             self.weight[: len(weight)].copy_(weight)
+
+
+def _without(gradient: Any, rows: np.ndarray) -> Tensor:
+    """A gradient without these rows, which belong to other ids now."""
+    if not gradient.is_sparse:
+        return gradient.index_fill(0, tensor_of(rows).long(), 0.0)
+    indices, values = gradient._indices(), gradient._values()
+    is_kept = tensor_of(~np.isin(array_of(indices[0]), rows))
+    kept = indices[:, is_kept], values[is_kept]
+    return torch.sparse_coo_tensor(*kept, gradient.shape, check_invariants=False)
 
 
 _outside_of_graphs: Any = outside_of_graphs(GrowingEmbedding.forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,12 @@ def test_random_sequences(seed: int) -> None:
             model.free += range(capacity, capacity + 7)
             capacity = model.capacity = capacity + 7
         elif event < 0.22:
-            ids = copy.deepcopy(pickle.loads(pickle.dumps(ids)))
+            old, ids = (
+                ids,
+                copy.copy(ids if rng.random() < 0.5 else pickle.loads(pickle.dumps(ids))),
+            )
+            old.evict(unused_for=0, forget_pending=True)  # a copy is one of its own
+            old(every[:1], step)
         else:
             step += int(rng.integers(0, 4))
             n = int(rng.choice([0, 1, 7, 300]))
@@ -209,9 +215,12 @@ def test_bad_input() -> None:
         (ValueError, "full is unknown", lambda: IdMap(4, full="later")),
         (KeyError, "has other names", lambda: ids.load_state_dict({})),
         (ValueError, "does not fit", lambda: IdMap(4).load_state_dict(before)),
-        (
-            ValueError, "does not fit",
-            lambda: ids.load_state_dict({**before, "ids": np.zeros(5, np.int64)}),
+        *(
+            (ValueError, "does not fit", partial(ids.load_state_dict, {**before, **wrong}))
+            for wrong in (
+                {"ids": np.zeros(5, np.int64)}, {"counts": np.zeros(5, np.int32)},
+                {"last_uses": np.full(5, 4, np.int32)}, {"rows": np.arange(5, dtype=np.int32)},
+            )
         ),
     ]  # fmt: skip
     for error, text, call in cases:
@@ -232,8 +241,13 @@ def test_many_removals_are_forgotten() -> None:
     with pytest.raises(ValueError, match="what was removed before is forgotten"):
         ids.changed_since(5)
     assert len(ids.changed_since(6).removed) == 1_000
-    other = IdMap(5_000)
-    other.load_state_dict(ids.state_dict())
+    other, state = IdMap(5_000), ids.state_dict()
+    # As states of several processes come.
+    backwards = {name: state[name][::-1] for name in ("removed", "removed_steps")}
+    other.load_state_dict({**state, **backwards})
     assert np.array_equal(other.changed_since(6).removed, ids.changed_since(6).removed)
     with pytest.raises(ValueError, match="is forgotten"):
         other.changed_since(5)
+    other.evict(unused_for=0)  # the oldest are forgotten, which are at the end
+    with pytest.raises(ValueError, match="is forgotten"):
+        other.changed_since(6)

@@ -138,6 +138,38 @@ def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> 
         out.sum().backward()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_gradients_that_are_summed_are_of_one_step(is_late: bool) -> None:
+    """Also where a loop forgets the old gradient after the forward; a row that is handed out again
+    gets no gradient of the id before."""
+    table = growing(4, full="evict")
+    optimizer = fused.SGD(table.parameters(), lr=0.1)
+    optimizer.watch(table)
+    for k in range(3):
+        if not is_late:
+            optimizer.zero_grad()
+        for part in range(2):
+            found = table(EACH[part + 2 * (k == 2) : part + 2 + 2 * (k == 2)])
+            if is_late and part == 0:
+                optimizer.zero_grad()
+            found.sum().backward()
+        assert table.ids.step == k + 1
+        if k < 2:
+            assert table.ids.find(EACH[:3].numpy()).tolist() == [1, 2, 3]
+            optimizer.step()
+    assert table.ids.find(EACH[2:5].numpy()).tolist() == [3, 1, 2]
+    optimizer.step()
+    optimizer.zero_grad()
+    table(EACH[2:5]).sum().backward()
+    if is_late:  # as a weight has that is used for other things, too
+        table.weight.grad = table.weight.grad.to_dense()
+    table.ids.evict(unused_for=0)
+    seen = table(EACH[9:10])  # in row 1, of which .grad has an entry
+    seen.sum().backward()
+    optimizer.step()
+    assert torch.allclose(table(EACH[9:10]), seen - 0.1)
+
+
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
 def test_processes_that_share_the_ids(name: str) -> None:
     """Each has its part of the batch, and of the ids: bits by id are those of one process."""
