@@ -88,7 +88,7 @@ def peers(known: list[np.ndarray]) -> dict[str, Callable[[np.ndarray], Any]]:
     }
     with suppress(ImportError):
         found["pandas.factorize"] = import_module("pandas").factorize
-    with suppress(ImportError):
+    with suppress(ImportError, OSError):  # without what it is built with
         found["torchrec MCH"] = _managed_collision(known)
     return found
 

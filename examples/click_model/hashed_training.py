@@ -15,9 +15,8 @@ from ...kernels.keeping import mixed
 from ...nn import UniformRows
 from ...nn import torch as fused
 from .clicks import N_TABLES, Clicks, IntArray, table_sizes
-from .dlrm import DLRM
 from .runs import Run, Settings
-from .training import BagTraining, fused_optimizers
+from .training import BagTraining
 
 _WHOLE = 1_000  # rows up to which a table is not made smaller
 AFTER = 2  # occurrences
@@ -51,11 +50,6 @@ class HashedTraining(BagTraining):
         numbers = count()
         self._look = look
         super().__init__(run, settings, lambda rows, dim: table(next(numbers), rows, dim))
-
-    def _optimizers_of(self, model: DLRM) -> list[Any]:
-        found = fused_optimizers(model)
-        found[0].watch(model.tables)
-        return found
 
     def _tensors(self, clicks: Clicks) -> tuple[Any, Any, Any]:
         dense, _, labels = super()._tensors(clicks)

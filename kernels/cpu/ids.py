@@ -21,7 +21,7 @@ from .compiler.intrinsics import as_pointer, prefetch_line
 from .compiler.records import int64s
 
 TAIL = 512
-"""Slots behind the last to which an id may belong."""
+"""Slots behind the last to which an id may belong; more where chosen ids need more."""
 PART = 4_096
 """Ids of a part of a search."""
 _AHEAD = 12
@@ -31,9 +31,10 @@ _MOST = 2147483647
 class IdCall(NamedTuple):
     """Arguments of the loops, all ``int64``."""
 
-    hashes: int  # uint64 [slots + TAIL]
-    places: int  # int32 [slots + TAIL]
-    slots: int
+    hashes: int  # uint64 [length]
+    places: int  # int32 [length]
+    length: int
+    slots: int  # those to which an id may belong
     row_ids: int  # int64 [capacity]
     counts: int  # int32 [capacity]
     last_uses: int  # int32 [capacity]
@@ -52,7 +53,7 @@ class IdCall(NamedTuple):
     n_missing: int  # int64 [parts]
     times: int  # int64 [n]: how often each id occurs; 0: once
     step: int
-    told: int  # int64 [3]: new entries, occurrences without a row, whether there was no slot
+    told: int  # int64 [4]: entries, occurrences without a row, admissions, whether a slot lacked
 
 
 _mixed_word, _unmixed = njit(inline="always")(mixed), njit(unmixed)
@@ -70,8 +71,8 @@ def _home(x, slots):
 
 @njit(inline="always")
 def _slots(c):
-    n = c.slots + TAIL
-    return carray(as_pointer(c.hashes), n, np.uint64), carray(as_pointer(c.places), n, np.int32)
+    hashes = carray(as_pointer(c.hashes), c.length, np.uint64)
+    return hashes, carray(as_pointer(c.places), c.length, np.int32)
 
 
 @njit
@@ -84,18 +85,20 @@ def _find(hashes, places, slots, x):
 
 
 @njit
-def _insert(hashes, places, i, x, place):
-    """Put an entry where it belongs; whether there was room."""
-    end = i
-    while places[end] != 0:
-        end += 1
-    if end >= places.size - 1:  # the last slot stays empty, so that searches end
-        return False
+def _empty_slot(places, i):
+    """The next empty slot; 0 where there is none."""
+    while places[i] != 0:
+        i += 1
+    return i if i < places.size - 1 else 0  # the last stays empty, so that searches end
+
+
+@njit
+def _insert(hashes, places, i, end, x, place):
+    """Put an entry into a slot; those up to the empty one move."""
     while end > i:
         hashes[end], places[end] = hashes[end - 1], places[end - 1]
         end -= 1
     hashes[i], places[i] = x, place
-    return True
 
 
 @njit(inline="always")
@@ -107,7 +110,7 @@ def _fetch(c, hashes, places, k):
 
 @njit(inline="always")
 def _times(c, k):
-    return np.int64(1) if c.times == 0 else int64s(c.times, c.n)[k]
+    return np.int64(1) if c.times == 0 else min(int64s(c.times, c.n)[k], _MOST)
 
 
 @njit(inline="always")
@@ -171,14 +174,20 @@ def _is_admitted(c, x, before, occurrences):
 
 @part(IdCall)
 def admit(index, slot, c):
-    """Give rows to the ids that have none, in the order in which they occur: on one thread."""
+    """Give rows to the ids that have none, in the order in which they occur: on one thread.
+
+    Where a slot lacks it ends, and goes on in the next call.
+    """
     hashes, places = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
-    told, missing = int64s(c.told, 3), int64s(c.missing, c.n)
-    parts = (c.n + PART - 1) // PART
+    told, missing = int64s(c.told, 4), int64s(c.missing, c.n)
+    parts, handled = (c.n + PART - 1) // PART, np.int64(0)
     for p in range(parts):
         for m in range(int64s(c.n_missing, parts)[p]):
             k = missing[p * PART + m]
+            handled += 1
+            if handled <= told[2]:
+                continue
             x = _mixed(ids[k])
             i = _find(hashes, places, c.slots, x)
             is_known = places[i] != 0 and hashes[i] == x
@@ -186,7 +195,12 @@ def admit(index, slot, c):
             if is_known and places[i] > 0:  # admitted by an occurrence before
                 rows[k] = places[i]
                 _use(c, rows[k], times)
+                told[2] = handled
                 continue
+            end = i if is_known else _empty_slot(places, i)
+            if end < i:
+                told[3] = 1
+                return
             if is_known:
                 before = -np.int64(places[i])
             occurrences = min(before + times, _MOST)
@@ -194,11 +208,9 @@ def admit(index, slot, c):
             place = row if row > 0 else -occurrences
             if is_known:
                 places[i] = place
-            elif _insert(hashes, places, i, x, place):
-                told[0] += 1
             else:
-                told[2] = 1
-                return
+                _insert(hashes, places, i, end, x, place)
+                told[0] += 1
             rows[k] = row
             if row > 0:
                 int64s(c.row_ids, c.capacity)[row] = ids[k]
@@ -206,6 +218,7 @@ def admit(index, slot, c):
                 carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
             else:
                 told[1] += times
+            told[2] = handled
 
 
 @part(IdCall)
@@ -218,7 +231,7 @@ def look_again(index, slot, c):
             place = places[_find(hashes, places, c.slots, _mixed(ids[k]))]
             if place > 0:  # otherwise the place is one without a row
                 rows[k] = place
-                int64s(c.told, 3)[1] -= _times(c, k)
+                int64s(c.told, 4)[1] -= _times(c, k)
 
 
 @part(IdCall)
@@ -239,30 +252,22 @@ def remove(index, slot, c):
 
 @part(IdCall)
 def place(index, slot, c):
-    """Put ids with their places, which are ``rows``, into empty slots: on one thread."""
+    """Put entries into empty slots: ``ids`` are hashes, ``rows`` places, 0 for none."""
     hashes, places = _slots(c)
-    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    given, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     for k in range(c.n):
         if k + _AHEAD < c.n:
-            _fetch(c, hashes, places, k + _AHEAD)
-        x = _mixed(ids[k])
-        if not _insert(hashes, places, _find(hashes, places, c.slots, x), x, rows[k]):
-            int64s(c.told, 3)[2] = 1
-            return
-
-
-@part(IdCall)
-def move(index, slot, c):
-    """Put entries of other slots into these: ``ids`` are hashes, ``rows`` places."""
-    hashes, places = _slots(c)
-    old, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
-    for k in range(c.n):
-        x = np.uint64(old[k])
-        if rows[k] != 0 and not _insert(
-            hashes, places, _find(hashes, places, c.slots, x), x, rows[k]
-        ):
-            int64s(c.told, 3)[2] = 1
-            return
+            i = _home(np.uint64(given[k + _AHEAD]), c.slots)
+            prefetch_line(c.hashes + 8 * i)
+            prefetch_line(c.places + 4 * i)
+        if rows[k] != 0:
+            x = np.uint64(given[k])
+            i = _find(hashes, places, c.slots, x)
+            end = _empty_slot(places, i)
+            if end < i:
+                int64s(c.told, 4)[3] = 1
+                return
+            _insert(hashes, places, i, end, x, rows[k])
 
 
 @part(IdCall)
@@ -275,4 +280,3 @@ def pending(index, slot, c):
         if places[i] < 0 and k < c.n:
             ids[k], rows[k] = np.int64(_unmixed(hashes[i])), places[i]
             k += 1
-    int64s(c.told, 3)[0] = k

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...kernels.cpu import ids as kernels
 from ...kernels.cpu.threads.parallel import Arguments, Loop, get_num_threads, run_all
+from ...kernels.keeping import mixed
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
@@ -74,7 +75,7 @@ class IdMap:
         full: what becomes of new ids when all rows are taken: ``"reserved"``: they read row 0;
             ``"raise"``: a call with one raises, and nothing is admitted; ``"evict"``: the rows that
             were used least recently are given to them, of equals the lowest, but none that the same
-            step uses (with a chance below 1: as many as might be needed).
+            step uses. For both, with a chance below 1, ids that might be admitted count.
 
     Attributes:
         capacity: as given, or as it has grown.
@@ -124,12 +125,12 @@ class IdMap:
         # Ids that have lost their rows, and in which steps; older ones are forgotten.
         self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
         self._forgotten = -1
-        self._make_slots(_FEWEST_SLOTS)
+        self._make_slots(_FEWEST_SLOTS, kernels.TAIL)
         self.last = _NONE
 
-    def _make_slots(self, n: int) -> None:
-        n += kernels.TAIL
-        self._hashes, self._places = np.empty(n, np.uint64), np.zeros(n, np.int32)
+    def _make_slots(self, n: int, tail: int) -> None:
+        empty = np.empty(n + tail, np.uint64), np.zeros(n + tail, np.int32)
+        self._slots, (self._hashes, self._places) = n, empty
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
 
     def __len__(self) -> int:
@@ -142,7 +143,7 @@ class IdMap:
     def __getstate__(self) -> dict[str, Any]:
         # Also `copy.copy` makes a map of its own.
         with self._lock:
-            kept = {k: x for k, x in vars(self).items() if k not in ("_lock", "_bound")}
+            kept = {k: x for k, x in vars(self).items() if k != "_lock"}
             arrays = {k: x.copy() for k, x in kept.items() if isinstance(x, np.ndarray)}
         return {**kept, **arrays, "_bound": None}
 
@@ -188,11 +189,12 @@ class IdMap:
             times = times.reshape(-1)
         with self._lock:
             rows: np.ndarray = self._admit(found.reshape(-1), int(step), times).reshape(found.shape)
-            if begin is not None and len(self.last.rows):
+            new = self.last
+            if begin is not None and len(new.rows):
                 try:
-                    begin(self.last)
+                    begin(new)
                 except BaseException:
-                    self._evict(self.last.rows, self.step)
+                    self._free_rows(new.rows, self.step)  # nobody has got them
                     raise
             return rows
 
@@ -230,7 +232,7 @@ class IdMap:
     ) -> Arguments:  # fmt: skip
         if self._bound is None:
             arrays = (
-                self._hashes, self._places, len(self._places) - kernels.TAIL, self._row_ids,
+                self._hashes, self._places, len(self._places), self._slots, self._row_ids,
                 self._counts, self._last_uses, self._free, self._n_free, self._next_row,
             )  # fmt: skip
             chance = min(1 << 32, round(self.chance * 2.0**32))
@@ -245,7 +247,7 @@ class IdMap:
         """The rows of ids, how many have none, and the arguments of a call that goes on."""
         n, parts = len(ids), -(-len(ids) // kernels.PART)
         rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
-        given = ids, rows, np.empty(n, np.int64), n_missing, times, step, np.zeros(3, np.int64)
+        given = ids, rows, np.empty(n, np.int64), n_missing, times, step, np.zeros(4, np.int64)
         call = self._call(*given)
         threads = 1 if n < _SERIAL_BELOW else get_num_threads()
         run_all((Loop.of(kernels.search, parts, call.address, threads),) if n else ())
@@ -258,13 +260,18 @@ class IdMap:
             self.step, self.last = step, _NONE
             return rows
         evicted, told = self._make_room(ids, rows, times, step), given[-1]
-        self._make_slots_for(n_missing)
+        slots = self._slots_for(self._entries + n_missing)
+        if slots > self._slots:
+            self._move(slots, len(self._places) - self._slots)
         next_row, n_free, free = int(self._next_row[0]), int(self._n_free[0]), self._free
         call = self._call(*given)
         run_all([Loop.of(own, 1, call.address, 1) for own in (kernels.count, kernels.admit)])
+        while told[3]:
+            told[3] = 0
+            self._move(self._slots, 2 * (len(self._places) - self._slots))
+            call = self._call(*given)
+            run_all((Loop.of(kernels.admit, 1, call.address, 1),))
         self._entries += int(told[0])
-        if told[2]:
-            raise RuntimeError("IdMap: too many ids have the same hashes")
         if told[1] and (self.after > 1 or self.chance < 1.0):
             run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
         given_back = free[int(self._n_free[0]) : n_free][::-1]
@@ -295,27 +302,35 @@ class IdMap:
         used = used[(self._last_uses[used] < step) & ~np.isin(used, places)]
         order = np.lexsort((used, self._last_uses[used]))[:more]
         evicted: np.ndarray = np.sort(used[order])
-        self._evict(evicted, step)
+        self.evictions += 1
+        self._free_rows(evicted, step)
         return evicted
 
-    def _make_slots_for(self, more: int) -> None:
-        """Make room for so many more entries."""
-        needed, slots = self._entries + more, len(self._places) - kernels.TAIL
-        if needed <= _MOST_LOAD * slots:
-            return
+    def _slots_for(self, entries: int) -> int:
+        """How many slots there are to be for so many entries."""
+        if entries <= _MOST_LOAD * self._slots:
+            return self._slots
         # The estimate counts an id as often as it occurs; slots never double at once for that.
-        old = self._hashes, self._places
-        self._make_slots(max(int(needed / _LOAD) if needed < 4_096 else 0,
-                             int(max(1.5 * slots, needed / _MOST_LOAD + 1))))  # fmt: skip
+        enough = int(entries / _LOAD) if entries < 4_096 else 0
+        return max(enough, int(max(1.5 * self._slots, entries / _MOST_LOAD + 1)))
+
+    def _move(self, slots: int, tail: int) -> None:
+        """Put all entries into new slots."""
+        old = self._slots, self._hashes, self._places
         try:
-            told = np.zeros(3, np.int64)
-            call = self._call(old[0].view(np.int64), old[1], told=told)
-            run_all((Loop.of(kernels.move, 1, call.address, 1),))
-            if told[2]:
-                raise RuntimeError("IdMap: too many ids have the same hashes")
+            self._place(slots, tail, self._hashes, self._places)
         except BaseException:  # an interrupt, too
-            (self._hashes, self._places), self._bound = old, None
+            (self._slots, self._hashes, self._places), self._bound = old, None
             raise
+
+    def _place(self, slots: int, tail: int, hashes: np.ndarray, places: np.ndarray) -> None:
+        """Have new slots, with these entries."""
+        told = np.ones(4, np.int64)
+        while told[3]:
+            self._make_slots(slots, tail)
+            told[3], tail = 0, 2 * tail
+            call = self._call(hashes.view(np.int64), places, told=told)
+            run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
 
     # Eviction
 
@@ -355,7 +370,9 @@ class IdMap:
                 chosen = chosen[:0]
             if kept is not None:
                 chosen = chosen[~np.isin(self._row_ids[chosen], kept)]
-            self._evict(chosen, self.step + 1)
+            if len(chosen):
+                self.evictions += 1
+                self._free_rows(chosen, self.step + 1)
             if forget_pending:
                 self._remove(self._pending()[0])
         return chosen
@@ -367,10 +384,7 @@ class IdMap:
         used[self._free[: int(self._n_free[0])]] = False
         return np.flatnonzero(used).astype(np.int32)
 
-    def _evict(self, rows: np.ndarray, step: int) -> None:
-        if not len(rows):
-            return
-        self.evictions += 1
+    def _free_rows(self, rows: np.ndarray, step: int) -> None:
         self._removed = np.concatenate((self._removed, self._row_ids[rows]))
         steps = np.full(len(rows), step, np.int64)
         self._removed_steps = np.concatenate((self._removed_steps, steps))
@@ -392,8 +406,8 @@ class IdMap:
     def _pending(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids that have no row, and how often they have occurred."""
         n = self._entries - len(self)
-        ids, places, told = np.empty(n, np.int64), np.empty(n, np.int32), np.zeros(3, np.int64)
-        call = self._call(ids, places, told=told)
+        ids, places = np.empty(n, np.int64), np.empty(n, np.int32)
+        call = self._call(ids, places)
         run_all((Loop.of(kernels.pending, 1, call.address, 1),) if n else ())
         return ids, -places
 
@@ -413,11 +427,11 @@ class IdMap:
         is_more, expected = self.capacity < capacity <= _LARGEST, f"{self.capacity} < n < 2**31"
         check.in_range(where, "capacity", capacity, is_more, expected)
         with self._lock:
-            for name in ("_row_ids", "_counts", "_last_uses"):
-                old = getattr(self, name)
-                new = np.zeros(capacity, old.dtype)
+            arrays: list[np.ndarray] = [self._row_ids, self._counts, self._last_uses]
+            made = [np.zeros(capacity, old.dtype) for old in arrays]
+            for new, old in zip(made, arrays, strict=True):
                 new[:n] = old[:n]
-                setattr(self, name, new)
+            self._row_ids, self._counts, self._last_uses = made
             self.capacity, self._bound = int(capacity), None
 
     def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
@@ -432,7 +446,8 @@ class IdMap:
         The map remembers ids that have lost their rows: a quarter as many as the table has rows.
 
         Args:
-            step: the number of that step, as the calls have numbered it.
+            step: the number of that step, as the calls have numbered it. What was used in step 0
+                alone is never among the changes: number steps from 1.
 
         Raises:
             TypeError: it is no int.
@@ -473,7 +488,33 @@ class IdMap:
             KeyError, TypeError, ValueError: it is none, or of another capacity. Nothing has changed
                 then.
         """
-        where, own = "IdMap.load_state_dict", self.state_dict()
+        found = self.fitting("IdMap.load_state_dict", state)
+        rows, pending = found["rows"], found["pending"]
+        ids = np.concatenate((found["ids"], pending))
+        places = np.concatenate((rows, -found["pending_counts"]))
+        with self._lock:
+            evictions = self.evictions
+            self._clear()
+            self.evictions = evictions + 1  # rows of before may be those of other ids now
+            entries = mixed(ids.view(np.uint64)), places
+            self._place(self._slots_for(len(ids)), kernels.TAIL, *entries)
+            self._entries, next_row = len(ids), int(found["next_row"][0])
+            self._row_ids[rows], self._counts[rows] = found["ids"], found["counts"]
+            self._last_uses[rows], self._next_row[0] = found["last_uses"], next_row
+            self.step, self._forgotten = int(found["step"][0]), int(found["forgotten"][0])
+            self._removed = found["removed"].copy()
+            self._removed_steps = found["removed_steps"].copy()
+            free = np.setdiff1d(np.arange(1, next_row, dtype=np.int32), rows)
+            self._free, self._n_free[0] = np.ascontiguousarray(free[::-1]), len(free)
+            self._bound = None
+
+    def fitting(self, where: str, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The arrays of a `state_dict`, if this map can take them over.
+
+        Raises:
+            KeyError, TypeError, ValueError: it cannot.
+        """
+        own = self.state_dict()
         if state.keys() != own.keys():
             reject(KeyError, where, "state", "has other names", [*own], [*state])
         found = {name: adopt(where, name, state[name]) for name in own}
@@ -504,22 +545,7 @@ class IdMap:
         if not fits:
             expected = f"rows of a map of at most {self.capacity} rows, and different ids"
             reject(ValueError, where, "state", "does not fit", expected, "another")
-        with self._lock:
-            self._clear()
-            self._make_slots_for(len(rows) + len(pending))
-            for ids, places in ((found["ids"], rows), (pending, -found["pending_counts"])):
-                told = np.zeros(3, np.int64)
-                arrays = np.ascontiguousarray(ids), np.ascontiguousarray(places)
-                call = self._call(*arrays, told=told)
-                run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(ids) else ())
-            self._entries = len(rows) + len(pending)
-            self._row_ids[rows], self._counts[rows], self._last_uses[rows] = each
-            self._next_row[0], self.step, self._forgotten = next_row, step, forgotten
-            self._removed = found["removed"].copy()
-            self._removed_steps = found["removed_steps"].copy()
-            free = np.setdiff1d(np.arange(1, next_row, dtype=np.int32), rows)
-            self._free, self._n_free[0] = np.ascontiguousarray(free[::-1]), len(free)
-            self._bound = None
+        return found
 
 
 def ids_of_64_bits(where: str, ids: Any, name: str = "ids") -> np.ndarray:

@@ -124,7 +124,7 @@ class IdShard:
         """
         where = "IdShard.load_state_dicts"
         state, rows = jointly(self.comm, where, self._own_part, where, states, arrays)
-        jointly(self.comm, where, self.ids.load_state_dict, state)
+        self.ids.load_state_dict(state)
         for name, array in arrays.items():
             array[1 : 1 + len(state["rows"])] = rows[name]
 
@@ -159,6 +159,11 @@ class IdShard:
         n = len(of_map["ids"])
         of_map |= {"rows": np.arange(1, n + 1, dtype=np.int32), "next_row": np.array([n + 1])}
         of_map |= {name: of_map[name].max(keepdims=True) for name in ("step", "forgotten")}
+        self.ids.fitting(where, of_map)
+        for name, array in arrays.items():
+            enough = f"at least {n + 1} rows"
+            if len(array) <= n:
+                reject(ValueError, where, f"array {name!r}", "is too short", enough, len(array))
         return of_map, {name: made[name] for name in arrays}
 
 
@@ -192,11 +197,12 @@ class _StepOfShard:
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
         own, (ids, times) = self._shard.ids, np.ascontiguousarray(requests.T)
+        evictions = own.evictions
         if self._step is None:
             rows = own.find(ids)
         else:
             rows = own(ids, self._step, times=times, begin=self._begin)
-        self._found = FoundRows(own, ids, rows, own.evictions)
+        self._found = FoundRows(own, ids, rows, evictions)
         return rows.astype(np.int64)
 
     def check_rows(self) -> None:

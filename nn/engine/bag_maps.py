@@ -24,7 +24,7 @@ class FoundRows(NamedTuple):
     map: IdMap
     ids: np.ndarray
     rows: np.ndarray
-    evictions: int
+    evictions: int  # before the ids were looked for: another thread may evict meanwhile
 
     def are_current(self) -> bool:
         """Whether the ids still have these rows."""
@@ -65,11 +65,14 @@ class BagMaps:
                 ValueError, where, "maps", "do not fit the tables", expected, f"tables {each_table}"
             )
         each = padding if isinstance(padding, list | tuple) else [padding] * n
+        if len(each) != n:
+            wrong, expected = "has a wrong length", f"{n}, one for each feature"
+            reject(ValueError, where, "padding_idx", wrong, expected, len(each))
         self._padding = [
-            k if own is not None and isinstance(k, int) else None
-            for own, k in zip(maps, each, strict=False)
+            None if own is None else id_or_none(where, "padding_idx", k)
+            for own, k in zip(maps, each, strict=True)
         ]
-        self.padding = [None if own is not None else k for own, k in zip(maps, each, strict=False)]
+        self.padding = [None if own is not None else k for own, k in zip(maps, each, strict=True)]
         leaves_out = any(k is not None for k in self._padding)
         self._checks, self.out_of_range = out_of_range == "raise", out_of_range
         if leaves_out:  # ids without a map are checked here
@@ -114,14 +117,31 @@ class BagMaps:
             found.append(array)
         for f, own in enumerate(self._maps):
             if own is not None:
-                array, find = found[f], own.find
+                array, find, evictions = found[f], own.find, own.evictions
                 if step is not None:
                     find = partial(own, step=step, begin=partial(self._begin, self._of[f]))
                 found[f] = rows_but(array, self._padding[f], find, _LEFT_OUT)
-                kept.append(FoundRows(own, array.copy(), found[f], own.evictions))
+                kept.append(FoundRows(own, array.copy(), found[f], evictions))
         if is_listed:
             return found, kept
         return found[0].reshape(given[0].shape) if len(found) == 1 else np.concatenate(found), kept
+
+
+def id_or_none(where: str, name: str, given: Any) -> int | None:
+    """An id as an int64, the bits of unsigned ones as they are.
+
+    Raises:
+        TypeError: it is neither an int nor None.
+        ValueError: it has more than 64 bits.
+    """
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | np.integer):
+        got = type(given).__name__
+        reject(TypeError, where, name, "has a wrong type", "an int or None", got)
+    found = int(given)
+    check.in_range(where, name, found, -(1 << 63) <= found < 1 << 64, "of 64 bits")
+    return found - (1 << 64) if found >> 63 > 0 else found
 
 
 def rows_but(

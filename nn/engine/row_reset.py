@@ -19,6 +19,8 @@ from ...ops.runtime.errors import reject
 from ..base.arguments import count
 from ..base.arguments import seed as checked_seed
 
+_PART = 1 << 21  # bytes
+
 
 class RowState(NamedTuple):
     """A state with something for each row of a table, and the number with which it begins."""
@@ -67,7 +69,11 @@ def grown(array: np.ndarray, rows: int, initial: float | str) -> np.ndarray:
     Pages of zeros take no memory before they are used.
     """
     made = allocation.zeros((rows, *array.shape[1:]), array.dtype)
-    made[: len(array)] = array
+    step = max(1, (_PART * len(array)) // max(1, array.nbytes))
+    for begin in range(0, len(array), step):
+        part = array[begin : begin + step]
+        if part.view(np.uint8).any():
+            made[begin : begin + len(part)] = part
     if initial not in (0.0, PARAMETER):
         made[len(array) :] = initial
     return made
@@ -123,9 +129,10 @@ def reset(
             reject(ValueError, where, "weights", "have a wrong shape", shape, whole.shape)
         if whole.dtype.kind not in "iuf" and whole.dtype != w.dtype:
             reject(TypeError, where, "weights", "have a wrong dtype", "numbers", whole.dtype)
+    whole = np.asarray(whole).astype(w.dtype)  # masters begin as the weights, rounded
     parts = [(w, whole), *((x, whole if own == PARAMETER else own) for x, own in states)]
     made = [
-        (x, np.broadcast_to(np.asarray(values).astype(x.dtype), (len(at), *x.shape[1:])).copy())
+        (x, np.broadcast_to(np.asarray(values), (len(at), *x.shape[1:])).astype(x.dtype, order="C"))
         for x, values in parts
     ]
     return RowWrite(at, made)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,19 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
-from ...kernels.private import outside_of_graphs
+from ...kernels.private import backward_of_now, outside_of_graphs, parts_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ..base.id_map import Admissions, IdMap
 from ..distributed.agreement import jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
-from ..engine.bag_maps import FoundRows, rows_but
+from ..engine.bag_maps import FoundRows, id_or_none, rows_but
 from ..engine.row_reset import UniformRows, grown, more_rows, reset
 from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
-from .engine.sleep import prepare_rows, sleeper_of
+from .engine.sleep import prepare_rows
+from .engine.table_rows import optimizers_of
 
 _WHERE = "GrowingEmbedding"
 
@@ -35,12 +35,13 @@ class GrowingEmbedding(nn.Embedding):
     """``torch.nn.Embedding(sparse=True)`` for any int64 ids, whose rows an `IdMap` hands out.
 
     In training mode ids are admitted as `nn.IdMap` says, and a row that is handed out begins anew:
-    with new weights, and with the states of the optimizer that watches this
-    (``optimizer.watch(module)``; needed where rows are given back). In evaluation mode nothing
-    changes. Ids without a row read row 0, which is all zeros and gets no gradient.
+    with new weights, and with new states in the optimizers of `nn.torch` that have the table.
+    Others know nothing of it: with them no row can be handed out twice. In evaluation mode, and
+    where a checkpoint of activations is computed again, nothing changes. Ids without a row read row
+    0, which is all zeros and gets no gradient.
 
-    The step of the map is that of this module: it goes up in the first forward after a backward,
-    and after the step of an optimizer where that left a gradient in ``.grad``. So batches whose
+    The step of the map is that of this module: it goes up in the first forward after a backward
+    whose gradient such an optimizer has used, or that is no longer in ``.grad``. So batches whose
     gradients are summed are one step. A backward raises if rows of its forward were given back in
     between; a gradient in ``.grad`` loses rows that are handed out again.
 
@@ -81,13 +82,9 @@ class GrowingEmbedding(nn.Embedding):
     >>> from fusestep.nn.torch import SparseAdam
     >>> table = GrowingEmbedding(1000, 4)
     >>> optimizer = SparseAdam(table.parameters())
-    >>> _ = optimizer.watch(table)
     >>> table(torch.tensor([2**62, -7, 2**62])).shape, len(table.ids)
     (torch.Size([3, 4]), 2)
     """
-
-    _optimizer: Any = None  # a weak reference
-    _version = -1  # of the weight, after the last backward and the last new rows
 
     def __init__(
         self,
@@ -108,23 +105,16 @@ class GrowingEmbedding(nn.Embedding):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
-        if padding_idx is not None and (type(padding_idx) is not int or abs(padding_idx) >> 63):
-            reject(TypeError, _WHERE, "padding_idx", "has a wrong type", "an int64", padding_idx)
         table = tensor_of(allocation.zeros((ids.capacity, embedding_dim), DTYPES[dtype]))
         super().__init__(ids.capacity, embedding_dim, sparse=True, _weight=table)
-        self.ids, self.padding_idx, self._is_next = ids, padding_idx, True
+        self.ids, self.padding_idx = ids, id_or_none(_WHERE, "padding_idx", padding_idx)
+        self._is_next, self._n_taken = True, -1
         bound = 1.0 / math.sqrt(embedding_dim)
         self.initial = UniformRows(bound, seed) if initial is None else initial
         self.average = check.flag(_WHERE, "average", average)
         self.shard = None if comm is None else IdShard(ids, comm)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # No optimizer has the parameters of a copy.
-        return {**vars(self), "_optimizer": None}
-
-    def follow(self, optimizer: Any) -> None:
-        """Let rows that are handed out begin anew in an optimizer, too; `watch` calls this."""
-        self._optimizer = weakref.ref(optimizer)
+        self.register_state_dict_post_hook(_handed_out)
+        self.register_load_state_dict_pre_hook(_taken_over)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """The rows of ids of any shape: ``[*input.shape, embedding_dim]``.
@@ -132,7 +122,7 @@ class GrowingEmbedding(nn.Embedding):
         Raises:
             TypeError: ids are not int64 on the host.
             ValueError: more new ids than rows, with ``full="raise"``.
-            RuntimeError: rows were given back, and no optimizer watches this.
+            RuntimeError: rows were given back, and no optimizer of `nn.torch` has the table.
             Nothing has changed then.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -164,7 +154,7 @@ class GrowingEmbedding(nn.Embedding):
         return found
 
     def _go_on(self, *_: Any) -> None:
-        self._is_next, self._version = True, self.weight._version
+        self._is_next, self._n_taken = True, _steps_of(optimizers_of(self.weight))
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Callable[..., None]]:
         """The rows of ids, int32 of their shape, admitted in training mode; and what to call
@@ -177,10 +167,11 @@ class GrowingEmbedding(nn.Embedding):
             reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
         array, step, begin = self._checked(ids)
         find = self.ids.find if step is None else partial(self.ids, step=step, begin=begin)
+        evictions = self.ids.evictions
         rows = rows_but(array, self.padding_idx, find, 0)
         if step is not None:
             self._is_next = False
-        found = FoundRows(self.ids, array, rows, self.ids.evictions)
+        found = FoundRows(self.ids, array, rows, evictions)
 
         def check(*_: Any) -> None:
             self._go_on()
@@ -204,47 +195,44 @@ class GrowingEmbedding(nn.Embedding):
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
-        optimizer = self._watching()
-        if self.training and optimizer is None and (self.ids.evictions or self.ids.full == "evict"):
-            expected = "an optimizer that watches it: rows that are given back begin anew"
-            fix = "; call optimizer.watch(module)"
-            reject(RuntimeError, _WHERE, "the module", "needs more", expected, "none", fix)
-
-        gradient = self.weight.grad
-        is_pending = gradient is not None and self.weight._version == self._version
+        optimizers, gradient = optimizers_of(self.weight), self.weight.grad
+        are_admitted = self.training and _backward_of_now() < 0
+        if are_admitted and not optimizers and (self.ids.evictions or self.ids.full == "evict"):
+            expected = "an optimizer of nn.torch: rows that are given back begin anew in it"
+            reject(RuntimeError, _WHERE, "the table", "needs more", expected, "none")
+        is_pending = gradient is not None and _steps_of(optimizers) == self._n_taken
 
         def begin(new: Admissions) -> None:
-            given = new.rows, self.initial
             if is_pending and self.ids.evictions:
                 self.weight.grad = _without(gradient, new.rows)
-            if optimizer is not None:
-                optimizer.reset_rows(self.weight, *given, ids=new.ids)
-            else:
-                commit([reset(_WHERE, array_of(self.weight.detach()), [], *given, new.ids)])
-            self._version = self.weight._version
+            for optimizer in optimizers:
+                optimizer.reset_rows(self.weight, new.rows, self.initial, ids=new.ids)
+            if not optimizers:
+                w = array_of(self.weight.detach())
+                commit([reset(_WHERE, w, [], new.rows, self.initial, new.ids)])
+                torch.autograd.graph.increment_version(self.weight)
 
-        is_next = self._is_next and not is_pending
-        return self.ids.step + is_next if self.training else None, begin
-
-    def _watching(self) -> Any:
-        known = None if self._optimizer is None else self._optimizer()
-        return known or sleeper_of(self.weight)
+        is_next = self._is_next and not (optimizers and is_pending)
+        return self.ids.step + is_next if are_admitted else None, begin
 
     def grow(self, capacity: int) -> None:
-        """Have more rows; so does the optimizer that watches this.
+        """Have more rows; so have the states of the optimizer of `nn.torch` that has the table.
 
         Args:
             capacity: as for the class, and above that of now.
 
         Raises:
             TypeError, ValueError: it is not.
-            RuntimeError: the table has a gradient. Nothing has changed then.
+            RuntimeError: the table has a gradient, or two optimizers. Nothing has changed then.
         """
-        optimizer = self._watching()
-        if optimizer is not None:
-            optimizer.grow(self.weight, capacity)
+        where, optimizers = f"{_WHERE}.grow", optimizers_of(self.weight)
+        n = more_rows(where, capacity, len(self.weight))
+        if self.weight.grad is not None or len(optimizers) > 1:
+            expected = "one without a gradient, of one optimizer"
+            reject(RuntimeError, where, "the table", "cannot grow", expected, "another")
+        if optimizers:
+            optimizers[0].grow(self.weight, n)
         else:
-            n = more_rows(f"{_WHERE}.grow", capacity, len(self.weight))
             self.weight.data = tensor_of(grown(array_of(self.weight.detach()), n, 0.0))
         self.ids.grow(capacity)
         self.num_embeddings = self.ids.capacity
@@ -253,47 +241,59 @@ class GrowingEmbedding(nn.Embedding):
         """The arguments that PyTorch shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.ids)} ids"
 
-    # State
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        weight = self.weight if keep_vars else self.weight.detach()
-        state = self.ids.state_dict()
-        destination[f"{prefix}weight"] = weight[: int(state["next_row"][0])].clone()
-        for name, array in state.items():
-            destination[f"{prefix}ids.{name}"] = torch.from_numpy(array)
+# State
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,  # noqa: ARG002
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],  # noqa: ARG002
-    ) -> None:  # fmt: skip
-        own = {name: f"{prefix}ids.{name}" for name in self.ids.state_dict()}
-        names = [f"{prefix}weight", *own.values()]
-        missing = [name for name in names if name not in state_dict]
-        if missing:
-            missing_keys += missing if strict else []
-            return
-        weight = state_dict[f"{prefix}weight"]
-        found = {name: np.asarray(state_dict[label]) for name, label in own.items()}
-        shape = (*map(int, found["next_row"]), self.embedding_dim)
-        if tuple(weight.shape) != shape:
-            got = f"rows {tuple(weight.shape)} beside a map of {shape}"
-            error_msgs.append(f"{_WHERE}: {prefix}weight and its map do not belong together: {got}")
-            return
-        try:
-            self.ids.load_state_dict(found)
-        except (KeyError, TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix}ids: {error}")
-            return
-        self._is_next = True
-        with torch.no_grad():
-            self.weight[: len(weight)].copy_(weight)
+
+def _handed_out(module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave the rows that were handed out in a state dict, beside the arrays of the map."""
+    own = module.ids.state_dict()
+    state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(own["next_row"][0])].clone()
+    state.update({f"{prefix}ids.{name}": torch.from_numpy(x) for name, x in own.items()})
+
+
+def _taken_over(
+    module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any, __: bool,
+    missing: list[str], ___: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Take over rows and map of a state dict, and leave what PyTorch loads."""
+    weight, names = f"{prefix}weight", module.ids.state_dict()
+    own = {f"{prefix}ids.{name}": name for name in names}
+    missing += [name for name in own if name not in state]
+    found = {name: np.asarray(state.pop(label)) for label, name in own.items() if label in state}
+    rows = state.get(weight)
+    if rows is None:
+        return
+    state[weight] = module.weight  # which PyTorch leaves as it is
+    if len(found) < len(own):
+        return
+    shape = (*map(int, found["next_row"]), module.embedding_dim)
+    if tuple(rows.shape) != shape:
+        got = f"rows {tuple(rows.shape)} beside a map of {shape}"
+        errors.append(f"{_WHERE}: {weight} and its map do not belong together: {got}")
+        return
+    try:
+        module.ids.load_state_dict(found)
+    except (KeyError, TypeError, ValueError) as error:
+        errors.append(f"{prefix}ids: {error}")
+        return
+    module._is_next = True
+    with torch.no_grad():
+        module.weight[: len(rows)].copy_(rows)
+
+
+_backward_of_now = backward_of_now()
+
+
+def _steps_of(optimizers: Sequence[Any]) -> int:
+    return sum(optimizer._n_taken for optimizer in optimizers)
 
 
 def _without(gradient: Any, rows: np.ndarray) -> Tensor:
     """A gradient without these rows, which belong to other ids now."""
     if not gradient.is_sparse:
         return gradient.index_fill(0, tensor_of(rows).long(), 0.0)
-    indices, values = gradient._indices(), gradient._values()
+    indices, values = parts_of(gradient)
     is_kept = tensor_of(~np.isin(array_of(indices[0]), rows))
     kept = indices[:, is_kept], values[is_kept]
     return torch.sparse_coo_tensor(*kept, gradient.shape, check_invariants=False)

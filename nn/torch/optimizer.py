@@ -84,6 +84,7 @@ class Fused(TableRows, _Base):
                     self._check_maker(group)
                 for parameter in group["params"]:  # of classes that make states at once
                     cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
+        self._join()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -137,6 +138,7 @@ class Fused(TableRows, _Base):
         for group in self.param_groups:
             self._complete(group)
         self._steps = Steps()
+        self._join()
 
     # State
 
@@ -252,6 +254,7 @@ class Fused(TableRows, _Base):
     ) -> None:
         """One step, with gradients of all parameters in order; None: those in ``.grad``."""
         self._steps.take(self, param, factor, gradients)
+        self._n_taken += 1
 
 
 class FusedOptimizer(Fused, torch.optim.Optimizer):

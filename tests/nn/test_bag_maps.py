@@ -100,6 +100,20 @@ def test_ids_without_a_row_and_padding() -> None:
     assert bags([given], step=2)[:, 0].tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("padding", [-1, np.int64(-1), 2**64 - 1, [None, -1]])
+def test_padding_is_an_id(padding: Any) -> None:
+    """In every form; what is none is refused as without maps."""
+    ids, tables = [nn.IdMap(4), nn.IdMap(4)], [np.zeros((4, D), np.float32) for _ in range(2)]
+    opt, given = nn.SGD(tables), np.array([[2**64 - 1], [7]], np.uint64)
+    bags = nn.EmbeddingBags(tables, opt, padding_idx=padding, maps=ids)
+    bags([given, given.view(np.int64)], step=1)
+    assert [len(own) for own in ids] == ([2, 1] if isinstance(padding, list) else [1, 1])
+    cases: list[tuple[Any, Any]] = [("x", TypeError), ([1, 2, 3], ValueError), (2**64, ValueError)]
+    for wrong, error in cases:
+        with pytest.raises(error, match="padding_idx"):
+            nn.EmbeddingBags(tables, opt, padding_idx=wrong, maps=ids)
+
+
 def test_rows_that_are_given_back() -> None:
     """A row begins anew with another id; an eviction between forward and backward raises."""
     ids, tables = nn.IdMap(3), [np.zeros((3, D), np.float32)]
@@ -117,9 +131,15 @@ def test_rows_that_are_given_back() -> None:
     with pytest.raises(RuntimeError, match="rows that were given back since the forward"):
         bags.backward(np.ones((1, D), np.float32))
     assert all(np.array_equal(before[k], x) for k, x in opt.state_dict().items())
-    bags([EACH[5:6, None]], step=4)
-    ids.evict(unused_for=0, keep=EACH[5:6])
-    bags.backward(np.ones((1, D), np.float32))
+    for is_other in (False, True):
+        bags([EACH[5:6, None]], step=4)
+        ids.evict(unused_for=0, keep=EACH[5:6])
+        state = ids.state_dict()
+        ids.load_state_dict({**state, "ids": state["ids"] + 1} if is_other else state)
+        if not is_other:
+            bags.backward(np.ones((1, D), np.float32))
+    with pytest.raises(RuntimeError, match="rows that were given back since the forward"):
+        bags.backward(np.ones((1, D), np.float32))
 
 
 def test_bad_input() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import fusestep
 from fusestep.kernels.cpu import ids as kernels
+from fusestep.kernels.keeping import unmixed
 from fusestep.nn.base.id_map import IdMap
 
 ALL = (1 << 64) - 1
@@ -228,6 +229,56 @@ def test_bad_input() -> None:
             call()
     after = ids.state_dict()
     assert all(np.array_equal(before[name], x) for name, x in after.items())
+
+
+@pytest.mark.parametrize("n", [600, 3_000])
+def test_ids_that_are_chosen_to_meet(n: int) -> None:
+    """More of the highest hashes than slots are behind the last: more are made, in every way."""
+    chosen = unmixed(np.uint64(ALL) - np.arange(n, dtype=np.uint64)).view(np.int64)
+    parts = chosen[: n // 3], chosen[n // 3 : 2 * n // 3], chosen[2 * n // 3 :]
+    ids = IdMap(20_000)
+    ids(parts[0], 1)
+    assert ids(np.concatenate(parts[:2]), 2).tolist() == [*range(1, 1 + 2 * n // 3)]
+    ids(np.arange(9_000), 3)
+    assert ids(parts[2], 4).tolist() == [*range(9_001 + 2 * n // 3, 9_001 + n)]
+    assert (ids.find(chosen) > 0).all() and len(ids) == 9_000 + n
+    assert ids.rows_of_ids()[2].tolist() == [*[2] * (n // 3), *[1] * (len(ids) - n // 3)]
+    again = IdMap(20_000)
+    again.load_state_dict(ids.state_dict())
+    assert np.array_equal(again.find(chosen), ids.find(chosen))
+    ids.evict(seen_less_than=2)
+    assert len(ids) == n // 3 and (ids.find(parts[0]) > 0).all()
+
+
+def test_failures_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory for growth, a `begin` that asks and raises, counts beyond 32 bits."""
+    ids = IdMap(10)
+    ids(np.arange(3), 1)
+    zeros, made = np.zeros, []
+
+    def fail(*given: Any) -> Any:
+        if made:
+            raise MemoryError
+        made.append(1)
+        return zeros(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", fail)
+        with pytest.raises(MemoryError):
+            ids.grow(10**6)
+    assert ids(np.arange(9), 2).tolist() == [*range(1, 10)] and ids.capacity == 10
+    ids.evict(unused_for=0, keep=np.arange(3))
+
+    def begin(_: Any) -> None:
+        ids(np.array([77]), 3)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        ids(np.array([50, 51]), 3, begin=begin)
+    assert ids.find(np.array([0, 1, 2, 50, 51, 77])).tolist() == [1, 2, 3, 0, 0, 6]
+    assert ids(np.array([0, 0]), 4, times=np.array([2**63 - 1, 1])).tolist() == [1, 1]
+    assert ids.rows_of_ids()[2].max() == 2**31 - 1
+    IdMap(10).load_state_dict(ids.state_dict())
 
 
 def test_many_removals_are_forgotten() -> None:

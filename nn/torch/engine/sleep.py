@@ -22,6 +22,7 @@ from ....ops.runtime.bags.ids import HostIds
 from ....ops.runtime.bags.pooling import Pooling
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import Update
+from ...base.id_map import IdMap
 from ...engine.catch_up import (
     LAST,
     SCALARS,
@@ -122,8 +123,7 @@ class Sleeper(Declaration):
         self._catch_up([(p, self._missed.of_all(self._table(p, may_move=True))) for p in behind])
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date, and
-        rows that a `GrowingEmbedding` hands out begin anew.
+        """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date.
 
         Every ``nn.Embedding`` and ``nn.EmbeddingBag`` in ``module`` gets a forward pre-hook. A
         lookup by ``torch.nn.functional`` is seen by nobody: call `prepare` before it.
@@ -140,18 +140,15 @@ class Sleeper(Declaration):
         own = {id(p) for group in self.param_groups for p in group["params"]}
         inner = [id(m) for bags in module.modules() if hasattr(bags, "update_in_backward")
                  for m in bags.children()]  # fmt: skip
-        growing = [m for m in module.modules() if hasattr(m, "follow") and id(m.weight) in own]
         found = [
             m
             for m in module.modules()
             if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-            and not (id(m) in inner or hasattr(m, "follow"))
+            and not (id(m) in inner or isinstance(getattr(m, "ids", None), IdMap))
         ]
         if not any(id(p) in own for p in module.parameters()):
             where, expected = f"{type(self).__name__}.watch", "a table of the optimizer"
             reject(ValueError, where, "module", "has no table to watch", expected, "others")
-        for table in growing:
-            table.follow(self)
         return [m.register_forward_pre_hook(_before_lookup, with_kwargs=True) for m in found]
 
     # Tables

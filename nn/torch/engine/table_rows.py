@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +23,26 @@ from .state import place_of
 from .tensors import local
 from .threads import as_torch
 
+_lock = threading.Lock()
+_alive: list[weakref.ref[TableRows]] = []  # exchanged, never changed: readers take no lock
+
+
+def optimizers_of(parameter: Tensor) -> list[TableRows]:
+    """The optimizers of a parameter."""
+    every = [optimizer() for optimizer in _alive]
+    return [o for o in every if o is not None and place_of(o.param_groups, parameter) is not None]
+
 
 class TableRows(Sleeper):
     """The part of an optimizer that resets and copies rows."""
+
+    _n_taken = 0  # steps of this object
+
+    def _join(self) -> None:
+        """Be found by `optimizers_of`."""
+        global _alive
+        with _lock:
+            _alive = [*(o for o in _alive if o() not in (None, self)), weakref.ref(self)]
 
     def reset_rows(
         self, parameter: Tensor, rows: Any, weights: Any = None, *, ids: Any = None

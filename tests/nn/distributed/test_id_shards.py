@@ -174,6 +174,17 @@ def test_states_that_do_not_fit() -> None:
     small = IdShard(nn.IdMap(3), alone())
     with pytest.raises(ValueError, match="does not fit"):
         small.load_state_dicts([state], {k: x[:3] for k, x in arrays.items()})
+    with pytest.raises(ValueError, match="array 'table' is too short: expected at least"):
+        other.shard.load_state_dicts([state], {k: x[:3] for k, x in other.arrays().items()})
+
+    def on_two(comm: ThreadCommunicator) -> Any:
+        """There is no room on the second: the first has changed nothing either."""
+        ids = nn.IdMap([1_000, 3][comm.rank])
+        with pytest.raises(ValueError, match=r"rank 1|does not fit"):
+            IdShard(ids, comm).load_state_dicts([state], {k: x.copy() for k, x in arrays.items()})
+        return len(ids)
+
+    assert in_threads(2, on_two) == [0, 0]
     with pytest.raises(TypeError, match="ids has a wrong type"):
         IdShard(3, alone())  # type: ignore[arg-type]
     route = training.shard.route(BATCHES[0], 9, training.begin)

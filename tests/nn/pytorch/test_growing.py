@@ -31,9 +31,9 @@ def growing(capacity: int = CAPACITY, **options: Any) -> fused.GrowingEmbedding:
     return fused.GrowingEmbedding(capacity, D, initial=DRAW, **options)
 
 
-def watched(name: str, table: Any, **options: Any) -> Any:
+def optimizer_of(name: str, table: Any, **options: Any) -> Any:
     optimizer = getattr(fused, name)(table.parameters(), lr=0.1, **OPTIMIZERS[name], **options)
-    optimizer.watch(table)
+    optimizer.watch(table)  # for plain tables
     return optimizer
 
 
@@ -63,7 +63,7 @@ def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, is_pooled: boo
     models = [table, known]
     if is_pooled:
         models = [fused.EmbeddingBags([table]), fused.EmbeddingBags([known])]
-    optimizers = [watched(name, model) for model in models]
+    optimizers = [optimizer_of(name, model) for model in models]
     for k in range(8):
         if k == 2:
             optimizers[0].zero_grad()
@@ -74,7 +74,7 @@ def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, is_pooled: boo
             states = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             table = growing()
             models[0] = fused.EmbeddingBags([table]) if is_pooled else table
-            optimizers[0] = watched(name, models[0])
+            optimizers[0] = optimizer_of(name, models[0])
             for own, state in zip((models[0], optimizers[0]), states, strict=True):
                 own.load_state_dict(state)
         chosen = torch.randint(min(N_IDS, 5 + 4 * k), (7,))
@@ -98,7 +98,7 @@ def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, is_pooled: boo
 def test_rows_that_are_given_back_begin_anew() -> None:
     """With the weights of their id, and without the states of the one before."""
     table = growing(3)
-    optimizer = watched("SparseAdam", table)
+    optimizer = optimizer_of("SparseAdam", table)
     for _ in range(3):
         step(table, optimizer, EACH[:2])
     assert table.ids.step == 3
@@ -110,7 +110,7 @@ def test_rows_that_are_given_back_begin_anew() -> None:
     alone = growing(3)
     step(alone, torch.optim.SGD(alone.parameters()), EACH[:1])
     alone.ids.evict(unused_for=0)
-    with pytest.raises(RuntimeError, match="needs more: expected an optimizer that watches it"):
+    with pytest.raises(RuntimeError, match="the table needs more: expected an optimizer"):
         alone(EACH[:1])
 
 
@@ -119,9 +119,9 @@ def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> 
     """Never those of two lookups before one backward; rows that are gone then raise."""
     table = growing(4, full="evict")
     model = fused.EmbeddingBags([table]) if is_pooled else table
-    with pytest.raises(RuntimeError, match="watch"):
+    with pytest.raises(RuntimeError, match="needs more"):
         model([EACH[:2]] if is_pooled else EACH[:2])
-    optimizer = watched("SparseAdam", model)
+    optimizer = optimizer_of("SparseAdam", model)
 
     def look(ids: Any) -> Any:
         return model([ids] if is_pooled else ids)
@@ -144,7 +144,6 @@ def test_gradients_that_are_summed_are_of_one_step(is_late: bool) -> None:
     gets no gradient of the id before."""
     table = growing(4, full="evict")
     optimizer = fused.SGD(table.parameters(), lr=0.1)
-    optimizer.watch(table)
     for k in range(3):
         if not is_late:
             optimizer.zero_grad()
@@ -170,6 +169,88 @@ def test_gradients_that_are_summed_are_of_one_step(is_late: bool) -> None:
     assert torch.allclose(table(EACH[9:10]), seen - 0.1)
 
 
+def test_what_is_between_summed_gradients_ends_no_step() -> None:
+    """Rows that an evaluation wakes, and a flush, are no steps of the optimizer."""
+    table = growing(4, full="evict")
+    optimizer = optimizer_of("LazyAdam", table)
+    for ids in (EACH[:3], EACH[:2], EACH[:2]):
+        step(table, optimizer, ids)
+    optimizer.zero_grad()
+    table(EACH[:2]).sum().backward()
+    table.eval()(EACH[2:3])
+    optimizer.flush()
+    table.train()(EACH[5:8]).sum().backward()
+    assert table.ids.step == 4 and table.ids.last.evicted.tolist() == [3]
+    assert table.weight.grad.coalesce().indices().tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("rounding", ["master", "kahan"])
+def test_new_rows_begin_beside_their_weights_too(rounding: str) -> None:
+    """In every optimizer of the table, also of a copy of both, and after a resume."""
+    table = fused.GrowingEmbedding(9, 1, initial=0.5, dtype=torch.bfloat16)
+    optimizer = fused.SGD(table.parameters(), lr=0.01, rounding=rounding)
+    for k in range(3):
+        if k == 2:
+            table, optimizer = copy.deepcopy((table, optimizer))
+        step(table, optimizer, torch.tensor([k]))
+    expected = torch.tensor(0.5 - 0.01 * 2.0).bfloat16()
+    assert table.weight[1:4, 0].tolist() == [expected] * 3
+    table.ids.evict(unused_for=0)
+    again = fused.GrowingEmbedding(9, 1, initial=0.5, dtype=torch.bfloat16)
+    other = fused.SGD(again.parameters(), lr=0.01, rounding=rounding)
+    again.load_state_dict(table.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    step(again, other, torch.tensor([7]))
+    assert again.weight[1, 0] == expected
+
+
+def test_what_others_see_of_an_admission() -> None:
+    """Autograd sees the new rows; a checkpoint that is computed again admits and counts nothing."""
+    table = growing(after=2)
+    torch.optim.SGD(table.parameters(), lr=0.1)
+    for _ in range(2):
+        out = torch.utils.checkpoint.checkpoint(table, EACH[:3], use_reentrant=False)
+        before = table.ids.state_dict()
+        out.sum().backward()
+        after = table.ids.state_dict()
+        assert all(np.array_equal(before[name], x) for name, x in after.items())
+    assert table.ids.rows_of_ids()[2].tolist() == [2, 2, 2]
+    used = table.weight.square().sum()
+    table(EACH[5:6]), table(EACH[5:6])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()
+    with pytest.raises(RuntimeError, match="grow: the table cannot grow: expected one without a"):
+        table.grow(100)
+
+
+def test_state_dicts_are_those_of_a_module() -> None:
+    """Buffers, hooks, prefixes and names that are unexpected or missing."""
+
+    class Named(fused.GrowingEmbedding):
+        def __init__(self) -> None:
+            super().__init__(9, D)
+            self.register_buffer("scale", torch.ones(1))
+
+    table, other, seen = torch.nn.Sequential(Named()), torch.nn.Sequential(Named()), []
+    table(EACH[:3])
+    table[0].scale += 2
+    other = copy.deepcopy(other)
+    other[0].register_load_state_dict_pre_hook(lambda *_: seen.append(1))
+    state = table.state_dict()
+    assert other.load_state_dict(state) == ([], []) and seen and other[0].scale == 3
+    assert torch.equal(other.eval()(EACH[:3]), table.eval()(EACH[:3]))
+    for wrong in ({**state, "0.ids.more": state["0.scale"]}, {**state, "0.bias": state["0.scale"]}):
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            other.load_state_dict(wrong)
+        assert len(other.load_state_dict(wrong, strict=False).unexpected_keys) == 1
+    fewer = {name: x for name, x in state.items() if name != "0.ids.rows"}
+    weight = other[0].weight.clone()
+    assert other.load_state_dict(fewer, strict=False).missing_keys == ["0.ids.rows"]
+    assert torch.equal(other[0].weight, weight)
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.ids\.rows"):
+        other.load_state_dict(fewer)
+
+
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad"])
 def test_processes_that_share_the_ids(name: str) -> None:
     """Each has its part of the batch, and of the ids: bits by id are those of one process."""
@@ -177,7 +258,7 @@ def test_processes_that_share_the_ids(name: str) -> None:
 
     def program(comm: Any) -> Any:
         table = growing(comm=comm, padding_idx=int(EACH[1]))
-        optimizer = watched(name, table)
+        optimizer = optimizer_of(name, table)
         parts = [b if comm is None else b.chunk(comm.size)[comm.rank] for b in batches]
         looked = [step(table, optimizer, ids) for ids in parts]
         looked.append(table.eval()(parts[0]).detach())
@@ -210,7 +291,7 @@ def test_processes_that_share_the_ids(name: str) -> None:
 def test_modes_padding_and_admission() -> None:
     """Evaluation changes nothing; padding and ids that wait read zeros and get no gradient."""
     table = growing(after=2, padding_idx=-1)
-    optimizer, ids = watched("SparseAdam", table), torch.tensor([[-1, 5], [6, 7]])
+    optimizer, ids = optimizer_of("SparseAdam", table), torch.tensor([[-1, 5], [6, 7]])
     assert not step(table, optimizer, ids).any()
     before = {k: x.clone() for k, x in table.state_dict().items()}
     table.eval()
@@ -231,7 +312,7 @@ def test_modes_padding_and_admission() -> None:
 def test_files_that_do_not_fit() -> None:
     """Rows and a map that do not belong together, a module that is too small, missing arrays."""
     table = growing()
-    step(table, watched("SparseAdam", table), EACH)
+    step(table, optimizer_of("SparseAdam", table), EACH)
     state = table.state_dict()
     torn = {**state, "weight": state["weight"][:-1]}
     for other, given, text in (
@@ -250,7 +331,7 @@ def test_files_that_do_not_fit() -> None:
 def test_bad_input() -> None:
     """One clear error, and nothing has changed."""
     table = growing(full="raise", capacity=5)
-    optimizer = watched("SparseAdam", table)
+    optimizer = optimizer_of("SparseAdam", table)
     step(table, optimizer, EACH[:3])
     before = {k: x.clone() for k, x in table.state_dict().items()}
     cases: list[tuple[Any, str, Any]] = [
