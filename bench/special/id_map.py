@@ -114,29 +114,29 @@ def _managed_collision(known: list[np.ndarray]) -> Callable[[np.ndarray], Any]:
 
 
 def _bags(result: SpecialResult) -> None:
-    shape, samples = (ROWS, DIM), {"rows": list[float](), "ids": list[float]()}
-    of_each: dict[str, Any] = {}
-    for name in samples:
+    """Batches come twice: first many of the ids are new, then none."""
+    shape, kinds = (ROWS, DIM), ("row numbers", "ids, many new", "ids, none new")
+    samples = {kind: list[float]() for kind in kinds}
+    of_each: dict[bool, Any] = {}
+    for has_ids in (False, True):
         tables = [np.zeros(shape, np.float32) for _ in range(TABLES)]
-        maps = [nn.IdMap(ROWS) for _ in tables] if name == "ids" else None
-        of_each[name] = nn.EmbeddingBags(tables, nn.LazyAdam(tables), maps=maps)
+        maps = [nn.IdMap(ROWS) for _ in tables] if has_ids else None
+        of_each[has_ids] = nn.EmbeddingBags(tables, nn.LazyAdam(tables), maps=maps)
     grad = np.full((BAGS, TABLES * DIM), 0.01, np.float32)
-    for k in range(3 * ROUNDS):
-        numbers = [
-            (np.random.default_rng((k, t)).random((BAGS, LENGTH)) ** 4 * (ROWS - 1)).astype(
-                np.int64
-            )
-            for t in range(TABLES)
+    for k in range(4 * ROUNDS):
+        rng = np.random.default_rng(k % (2 * ROUNDS))
+        each = [
+            (rng.random((BAGS, LENGTH)) ** 4 * (ROWS - 1)).astype(np.int64) for _ in range(TABLES)
         ]
-        given = {"rows": numbers, "ids": [ids_of(own) for own in numbers]}
-        for name, bags in of_each.items():
-            step = {"step": k} if name == "ids" else {}
+        given = {False: each, True: [ids_of(own) for own in each]}
+        for has_ids, bags in of_each.items():
+            kind = kinds[0] if not has_ids else kinds[1 if k < 2 * ROUNDS else 2]
             begin = time.perf_counter()
-            bags(given[name], **step)
+            bags(given[has_ids], **({"step": k} if has_ids else {}))
             bags.backward(grad)
-            samples[name].append(time.perf_counter() - begin)
+            samples[kind].append(time.perf_counter() - begin)
     label = f"bags of {LENGTH}, {BAGS:,} x {TABLES} tables"
-    result.add({f"{label}: {name}": times[-ROUNDS:] for name, times in samples.items()})
+    result.add({f"{label}: {kind}": times[-ROUNDS:] for kind, times in samples.items()})
 
 
 def _rounds(function: Callable[[], Any], n: int) -> list[float]:

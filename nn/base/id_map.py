@@ -122,6 +122,9 @@ class IdMap:
         self._free = np.empty(0, np.int32)
         self._n_free, self._next_row = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._entries, self.step, self.evictions = 0, 0, 0
+        # Rows in the order of their last uses, and these. A row that was used since the queue was made
+        # comes behind all of them, so it holds until it is empty.
+        self._queue = np.empty(0, np.int32), np.empty(0, np.int32)
         # Ids that have lost their rows, and in which steps; older ones are forgotten.
         self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
         self._forgotten = -1
@@ -285,9 +288,9 @@ class IdMap:
         self, ids: np.ndarray, places: np.ndarray, times: np.ndarray | None, step: int
     ) -> np.ndarray:
         """Evict rows, or raise, if there are too few for new ids; the rows that are free now."""
-        if self.full == "reserved":
-            return np.empty(0, np.int32)
         has_none, room = places <= 0, self.capacity - 1 - len(self)
+        if self.full == "reserved" or np.count_nonzero(has_none) <= room:
+            return np.empty(0, np.int32)
         each, first, inverse = np.unique(ids[has_none], return_index=True, return_inverse=True)
         own_times = np.ones(len(inverse)) if times is None else times[has_none]
         seen = np.bincount(inverse, own_times, len(each)) - places[has_none][first]
@@ -297,14 +300,37 @@ class IdMap:
         if self.full == "raise":
             expected = f"{room} new ids: so many rows are free"
             reject(ValueError, "IdMap", "ids", "do not fit", expected, room + more)
-        # Rows of the same step may be those of other calls, before the same backward.
-        used = self._rows_in_use()
-        used = used[(self._last_uses[used] < step) & ~np.isin(used, places)]
-        order = np.lexsort((used, self._last_uses[used]))[:more]
-        evicted: np.ndarray = np.sort(used[order])
+        evicted = self._least_recent(more, places, step)
+        if not len(evicted):
+            return evicted
         self.evictions += 1
         self._free_rows(evicted, step)
         return evicted
+
+    def _least_recent(self, n: int, places: np.ndarray, step: int) -> np.ndarray:
+        """Rows in use to be given back: as many, or fewer, ascending; none of ``places``."""
+        found = self._take_from_queue(n, places)
+        if len(found) < n:
+            # Rows of the same step may be those of other calls, before the same backward.
+            rows = self._rows_in_use()
+            rows = rows[self._last_uses[rows] < step]
+            rows = rows[np.argsort(self._last_uses[rows], kind="stable")]
+            self._queue = rows, self._last_uses[rows]
+            found = self._take_from_queue(n, places)
+        return np.sort(found)
+
+    def _take_from_queue(self, n: int, places: np.ndarray) -> np.ndarray:
+        """So many rows of the queue, or fewer, that were not used since it was made."""
+        (rows, uses), begin, found = self._queue, 0, np.empty(0, np.int32)
+        while len(found) < n and begin < len(rows):
+            end = begin + 2 * n + _FEWEST_SLOTS
+            some = rows[begin:end]
+            fits = (self._last_uses[some] == uses[begin:end]) & (self._counts[some] > 0)
+            at = np.flatnonzero(fits & ~np.isin(some, places))[: n - len(found)]
+            found = np.concatenate((found, some[at]))
+            begin = begin + int(at[-1]) + 1 if len(found) == n else end
+        self._queue = rows[begin:], uses[begin:]
+        return found
 
     def _slots_for(self, entries: int) -> int:
         """How many slots there are to be for so many entries."""

@@ -101,7 +101,7 @@ def rows_in(where: str, name: str, rows: Any, n: int) -> np.ndarray:
     found = adopt(where, name, rows).reshape(-1)
     check.index_dtype(where, found)
     check.indices_in_range(where, found, n)
-    if len(np.unique(found)) < len(found):
+    if not (found[1:] > found[:-1]).all() and len(np.unique(found)) < len(found):
         reject(ValueError, where, name, "has a row twice", "different ones", f"{len(found)} rows")
     return np.ascontiguousarray(found, np.int64)
 
@@ -131,10 +131,11 @@ def reset(
             reject(TypeError, where, "weights", "have a wrong dtype", "numbers", whole.dtype)
     whole = np.asarray(whole).astype(w.dtype)  # masters begin as the weights, rounded
     parts = [(w, whole), *((x, whole if own == PARAMETER else own) for x, own in states)]
-    made = [
-        (x, np.broadcast_to(np.asarray(values), (len(at), *x.shape[1:])).astype(x.dtype, order="C"))
-        for x, values in parts
-    ]
+    made = []
+    for x, values in parts:
+        filled = np.empty((len(at), *x.shape[1:]), x.dtype)
+        filled[...] = values
+        made.append((x, filled))
     return RowWrite(at, made)
 
 

@@ -187,8 +187,8 @@ class GrowingEmbedding(nn.Embedding):
         if not is_here:
             got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
             reject(TypeError, _WHERE, "ids", "have a wrong type", "int64 on the host", got)
-        array: np.ndarray = array_of(ids.detach().contiguous()).copy()
-        return array
+        found: np.ndarray = array_of(ids.detach().clone(memory_format=torch.contiguous_format))
+        return found
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
         return self._array(ids), *self._admission()
