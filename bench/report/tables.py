@@ -346,16 +346,18 @@ def _far_rows(data: Data) -> Blocks:
 
 
 def _recommender(data: Data) -> Blocks:
-    """A whole iteration of a training, with PyTorch's optimizers and with ours."""
-    rows = []
+    """A whole iteration of a training, by optimizers, or by ways from ids to rows."""
+    rows, is_hashed = [], any(run.get("rows") for run in data["runs"].values())
     for name, run in data["runs"].items():
         ms, auc = run["median_ms"], list(run["auc"].values())[-1]
         whole = sum(ms.values())
         times = (ms["forward"] + ms["backward"], ms["optimizer"], whole)
         part = f"{ms['optimizer'] / whole:.0%}"
         rows.append([name, *(f"{x:.1f} ms" for x in times), part, f"{auc:.4f}"])
+        if is_hashed:
+            rows[-1].append(f"{list(run['rows'].values())[-1]:,}")
     head = ["optimizers of", "forward, backward", "optimizer", "iteration", "share", "AUC"]
-    return [Table(head, rows)]
+    return [Table(["tables", *head[1:], "rows in use"] if is_hashed else head, rows)]
 
 
 def _learning(data: Data) -> Blocks:

@@ -122,8 +122,8 @@ class IdMap:
         self._free = np.empty(0, np.int32)
         self._n_free, self._next_row = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._entries, self.step, self.evictions = 0, 0, 0
-        # Rows in the order of their last uses, and these. A row that was used since the queue was made
-        # comes behind all of them, so it holds until it is empty.
+        # Rows in the order of their last uses, and these. A row that was used since the queue was
+        # made comes behind all of them, so it holds until it is empty.
         self._queue = np.empty(0, np.int32), np.empty(0, np.int32)
         # Ids that have lost their rows, and in which steps; older ones are forgotten.
         self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))

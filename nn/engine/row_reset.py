@@ -51,12 +51,12 @@ class UniformRows:
     def __init__(self, bound: float, seed: int = 0) -> None:
         self.bound = check.scalar_at_least_0("UniformRows", "bound", bound)
         self.seed = checked_seed("UniformRows", "seed", seed)
+        self._key = np.uint64(mixed(self.seed))
 
     def __call__(self, ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """float32 of this shape, whose first axis numbers the ids."""
         columns = np.arange(math.prod(shape[1:]), dtype=np.uint64)
-        seed = np.uint64(mixed(self.seed))
-        keys = mixed(seed ^ ids.reshape(-1, 1).astype(np.uint64))
+        keys = mixed(self._key ^ ids.reshape(-1, 1).astype(np.uint64))
         words = mixed(keys + columns) >> np.uint64(40)  # 24 bits, which a float32 holds
         drawn = words.astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
         found: np.ndarray = (drawn * np.float32(self.bound)).reshape(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,8 +164,8 @@ def place_at(groups: Sequence[Mapping[str, Any]], number: int) -> tuple[int, str
 
 def place_of(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> int | None:
     """The number of a parameter among those of all groups; None where it is none of them."""
-    every = (p for group in groups for p in group["params"])
-    return next((number for number, p in enumerate(every) if p is parameter), None)
+    every = [*map(id, chain.from_iterable(group["params"] for group in groups))]
+    return every.index(id(parameter)) if id(parameter) in every else None
 
 
 def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:

@@ -125,15 +125,15 @@ class TableRows(Sleeper):
 
     def _rows_of(self, where: str, parameter: Tensor) -> tuple[Any, dict[str, RowState]]:
         """The array of a table, and the states that have something for each row."""
-        if place_of(self.param_groups, parameter) is None:
+        groups = [g for g in self.param_groups if place_of([g], parameter) is not None]
+        if not groups:
             reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
         is_here = local(parameter) is parameter and not parameter.is_cuda and parameter.dim()
         if not is_here or not parameter.is_contiguous():
             expected = "a contiguous table of one process on the host"
             reject(RuntimeError, where, "parameter", "does not fit", expected, "another")
-        groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        group = next(groups)
-        choice, state = self._choice(group), self.state.get(parameter, {})
+        (group,), state = groups, self.state.get(parameter, {})
+        choice = self._choice(group)
         named = dict(zip(choice.states, choice.rule.states, strict=True))
         found = {}
         for role, tensor in state.items():
