@@ -30,6 +30,10 @@ SLEEP = 2_048
 TOLERANCE, _MISLED = 1e-7, 5e-7
 _SECOND = 1  # the place of the second moment that decays
 _SLOWEST = -math.log(1e-9)  # what is left of a first moment whose steps no longer count
+LEAST = 1e-10
+"""A step no longer counts that moves so much less than all missed steps before it."""
+NO_STEP = math.inf
+"""In the place of the coupled decay of steps whose scalars are not there."""
 
 
 class Nodes(NamedTuple):
@@ -43,6 +47,7 @@ class Nodes(NamedTuple):
     shares: np.ndarray  # [NODES, steps]: those of the steps before, while epsilon stays
     at: np.ndarray  # moments, and the relative errors there
     errors: np.ndarray
+    steady: np.ndarray  # [steps]: the errors where `shares` are
     suffice: bool  # whether the drift is right while epsilon stays
 
     def error(self, at: np.ndarray) -> np.ndarray:
@@ -76,7 +81,8 @@ def nodes_of(fades1: float, fades2: float) -> Nodes:
     worst = (errors / exact).max(axis=0) + lost
     suffice = fades1 > fades2 and bool((missed / drift).max() <= TOLERANCE)
     steps = np.arange(SLEEP, 0.0, -1.0)
-    return Nodes(x, _shares(x, fades2 * steps), at, worst, suffice)
+    steady = np.interp(fades2 * steps, at, worst)
+    return Nodes(x, _shares(x, fades2 * steps), at, worst, steady, suffice)
 
 
 def _shares(x: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -97,13 +103,13 @@ class IdleTable:
 
     Attributes:
         given: ``[SLEEP, scalars]`` in the type of the arithmetic: the scalars of the rule in the
-            last steps, then the coupled weight decay; those of step t at ``t % SLEEP``.
+            last steps, then the coupled weight decay, or `NO_STEP`; those of step t at
+            ``t % SLEEP``.
         many: ``[SLEEP, fields]``: scalars of `Idle.update`, for rows that were last updated in step
             t at ``t % SLEEP``.
         steps: float64 ``[SLEEP, 5]``, for a rule with a root: what is left of the weight, of the
             first moment and of the root in step t, size and epsilon, at ``t % SLEEP``.
-        closed_from: of rows from before the steps up to this one are taken one by one,
-        horizon: but no more than so many.
+        closed_from: of rows from before the steps up to this one are taken one by one.
         begun: the step at which it was begun.
     """
 
@@ -112,13 +118,15 @@ class IdleTable:
         self.rule, self.idle, self.n_states = rule, rule.idle, len(rule.states)
         idle, n_states = self.idle, self.n_states
         self.given = np.zeros((SLEEP, len(rule.hp) + 1), real)
+        self.given[:, -1] = NO_STEP
         self.many = np.zeros((SLEEP, len(idle.fields(n_states))), real)
         if idle.root is None:
             self.many[:, -1] = 1.0
         # The first fields of ``many``, a row each.
         self._sums = np.zeros((1 + n_states + idle.n_ways + 1, SLEEP))
         self.steps = np.zeros((SLEEP, 5))
-        self._wrong = np.zeros(SLEEP)  # sum of the errors, each with its first moment
+        # Sums over the missed steps, each with what is left of the first moment: sizes, and errors.
+        self._moved, self._wrong = np.zeros(SLEEP), np.zeros(SLEEP)
         self._x = np.zeros(SLEEP)  # moments since the last step
         self._first_epsilon = np.zeros(SLEEP)  # logarithm of epsilon in the first missed step
         self.begin(0)
@@ -130,26 +138,30 @@ class IdleTable:
         self._step = self._first = max(0, step - SLEEP + 1)
         self._fades: tuple[float, float] | None = None
         self._log_epsilon, self._changed = 0.0, 0
-        self.closed_from = self.horizon = 0
+        self.closed_from, self._is_whole = 0, True
 
     @property
     def is_fresh(self) -> bool:
         """Whether no steps were given."""
-        return not self.given.any()
+        return bool((self.given[:, -1] == NO_STEP).all())
 
     def advance(self, step: int) -> None:
         """Take in the steps up to ``step``, whose scalars were given."""
+        if not self._is_whole:  # an interrupt came in between
+            self.begin(step)
         if self._step == step:
             return
+        self._is_whole = False
         while self._step < step:
             self._step += 1
             *hp, decay = self.given[self._step % SLEEP].tolist()
-            if any((*hp, decay)):
+            if decay != NO_STEP:
                 self._take(self._step, self.idle.step(hp_type(self.rule, ())(*hp), decay))
             else:  # before this table began: no row has missed it
                 self._first = self._step
         # Rows that are not there yet are never read.
         self.many[:, : len(self._sums)] = self._sums.T
+        self._is_whole = True
 
     def _take(self, step: int, own: IdleStep) -> None:
         """One step: rows that took the one before are the first to miss it."""
@@ -187,53 +199,51 @@ class IdleTable:
         passed, root_left = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
         if fades != self._fades:
             self._fades, self._nodes, self.closed_from = fades, nodes_of(*fades), step - 1
-            one_by_one = math.inf if fades[0] <= fades[1] else _SLOWEST / fades[0]
-            self.horizon = int(min(SLEEP, max(self.horizon, one_by_one + 2)))
             self._changed = step
+        if (own.epsilon > 0.0) != (self.steps[(step - 1) % SLEEP, -1] > 0.0):
+            self.closed_from = step - 1  # the one is no part of the other
         log_epsilon = math.log(own.epsilon) if own.epsilon > 0.0 else 0.0
         if log_epsilon != self._log_epsilon:
             self._changed = step
         self.steps[step % SLEEP] = own.weight, left[0], root_left, own.size, own.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
-        self._x[begin], self._first_epsilon[begin], self._wrong[begin] = passed, log_epsilon, 0.0
+        self._x[begin], self._first_epsilon[begin] = passed, log_epsilon
+        self._wrong[begin] = self._moved[begin] = 0.0
         self._log_epsilon = log_epsilon
         self.many[begin, len(sums) :] = own.epsilon, *np.exp(-self._nodes.x)
         if not self._nodes.suffice:
             self.closed_from = step
         # The first moment of rows that slept longer has faded.
-        recent = min(step - self._first, self.horizon)
-        oldest, first = (step - recent) % SLEEP, 1 + idle.moving
+        move = sums[1 + idle.moving] * own.size
+        counts = np.abs(move) >= LEAST * self._moved * np.sqrt(sums[1 + idle.root])
+        known = min(step - self._first, SLEEP - 1)
+        every = (np.arange(step - known, step)) % SLEEP
+        recent = known - int(np.argmax(counts[every]))
+        oldest = (step - recent) % SLEEP
         parts = [slice(oldest, min(oldest + recent, SLEEP)), slice(max(0, oldest + recent - SLEEP))]
         end, is_steady = step - recent, passed > 0.0 and step - recent >= self._changed - 1
         for part in parts:
-            at, n = sums[first, part], part.stop - (part.start or 0)
+            sizes, n = np.where(counts[part], move[part], 0.0), part.stop - (part.start or 0)
             end += n
             if is_steady:
-                sizes, shares = (
-                    own.size * at,
-                    self._nodes.shares[:, SLEEP - step + end - n :][:, :n],
-                )
+                steady = slice(SLEEP - step + end - n, SLEEP - step + end)
+                errors, shares = self._nodes.steady[steady], self._nodes.shares[:, steady]
             else:
-                sizes, shares = self._grown(part, at, end, own.size, log_epsilon)
+                errors, shares = (
+                    self._nodes.error(self._x[part]),
+                    _shares(self._nodes.x, self._x[part]),
+                )
+            self._moved[part] += np.abs(sizes)
+            self._wrong[part] += np.abs(sizes) * errors
+            misled = np.flatnonzero(self._wrong[part] > _MISLED * self._moved[part])
+            if len(misled):
+                self.closed_from = max(self.closed_from, end - n + int(misled[-1]) + 1)
+            if not is_steady:
+                # What is beyond all nodes would be of any size; steps are taken one by one there.
+                # With another epsilon in its divisor, a drift is that of another time by another
+                # factor.
+                sizes *= (errors < 1.0) * np.exp(self._first_epsilon[part] - log_epsilon)
             sums[1 + self.n_states : -1, part] += sizes * shares
-
-    def _grown(
-        self, part: slice, first: np.ndarray, end: int, size: float, log_epsilon: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Sizes and shares for rows up to step ``end``, some with another epsilon than at first."""
-        x, grown = self._x[part], log_epsilon - self._first_epsilon[part]
-        error = self._nodes.error(x)
-        self._wrong[part] += first * error
-        # As a part of all of the drift.
-        assert self._fades is not None
-        most = _MISLED * (1.0 - first) / math.expm1(self._fades[0])
-        misled = np.flatnonzero((self._wrong[part] > most) & (grown != 0.0))
-        if len(misled):
-            self.closed_from = max(self.closed_from, end - len(first) + int(misled[-1]) + 1)
-        # What is beyond all nodes would be of any size; steps are taken one by one there. With
-        # another epsilon in its divisor, a drift is that of another time by another factor.
-        sizes = np.where(error < 1.0, first, 0.0) * size * np.exp(-grown)
-        return sizes, _shares(self._nodes.x, x)
 
 
 def _fading(factor: float) -> float:

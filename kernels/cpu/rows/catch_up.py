@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from functools import cache
 from itertools import chain
@@ -12,7 +13,7 @@ from numba import carray
 
 from ...element import Kernel, kernel
 from ...idle import NODES
-from ...idle_table import SLEEP, IdleTable
+from ...idle_table import LEAST, SLEEP, IdleTable
 from ...inner import njit
 from ..blocks import blocks
 from ..compiler.compile import part
@@ -27,6 +28,7 @@ from ..compiler.intrinsics import (
 from ..compiler.lines import LINE, prefetch
 from ..compiler.records import index_at, int64s
 from ..headers.arrays import address_of
+from ..process.forks import in_child
 from ..threads.parallel import Loop, get_num_threads
 from ..threads.workspace import borrow, give_back
 from .step import ROW_COST, UPDATE_SERIAL_BELOW
@@ -49,7 +51,6 @@ class CatchUpCall(NamedTuple):
     now: int  # the step that rows are brought up to
     mark: int  # what is their last step then
     closed_from: int
-    horizon: int
     arrays: int  # address of the addresses of the parameter and its states
     n_arrays: int
     row_bytes: int  # as of `RowCall`
@@ -59,6 +60,7 @@ class CatchUpCall(NamedTuple):
     many_bytes: int
     # For steps that are taken one by one: all up to ``ways`` with the scalars of `Idle.update`.
     steps: int  # [SLEEP] of `_Step`
+    largest: int  # float64 [1]: the largest of their sizes
     drift: int  # block of many steps on a drift in the place of the parameter
     behind_drift: int  # block of many steps that adds the drift
     ways: int  # the place of the first way among the scalars
@@ -113,16 +115,18 @@ def _walk(c, slot, row, since):
     for k in range(1, c.ways):  # the states stay
         _put(hp, b, k, 1.0)
     first = root = 1.0
-    t, stop = since, min(c.now, c.closed_from, since + c.horizon)
+    largest = carray(as_pointer(c.largest), 1, np.float64)[0]
+    t, stop, moved = since, min(c.now, c.closed_from), 0.0
     while t < c.now:
         weight = 1.0
-        if t < stop:
+        if t < stop and largest * first >= LEAST * moved * root:
             epsilon = every[(t + 1) % SLEEP, 4]
             for k in range(NODES):
                 way, node = 0.0, 1.0
-                if t < stop:
+                if t < stop and (every[(t + 1) % SLEEP, 4] > 0.0) == (epsilon > 0.0):
                     t += 1
                     step = every[t % SLEEP]
+                    moved += abs(step[3]) * first
                     for earlier in range(k):
                         _put(hp, b, c.ways + earlier, _real(hp, b, c.ways + earlier) * step[0])
                     weight, first, root = weight * step[0], first * step[1], root * step[2]
@@ -224,6 +228,16 @@ class SleepingTable(NamedTuple):
     rows: int
 
 
+_advancing = threading.Lock()  # lookups of several threads find the same scalars
+
+
+@in_child
+def _release_lock() -> None:
+    # A thread that held it in the parent does not exist here.
+    global _advancing
+    _advancing = threading.Lock()
+
+
 class CatchUp:
     """Bringing some rows of a table up to a step: to be run by `commit`.
 
@@ -240,17 +254,20 @@ class CatchUp:
         self, table: SleepingTable, scalars: IdleTable, now: int, mark: int,
         rows: tuple[int, int, int],
     ) -> None:  # fmt: skip
-        scalars.advance(now)
+        with _advancing:
+            scalars.advance(now)
         many, addresses, width, last, n_rows = table
         indices, index_bytes, n = rows
         is_small = n * (width + ROW_COST) < UPDATE_SERIAL_BELOW
         threads = 1 if is_small else get_num_threads()
         n_parts = -(-n // (_PART_IDS if indices else _PART_ROWS))
         # A slot has the addresses, the scalars and the drift of a row.
-        words, one_by_one = 0, (0, 0)
+        words, one_by_one, largest = 0, (0, 0), 0.0
         if scalars.closed_from > 0:
             words = len(addresses) + 1 + scalars.many.strides[0] // 8 + 1 + width
             words, one_by_one = -(-words // 8) * 8, _one_by_one(many, scalars.n_states)
+            largest = float(np.abs(scalars.steps[:, 3]).max())
+        self._largest = array("d", (largest,))
         listed = 2 * _PART_IDS if indices else 0
         self._block = block = borrow(len(addresses) + 8 + threads * (words + listed))
         block.words[: len(addresses)] = addresses
@@ -259,9 +276,10 @@ class CatchUp:
         ahead, *form = _form(many, width)
         arguments = (
             (indices, index_bytes, 0 if indices else index_bytes, n, ahead),
-            (last, n_rows, now, mark, scalars.closed_from, scalars.horizon, block.address),
+            (last, n_rows, now, mark, scalars.closed_from, block.address),
             form,
             (address_of(scalars.many), scalars.many.strides[0], address_of(scalars.steps)),
+            (self._largest.buffer_info()[0],),
             (*one_by_one, 1 + scalars.n_states, 2 + scalars.n_states + scalars.idle.n_ways),
             (many.real.itemsize, scratch, 8 * words, scratch + 8 * threads * words),
             (self._behind.buffer_info()[0],),
