@@ -245,7 +245,15 @@ class FusedOptimizer(TableOptimizer, ABC):
         """Refuse learning rates out of the range of a subclass; called before every step."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; since it may be an option, the next step asks `formula` anew."""
+        """Assign an attribute; since it may be an option, the next step asks `formula` anew.
+
+        Raises:
+            ValueError: ``sparse_update`` becomes or was ``"catch_up"``, after construction.
+        """
+        known = vars(self).get("sparse_update", value)
+        if name == "sparse_update" and value != known and "catch_up" in (value, known):
+            wrong, expected = "cannot change", f"{known!r}, as at construction: rows may sleep"
+            reject(ValueError, self._name, name, wrong, expected, repr(value))
         super().__setattr__(name, value)
         # Through `vars`: an assignment would call this method again.
         vars(self)["_known_method"] = None

@@ -30,6 +30,7 @@ from .engine.catch_up import (
     Table,
     check_idle,
     check_last,
+    no_scalars,
     scalars_of,
 )
 from .engine.layout import KernelCall
@@ -87,9 +88,14 @@ class TableOptimizer(StatefulOptimizer):
         return [*self._missed.before(steps)]
 
     def _table(self, i: int) -> Table:
-        keeping, last = self.keepings[i], self._states[LAST.name][i]
+        keeping, last, p = self.keepings[i], self._states[LAST.name][i], self.parameters[i]
+        if p.is_shared:
+            p.check_awake(self)
         rule = self._rule if keeping is None else self._rule.kept(keeping)
-        arrays = self.parameters[i].array, *self._states_at(i)
+        arrays = p.array, *self._states_at(i)
+        if not all(array.flags.writeable for array in (*arrays, last)):
+            name, got = f"parameter {p.name!r} or its state", "a read-only one"
+            reject(ValueError, self._name, name, "is read-only", "a writable array", got)
         return Table.of(i, rule, arrays, last, int(self._steps[i]))
 
     def prepare(self, parameter: Any, ids: Any) -> None:
@@ -226,6 +232,7 @@ class TableOptimizer(StatefulOptimizer):
                 of_each = self._states[role]
                 self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])
             self._read_anew()
+        self.wake_late()
         found: np.ndarray = p.array
         return found
 
@@ -326,9 +333,11 @@ class TableOptimizer(StatefulOptimizer):
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
-        for p in self.parameters if self._missed is not None else ():
+        for i, p in enumerate(self.parameters if self._missed is not None else ()):
             name, step = f"{LAST.name}.{p.name}", int(arrays[f"step.{p.name}"][0])
-            check_last(self._name, f"state {name!r}", arrays[name], step)
+            own = self._states[LAST.name][i]
+            if address_of(arrays[name]) != address_of(own):  # else it is read later
+                check_last(self._name, f"state {name!r}", arrays[name], step)
 
     def _with_last_steps(self, given: dict[str, Any]) -> dict[str, Any]:
         """A state with the last steps of all rows, or without those that are not missed.
@@ -341,7 +350,7 @@ class TableOptimizer(StatefulOptimizer):
             step = given.get(f"step.{p.name}", given.get("global_step", np.zeros(1)))
             if self._missed is not None and last not in given:  # of a dense optimizer
                 own = self.state_arrays()
-                given |= {last: np.full_like(own[last], step), scalars: np.zeros_like(own[scalars])}
+                given |= {last: np.full_like(own[last], step), scalars: no_scalars(own[scalars])}
             elif self._missed is None and last in given:
                 if np.any(np.asarray(given.pop(last)) != step):
                     expected, got = "none: state_dict(flush=True) wakes them", f"some, in {last!r}"
@@ -357,8 +366,24 @@ class TableOptimizer(StatefulOptimizer):
                 and this optimizer has no ``sparse_update="catch_up"``. Nothing has changed then.
         """
         given = self._with_last_steps(as_state(self._name, state))
-        if self._missed is not None:
-            self._missed.part()
+        if self._missed is None:
+            super().load_state_dict(given)
+            return
+        self._missed.part()
+        lasts = [given.get(f"{LAST.name}.{p.name}") for p in self.parameters]
         super().load_state_dict(given)
-        if self._missed is not None:
-            self._missed.begin(dict(enumerate(self._steps.tolist())))
+        self._missed.begin(dict(enumerate(self._steps.tolist())))
+        if all(x is not own for x, own in zip(lasts, self._states[LAST.name], strict=True)):
+            self.wake_late()
+
+    def wake_late(self) -> None:
+        """Bring rows up to date that have come to places whose turn is too late for them.
+
+        Raises:
+            ValueError: their last steps are no such ones, in a checkpoint.
+        """
+        for i, p in enumerate(self.parameters if self._missed is not None else ()):
+            last, missed = self._states[LAST.name][i], self._missed
+            check_last(self._name, f"state '{LAST.name}.{p.name}'", last, int(self._steps[i]))
+            assert missed is not None
+            missed.wake_late(self._table(i), last)

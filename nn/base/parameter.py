@@ -170,10 +170,11 @@ class Parameter:
         """Have ``owner`` told about every rebinding; it is held weakly."""
         self._owners.add(owner)
 
-    def check_awake(self) -> None:
-        """Ask its optimizers whether another one may have it."""
+    def check_awake(self, but: Any = None) -> None:
+        """Ask its optimizers, but one, whether another one may have it."""
         for owner in list(self._owners):
-            owner.check_awake(self)
+            if owner is not but:
+                owner.check_awake(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Without owners: an optimizer that is copied along watches the copy from its own

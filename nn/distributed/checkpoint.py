@@ -269,6 +269,7 @@ def _write(
             a.array[...] = whole[name]  # parameters: states are there already
         else:
             index.read(name, a.shard.indices, a.array)
+    base.wake_late()
 
 
 def _keeper(optimizer: Any) -> Any:

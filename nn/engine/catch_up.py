@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.rows.catch_up import CatchUp, SleepingTable
+from ...kernels.cpu.threads.parallel import commit
 from ...kernels.element import kernel
-from ...kernels.idle_table import SLEEP, IdleTable
+from ...kernels.idle_table import NO_STEP, SLEEP, IdleTable
 from ...kernels.rule import Prologue, Rule, columns
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.state import State
@@ -79,6 +80,10 @@ class MissedSteps:
             found.begin(step)
         self._rules[key], self.tables[key] = form, found
 
+    def differs(self, key: Any, rule: Rule, real: Any) -> bool:
+        """Whether a parameter was there with another rule or type of the arithmetic."""
+        return self._rules.get(key) not in (None, (rule.plain or rule, np.dtype(real)))
+
     def drop(self, key: Any) -> None:
         """Forget a parameter, none of whose rows misses a step."""
         self.tables.pop(key, None)
@@ -138,6 +143,13 @@ class MissedSteps:
         """Bring all rows up to date."""
         return self._catch_up(table, table.now, (0, 0, table.places.rows))
 
+    def wake_late(self, table: Table, last: np.ndarray) -> None:
+        """Bring rows up to date whose turn would come too late, after rows have moved."""
+        turns = ((np.arange(len(last)) + 1) * _PERIOD - 1) // max(1, len(last))
+        is_late = table.now + (turns - table.now) % _PERIOD - last > _PERIOD
+        if len(late := np.flatnonzero(is_late)):
+            commit([self.of_span(table, (address_of(late), late.itemsize, len(late)))])
+
     def _catch_up(self, table: Table, mark: int, rows: tuple[int, int, int]) -> CatchUp:
         return CatchUp(table.places, self.tables[table.key], table.now, mark, rows)
 
@@ -167,6 +179,13 @@ def _without_gradient(rule: Rule, prologue: Prologue, row: Sequence[float]) -> t
         elif transform is SCALE:  # of the decay, where it comes after it
             decay *= row[place["grad_scale"]]
     return (*row[: len(rule.hp)], decay)
+
+
+def no_scalars(like: np.ndarray) -> np.ndarray:
+    """Scalars of a state in which no row has missed a step."""
+    made = np.zeros_like(like)
+    made[:, -1] = NO_STEP
+    return made
 
 
 def check_idle(where: str, name: str, rule: Rule, *, couples: bool) -> None:

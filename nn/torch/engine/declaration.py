@@ -18,7 +18,7 @@ from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
 from ...base.state_files import StateMaker, made_by
-from ...engine.catch_up import LAST
+from ...engine.catch_up import LAST, check_idle
 from ...engine.reader import is_row_sparse
 from .binding import check_parameter
 from .memory import DTYPES, NUMBERS, tensor_of
@@ -102,7 +102,11 @@ class Declaration(ABC):
         return self._counts_updates or is_counted or group["sparse"] == "catch_up"
 
     def _choice(self, group: Group) -> RuleChoice:
-        return self.method(group).choice(group)
+        choice = self.method(group).choice(group)
+        if choice.sleeps:
+            couples = choice.couples and bool(group.get("weight_decay"))
+            check_idle(type(self).__name__, "sparse='catch_up'", choice.rule, couples=couples)
+        return choice
 
     def _entry(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],

@@ -17,7 +17,7 @@ from ....kernels.private import outside_of_graphs, version_of
 from ....kernels.rule import Rule
 from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime import check
-from ....ops.runtime.arrays import address_of
+from ....ops.runtime.arrays import address_of, adopt
 from ....ops.runtime.bags.ids import HostIds
 from ....ops.runtime.bags.pooling import Pooling
 from ....ops.runtime.errors import reject
@@ -29,7 +29,6 @@ from ...engine.catch_up import (
     MissedSteps,
     NextStep,
     Table,
-    check_idle,
     check_last,
     scalars_of,
     spans_of,
@@ -178,19 +177,26 @@ class Sleeper(Declaration):
             if isinstance(tensor, Tensor):
                 check_there(where, "a table or its state", tensor)
         places = [tensor.data_ptr() for tensor in tensors]
-        known = self._tables.get(parameter)
+        known, other = self._tables.get(parameter), sleeper_of(parameter)
+        if other is not None and other is not self:
+            self._check_other(parameter, "a table")
+            self._look_after(parameter)
         if known is not None and known[1] is rule and known[2].is_at(places, last, len(parameter)):
             return known[2].table._replace(now=now)
         has_moved = known is not None and known[2].table.places.addresses[0] != places[0]
         if has_moved and not may_move and self.is_asleep(parameter):
             expected, got = "its memory of before; flush() goes on with what is there", "another"
             reject(RuntimeError, where, "a table", "was rebound while rows sleep", expected, got)
+        real = real_of(STORAGES[DTYPES[parameter.dtype]]).dtype
+        if self._missed.differs(parameter, rule, real) and self.is_asleep(parameter):
+            expected, got = "the options and dtype of before; flush() before they change", "others"
+            reject(RuntimeError, where, "a table", "has rows that sleep", expected, got)
         n = len(parameter)
         if not isinstance(last, Tensor) or last.dtype != torch.int32 or last.shape != (n,):
             expected, got = f"int32 of shape ({n},)", type(last).__name__
             label = f"state {LAST.name!r}"
             reject(RuntimeError, where, label, "does not fit its table", expected, got)
-        self._missed.add(parameter, rule, real_of(STORAGES[DTYPES[parameter.dtype]]).dtype, now)
+        self._missed.add(parameter, rule, real, now)
         arrays = [array_of(tensor.detach()) for tensor in tensors]
         table = Table.of(parameter, rule, arrays, array_of(last), now)
         self._tables[parameter] = choice, rule, _Bound(table, last)
@@ -239,24 +245,26 @@ class Sleeper(Declaration):
     ) -> None:
         """Refuse what rows that sleep cannot have, and tables whose rows others have missed."""
         where, option = type(self).__name__, "sparse='catch_up'"
-        other = sleeper_of(parameter)
-        if other is not None and other is not self and other.is_asleep(parameter):
-            expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
-            reject(RuntimeError, where, name, "has rows that sleep", expected, got)
+        self._check_other(parameter, name)
         if not choice.sleeps:
             if self.is_asleep(parameter):
                 expected, got = "none: flush() before `sparse` changes", "some"
                 reject(RuntimeError, where, name, "has rows that sleep", expected, got)
             self._forget(parameter)
             return
-        couples = choice.couples and bool(group.get("weight_decay"))
-        check_idle(where, option, choice.rule, couples=couples)
         is_whole = local(parameter) is parameter and parameter.is_contiguous()
         if parameter.is_cuda or not is_whole or parameter.dim() == 0:
             expected = "a contiguous table of one process on the host"
             reject(RuntimeError, where, name, f"does not fit {option}", expected, "another")
         if group["rounding"] == "stochastic":
             reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
+
+    def _check_other(self, parameter: Tensor, name: str) -> None:
+        """Refuse a table whose rows sleep in another optimizer."""
+        other = sleeper_of(parameter)
+        if other is not None and other is not self and other.is_asleep(parameter):
+            expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
+            reject(RuntimeError, type(self).__name__, name, "has rows that sleep", expected, got)
 
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
@@ -309,6 +317,9 @@ class Sleeper(Declaration):
                 self._missed.tables[parameter].given[...] = np.asarray(scalars)
                 steps[parameter] = table.now
         self._missed.begin(steps)
+        for parameter in steps:
+            last = array_of(self.state[parameter][LAST.name])
+            self._missed.wake_late(self._table(parameter), last)
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse options and states of a state dict that the groups cannot have.
@@ -350,7 +361,10 @@ def prepare_rows(weight: Tensor, ids: Any, where: str = "") -> None:
     sleeper = sleeper_of(weight)
     if sleeper is None and not where:
         return
-    rows = ids if isinstance(ids, np.ndarray) else array_of(ids.detach().contiguous())
+    if isinstance(ids, Tensor):
+        rows = array_of(ids.detach().contiguous())
+    else:
+        rows = check.contiguous(adopt(where or "a lookup", "ids", ids))
     check.index_dtype(where or "a lookup", rows)
     if where:
         check.indices_in_range(where, rows.reshape(-1), len(weight))

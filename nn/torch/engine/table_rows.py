@@ -121,7 +121,8 @@ class TableRows(Sleeper):
         parameter.data = tensor_of(grown(w, n, 0.0))
         self.state.get(parameter, {}).update(made)
         if LAST.name in made:
-            self._table(parameter, may_move=True)
+            table = self._table(parameter, may_move=True)
+            self._missed.wake_late(table, array_of(made[LAST.name]))
 
     def _rows_of(self, where: str, parameter: Tensor) -> tuple[Any, dict[str, RowState]]:
         """The array of a table, and the states that have something for each row."""
