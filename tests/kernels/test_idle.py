@@ -32,6 +32,8 @@ RATES: dict[str, Callable[[int], float]] = {
     "stairs": lambda t: 0.01 * 0.3 ** (t // 40),
     "now and then": lambda t: 0.01 if t % 7 == 0 else 0.0,
     "warm up": lambda t: min(0.01, 1e-4 * t),
+    "rising": lambda t: 1e-6 * 1.01**t,
+    "late": lambda t: 0.0 if t < 1_200 else 0.01,
 }
 Scalars = Callable[[float, int], tuple[float, ...]]
 
@@ -205,6 +207,26 @@ def test_schedules(name: str, rate: str) -> None:
     """Every schedule, up to steps that move nothing."""
     rule, scalars = ROOTED[name]
     check(Missed(rule, scalars(0.9, 0.999), RATES[rate], 400))
+
+
+@pytest.mark.parametrize("betas", [(0.99, 0.999), (0.98, 0.98)], ids=str)
+@pytest.mark.parametrize("rate", ["rising", "late", "stairs"])
+@pytest.mark.parametrize("name", ["adam", "torch adamw"])
+def test_rates_that_grow_as_moments_fade(name: str, rate: str, betas: tuple[float, float]) -> None:
+    """The last of many missed steps may move the most."""
+    rule, scalars = ROOTED[name]
+    check(Missed(rule, scalars(*betas), RATES[rate], 1_500))
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
+def test_an_epsilon_that_comes_and_goes(betas: tuple[float, float]) -> None:
+    """Steps without one are no part of steps with one."""
+    both = [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)]
+
+    def scalars(lr: float, t: int) -> tuple[float, ...]:
+        return both[t // 90 % 2](lr, t)
+
+    check(Missed(ROOTED["torch adamw"][0], scalars, RATES["cosine"], 700))
 
 
 @pytest.mark.parametrize("epsilon", [1e-10, 1e-8, 1e-5, 1e-2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.kernels.idle_table import IdleTable
 from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, ShardedStates, alone, together
 from fusestep.nn.engine.catch_up import LAST, SCALARS
@@ -130,8 +132,7 @@ def test_beside_ways_of_rounding(rounding: str) -> None:
     """Masters and remainders are brought up to date with their weights."""
     rng = np.random.default_rng(5)
     one = nn.LazyAdam(begin(dtype=BF16), 1e-2, sparse_update="catch_up", rounding=rounding)
-    whole = nn.LazyAdam([p.data.astype(np.float32) for p in one.parameters], 1e-2)
-    whole = nn.Adam([p.data for p in whole.parameters], 1e-2)
+    whole = nn.Adam([p.data.astype(np.float32) for p in one.parameters], 1e-2)
     for _ in range(60):
         given_now = [rows(rng, shape) for shape in SHAPES]
         one(given_now)
@@ -170,6 +171,89 @@ def test_gaps_beyond_the_longest_sleep() -> None:
     opt.flush()
     others = np.arange(len(a)) != 3
     np.testing.assert_allclose(a[others], b[others], rtol=3e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("make", [nn.SGD, partial(nn.Adagrad, accum=0.1)])
+def test_steps_that_change_nothing(make: Callable[..., Any]) -> None:
+    """A rate of 0 is one: rows stay, and sleep on."""
+    rates, w = [0.1, 0.1, 0.0, 0.0, 0.1, 0.1], np.ones((7, 2), np.float32)
+    opt = make([w], learning_rate=rates, sparse_update="catch_up")
+    for k in range(6):
+        opt((nn.RowTensor(np.array([k]), np.ones((1, 2), np.float32), (7, 2)),))
+    opt.flush()
+    assert ((w[:, 0] < 1.0) == (np.array([*rates, 0.0]) > 0.0)).all() and (w > 0.5).all()
+
+
+def test_an_interrupt_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of missed steps is put together anew, and nothing is lost."""
+    opt, twin = (nn.AdamWeightDecay(begin()[:1], 1e-2, sparse_update="catch_up") for _ in "ab")
+    given_now = [(rows(np.random.default_rng(k), SHAPES[0]),) for k in range(12)]
+    add = IdleTable._add_ways
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.setattr(IdleTable, "_add_ways", add)
+        raise KeyboardInterrupt
+
+    for k, own in enumerate(given_now):
+        twin(own)
+        if k % 4 == 3:
+            monkeypatch.setattr(IdleTable, "_add_ways", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                opt(own)
+        opt(own)
+    assert_same_arrays(arrays_of(opt), arrays_of(twin))
+
+
+@pytest.mark.parametrize("to", ["more rows", "hash", "range"])
+def test_rows_that_move_wake_in_time(to: str, tmp_path: Path) -> None:
+    """A row comes to a place whose turn is later, and wakes before its scalars are gone."""
+    n, ids, one = 600, np.array([0]), np.ones((1, 2), np.float32)
+    made = []
+    for way in ("catch_up", "dense_equivalent"):
+        table = np.random.default_rng(0).standard_normal((n, 2)).astype(np.float32)
+        parameter, shard = nn.Parameter(table, "t"), RowShard(n, alone())
+        opt = nn.AdamWeightDecay([parameter], 1e-3, weight_decay=0.1, sparse_update=way)
+        for _ in range(2_500):
+            opt((shard.route(ids).scatter(one),))
+        if to == "more rows":
+            opt.grow(parameter, 8 * n)
+            shard = RowShard(8 * n, alone())
+        else:
+            distributed.save_checkpoint(tmp_path / way, opt, alone(), {"t": shard})
+            shard, other = RowShard(n, alone(), order=to), nn.Parameter(np.zeros_like(table), "t")
+            opt = nn.AdamWeightDecay([other], 1e-3, weight_decay=0.1, sparse_update=way)
+            distributed.load_checkpoint(tmp_path / way, opt, alone(), {"t": shard})
+        for _ in range(2_040):
+            opt((shard.route(ids).scatter(one),))
+            if way == "catch_up":
+                assert (opt.global_step - opt._states[LAST.name][0]).max() < 2_048
+        opt.flush()
+        made.append(shard.route(np.arange(n)).gather(opt.parameters[0].data))
+    np.testing.assert_allclose(made[0], made[1], atol=1e-5)
+
+
+def test_another_way_of_updates_is_refused() -> None:
+    """Another `sparse_update`, another optimizer that steps in between, a table made read-only."""
+    w, given_now = begin()[0], (rows(np.random.default_rng(0), SHAPES[0]),)
+    parameter = nn.Parameter(w, "w")
+    opt, other = (nn.LazyAdam([parameter], 1e-2, sparse_update="catch_up") for _ in "ab")
+    for way in ("lazy", "dense_equivalent"):
+        with pytest.raises(ValueError, match="sparse_update cannot change"):
+            opt.sparse_update = way
+    with pytest.raises(ValueError, match="cannot change: expected 'lazy'"):
+        nn.LazyAdam([w.copy()], sparse_update="lazy").sparse_update = "catch_up"
+    opt(given_now)
+    with unchanged(other), pytest.raises(ValueError, match="has rows that sleep"):
+        other(given_now)
+    opt(given_now)
+    opt.flush()
+    other(given_now)
+    other.flush()
+    opt(given_now)
+    w.flags.writeable = False
+    for call in (opt.flush, partial(opt.prepare, parameter, np.arange(9))):
+        with unchanged(opt), pytest.raises(ValueError, match="is read-only"):
+            call()
 
 
 def test_parameters_that_part_and_meet() -> None:

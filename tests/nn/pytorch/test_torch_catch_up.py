@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -321,6 +322,68 @@ def test_state_that_was_changed() -> None:
     with pytest.raises(RuntimeError, match="'last_step' does not fit its table"):
         optimizer.step()
     assert np.array_equal(weight, model.weight.detach())
+
+
+@pytest.mark.parametrize("case", ["nesterov", "momentum", "amsgrad", "double", "weight_decay"])
+def test_options_that_change_while_rows_sleep(case: str) -> None:
+    """Those that make another rule raise, and go on after a flush."""
+    name, error = "SGD momentum" if case in ("nesterov", "momentum") else "AMSGrad", RuntimeError
+    (model, _), (optimizer, _) = tables(lambda p, how: MAKERS[name](p, how))
+    optimizer.watch(model)
+    train(model, optimizer, range(5))
+    group = optimizer.param_groups[0]
+    if case == "nesterov":
+        group.update(dampening=0.0)
+    values = {"nesterov": True, "momentum": 0.0, "amsgrad": False, "weight_decay": 0.5}
+    if case == "double":
+        model.double()
+    else:
+        group[case], error = values[case], ValueError if case == "weight_decay" else RuntimeError
+    model._forward_pre_hooks.clear()
+    before = [x.clone() for x in everything(optimizer)]
+    with pytest.raises(error, match=r"rows that sleep|is impossible|was rebound"):
+        train(model, optimizer, range(5, 6))
+    assert_same_bits(everything(optimizer), before)
+
+
+def test_two_optimizers_in_turn() -> None:
+    """Each raises while rows sleep in the other one."""
+    (model, _), (one, _) = tables(MAKERS["AdamW"])
+    other = MAKERS["LazyAdam"](model.parameters(), "catch_up")
+    for k, (own, foreign) in enumerate([(one, other), (other, one)] * 2):
+        train(model, own, range(k, k + 1))
+        before = [x.clone() for x in everything(foreign)]
+        with pytest.raises(RuntimeError, match="has rows that sleep: expected none: flush"):
+            train(model, foreign, range(k, k + 1))
+        assert_same_bits(everything(foreign), before)
+        own.flush()
+
+
+def test_ids_of_every_kind() -> None:
+    """Strided ones of NumPy are those that they show; a list is none."""
+    (model, other), (optimizer, dense) = tables(MAKERS["AdamW"])
+    optimizer.watch(model)
+    train(model, optimizer, range(9))
+    train(other, dense, range(9))
+    optimizer.prepare(model.weight, np.arange(40)[::2])
+    torch.testing.assert_close(model.weight[:40:2], other.weight[:40:2], rtol=1e-5, atol=2e-5)
+    with pytest.raises(TypeError, match="ids"):
+        optimizer.prepare(model.weight, [1, 2])
+
+
+def test_lookups_of_several_threads() -> None:
+    """All bring rows up to date at once, after each step."""
+    (model, other), (optimizer, dense) = tables(MAKERS["AdamW"])
+    optimizer.watch(model)
+    for k in range(60):
+        train(model, optimizer, range(k, k + 1))
+        train(other, dense, range(k, k + 1))
+        looks = [Thread(target=model, args=(torch.arange(t, N, 3),)) for t in range(3)]
+        for look in looks:
+            look.start()
+        for look in looks:
+            look.join()
+    torch.testing.assert_close(model.weight, other.weight, rtol=1e-5, atol=2e-5)
 
 
 def test_a_table_that_was_rebound() -> None:
