@@ -192,7 +192,8 @@ class IdleTable:
     def _add_ways(self, step: int, own: IdleStep) -> None:
         """The drift of one step, shared among the nodes."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
-        assert idle.moving is not None and idle.root is not None
+        assert idle.moving is not None
+        assert idle.root is not None
         left = own.states[idle.moving], math.sqrt(own.states[_SECOND])
         fades = _fading(left[0]), _fading(left[1])
         # The largest second moment, of AMSGrad, does not fade.

@@ -10,6 +10,7 @@ row-wise one; its own function knows nothing of it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -65,6 +66,18 @@ KEEPINGS: dict[str, Keeping | None] = {
     "nearest": None, "master": MASTER, "kahan": KAHAN, "stochastic": STOCHASTIC
 }  # fmt: skip
 """By name; ``"nearest"`` is the weight alone, rounded to the nearest number that can be stored."""
+
+
+MOST_OF_REMAINDER = 0.99
+"""A remainder that was rounded may reach the middle between two weights; so much of it does not."""
+
+
+def whole_weight(keeping: Keeping | None, w: np.ndarray, beside: Sequence[Any]) -> np.ndarray:
+    """A weight with what lies beside it, arrays of NumPy, in the type of the arithmetic: a copy."""
+    wide = w.astype(np.result_type(w.dtype, np.float32))
+    if keeping is None or keeping.load is None:
+        return wide
+    return np.array(keeping.load(wide, *(array.astype(np.float32) for array in beside)))
 
 
 @cache

@@ -13,7 +13,18 @@ import numpy as np
 
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
-from ..kernels.keeping import COPY, KEEPINGS, MASTER, STOCHASTIC, key_of, random_scalars
+from ..kernels.keeping import (
+    COPY,
+    KAHAN,
+    KEEPINGS,
+    MASTER,
+    MOST_OF_REMAINDER,
+    STOCHASTIC,
+    key_of,
+    random_scalars,
+    whole_weight,
+)  # fmt: skip
+from ..kernels.quiet import quiet
 from ..kernels.rule import Keeping, Rule
 from ..kernels.rules.gradient import CLIP
 from ..kernels.state import State
@@ -602,7 +613,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         missing = [name for name in names if name not in given and name in own]
         if missing:
             given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
-        masters = self._masters()
+        masters = self._beside(MASTER)
         if from_masters and (missing or not masters):
             wrong, expected = "is impossible", "a state with masters, of weights beside masters"
             reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
@@ -621,10 +632,8 @@ class FusedOptimizer(TableOptimizer, ABC):
         """
         wholes = []
         for i, (p, keeping) in enumerate(zip(self.parameters, self.keepings, strict=True)):
-            whole = p.array.astype(np.result_type(p.dtype, np.float32))
-            if keeping is not None and keeping.load is not None:
-                beside = [self._states[state.name][i] for state in keeping.beside]
-                whole = keeping.load(whole, *(array.astype(np.float32) for array in beside))
+            beside = [self._states[state.name][i] for state in keeping.beside] if keeping else []
+            whole = whole_weight(keeping, p.array, beside)
             p.rebind(whole.copy())
             wholes.append(whole)
         kept = {state.name for keeping in self.keepings if keeping for state in keeping.beside}
@@ -633,25 +642,33 @@ class FusedOptimizer(TableOptimizer, ABC):
         self._derive()
         return wholes
 
+    @quiet
     def _begin_at_weights(self, *, warns: bool = True) -> None:
-        """Let masters that make other weights than there are begin at these."""
+        """Let masters and remainders that make other weights than there are begin at these."""
         self._may_differ = False
-        for p, master in self._masters():
-            weight, found = _on_host(p.array), _on_host(master)
-            rounded = found.astype(weight.dtype)
-            differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
-            if not differs.any():
-                continue
-            _assign(master, np.where(differs, weight.astype(found.dtype), found))
-            if warns:
-                name, warns = self._state_name(MASTER.name, str(p.name)), False
-                what = "begins at the weight, which is not the one that it was made for"
-                warnings.warn(f"{self._name}: {name} {what}", stacklevel=4)
+        for keeping in (MASTER, KAHAN):
+            name = keeping.beside[0].name
+            for p, beside in self._beside(keeping):
+                weight, found = _on_host(p.array), _on_host(beside)
+                made, anew = found, weight
+                if keeping is KAHAN:
+                    anew, part = np.zeros_like(weight), np.float32(MOST_OF_REMAINDER)
+                    made = weight.astype(np.float32) + part * found.astype(np.float32)
+                rounded = made.astype(weight.dtype)
+                differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
+                if not differs.any():
+                    continue
+                _assign(beside, np.where(differs, anew.astype(found.dtype), found))
+                if warns:
+                    label, warns = self._state_name(name, str(p.name)), False
+                    what = "begins at the weight, which is not the one that it was made for"
+                    warnings.warn(f"{self._name}: {label} {what}", stacklevel=5)
 
-    def _masters(self) -> list[tuple[Parameter, Any]]:
-        """The parameters that have masters, and these."""
-        each = zip(self.parameters, self.keepings, self._states.get(MASTER.name, ()), strict=False)
-        return [(p, x) for p, keeping, x in each if keeping is MASTER and x is not None]
+    def _beside(self, keeping: Keeping) -> list[tuple[Parameter, Any]]:
+        """The parameters that are kept in a way, and what lies beside each."""
+        states = self._states.get(keeping.beside[0].name, ())
+        each = zip(self.parameters, self.keepings, states, strict=False)
+        return [(p, x) for p, own, x in each if own is keeping and x is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         # The copied counts are those on the host, which calls on a device may still take back.

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..kernels.formula import Formula
+from ..kernels.keeping import KAHAN, MASTER, whole_weight
 from ..kernels.quiet import quiet
 from ..kernels.rule import Prologue
 from ..kernels.rules import lamb as lamb_rules
 from ..kernels.rules import lars as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
+from ..kernels.storage import STORAGES
 from ..ops.lars import LARSUpdate
 from ..ops.runtime import check, device_norm
 from ..ops.runtime.arrays import adopt, adopt_anywhere
@@ -340,7 +342,12 @@ class LayerwiseConditioning(Conditioning):
         acts, table = self._acts[batch.positions], batch.variables.table
         sizes, w = np.diff(table.first), batch.variables.tensors[0][0]
         squares = partial(device_norm.squares_at, w) if is_on_device(w) else squares_at
-        w_squares = squares(batch.variables.w, table.addresses[:, 0], sizes)
+        if batch.keeping is MASTER:
+            w_squares = squares(STORAGES[np.dtype(np.float32)], table.addresses[:, -1], sizes)
+        elif batch.keeping is KAHAN:
+            w_squares = np.array([_kahan_squares(*own) for own in batch.variables.tensors])
+        else:
+            w_squares = squares(batch.variables.w, table.addresses[:, 0], sizes)
         g_squares = squares(batch.g, call.gradients, sizes)
         self._put_plain(batch, g_squares)
         lars = self._lars
@@ -363,3 +370,10 @@ class LayerwiseConditioning(Conditioning):
             if is_on_device(plain):
                 plain = plain.numpy()
             g_squares[k] = np.square(plain, dtype=np.float64).sum()
+
+
+def _kahan_squares(w: Any, *states: Any) -> float:
+    """The sum of squares of a weight with its remainder, which is its last state."""
+    w, remainder = (x.numpy() if is_on_device(x) else x for x in (w, states[-1]))
+    whole = whole_weight(KAHAN, w, [remainder])
+    return float(np.square(whole, dtype=np.float64).sum())

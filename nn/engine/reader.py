@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.keeping import whole_weight
 from ...kernels.quiet import quiet
 from ...kernels.rule import Keeping
 from ...kernels.storage import Storage
@@ -354,7 +355,7 @@ class GradientReader:
                 reject(ValueError, self._where, f"gradient of {parameter.name!r}",
                        "is row-sparse", expected, got)  # fmt: skip
             if i in self._centralized:
-                found = self._centralize(parameter, found, added(i))
+                found = self._centralize(i, found, added(i))
             index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
             is_pooled = isinstance(found, RowGradient) and found.rows is not None
             read.append(found)
@@ -402,12 +403,18 @@ class GradientReader:
         return layout
 
     @quiet
-    def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
+    def _centralize(self, i: int, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
+        parameter, keeping = self._parameters[i], self._keepings[i]
+        beside = self._states[i][-len(keeping.beside) :] if keeping and keeping.beside else ()
         if parameter.is_on_device:  # computed on the host, which waits
-            found = self._centralize_on_host(parameter.asnumpy(), _on_host(gradient), factor)
+            w = whole_weight(keeping, parameter.asnumpy(), [x.numpy() for x in beside])
+            found = self._centralize_on_host(w, _on_host(gradient), factor)
             return _on_device_of(parameter.array, found)
-        return self._centralize_on_host(parameter.data, gradient, factor)
+        w = parameter.data
+        if beside:
+            w = whole_weight(keeping, w, beside)
+        return self._centralize_on_host(w, gradient, factor)
 
     def _centralize_on_host(self, w: np.ndarray, gradient: Any, factor: float) -> Any:
         # Computed in the type of the arithmetic, so that nothing is rounded twice.

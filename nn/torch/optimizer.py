@@ -171,7 +171,7 @@ class Fused(TableRows, _Base):
             given.append(found)
             self._check_loaded(found)
             if from_masters:
-                check_masters(type(self).__name__, found)
+                check_masters(type(self).__name__, self.param_groups, found)
 
         last = self.register_load_state_dict_pre_hook(look)
         try:

@@ -22,7 +22,7 @@ from ...engine.catch_up import LAST, check_idle
 from ...engine.reader import is_row_sparse
 from .binding import check_parameter
 from .memory import DTYPES, NUMBERS, tensor_of
-from .options import check_rounding, check_rows
+from .options import OWN, check_own, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
 from .state import Making, beside_of, element_state, place_at, place_of, single
@@ -102,6 +102,7 @@ class Declaration(ABC):
         return self._counts_updates or is_counted or group["sparse"] == "catch_up"
 
     def _choice(self, group: Group) -> RuleChoice:
+        check_own(type(self).__name__, {**OWN, **group}, takes_sparse=self._takes_sparse)
         choice = self.method(group).choice(group)
         if choice.sleeps:
             couples = choice.couples and bool(group.get("weight_decay"))

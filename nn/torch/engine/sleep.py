@@ -35,7 +35,7 @@ from ...engine.catch_up import (
 )
 from .declaration import Declaration
 from .memory import DTYPES, array_of, check_there
-from .options import check_group
+from .options import check_group, check_rounding
 from .part import ParameterBatch, RuleChoice, StepInputs, number
 from .state import check_states, place_of
 from .tensors import local
@@ -333,6 +333,8 @@ class Sleeper(Declaration):
             known = {**group, **saved, "params": ()}
             check_group(where, known, takes_sparse=self._takes_sparse)
             check_states(where, saved["params"], states)
+            for k, parameter in enumerate(group["params"]):
+                check_rounding(where, known, self.method(known).rule, f"parameter {k}", parameter)
             for key in saved["params"]:
                 _check_asleep(where, states.get(key, {}))
             self._check_shapes(known, zip(group["params"], saved["params"], strict=False), states)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
-from ....kernels.keeping import COPY, MASTER
+from ....kernels.keeping import COPY, KAHAN, MASTER, MOST_OF_REMAINDER
 from ....kernels.quiet import quiet
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
@@ -68,11 +68,16 @@ def beside_of(
         found = state.get(own.name)
         if found is None:
             made[own.name] = element_state(parameter, own, 0.0, None)
-        elif own.initial == PARAMETER and found.shape == parameter.shape:
-            weight, rounded = parameter.detach(), found.to(parameter.dtype)
+        elif own in (*MASTER.beside, *KAHAN.beside) and found.shape == parameter.shape:
+            weight, anew = parameter.detach(), 0.0 * found
+            rounded = found.to(weight.dtype)
+            if own in KAHAN.beside:
+                rounded = (weight.float() + MOST_OF_REMAINDER * found.float()).to(weight.dtype)
+            else:
+                anew = weight.to(found.dtype)
             is_same = (rounded == weight) | (rounded.isnan() & weight.isnan())
             if not is_same.all():
-                made[own.name] = torch.where(is_same, found, weight.to(found.dtype))
+                made[own.name] = torch.where(is_same, found, anew)
     return made
 
 
@@ -125,15 +130,25 @@ def has_master(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     return group.get("rounding") == MASTER.name and MASTER.name in state
 
 
-def check_masters(where: str, state_dict: Mapping[str, Any]) -> None:
-    """Refuse a state dict in which no weight lies beside a master.
+def check_masters(
+    where: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """Refuse a state dict that has no weights beside masters, or not all masters of a group.
 
     Raises:
         ValueError: it is such a one.
     """
-    states = state_dict["state"]
-    keyed = [(group, key) for group in state_dict["param_groups"] for key in group["params"]]
-    if not any(has_master(group, states.get(key, {})) for group, key in keyed):
+    states, found = state_dict["state"], 0
+    for group, saved in zip(groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(group["params"], saved["params"], strict=False):
+            if saved.get("rounding") != MASTER.name or not states.get(key):
+                continue
+            master, found = states[key].get(MASTER.name), found + 1
+            if getattr(master, "shape", None) != parameter.shape:
+                label, expected = f"the master of parameter {key}", f"{tuple(parameter.shape)}"
+                got = "none" if master is None else tuple(master.shape)
+                reject(ValueError, where, label, "does not fit", expected, got)
+    if not found:
         expected = "weights beside masters"
         reject(ValueError, where, "from_masters", "is impossible", expected, "a state without")
 
