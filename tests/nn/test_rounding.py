@@ -181,6 +181,53 @@ def test_clipping_lars_and_copies(rounding: str) -> None:
     assert_same([p.data for p in params], [q.data.astype(BF16) for q in exact])
 
 
+@EACH_WAY
+@pytest.mark.parametrize("kind", ["dense", "rows", "LARS"])
+def test_what_is_measured_and_decayed_is_the_whole_weight(kind: str, rounding: str) -> None:
+    """Centralized gradients with a decay, and LARS, far from the rounded weight."""
+    x = np.array([[1.0035, 2.003], [-3.007, 0.5]], F32)
+    w, exact = x.astype(BF16), x.copy()
+    group = {"grad_centralization": kind != "LARS", "weight_decay": 1.0}
+    ours, theirs = (
+        nn.SGD([{"params": [p], **group}], 0.1, **more)
+        for p, more in ((w, {"rounding": rounding, "state_dtype": F32}), (exact, {}))
+    )
+    state = ours.state_dict()
+    if rounding == "master":
+        state["master.parameter_0"] = x
+    else:
+        left = x - w.astype(F32)
+        state["remainder.parameter_0"] = left.astype(BF16)
+        exact[...] = w.astype(F32) + state["remainder.parameter_0"].astype(F32)
+    ours.load_state_dict(state)
+    given: Any = np.full((2, 2), 0.25, F32)
+    if kind == "rows":
+        given = nn.RowTensor(np.array([1, 1]), given, (2, 2))
+    for opt in (ours, theirs):
+        (nn.LARS(opt, coefficient=0.01) if kind == "LARS" else opt)((given,))
+    np.testing.assert_allclose(whole(ours)[0], exact, rtol=2**-16 if rounding == "kahan" else 1e-6)
+
+
+def test_a_remainder_of_another_weight_begins_anew() -> None:
+    """One that fits is kept to the last bit, also in the middle between two weights."""
+    w = np.array([1000.0, 3.0, 0.5], BF16)
+    opt = nn.SGD([w], 1.0, rounding="kahan")
+    opt((np.array([1.5, 2.0**-7, 2.0**-10], BF16),))
+    state = opt.state_dict()
+    assert state["remainder.parameter_0"].astype(F32).all()
+    with warnings.catch_warnings(action="error"):
+        opt.load_state_dict(state)
+        opt((np.zeros(3, BF16),))
+    assert_same_bits(opt.state_dict()["remainder.parameter_0"], state["remainder.parameter_0"])
+    w[0] = 0.01
+    opt.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"SGD: remainder\.parameter_0 begins at the weight"):
+        opt((np.zeros(3, BF16),))
+    assert w[0] == BF16.type(0.01)
+    assert opt.state_dict()["remainder.parameter_0"].astype(F32).tolist()[0] == 0.0
+    assert opt.state_dict()["remainder.parameter_0"].astype(F32)[1:].all()
+
+
 # Rounding at random
 
 NUMBERS = {

@@ -374,6 +374,52 @@ def test_masters_that_win() -> None:
     assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
 
 
+def test_a_remainder_of_another_weight_begins_anew() -> None:
+    """One that fits stays."""
+    w = torch.nn.Parameter(torch.tensor([1000.0, 3.0]).bfloat16())
+    optimizer = fused.SGD([w], lr=1.0, rounding="kahan")
+    w.grad = torch.tensor([1.5, 2.0**-7]).bfloat16()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    w.grad.zero_()
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()
+    remainder = optimizer.state[w]["remainder"]
+    assert torch.equal(remainder, saved["state"][0]["remainder"]) and remainder.all()
+    with torch.no_grad():
+        w[0] = 0.01
+    optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="SGD: remainder of parameter 0 begins at the weight"):
+        optimizer.step()
+    assert w[0] == torch.tensor(0.01).bfloat16() and optimizer.state[w]["remainder"][0] == 0.0
+
+
+def test_states_that_do_not_fit_change_nothing() -> None:
+    """Masters for float32 weights, masters of other shapes or only some, for which they win."""
+    parameters = mixed(torch.bfloat16)[:2]
+    optimizer = fused.SGD(parameters, lr=0.1, momentum=0.9, rounding="master")
+    optimizer.step()
+    saved = optimizer.state_dict()
+    plain = fused.SGD(mixed(torch.float32)[:2], lr=0.1, momentum=0.9)
+    plain.step()
+    with refused(ValueError, "rounding='master' does not fit parameter 0", plain):
+        plain.load_state_dict(saved)
+    plain.step()
+    second = saved["state"][1]
+    for wrong in ({**second, "master": torch.zeros(1)}, {"momentum_buffer": torch.zeros(1)}):
+        with refused(ValueError, "the master of parameter 1 does not fit", optimizer):
+            state = {0: saved["state"][0], 1: wrong}
+            optimizer.load_state_dict({**saved, "state": state}, from_masters=True)
+    for seed in (-1, 1.5, "1", None, 2**63):
+        optimizer.param_groups[0]["rounding_seed"] = seed
+        with pytest.raises((TypeError, ValueError), match="SGD: rounding_seed"):
+            optimizer.step()
+    optimizer.param_groups[0].update(rounding_seed=0, rounding="nope")
+    with pytest.raises(ValueError, match="SGD: rounding is unknown"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("rounding", ["Master", "stochastic ", None, 3])
 def test_roundings_that_are_unknown(rounding: Any) -> None:
     with pytest.raises(ValueError, match="SGD: rounding is unknown"):
