@@ -217,9 +217,9 @@ class IdleTable:
         # The first moment of rows that slept longer has faded.
         move = sums[1 + idle.moving] * own.size
         counts = np.abs(move) >= LEAST * self._moved * np.sqrt(sums[1 + idle.root])
-        known = min(step - self._first, SLEEP - 1)
-        every = (np.arange(step - known, step)) % SLEEP
-        recent = known - int(np.argmax(counts[every]))
+        known, end = min(step - self._first, SLEEP - 1), step % SLEEP
+        ordered = counts[end - known : end] if known <= end else np.roll(counts, -end)[-known:]
+        recent = known - int(ordered.argmax())
         oldest = (step - recent) % SLEEP
         parts = [slice(oldest, min(oldest + recent, SLEEP)), slice(max(0, oldest + recent - SLEEP))]
         end, is_steady = step - recent, passed > 0.0 and step - recent >= self._changed - 1
