@@ -110,6 +110,7 @@ class IdleTable:
         steps: float64 ``[SLEEP, 5]``, for a rule with a root: what is left of the weight, of the
             first moment and of the root in step t, size and epsilon, at ``t % SLEEP``.
         closed_from: of rows from before the steps up to this one are taken one by one.
+        changes: whether any step changes more than nothing.
         begun: the step at which it was begun.
     """
 
@@ -138,7 +139,7 @@ class IdleTable:
         self._step = self._first = max(0, step - SLEEP + 1)
         self._fades: tuple[float, float] | None = None
         self._log_epsilon, self._changed = 0.0, 0
-        self.closed_from, self._is_whole = 0, True
+        self.closed_from, self.changes, self._is_whole = 0, False, True
 
     @property
     def is_fresh(self) -> bool:
@@ -168,6 +169,8 @@ class IdleTable:
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         n_states, moving = self.n_states, idle.moving
         weight, ways, pull = sums[0], sums[1 + n_states : -1], sums[-1]
+        is_still = idle.root is None and moving is None and {own.weight, *own.states} <= {1.0}
+        self.changes = self.changes or not is_still
         sums[:, begin] = 0.0
         sums[: 1 + n_states, begin] = 1.0
         if idle.coupled and moving is not None:

@@ -290,8 +290,8 @@ class CatchUp:
 
     @property
     def found_any(self) -> bool:
-        """Whether any row was behind, once the loop has run."""
-        return self._behind[0] != 0
+        """Whether any row was behind and may have changed, once the loop has run."""
+        return self._behind[0] != 0 and self._keep.changes
 
     def release(self) -> None:
         """Give back the borrowed block."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ....kernels.cpu.rows.catch_up import CatchUp
 from ....kernels.cpu.threads.parallel import commit
+from ....kernels.idle_table import SLEEP
 from ....kernels.private import outside_of_graphs, version_of
 from ....kernels.rule import Rule
 from ....kernels.storage import STORAGES, real_of
@@ -335,12 +336,13 @@ class Sleeper(Declaration):
             check_states(where, saved["params"], states)
             for k, parameter in enumerate(group["params"]):
                 check_rounding(where, known, self.method(known).rule, f"parameter {k}", parameter)
-            for key in saved["params"]:
-                _check_asleep(where, states.get(key, {}))
+            rule = self._choice(known).rule
+            for parameter, key in zip(group["params"], saved["params"], strict=False):
+                _check_asleep(where, rule, parameter, states.get(key, {}))
             self._check_shapes(known, zip(group["params"], saved["params"], strict=False), states)
 
 
-def _check_asleep(where: str, state: Mapping[str, Any]) -> None:
+def _check_asleep(where: str, rule: Rule, parameter: Tensor, state: Mapping[str, Any]) -> None:
     """Refuse a saved state of a parameter that does not tell what its rows have missed.
 
     Raises:
@@ -348,6 +350,10 @@ def _check_asleep(where: str, state: Mapping[str, Any]) -> None:
     """
     last, label = state.get(LAST.name), f"state {LAST.name!r}"
     if last is not None:
+        shapes = {LAST.name: tuple(parameter.shape[:1]), SCALARS: (SLEEP, len(rule.hp) + 1)}
+        for name in shapes.keys() & state.keys():
+            if (got := np.shape(state[name])) != shapes[name]:
+                reject(ValueError, where, f"state {name!r}", "has a wrong shape", shapes[name], got)
         step = int(number(state["step"]))
         check_last(where, label, np.asarray(last), step)
         if SCALARS not in state and bool((last < step).any()):

@@ -346,6 +346,34 @@ def test_options_that_change_while_rows_sleep(case: str) -> None:
     assert_same_bits(everything(optimizer), before)
 
 
+def test_steps_that_change_nothing_are_no_change() -> None:
+    """A lookup wakes rows of Adagrad and plain SGD, and autograd sees none of it."""
+    for make in (lambda p: fused.Adagrad(p, 0.1, sparse="catch_up"),
+                 lambda p: fused.SGD(p, 0.1, sparse="catch_up")):  # fmt: skip
+        model = torch.nn.Embedding(N, D, sparse=True)
+        optimizer = make(model.parameters())
+        optimizer.watch(model)
+        train(model, optimizer, range(4))
+        used = (model.weight**2).sum()
+        model(torch.arange(N))
+        assert not optimizer.is_asleep(model.weight)
+        used.backward()
+
+
+@pytest.mark.parametrize("name", ["last_step", "idle_scalars"])
+def test_states_of_other_shapes(name: str) -> None:
+    """One error, and nothing has changed."""
+    (model, _), (optimizer, _) = tables(MAKERS["AdamW"])
+    train(model, optimizer, range(4))
+    state = optimizer.state_dict()
+    wrong = {**state["state"][0], name: state["state"][0][name][:-1].clone()}
+    before = [x.clone() for x in everything(optimizer)]
+    with pytest.raises(ValueError, match=f"state '{name}' has a wrong shape"):
+        optimizer.load_state_dict({**state, "state": {0: wrong}})
+    assert_same_bits(everything(optimizer), before)
+    train(model, optimizer, range(4, 6))
+
+
 def test_two_optimizers_in_turn() -> None:
     """Each raises while rows sleep in the other one."""
     (model, _), (one, _) = tables(MAKERS["AdamW"])
