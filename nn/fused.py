@@ -613,6 +613,8 @@ class FusedOptimizer(TableOptimizer, ABC):
         missing = [name for name in names if name not in given and name in own]
         if missing:
             given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
+        if STOCHASTIC in self.keepings:  # of an optimizer that rounded in another way
+            given.setdefault("rounding_seed", self._seed)
         masters = self._beside(MASTER)
         if from_masters and (missing or not masters):
             wrong, expected = "is impossible", "a state with masters, of weights beside masters"

@@ -208,6 +208,18 @@ def test_what_is_measured_and_decayed_is_the_whole_weight(kind: str, rounding: s
     np.testing.assert_allclose(whole(ours)[0], exact, rtol=2**-16 if rounding == "kahan" else 1e-6)
 
 
+def test_a_state_without_a_seed_keeps_the_own_one() -> None:
+    """Of a run that rounded to the nearest; no warning, since nothing is lost."""
+    before = nn.SGD([np.ones(4, BF16)], 0.1)
+    opt = nn.SGD([np.ones(4, BF16)], 0.1, rounding="stochastic")
+    opt.rounding_seed = 7
+    with warnings.catch_warnings(action="error"):
+        opt.load_state_dict(before.state_dict())
+    assert opt.rounding_seed == 7
+    opt.load_state_dict({**opt.state_dict(), "rounding_seed": np.array([9])})
+    assert opt.rounding_seed == 9
+
+
 def test_a_remainder_of_another_weight_begins_anew() -> None:
     """One that fits is kept to the last bit, also in the middle between two weights."""
     w = np.array([1000.0, 3.0, 0.5], BF16)

@@ -156,7 +156,9 @@ class Record:
         declared = entry.declared[role]
         dtypes = DTYPES if declared.dtype is None else {wide_dtype(declared, parameter.dtype)}
         if found.device != parameter.device or found.dtype not in dtypes:
-            expected, got = parameter.device, f"{found.dtype} on {found.device}"
+            names = ", ".join(map(str, dtypes)) if len(dtypes) == 1 else "a float"
+            expected = f"{names} on {parameter.device}"
+            got = f"{found.dtype} on {found.device}"
             reject(RuntimeError, self._where, label, "is elsewhere or no number", expected, got)
         check_written(self._where, found, label)
         if declared.per == "element":
