@@ -292,7 +292,10 @@ def test_busy_is_a_process_for_each_two_cores(
     with point.company("busy"):
         others = set(me.children()) - before
         assert len(others) == count
-        assert all(other.cpu_times().user > 0 for other in others)
+        until = time.monotonic() + 30.0
+        while any(other.cpu_times().user == 0 for other in others):  # told in hundredths
+            assert time.monotonic() < until
+            time.sleep(0.01)
     assert set(me.children()) == before
     with point.company("loop"):
         assert set(me.children()) == before
