@@ -77,7 +77,7 @@ def whole_weight(keeping: Keeping | None, w: np.ndarray, beside: Sequence[Any]) 
     wide = w.astype(np.result_type(w.dtype, np.float32))
     if keeping is None or keeping.load is None:
         return wide
-    return np.array(keeping.load(wide, *(array.astype(np.float32) for array in beside)))
+    return np.asarray(keeping.load(wide, *(array.astype(np.float32) for array in beside)))
 
 
 @cache

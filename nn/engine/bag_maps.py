@@ -11,7 +11,7 @@ import numpy as np
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.bags.ids import check_features
-from ...ops.runtime.bags.pooling import Pooling
+from ...ops.runtime.bags.pooling import Pooling, padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.id_map import Admissions, IdMap, ids_of_64_bits
 
@@ -64,12 +64,9 @@ class BagMaps:
             reject(
                 ValueError, where, "maps", "do not fit the tables", expected, f"tables {each_table}"
             )
-        each = padding if isinstance(padding, list | tuple) else [padding] * n
-        if len(each) != n:
-            wrong, expected = "has a wrong length", f"{n}, one for each feature"
-            reject(ValueError, where, "padding_idx", wrong, expected, len(each))
+        each = padding_of_features(where, padding, n)
         self._padding = [
-            None if own is None else id_or_none(where, "padding_idx", k)
+            None if own is None or k is None else id_of_64_bits(where, k)
             for own, k in zip(maps, each, strict=True)
         ]
         self.padding = [None if own is not None else k for own, k in zip(maps, each, strict=True)]
@@ -127,21 +124,15 @@ class BagMaps:
         return found[0].reshape(given[0].shape) if len(found) == 1 else np.concatenate(found), kept
 
 
-def id_or_none(where: str, name: str, given: Any) -> int | None:
-    """An id as an int64, the bits of unsigned ones as they are.
+def id_of_64_bits(where: str, padding: int) -> int:
+    """An id that is ignored as an int64, the bits of unsigned ones as they are.
 
     Raises:
-        TypeError: it is neither an int nor None.
         ValueError: it has more than 64 bits.
     """
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, int | np.integer):
-        got = type(given).__name__
-        reject(TypeError, where, name, "has a wrong type", "an int or None", got)
-    found = int(given)
-    check.in_range(where, name, found, -(1 << 63) <= found < 1 << 64, "of 64 bits")
-    return found - (1 << 64) if found >> 63 > 0 else found
+    is_one = -(1 << 63) <= padding < 1 << 64
+    check.in_range(where, "padding_idx", padding, is_one, "of 64 bits")
+    return padding - (1 << 64) if padding >> 63 > 0 else padding
 
 
 def rows_but(

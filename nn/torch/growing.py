@@ -16,12 +16,13 @@ from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.private import backward_of_now, outside_of_graphs, parts_of
 from ...ops.runtime import check
+from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.id_map import Admissions, IdMap
 from ..distributed.agreement import jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
-from ..engine.bag_maps import FoundRows, id_or_none, rows_but
+from ..engine.bag_maps import FoundRows, id_of_64_bits, rows_but
 from ..engine.row_reset import UniformRows, grown, more_rows, reset
 from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
@@ -107,7 +108,9 @@ class GrowingEmbedding(nn.Embedding):
             reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
         table = tensor_of(allocation.zeros((ids.capacity, embedding_dim), DTYPES[dtype]))
         super().__init__(ids.capacity, embedding_dim, sparse=True, _weight=table)
-        self.ids, self.padding_idx = ids, id_or_none(_WHERE, "padding_idx", padding_idx)
+        (padding,) = padding_of_features(_WHERE, [padding_idx], 1)
+        self.padding_idx = None if padding is None else id_of_64_bits(_WHERE, padding)
+        self.ids = ids
         self._is_next, self._n_taken = True, -1
         bound = 1.0 / math.sqrt(embedding_dim)
         self.initial = UniformRows(bound, seed) if initial is None else initial

@@ -105,11 +105,6 @@ def fits_order(tensor: Tensor, order: Sequence[int]) -> bool:
     return is_as_it_lies(tensor) and bool(tensor.permute(tuple(order)).is_contiguous())
 
 
-def flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """The elements of a tensor of this order of dimensions, as they lie in memory."""
-    return tensor.detach().permute(tuple(order))
-
-
 def in_memory(tensor: Tensor, where: str = _WHERE, name: str = "a tensor") -> Tensor:
     """A contiguous tensor whose numbers are those that lie there: this one, or a copy.
 

@@ -38,7 +38,7 @@ from .declaration import Declaration
 from .memory import DTYPES, array_of, check_there
 from .options import check_group, check_rounding
 from .part import ParameterBatch, RuleChoice, StepInputs, number
-from .state import check_states, place_of
+from .state import check_states, group_of, place_of
 from .tensors import local
 from .threads import as_torch
 
@@ -159,8 +159,7 @@ class Sleeper(Declaration):
         if known is not None:
             choice, rule, _ = known
         else:
-            groups = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
-            choice = self._choice(next(groups))
+            choice = self._choice(group_of(self.param_groups, parameter))
             if parameter in self._copies:
                 choice = choice.with_copy()
             rule = choice.rule
@@ -178,11 +177,10 @@ class Sleeper(Declaration):
             if isinstance(tensor, Tensor):
                 check_there(where, "a table or its state", tensor)
         places = [tensor.data_ptr() for tensor in tensors]
-        known, other = self._tables.get(parameter), sleeper_of(parameter)
-        if other is not None and other is not self:
-            self._check_other(parameter, "a table")
-            self._look_after(parameter)
+        known = self._tables.get(parameter)
+        self._check_other(parameter, "a table")
         if known is not None and known[1] is rule and known[2].is_at(places, last, len(parameter)):
+            self._look_after(parameter)
             return known[2].table._replace(now=now)
         has_moved = known is not None and known[2].table.places.addresses[0] != places[0]
         if has_moved and not may_move and self.is_asleep(parameter):
@@ -334,8 +332,9 @@ class Sleeper(Declaration):
             known = {**group, **saved, "params": ()}
             check_group(where, known, takes_sparse=self._takes_sparse)
             check_states(where, saved["params"], states)
+            method = self.method(known)
             for k, parameter in enumerate(group["params"]):
-                check_rounding(where, known, self.method(known).rule, f"parameter {k}", parameter)
+                check_rounding(where, known, method.rule, f"parameter {k}", parameter)
             rule = self._choice(known).rule
             for parameter, key in zip(group["params"], saved["params"], strict=False):
                 _check_asleep(where, rule, parameter, states.get(key, {}))

@@ -69,7 +69,7 @@ def beside_of(
         if found is None:
             made[own.name] = element_state(parameter, own, 0.0, None)
         elif own in (*MASTER.beside, *KAHAN.beside) and found.shape == parameter.shape:
-            weight, anew = parameter.detach(), 0.0 * found
+            weight, anew = parameter.detach(), torch.zeros_like(found)
             rounded = found.to(weight.dtype)
             if own in KAHAN.beside:
                 rounded = (weight.float() + MOST_OF_REMAINDER * found.float()).to(weight.dtype)
@@ -181,6 +181,11 @@ def place_of(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> int | No
     """The number of a parameter among those of all groups; None where it is none of them."""
     every = [*map(id, chain.from_iterable(group["params"] for group in groups))]
     return every.index(id(parameter)) if id(parameter) in every else None
+
+
+def group_of(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> Any:
+    """The group of a parameter; None where it is in none of them."""
+    return next((own for own in groups if place_of([own], parameter) is not None), None)
 
 
 def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:

@@ -19,7 +19,7 @@ from ...engine.row_reset import RowState, copied, grown, more_rows, reset
 from .memory import array_of, tensor_of
 from .part import number
 from .sleep import Sleeper
-from .state import place_of
+from .state import group_of, place_of
 from .tensors import local
 from .threads import as_torch
 
@@ -126,14 +126,13 @@ class TableRows(Sleeper):
 
     def _rows_of(self, where: str, parameter: Tensor) -> tuple[Any, dict[str, RowState]]:
         """The array of a table, and the states that have something for each row."""
-        groups = [g for g in self.param_groups if place_of([g], parameter) is not None]
-        if not groups:
+        group, state = group_of(self.param_groups, parameter), self.state.get(parameter, {})
+        if group is None:
             reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
         is_here = local(parameter) is parameter and not parameter.is_cuda and parameter.dim()
         if not is_here or not parameter.is_contiguous():
             expected = "a contiguous table of one process on the host"
             reject(RuntimeError, where, "parameter", "does not fit", expected, "another")
-        (group,), state = groups, self.state.get(parameter, {})
         choice = self._choice(group)
         named = dict(zip(choice.states, choice.rule.states, strict=True))
         found = {}

@@ -114,22 +114,26 @@ class Pooling:
         return kernels.Feature.of(table, w, pool, -1 if padding is None else padding, *places)
 
     def _padding(self, given: Any) -> list[int | None]:
-        where, n = self.where, len(self.of)
-        each = given if isinstance(given, list | tuple) else [given] * n
-        if len(each) != n:
-            wrong, expected = "has a wrong length", f"{n}, one for each feature"
-            reject(ValueError, where, "padding_idx", wrong, expected, len(each))
+        each = padding_of_features(self.where, given, len(self.of))
         for f, own in enumerate(each):
             rows = len(self.arrays[self.of[f]])
-            if own is None:
-                continue
-            if isinstance(own, bool) or not isinstance(own, int | np.integer):
-                got = type(own).__name__
-                reject(TypeError, where, "padding_idx", "has a wrong type", "an int or None", got)
-            if not 0 <= own < rows:
+            if own is not None and not 0 <= own < rows:
                 name = f"padding_idx of feature {f}"
-                reject(ValueError, where, name, "is out of range", f"0 <= id < {rows}", own)
-        return [None if own is None else int(own) for own in each]
+                reject(ValueError, self.where, name, "is out of range", f"0 <= id < {rows}", own)
+        return each
+
+
+def padding_of_features(where: str, given: Any, n: int) -> list[int | None]:
+    """The id of each of ``n`` features that is ignored, from one for all or a list; None: none."""
+    each = given if isinstance(given, list | tuple) else [given] * n
+    if len(each) != n:
+        wrong, expected = "has a wrong length", f"{n}, one for each feature"
+        reject(ValueError, where, "padding_idx", wrong, expected, len(each))
+    for own in each:
+        if isinstance(own, bool) or not isinstance(own, int | np.integer | None):
+            got = type(own).__name__
+            reject(TypeError, where, "padding_idx", "has a wrong type", "an int or None", got)
+    return [None if own is None else int(own) for own in each]
 
 
 def tables_of_features(where: str, features: Any, n: int) -> list[int]:
