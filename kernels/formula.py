@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from ctypes import c_float
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
-# Powers of the last updates and their rounded bases, by type, beta and update: the next one is one
-# multiplication.
-_powers: dict[tuple[Any, float, int], tuple[float, float]] = {}
-_KEPT_POWERS = 1024
-
-
 Numbers = tuple[float, ...]
+
+# Powers of the last updates and their rounded bases, by type, bases and update: the next ones are a
+# multiplication each.
+_powers: dict[tuple[Any, Numbers, int], tuple[Numbers, Numbers]] = {}
+_KEPT_POWERS = 1024
 
 
 def to_float32(x: float) -> float:
@@ -27,6 +28,9 @@ def to_float32(x: float) -> float:
 # float64.
 ROUNDING: dict[Any, Callable[[float], float]] = {np.float32: to_float32, np.float64: float}
 """By type of the arithmetic, what rounds a number to it on the host."""
+# An ``array`` rounds all of its numbers in one call, as C does, and warns of no overflow.
+TYPECODES: dict[Any, str] = {np.float32: "f", np.float64: "d"}
+"""By type of the arithmetic, the typecode of an ``array`` that rounds numbers to it."""
 
 
 class Formula(NamedTuple):
@@ -39,34 +43,33 @@ class Formula(NamedTuple):
 
     function: Callable[..., Any]
     constants: Numbers = ()  # what stays the same from step to step
-    bases: Numbers = ()  # numbers whose running powers (`running_power`) the function takes
+    bases: Numbers = ()  # numbers whose running powers (`running_powers`) the function takes
 
     def at(self, real: Any, lr: float, decay: float, step: int) -> Any:
         """The scalars at update ``step`` = 1, 2, ... in NumPy's type ``real`` of the arithmetic."""
-        powers = self.bases and tuple([running_power(real, base, step) for base in self.bases])
+        powers = self.bases and running_powers(real, self.bases, step)
         return self.function(ROUNDING[real], lr, decay, step, self.constants, powers)
 
 
-def running_power(real: Any, beta: float, step: int) -> float:
-    """``beta**step`` as MindSpore keeps it: a product rounded after every update.
+def running_powers(real: Any, bases: Numbers, step: int) -> Numbers:
+    """``base**step`` of each base as MindSpore keeps it: a product rounded after every update.
 
     The rounding shows: at the third update of Adam ``1 - beta2**t`` is about 0.003, and the error
     of a float32 product in it is a hundred times that of the power.
     """
-    known = _powers.get((real, beta, step - 1))
-    rounded = ROUNDING[real]
+    known = _powers.get((real, bases, step - 1))
     if known is None:
-        base = rounded(beta)
-        power = float(_product(real(base), step))
+        rounded = tuple(map(ROUNDING[real], bases))
+        powers = tuple([float(_product(real(base), step)) for base in rounded])
     else:
-        power, base = known
-        power = rounded(power * base)
+        powers, rounded = known
+        powers = tuple(array(TYPECODES[real], map(mul, powers, rounded)))
     # All at once: what is gone is computed anew, multiplication by multiplication, to the same
     # bits.
     if len(_powers) >= _KEPT_POWERS:
         _powers.clear()
-    _powers[real, beta, step] = power, base
-    return power
+    _powers[real, bases, step] = powers, rounded
+    return powers
 
 
 def _product(beta: Any, count: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.formula import Formula, running_power
+from ..kernels.formula import Formula, running_powers
 from ..kernels.rule import Rule
 from ..kernels.rules import adam as rules
 from ..ops.runtime import check
@@ -26,9 +26,10 @@ def _formula_of(beta1: float, beta2: float, eps: float, eps_hat: bool) -> Formul
 
 def _powers(shape: tuple[int, ...], step: int, **betas: float) -> dict[str, np.ndarray]:
     """The running powers as MindSpore keeps them, by the names of its parameters."""
+    powers = running_powers(np.float32, tuple(betas.values()), step)
     return {
-        f"{name}_power": np.full(shape, running_power(np.float32, beta, step), np.float32)
-        for name, beta in betas.items()
+        f"{name}_power": np.full(shape, power, np.float32)
+        for name, power in zip(betas, powers, strict=True)
     }
 
 

@@ -135,6 +135,8 @@ class FusedOptimizer(TableOptimizer, ABC):
     _group_keys = FUSED_KEYS
     _rate_lag = 0  # a step uses the learning rate of so many steps before
     _stays_on_host = False  # whether `target` cannot be changed
+    # What refuses learning rates out of the range of a subclass, before every step.
+    _check_used_rates: Callable[[Sequence[float]], None] | None = None
     # What errors about row-sparse gradients say of expected and got.
     _rows_need: tuple[str, str | None] = (
         "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
@@ -252,9 +254,6 @@ class FusedOptimizer(TableOptimizer, ABC):
             draws = partial(_drawn, self._seed, keys)
         return Method(self._rule, self.formula(), draws=draws)
 
-    def _check_used_rates(self, rates: Sequence[float]) -> None:
-        """Refuse learning rates out of the range of a subclass; called before every step."""
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; since it may be an option, the next step asks `formula` anew.
 
@@ -371,7 +370,8 @@ class FusedOptimizer(TableOptimizer, ABC):
         if rate_step < step:
             classes.rates.at(step)  # raises if a list has no value for this step
         rates, decays = classes.at(rate_step, step)
-        self._check_used_rates(rates)
+        if self._check_used_rates is not None:
+            self._check_used_rates(rates)
         given = self._reader.read_like_last(gradients) or self._reader.read(
             gradients, lambda i: conditioning.centralized_with(i, decays[classes.of[i]])
         )

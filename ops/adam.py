@@ -33,8 +33,9 @@ class Corrected(NamedTuple):
     def hp(self, where: str, variables: Named) -> Numbers:
         """The scalars of a rule for these variables."""
         power, real = self.beta2_power, ROUNDINGS[variables["m"].dtype]
-        check.in_range(where, "beta2_power", power, power <= 1.0, "at most 1")
-        found = rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], self[:2])
+        if power > 1.0:
+            check.in_range(where, "beta2_power", power, False, "at most 1")
+        found = rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], (*map(real, self[:2]),))
         check.epsilon(where, "epsilon", self.epsilon, found[-1])
         return found
 

@@ -17,7 +17,7 @@ from .runtime import check
 from .runtime.arrays import adopt_anywhere
 from .runtime.device import DeviceArray, alike_on_device, device_of
 from .runtime.errors import RejectedValueError, reject, reject_unknown
-from .runtime.row_step import RowGradient, RowUpdate, row_table, table_step
+from .runtime.row_step import RowGradient, RowUpdate, check_keys, row_table, table_step
 from .runtime.step import tensor_step
 
 Named = dict[str, Any]
@@ -131,7 +131,9 @@ class RowPrimitive(Primitive):
         s = STORAGES[w.dtype]
         compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
         row = np.array([hp], compiled.real.dtype)
-        tables = [row_table(own, w.shape, source, address_of(row))]
+        place = address_of(row)
+        check_keys(self.name, [(w.shape[0], len(index))])
+        tables = [row_table(own, w.shape, source, place)]
         rows = RowGradient(index, values, source)
         use = self._touched_only, self.out_of_range == "drop"
         return RowUpdate([self.name], compiled, tables, [rows], row, [0], *use)

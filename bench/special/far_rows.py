@@ -63,7 +63,7 @@ def lazy_adam() -> tuple[Any, Any]:
     """The kernel of Adam in float32, and the scalars of its first update."""
     *powers, lr, beta1, beta2, epsilon = SCALARS.values()
     constants = beta1, beta2, epsilon
-    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
+    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, (*map(np.float32, powers),))
     return kernel(adam.ADAM, (), F32, F32, (F32, F32)), numbers
 
 

@@ -98,27 +98,27 @@ def adam_scalars(
 ) -> Numbers:
     """Round the hyper-parameters as MindSpore does.
 
-    Every argument is rounded to ``real`` and ``1 - beta`` is taken after that rounding. The step
-    size is computed in float64 from the rounded arguments and rounded once. Where the first power
-    is 1 it is infinite (or NaN where its numerator is 0), as in the original.
+    Every argument is rounded to ``real``, the powers by whoever gives them, and ``1 - beta`` is
+    taken after that rounding. The step size is computed in float64 from the rounded arguments and
+    rounded once. Where the first power is 1 it is infinite (or NaN where its numerator is 0), as in
+    the original.
     """
-    beta1, beta2, epsilon = constants
     beta1_power, beta2_power = powers
-    numerator = float(real(lr)) * math.sqrt(1.0 - float(real(beta2_power)))
-    correction = 1.0 - float(real(beta1_power))
+    numerator = float(real(lr)) * math.sqrt(1.0 - float(beta2_power))
+    correction = 1.0 - float(beta1_power)
     # Python raises where C divides by 0, so the infinity (or the NaN that 0 / 0 is) is made by a
     # product.
     step_size = numerator / correction if correction != 0.0 else numerator * math.inf
-    return _complement(real, beta1), _complement(real, beta2), real(step_size), real(epsilon)
+    *complements, epsilon = _constants(real, *constants)
+    return (*complements, real(step_size), epsilon)
 
 
 def adam_weight_decay_scalars(
     real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
     """The scalars of Adam without bias correction."""
-    beta1, beta2, epsilon = constants
-    complements = _complement(real, beta1), _complement(real, beta2)
-    return (*complements, real(lr), real(epsilon), real(decay))
+    *complements, epsilon = _constants(real, *constants)
+    return (*complements, real(lr), epsilon, real(decay))
 
 
 def usual_adam_scalars(
@@ -152,9 +152,9 @@ def adamax_scalars(
 ) -> Numbers:
     """The scalars of AdaMax, whose second moment, a maximum, needs no correction."""
     beta1, beta2, epsilon = constants
-    step_size = float(real(lr)) / (1.0 - float(real(powers[0])))
-    betas = real(beta1), _complement(real, beta1), real(beta2)
-    return (*betas, real(step_size), real(epsilon))
+    step_size = float(real(lr)) / (1.0 - float(powers[0]))
+    complement, _, epsilon = _constants(real, beta1, beta2, epsilon)
+    return real(beta1), complement, real(beta2), real(step_size), epsilon
 
 
 def adan_scalars(
@@ -170,10 +170,11 @@ def adan_scalars(
     return (real(beta2), *complements, *step_scalars, real(epsilon), shrink, later)
 
 
-# The betas are the same in every step, and NumPy takes longer to round one than to look it up.
+# The constants are the same in every step, and to round them takes longer than to look them up.
 @lru_cache(maxsize=256)
-def _complement(real: Any, beta: float) -> Any:
-    return real(1.0) - real(beta)
+def _constants(real: Any, beta1: float, beta2: float, epsilon: float) -> tuple[Any, Any, Any]:
+    """Both ``1 - beta``, and epsilon."""
+    return real(1.0) - real(beta1), real(1.0) - real(beta2), real(epsilon)
 
 
 def by_row_scalars(
@@ -181,8 +182,8 @@ def by_row_scalars(
 ) -> Numbers:
     """The scalars of Adam whose bias is corrected by the count of each row."""
     beta1, beta2, epsilon, usual = constants
-    complements = _complement(real, beta1), _complement(real, beta2)
-    return (*complements, real(lr), real(epsilon), real(usual))
+    *complements, epsilon = _constants(real, beta1, beta2, epsilon)
+    return (*complements, real(lr), epsilon, real(usual))
 
 
 def corrections(updates: Any, one_minus_beta1: Any, one_minus_beta2: Any) -> Any:

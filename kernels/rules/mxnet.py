@@ -17,13 +17,14 @@ on the way (`keeping.MASTER`).
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ..formula import ROUNDING, Numbers, to_float32
+from ..formula import ROUNDING, TYPECODES, Numbers, to_float32
 from ..rule import Prologue, Rule, product, rule_helper
 from .gradient import CLIP, COUPLED_DECAY, SCALE
 
@@ -121,9 +122,9 @@ def rounding(real: Any, *, composed: bool) -> Callable[[float], float]:
 def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed: bool) -> Numbers:
     """The scalars of Adam or AdamW; ``others``: the corrected rate, epsilon and AdamW's decay."""
     if not composed:
-        beta1, beta2 = to_float32(beta1), to_float32(beta2)
-    betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
-    return (*betas, *map(rounding(real, composed=composed), others))
+        beta1, beta2, *others = array("f", (beta1, beta2, *others))
+    betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
+    return tuple(array(TYPECODES[real], (*betas, *others)))
 
 
 MOMENTS = ("mean", "var")

@@ -14,7 +14,6 @@ from ...ops.runtime.row_step import (
     RowUpdate,
     Update,
     bad_index_error,
-    check_keys,
 )  # fmt: skip
 from .host import Host
 from .layout import Batch
@@ -60,9 +59,6 @@ def launch_updates(
 
     They write nothing if an index turns out to be out of range; ``undo`` is called then. ``arrays``
     are all of the step; a parameter first, which decides the stream.
-
-    Raises:
-        ValueError: the tables of an update have too many rows for its sort keys.
     """
     lists: list[IndexList] = []
     rows: list[tuple[RowUpdate, int]] = []
@@ -71,7 +67,6 @@ def launch_updates(
     for update in updates:
         each.append((update, base))
         if isinstance(update, RowUpdate):
-            check_keys(update.where[0], update.sizes)
             rows.append((update, base))
             lists += (own := update.lists)
             base += sum(indices.length for indices in own)

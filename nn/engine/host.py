@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.measured_step import measured_step, measured_together
-from .layout import Layout
+from .layout import KernelCall, Layout
 from .plan import Counts, Method, Plan
 
 
@@ -74,28 +74,29 @@ def _release_locks() -> None:
         host._lock = threading.RLock()
 
 
-def prepared(update: Any, method: Method) -> Prepared:
-    """An update that is ready for `commit`; what its rule measures is measured here."""
-    if method.rule.is_two_stage:
-        return measured_step(update, [dict(method.constants)] * len(update.gradients))
-    step: Prepared = update.prepared()
-    return step
+def prepared(calls: Sequence[KernelCall], method: Method) -> list[Prepared]:
+    """The updates of calls, ready for `commit`; what their rule measures is measured here."""
+    if not method.rule.is_two_stage:
+        return [call.update.prepared() for call in calls]
+    updates: list[Any] = [call.update for call in calls]  # all dense
+    known = dict(method.constants)
+    return [measured_step(update, [known] * len(update.gradients)) for update in updates]
 
 
 def _write(plan: Plan, count: Count) -> None:
     if plan.conditioning.is_measured:
         plan.conditioning.measure(plan.calls)
-    method, updates = plan.method, [call.update for call in plan.calls]
+    method, calls = plan.method, plan.calls
     if method.rule.scope != "step":
-        ready = [prepared(own, method) for own in updates]
+        ready = prepared(calls, method)
         commit([*plan.behind, *ready] if plan.behind else ready, count)
         return
-    if not updates:  # no tensor has a gradient
+    if not calls:  # no tensor has a gradient
         return
     constants = {**dict(method.constants), **{k: x.item() for k, x in method.numbers.items()}}
     # All dense: of row-sparse gradients no such sums are taken.
-    dense: list[Any] = updates
-    found = measured_together(dense, [call.batch.positions for call in plan.calls], constants)
+    dense: list[Any] = [call.update for call in calls]
+    found = measured_together(dense, [call.batch.positions for call in calls], constants)
     # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
     # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:

@@ -52,7 +52,7 @@ class Offload:
 def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
     """The row-sparse gradients of a batch with their indices on the host, checked."""
     rows = []
-    for row in plan.given.rows_of(batch) if batch.row_sparse else ():
+    for row in plan.given.of(batch) if batch.row_sparse else ():
         if row.rows is not None:
             wrong, expected = "is that of pooled rows on a device", "a RowTensor, or states there"
             reject(RuntimeError, batch.labels[0], "a gradient", wrong, expected, "a BagTensor")
@@ -124,10 +124,11 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
         hp, touched_only = call.update.hp[np.asarray(call.update.hp_of)[chosen]], plan.touched_only
         given = rule, kernel.prologue, gradients, hp, np.arange(len(chosen))
         update = own_batch.update(*given, touched_only=touched_only)
+        own = KernelCall(own_batch, update)
         if is_measured:
-            own = KernelCall(own_batch, update, call.rates[chosen], call.decays[chosen])
+            own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen])
             plan.conditioning.measure([own])
-        commit([prepared(update, plan.method)])
+        commit(prepared([own], plan.method))
 
     pieces = [[piece for part in chunk for piece in _pieces(call, rows, part)] for chunk in chunks]
     cuda.device.staging.staging().run(pieces, work, stream)

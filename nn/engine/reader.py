@@ -52,19 +52,15 @@ class Gradients(NamedTuple):
 
     def of(self, batch: Batch) -> Any:
         """The gradients of a batch: addresses of dense gradients, or row-sparse gradients."""
-        if batch.row_sparse:
-            return self.rows_of(batch)
-        return self.addresses if batch.is_all else self.addresses[batch.places]
+        if not batch.row_sparse:
+            return self.addresses if batch.is_all else self.addresses[batch.places]
+        is_only = self.layout.n_row_batches == 1
+        return self.rows if is_only else [self.rows[k] for k in batch.places]
 
     @property
     def by_batch(self) -> list[tuple[Batch, Any]]:
         """The batches with their gradients."""
         return [(batch, self.of(batch)) for batch in self.layout.batches]
-
-    def rows_of(self, batch: Batch) -> list[RowGradient]:
-        """The row-sparse gradients of a batch."""
-        is_only = self.layout.n_row_batches == 1
-        return self.rows if is_only else [self.rows[k] for k in batch.places]
 
 
 class _RowLook(NamedTuple):
@@ -190,17 +186,14 @@ class GradientReader:
             return None
         if not last.row_arrays:
             return Gradients(last, addresses, [], arrays)
-        found = addresses.tolist()
-        rows: list[Any] = [
-            None
-            if k < 0
-            else RowGradient(
-                arrays[k],
-                arrays[k + 1],
-                RowSource(found[k], arrays[k].itemsize, len(arrays[k]), found[k + 1]),
-            )
-            for k in last.row_arrays
-        ]
+        found, rows = addresses.tolist(), list[Any]()
+        for k in last.row_arrays:
+            if k < 0:
+                rows.append(None)
+                continue
+            indices, values = arrays[k : k + 2]
+            source = RowSource(found[k], indices.itemsize, len(indices), found[k + 1])
+            rows.append(RowGradient(indices, values, source))
         if last.has_pooled:
             pooled = [gradient.gradient for gradient in gradients if type(gradient) is BagTensor]
             if last.shares_memory({span for g in pooled for span in g.spans}):
@@ -333,7 +326,7 @@ class GradientReader:
         """
         for batch in given.layout.batches:
             if batch.row_sparse:
-                check_rows(batch, given.rows_of(batch))
+                check_rows(batch, given.of(batch))
 
     def _read_each(
         self, gradients: tuple[Any, ...], added: Callable[[int], float]
@@ -409,14 +402,14 @@ class GradientReader:
         beside = self._states[i][-len(keeping.beside) :] if keeping and keeping.beside else ()
         if parameter.is_on_device:  # computed on the host, which waits
             w = whole_weight(keeping, parameter.asnumpy(), [x.numpy() for x in beside])
-            found = self._centralize_on_host(w, _on_host(gradient), factor)
+            found = self._centralize_on_host(i, w, _on_host(gradient), factor)
             return _on_device_of(parameter.array, found)
         w = parameter.data
         if beside:
             w = whole_weight(keeping, w, beside)
-        return self._centralize_on_host(w, gradient, factor)
+        return self._centralize_on_host(i, w, gradient, factor)
 
-    def _centralize_on_host(self, w: np.ndarray, gradient: Any, factor: float) -> Any:
+    def _centralize_on_host(self, i: int, w: np.ndarray, gradient: Any, factor: float) -> Any:
         # Computed in the type of the arithmetic, so that nothing is rounded twice.
         real = real_type(w.dtype)
         if not isinstance(gradient, RowGradient):
@@ -424,6 +417,9 @@ class GradientReader:
             return np.ascontiguousarray(
                 whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
             )
+        if factor:  # the rows are looked up
+            label = f"{self._where}: gradient of {self._parameters[i].name!r}"
+            check.indices_in_range(label, gradient.indices, len(w))
         values = gradient.values.astype(real, copy=False)
         positions, n = gradient.positions, gradient.source.whole_length
         rows = RowTensor(gradient.indices, values, w.shape, positions=positions, batch_length=n)

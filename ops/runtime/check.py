@@ -20,6 +20,8 @@ from .errors import ConversionError, message, reject
 FLOATS = tuple(STORAGES)
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
+# Kinds that are numbers as they are. (A long double is none: its rounding would be a loss.)
+_NUMBERS = {int, float, *(np.dtype(code).type for code in "bBhHiIlLqQefd")}
 LARGEST = float(np.finfo(np.float32).max)
 """The largest float32, as a float, so that numbers are not rounded before they are compared."""
 
@@ -74,7 +76,7 @@ def epsilon(where: str, name: str, value: float, used: float) -> None:
 
 def number(where: str, name: str, value: Any) -> float:
     """Return any number, NaN and infinities included, from the kinds that `scalar` takes."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if type(value) in _NUMBERS or (isinstance(value, int | float) and not isinstance(value, bool)):
         try:
             return float(value)
         except OverflowError:

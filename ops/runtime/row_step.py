@@ -122,11 +122,19 @@ class RowUpdate(NamedTuple):
         """The update of variables by a rule behind a prologue; ``rest`` is from ``hp`` on.
 
         ``g`` is the storage of the gradients' values.
+
+        Raises:
+            ValueError: there are too many rows for sort keys.
         """
         hp, hp_of, *_ = rest
-        base = headers.address_of(hp)
+        base, (stride, _) = headers.address_of(hp), hp.strides
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
-        tables = row_tables(variables, gradients, [base + k * hp.strides[0] for k in hp_of])
+        each = [*zip(variables.rows, gradients, hp_of, strict=True)]
+        check_keys(where[0], [(rows, own.source.length) for (_, rows, _), own, _ in each])
+        tables = [
+            RowTable(addresses, base + k * stride, rows, width, gradient.source)
+            for (addresses, rows, width), gradient, k in each
+        ]
         return cls(where, compiled, tables, gradients, *rest)
 
     @property
@@ -136,23 +144,13 @@ class RowUpdate(NamedTuple):
         return [IndexList(label, table.length, table.rows) for label, table in labelled]
 
     @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """The rows and the occurrences of each table."""
-        return [(table.rows, table.source.length) for table in self.tables]
-
-    @property
     def error(self) -> BadIndex | None:
-        """The maker of the error of the step on a device; None where there is none.
-
-        Too many rows for the sort keys are an error already.
-        """
-        check_keys(self.where[0], self.sizes)
+        """The maker of the error of the step on a device; None where there is none."""
         return None if self.drop else bad_index_error(self.lists)
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error."""
-        where, compiled, tables, gradients, *_, touched_only, drop = self
-        check_keys(where[0], self.sizes)
+        _, compiled, tables, gradients, *_, touched_only, drop = self
         step = RowStep(compiled, tables, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
@@ -206,15 +204,6 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
             commit(step)
     else:
         commit(step)
-
-
-def row_tables(
-    variables: Variables, gradients: Sequence[RowGradient], hp: Sequence[int] | None = None
-) -> list[RowTable]:
-    """T tables with a gradient each, as the kernels take them; ``hp`` as `row_table`."""
-    addresses, hp = variables.table.addresses.tolist(), hp or [0] * len(gradients)
-    each = zip(addresses, variables.tensors, gradients, hp, strict=True)
-    return [row_table(at, arrays[0].shape, g.source, scalars) for at, arrays, g, scalars in each]
 
 
 def row_table(

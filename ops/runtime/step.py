@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,8 +61,9 @@ class Variables:
         self._forget_places()
 
     def _forget_places(self) -> None:
-        # `matrices` has addresses of its own; `steps` read those of this table in each call.
+        # These have addresses of their own; `steps` read those of `table` in each call.
         vars(self).pop("matrices", None)
+        vars(self).pop("rows", None)
 
     @property
     def real(self) -> Storage:
@@ -73,6 +75,13 @@ class Variables:
         """The tensors as matrices."""
         pairs = zip(self.tensors, self.table.addresses.tolist(), strict=True)
         return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in pairs]
+
+    @lazy
+    def rows(self) -> list[tuple[tuple[int, ...], int, int]]:
+        """For row-sparse steps: the addresses of each tensor with its states, rows and width."""
+        shapes = [arrays[0].shape for arrays in self.tensors]
+        pairs = zip(self.table.addresses.tolist(), shapes, strict=True)
+        return [(tuple(own), shape[0], math.prod(shape[1:])) for own, shape in pairs]
 
     @lazy
     def matrices(self) -> MatrixTable:

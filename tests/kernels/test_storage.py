@@ -189,7 +189,7 @@ class Guarded:
 def adam_scalars(real: Any) -> tuple[Any, ...]:
     """The library's."""
     lr, *constants = HYPER.values()
-    return rules.adam_scalars(real, lr, 0.0, 1, tuple(constants), tuple(POWERS.values()))
+    return rules.adam_scalars(real, lr, 0.0, 1, tuple(constants), (*map(real, POWERS.values()),))
 
 
 def step(

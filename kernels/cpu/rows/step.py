@@ -70,9 +70,9 @@ class _Sizes(NamedTuple):
     ranges: tuple[tuple[int, int], ...]  # of each table: the length of a range, and their number
     sweep: tuple[tuple[int, int], ...]  # of each table: its first part, and rows of a part
     arguments: tuple[int, ...]  # the first fields of `RowCall`
-    places: tuple[int, ...]  # word at which each section behind `RowCall` begins
+    places: tuple[int, ...]  # byte at which each section behind `RowCall` begins
     words: int
-    loops: tuple[tuple[int, int, int], ...]  # of the grouping: address, number of parts, threads
+    loops: tuple[int, ...]  # of the grouping: the words of each `Loop`, with 0 for its arguments
     n_parts: int  # of the update
     told: tuple[int, ...]  # the last fields of `RowCall`, which loops fill in
     carries: bool  # whether keys contain the numbers of gradient rows
@@ -131,6 +131,7 @@ def _sizes_of(
         hot_elements * real_bytes // 8 + 1,
     )
     ends = tuple(accumulate(map(_whole_lines, sizes)))
+    places = tuple(8 * end for end in ends[:-1])
     position_bits = max(1, (n - 1).bit_length())
     # If a key contains the number of its gradient row, the list of these numbers is read once, in
     # order. Otherwise it is read in the order of sorted keys, before the row can be fetched.
@@ -145,14 +146,12 @@ def _sizes_of(
     told = list(_UNKNOWN)
     told[_FIELD["n_parts"] - _FIELD["bad_position"]] = n_parts
     return _Sizes(
-        n, sort_parts, threads, ranges, tuple(sweep), arguments, ends[:-1], ends[-1], loops,
-        n_parts, tuple(told), carried_bits > 0,
+        n, sort_parts, threads, ranges, tuple(sweep), arguments, places, ends[-1], loops, n_parts,
+        tuple(told), carried_bits > 0,
     )  # fmt: skip
 
 
-def _grouping(
-    parts: int, passes: int, threads: int, n_ranges: int
-) -> tuple[tuple[int, int, int], ...]:
+def _grouping(parts: int, passes: int, threads: int, n_ranges: int) -> tuple[int, ...]:
     """The loops that sort, and sum hot rows, in the form of `_Sizes.loops`."""
     shares, once = (parts, parts), (1, 1)
     if parts == 1:
@@ -167,7 +166,7 @@ def _grouping(
         # Hot rows are summed with the grouping, before anything is written: all threads share the
         # sum of one hot row, so its update is short.
         loops.append((rows.sum_hot_range, n_ranges, threads))
-    return tuple((part.address, n, most) for part, n, most in loops)
+    return tuple(word for part, n, most in loops for word in (part.address, n, 0, most))
 
 
 @cache
@@ -221,14 +220,16 @@ class RowStep:
         )
         self._write_arguments(kernel_arguments)
         call = self._block.address
-        loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
-        run_words(array("q", loops))
+        loops = array("q", self._size.loops)
+        loops[2::4] = array("q", [call]) * (len(loops) // 4)
+        run_words(loops)
         # The position in the concatenated lists of indices, or -1.
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
             update = rows.TOUCHING[self._shares][1] if touched_only else rows.update_all
-            self.loops = (Loop.of(update, self._size.n_parts, call, self._size.threads),)
+            n_parts, threads = self._size.n_parts, self._size.threads
+            self.loops = (Loop(update.address, n_parts, call, min(threads, n_parts)),)
 
     def release(self) -> None:
         """Give back the borrowed block."""
@@ -240,7 +241,7 @@ class RowStep:
         One call packs all of them, which is ten times as fast as assigning to a NumPy array.
         """
         size, (words, base), tables = self._size, self._block, self._tables
-        sections = [base + 8 * place for place in size.places]
+        sections = map(base.__add__, size.places)
         own_sum, single, call_arguments = kernel_arguments
         fields = [*size.arguments, *call_arguments, *sections, *size.told]
         g, real = self._kernel.g, self._kernel.real

@@ -47,7 +47,10 @@ _blocks: Pool[Block] = Pool(lambda: _allocate(1))
 
 def borrow(n_words: int) -> Block:
     """Borrow at least ``n_words`` uninitialised words for one call; see `give_back`."""
-    block = _blocks.take()
+    try:
+        block = _blocks.free.pop()
+    except IndexError:
+        return _allocate(n_words)
     return block if block.words.size >= n_words else _allocate(n_words)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.formula import Numbers
+from ....kernels.formula import TYPECODES, Numbers
 from ....kernels.keeping import COPY, KEEPINGS, random_scalars
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
@@ -23,7 +23,6 @@ from ....ops.runtime.row_step import RowGradient, Update
 from ...engine.layout import Batch
 
 Group = Mapping[str, Any]
-_TYPECODES: dict[Any, str] = {np.float32: "f", np.float64: "d"}
 
 
 def number(value: Any) -> float:
@@ -196,11 +195,8 @@ class ParameterBatch:
         self.takes_array = not (self.batch.row_sparse or is_fixed)
 
     def rounded(self, rows: Sequence[Numbers]) -> Any:
-        """Rows of scalars in the type of the arithmetic, infinite beyond it, for a `DenseUpdate`.
-
-        An ``array`` rounds all of them in one call, as C does, and warns of no overflow.
-        """
-        flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
+        """Rows of scalars for a `DenseUpdate`, in the type of the arithmetic or infinite."""
+        flat = array(TYPECODES[self.batch.real], chain.from_iterable(rows))
         return flat if self.takes_array else np.asarray(flat).reshape(len(rows), -1)
 
     def drawn(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.kernels.formula import running_power
+from fusestep.kernels.formula import running_powers
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
@@ -60,7 +60,9 @@ def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalar
     if rule is rules.ADAM_WEIGHT_DECAY:
         made = rules.adam_weight_decay_scalars(real, lr, DECAY["decay"], 3, tuple(constants), ())
     else:
-        made = rules.adam_scalars(real, lr, 0.0, 3, tuple(constants), tuple(POWERS.values()))
+        made = rules.adam_scalars(
+            real, lr, 0.0, 3, tuple(constants), (*map(real, POWERS.values()),)
+        )
     return hp(*made), expected
 
 
@@ -106,11 +108,13 @@ def test_scalars_are_rounded_before_they_are_subtracted(real: Any) -> None:
 @pytest.mark.parametrize("beta", [0.5, 0.9, 0.999])
 def test_running_power_is_the_rounded_product(beta: float) -> None:
     expected = reference.beta_powers(beta, 50)
-    assert [running_power(np.float32, beta, t) for t in range(1, 51)] == expected
+    bases = beta, 0.25
+    powers = [running_powers(np.float32, bases, t) for t in range(1, 51)]
+    assert powers == [(power, 0.25**t) for t, power in enumerate(expected, 1)]
     # Not in order either: a resumed run asks for one in the middle.
-    assert running_power(np.float32, beta, 37) == expected[36]
-    assert running_power(np.float64, beta, 7) == pytest.approx(beta**7, rel=1e-14)
-    assert running_power(np.float32, beta, 0) == 1
+    assert running_powers(np.float32, bases, 37)[0] == expected[36]
+    assert running_powers(np.float64, (beta,), 7) == (pytest.approx(beta**7, rel=1e-14),)
+    assert running_powers(np.float32, bases, 0) == (1, 1)
 
 
 def test_amsgrad_keeps_a_nan_of_v() -> None:
