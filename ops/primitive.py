@@ -132,7 +132,7 @@ class RowPrimitive(Primitive):
         compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
         row = np.array([hp], compiled.real.dtype)
         place = address_of(row)
-        check_keys(self.name, [(w.shape[0], len(index))])
+        check_keys(self.name, w.shape[0], len(index))
         tables = [row_table(own, w.shape, source, place)]
         rows = RowGradient(index, values, source)
         use = self._touched_only, self.out_of_range == "drop"

@@ -103,7 +103,7 @@ class Layout:
     kinds: tuple[Kind | None, ...]  # the kind of each parameter's gradient
     # The expected headers of the gradients' arrays (for a row-sparse gradient the indices, then
     # the values) and of the variables, if every parameter has a gradient; else None.
-    expected: headers.ExpectedArrays | None
+    expected: headers.Expected | None
     dense_arrays: np.ndarray  # int64: places of the dense gradients among these arrays
     row_arrays: tuple[int, ...]  # places of the indices of row-sparse gradients, -1 for pooled ones
     memory: list[list[int]]  # begins and ends of the active variables, in order
@@ -169,7 +169,7 @@ def build_layout(
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
     can_expect = is_complete and headers.usable and are_plain
-    expected = headers.ExpectedArrays(forms, memory, written) if can_expect else None
+    expected = headers.expected_arrays(forms, memory, written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
         np.array([i for i, _, _ in known], np.int64),

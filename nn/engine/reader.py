@@ -19,7 +19,7 @@ from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.device import DeviceArray, Form, device_of, lie_on
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows, row_gradient
-from ...ops.runtime.row_step import IndexList, RowGradient, check_keys
+from ...ops.runtime.row_step import IndexList, RowGradient, check_lists
 from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
 from ..base.parameter import Parameter
@@ -485,7 +485,7 @@ def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexLis
     """
     entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
     lists = [IndexList(label, len(g.indices), w.shape[0]) for label, g, (w, *_) in entries]
-    check_keys(batch.labels[0], [own.size for own in lists])
+    check_lists(batch.labels[0], lists)
     return lists
 
 

@@ -49,7 +49,7 @@ class BoundWeights:
             return
         # Of any other object the array may be another one the next time.
         self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
-        self._expected = headers.ExpectedArrays((), headers.NOWHERE, flat)
+        self._expected = headers.expected_arrays((), headers.NOWHERE, flat)
 
     @property
     def is_in_place(self) -> bool:

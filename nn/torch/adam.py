@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .engine.part import Group, Method, RuleChoice, number, shrink_of
 from .optimizer import Fused
 
 
+@lru_cache(64)  # asked for in every step
 def moments_of(beta1: float, beta2: float) -> Numbers:
     """The scalars of Adam's two moments."""
     return rules.share_of(1.0 - beta1), 0.0, beta2, 1.0 - beta2

@@ -15,7 +15,7 @@ from . import cuda, pending
 from .device import DeviceArray, Launch, launching
 from .launch import launch_on
 from .row_forms import by_storage, index_lists, row_gradient, values_by_storage, values_of
-from .row_step import IndexList, bad_index_error, check_keys, row_table
+from .row_step import IndexList, bad_index_error, check_lists, row_table
 from .row_tensor import RowTensor
 
 Gradient = DeviceArray | RowTensor
@@ -72,7 +72,7 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
     lists: list[IndexList] = []
     for by_place in rows.values():
         lists += index_lists(where, by_place)
-        check_keys(where, [own.size for own in lists[-len(by_place) :]])
+        check_lists(where, lists[-len(by_place) :])
     arrays = [values_of(gradient) for gradient in gradients if gradient is not None]
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
     with launch_on(arrays, bad_index_error(lists) if lists else None) as launch:

@@ -30,7 +30,7 @@ from .step import DenseUpdate, Variables
 class RowGradient(NamedTuple):
     """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``.
 
-    On the host these are arrays of NumPy, or tensors of PyTorch.
+    On the host these are arrays of NumPy, or tensors of PyTorch, indices also ``[1, B]``.
     With ``rows`` its values are any contiguous array of which one row may be that of many
     occurrences; how they are found says `BagTensor`. The arrays keep alive what is in ``source``.
     """
@@ -129,12 +129,13 @@ class RowUpdate(NamedTuple):
         hp, hp_of, *_ = rest
         base, (stride, _) = headers.address_of(hp), hp.strides
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
-        each = [*zip(variables.rows, gradients, hp_of, strict=True)]
-        check_keys(where[0], [(rows, own.source.length) for (_, rows, _), own, _ in each])
-        tables = [
-            RowTable(addresses, base + k * stride, rows, width, gradient.source)
-            for (addresses, rows, width), gradient, k in each
-        ]
+        tables, n_rows, n = list[RowTable](), 0, 0
+        for (addresses, rows, width), gradient, k in zip(
+            variables.rows, gradients, hp_of, strict=True
+        ):
+            tables.append(RowTable(addresses, base + k * stride, rows, width, gradient.source))
+            n_rows, n = n_rows + rows, n + gradient.source.length
+        check_keys(where[0], n_rows, n)
         return cls(where, compiled, tables, gradients, *rest)
 
     @property
@@ -220,22 +221,20 @@ class IndexList(NamedTuple):
     length: int
     rows: int  # that there are
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """The rows, and the length."""
-        return self.rows, self.length
 
-
-def check_keys(where: str, sizes: Iterable[tuple[int, int]]) -> None:
+def check_keys(where: str, n_rows: int, n: int) -> None:
     """The number of a row and of an occurrence must fit into one sort key of 63 bits."""
-    n_rows = n = 0
-    for rows, length in sizes:
-        n_rows, n = n_rows + rows, n + length
     # The sign of a key stays 0, so that keys sort as the numbers that they are.
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         wrong, fix = "need too long sort keys", f"; split the {n} indices into several calls"
         reject(ValueError, where, "indices", wrong, "at most 63 bits", f"{bits} bits", fix)
+
+
+def check_lists(where: str, lists: Iterable[IndexList]) -> None:
+    """Check the sort keys of some lists together (`check_keys`)."""
+    sizes = [(own.rows, own.length) for own in lists]
+    check_keys(where, *map(sum, zip(*sizes, strict=True)))
 
 
 def row_squares(
@@ -254,7 +253,7 @@ def row_squares(
         ValueError: there are too many rows for sort keys.
     """
     hp = np.ones(1, real.dtype)
-    check_keys(where, [own.size for own in lists])
+    check_lists(where, lists)
     found = [row_table((), shape, g.source, address_of(hp)) for shape, g in tables]
     position, total = row_norm(kernel(SCALED, (), real, g, ()), found)
     if position >= 0:
@@ -283,5 +282,5 @@ def first_bad_index(
     lists: Sequence[IndexList], gradients: Sequence[Any], position: int
 ) -> IndexError:
     """The error for a position in the concatenated indices of some gradients on the host."""
-    indices = np.concatenate([gradient.indices for gradient in gradients])
+    indices = np.concatenate([np.ravel(gradient.indices) for gradient in gradients])
     return bad_index_error(lists)(position, int(indices[position]))

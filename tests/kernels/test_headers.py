@@ -17,9 +17,9 @@ from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import arrays as headers
 from fusestep.kernels.cpu.headers.arrays import (
     OPEN,
-    ExpectedArrays,
     address_of,
     alike,
+    expected_arrays,
     overlaps,
 )
 from fusestep.kernels.cpu.threads.parallel import commit
@@ -93,7 +93,7 @@ def row_forms():
 @pytest.mark.parametrize("n", [0, 1, 7])
 def test_expected_rows(n):
     arrays = (np.ones((2, 3), np.float32), np.zeros(n, np.int64), np.ones((n, 2)))
-    found = ExpectedArrays(row_forms(), NOWHERE).addresses(arrays)
+    found = expected_arrays(row_forms(), NOWHERE).addresses(arrays)
     assert found.tolist() == [address_of(a) for a in arrays]
 
 
@@ -118,7 +118,7 @@ def test_expected_rows(n):
 )
 def test_arrays_that_are_not_as_expected(k, wrong):
     arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
-    expected = ExpectedArrays(row_forms(), NOWHERE)
+    expected = expected_arrays(row_forms(), NOWHERE)
     assert expected.addresses(tuple(arrays)) is not None
     arrays[k] = wrong
     assert expected.addresses(tuple(arrays)) is None
@@ -130,7 +130,7 @@ def test_expected_arrays_in_memory_that_is_written(k):
     memory = np.zeros(128)
     arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
     begin = address_of(memory) + 512
-    expected = ExpectedArrays(row_forms(), np.array([[begin], [begin + 512]]))
+    expected = expected_arrays(row_forms(), np.array([[begin], [begin + 512]]))
     assert expected.addresses(tuple(arrays)) is not None
     size = arrays[k].nbytes
     for first, fits in ((512 - size, True), (512 - size + 8, False), (1016 - size, False)):
@@ -145,7 +145,7 @@ def test_no_arrays_are_alike():
 
 def test_expected_of_what_is_written():
     arrays, written = three()[:1], three((2,))
-    expected = ExpectedArrays([(F32, (6,))], NOWHERE, written=written)
+    expected = expected_arrays([(F32, (6,))], NOWHERE, written=written)
     places = {id(array): address_of(array) for array in written}
     for array in written:
         assert expected.addresses(arrays) is not None
@@ -158,7 +158,7 @@ def test_expected_of_what_is_written():
         array.resize((4_000,), refcheck=False)  # which moves it
         array.resize((2,), refcheck=False)
         assert (expected.addresses(arrays) is None) == (address_of(array) != places[id(array)])
-        expected = ExpectedArrays([(F32, (6,))], NOWHERE, written=written)
+        expected = expected_arrays([(F32, (6,))], NOWHERE, written=written)
     assert expected.addresses((read_only(),)) is not None
     for n in (0, 2):
         assert expected.addresses(three()[:n]) is None

@@ -134,11 +134,11 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 # 3.11, where a comprehension is one.
 WAYS = {
     adam: (12, 18, 35),
-    lazy_adam: (13, 23, 49),
+    lazy_adam: (13, 23, 46),
     fused_sparse_adam: (10, 17, 41),
-    mxnet_updater: (13, 22, 44),
-    torch_adamw: (13, 21, 30),
-    torch_sparse: (19, 37, 63),
+    mxnet_updater: (12, 20, 44),
+    torch_adamw: (13, 21, 28),
+    torch_sparse: (15, 25, 41),
     sharded_embedding: (29, 104, 340),
 }
 

@@ -72,8 +72,8 @@ class Form(NamedTuple):
 forms_at, FORM_BYTES = records(Form), 8 * len(Form._fields)
 
 
-class _ArrayQuery(NamedTuple):
-    """Question about a tuple of arrays, all ``int64``; addresses."""
+class _Query(NamedTuple):
+    """Question about a tuple of arrays or tensors, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
     forms: int  # [n + n_written]: addresses of the `Form` of each, then of those written
@@ -82,9 +82,10 @@ class _ArrayQuery(NamedTuple):
     n_written: int
     written: int  # a tuple of further arrays
     places: int  # [n_written]: where these have to lie
+    fields: int  # of tensors: their `Fields`
 
 
-_query_at = records(_ArrayQuery)
+_query_at = records(_Query)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
@@ -262,40 +263,59 @@ def read_array(thing, array_type, flags):
     return found, header.shape, header.data
 
 
-def _read_expected(query, arrays, addresses):
-    """Write the addresses of a tuple's arrays if they have their forms and lie outside ``memory``.
+def expected_reader(read, place):
+    """A function that compares a tuple of arrays with their forms, for `ExpectedArrays`.
 
-    Returns whether all of them do, and the arrays that are written have their forms and have not
-    moved.
+    ``read(fields, thing, form)`` returns what `fits` compares, and where a thing is;
+    ``place(fields, thing, itemsize, n_bytes)`` the address of its first element, or 0.
     """
-    c = _query_at(query, 1)[0]
-    n, written, length = c.n, c.written, 1
-    if load_int64(arrays + LENGTH) != n:
-        return 0
-    out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
-    forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
-    for k in range(n + c.n_written):
-        at = forms[k]
-        form = forms_at(at, 1)[0]
-        thing = item_of(arrays, k) if k < n else item_of(written, k - n)
-        found, sizes, data = read_array(thing, form.type, form.marks)
-        if not fits(found, sizes, 0, (form.dtype, form.marks, form.dim), at + FORM_BYTES, 0):
+
+    def read_expected(query, things, addresses):
+        c = _query_at(query, 1)[0]
+        n, written, length = c.n, c.written, 1
+        if load_int64(things + LENGTH) != n:
             return 0
-        if k >= n:
-            if data != places[k - n]:
+        out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
+        forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
+        for k in range(n + c.n_written):
+            at = forms[k]
+            form = forms_at(at, 1)[0]
+            thing = item_of(things, k) if k < n else item_of(written, k - n)
+            found, sizes, strides, there = read(c.fields, thing, form)
+            expected = form.dtype, form.marks, form.dim
+            if not fits(found, sizes, strides, expected, at + FORM_BYTES, 0):
                 return 0
-            continue
-        n_bytes = form.n_bytes
-        if form.kind == INDICES:
-            length = load_int64(sizes)
-        elif form.kind == ROWS and load_int64(sizes) != length:
-            return 0
-        if form.kind != PLAIN:
-            n_bytes *= length
-        if overlaps(memory, data, data + n_bytes):
-            return 0
-        out[k] = data
-    return 1
+            n_bytes = form.n_bytes
+            if form.kind == INDICES:
+                length = load_int64(sizes + 8 * (form.dim - 1))
+            elif form.kind == ROWS and load_int64(sizes) != length:
+                return 0
+            if form.kind != PLAIN:
+                n_bytes *= length
+            data = place(c.fields, there, form.itemsize, n_bytes)
+            if data == 0 and n_bytes > 0:
+                return 0
+            if k >= n:
+                if data != places[k - n]:
+                    return 0
+                continue
+            if overlaps(memory, data, data + n_bytes):
+                return 0
+            out[k] = data
+        return 1
+
+    return read_expected
+
+
+@njit
+def _read_by_form(fields, thing, form):
+    found, sizes, data = read_array(thing, form.type, form.marks)
+    return found, sizes, 0, data
+
+
+@njit
+def _where_it_is(fields, data, itemsize, n_bytes):
+    return data
 
 
 NOWHERE = np.zeros((2, 0), np.int64)
@@ -324,33 +344,52 @@ def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[Form,
     return Form(kind, ARRAY_TYPE, id(dtype), flags, len(shape), n_bytes=n_bytes), shape
 
 
-class ExpectedArrays:
-    """Expected arrays of a tuple: exactly ``ndarray``, of these forms, and outside of ``memory``.
+class Expected:
+    """Expected arrays or tensors of a tuple: of these forms, and outside of ``memory``.
 
-    ``memory`` is as for `overlaps`. The arrays ``written`` belong to no tuple: they must be
-    writable and keep the address and the form that they have now.
+    ``memory`` is as for `overlaps`. The arrays ``written`` belong to no tuple: they have the last
+    of the forms, and must keep the address that they have now. ``alive`` are the types and dtypes
+    of the forms; ``fields`` those of tensors, and ``reader`` reads them.
     """
 
     def __init__(
-        self, forms: Sequence[ArrayForm], memory: np.ndarray, written: Sequence[np.ndarray] = ()
-    ) -> None:
-        every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
-        every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
+        self, forms: Sequence[tuple[Form, tuple[int, ...]]], memory: np.ndarray, alive: Any,
+        written: Sequence[np.ndarray] = (), fields: np.ndarray | None = None,
+        reader: NativeFunction | None = None,
+    ) -> None:  # fmt: skip
         kinds, held = Forms(), tuple(written)
-        found = [kinds.at(*_form_of(*form)) for form in every], addresses_of(held)
-        kept = *(np.array(each, np.int64) for each in found), memory
-        addresses, places, begins = map(address_of, kept)
+        found = [kinds.at(*form) for form in forms], addresses_of(held)
+        kept = [np.array(each, np.int64) for each in found]
+        at_fields = 0 if fields is None else address_of(fields)
         # The identities and addresses in the query stay valid while these live.
-        self._alive = [dtype for dtype, *_ in every], kinds, held, kept
-        self._query = array("q", _ArrayQuery(
-            len(forms), addresses, begins, memory.shape[1], len(held), id(held), places
-        ))  # fmt: skip
+        self._alive, self._reader = (alive, kinds, held, kept, fields), reader or _read
+        at_forms, places = map(address_of, kept)
+        own = len(forms) - len(held), at_forms, 0, 0, len(held), id(held), places, at_fields
+        self._query = array("q", _Query(*own))
         self._query_at, _ = self._query.buffer_info()
+        self.keep_apart(memory)
 
-    def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
-        """The int64 addresses of ``arrays``; None if any array is not as expected."""
+    def keep_apart(self, memory: np.ndarray) -> None:
+        """Set the memory in which none may lie."""
+        self._memory = memory
+        self._query[_MEMORY], self._query[_MEMORY + 1] = address_of(memory), memory.shape[1]
+
+    def addresses(self, things: tuple[Any, ...]) -> np.ndarray | None:
+        """The int64 addresses of ``things``; None if any of them is not as expected."""
         addresses = np.empty(self._query[0], np.int64)
-        return addresses if _read.call(self._query_at, id(arrays), id(addresses)) else None
+        return addresses if self._reader.call(self._query_at, id(things), id(addresses)) else None
+
+
+_MEMORY = _Query._fields.index("memory")
+
+
+def expected_arrays(
+    forms: Sequence[ArrayForm], memory: np.ndarray, written: Sequence[np.ndarray] = ()
+) -> Expected:
+    """Expected arrays, exactly ``ndarray``, as `Expected`; those that are written are writeable."""
+    every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
+    every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
+    return Expected([_form_of(*form) for form in every], memory, every, written)
 
 
 _DTYPES = *STORAGES, np.dtype(np.int32), np.dtype(np.int64)
@@ -401,7 +440,9 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
 
 # The compiled code contains the place of a tuple's elements, which depends on Python's version.
 _read = NativeFunction(
-    _read_expected, f"array headers {ITEMS}", PythonEntry(returns=True, holds_gil=True)
+    expected_reader(_read_by_form, _where_it_is),
+    f"array headers {ITEMS}",
+    PythonEntry(returns=True, holds_gil=True),
 )
 _read_alike = NativeFunction(
     _read_alike_arrays,

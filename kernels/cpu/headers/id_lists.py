@@ -16,7 +16,7 @@ from ..compiler.records import index_at, records
 from . import arrays
 from .arrays import C_CONTIGUOUS_ALIGNED, ITEMS, header_at, item_of, read_array
 from .tensor_fields import keys_of, layout_of
-from .tensors import fields_at, place_of, read_tensor
+from .tensors import fields_at, place_of, read_tensor, tensor_in
 
 FIXED, LISTED, OPEN, JOINED, SINGLE = range(5)
 """Forms of the objects. `FIXED`: ids ``[bags, length]`` of each feature. `LISTED`: ids, then
@@ -86,7 +86,7 @@ def _look_at_array(c, thing, dim):
 def _look_at_tensor(c, thing, dim):
     """Kind, address and sizes of a tensor; as `_look_at_array`."""
     f = fields_at(c.fields, 1)[0]
-    tensor = load_int64(thing + f.tensor) if load_int64(thing + 8) == c.type else 0
+    tensor = tensor_in(f, thing, c.type)
     if tensor == 0:
         return _NONE
     (dtype, keys, own), sizes, strides = read_tensor(f, tensor)

@@ -7,8 +7,9 @@ tensors. `kernels.cpu.headers.tensor_fields` finds the places of the compared fi
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +23,18 @@ from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from .arrays import (
     FORM_BYTES,
+    INDICES,
     ITEMS,
     LENGTH,
     NOWHERE,
     OBJECT,
+    OPEN,
     ROWS,
+    Expected,
     Form,
     Forms,
     address_of,
+    expected_reader,
     fits,
     forms_at,
     item_of,
@@ -117,6 +122,12 @@ _THING_BYTES, _DICT_BYTES, _ITEMS_BYTES, _DICT_ITEMS = 24, 48, 120, 32
 
 
 @njit(inline="always")
+def tensor_in(f, thing, tensor_type):
+    """The address of the tensor in an object of Python; 0 if that is not exactly of this type."""
+    return load_int64(thing + f.tensor) if load_int64(thing + 8) == tensor_type else 0
+
+
+@njit(inline="always")
 def read_tensor(f, tensor):
     """Dtype, dispatch keys and dimension of a tensor; then the addresses of sizes and strides."""
     dim, sizes, strides = load_int64(tensor + f.dim), tensor + f.sizes, tensor + f.strides
@@ -145,9 +156,7 @@ def _seen_of(c):
 def _tensor_of(f, at, seen):
     """The address of the tensor that was seen; 0 if it does not have the form at ``at``."""
     form = forms_at(at, 1)[0]
-    if load_int64(seen.thing + 8) != form.type:
-        return 0
-    tensor = load_int64(seen.thing + f.tensor)
+    tensor = tensor_in(f, seen.thing, form.type)
     if tensor == 0:
         return 0
     found, sizes, strides = read_tensor(f, tensor)
@@ -322,9 +331,29 @@ def _fetch_seen(query):
         prefetch(seen[k].storage, STORAGE_BYTES)
 
 
+@njit
+def _read_by_form(fields, thing, form):
+    f = fields_at(fields, 1)[0]
+    tensor = tensor_in(f, thing, form.type)
+    if tensor == 0:
+        return (0, 0, 0), 0, 0, 0
+    found, sizes, strides = read_tensor(f, tensor)
+    return found, sizes, strides, tensor
+
+
+@njit
+def _where_it_is(fields, tensor, itemsize, n_bytes):
+    return place_of(fields_at(fields, 1)[0], tensor, itemsize, n_bytes)
+
+
+_read = NativeFunction(
+    expected_reader(_read_by_form, _where_it_is),
+    f"tensors of forms {ITEMS}",
+    PythonEntry(True, True),
+)
 _fetch = NativeFunction(_fetch_seen, "what was seen", PythonEntry(holds_gil=True))
 _look = NativeFunction(_look_at_tensors, f"tensors {ITEMS}", PythonEntry(True, True))
-READERS = _look, _fetch
+READERS = _look, _fetch, _read
 
 States = Mapping[Any, dict[str, Any]]
 """The states of parameters by their names: a ``dict``."""
@@ -336,6 +365,29 @@ def form_of(torch: Any, tensor: Any, kind: int, **more: Any) -> Form:
     assert layout is not None
     what = layout.codes[tensor.dtype], keys_of(tensor), tensor.dim(), tensor.element_size()
     return Form(kind, id(type(tensor)), *what)._replace(**more)
+
+
+def expected_rows(
+    torch: Any, tables: Sequence[tuple[Any, tuple[int, ...]]], memory: np.ndarray
+) -> Expected | None:
+    """The expected indices ``[1, B]`` and values ``[B, ...]`` of sparse gradients of tables.
+
+    The tables are given by the dtype of the values and their shape. None where tensors are not
+    read.
+    """
+    layout = layout_of(torch)
+    if layout is None:
+        return None
+    with torch.inference_mode(False):
+        kind, keys = id(torch.Tensor), keys_of(torch.zeros(1))
+    indices = Form(INDICES, kind, layout.codes[torch.int64], keys, 2, 8, 8), (1, OPEN, 0, 1)
+    forms = []
+    for dtype, shape in tables:
+        strides = tuple(math.prod(shape[k:]) for k in range(1, len(shape) + 1))
+        own = layout.codes[dtype], keys, len(shape), dtype.itemsize, strides[0] * dtype.itemsize
+        forms += [indices, (Form(ROWS, kind, *own), (OPEN, *shape[1:], *strides))]
+    fields = np.array(layout.fields, np.int64)
+    return Expected(forms, memory, torch.Tensor, fields=fields, reader=_read)
 
 
 class RecordedTensors(NamedTuple):

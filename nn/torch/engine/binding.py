@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.dense import all_finite
-from ....kernels.cpu.headers.arrays import lie_in
+from ....kernels.cpu.headers.arrays import NOWHERE, Expected, lie_in
 from ....kernels.cpu.headers.tensors import (
     ABSENT,
     FITS,
@@ -23,12 +24,15 @@ from ....kernels.cpu.headers.tensors import (
     UNLIKE,
     States,
     TensorLook,
+    expected_rows,
 )
 from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.keeping import key_of
+from ....kernels.private import parts_of
 from ....kernels.storage import STORAGES, real_of, storage_of
-from ....kernels.tables import TensorTable, row_width
+from ....kernels.tables import RowSource, TensorTable, row_width
 from ....ops.runtime.errors import reject
+from ....ops.runtime.row_step import RowGradient
 from ....ops.runtime.step import Variables
 from ...engine.device import are_finite
 from ...engine.layout import Batch
@@ -73,7 +77,7 @@ class Binding:
         self.count = TensorCount(self._look.counts, self._look.versions)
         self._sets: dict[bytes, Chosen] = {}
         self._last, self._last_key = Chosen([], [], [], [], 0, 0), b""
-        self._stretches: list[list[int]] = [[], []]
+        self._stretches, self._memory = [list[int](), list[int]()], NOWHERE
         self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
         # Whether any record has them, or both: then a look alone does not tell enough.
         self._has_copies = self._has_own_counts = self._has_rows = self._is_special = False
@@ -124,12 +128,22 @@ class Binding:
             rows = [i for p in parts if p.batch.row_sparse for i in p.batch.positions.tolist()]
             n_counts = n_counts if n_counts == len(active) else 0
             counted = [i for i in active.tolist() if self._records[i].is_counted]
-            found = Chosen(active.tolist(), parts, rows, counted, n_counts, n_versions)
+            found = Chosen(
+                active.tolist(), parts, rows, counted, n_counts, n_versions, self._expected(rows)
+            )
             if len(self._sets) >= _KEPT_SETS:
                 self._sets.clear()
             self._sets[key] = found
         self.count.cut(found.n_counts, found.n_versions)
         return found
+
+    def _expected(self, rows: Sequence[int]) -> Expected | None:
+        """The expected parts of the sparse gradients of these parameters, if all are plain."""
+        every = [self._records[i] for i in rows]
+        if not (every and all(record.has_plain_rows for record in every)):
+            return None
+        tables = [(getattr(torch, record.kind.gradient.name), record.shape) for record in every]
+        return expected_rows(torch, tables, self._memory)
 
     def _part(self, kind: Kind, positions: np.ndarray, places: np.ndarray) -> ParameterBatch:
         """The kernel call for parameters of a kind, with their places among all of the step."""
@@ -176,23 +190,47 @@ class Binding:
         flags = look.look(parameters, gradients, states, held)
         if flags & (FOREIGN | REORDERED):
             return None
-        if not flags and self._last.rows and self._has_other_rows(gradients):
-            flags = UNLIKE
+        rows: dict[int, RowGradient] | None = {}
+        if self._last.rows and not flags:
+            rows = self._rows_like_last(parameters, gradients)
+            if rows is None and self._has_other_rows(gradients):
+                flags = UNLIKE
         if flags or self._is_special:
-            return self._read_anew(flags, (parameters, gradients, held), states, choices, entry_of)
+            seen = parameters, gradients, held, rows
+            return self._read_anew(flags, seen, states, choices, entry_of)
         given = StepInputs(
-            self._last, parameters, gradients, held, self._records, look.held, look.gradients, {}
-        )
-        if self._last.rows:
+            self._last, parameters, gradients, held, self._records, look.held, look.gradients,
+            rows or {},
+        )  # fmt: skip
+        if rows is None:
             self._read_rows(given)
         return given
+
+    def _rows_like_last(
+        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
+    ) -> dict[int, RowGradient] | None:
+        """Sparse gradients of the last shapes, read in one compiled call; None if any differs."""
+        last = self._last
+        if last.expected is None:
+            return None
+        parts = tuple(chain.from_iterable([parts_of(gradients[i]) for i in last.rows]))
+        places = last.expected.addresses(parts)
+        if places is None:
+            return None
+        rows, found = {}, places.tolist()
+        for k, i in enumerate(last.rows):
+            if hasattr(parameters[i], "row_positions"):  # of a batch that others have a part of
+                return None
+            (indices, values), (at, values_at) = parts[2 * k : 2 * k + 2], found[2 * k : 2 * k + 2]
+            rows[i] = RowGradient(indices, values, RowSource(at, 8, values.size(0), values_at))
+        return rows
 
     def _read_anew(
         self, flags: int, seen: tuple[Any, ...], states: States, choices: Sequence[RuleChoice],
         entry_of: Callable[..., CheckedParameter | None],
     ) -> StepInputs | None:  # fmt: skip
         """The inputs of a step that differs from the last one; as `read`."""
-        parameters, gradients, held = seen
+        parameters, gradients, held, rows = seen
         look, new, entries = self._look, dict[Tensor, Any](), dict[int, CheckedParameter | None]()
         must_look = flags & UNLIKE or self._has_own_counts or self._has_rows
         # Another thread may change states meanwhile: what a look has not found to fit is recorded.
@@ -222,10 +260,11 @@ class Binding:
         every = self._last.active if recorded else []
         are_new = [i in recorded and recorded[i].is_new for i in every]
         given = StepInputs(
-            self._last, parameters, gradients, held, self._records, look.held, look.gradients, {},
-            new, are_new, unseen=unseen,
+            self._last, parameters, gradients, held, self._records, look.held, look.gradients,
+            rows or {}, new, are_new, unseen=unseen,
         )  # fmt: skip
-        self._read_rows(given)
+        if not rows or flags or entries:
+            self._read_rows(given)
         if has_moved or flags & UNLIKE:
             self._read_dense(given)
         if not (self._lie_apart or self._last_key in self._checked):
@@ -298,10 +337,13 @@ class Binding:
         last = np.concatenate((starts[1:], [len(begins)]))[: len(starts)] - 1
         memory = np.array([begins[starts], reach[last]], np.int64)
         look.keep_apart(memory)
+        self._memory = memory
         self._lie_apart, self._checked = len(starts) == len(begins), set()
         self._stretches, self._sets = memory.tolist(), {}
         if keeps_sets:  # a step of the same parameters is not made anew
             self._sets[self._last_key] = self._last
+            if self._last.expected is not None:
+                self._last.expected.keep_apart(memory)
             for part in self._last.parts:
                 part.batch.variables.move(look.addresses[part.columns])
 
@@ -310,8 +352,9 @@ class Binding:
         for i in given.chosen.rows:
             record = self._records[i]
             given.rows[i] = record.rows(given.parameters[i], given.gradients[i])
-        # The gradient of pooled tables is one for all of them.
-        self._keep_apart({span for row in given.rows.values() for span in row.spans}, given)
+        spans = set[tuple[int, int]]()  # the gradient of pooled tables is one for all of them
+        spans.update(*[row.spans for row in given.rows.values()])
+        self._keep_apart(spans, given)
 
     @torch.no_grad()
     def _read_dense(self, given: StepInputs) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.cpu.headers.arrays import Expected
 from ....kernels.formula import TYPECODES, Numbers
 from ....kernels.keeping import COPY, KEEPINGS, random_scalars
 from ....kernels.rule import Prologue, Rule
@@ -219,7 +220,7 @@ class ParameterBatch:
     def gradients(self, given: StepInputs) -> Any:
         """The gradients of its parameters: addresses, or rows."""
         if self.batch.row_sparse:
-            return [given.rows[i] for i in self.batch.positions.tolist()]
+            return [*map(given.rows.__getitem__, self.batch.positions.tolist())]
         return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
 
 
@@ -233,6 +234,7 @@ class Chosen:
     counted: Sequence[int]  # those whose updates are counted
     n_counts: int  # counts that compiled code writes, of all of them or of none
     n_versions: int
+    expected: Expected | None = None  # the parts of the sparse gradients, if all are plain
 
 
 class StepInputs(NamedTuple):

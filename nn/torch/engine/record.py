@@ -82,6 +82,7 @@ class Record:
         shape: that of the parameter, or of the table whose rows a sparse gradient numbers.
         n_bytes: of each tensor, from the first to the last element.
         recorded: what a look compares; None where it cannot tell, as of distributed tensors.
+        has_plain_rows: whether compiled code can read the parts of its sparse gradient.
     """
 
     def __init__(self, where: str, entry: CheckedParameter, gradient: Any) -> None:
@@ -134,6 +135,9 @@ class Record:
         dtypes = tuple(NUMBERS[self._dtype(k, self.tensors[k], parameter)] for k in self.columns)
         self.kind = Kind(entry.choice, rule, parameter.device, is_sparse, dtype, dtypes)
         self.recorded = self._recorded(entry, gradient, given)
+        is_plain = self.recorded is not None and parameter.device.type == "cpu"
+        is_whole = not hasattr(entry.parameter, "row_shard")
+        self.has_plain_rows = is_plain and is_whole and self.n_sparse == 1
         del self._entry
 
     def labels(self) -> list[str]:

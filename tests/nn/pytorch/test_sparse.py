@@ -232,3 +232,94 @@ def test_a_step_of_all_is_one_of_each(name: str, dtypes: str, sparse: str) -> No
         found, expected = together.state[p].values(), optimizer.state[q].values()
         assert_same_bits(map(torch.as_tensor, found), map(torch.as_tensor, expected))
         assert torch.isfinite(p).all()
+
+
+def made_of(indices: Any, values: Any, rows: int) -> Any:
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(indices, values, (rows, *values.shape[1:]))
+
+
+def rows_of_every_kind(kind: str, generator: Any) -> Any:
+    """A gradient of a float32 table ``[9, 3]``, or None."""
+    n = int(torch.randint(2, 20, (), generator=generator))
+    ids = torch.randint(0, 9, (1, n), generator=generator)
+    values = torch.randn(n, 3, generator=generator)
+    changed: dict[str, Any] = {
+        "empty": lambda: made_of(ids[:, :0], values[:0], 9),
+        "one": lambda: made_of(ids[:, :1], values.as_strided((1, 3), (7, 1)), 9),
+        "turned": lambda: made_of(ids, values.reshape(3, n).t(), 9),
+        "strided ids": lambda: made_of(ids.repeat(1, 2)[:, ::2], values, 9),
+        "inside": lambda: made_of(ids[:, 1:], values[1:], 9),
+        "negative": lambda: made_of(ids, torch._neg_view(values), 9),
+        "one row for all": lambda: made_of(ids, values[:1].expand(n, 3), 9),
+        "coalesced": lambda: made_of(ids, values, 9).coalesce(),
+        "both dimensions": lambda: made_of(ids, values, 9).to_dense().to_sparse(2),
+        "half": lambda: made_of(ids, values.half(), 9),
+        "dense": lambda: made_of(ids, values, 9).to_dense(),
+        "none": lambda: None,
+    }
+    if kind == "inference":
+        with torch.inference_mode():
+            return made_of(ids.clone(), values.clone(), 9)
+    return changed.get(kind, lambda: made_of(ids, values, 9))()
+
+
+KINDS = (
+    *("plain",) * 8, "empty", "one", "turned", "strided ids", "inside", "negative",
+    "one row for all", "coalesced", "both dimensions", "half", "dense", "none", "inference",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "SparseAdam", "Adagrad"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_change_their_kind_in_each_step(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered of sparse gradients gives the bits of reading them anew."""
+    generator = torch.Generator().manual_seed(seed)
+    mine, other = ([Parameter(torch.ones(9, 3)) for _ in range(2)] for _ in range(2))
+    for table in (*mine, *other):
+        table.grad_dtype = None  # any
+    more = {} if name == "SparseAdam" else {"sparse": "touched"}
+    ours, theirs = (getattr(fused, name)(tables, lr=0.1, **more) for tables in (mine, other))
+    kinds = [k for k in KINDS if not (name == "SparseAdam" and k == "dense")]
+    for step in range(60):
+        for k, (p, q) in enumerate(zip(mine, other, strict=True)):
+            number = int(torch.randint(0, len(kinds), (), generator=generator))
+            kind = kinds[number] if (step + k) % 3 else "plain"
+            p.grad = q.grad = rows_of_every_kind(kind, generator)
+        if step % 20 == 10:  # memory that moves
+            mine[0].data = mine[0].data.clone()
+        ours.step()
+        with monkeypatch.context() as python:
+            python.setattr("fusestep.kernels.cpu.headers.tensors.layout_of", lambda _: None)
+            theirs.step()
+        for p, q in zip(mine, other, strict=True):
+            assert_same_bits(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("part", ["values", "indices"])
+def test_rows_in_memory_that_the_step_writes(part: str) -> None:
+    """Also where a gradient is like those before, and where the memory has just moved there."""
+    table, optimizer = Parameter(torch.ones(9, 4)), None
+    ids, values = torch.tensor([[1, 2]]), torch.ones(2, 4)
+    optimizer = fused.LazyAdam([table])
+    for _ in range(3):
+        table.grad = made_of(ids, values, 9)
+        optimizer.step()
+    moments = optimizer.state[table]["exp_avg"]
+    for written in (table.detach(), moments):
+        if part == "values":
+            table.grad = made_of(ids, written[3:5], 9)
+        else:
+            table.grad = made_of(written[3:4].view(torch.int64), values, 9)
+        before = table.detach().clone()
+        with pytest.raises(RuntimeError, match="shares memory"):
+            optimizer.step()
+        assert torch.equal(table, before)
+    table.grad = made_of(ids, values, 9)
+    optimizer.step()
+    table.data = values.new_ones(9, 4)
+    table.grad = made_of(ids, table.data[5:7], 9)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        optimizer.step()
