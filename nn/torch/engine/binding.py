@@ -263,7 +263,7 @@ class Binding:
             self._last, parameters, gradients, held, self._records, look.held, look.gradients,
             rows or {}, new, are_new, unseen=unseen,
         )  # fmt: skip
-        if not rows or flags or entries:
+        if not rows or entries:
             self._read_rows(given)
         if has_moved or flags & UNLIKE:
             self._read_dense(given)

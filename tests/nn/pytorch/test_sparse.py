@@ -317,9 +317,44 @@ def test_rows_in_memory_that_the_step_writes(part: str) -> None:
         with pytest.raises(RuntimeError, match="shares memory"):
             optimizer.step()
         assert torch.equal(table, before)
-    table.grad = made_of(ids, values, 9)
-    optimizer.step()
-    table.data = values.new_ones(9, 4)
+    for step in range(4):
+        if step == 2:
+            table.data = values.new_ones(9, 4)
+        table.grad = made_of(ids, values, 9)
+        optimizer.step()
     table.grad = made_of(ids, table.data[5:7], 9)
     with pytest.raises(RuntimeError, match="shares memory"):
         optimizer.step()
+
+
+def test_rows_in_the_memory_of_a_count_that_was_a_number() -> None:
+    table = Parameter(torch.ones(9, 1))
+    optimizer = fused.SparseAdam([table])
+    for _ in range(3):
+        table.grad = made_of(torch.tensor([[1]]), torch.ones(1, 1), 9)
+        optimizer.step()
+    count = optimizer.state[table]["step"] = torch.tensor(3.0)
+    table.grad = made_of(torch.tensor([[1]]), count.view(1, 1), 9)
+    with pytest.raises(RuntimeError, match="shares memory"):
+        optimizer.step()
+
+
+def test_a_part_of_a_batch_in_the_place_of_a_whole_one() -> None:
+    """Positions in the whole batch decide how the sum of a hot row is rounded."""
+    torch.manual_seed(0)
+    values, found = torch.randn(3000, 1), []
+    for steps_before in (0, 3):
+        table = Parameter(torch.ones(9, 1))
+        optimizer = fused.SGD([table], lr=1e-3, sparse="touched")
+        for _ in range(steps_before):
+            table.grad = made_of(torch.tensor([[1]]), torch.ones(1, 1), 9)
+            optimizer.step()
+        table.row_positions = torch.arange(2000, 5000).numpy(), 6000
+        table.grad = made_of(torch.full((1, 3000), 2), values, 9)
+        optimizer.step()
+        found.append(table.detach()[2])
+    assert_same_bits(*found)
+    del table.row_positions
+    table.grad, table.data = made_of(torch.full((1, 3000), 2), values, 9), torch.ones(9, 1)
+    optimizer.step()
+    assert not torch.equal(table.detach()[2], found[0])
