@@ -15,7 +15,7 @@ Terms used by the loops over rows:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_int64
 from typing import NamedTuple
 
@@ -35,16 +35,11 @@ LEFT_OUT = -(1 << 31)
 """The mark of an ignored id in a list of pooled ids on a device."""
 
 
-def range_length(n_positions: int) -> int:
-    """Positions of a range of a table with ``n_positions``."""
-    # Never more than MOST_RANGES ranges: each has a sum for every hot row, which is kept until the
-    # row steps, and one position in HOT + 1 may begin such a row.
-    return max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
-
-
 def ranges_of(n_positions: int) -> tuple[int, int]:
     """The length of the ranges of a table with ``n_positions``, and how many there are."""
-    length = range_length(n_positions)
+    # Never more than MOST_RANGES ranges: each has a sum for every hot row, which is kept until the
+    # row steps, and one position in HOT + 1 may begin such a row.
+    length = max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
     return length, -(-n_positions // length)
 
 
@@ -56,6 +51,11 @@ def row_width(shape: tuple[int, ...]) -> int:
 def has_rows(shape: tuple[int, ...]) -> bool:
     """Whether a tensor has an axis that numbers rows, and these have elements."""
     return len(shape) > 0 and row_width(shape) > 0
+
+
+def table_sizes(shapes: Iterable[Sequence[int]]) -> np.ndarray:
+    """Rows and width of tables of these shapes, int64 ``[T, 2]``; of a vector each is a row."""
+    return np.array([(shape[0], math.prod(shape[1:])) for shape in shapes], np.int64)
 
 
 class TensorTable:
@@ -100,10 +100,9 @@ class RowSource(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses."""
+    """One ``[N, D]`` table, its states and its row-sparse gradient, on a device; addresses."""
 
     addresses: tuple[int, ...]  # the parameter and its states; none to read the gradient only
-    hp: int  # the scalars, in the type of the arithmetic
     rows: int  # N
     width: int  # D
     source: RowSource

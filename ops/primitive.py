@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.headers.arrays import address_of, alike
+from ..kernels.cpu.headers.arrays import alike
+from ..kernels.cpu.rows.arguments import RowTables
 from ..kernels.element import kernel
 from ..kernels.rule import Prologue, Rule
 from ..kernels.storage import F32, STORAGES
-from ..kernels.tables import RowSource
+from ..kernels.tables import RowSource, table_sizes
 from .runtime import check
 from .runtime.arrays import adopt_anywhere
 from .runtime.device import DeviceArray, alike_on_device, device_of
 from .runtime.errors import RejectedValueError, reject, reject_unknown
-from .runtime.row_step import RowGradient, RowUpdate, check_keys, row_table, table_step
+from .runtime.row_step import RowGradient, RowUpdate, check_keys, table_step
 from .runtime.step import tensor_step
 
 Named = dict[str, Any]
 """Checked variables of one dtype and shape by their names, the parameter first."""
+_FIRST = np.zeros(1, np.int64)
+
+
+@lru_cache(256)
+def _sizes_of(shape: tuple[int, ...]) -> array[int]:
+    return array("q", table_sizes([shape]).tobytes())
 
 
 class Primitive:
@@ -126,17 +135,16 @@ class RowPrimitive(Primitive):
         if addresses is None:
             arrays, addresses = self._checked_rows(variables, name, gradient, indices)
         w, *_, index, values = arrays
-        *own, index_address, values_address = addresses
+        *_, index_address, values_address = addresses
         source = RowSource(index_address, index.itemsize, len(index), values_address)
         s = STORAGES[w.dtype]
         compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
         row = np.array([hp], compiled.real.dtype)
-        place = address_of(row)
         check_keys(self.name, w.shape[0], len(index))
-        tables = [row_table(own, w.shape, source, place)]
+        tables = RowTables.one(addresses[:-2], _sizes_of(w.shape))
         rows = RowGradient(index, values, source)
         use = self._touched_only, self.out_of_range == "drop"
-        return RowUpdate([self.name], compiled, tables, [rows], row, [0], *use)
+        return RowUpdate([self.name], compiled, tables, [rows], row, _FIRST, *use)
 
     def _checked_rows(
         self, variables: Named, name: str, gradient: Any, indices: Any

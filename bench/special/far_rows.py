@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from numba import njit, prange
 from ... import ops
 from ...kernels.cpu.compiler.lines import prefetch
 from ...kernels.cpu.headers.arrays import address_of
+from ...kernels.cpu.rows.arguments import RowTables
 from ...kernels.cpu.rows.step import RowStep
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import run_words
 from ...kernels.element import kernel
 from ...kernels.rules import adam
 from ...kernels.storage import F32
-from ...kernels.tables import RowSource, RowTable
+from ...kernels.tables import RowSource, table_sizes
 from ..cases import indices
 from ..cases.operators import SCALARS
 from ..cases.workloads import FAR_SIZES, rows
@@ -63,7 +65,9 @@ def lazy_adam() -> tuple[Any, Any]:
     """The kernel of Adam in float32, and the scalars of its first update."""
     *powers, lr, beta1, beta2, epsilon = SCALARS.values()
     constants = beta1, beta2, epsilon
-    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, (*map(np.float32, powers),))
+    numbers = adam.adam_scalars(
+        np.float32, lr, 0.0, 1, constants, tuple(np.array(powers, np.float32).tolist())
+    )
     return kernel(adam.ADAM, (), F32, F32, (F32, F32)), numbers
 
 
@@ -84,13 +88,15 @@ def jobs_of(
     hp = np.array([numbers], np.float32)
     at = np.array([address_of(a) for a in (*variables, g)])
     source = RowSource(address_of(drawn), drawn.itemsize, drawn.size, int(at[3]))
-    table = RowTable(tuple(map(int, at[:3])), address_of(hp), N, D, source)
-    grouped = RowStep(compiled, [table], touched_only=True)
+    tables = RowTables.of(at[None, :3].copy(), table_sizes([(N, D)]))
+    scalars = hp, np.zeros(1, np.int64)
+    step = partial(RowStep, compiled, tables, [source], *scalars, touched_only=True)
+    grouped = step()
     words = array("q", [word for loop in grouped.loops for word in loop.words])
     different, occurrences = np.unique(drawn, return_index=True)
 
     def group() -> None:
-        RowStep(compiled, [table], touched_only=True).release()
+        step().release()
 
     def update(keep: Any = (hp, drawn)) -> None:
         del keep  # its memory is used as long as this can be called

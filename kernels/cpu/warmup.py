@@ -28,6 +28,7 @@ from .counts import are_equal_at
 from .headers import arrays, id_lists, tensors
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
+from .rows import arguments as row_arguments
 from .rows import catch_up, step, sums, write  # noqa: F401
 from .tensor_counts import are_equal_floats_at
 from .threads import layers
@@ -53,6 +54,7 @@ def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """Loops that depend on no rule, and gain nothing from vectors that Numba makes of them."""
     yield from (*LOOPS, *SHARED_LOOPS)
     yield from (*arrays.READERS, *tensors.READERS, *id_lists.READERS, layers.available_threads)
+    yield from row_arguments.WRITERS
     yield from (are_equal_at, are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:

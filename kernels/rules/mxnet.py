@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -121,10 +121,10 @@ def rounding(real: Any, *, composed: bool) -> Callable[[float], float]:
 @_remembered
 def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed: bool) -> Numbers:
     """The scalars of Adam or AdamW; ``others``: the corrected rate, epsilon and AdamW's decay."""
-    if not composed:
-        beta1, beta2, *others = array("f", (beta1, beta2, *others))
+    given: Iterable[float] = (beta1, beta2, *others)
+    beta1, beta2, *rest = given if composed else array("f", given)
     betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
-    return tuple(array(TYPECODES[real], (*betas, *others)))
+    return tuple(array(TYPECODES[real], (*betas, *rest)))
 
 
 MOMENTS = ("mean", "var")

@@ -56,7 +56,7 @@ class Batch:
         own = rule, prologue, self.variables, gradients, self.g, hp
         if not self.row_sparse:
             return DenseUpdate(*own, hp_of)
-        return RowUpdate.of(self.labels, *own, np.asarray(hp_of).tolist(), touched_only)
+        return RowUpdate.of(self.labels, *own, hp_of, touched_only)
 
 
 class KernelCall(NamedTuple):

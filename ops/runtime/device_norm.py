@@ -11,11 +11,12 @@ import numpy as np
 from ...kernels.element import kernel
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import Storage, real_of
+from ...kernels.tables import RowTable, table_sizes
 from . import cuda, pending
 from .device import DeviceArray, Launch, launching
 from .launch import launch_on
 from .row_forms import by_storage, index_lists, row_gradient, values_by_storage, values_of
-from .row_step import IndexList, bad_index_error, check_lists, row_table
+from .row_step import IndexList, bad_index_error, check_lists
 from .row_tensor import RowTensor
 
 Gradient = DeviceArray | RowTensor
@@ -88,7 +89,11 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
     """Sums of squares of row-sparse gradients, to be enqueued, by storage type."""
     found, base = [], 0
     for g, by_place in rows.items():
-        tables = [row_table((), t.dense_shape, row_gradient(t).source) for t in by_place.values()]
+        sizes = table_sizes(tensor.dense_shape for tensor in by_place.values())
+        tables = [
+            RowTable((), n, width, row_gradient(tensor).source)
+            for tensor, (n, width) in zip(by_place.values(), sizes.tolist(), strict=True)
+        ]
         compiled = kernel(SCALED, (), real_of(g), g, ())
         found.append(cuda.rows.step.RowSquares(compiled, tables, launch.guard, base))
         base += sum(table.length for table in tables)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
+from ...kernels.cpu.rows.arguments import RowTables
 from ...kernels.cpu.rows.step import RowStep, row_norm
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.element import Kernel, kernel
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import Storage
-from ...kernels.tables import RowSource, RowTable
+from ...kernels.tables import RowSource, RowTable, table_sizes
 from . import cuda, locks
 from .arrays import address_of
 from .check import index_error
@@ -107,10 +108,10 @@ class RowUpdate(NamedTuple):
 
     where: Sequence[str]  # how an error names each table
     kernel: Kernel
-    tables: list[RowTable]  # of the kernel's storage types
+    rows: RowTables  # T tables
     gradients: Sequence[RowGradient]  # one for each table
-    hp: np.ndarray  # rows of scalars, as in `DenseUpdate`; the tables hold their addresses
-    hp_of: Sequence[int]  # the row of each table
+    hp: np.ndarray  # rows of scalars, as in `DenseUpdate`
+    hp_of: np.ndarray  # int64 [T]: the row of each table
     touched_only: bool  # update the rows that occur (lazy), or all rows (dense-equivalent)
     drop: bool = False  # leave out indices that are out of range
 
@@ -126,23 +127,29 @@ class RowUpdate(NamedTuple):
         Raises:
             ValueError: there are too many rows for sort keys.
         """
-        hp, hp_of, *_ = rest
-        base, (stride, _) = headers.address_of(hp), hp.strides
+        check_keys(where[0], variables.n_rows, sum(map(_length_of, gradients)))
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
-        tables, n_rows, n = list[RowTable](), 0, 0
-        for (addresses, rows, width), gradient, k in zip(
-            variables.rows, gradients, hp_of, strict=True
-        ):
-            tables.append(RowTable(addresses, base + k * stride, rows, width, gradient.source))
-            n_rows, n = n_rows + rows, n + gradient.source.length
-        check_keys(where[0], n_rows, n)
-        return cls(where, compiled, tables, gradients, *rest)
+        hp, hp_of, *options = rest
+        of = np.asarray(hp_of, np.int64)
+        return cls(where, compiled, variables.rows, gradients, hp, of, *options)
+
+    @property
+    def tables(self) -> list[RowTable]:
+        """The tables as a device takes them."""
+        addresses = np.reshape(self.rows.addresses, (len(self.gradients), -1)).tolist()
+        each = zip(addresses, self._sizes, self.gradients, strict=True)
+        return [RowTable(tuple(own), *size, gradient.source) for own, size, gradient in each]
+
+    @property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """The rows and the width of each table."""
+        return [(n, width) for n, width in np.reshape(self.rows.sizes, (-1, 2)).tolist()]
 
     @property
     def lists(self) -> list[IndexList]:
         """The indices of each table."""
-        labelled = zip(self.where, self.tables, strict=True)
-        return [IndexList(label, table.length, table.rows) for label, table in labelled]
+        each = zip(self.where, self.gradients, self._sizes, strict=True)
+        return [IndexList(label, own.source.length, rows) for label, own, (rows, _) in each]
 
     @property
     def error(self) -> BadIndex | None:
@@ -151,8 +158,9 @@ class RowUpdate(NamedTuple):
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error."""
-        _, compiled, tables, gradients, *_, touched_only, drop = self
-        step = RowStep(compiled, tables, touched_only=touched_only, drop=drop)
+        _, compiled, tables, gradients, hp, hp_of, touched_only, drop = self
+        given = tables, map(_source_of, gradients), hp, hp_of
+        step = RowStep(compiled, *given, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
             raise first_bad_index(self.lists, gradients, step.bad_position)
@@ -161,13 +169,14 @@ class RowUpdate(NamedTuple):
     def enqueue(self, launch: Launch) -> None:
         """The step on a device, where bad indices are found; whoever launches locks."""
         options = {"touched_only": self.touched_only, "drop": self.drop, "base": launch.base}
-        free = _free_parts(self.kernel, *options.values(), *map(_form_of, self.tables))
+        tables = self.tables
+        free = _free_parts(self.kernel, *options.values(), *map(_form_of, tables))
         try:
             part = free.pop()
         except IndexError:
-            part = cuda.rows.step.RowStep(self.kernel, self.tables, **options)
+            part = cuda.rows.step.RowStep(self.kernel, tables, **options)
         else:
-            part.put(self.tables)
+            part.put(tables)
         cuda.device.part.run(part, self.hp, self.hp_of, launch)
         free.append(part)
 
@@ -186,6 +195,7 @@ def _form_of(table: RowTable) -> tuple[Any, ...]:
     return (table.rows, table.width, *lengths, *has)
 
 
+_source_of, _length_of = attrgetter("source"), attrgetter("source.length")
 Update = DenseUpdate | RowUpdate
 
 
@@ -205,13 +215,6 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
             commit(step)
     else:
         commit(step)
-
-
-def row_table(
-    addresses: Sequence[int], shape: tuple[int, ...], source: RowSource, hp: int = 0
-) -> RowTable:
-    """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    return RowTable(tuple(addresses), hp, shape[0], math.prod(shape[1:]), source)
 
 
 class IndexList(NamedTuple):
@@ -252,10 +255,11 @@ def row_squares(
         IndexError: an index is out of range.
         ValueError: there are too many rows for sort keys.
     """
-    hp = np.ones(1, real.dtype)
     check_lists(where, lists)
-    found = [row_table((), shape, g.source, address_of(hp)) for shape, g in tables]
-    position, total = row_norm(kernel(SCALED, (), real, g, ()), found)
+    sizes, nowhere = table_sizes(shape for shape, _ in tables), np.empty((len(tables), 0), np.int64)
+    sources, hp = [gradient.source for _, gradient in tables], np.ones((1, 1), real.dtype)
+    given = RowTables.of(nowhere, sizes), sources, hp
+    position, total = row_norm(kernel(SCALED, (), real, g, ()), *given)
     if position >= 0:
         raise first_bad_index(lists, [gradient for _, gradient in tables], position)
     return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from ...kernels.cpu.dense import DenseStep, measure
 from ...kernels.cpu.matrices.step import MatrixTable
+from ...kernels.cpu.rows.arguments import RowTables
 from ...kernels.cpu.threads.parallel import Prepared
 from ...kernels.cpu.threads.workspace import Pool
 from ...kernels.element import Kernel, kernel
@@ -20,7 +20,7 @@ from ...kernels.lazy import lazy
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import STORAGES, Storage, real_of, storage_of
-from ...kernels.tables import MatrixTensor, TensorTable, row_width
+from ...kernels.tables import MatrixTensor, TensorTable, row_width, table_sizes
 from . import cuda, locks
 from .arrays import address_of
 from .device import DeviceArray, Launch
@@ -61,9 +61,8 @@ class Variables:
         self._forget_places()
 
     def _forget_places(self) -> None:
-        # These have addresses of their own; `steps` read those of `table` in each call.
+        # `matrices` has addresses of its own; `steps` read those of this table in each call.
         vars(self).pop("matrices", None)
-        vars(self).pop("rows", None)
 
     @property
     def real(self) -> Storage:
@@ -77,11 +76,15 @@ class Variables:
         return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in pairs]
 
     @lazy
-    def rows(self) -> list[tuple[tuple[int, ...], int, int]]:
-        """For row-sparse steps: the addresses of each tensor with its states, rows and width."""
-        shapes = [arrays[0].shape for arrays in self.tensors]
-        pairs = zip(self.table.addresses.tolist(), shapes, strict=True)
-        return [(tuple(own), shape[0], math.prod(shape[1:])) for own, shape in pairs]
+    def rows(self) -> RowTables:
+        """The tensors as tables, for row-sparse steps; `table` has the addresses."""
+        sizes = table_sizes(arrays[0].shape for arrays in self.tensors)
+        return RowTables.of(self.table.addresses, sizes)
+
+    @lazy
+    def n_rows(self) -> int:
+        """The rows of all tables."""
+        return int(self.rows.sizes[:, 0].sum())
 
     @lazy
     def matrices(self) -> MatrixTable:

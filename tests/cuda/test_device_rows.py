@@ -13,7 +13,7 @@ import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.rows import sort
-from fusestep.kernels.tables import HOT, range_length
+from fusestep.kernels.tables import HOT, ranges_of
 from fusestep.nn.distributed import RowShard, all_reduce, alone, save_checkpoint
 
 from devices import (
@@ -100,7 +100,7 @@ def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) ->
     They are so wherever the arrays begin, too.
     Sums have no products that could become an FMA, so the order alone decides.
     """
-    n, rng, length = sized(40, 500), np.random.default_rng(3), range_length(b)
+    n, rng, length = sized(40, 500), np.random.default_rng(3), ranges_of(b)[0]
     indices = rng.integers(0, n, b)
     indices[rng.permutation(b)[:hottest]] = 7
     indices[(indices != 7) & (rng.random(b) < 0.5)] = 39  # another row by its highest bit alone

@@ -134,11 +134,11 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 # 3.11, where a comprehension is one.
 WAYS = {
     adam: (12, 18, 35),
-    lazy_adam: (13, 23, 46),
-    fused_sparse_adam: (10, 17, 41),
+    lazy_adam: (13, 22, 45),
+    fused_sparse_adam: (11, 21, 41),
     mxnet_updater: (12, 20, 44),
-    torch_adamw: (13, 21, 28),
-    torch_sparse: (15, 25, 41),
+    torch_adamw: (12, 18, 28),
+    torch_sparse: (14, 24, 40),
     sharded_embedding: (29, 104, 340),
 }
 

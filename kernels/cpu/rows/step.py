@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import struct
 from array import array
-from functools import cache, lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from functools import cache, lru_cache, partial
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, MOST_RANGES, RowTable, ranges_of
+from ...tables import HOT, MOST_RANGES, RowSource
 from ..blocks import blocks
 from ..compiler.compile import NativeFunction
 from ..compiler.lines import LINE
@@ -20,16 +21,20 @@ from ..threads.parallel import Loop, get_num_threads, run, run_words
 from ..threads.workspace import borrow, give_back
 from . import sort, sums
 from . import update as rows
+from .arguments import N_FORMS, OWN, Question, RowTables, lay_out, sum_up
 from .layout import PADDING, HotSegment, RowCall, Table
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 131_072  # elements: waking a thread takes as long as updating so many
 ROW_COST = 96  # elements that could be updated while one row is fetched from memory
 _PARTS_PER_THREAD = 16
-_SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
 _LINE_WORDS = LINE // 8  # int64
 _KEY_BITS = 63  # the sign of a key stays 0, so that keys sort as the numbers that they are
 
+_FIRST_TOTAL, _FIRST_OF_LAST = map(Question._fields.index, ("n", "tables"))
+_FORMS = Question._fields.index("forms")
+_TOTALS, _LAST = slice(_FIRST_TOTAL, _FIRST_OF_LAST), slice(_FIRST_OF_LAST, None)
+_UNASKED = (0,) * (len(Question._fields) - _FIRST_TOTAL)
 _range_numbers = np.arange(MOST_RANGES + PADDING)
 
 
@@ -38,11 +43,14 @@ def _whole_lines(words: int) -> int:
 
 
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
+_pack = struct.Struct(f"{_whole_lines(len(_FIELD))}q").pack_into
 # Fields that loops fill in, up to the end of a line; at first there is no bad position.
 _UNKNOWN = (-1, *(0,) * (_whole_lines(len(_FIELD)) - _FIELD["bad_position"] - 1))
 
 
-def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
+def row_norm(
+    kernel: Kernel, tables: RowTables, gradients: Iterable[RowSource], hp: np.ndarray
+) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
     The kernel is that of a rule that measures the gradient, for the storage types of the sums.
@@ -50,25 +58,18 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """
     block = blocks(kernel).measure_real
     assert block is not None
-    step = RowStep(kernel, tables, block, touched_only=True)
+    hp_of = np.zeros(tables.places[0], np.int64)
+    step = RowStep(kernel, tables, gradients, hp, hp_of, block, touched_only=True)
     total = step.measure_touched() if step.bad_position < 0 else 0.0
     step.release()
     return step.bad_position, total
-
-
-@cache
-def _packer(n_words: int) -> Any:
-    return struct.Struct(f"{n_words}q").pack_into
 
 
 class _Sizes(NamedTuple):
     """The sizes that decide how a step is cut and how much memory it borrows."""
 
     n: int
-    sort_parts: int
     threads: int  # of the update
-    ranges: tuple[tuple[int, int], ...]  # of each table: the length of a range, and their number
-    sweep: tuple[tuple[int, int], ...]  # of each table: its first part, and rows of a part
     arguments: tuple[int, ...]  # the first fields of `RowCall`
     places: tuple[int, ...]  # byte at which each section behind `RowCall` begins
     words: int
@@ -78,41 +79,28 @@ class _Sizes(NamedTuple):
     carries: bool  # whether keys contain the numbers of gradient rows
 
 
-def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
-    n = n_rows = widest = elements = carried = 0
-    shapes, carries = [], True
-    for _, _, height, width, source in tables:
-        n += source.length
-        n_rows += height
-        elements += height * width
-        widest = max(widest, width)
-        shapes.append((source.length, source.whole_length or source.length, height, width))
-        carried = max(carried, source.n_rows)
-        carries = carries and source.rows != 0 and not (source.weights or source.winners)
+def _sizes(
+    kernel: Kernel, n_tables: int, totals: tuple[int, ...], touched_only: bool, drop: bool
+) -> _Sizes:
+    n, _, widest, elements, *_ = totals
     work = n * (widest + ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
-    # A slot has a cache line, and the summed gradient of a row or of a tile of whole rows.
-    scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
-    dropped_row, carried_bits = n_rows if drop else -1, carried.bit_length() if carries else 0
-    shape = n, n_rows, len(kernel.row_bytes), dropped_row, kernel.real.itemsize, carried_bits
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
-    return _sizes_of(shape, tuple(shapes), *parts, scratch + LINE, touched_only)
+    shape = n_tables, len(kernel.row_bytes), kernel.real.itemsize
+    return _sizes_of(totals, shape, *parts, touched_only, drop)
 
 
 @lru_cache(maxsize=256)
 def _sizes_of(
-    shape: tuple[int, ...], table_shapes: tuple[tuple[int, int, int, int], ...], sort_parts: int,
-    threads: int, scratch: int, touched_only: bool,
+    totals: tuple[int, ...], shape: tuple[int, int, int], sort_parts: int, threads: int,
+    touched_only: bool, drop: bool,
 ) -> _Sizes:  # fmt: skip
-    n, n_rows, n_arrays, dropped_row, real_bytes, carried_bits = shape
-    ranges = tuple(ranges_of(whole_length) for _, whole_length, *_ in table_shapes)
-    n_tables, n_ranges, hot_elements, n_swept, sweep = len(table_shapes), 0, 0, 0, []
-    for (length, _, height, width), (_, n_own) in zip(table_shapes, ranges, strict=True):
-        n_ranges += n_own
-        hot_elements += length // (HOT + 1) * n_own * width
-        sweep.append((n_swept, part := _sweep_rows(width)))
-        n_swept += -(-height // part)
+    n, n_rows, widest, _, n_gradients, carries, _, n_ranges, hot_elements, n_swept = totals
+    n_tables, n_arrays, real_bytes = shape
+    dropped_row, carried_bits = n_rows if drop else -1, n_gradients.bit_length() if carries else 0
+    # A slot has a cache line, and the summed gradient of a row or of a tile of whole rows.
+    scratch = (widest if touched_only else max(widest, rows.TILE)) * real_bytes + LINE
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     # A radix digit has at most 11 bits, equal in all passes, and no more values than there are
     # keys, roughly.
@@ -146,8 +134,7 @@ def _sizes_of(
     told = list(_UNKNOWN)
     told[_FIELD["n_parts"] - _FIELD["bad_position"]] = n_parts
     return _Sizes(
-        n, sort_parts, threads, ranges, tuple(sweep), arguments, places, ends[-1], loops, n_parts,
-        tuple(told), carried_bits > 0,
+        n, threads, arguments, places, ends[-1], loops, n_parts, tuple(told), carried_bits > 0
     )  # fmt: skip
 
 
@@ -172,10 +159,10 @@ def _grouping(parts: int, passes: int, threads: int, n_ranges: int) -> tuple[int
 @cache
 def _kernel_arguments(
     kernel: Kernel, row_block: NativeFunction | None, every_row: bool, can_be_hot: bool
-) -> tuple[int, int, tuple[int, ...]]:
-    """`Table.accumulate`, `Table.block_single` and the arguments of the loops for a kernel.
+) -> tuple[int, tuple[int, ...]]:
+    """`Table.block_single` and the arguments of the loops for a kernel.
 
-    They are for occurrences that have a gradient each; ``row_block`` is called for each row.
+    It is for occurrences that have a gradient each; ``row_block`` is called for each row.
     """
     block = row_block or blocks(kernel).update_real
     single = 0
@@ -184,13 +171,19 @@ def _kernel_arguments(
     elif not every_row:
         single = blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
-    add = sums.accumulate(kernel.g, kernel.real).address
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These arrays live as long as the kernel, and this tuple is cached with it.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
     kernel_arguments = block.address, zero, add_ranges, n, row_bytes
     itemsizes = kernel.g.itemsize, kernel.real.itemsize
-    return add, single, (*kernel_arguments, *itemsizes, address_of(_range_numbers))
+    return single, (*kernel_arguments, *itemsizes, address_of(_range_numbers))
+
+
+@cache
+def _accumulators(kernel: Kernel, forms: int) -> array[int]:
+    """`Table.accumulate` of forms, and of `OWN`; 0 for those that no table has."""
+    add, known = partial(sums.accumulate, kernel.g, kernel.real), enumerate(sums.FORMS[:N_FORMS])
+    return array("q", [add(form).address if (forms | 1) >> k & 1 else 0 for k, form in known])
 
 
 class RowStep:
@@ -206,79 +199,48 @@ class RowStep:
     def __init__(
         self,
         kernel: Kernel,
-        tables: list[RowTable],  # at least one
+        tables: RowTables,  # at least one
+        gradients: Iterable[RowSource],  # one for each
+        hp: np.ndarray,  # rows of scalars, in the type of the arithmetic
+        hp_of: np.ndarray,  # int64 [T]: the row of each table
         row_block: NativeFunction | None = None,  # the block for each row; None: the rule's update
         *,
         touched_only: bool,
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
     ) -> None:
-        self._kernel, self._tables, self._shares = kernel, tables, False
-        self._size = _sizes(kernel, tables, touched_only, drop)
-        self._block = borrow(self._size.words)
-        kernel_arguments = _kernel_arguments(
-            kernel, row_block, not touched_only, self._size.n > HOT
-        )
-        self._write_arguments(kernel_arguments)
-        call = self._block.address
-        loops = array("q", self._size.loops)
+        sources = array("q", chain.from_iterable(gradients))
+        scalars = address_of(hp), hp.strides[0], address_of(hp_of) if len(hp) > 1 else 0
+        question = array("q", (*tables.places, sources.buffer_info()[0], *scalars, *_UNASKED))
+        at, _ = question.buffer_info()
+        sum_up.call(at)
+        totals = tuple(question[_TOTALS])
+        size = self._size = _sizes(kernel, tables.places[0], totals, touched_only, drop)
+        self._block = borrow(size.words)
+        words, call = self._block
+        single, of_kernel = _kernel_arguments(kernel, row_block, not touched_only, size.n > HOT)
+        # One call packs all of them, which is ten times as fast as assigning to a NumPy array.
+        sections = map(call.__add__, size.places)
+        _pack(words.data, 0, *size.arguments, *of_kernel, *sections, *size.told)
+        forms = question[_FORMS]
+        accumulators, _ = _accumulators(kernel, forms).buffer_info()
+        own = call + size.places[0], size.carries, single, accumulators
+        question[_LAST] = array("q", (*own, kernel.g.itemsize, kernel.real.itemsize))
+        lay_out.call(at)
+        loops = array("q", size.loops)
         loops[2::4] = array("q", [call]) * (len(loops) // 4)
         run_words(loops)
         # The position in the concatenated lists of indices, or -1.
-        self.bad_position = int(self._block.words[_FIELD["bad_position"]])
+        self.bad_position = int(words[_FIELD["bad_position"]])
+        self._touching = rows.TOUCHING[forms != 1 << OWN and not size.carries]
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
-            update = rows.TOUCHING[self._shares][1] if touched_only else rows.update_all
-            n_parts, threads = self._size.n_parts, self._size.threads
-            self.loops = (Loop(update.address, n_parts, call, min(threads, n_parts)),)
+            update = self._touching[1] if touched_only else rows.update_all
+            threads = min(size.threads, size.n_parts)
+            self.loops = (Loop(update.address, size.n_parts, call, threads),)
 
     def release(self) -> None:
         """Give back the borrowed block."""
         give_back(self._block)
-
-    def _write_arguments(self, kernel_arguments: tuple[int, int, tuple[int, ...]]) -> None:
-        """Write `RowCall`, then the tables, then all of their addresses.
-
-        One call packs all of them, which is ten times as fast as assigning to a NumPy array.
-        """
-        size, (words, base), tables = self._size, self._block, self._tables
-        sections = map(base.__add__, size.places)
-        own_sum, single, call_arguments = kernel_arguments
-        fields = [*size.arguments, *call_arguments, *sections, *size.told]
-        g, real = self._kernel.g, self._kernel.real
-        at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
-        first_row = first_position = first_range = 0
-        for table, ranges, part in zip(tables, size.ranges, size.sweep, strict=True):
-            addresses, hp, n_rows, width, source = table
-            indices, index_bytes, n, values, positions, _, rows, stride, weights, winners, first, \
-                _ = source  # fmt: skip
-            place, add, block = base + 8 * len(fields), own_sum, single
-            # Loops number occurrences through all tables, so addresses are moved back.
-            if not rows:  # each occurrence has a row of its own
-                stride = width * g.itemsize
-                values -= first_position * stride
-            elif size.carries:  # keys contain the numbers of gradient rows
-                rows -= 4 * first_position
-            else:
-                self._shares = True
-                form = sums.CHOSEN if winners else sums.WEIGHTED if weights else sums.SHARED
-                add = sums.accumulate(g, real, form).address
-                rows -= 4 * first_position
-                if form is not sums.SHARED:
-                    weights = winners or weights - first_position * real.itemsize
-                    first -= first_position
-                    block = 0  # even the gradient of a single occurrence has to be computed
-            fields += (
-                values, stride, rows, weights, first, place, at_addresses, add, block, hp,
-                n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
-                *ranges, *part, positions,
-            )  # fmt: skip
-            at_addresses += 8 * len(addresses)
-            first_range += ranges[1]
-            first_row += n_rows
-            first_position += n
-        for table in tables:
-            fields += table.addresses
-        _packer(len(fields))(words.data, 0, *fields)
 
     def measure_touched(self) -> float:
         """The sum of squares of the summed rows, in the order of the rows."""
@@ -288,11 +250,5 @@ class RowStep:
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         words = self._block.words
         words[_FIELD["measured"]], words[_FIELD["n_parts"]] = address_of(squares), n_parts
-        run(rows.TOUCHING[self._shares][0], n_parts, self._block.address, threads)
+        run(self._touching[0], n_parts, self._block.address, threads)
         return float(squares.sum())
-
-
-def _sweep_rows(width: int) -> int:
-    """Rows of a part of a sweep: about `_SWEEP_PART` elements, in whole tiles."""
-    tile = max(1, rows.TILE // max(width, 1))
-    return max(1, _SWEEP_PART // max(width, 1) // tile) * tile

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import Parameter  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn.torch.engine import record  # noqa: E402
 
 from helpers import sampled  # noqa: E402
 from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient  # noqa: E402
@@ -325,6 +326,21 @@ def test_rows_in_memory_that_the_step_writes(part: str) -> None:
     table.grad = made_of(ids, table.data[5:7], 9)
     with pytest.raises(RuntimeError, match="shares memory"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (9,), (9, 2, 2), (9, 1)])
+@pytest.mark.parametrize("name", ["LazyAdam", "SparseAdam"])
+def test_plain_rows_are_read_without_python(
+    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, read = Parameter(torch.ones(shape)), []
+    optimizer, make = getattr(fused, name)([table]), record.rows_of
+    monkeypatch.setattr(record, "rows_of", lambda *given: read.append(1) or make(*given))
+    for n in (2, 3, 0, 700):
+        ids = torch.arange(n)[None] % 9
+        table.grad = made_of(ids, torch.ones(n, *shape[1:]), 9)
+        optimizer.step()
+    assert len(read) <= 2  # of the first step
 
 
 def test_rows_in_the_memory_of_a_count_that_was_a_number() -> None:
