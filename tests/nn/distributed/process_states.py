@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, ShardedStates, all_reduce, save_checkpoint
-from fusestep.nn.distributed.agreement import agree
+from fusestep.nn.distributed.agreement import agree, gather_texts
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits
 from optimizers import make, states
@@ -110,8 +109,8 @@ def large(comm: Communicator, *_: Any) -> None:
 def check_states(comm: Communicator, opt: ShardedStates, reference: Any, label: str) -> None:
     """This process has those of its parameters, with the right bits, and no others."""
     found, expected = states(opt.optimizer), states(reference)
-    names = everywhere(comm, sorted(found))
-    everyones = [name for of_rank in names for name in ast.literal_eval(of_rank)]
+    names = gather_texts(comm, ",".join(found))
+    everyones = [name for of_rank in names for name in of_rank.split(",") if name]
     assert sorted(everyones) == sorted(expected), label
     for name, array in found.items():
         assert_same_bits(array, expected[name], f"{label} {name}")
