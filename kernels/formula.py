@@ -62,6 +62,7 @@ def running_powers(real: Any, bases: Numbers, step: int) -> Numbers:
         rounded = tuple(map(ROUNDING[real], bases))
         powers = tuple([float(_product(real(base), step)) for base in rounded])
     else:
+        # In the order of all updates that were: the rounding of each shows in the next.
         powers, rounded = known
         powers = tuple(array(TYPECODES[real], map(mul, powers, rounded)))
     # All at once: what is gone is computed anew, multiplication by multiplication, to the same

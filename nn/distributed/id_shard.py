@@ -59,6 +59,7 @@ class IdShard:
         self.form = {name: getattr(ids, name) for name in names}
         agree(comm, "IdShard", self.form, error)
         self.ids, self.comm = ids, comm
+        # Keys are hashes, so equal shares of all keys have about as many ids each.
         firsts = [-(-(rank << 64) // comm.size) for rank in range(1, comm.size)]
         self.first_keys = np.array(firsts, np.uint64)
 
@@ -156,6 +157,7 @@ class IdShard:
             reject(ValueError, where, "states", "are missing", "at least one", "none")
         made = {name: np.concatenate(x) for name, x in parts.items() if x}
         of_map = {name[len(_PREFIX) :]: made[name] for name in names if name in made}
+        # Rows are handed out anew, in the order of the parts; row 0 is that of ids without one.
         n = len(of_map["ids"])
         of_map |= {"rows": np.arange(1, n + 1, dtype=np.int32), "next_row": np.array([n + 1])}
         of_map |= {name: of_map[name].max(keepdims=True) for name in ("step", "forgotten")}

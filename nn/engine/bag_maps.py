@@ -98,6 +98,7 @@ class BagMaps:
         """
         is_listed = isinstance(ids, list | tuple)
         given = [adopt(self._where, "ids", own) for own in (ids if is_listed else [ids])]
+        # Offsets are checked beside ids that fit any table: those of maps are numbers of any size.
         zeros = [np.zeros(own.shape, np.int64) for own in given]
         parts = check_features(pooling, zeros if is_listed else zeros[0], offsets)
         found, kept = [], list[FoundRows]()
@@ -112,6 +113,7 @@ class BagMaps:
                 array = ids_of_64_bits(self._where, array)
                 own.check_step(own.step if step is None else step)
             found.append(array)
+        # Ids are admitted last, when nothing can be refused any more.
         for f, own in enumerate(self._maps):
             if own is not None:
                 array, find, evictions = found[f], own.find, own.evictions

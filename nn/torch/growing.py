@@ -135,6 +135,7 @@ class GrowingEmbedding(nn.Embedding):
         rows, check = self.rows(input)
         prepare_rows(self.weight, rows)
         found = F.embedding(rows, self.weight, 0, sparse=True)
+        # Before the gradient reaches the table: a row may belong to another id by then.
         if found.requires_grad:
             found.register_hook(check)
         return found
@@ -199,6 +200,7 @@ class GrowingEmbedding(nn.Embedding):
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
         optimizers, gradient = optimizers_of(self.weight), self.weight.grad
+        # A backward that computes anew what it needs looks up ids that were admitted before.
         are_admitted = self.training and _backward_of_now() < 0
         if are_admitted and not optimizers and (self.ids.evictions or self.ids.full == "evict"):
             expected = "an optimizer of nn.torch: rows that are given back begin anew in it"
@@ -206,6 +208,7 @@ class GrowingEmbedding(nn.Embedding):
         is_pending = gradient is not None and _steps_of(optimizers) == self._n_taken
 
         def begin(new: Admissions) -> None:
+            # What an evicted id has collected is not for the id that gets its row.
             if is_pending and self.ids.evictions:
                 self.weight.grad = _without(gradient, new.rows)
             for optimizer in optimizers:
@@ -215,6 +218,7 @@ class GrowingEmbedding(nn.Embedding):
                 commit([reset(_WHERE, w, [], new.rows, self.initial, new.ids)])
                 torch.autograd.graph.increment_version(self.weight)
 
+        # Gradients may be summed over several batches: all of them belong to one step.
         is_next = self._is_next and not (optimizers and is_pending)
         return self.ids.step + is_next if are_admitted else None, begin
 

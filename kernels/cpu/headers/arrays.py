@@ -293,6 +293,7 @@ def expected_reader(read, place):
             if form.kind != PLAIN:
                 n_bytes *= length
             data = place(c.fields, there, form.itemsize, n_bytes)
+            # An empty tensor may lie nowhere.
             if data == 0 and n_bytes > 0:
                 return 0
             if k >= n:

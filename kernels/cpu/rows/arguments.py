@@ -126,6 +126,7 @@ def _sum_up(question):
         if form != SHARED:
             c.carries = 0
         c.n_ranges += n_ranges
+        # One position in HOT + 1 may begin a hot row, which has a sum in every range.
         c.hot_elements += source.length // (HOT + 1) * n_ranges * width
         c.n_swept += -(-rows // _swept_rows(width))
 

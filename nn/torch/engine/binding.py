@@ -76,11 +76,11 @@ class Binding:
         self._look = TensorLook(torch, n_parameters)
         self.count = TensorCount(self._look.counts, self._look.versions)
         self._sets: dict[bytes, Chosen] = {}
-        self._last, self._last_key = Chosen([], [], [], [], 0, 0), b""
+        self._last, self._last_key = Chosen([], [], [], [], [], 0, 0), b""
         self._stretches, self._memory = [list[int](), list[int]()], NOWHERE
         self._lie_apart, self._checked = True, set[bytes]()  # which sets were found apart
-        # Whether any record has them, or both: then a look alone does not tell enough.
-        self._has_copies = self._has_own_counts = self._has_rows = self._is_special = False
+        # Whether any record has them: then a look alone does not tell enough.
+        self._has_copies = self._has_own_counts = self._has_rows = False
 
     def is_of(self, parameter: Tensor, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether its only parameter is in the group in which it was recorded."""
@@ -109,7 +109,6 @@ class Binding:
         self._has_copies |= bool(record.copied)
         self._has_own_counts |= record.has_own_count
         self._has_rows |= record.kind.is_sparse
-        self._is_special = self._has_copies or self._has_own_counts
         self._columns[i, : len(columns)] = [first + k for k in columns]
         self._n_bytes[first : first + n_places - 1] = record.n_bytes
         self._kind_of[i] = self._kinds.setdefault(record.kind, len(self._kinds))
@@ -128,9 +127,11 @@ class Binding:
             rows = [i for p in parts if p.batch.row_sparse for i in p.batch.positions.tolist()]
             n_counts = n_counts if n_counts == len(active) else 0
             counted = [i for i in active.tolist() if self._records[i].is_counted]
+            own_counts = [i for i in counted if self._records[i].has_own_count]
             found = Chosen(
-                active.tolist(), parts, rows, counted, n_counts, n_versions, self._expected(rows)
-            )
+                active.tolist(), parts, rows, counted, own_counts, n_counts, n_versions,
+                self._expected(rows),
+            )  # fmt: skip
             if len(self._sets) >= _KEPT_SETS:
                 self._sets.clear()
             self._sets[key] = found
@@ -195,7 +196,8 @@ class Binding:
             rows = self._rows_like_last(parameters, gradients)
             if rows is None and self._has_other_rows(gradients):
                 flags = UNLIKE
-        if flags or self._is_special:
+        has_others = self._last.own_counts and not self._are_numbers(held)
+        if flags or self._has_copies or has_others:
             seen = parameters, gradients, held, rows
             return self._read_anew(flags, seen, states, choices, entry_of)
         given = StepInputs(
@@ -205,6 +207,10 @@ class Binding:
         if rows is None:
             self._read_rows(given)
         return given
+
+    def _are_numbers(self, held: list[Any]) -> bool:
+        """Whether the counts of updates in the last step that were no tensors are numbers yet."""
+        return all(type((held[i] or {}).get("step")) is int for i in self._last.own_counts)
 
     def _rows_like_last(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
@@ -217,6 +223,7 @@ class Binding:
         places = last.expected.addresses(parts)
         if places is None:
             return None
+        # Rows keep the parts alive for as long as loops read at these addresses.
         rows, found = {}, places.tolist()
         for k, i in enumerate(last.rows):
             if hasattr(parameters[i], "row_positions"):  # of a batch that others have a part of

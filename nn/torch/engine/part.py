@@ -232,6 +232,7 @@ class Chosen:
     parts: Sequence[ParameterBatch]
     rows: Sequence[int]  # those whose gradients are sparse
     counted: Sequence[int]  # those whose updates are counted
+    own_counts: Sequence[int]  # those among them whose count is no tensor of the host
     n_counts: int  # counts that compiled code writes, of all of them or of none
     n_versions: int
     expected: Expected | None = None  # the parts of the sparse gradients, if all are plain
@@ -262,6 +263,13 @@ class StepInputs(NamedTuple):
         """A parameter and what a step writes of its states."""
         begin = self.begins[i]
         return [self.parameters[i], *self.held[begin : begin + len(self.records[i].places)]]
+
+    def step(self, i: int) -> Any:
+        """The count of updates of a parameter whose updates are counted."""
+        record = self.records[i]
+        if record.has_own_count:
+            return self.held[i]["step"]
+        return self.held[self.begins[i] + record.places["step"] - 1]
 
     def states(self, i: int) -> dict[str, Any]:
         """The states of a parameter that a step writes, by name."""

@@ -204,7 +204,7 @@ def _counted(given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any
     """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
     others = []
     for i in given.chosen.counted:
-        step = given.states(i)["step"]
+        step = given.step(i)
         if isinstance(step, Tensor) and not step.is_cuda:
             numbers.append(single_of(step, float(step) + 1.0))
         else:
@@ -224,7 +224,7 @@ def _steps(given: StepInputs, count: TensorCount) -> float | list[float]:
     # Where they are not counted, what matters is whether there was one before.
     every = [1.0 if new and new[k] else 2.0 for k in range(len(active))]
     for k in range(len(active)) if len(counted) == len(active) else map(active.index, counted):
-        every[k] = float(given.states(active[k])["step"]) + 1.0
+        every[k] = float(given.step(active[k])) + 1.0
     return every[0] if every and len(set(every)) == 1 else every
 
 
