@@ -578,7 +578,7 @@ def test_changing_steps_in_small(torch: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_catch_up_beside_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The three ways take the same steps; ids differ from step to step."""
-    monkeypatch.setattr(catch_up, "LAWS", {"small": catch_up.Law(50, 4, 1.2, 2.0)})
+    monkeypatch.setattr(catch_up, "LAWS", {"small": catch_up.Law(50, 4, "zipf1.2", 2.0)})
     for name, value in (("ROUNDS", 3), ("WARM", 4), ("FLUSHES", 3)):
         monkeypatch.setattr(catch_up, name, value)
     first, second = catch_up.batches(catch_up.LAWS["small"], 2)
