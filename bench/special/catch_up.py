@@ -8,6 +8,7 @@ table, all of whose rows sleep, may take one and a half dense-equivalent steps.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:  # noq
         lazy, dense = (result.times[f"{label}: {way}"].median for way in (LAZY, DENSE))
         result.limits[f"{label}: {CATCH_UP}"] = min(OF_LAZY * lazy, dense / law.of_dense)
         own = trainings[CATCH_UP]
-        flush = Job(own.optimizer.flush, lambda own=own, ids=lists[0]: own.take(ids))
+        flush = Job(own.optimizer.flush, partial(own.take, lists[0]))
         result.add(one_by_one({f"{label}: flush": flush}, FLUSHES - 1, 1))
         result.limits[f"{label}: flush"] = FLUSH_OF_DENSE * dense
 

@@ -22,7 +22,7 @@ from fusestep.bench.peer import Peers, Worker
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult, Summary
 from fusestep.bench.workers import worker_protocol
-from fusestep.bench.workers.worker_protocol import Job, unpacked
+from fusestep.bench.workers.worker_protocol import Job
 
 from helpers import in_turn
 
@@ -134,7 +134,7 @@ class FakeClock:
 
 def values_of(worker: Worker, form: str) -> list[np.ndarray]:
     """The parameters in a worker as they are now."""
-    return [*map(unpacked, worker.ask({"do": "values", "form": form})["arrays"])]
+    return list(worker.ask({"do": "values", "form": form})["arrays"])
 
 
 # -- a made-up library ----------------------------------------------------------------------------

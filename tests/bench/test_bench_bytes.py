@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +20,7 @@ from fusestep.bench.cases.subject import DTYPES, Traffic, Use
 from fusestep.bench.cases.workloads import Tensor, parameters
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
-from fusestep.bench.workers.worker_protocol import Job
+from fusestep.bench.workers.worker_protocol import Job, in_turn
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from helpers import arrays_of, label, sampled, unchanged
@@ -171,7 +172,7 @@ def test_buffers_take_turns() -> None:
         )
         for _ in range(3)
     ]
-    job = work.Turns().job([buffers.job(fresh=False) for buffers in sets])
+    job = in_turn([buffers.job(fresh=False) for buffers in sets], itertools.count())
     steps = []
     for _ in range(7):
         job.load()
@@ -186,10 +187,10 @@ def test_buffers_take_turns() -> None:
 def test_nobody_meets_the_buffers_of_the_one_before() -> None:
     """Step and bounds share one turn: with turns of their own a bound would run in the cache."""
     used: list[int] = []
-    turns = work.Turns()
+    turns = itertools.count()
 
     def job() -> Job:
-        return turns.job([Job(partial(used.append, k)) for k in range(5)])
+        return in_turn([Job(partial(used.append, k)) for k in range(5)], turns)
 
     contestants = in_process({"step": job(), "a bound": job(), "another": job()})
     warm_up(contestants)

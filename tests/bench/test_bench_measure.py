@@ -32,7 +32,7 @@ from fusestep.bench.special import (
     training,
 )
 from fusestep.bench.workers import worker_protocol
-from fusestep.bench.workers.worker_protocol import Job, Turns, before_step, samples, turn_in
+from fusestep.bench.workers.worker_protocol import Job, before_step, in_turn, samples, turn_in
 from fusestep.kernels.cache import cache_directory
 
 import bench_support
@@ -307,7 +307,7 @@ def test_jobs_in_turn_load_what_they_step() -> None:
     def job(name: str) -> Job:
         return Job(lambda: done.append(f"step {name}"), lambda: done.append(f"load {name}"))
 
-    several = Turns().job([job("a"), job("b")])
+    several = in_turn([job("a"), job("b")], itertools.count())
     for _ in range(3):
         several.load()
         several.step()
