@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,15 +54,6 @@ def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
     (line,) = captured.err.splitlines()
     assert line.startswith("fusestep bench: ")
     return line
-
-
-def special(name: str, progress: Callable[[float], None], threads: int = 1) -> SpecialResult:
-    """What a case with a method of its own measures."""
-    assert name in {case.name for case in cases.SPECIAL}
-    module = import_module(f"fusestep.bench.special.{name.replace('-', '_')}")
-    found = SpecialResult(name, str(module.__doc__))
-    module.run(found, threads, progress)
-    return found
 
 
 def quiet(_: float) -> None:

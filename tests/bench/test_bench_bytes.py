@@ -17,7 +17,6 @@ from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.optimizers import OPTIMIZERS
 from fusestep.bench.cases.steps import Case
 from fusestep.bench.cases.subject import DTYPES, Traffic, Use
-from fusestep.bench.cases.workloads import Tensor, parameters
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
 from fusestep.bench.workers.worker_protocol import Job, in_turn
@@ -158,30 +157,6 @@ def test_memory_limits_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     Memory.available = needed
     with pytest.raises(BenchError, match=r"needs 0\.0 GB, 0\.0 GB of memory are free"):
         work.inputs(point("dense/nn.Adam", "125"))
-
-
-def test_buffers_take_turns() -> None:
-    """Each set is used once before any is used again."""
-    (given,) = parameters((Tensor((3,)),), 0.0)
-    sets = [
-        Buffers(
-            named("dense/nn.SGD").subject.prepare,
-            named("dense/nn.SGD").use,
-            DTYPES["float32"],
-            [replace(given, gradient=np.ones(3, np.float32))],
-        )
-        for _ in range(3)
-    ]
-    job = in_turn([buffers.job(fresh=False) for buffers in sets], itertools.count())
-    steps = []
-    for _ in range(7):
-        job.load()
-        job.step()
-        steps.append([round(float(buffers.parameters[0][0]) / -1e-3) for buffers in sets])
-    assert steps[2] == [1, 1, 1]
-    assert steps[5] == [2, 2, 2]
-    assert sorted(steps[6]) == [2, 2, 3]
-    assert all(sum(found) == k for k, found in enumerate(steps, 1))
 
 
 def test_nobody_meets_the_buffers_of_the_one_before() -> None:
