@@ -19,6 +19,7 @@ from fusestep.bench.cases.steps import Case
 from fusestep.bench.cases.subject import DTYPES, Traffic, Use
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
+from fusestep.bench.report.result import OURS
 from fusestep.bench.workers.worker_protocol import Job, in_turn
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
@@ -141,8 +142,12 @@ def test_cached_and_rotating_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     sets: list[Buffers] = []
     bound_of = work.bound_of
     monkeypatch.setattr(work, "bound_of", lambda own: sets.append(own) or bound_of(own))
-    work.build(one, given)
+    ours = work.build(one, given)[OURS]
+    for _ in sets * 2:  # each is used once before any is used again
+        ours.load()
+        ours.step()
     assert len({id(own.parameters[0]) for own in sets}) == 24
+    assert len({own.parameters[0].tobytes() for own in sets}) == 1 and sets[0].parameters[0].any()
 
 
 def test_memory_limits_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:

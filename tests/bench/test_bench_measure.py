@@ -172,16 +172,17 @@ def test_before_other_processes_start_our_threads_may_settle(
 
 def test_single_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each round another job is the first; loads and what is warm do not count."""
-    clock, taken = FakeClock(), []
+    clock, done = FakeClock(), []
     monkeypatch.setattr(measure, "time", clock)
 
-    def job(label: str, seconds: float) -> Job:
-        timed = clock.job(seconds)
-        return Job(lambda: taken.append(label) or timed.step(), timed.load)
+    def act(name: str, seconds: float) -> None:
+        done.append(name)
+        clock.now += seconds
 
-    found = measure.one_by_one({"a": job("a", 1.0), "b": job("b", 2.0)}, rounds=2, warm=1)
-    assert found == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
-    assert "".join(taken) == "abbaab"
+    jobs = {x: Job(partial(act, x, n), partial(act, f"load {x}", 9.0)) for n, x in enumerate("ab")}
+    found = measure.one_by_one(jobs, rounds=2, warm=1)
+    assert found == {"a": [0.0, 0.0], "b": [1.0, 1.0]}
+    assert done == [name for label in "abbaab" for name in (f"load {label}", label)]
 
 
 # -- samples --------------------------------------------------------------------------------------
@@ -577,7 +578,7 @@ def test_first_steps_are_cold_or_cached(small: Callable[..., SpecialResult]) -> 
     def start(step: str, folder: str, threads: int) -> list[float]:
         folders.append((step, folder))
         is_cold = folders.count((step, folder)) == 1
-        return [0.1 * threads, *((9.0, 8.0) if is_cold else (1.0, 0.5))]
+        return [5.0, 9.0, 8.0] if is_cold else [0.1 * threads, 1.0, 0.5]
 
     found = small("first-step", threads=2, start=start)
     seconds = {"cold": 9.0, "cached": 1.0, "cold: processor": 8.0, "cached: processor": 0.5}
