@@ -193,5 +193,8 @@ ADAM_UPDATE = Update(
         "clip_gradient": 0.4,
     },
     None,
-    tuple(["weight", "grad", "mean", "var", "lr", "beta1", "beta2", "epsilon", "wd", "rescale_grad", "clip_gradient"]),
+    (
+        *("weight", "grad", "mean", "var", "lr", "beta1", "beta2", "epsilon"),
+        *("wd", "rescale_grad", "clip_gradient"),
+    ),
 )

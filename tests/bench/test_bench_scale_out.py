@@ -64,7 +64,7 @@ def test_a_run_that_fails(error: Exception, text: str, monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runs.subprocess, "run", fail)
+    monkeypatch.setattr(runs.machine.subprocess, "run", fail)
     with pytest.raises(BenchError, match=f"^--processes 3: .*{text}"):
         runs._run(3, 10, 10, 1.0)
 
