@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -546,8 +547,17 @@ def test_changing_steps_in_small(torch: Any, small: Callable[..., SpecialResult]
             assert one.grad is None or not torch.equal(one, one.grad)
 
 
-def test_catch_up_beside_other_steps(small: Callable[..., SpecialResult]) -> None:
-    """The three ways take the same steps; ids differ from step to step."""
+def test_catch_up_beside_other_steps(
+    small: Callable[..., SpecialResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The three ways take the same steps, but for two of the warm ones; ids differ each time."""
+    taken, take = list[str](), catch_up.Training.take
+
+    def counted(training: catch_up.Training, ids: np.ndarray) -> None:
+        taken.append(training.optimizer.sparse_update)
+        take(training, ids)
+
+    monkeypatch.setattr(catch_up.Training, "take", counted)
     law = catch_up.Law(50, 4, "zipf1.2", 2.0)
     first, second = catch_up.batches(law, 2)
     assert len(first) == len(second) == 50 and (first != second).any()
@@ -555,6 +565,7 @@ def test_catch_up_beside_other_steps(small: Callable[..., SpecialResult]) -> Non
     found = small("catch-up", LAWS={"small": law}, ROUNDS=3, WARM=4, FLUSHES=3)
     parts = [label.rpartition(": ")[2] for label in found.times]
     assert parts == ["lazy", "catch-up", "dense-equivalent", "flush"]
+    assert Counter(taken) == {"lazy": 7, "catch_up": 7 + 3, "dense_equivalent": 7 - 2}
     assert [label.rpartition(": ")[2] for label in found.limits] == ["catch-up", "flush"]
 
 
