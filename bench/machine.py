@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -94,11 +95,26 @@ def git(root: Path, *arguments: str) -> str:
     Raises:
         BenchError: it fails, or there is no Git.
     """
-    command = ["git", "-C", str(root), *arguments]
+    return output(["git", "-C", str(root), *arguments], f"git {arguments[0]}")
+
+
+def output(command: Sequence[str], failure: str, **options: Any) -> str:
+    """What a command prints.
+
+    Args:
+        command: the program and its arguments.
+        failure: begins the text of an error.
+        options: of `subprocess.run`.
+
+    Raises:
+        BenchError: it fails; the text has the first exception that it tells of, or its last line.
+    """
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, **options)
     except OSError as error:
-        raise BenchError(f"git: {error.strerror}") from error
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
-        raise BenchError(f"git {arguments[0]}: {said[-1]}") from error
+        raise BenchError(f"{failure}: {error.strerror}") from error
+    except subprocess.SubprocessError as error:
+        lines = ((getattr(error, "stderr", None) or "").strip() or str(error)).splitlines()
+        said = next((line for line in lines if "Error: " in line), lines[-1])
+        raise BenchError(f"{failure}: {said}") from error
+    return str(done.stdout).strip()

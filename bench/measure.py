@@ -153,6 +153,28 @@ def measured(
     return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
 
 
+def one_by_one(jobs: Mapping[str, Job], rounds: int, warm: int) -> dict[str, list[float]]:
+    """Seconds of single steps, each job taking one in a round, without the first ``warm`` rounds.
+
+    In each round another job is the first: who comes after a large step finds the caches full of
+    its arrays.
+    """
+    taken: dict[str, list[float]] = {label: [] for label in jobs}
+    for k in range(warm + rounds):
+        labels, first = [*jobs], k % len(jobs)
+        for label in labels[first:] + labels[:first]:
+            jobs[label].load()
+            taken[label].append(seconds_of(jobs[label].step))
+    return {label: found[warm:] for label, found in taken.items()}
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """The time that a call takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
 def in_rounds(jobs: Mapping[str, Job], rounds: int) -> dict[str, Summary]:
     """The times of jobs in this process, each of which takes part in every round."""
     contestants = in_process(jobs)

@@ -20,6 +20,7 @@ import psutil
 
 from .errors import BenchError
 from .measure import ContestantLostError
+from .workers.worker_protocol import send
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,7 @@ class Worker:
         timer.start()
         begin = time.monotonic()
         try:
-            pickle.dump(request, self._process.stdin, protocol=4)
-            self._process.stdin.flush()
+            send(request, self._process.stdin)
             answer: dict[str, Any] = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:  # the process has ended
             is_late = time.monotonic() - begin >= _TIMEOUT

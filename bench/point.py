@@ -20,7 +20,7 @@ from .measure import Contestant, ContestantLostError, in_process, measured
 from .peer import Peers, Worker
 from .report.result import OURS, PointResult, Progress
 from .work import Inputs, build, enough_memory, inputs
-from .workers.worker_protocol import packed, peak_memory
+from .workers.worker_protocol import peak_memory
 
 _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
@@ -130,22 +130,20 @@ def in_worker(label: str, worker: Worker, form: str, scenario: str) -> Contestan
 
 
 def setup_request(algorithm: str, point: Point, given: Inputs) -> dict[str, Any]:
-    """A request to set the same steps up; parameters are zeros where nobody says what they are.
+    """A request to set the same steps up.
 
     It has the gradients, not seeds: NumPy promises no version the random numbers of another one,
     and peers may need another one.
     """
-    starts = point.case.use.start != 0
     return {
         "do": "setup",
         "algorithm": algorithm,
         "kind": point.case.kind,
         "dtype": point.dtype,
         "parameters": [
-            (one.shape, packed(one.gradient), packed(one.indices),
-             packed(one.start) if starts else None, one.bag)
+            (one.shape, one.gradient, one.indices, point.case.use.start, one.bag)
             for one in given.parameters
         ],
         "copies": given.copies,
         "fresh": given.fresh,
-    }  # fmt: skip
+    }

@@ -6,6 +6,7 @@ untouched end as subnormal numbers, which are slow.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from .cases.subject import DTYPES, Prepare, written_zeros
 from .cases.workloads import Kind, Tensors
 from .errors import BenchError
 from .report.result import BOUND, OURS
-from .workers.worker_protocol import Case, Job, Parameter, Turns
+from .workers.worker_protocol import Case, Job, Parameter, in_turn
 
 # Buffers that are used in turn come to so many times the last cache. Below an eighth of one, a
 # step is so short that a training loop would find its arrays in the cache, too.
@@ -108,21 +109,23 @@ def build(point: Point, given: Inputs) -> dict[str, Job]:
 
     All of them take turns on the sets of buffers.
     """
-    case, dtype, turns = point.case, DTYPES[point.dtype], Turns()
+    case, dtype, turns = point.case, DTYPES[point.dtype], itertools.count()
 
     def sets_of(prepare: Prepare) -> list[Buffers]:
         return [Buffers(prepare, case.use, dtype, given.parameters) for _ in range(given.copies)]
 
     def job(sets: list[Buffers]) -> Job:
-        return turns.job([s.job(fresh=given.fresh) for s in sets])
+        return in_turn([s.job(fresh=given.fresh) for s in sets], turns)
 
     ours = sets_of(case.subject.prepare)
     others = jobs_of_torch(point, given) if case.use.in_process else {}
     loops = [bounds.jobs(bound_of(s), point.threads) for s in ours]
     return {
         OURS: job(ours),
-        **{label: turns.job(jobs) for label, jobs in others.items()},
-        **{f"{BOUND}{shape}": turns.job([jobs[shape] for jobs in loops]) for shape in loops[0]},
+        **{label: in_turn(jobs, turns) for label, jobs in others.items()},
+        **{
+            f"{BOUND}{shape}": in_turn([jobs[shape] for jobs in loops], turns) for shape in loops[0]
+        },
     }
 
 

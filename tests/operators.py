@@ -193,6 +193,8 @@ ADAM_UPDATE = Update(
         "clip_gradient": 0.4,
     },
     None,
-    "grad",
-    order="weight grad mean var lr beta1 beta2 epsilon wd rescale_grad clip_gradient",
+    (
+        *("weight", "grad", "mean", "var", "lr", "beta1", "beta2", "epsilon"),
+        *("wd", "rescale_grad", "clip_gradient"),
+    ),
 )

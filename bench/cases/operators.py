@@ -35,14 +35,11 @@ class Operator:
     variables: tuple[str, ...]  # names of the arrays that it updates
     scalars: Mapping[str, Any]  # names and values of the scalars of a call
     algorithm: str | None  # what peers are asked for
-    gradient: str = "gradient"  # what its gradient is called
-    takes_rows: bool = False  # whether the gradient is row-sparse
-    order: str = ""  # names of a call's arguments in the published order, between spaces
+    arguments: tuple[str, ...]  # names of a call's arguments in the published order
     # Arguments of the constructor that have no default.
     attributes: Mapping[str, Any] = field(default_factory=dict)
     traffic: Traffic | None = None  # what a step moves; by default all variables, and the gradient
     every_row: bool = False  # a row-sparse gradient makes all rows take the step
-    only_float32: bool = False  # it takes no other parameters
 
     @property
     def name(self) -> str:
@@ -50,9 +47,14 @@ class Operator:
         return str(self.make.__name__)
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """Names of a call's arguments in the published order."""
-        return tuple(self.order.split())
+    def gradient(self) -> str:
+        """The name of the gradient among the arguments."""
+        return "gradient" if "gradient" in self.arguments else "grad"
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the gradient is row-sparse; then parameters are float32."""
+        return "indices" in self.arguments
 
     @property
     def subject(self) -> Subject:
@@ -60,7 +62,7 @@ class Operator:
         traffic = self.traffic or Traffic(updated=len(self.variables))
         use = Use(self.algorithm, traffic, self.every_row)
         kind: Kind = "rows" if self.takes_rows else "dense"
-        dtypes = ("float32",) if self.only_float32 else tuple(DTYPES)
+        dtypes = ("float32",) if self.takes_rows else tuple(DTYPES)
         return Subject({kind: use}, self.prepare, dtypes)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
@@ -95,10 +97,8 @@ def _published(
     """An operator whose signature says what its arguments are; ``values`` are those of scalars."""
     names = tuple(inspect.signature(make.__call__).parameters)[1:]
     scalars = {name: values[name] for name in names if name in values}
-    gradient = "gradient" if "gradient" in names else "grad"
-    variables = tuple(n for n in names if n not in (*scalars, gradient, "indices"))
-    more["takes_rows"] = more["only_float32"] = "indices" in names
-    return Operator(make, variables, scalars, algorithm, gradient, order=" ".join(names), **more)
+    variables = tuple(n for n in names if n not in (*scalars, "gradient", "grad", "indices"))
+    return Operator(make, variables, scalars, algorithm, names, **more)
 
 
 _ADAMW = {**SCALARS, "decay": 0.1}

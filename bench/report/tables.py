@@ -404,11 +404,10 @@ OF_RUNS: dict[str, Callable[[Data], Blocks]] = {
     "scaling": lambda data: [scaling(_in_loop(data))],
     "memory": _memory,
     "far-rows": _far_rows,
-    "first-step": partial(_with_limits, name="first-step"),
-    "changing-steps": partial(_with_limits, name="changing-steps"),
-    "rounding": partial(_with_limits, name="rounding"),
-    "catch-up": partial(_with_limits, name="catch-up"),
-    "id-map": partial(_with_limits, name="id-map"),
+    **{
+        name: partial(_with_limits, name=name)
+        for name in ("first-step", "changing-steps", "rounding", "catch-up", "id-map")
+    },
     "training": partial(_programs, name="training", of="scenario", library="PyTorch"),
     "dlrm-training": _dlrm_training,
     "in-mindspore": partial(_programs, name="in-mindspore", of="optimizer", library="MindSpore"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -70,15 +69,8 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
         *map(str, (rows, DIM, batch, time)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=_TIMEOUT
-        )
-    except subprocess.SubprocessError as error:
-        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        text = next((line for line in lines if "Error: " in line), lines[-1])
-        raise BenchError(f"--processes {n}: {text}") from error
-    every = json.loads(done.stdout.strip().splitlines()[-1])
+    printed = machine.output(command, f"--processes {n}", env=environment, timeout=_TIMEOUT)
+    every = json.loads(printed.splitlines()[-1])
     highest = {name: max(own[name] for own in every) for name in every[0] if name != "iteration"}
     totals = {name: sum(own[name] for own in every) for name in ("sent", "least", "ids")}
     slowest = max((own["iteration"] for own in every), key=lambda times: float(times[1]))

@@ -8,14 +8,16 @@ step is right it is the measure; elsewhere its loop over tensors is.
 
 from __future__ import annotations
 
+import itertools
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from ..measure import one_by_one
 from ..report.result import Progress, SpecialResult, tracked
+from ..workers.worker_protocol import Job
 from .training import torch_for
 
 OURS, FUSED, LOOP = "fusestep", "torch fused", "torch loop"
@@ -94,17 +96,12 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
         optimizers = {OURS: (ours, {}), LOOP: (theirs, {"foreach": False})}
         if measure == FUSED:
             optimizers[FUSED] = theirs, {"fused": True}
-        programs = {}
+        jobs = {}
         for label, (cls, options) in optimizers.items():
             program = make(torch)
-            programs[label] = program, cls(program.parameters, **options)
-        samples: dict[str, list[float]] = {label: [] for label in programs}
-        for i in range(WARM + ROUNDS):
-            for label, (program, optimizer) in programs.items():
-                program.before(i)
-                begin = time.perf_counter()
-                optimizer.step()
-                samples[label].append(time.perf_counter() - begin)
-        result.add({f"{name}: {label}": every[WARM:] for label, every in samples.items()})
+            optimizer = cls(program.parameters, **options)
+            before = map(program.before, itertools.count())
+            jobs[f"{name}: {label}"] = Job(optimizer.step, before.__next__)
+        result.add(one_by_one(jobs, ROUNDS, WARM))
         factor = OF_FUSED if measure == FUSED else OF_LOOP
         result.limits[f"{name}: {OURS}"] = factor * result.times[f"{name}: {measure}"].median

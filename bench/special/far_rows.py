@@ -9,6 +9,7 @@ one occurrence of each row.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +35,7 @@ from ..cases.workloads import FAR_SIZES, rows
 from ..measure import in_rounds
 from ..report.result import Progress, SpecialResult, tracked
 from ..work import check_memory
-from ..workers.worker_protocol import Job, Turns
+from ..workers.worker_protocol import Job, in_turn
 
 PARTS = STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
 OF_PLAIN = 1.15  # what an update may take in terms of the plain loop
@@ -128,8 +129,8 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
             jobs_of(variables, g, indices.draw("uniform", N, B, seed), _PARTS_PER_THREAD * threads)
             for seed, g in enumerate(gradients)
         ]
-        turns = Turns()
-        jobs = {label: turns.job([Job(of_set[label]) for of_set, _ in sets]) for label in PARTS}
+        turns = itertools.count()
+        jobs = {x: in_turn([Job(of_set[x]) for of_set, _ in sets], turns) for x in PARTS}
         times = in_rounds(jobs, ROUNDS)
         for _, grouped in sets:
             grouped.release()

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 
-from ..errors import BenchError
+from .. import machine
 from ..report.result import Progress, SpecialResult, tracked
 
 _SCRIPT = """
@@ -78,12 +77,8 @@ def start(step: str, folder: str, threads: int) -> list[float]:
     """
     os.makedirs(folder, exist_ok=True)
     own = {"FUSESTEP_CACHE_DIR": folder, "NUMBA_NUM_THREADS": str(threads)}
-    process = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(step=STEPS[step])],
-        env={**os.environ, **own}, cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if process.returncode != 0:
-        said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
-        raise BenchError(f"first-step: a fresh process of {sys.executable} failed: {said[-1]}")
-    found: list[float] = json.loads(process.stdout.splitlines()[-1])
+    program = [sys.executable, "-c", _SCRIPT.format(step=STEPS[step])]
+    failure = f"first-step: a fresh process of {sys.executable} failed"
+    printed = machine.output(program, failure, env={**os.environ, **own}, cwd=folder)
+    found: list[float] = json.loads(printed.splitlines()[-1])
     return found

@@ -9,7 +9,7 @@ maps are beside bags with row numbers, forward and backward with LazyAdam.
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +20,9 @@ import numpy as np
 
 from ... import nn
 from ...kernels.keeping import mixed
+from ..measure import one_by_one, seconds_of
 from ..report.result import Progress, SpecialResult, tracked
+from ..workers.worker_protocol import Job
 
 KNOWN = {"10^5": 10**5, "10^6": 10**6, "10^7": 10**7, "10^8": 10**8}
 BATCHES = {"65,536": 65_536, "10^6": 10**6}
@@ -49,31 +51,29 @@ def drawn(law: str, known: int, n: int, seed: int) -> np.ndarray:
 def run(result: SpecialResult, threads: int, progress: Progress) -> None:  # noqa: ARG001
     """Measure all sizes, then bags."""
     for name, known in tracked(list(KNOWN.items()), progress):
-        own, parts = (
-            nn.IdMap(known + 1),
-            np.array_split(ids_of(np.arange(known)), max(1, known // 65_536)),
-        )
-        admitted = [_seconds(partial(own, part, k)) for k, part in enumerate(parts)]
+        own = nn.IdMap(known + 1)
+        parts = np.array_split(ids_of(np.arange(known)), max(1, known // 65_536))
+        admitted = [seconds_of(partial(own, part, k)) for k, part in enumerate(parts)]
         label = f"{name} known: admit {len(parts[-1]):,}"
         result.add({label: admitted})
         result.limits[label] = len(parts[-1]) / ADMIT_PER_S
         step = len(parts)
-        few = ids_of(np.arange(FEW))
-        result.add({f"{name} known: call of {FEW}": _rounds(partial(own, few, step), 50)})
-        result.limits[f"{name} known: call of {FEW}"] = FEW_SECONDS
+        call, label = partial(own, ids_of(np.arange(FEW)), step), f"{name} known: call of {FEW}"
+        result.add({label: [seconds_of(call) for _ in range(50)]})
+        result.limits[label] = FEW_SECONDS
         for law in ("uniform", "zipf1.05"):
             for of_batch, n in BATCHES.items():
                 batches = [drawn(law, known, n, k) for k in range(ROUNDS)]
                 label = f"{name} known, {law} {of_batch}"
                 result.add({
-                    f"{label}: find": [_seconds(partial(own.find, ids)) for ids in batches],
-                    f"{label}: call": [_seconds(partial(own, ids, step)) for ids in batches],
+                    f"{label}: find": [seconds_of(partial(own.find, ids)) for ids in batches],
+                    f"{label}: call": [seconds_of(partial(own, ids, step)) for ids in batches],
                 })  # fmt: skip
                 if law == "uniform" and name in FIND_PER_S:
                     result.limits[f"{label}: find"] = n / FIND_PER_S[name]
                 if of_batch == "65,536" and known <= MCH_MOST:
                     for peer, look in peers(parts).items():
-                        times = [_seconds(partial(look, ids)) for ids in batches[:PEER_ROUNDS]]
+                        times = [seconds_of(partial(look, ids)) for ids in batches[:PEER_ROUNDS]]
                         result.add({f"{label}: {peer}": times})
     _bags(result)
 
@@ -115,35 +115,31 @@ def _managed_collision(known: list[np.ndarray]) -> Callable[[np.ndarray], Any]:
 
 def _bags(result: SpecialResult) -> None:
     """Batches come twice: first many of the ids are new, then none."""
-    shape, kinds = (ROWS, DIM), ("row numbers", "ids, many new", "ids, none new")
-    samples = {kind: list[float]() for kind in kinds}
-    of_each: dict[bool, Any] = {}
-    for has_ids in (False, True):
-        tables = [np.zeros(shape, np.float32) for _ in range(TABLES)]
-        maps = [nn.IdMap(ROWS) for _ in tables] if has_ids else None
-        of_each[has_ids] = nn.EmbeddingBags(tables, nn.LazyAdam(tables), maps=maps)
-    grad = np.full((BAGS, TABLES * DIM), 0.01, np.float32)
-    for k in range(4 * ROUNDS):
-        rng = np.random.default_rng(k % (2 * ROUNDS))
-        each = [
-            (rng.random((BAGS, LENGTH)) ** 4 * (ROWS - 1)).astype(np.int64) for _ in range(TABLES)
-        ]
-        given = {False: each, True: [ids_of(own) for own in each]}
-        for has_ids, bags in of_each.items():
-            kind = kinds[0] if not has_ids else kinds[1 if k < 2 * ROUNDS else 2]
-            begin = time.perf_counter()
-            bags(given[has_ids], **({"step": k} if has_ids else {}))
-            bags.backward(grad)
-            samples[kind].append(time.perf_counter() - begin)
+    jobs = {"row numbers": _bags_of(None), "ids": _bags_of([nn.IdMap(ROWS) for _ in range(TABLES)])}
+    times = one_by_one(jobs, rounds=4 * ROUNDS, warm=0)
+    of_ids = times.pop("ids")
+    times |= {"ids, many new": of_ids[: 2 * ROUNDS], "ids, none new": of_ids[2 * ROUNDS :]}
     label = f"bags of {LENGTH}, {BAGS:,} x {TABLES} tables"
-    result.add({f"{label}: {kind}": times[-ROUNDS:] for kind, times in samples.items()})
+    result.add({f"{label}: {kind}": found[-ROUNDS:] for kind, found in times.items()})
 
 
-def _rounds(function: Callable[[], Any], n: int) -> list[float]:
-    return [_seconds(function) for _ in range(n)]
+def _bags_of(maps: list[nn.IdMap] | None) -> Job:
+    """A forward and a backward of bags of row numbers, or with maps of ids."""
+    tables = [np.zeros((ROWS, DIM), np.float32) for _ in range(TABLES)]
+    bags = nn.EmbeddingBags(tables, nn.LazyAdam(tables), maps=maps)
+    grad = np.full((BAGS, TABLES * DIM), 0.01, np.float32)
+    steps, ids, more = itertools.count(), list[np.ndarray](), dict[str, int]()
 
+    def load() -> None:
+        k = next(steps)
+        rng = np.random.default_rng(k % (2 * ROUNDS))
+        drawn = (rng.random((TABLES, BAGS, LENGTH)) ** 4 * (ROWS - 1)).astype(np.int64)
+        ids[:] = drawn
+        if maps is not None:
+            ids[:], more["step"] = map(ids_of, drawn), k
 
-def _seconds(function: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+    def step() -> None:
+        bags(ids, **more)
+        bags.backward(grad)
+
+    return Job(step, load)

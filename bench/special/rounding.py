@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -26,8 +25,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ... import set_num_threads
+from ..measure import one_by_one, seconds_of
 from ..report.result import Progress, SpecialResult, tracked
-from ..workers.worker_protocol import before_step
+from ..workers.worker_protocol import Job, before_step
 from .training import torch_for
 
 
@@ -169,14 +169,9 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
             result.add({f"{N_PROCESSES} processes: {todo}": _in_processes(todo)})
             continue
         size, scenario = todo
-        steps = {name: make() for name, make in _contestants(SIZES[size]).items()}
-        samples: dict[str, list[float]] = {name: [] for name in steps}
-        before = before_step(scenario, threads)
-        for _ in range(WARM + ROUNDS):
-            for name, step in steps.items():
-                before()
-                samples[name].append(_seconds(step))
-        result.add({f"{size}, {scenario}: {name}": x[WARM:] for name, x in samples.items()})
+        before, steps = before_step(scenario, threads), _contestants(SIZES[size])
+        jobs = {f"{size}, {scenario}: {name}": Job(make(), before) for name, make in steps.items()}
+        result.add(one_by_one(jobs, ROUNDS, WARM))
         _limit(result, f"{size}, {scenario}: ")
     own, others = (f"{N_PROCESSES} processes: {name}" for name in ("master", DEEPSPEED))
     if others in result.times:
@@ -207,7 +202,7 @@ def _counting(step: Step | None) -> list[float]:
     found: list[float] = []
 
     def count() -> None:
-        found.extend(_seconds(lambda: sum(1 for _ in range(COUNT))) for _ in range(ROUNDS))
+        found.extend(seconds_of(lambda: sum(1 for _ in range(COUNT))) for _ in range(ROUNDS))
 
     set_num_threads(1)
     thread = threading.Thread(target=count)
@@ -241,10 +236,4 @@ def _beside(name: str, together: Any, times: Any) -> None:
     for _ in range(WARM):
         step()
     together.wait()
-    times.put([_seconds(step) for _ in range(ROUNDS)])
-
-
-def _seconds(step: Step) -> float:
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
+    times.put([seconds_of(step) for _ in range(ROUNDS)])

@@ -37,9 +37,13 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """
     torch = torch_for(result.name, threads)
     todo = [(model, scenario) for model in MODELS for scenario in SCENARIOS]
+    ours, theirs = import_module("fusestep.nn.torch").AdamW, partial(torch.optim.AdamW, fused=True)
     for model, scenario in tracked(todo, progress):
-        samples = _measure(torch, model, scenario, threads)
-        keep(result, f"{model} {scenario}", samples, LIMITS)
+        torch.manual_seed(0)
+        parameters, loss = MODELS[model](torch)
+        optimizers = {OURS: ours, THEIRS: theirs}
+        programs = {name: ([make(parameters, lr=1e-5)], loss) for name, make in optimizers.items()}
+        keep(result, f"{model} {scenario}", measured(programs, scenario, threads), LIMITS)
 
 
 def keep(
@@ -71,20 +75,6 @@ def torch_for(name: str, threads: int) -> Any:
         raise BenchError(f"{name}: needs PyTorch here") from None
     torch.set_num_threads(threads)
     return torch
-
-
-def _measure(
-    torch: Any, model: str, scenario: str, threads: int
-) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each optimizer and part."""
-    ours = import_module("fusestep.nn.torch")
-    torch.manual_seed(0)
-    parameters, loss = MODELS[model](torch)
-    programs: dict[str, Program] = {
-        OURS: ([ours.AdamW(parameters, lr=1e-5)], loss),
-        THEIRS: ([torch.optim.AdamW(parameters, lr=1e-5, fused=True)], loss),
-    }
-    return measured(programs, scenario, threads)
 
 
 def measured(

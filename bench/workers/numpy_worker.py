@@ -22,7 +22,7 @@ from worker_protocol import LR, Case, Job, Parameter, Replica, serve
 Array = np.ndarray
 
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
-# cache: 512 KiB of each array. No row of a table is as long.
+# cache: 512 KiB of each array.
 _BLOCK = 2**17
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY, _MOMENTUM = 0.01, 0.9
@@ -91,16 +91,17 @@ class _Sweep:
         self._own = threading.local()
         self._map: Callable[..., Any] = ThreadPoolExecutor(threads).map if threads > 1 else map
 
-    def __call__(self, rule: Callable[..., None], t: int, arrays: Sequence[Array]) -> None:
-        """Take one step; the arrays are cut along their first axis."""
-        length = len(arrays[0])
-        per_block = max(1, _BLOCK * length // max(1, arrays[0].size))
+    def __call__(
+        self, rule: Callable[..., None], t: int, gradient: Array, arrays: Sequence[Array]
+    ) -> None:
+        """Take one step of the parameter and its states, which lie in memory like the gradient."""
+        flat = [array.reshape(-1) for array in (*arrays, gradient)]
 
         def run(start: int) -> None:
-            w, g, *states = (array[start : start + per_block] for array in arrays)
+            w, *states, g = (array[start : start + _BLOCK] for array in flat)
             if not hasattr(self._own, "scratch"):
                 self._own.scratch = np.zeros((3, _BLOCK), np.float32)
-            a, *wide = (x[: w.size].reshape(w.shape) for x in self._own.scratch)
+            a, *wide = (x[: w.size] for x in self._own.scratch)
             if w.dtype == np.float32:
                 rule(t, w, g, *states, a)
                 return
@@ -108,38 +109,36 @@ class _Sweep:
             rule(t, *wide, *states, a)
             w[...] = wide[0]
 
-        starts = range(0, length, per_block)
+        starts = range(0, gradient.size, _BLOCK)
         list((self._map if len(starts) > 1 else map)(run, starts))
 
 
 class _Variable:
-    """A parameter with its rule, its states and its gradient; a dense one has one axis."""
+    """A parameter with its rule, its states and its gradient."""
 
     def __init__(self, rule: str, given: Parameter, dtype: Any, densify: bool) -> None:
         self._rule, count = _RULES[rule]
-        self.w, self.g = np.array(given.start, dtype), np.array(given.gradient, dtype)
+        self.w, self.g = (
+            np.array(array, dtype, order="C") for array in (given.start, given.gradient)
+        )
         self._arrays = [self.w, *(np.full(given.shape, 0.0, np.float32) for _ in range(count))]
         self._indices = given.indices
-        if given.indices is None:
-            self.g = self.g.reshape(-1)
-            self._arrays = [array.reshape(-1) for array in self._arrays]
         is_dense = densify and given.indices is not None
         self._dense = np.full(given.shape, 0.0, np.float32) if is_dense else None
 
     def step(self, t: int, sweep: _Sweep) -> None:
         """Take step number ``t``; with a row-sparse gradient, on the rows that occur."""
-        w, *states = self._arrays
         if self._indices is None:
-            sweep(self._rule, t, [w, self.g, *states])
+            sweep(self._rule, t, self.g, self._arrays)
             return
         rows, sums = _merge(self._indices, self.g)
         if self._dense is not None:
             self._dense[rows] = sums
-            sweep(self._rule, t, [w, self._dense, *states])
+            sweep(self._rule, t, self._dense, self._arrays)
             self._dense[rows] = 0
             return
-        w, *states = picked = [array[rows] for array in self._arrays]
-        sweep(self._rule, t, [w, sums, *states])
+        picked = [array[rows] for array in self._arrays]
+        sweep(self._rule, t, sums, picked)
         for array, new in zip(self._arrays, picked):
             array[rows] = new
 

@@ -238,33 +238,24 @@ def _bags(part: str, optimizer: Any, case: Case) -> Replica:
 
 def _densified(make: Callable[[list[Any]], Any], case: Case) -> Replica:
     """Row-sparse gradients are added up in dense ones, which are zero between the steps."""
-    parameters = parameters_of(case)
-    rows: list[tuple[Any, Any, Any]] = []
-    others = []
-    for given, parameter in zip(case.parameters, parameters):
-        gradient = tensor(given.gradient, case.dtype)
-        if given.indices is None:
-            parameter.grad = gradient
-            others.append(parameter)
-        else:
-            parameter.grad = parameter.new_zeros(parameter.shape)
-            rows.append((parameter.grad, tensor(given.indices, "int64"), gradient))
-    dense = make(parameters)
 
-    def load() -> None:
-        if case.fresh:
-            rows[:] = [(grad, indices.clone(), x.clone()) for grad, indices, x in rows]
-            for parameter in others:
-                parameter.grad = parameter.grad.clone()
+    def densifying(parameters: list[Any]) -> Callable[[], object]:
+        dense, pairs = make(parameters), zip(parameters, case.parameters)
+        tables = [(p, p.new_zeros(p.shape)) for p, given in pairs if given.indices is not None]
 
-    def step() -> None:
-        for gradient, indices, values in rows:
-            gradient.index_add_(0, indices, values)
-        dense()
-        for gradient, indices, _ in rows:
-            gradient.index_fill_(0, indices, 0)
+        def step() -> None:
+            named = [(table, total, table.grad._indices()[0]) for table, total in tables]
+            for table, total, rows in named:
+                total.index_add_(0, rows, table.grad._values())
+                table.grad = total
+            dense()
+            for _, total, rows in named:
+                total.index_fill_(0, rows, 0)
 
-    return Replica(Job(step, load), lambda: arrays_of(parameters))
+        return step
+
+    replica: Replica = stepped(case, densifying)
+    return replica
 
 
 def _clip(options: dict[str, Any], case: Case) -> Replica:

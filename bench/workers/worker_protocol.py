@@ -15,6 +15,7 @@ Needs nothing but Python 3.8 and NumPy, since the library at the other end choos
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import ctypes
 import gc
 import itertools
@@ -22,7 +23,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -138,29 +139,25 @@ class Job:
     load: Callable[[], object] = _nothing
 
 
-class Turns:
-    """Sets of buffers in turn, so that a step finds nothing in the cache that the last one left.
+def in_turn(of_sets: Sequence[Job], turns: Iterator[int]) -> Job:
+    """A job that steps on sets of buffers in turn, so that nothing of the last is in the cache.
 
-    Several jobs can share the turns: the next step, whoever takes it, is on the next set. If each
-    job went round on its own, one would find in the cache what the one before it has just used.
+    Args:
+        of_sets: the job of each set.
+        turns: counts the steps. Several jobs share it: the next step, whoever takes it, is on the
+            next set. If each job went round on its own, one would find in the cache what the one
+            before it has just used.
     """
+    if len(of_sets) == 1:
+        return of_sets[0]
+    now = of_sets[0]
 
-    def __init__(self) -> None:
-        self._steps = 0
+    def load() -> None:
+        nonlocal now
+        now = of_sets[next(turns) % len(of_sets)]
+        now.load()
 
-    def job(self, of_sets: Sequence[Job]) -> Job:
-        """A job whose steps are those of the given jobs, one for each set."""
-        if len(of_sets) == 1:
-            return of_sets[0]
-        now = of_sets[0]
-
-        def load() -> None:
-            nonlocal now
-            now = of_sets[self._steps % len(of_sets)]
-            self._steps += 1
-            now.load()
-
-        return Job(lambda: now.step(), load)
+    return Job(lambda: now.step(), load)
 
 
 def samples(job: Job, scenario: str, before: Callable[[], object]) -> list[float]:
@@ -251,29 +248,21 @@ class Case:
     fresh: bool  # the gradients of each step are new arrays
 
 
-def packed(array: np.ndarray | None) -> tuple[str, tuple[int, ...], bytes] | None:
-    """An array for a pipe: NumPy's own pickles are not for other versions of it."""
-    return None if array is None else (array.dtype.str, array.shape, array.tobytes())
-
-
-def unpacked(found: Any) -> np.ndarray:
-    """The array, which is read-only."""
-    dtype, shape, data = found
-    return np.frombuffer(data, dtype).reshape(shape)
+def send(message: Any, pipe: Any) -> None:
+    """Write a pickle; arrays can be read by any version of NumPy, unlike those that it pickles."""
+    pickler = pickle.Pickler(pipe, protocol=4)
+    pickler.dispatch_table = copyreg.dispatch_table.copy()
+    pickler.dispatch_table[np.ndarray] = lambda a: (np.ndarray, (a.shape, a.dtype.str, a.tobytes()))
+    pickler.dump(message)
+    pipe.flush()
 
 
 def case_of(
     algorithm: str, form: str, kind: str, dtype: str, parameters: list[Any], fresh: bool
 ) -> Case:
-    """A case as a request describes it: parameters are tuples, with packed arrays."""
+    """A case as a request describes it: parameters are tuples, whose start may be one number."""
     found = [
-        Parameter(
-            tuple(shape),
-            unpacked(gradient),
-            unpacked(indices) if indices else None,
-            unpacked(start) if start else np.zeros(shape, np.float32),
-            bag,
-        )
+        Parameter(shape, gradient, indices, np.broadcast_to(np.float32(start), shape), bag)
         for shape, gradient, indices, start, bag in parameters
     ]
     # Clipping in place leaves nothing to clip.
@@ -363,7 +352,7 @@ class _Server:
                 replica.job.load()
                 replica.job.step()
         self._replicas[case.form] = replicas
-        self._jobs[case.form] = Turns().job([replica.job for replica in replicas])
+        self._jobs[case.form] = in_turn([one.job for one in replicas], itertools.count())
         return {}
 
     def sample(self, form: str, scenario: str) -> dict[str, Any]:
@@ -378,7 +367,7 @@ class _Server:
     def values(self, form: str) -> dict[str, Any]:
         """The parameters as they are now, in float32."""
         found = self._replicas[form][0].values()
-        return {"arrays": [packed(np.asarray(array, np.float32)) for array in found]}
+        return {"arrays": [np.asarray(array, np.float32) for array in found]}
 
     def drop(self) -> dict[str, Any]:
         """Forget what was set up."""
@@ -416,8 +405,7 @@ def serve(load: Callable[[int], Any]) -> None:
     server = _Server(load)
     with contextlib.suppress(EOFError):
         while True:
-            pickle.dump(server._answer(**pickle.load(sys.stdin.buffer)), channel, protocol=4)
-            channel.flush()
+            send(server._answer(**pickle.load(sys.stdin.buffer)), channel)
 
 
 def _die_with_parent() -> None:

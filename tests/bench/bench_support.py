@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from fusestep.bench.peer import Peers, Worker
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult, Summary
 from fusestep.bench.workers import worker_protocol
-from fusestep.bench.workers.worker_protocol import Job, unpacked
+from fusestep.bench.workers.worker_protocol import Job
 
 from helpers import in_turn
 
@@ -55,15 +54,6 @@ def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
     (line,) = captured.err.splitlines()
     assert line.startswith("fusestep bench: ")
     return line
-
-
-def special(name: str, progress: Callable[[float], None], threads: int = 1) -> SpecialResult:
-    """What a case with a method of its own measures."""
-    assert name in {case.name for case in cases.SPECIAL}
-    module = import_module(f"fusestep.bench.special.{name.replace('-', '_')}")
-    found = SpecialResult(name, str(module.__doc__))
-    module.run(found, threads, progress)
-    return found
 
 
 def quiet(_: float) -> None:
@@ -134,7 +124,7 @@ class FakeClock:
 
 def values_of(worker: Worker, form: str) -> list[np.ndarray]:
     """The parameters in a worker as they are now."""
-    return [*map(unpacked, worker.ask({"do": "values", "form": form})["arrays"])]
+    return list(worker.ask({"do": "values", "form": form})["arrays"])
 
 
 # -- a made-up library ----------------------------------------------------------------------------

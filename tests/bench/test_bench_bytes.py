@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,10 +17,10 @@ from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.optimizers import OPTIMIZERS
 from fusestep.bench.cases.steps import Case
 from fusestep.bench.cases.subject import DTYPES, Traffic, Use
-from fusestep.bench.cases.workloads import Tensor, parameters
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
-from fusestep.bench.workers.worker_protocol import Job
+from fusestep.bench.report.result import OURS
+from fusestep.bench.workers.worker_protocol import Job, in_turn
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from helpers import arrays_of, label, sampled, unchanged
@@ -141,8 +142,12 @@ def test_cached_and_rotating_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     sets: list[Buffers] = []
     bound_of = work.bound_of
     monkeypatch.setattr(work, "bound_of", lambda own: sets.append(own) or bound_of(own))
-    work.build(one, given)
+    ours = work.build(one, given)[OURS]
+    for _ in sets * 2:  # each is used once before any is used again
+        ours.load()
+        ours.step()
     assert len({id(own.parameters[0]) for own in sets}) == 24
+    assert len({own.parameters[0].tobytes() for own in sets}) == 1 and sets[0].parameters[0].any()
 
 
 def test_memory_limits_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,37 +164,13 @@ def test_memory_limits_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         work.inputs(point("dense/nn.Adam", "125"))
 
 
-def test_buffers_take_turns() -> None:
-    """Each set is used once before any is used again."""
-    (given,) = parameters((Tensor((3,)),), 0.0)
-    sets = [
-        Buffers(
-            named("dense/nn.SGD").subject.prepare,
-            named("dense/nn.SGD").use,
-            DTYPES["float32"],
-            [replace(given, gradient=np.ones(3, np.float32))],
-        )
-        for _ in range(3)
-    ]
-    job = work.Turns().job([buffers.job(fresh=False) for buffers in sets])
-    steps = []
-    for _ in range(7):
-        job.load()
-        job.step()
-        steps.append([round(float(buffers.parameters[0][0]) / -1e-3) for buffers in sets])
-    assert steps[2] == [1, 1, 1]
-    assert steps[5] == [2, 2, 2]
-    assert sorted(steps[6]) == [2, 2, 3]
-    assert all(sum(found) == k for k, found in enumerate(steps, 1))
-
-
 def test_nobody_meets_the_buffers_of_the_one_before() -> None:
     """Step and bounds share one turn: with turns of their own a bound would run in the cache."""
     used: list[int] = []
-    turns = work.Turns()
+    turns = itertools.count()
 
     def job() -> Job:
-        return turns.job([Job(partial(used.append, k)) for k in range(5)])
+        return in_turn([Job(partial(used.append, k)) for k in range(5)], turns)
 
     contestants = in_process({"step": job(), "a bound": job(), "another": job()})
     warm_up(contestants)

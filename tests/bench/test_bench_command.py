@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from fusestep import __main__ as main
-from fusestep.bench import command, run
+from fusestep.bench import command, machine, run
 from fusestep.bench.cases import options
 from fusestep.bench.cases import steps as cases
-from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document, markdown
 from fusestep.bench.report.result import OURS
 
@@ -63,49 +62,37 @@ def test_a_run_writes_a_document(small_run: tuple[dict[str, Any], str, Path]) ->
     data, _, folder = small_run
     document.check_schema(data)
     adam, lazy, lars = data["points"]
-    assert [p["case"] for p in data["points"]] == [
-        "dense/nn.Adam",
-        "rows/nn.LazyAdam",
-        "dense/ops.LARSUpdate",
+    assert [(p["case"], p["size"], p["indices"]) for p in data["points"]] == [
+        ("dense/nn.Adam", "3K", None),
+        ("rows/nn.LazyAdam", "100x8x50", "zipf1.2"),
+        ("dense/ops.LARSUpdate", "3K", None),
     ]
     assert adam["bytes"] == 28 * 3 * 1024
     assert adam["sizes"] == {"parameters": 1, "elements": 3072}
-    assert (adam["size"], adam["indices"], adam["dtype"]) == ("3K", None, "float32")
     unique = lazy["sizes"]["different rows"]
     assert lazy["bytes"] == 6 * unique * 8 * 4 + 50 * 8 * 4 + 50 * 8
-    assert lazy["indices"] == "zipf1.2"
-    assert all(point["threads"] == 1 for point in data["points"])
+    assert {(p["dtype"], p["threads"]) for p in data["points"]} == {("float32", 1)}
     assert data["seconds_per_point"] == 0.05
-    assert data["peers"] == {"numpy": np.__version__}
-    assert data["missing_peers"] == {}
+    assert (data["peers"], data["missing_peers"]) == ({"numpy": np.__version__}, {})
     assert {p.name for p in folder.iterdir()} == {"x.json", "x.svg"}
     assert lars["peers"] == {}
 
 
-def test_the_document_has_times_of_ours_bounds_and_peers(
-    small_run: tuple[dict[str, Any], str, Path],
-) -> None:
-    for point in small_run[0]["points"][:2]:
-        times = point["times"]
-        assert "numpy blocks" in times
-        assert sum(label.startswith("bound: ") for label in times) == 5
-        assert all(0 < t["p20"] <= t["median"] <= t["p80"] for t in times.values())
-        assert times[OURS]["samples"] >= 7
-        by = times["numpy blocks"]["median"] / times[OURS]["median"]
-        assert point["peers"]["numpy"]["value"] == pytest.approx(by)
-        bound = min(t["median"] for label, t in times.items() if label.startswith("bound"))
-        assert point["bound"]["value"] == pytest.approx(bound / times[OURS]["median"])
-
-
-def test_a_run_prints_and_draws_what_it_writes(
-    small_run: tuple[dict[str, Any], str, Path],
-) -> None:
+def test_what_it_writes_is_shown_and_drawn(small_run: tuple[dict[str, Any], str, Path]) -> None:
     data, out, folder = small_run
     for point in data["points"]:
+        times = point["times"]
+        ours = times[OURS]["median"]
+        assert all(0 < t["p20"] <= t["median"] <= t["p80"] for t in times.values())
+        assert times[OURS]["samples"] >= 7
+        bounds = [t["median"] for label, t in times.items() if label.startswith("bound: ")]
+        assert len(bounds) == 5
+        assert point["bound"]["value"] == pytest.approx(min(bounds) / ours)
         lines = [x for x in out.splitlines() if x.strip().startswith(f"{point['case']} ")]
         first, *others = [x for x in lines if "fp32" not in x]  # what is in doubt
         assert f"{point['bound']['value']:.0%}" in first
         for peer, line in zip(point["peers"].values(), others, strict=True):
+            assert peer["value"] == pytest.approx(times["numpy blocks"]["median"] / ours)
             assert f"{peer['value']:.2f}" in line
     assert "<svg" in (folder / "x.svg").read_text(encoding="utf-8")
 
@@ -286,23 +273,15 @@ def test_an_interrupted_run(
     assert said(capsys, "nn.SGD") == (130, "", "fusestep bench: interrupted\n")
 
 
-@pytest.mark.parametrize("is_checkout", [True, False])
 def test_check_is_a_command(
-    is_checkout: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(machine, "checkout_at_hand", lambda: None)
     text = "--check: the documents are in a Git checkout only, and this is none"
-
-    def documents() -> dict[Path, str]:
-        if not is_checkout:
-            raise BenchError(text)
-        return {}
-
-    monkeypatch.setattr(markdown, "documents", documents)
-    status, out, err = said(capsys, "--check")
-    if is_checkout:
-        assert (status, out) == (0, "all tables are those of the committed results\n")
-    else:
-        assert (status, out, err) == (2, "", f"fusestep bench: {text}\n")
+    assert refused_line(capsys, "--check") == f"fusestep bench: {text}"
+    monkeypatch.setattr(markdown, "documents", dict)
+    found = said(capsys, "--check")
+    assert found == (0, "all tables are those of the committed results\n", "")
 
 
 def test_an_earlier_run_is_shown_and_drawn(

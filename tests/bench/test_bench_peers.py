@@ -21,7 +21,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
-from fusestep.bench.workers.worker_protocol import packed
 
 import bench_support
 from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
@@ -185,7 +184,7 @@ def test_pooled_tables_are_those_of_peers(library: tuple[str, Worker], name: str
         found = job.step()
     ours = buffers.parameters if use.traffic.updated else [found]
     request = point.setup_request(str(use.algorithm), of, given)
-    entries = zip(request["parameters"], map(packed, starts), strict=True)
+    entries = zip(request["parameters"], starts, strict=True)
     request["parameters"] = [(*entry[:3], start, entry[4]) for entry, start in entries]
     asked = {"algorithm": use.algorithm, "kind": "pooled", "dtype": "float32"}
     forms = worker.ask({"do": "forms", **asked})["forms"]

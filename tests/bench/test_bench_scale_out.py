@@ -64,7 +64,7 @@ def test_a_run_that_fails(error: Exception, text: str, monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runs.subprocess, "run", fail)
+    monkeypatch.setattr(runs.machine.subprocess, "run", fail)
     with pytest.raises(BenchError, match=f"^--processes 3: .*{text}"):
         runs._run(3, 10, 10, 1.0)
 
@@ -193,23 +193,3 @@ def test_iteration(n: int, network: int, data: dict[str, Any]) -> None:
     sent = (n - 1) / n * (different * 260 + ids * 264)
     expected = 0.003 + ids * 2e-6 + 12 * (n - 1) * 5e-6 + sent / (network / 8 * 1e9)
     assert runs.iteration(n, network, data) == pytest.approx(expected)
-
-
-def test_the_table_of_the_runs(data: dict[str, Any]) -> None:
-    found = runs.measured(data)
-    rows = [[*row] for row in found.rows]
-    assert len(rows) == 4 and all(len(row) == len(found.head) for row in rows)
-    assert rows[2][:3] == ["2", "4,000", "20.00 ms"]
-    assert [row[6] for row in rows] == ["n/a", "n/a", "1.50", "1.50"]
-    assert rows[1][3:5] == ["n/a", "10.00 ms"]
-    assert rows[2][5:] == ["3.0 MB", "1.50", "1.0 MB"]
-
-
-def test_the_table_of_the_model(data: dict[str, Any]) -> None:
-    """The shortest of each network is bold."""
-    rows = runs.modelled(data).rows
-    assert [row[0] for row in rows] == [str(n) for n in runs.SIZES]
-    for k, network in enumerate(runs.NETWORKS):
-        times = [runs.iteration(n, network, data) for n in runs.SIZES]
-        bold = [row[2 + k].startswith("**") for row in rows]
-        assert [n for n, is_bold in enumerate(bold) if is_bold] == [int(np.argmin(times))]

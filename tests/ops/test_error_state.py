@@ -94,7 +94,7 @@ def extreme_calls(operator: Operator) -> list[dict[str, float]]:
         pytest.param(operator, dtype, id=f"{operator.name}-{np.dtype(dtype)}")
         for operator in (*EVERY_OPERATOR.values(), ADAM_UPDATE)
         for dtype in (np.float32, np.float16, np.float64)
-        if dtype == np.float32 or not operator.only_float32
+        if dtype == np.float32 or not operator.takes_rows
     ],
 )
 def test_operator(operator: Operator, dtype: Any, seed: int) -> None:

@@ -75,7 +75,7 @@ def known_scalars(
 EACH_CALL = [
     pytest.param(*call, dtype, id=f"{call[0]}-{call[1]}-{dtype}")
     for call in CALLS
-    for dtype in (STORAGE_DTYPES[:1] if OPERATORS[call[0]].only_float32 else STORAGE_DTYPES)
+    for dtype in (STORAGE_DTYPES[:1] if OPERATORS[call[0]].takes_rows else STORAGE_DTYPES)
 ]
 
 
