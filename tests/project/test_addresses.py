@@ -45,12 +45,13 @@ CHECKED = {
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "place_of compares the size of the storage with what is needed": {
-        "kernels/cpu/headers/tensors.py": "_look_at_written, _fits_gradient",
+        "kernels/cpu/headers/tensors.py": "_look_at_written, _fits_gradient, _where_it_is",
         "kernels/cpu/headers/id_lists.py": "_look_at_tensor",
     },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
-        "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_expected, "
-                                         "_read_alike_arrays, _lies_as_expected",
+        "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_by_form, "
+                                         "expected_reader.read_expected (where it writes "
+                                         "addresses), _read_alike_arrays, _lies_as_expected",
         "kernels/cpu/headers/id_lists.py": "_look_at_array",
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
         "kernels/cuda/device/simulated.py": "address_of, copy_in, copy_out",
