@@ -10,7 +10,7 @@ import pytest
 
 from fusestep.kernels.cpu.dense import PART
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
-from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_scalars
+from fusestep.kernels.rules.lamb import LAMB, lamb_scalars
 from fusestep.kernels.rules.norm import SCALED
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
@@ -97,30 +97,6 @@ def test_the_prologue_comes_first(dtype: np.dtype) -> None:
     expected = exact((wide(g) + 0.5 * wide(w)) * 0.25)
     # The conditioned gradient is a float32 number.
     assert found[0, 0] == pytest.approx(expected, rel=1e-12 if dtype == np.float64 else 1e-7)
-
-
-@pytest.mark.parametrize("rule", [LAMB, LAMB_CLIPPED], ids=["lamb", "clipped"])
-def test_each_tensor_is_measured_with_its_own_scalars(rule: Any) -> None:
-    """What LAMB needs of three tensors in one call, against NumPy in float64."""
-    tensors, gradients, rows, expected = [], [], [], []
-    for k, n in enumerate((1_003, 0, PART + 7)):
-        w, g, m, v = (array((n,), np.float64, seed=10 * k + i) for i in range(4))
-        v = v * v
-        hp = lamb_scalars(np.float64, 0.1, 0.1 * k, k + 1, (0.9 - 0.1 * k, 0.99, 1e-3), ())
-        beta1, beta2 = 0.9 - 0.1 * k, 0.99
-        mean = (beta1 * m + (1 - beta1) * g) / (1 - beta1 ** (k + 1))
-        square = (beta2 * v + (1 - beta2) * g * g) / (1 - beta2 ** (k + 1))
-        if rule is LAMB:
-            values = [w, mean / (np.sqrt(square) + 1e-3) + 0.1 * k * w]
-        else:
-            values = [w, mean / np.sqrt(square + 1e-3) + 0.1 * k * w, g]
-        expected.append([exact(x) for x in values])
-        tensors.append((w, m, v))
-        gradients.append(g)
-        rows.append(hp)
-    found = measured(rule, (), tensors, gradients, rows)
-    assert found.shape == (3, rule.n_measured)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_storage_types_that_all_differ() -> None:

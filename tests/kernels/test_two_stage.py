@@ -14,7 +14,6 @@ import pytest
 
 from fusestep import ops
 from fusestep.kernels.rule import Rule, factors
-from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import lamb, lars
 
 import reference_layerwise as layerwise
@@ -48,16 +47,6 @@ def test_clipped_lamb_ratio() -> None:
 
 
 # LARS
-
-
-def test_trust_in_plain_python() -> None:
-    """The factor of a layer multiplies the gradient and does not see the parameter."""
-
-    class HP:
-        trust_ratio = 0.25
-
-    assert prologues.trust(3.0, -4.0, HP) == 0.75
-    assert prologues.TRUST.hp == ("trust_ratio",)
 
 
 def test_lars_ratio() -> None:

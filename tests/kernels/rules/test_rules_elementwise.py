@@ -151,21 +151,6 @@ def test_proximal_adagrad_shrinks_to_zero() -> None:
     assert w.tolist() == [0.0, 0.0, 2.25, -2.25, 0.0]
 
 
-@pytest.mark.parametrize("rule", [sgd.SGD_FIRST_STEP, sgd.SGD_FIRST_STEP_NESTEROV])
-def test_first_step_is_that_of_each_element(rule: Rule) -> None:
-    """Undampened where `stat` is above 0, and only once."""
-    w, a, g = float32s(np.zeros(4), np.full(4, 8.0), np.full(4, 2.0))
-    stat = np.array([1.0, 0.0, 0.5, 0.0], np.float32)
-    hp = sgd.first_step_scalars(np.float32, 1.0, 0.0, 1, (0.5, 0.5), ())
-    run_dense(rule, [w, a, stat], g, hp)
-    assert a.tolist() == [2.0, 5.0, 2.0, 5.0]
-    assert stat.tolist() == [0.0] * 4
-    ahead = [2.0 + a / 2 for a in (2.0, 5.0, 2.0, 5.0)]
-    assert (-w).tolist() == (ahead if "nesterov" in rule.update.__name__ else a.tolist())
-    run_dense(rule, [w, a, stat], g, hp)
-    assert a.tolist() == [2.0, 3.5, 2.0, 3.5]
-
-
 def test_stat_that_marks_no_first_step_is_kept() -> None:
     """Only a `stat` above 0 becomes 0: one below it, or a NaN, stays to be seen."""
     w, a, g = float32s(np.ones(3), np.ones(3), np.ones(3))

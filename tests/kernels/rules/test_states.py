@@ -18,7 +18,7 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
-from helpers import assert_same_arrays, assert_same_bits
+from helpers import assert_same_bits
 from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 Array = Any
@@ -109,25 +109,6 @@ def test_rows(rule: Any, w: Any, g: Any, s: Any, lazy: bool) -> None:
         )
         for a, b in zip(found, old, strict=True):
             assert_same_bits(a[~changed], b[~changed])
-
-
-@pytest.mark.parametrize(("w", "g", "s"), KINDS)
-def test_every_loop_gives_the_same_bits(w: Any, g: Any, s: Any) -> None:
-    """Dense, and rows that all occur once, behind a prologue."""
-    prologue, shape = (COUPLED_DECAY,), (400, 33)
-    hp, storage = scalars_of(real_of(w), DECAY, 0.0)[:1], STORAGES[np.dtype(g)]
-    gradient = np.random.default_rng(4).uniform(-1.0, 1.0, shape).astype(g)
-    dense, lazy, swept = (new(FIVE, shape, (w, *s), 0) for _ in range(3))
-    place = np.array([gradient.ctypes.data])
-    given = Variables.of([dense]), place, storage, hp, np.zeros(1, np.int64)
-    commit([DenseUpdate(FIVE, prologue, *given).prepared()])
-    order = np.random.default_rng(5).permutation(shape[0])
-    rows = [RowGradient.of(order, gradient[order])]
-    for arrays, touched_only in ((lazy, True), (swept, False)):
-        variables = Variables.of([arrays])
-        given = variables, rows, storage, hp, [0], touched_only
-        commit([RowUpdate.of([""], FIVE, prologue, *given).prepared()])
-        assert_same_arrays(arrays, dense)
 
 
 @pytest.mark.parametrize(("w", "g", "s"), KINDS)
