@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from fusestep.ops.runtime.row_step import RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate
 
 from adam_family import EACH, gradients_of, ones, rows
-from helpers import PAIRWISE, STORAGE_DTYPES, assert_same_bits, more
+from helpers import STORAGE_DTYPES
 
 
 @pytest.fixture
@@ -74,36 +73,3 @@ def test_one_call_for_each_dtype(calls: list[str]) -> None:
     calls.clear()
     opt([np.ones(3, np.float16) if k % 2 else np.ones(3, np.float32) for k in range(12)])
     assert calls == ["DenseUpdate"] * 8
-
-
-def mixed_dtypes(state_dtype: Any) -> Any:
-    """Dtypes of parameters and their gradients: a sample, and all."""
-    some = [(w, g) for w, g, s in PAIRWISE if s == (state_dtype or w)]
-    yield pytest.param(state_dtype, some, id=f"{state_dtype}")
-    yield more(state_dtype, list(product(STORAGE_DTYPES, repeat=2)), id=f"{state_dtype}, all")
-
-
-@pytest.mark.parametrize(
-    ("state_dtype", "combinations"),
-    [one for dtype in (None, *STORAGE_DTYPES) for one in mixed_dtypes(dtype)],
-)
-def test_mixed_dtypes_in_one_optimizer(state_dtype: Any, combinations: Any) -> None:
-    """Every tensor as in an optimizer of its own; states as asked for.
-
-    Without decay: the kernels are those of test_storage.py.
-    """
-    rng = np.random.default_rng(7)
-    start = [rng.standard_normal(5).astype(w) for w, _ in combinations]
-    together, apart = [a.copy() for a in start], [a.copy() for a in start]
-    opt = nn.Adam(together, 0.1, state_dtype=state_dtype)
-    single = [nn.Adam([a], 0.1, state_dtype=state_dtype) for a in apart]
-    for _ in range(2):
-        gradients = [rng.standard_normal(5).astype(g) for _, g in combinations]
-        opt(gradients)
-        for one, gradient in zip(single, gradients, strict=True):
-            one([gradient])
-    for k, (w, _) in enumerate(combinations):
-        assert_same_bits(together[k], apart[k])
-        assert (together[k] != start[k]).all()
-        for state in (opt.moment1[k], opt.moment2[k]):
-            assert state.dtype == (w if state_dtype is None else state_dtype)

@@ -54,20 +54,6 @@ def test_a_hundred_steps(label: str) -> None:
     assert opt.d != opt.d0 or label == "default"
 
 
-def test_the_options_tell_runs_apart() -> None:
-    """Each of them moves the estimate or the parameters far."""
-    ends = {}
-    for label, options in OPTIONS.items():
-        exact, _, end = both(options)
-        for k in range(100):
-            exact.step([gradients(exact.groups[0].params, end, k)])
-        ends[label] = np.concatenate([w.ravel() for w in exact.groups[0].params])
-    labels = list(ends)
-    for i, one in enumerate(labels):
-        for other in labels[i + 1 :]:
-            assert np.abs(ends[one] - ends[other]).max() > 1e-4, (one, other)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_narrow_types_find_the_same_distance(dtype: Any) -> None:
     exact, opt, end = both({"d0": 1e-2, "eps": 1e-3}, dtype)

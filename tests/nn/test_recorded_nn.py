@@ -299,16 +299,6 @@ def test_steps_are_those_of_fbgemm(mode: str) -> None:
         np.testing.assert_allclose(opt.accum[0], RUN[f"{mode}/momentum1"][k], rtol=2e-6)
 
 
-def test_what_the_run_tells_apart() -> None:
-    """Rows that do not occur stay, but each decay moves the others to another place."""
-    untouched = np.setdiff1d(np.arange(len(RUN["w0"])), RUN["ids"])
-    assert 0 < len(untouched) < len(RUN["w0"])
-    for mode in DECAYS:
-        assert (RUN[f"{mode}/w"][-1][untouched] == RUN["w0"][untouched]).all()
-    for one, other in (("none", "l2"), ("none", "decouple"), ("l2", "decouple")):
-        assert np.abs(RUN[f"{one}/w"][-1] - RUN[f"{other}/w"][-1]).max() > 1e-3
-
-
 # Lion of optax, Adan of pytorch_optimizer
 
 # How each is made; its states by their recorded names, with the sign in which they were recorded;

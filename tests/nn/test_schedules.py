@@ -433,13 +433,3 @@ def test_optimizer_follows_a_schedule(schedule: Any) -> None:
     opt = nn.Adam([w], learning_rate=schedule, weight_decay=schedule)
     assert rates_used(opt, 3) == [schedule(step) for step in range(3)]
     assert opt.get_weight_decay() == schedule(3)
-
-
-def test_optimizer_with_a_list_and_with_its_schedule() -> None:
-    listed, scheduled = np.ones(3, np.float32), np.ones(3, np.float32)
-    schedule = nn.PolynomialDecayLR(0.1, 0.0, 3, 2.0)
-    opt = nn.Adam([listed], learning_rate=nn.polynomial_decay_lr(0.1, 0.0, 4, 1, 3, 2.0))
-    assert rates_used(opt, 4) == close(np.array([0.1, 0.4 / 9, 0.1 / 9, 0.0]))
-    rates_used(nn.Adam([scheduled], learning_rate=schedule), 4)
-    assert_same_bits(listed, scheduled)
-    assert (listed != 1).all()

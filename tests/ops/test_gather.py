@@ -197,12 +197,6 @@ def test_a_list_that_is_assigned_as_dense_shape() -> None:
     nn.LazyAdam([np.ones((6, 3), np.float32)])([rows])
 
 
-def test_row_tensor_without_rows() -> None:
-    rows = ops.RowTensor(np.array([], np.int64), np.ones((0, 2), np.float32), (4, 2))
-    assert rows.to_dense().tolist() == np.zeros((4, 2)).tolist()
-    assert len(rows.coalesce().indices) == 0
-
-
 def test_row_tensor_adopts_arrays() -> None:
     indices = np.array([0, 1])
     rows = ops.RowTensor(indices, ROWS, (5, 3))

@@ -32,8 +32,8 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     ("ApplyMomentum", NESTEROV, partial(elementwise.momentum, nesterov=True)),
     (
         "ApplyMomentum",
-        {"gradient_scale": 0.3},
-        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, **k),
+        {"gradient_scale": 0.3, **NESTEROV},
+        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, nesterov=True, **k),
     ),
     ("SGD", {}, partial(elementwise.sgd_stat, one_minus_dampening=1.0)),
     ("SGD", {"dampening": 0.4}, partial(elementwise.sgd_stat, one_minus_dampening=0.6)),
