@@ -15,7 +15,17 @@ from fusestep.kernels.keeping import key_of, random_scalars
 
 import reference_random as model
 from helpers import BF16, assert_same_bits, more, refused
-from optimizers import FORMS, ONE_OF_EACH, arguments_of, gradients, make, parameters, rows
+from optimizers import (
+    BY_NAME,
+    FORMS,
+    ONE_OF_EACH,
+    arguments_of,
+    gradients,
+    inner,
+    make,
+    parameters,
+    rows,
+)
 
 F16, F32 = np.float16, np.float32
 BESIDE = {"master": "master", "kahan": "remainder"}
@@ -23,8 +33,13 @@ SEED = 12_345_678_901
 EACH_WAY = pytest.mark.parametrize("rounding", BESIDE)
 ROUNDED = [form for form in FORMS if "rounding" in arguments_of(form) and FORMS[form][0] != "LARS"]
 QUICK = "Adam", "RowWiseAdagrad"
-EACH_FORM = pytest.mark.parametrize(
-    "form", [f if f in QUICK else more(f) for f in ROUNDED if f in ONE_OF_EACH]
+EACH_CASE = pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *((f, {}) if f in QUICK else more(f, {}) for f in ROUNDED if f in ONE_OF_EACH),
+        # A gradient is clipped by its norm first; LARS measures the whole weight.
+        *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
+    ],
 )
 
 
@@ -49,19 +64,22 @@ def whole(opt: Any) -> list[np.ndarray]:
     return [p.data.astype(F32) + a.astype(F32) for p, a in every]
 
 
-@EACH_FORM
+@EACH_CASE
 @pytest.mark.parametrize("rounding", [*BESIDE, "stochastic"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
-def test_a_step_is_that_of_the_float32_weight(form: str, rounding: str, dtype: Any) -> None:
+def test_a_step_is_that_of_the_float32_weight(
+    form: str, options: dict[str, Any], rounding: str, dtype: Any
+) -> None:
     """To the last bit, states too; then both are rounded."""
-    takes = arguments_of(form)
-    sparse = {"sparse_update": "lazy"} if takes.get("sparse_update") else {}
+    sparse = BY_NAME[FORMS[form][0]].takes_rows
+    options = {**options, "sparse_update": "lazy"} if sparse else options
     params = parameters(dtype=dtype, form=form)
-    ours = make(form, params, rounding=rounding, **wide_states(form), **sparse)
+    stepped = make(form, params, rounding=rounding, **wide_states(form), **options)
+    ours = inner(stepped)
     if rounding == "stochastic":
         ours.rounding_seed = SEED
     exact = [nn.Parameter(p.data.astype(F32), p.name) for p in params]
-    theirs = make(form, exact, **sparse)
+    theirs = make(form, exact, **options)
     for step in range(4):
         given = gradients(params, step)
         if sparse and step % 2:
@@ -75,7 +93,7 @@ def test_a_step_is_that_of_the_float32_weight(form: str, rounding: str, dtype: A
         before = whole(ours)
         for q, x in zip(exact, before, strict=True):
             q.data[...] = x
-        ours(given)
+        stepped(given)
         theirs(wide)
         for k, (p, q, old, new) in enumerate(zip(params, exact, before, whole(ours), strict=True)):
             rounded, moves = q.data.astype(dtype), q.data != old
@@ -156,29 +174,6 @@ def test_a_weight_that_was_changed_wins(way: str) -> None:
         opt(none)
     assert len(told) == 1
     assert_same(whole(opt), masters)
-
-
-@EACH_WAY
-def test_clipping_lars_and_copies(rounding: str) -> None:
-    """A gradient is clipped by its norm first; LARS measures the whole weight."""
-    params, exact = parameters(dtype=BF16), parameters(dtype=BF16)
-    exact = [nn.Parameter(p.data.astype(F32), p.name) for p in exact]
-    for clip in ({"clipnorm": 0.5}, {"clipvalue": 0.1}):
-        ours = nn.Momentum(params, 0.1, 0.9, rounding=rounding, state_dtype=F32, **clip)
-        theirs = nn.Momentum(exact, 0.1, 0.9, **clip)
-        for q, x in zip(exact, whole(ours), strict=True):
-            q.data[...] = x
-        given = gradients(params, 1)
-        ours(given)
-        theirs([g.astype(F32) for g in given])
-        assert_same([p.data for p in params], [q.data.astype(BF16) for q in exact])
-    ours = nn.LARS(nn.Momentum(params, 0.1, 0.9, rounding=rounding, state_dtype=F32))
-    theirs = nn.LARS(nn.Momentum(exact, 0.1, 0.9))
-    for q, x in zip(exact, whole(ours.opt), strict=True):
-        q.data[...] = x
-    ours(given)
-    theirs([g.astype(F32) for g in given])
-    assert_same([p.data for p in params], [q.data.astype(BF16) for q in exact])
 
 
 @EACH_WAY
