@@ -1,4 +1,4 @@
-"""What every optimizer has from the base class: groups, schedules, centralization, skipping."""
+"""What every optimizer has from the base class: groups, schedules, centralization, one call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from fusestep.nn.registry.record import (
     ROW_STOPS,
     STOPS,
 )
+from fusestep.ops.runtime.row_step import RowUpdate
+from fusestep.ops.runtime.step import DenseUpdate
 
 from adam_family import Halving, central
-from helpers import assert_same_arrays, more, refused, sampled
+from helpers import STORAGE_DTYPES, assert_same_arrays, more, refused, sampled
 from optimizers import (
     ALL_FORMS,
     BY_NAME,
@@ -32,6 +34,7 @@ from optimizers import (
     inner,
     make,
     parameters,
+    rows,
 )
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
@@ -287,3 +290,49 @@ def test_large_gradient_in_mxnet() -> None:
         np.testing.assert_allclose(w, after, rtol=1e-5)
         updater([0], [np.ones(1, np.float32)], [w])
         assert np.isfinite(w).all()
+
+
+# One kernel call for all that is alike
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel calls of every step, by kind."""
+    made: list[str] = []
+    for kind in (DenseUpdate, RowUpdate):
+
+        def count(update: Any, _original: Any = kind.prepared, **options: Any) -> Any:
+            made.append(type(update).__name__)
+            return _original(update, **options)
+
+        monkeypatch.setattr(kind, "prepared", count)
+    return made
+
+
+@pytest.mark.parametrize("form", [form for form in SCHEDULED if form in APART])
+def test_one_call_for_all_dense_tensors(form: str, calls: list[str]) -> None:
+    """Whatever the groups, decays and counts of updates are."""
+    params = parameters(SHAPES, form=form)
+    groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:3], "weight_decay": 0.3},
+              {"params": params[3:], "grad_centralization": True}]  # fmt: skip
+    opt = make(form, groups)
+    for step in range(3):
+        given = gradients(params, step)
+        opt([None, *given[1:]] if step == 1 else given)
+    assert calls == ["DenseUpdate"] * 3
+
+
+def test_one_call_for_each_kind_of_gradient_and_dtype(calls: list[str]) -> None:
+    shape = (4, 3)
+    dtypes = [dtype for dtype in STORAGE_DTYPES for _ in range(3)]
+    opt = nn.LazyAdam([np.ones(shape, dtype) for dtype in dtypes], weight_decay=0.1)
+    dense = [np.ones(shape, dtype) for dtype in dtypes]
+    sparse = [rows(shape, [1, 2, 1], dtype=dtype) for dtype in dtypes]
+    both = [x if k % 2 else y for k, (x, y) in enumerate(zip(dense, sparse, strict=True))]
+    halves = [g.astype(np.float16 if k % 2 else np.float32) for k, g in enumerate(dense)]
+    for given, n_dense, n_rows in (
+        (dense, 4, 0), (sparse, 0, 4), (both, 4, 4), (halves, 8, 0), ([None] * 12, 0, 0)
+    ):  # fmt: skip
+        calls.clear()
+        opt(given)
+        assert sorted(calls) == ["DenseUpdate"] * n_dense + ["RowUpdate"] * n_rows

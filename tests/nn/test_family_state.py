@@ -1,4 +1,4 @@
-"""State of all optimizers: resuming, what is refused, rebinding, steps that are skipped."""
+"""State of all optimizers: resumed, copied, counted, refused; rebinding, steps that are skipped."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers
 
+from adam_family import Descent
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 from optimizers import (
     BY_NAME,
@@ -421,3 +422,82 @@ def test_only_what_is_written_must_be_writable() -> None:
     opt([a, None])
     with refused(ValueError, "parameter 'b' is read-only", opt):
         opt([None, b])
+
+
+# Copies
+
+
+@EACH_FORM
+def test_a_state_is_a_copy(form: str, trained: Callable[[str], Any]) -> None:
+    """What is saved is nobody's memory, and what was loaded is not either."""
+    opt = trained(form)
+    source = opt.state_dict()
+    opt.load_state_dict(source)
+    for state in (source, opt.state_dict()):
+        with unchanged(opt):
+            for array in state.values():
+                array[...] = 7
+
+
+def test_row_tensor_and_parameter_pickle() -> None:
+    gradient = rows((4, 3), [1, 2])
+    assert_same_bits(pickle.loads(pickle.dumps(gradient)).to_dense(), gradient.to_dense())
+    p = nn.Parameter(np.ones(3), "w")
+    again = pickle.loads(pickle.dumps(p))
+    assert (again.name, again.requires_grad) == ("w", True)
+    assert_same_bits(again.data, p.data)
+    assert not np.shares_memory(again.data, p.data)
+
+
+def test_unpickled_from_read_only_buffers() -> None:
+    """Protocol 5 hands over arrays in foreign memory, which must not be written."""
+    opt = steps(make("Adam", parameters(SHAPES)), range(1))
+    buffers: list[Any] = []
+    data = pickle.dumps(opt, protocol=5, buffer_callback=buffers.append)
+    frozen = [bytes(buffer.raw()) for buffer in buffers]
+    kept = [bytes(bytearray(b)) for b in frozen]
+    again = pickle.loads(data, buffers=frozen)
+    for one in (opt, again):
+        steps(one, range(1, 3))
+    assert frozen == kept
+    assert_same_run(opt, again)
+
+
+def test_no_state_can_be_cut_off_in_place() -> None:
+    """The kernels would write beyond it."""
+    opt = steps(make("Adam", parameters(SHAPES)), range(1))
+    with pytest.raises(ValueError, match="does not own its data"):
+        opt._states["moment1"][0].resize(2, refcheck=False)
+    step(opt, 1)
+
+
+# Counts
+
+
+def test_global_step_is_copied_when_it_is_assigned() -> None:
+    opt = make("Adam", parameters(SHAPES))
+    given = np.array([5], np.int32)
+    opt.global_step = given
+    step(opt, 0)
+    assert (given.tolist(), opt.global_step.tolist()) == ([5], [6])
+    nn.LARS(opt).global_step = given
+    for bad, error in ((3, TypeError), (np.array([3]), TypeError), (-given, ValueError)):
+        with pytest.raises(error, match="'global_step'"):
+            opt.global_step = bad
+    assert opt.global_step.tolist() == [5]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("form", ["Adam", "SGD", "custom"])
+def test_the_last_step_there_is(form: str, wrapped: bool) -> None:
+    """The published count is an int32."""
+    w = np.zeros(2, np.float32)
+    opt = Descent(0.1, [w]) if form == "custom" else make(form, [w])
+    stepped = nn.LARS(opt) if wrapped else opt
+    opt.global_step[0] = 2**31 - 2
+    stepped((np.ones(2, np.float32),))
+    with refused(OverflowError, "global_step is at its end: expected", opt):
+        stepped((np.ones(2, np.float32),))
+    assert opt.state_dict()["global_step"] == 2**31 - 1
+    with refused(ValueError, "'global_step' is out of range: expected at least 0", opt):
+        opt.load_state_dict({**opt.state_dict(), "global_step": np.array([-5], np.int32)})
