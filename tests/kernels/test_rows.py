@@ -319,15 +319,6 @@ def test_large_batches_meet_the_reference(family: Family, size: int) -> None:
     assert_near_reference(family, problem, problem.run(family))
 
 
-@EACH
-@pytest.mark.parametrize("gap", range(1, 12))
-def test_gaps_between_rows(family: Family, gap: int) -> None:
-    # pytorch#62135: a wrong result for one small gap only.
-    for width in (1, 7, 64):
-        problem = Problem.make(600, (width,), np.arange(0, 600, gap), seed=13)
-        assert_dense_step(family, problem, problem.run(family), problem.rows.to_dense())
-
-
 # Which rows change
 
 

@@ -245,21 +245,6 @@ def test_dense_step_of_storage_combinations(w: np.dtype, g: np.dtype, s: np.dtyp
             assert all((a.array != b).any() for a, b in zip(tensor, old, strict=True))
 
 
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_many_tensors_are_each_by_itself(dtype: np.dtype) -> None:
-    """One call for all shapes gives the bits of one call for each."""
-    real = real_of(STORAGES[dtype]).dtype.type
-    hp = adam_scalars(real)
-    together, gradients = random_tensors(dtype, dtype, dtype)
-    apart, _ = random_tensors(dtype, dtype, dtype)
-    step([tuple(a.array for a in t) for t in together], [g.array for g in gradients], hp)
-    for one, gradient in zip(apart, gradients, strict=True):
-        step([tuple(a.array for a in one)], [gradient.array], hp)
-    for a, b in zip(together, apart, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert_same_bits(x.array, y.array)
-
-
 @pytest.mark.parametrize("n", [1, 7, 31_999, 32_768, 65_537, 200_003])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_length_does_not_change_an_element(dtype: np.dtype, n: int) -> None:

@@ -139,21 +139,6 @@ def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> 
     assert_same_arrays(together[1:3], apart[1:3])
 
 
-def test_sgd_does_not_dampen_the_first_gradient_of_a_parameter() -> None:
-    """Whenever it comes: each parameter has a first one of its own."""
-    early, late = parameters({"early": (3,), "late": (3,)}, np.float64)
-    opt = nn.SGD([early, late], 0.5, momentum=0.9, dampening=0.25)
-    g = np.ones(3)
-    for given in ([g, None], [g, g], [g, g]):
-        opt(given)
-    first, second, third = 1.0, 0.9 + 0.75, 0.9 * (0.9 + 0.75) + 0.75
-    np.testing.assert_allclose(opt.accum, [[third] * 3, [second] * 3], rtol=1e-12)
-    start = parameters({"early": (3,), "late": (3,)}, np.float64)
-    moves = [w.data - p.data for w, p in zip(start, (early, late), strict=True)]
-    expected = [0.5 * (first + second + third), 0.5 * (first + second)]
-    np.testing.assert_allclose(moves, np.outer(expected, g), rtol=1e-12)
-
-
 DECOUPLED = [f for f in FORMS if inner(make(f, parameters()))._rule.decays]
 
 
