@@ -10,7 +10,7 @@ import pytest
 
 from fusestep import nn
 
-from helpers import assert_same_arrays, assert_same_bits, refused
+from helpers import assert_same_arrays, refused
 from reference_prodigy import OPTIONS, Group, Prodigy, reference_with
 
 SHAPES = [(7, 5), (11,), (), (3, 0), (2, 3, 4)]
@@ -99,8 +99,7 @@ def test_a_step_without_a_denominator_is_none() -> None:
     before = opt.state_dict()
     for given in (np.zeros(3), None):
         assert opt((given,)) == (True,)
-    for name, array in opt.state_dict().items():
-        assert_same_bits(array, before[name])
+    assert_same_arrays(opt.state_dict(), before)
     opt((np.ones(3),))
     assert opt.state_dict()["global_step"] == 1
 

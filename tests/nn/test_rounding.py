@@ -14,7 +14,7 @@ from fusestep import nn
 from fusestep.kernels.keeping import key_of, random_scalars
 
 import reference_random as model
-from helpers import BF16, assert_same_bits, more, refused
+from helpers import BF16, assert_same_arrays, assert_same_bits, more, refused
 from optimizers import (
     BY_NAME,
     FORMS,
@@ -41,12 +41,6 @@ EACH_CASE = pytest.mark.parametrize(
         *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
     ],
 )
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Equal arrays, one after the other."""
-    for a, b in zip(found, expected, strict=True):
-        assert_same_bits(a, b)
 
 
 def wide_states(form: str) -> dict[str, Any]:
@@ -138,7 +132,7 @@ def test_resumed_runs_have_the_same_bits(way: str, rounding: str, tmp_path: Any)
             with warnings.catch_warnings(action="error"):
                 opt(gradients(params, step))
         runs.append([p.data for p in params] + [*opt.state_dict().values()])
-    assert_same(*runs)
+    assert_same_arrays(*runs)
 
 
 @EACH_WAY
@@ -150,7 +144,7 @@ def test_a_state_without_them_begins_at_the_weight(rounding: str) -> None:
     with pytest.warns(UserWarning, match=f"Adam: {BESIDE[rounding]}.table begins") as told:
         opt.load_state_dict(before.state_dict())
     assert len(told) == 1
-    assert_same(whole(opt), [p.data.astype(F32) for p in params])
+    assert_same_arrays(whole(opt), [p.data.astype(F32) for p in params])
     with pytest.raises(KeyError, match=r"moment1\.table"):
         opt.load_state_dict({n: a for n, a in before.state_dict().items() if n != "moment1.table"})
 
@@ -173,7 +167,7 @@ def test_a_weight_that_was_changed_wins(way: str) -> None:
     with pytest.warns(UserWarning, match=r"SGD: master\.table begins at the weight") as told:
         opt(none)
     assert len(told) == 1
-    assert_same(whole(opt), masters)
+    assert_same_arrays(whole(opt), masters)
 
 
 @EACH_WAY
@@ -356,7 +350,7 @@ def test_the_share_that_is_rounded_away(form: str, rounding: str) -> None:
     theirs.load_state_dict({n: a for n, a in opt.state_dict().items() if n in names})
     before = [a.copy() for p in params for a in (p.data,)] + [*opt.state_dict().values()]
     found = nn.rounded_away(opt, small)
-    assert_same([p.data for p in params] + [*opt.state_dict().values()], before)
+    assert_same_arrays([p.data for p in params] + [*opt.state_dict().values()], before)
     theirs([g.astype(F32) for g in small])
     for p, q, w in zip(params, exact, wholes, strict=True):
         stays = (q.data != w) & (q.data.astype(BF16) == w.astype(BF16))
@@ -423,7 +417,7 @@ def test_a_group_rounds_in_its_own_way() -> None:
             other(given[way])
     state = opt.state_dict()
     for way, other in others.items():
-        assert_same([p.data for p in params[way]], [p.data for p in alone[way]])
+        assert_same_arrays([p.data for p in params[way]], [p.data for p in alone[way]])
         assert all(array.tobytes() == state[n].tobytes() for n, array in other.state_dict().items())
     assert state["master.master.table"].dtype == state["moment1.master.table"].dtype == F32
     assert state["remainder.kahan.table"].dtype == state["moment1.kahan.table"].dtype == BF16
@@ -431,7 +425,7 @@ def test_a_group_rounds_in_its_own_way() -> None:
     again = pickle.loads(pickle.dumps(opt))
     again([g for own in given.values() for g in own])
     opt([g for own in given.values() for g in own])
-    assert_same(again.state_dict().values(), opt.state_dict().values())
+    assert_same_arrays(again.state_dict(), opt.state_dict())
 
 
 @pytest.mark.parametrize("form", ["Adam", "RowWiseAdagrad", more("Lamb"), more("SGD")])
@@ -449,7 +443,7 @@ def test_copies_are_the_rounded_weights(form: str, dtype: Any) -> None:
         theirs(given)
         if step != 1:
             assert_same_bits(copies[0], params[0].data.astype(dtype))
-    assert_same([p.data for p in params], [p.data for p in plain])
+    assert_same_arrays([p.data for p in params], [p.data for p in plain])
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert ours.copies[0] is copies[0] and ours.copies[1:] == (None,) * (len(params) - 1)
     ours.load_state_dict(theirs.state_dict())
@@ -498,7 +492,7 @@ def test_masters_that_win() -> None:
     with warnings.catch_warnings(action="error"):
         opt.load_state_dict(state, from_masters=True)
         opt([np.zeros_like(p.data) for p in params])
-    assert_same([p.data for p in params], expected)
+    assert_same_arrays([p.data for p in params], expected)
     del state["master.table"]
     for other in (opt, nn.SGD(parameters(), 0.1)):
         with refused(ValueError, "from_masters is impossible", params[0].data):

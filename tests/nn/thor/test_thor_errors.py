@@ -13,6 +13,7 @@ from fusestep import nn
 from fusestep.nn.thor import factors as thor_factors
 
 from helpers import refused, unchanged
+from optimizers import assert_same_run
 from thor_nets import BATCH, Net, Pass, train
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
@@ -174,8 +175,7 @@ def test_gradients(place: int, gradient: Any, error: type[Exception], text: str)
         opt(tuple(given))
     opt(first.gradients)
     first.step(others, other)
-    for name, value in other.state_dict().items():
-        np.testing.assert_array_equal(opt.state_dict()[name], value, name)
+    assert_same_run(opt, other)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "damping"])
