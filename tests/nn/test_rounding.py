@@ -39,6 +39,8 @@ EACH_CASE = pytest.mark.parametrize(
         *((f, {}) if f in QUICK else more(f, {}) for f in ROUNDED if f in ONE_OF_EACH),
         # A gradient is clipped by its norm first; LARS measures the whole weight.
         *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
+        *(("SGD", {"weight_decay": 0.1}), ("Momentum", {"weight_decay": 0.1}), ("Lion", {})),
+        *((form, {"sparse_update": "dense_equivalent"}) for form in QUICK),
     ],
 )
 
@@ -66,7 +68,7 @@ def test_a_step_is_that_of_the_float32_weight(
 ) -> None:
     """To the last bit, states too; then both are rounded."""
     sparse = BY_NAME[FORMS[form][0]].takes_rows
-    options = {**options, "sparse_update": "lazy"} if sparse else options
+    options = {"sparse_update": "lazy", **options} if sparse else options
     params = parameters(dtype=dtype, form=form)
     stepped = make(form, params, rounding=rounding, **wide_states(form), **options)
     ours = inner(stepped)
@@ -75,9 +77,10 @@ def test_a_step_is_that_of_the_float32_weight(
     exact = [nn.Parameter(p.data.astype(F32), p.name) for p in params]
     theirs = make(form, exact, **options)
     for step in range(4):
-        given = gradients(params, step)
+        own = F32 if step == 3 else dtype
+        given = gradients(params, step, own)
         if sparse and step % 2:
-            given[0] = rows(params[0].shape, [4, 1, 4], step, dtype)
+            given[0] = rows(params[0].shape, [4, 1, 4], step, own)
         wide = [
             nn.RowTensor(g.indices, g.values.astype(F32), g.dense_shape)
             if isinstance(g, nn.RowTensor)

@@ -6,14 +6,16 @@ states of several storage types in test_states.py.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.keeping import KAHAN, MASTER
 from fusestep.kernels.rule import Rule
-from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
+from fusestep.kernels.rules import adagrad, adam, ftrl, mxnet, rmsprop, sgd
 
 import exact_steps
 import optimizers
@@ -169,3 +171,20 @@ def test_complements_are_taken_of_rounded_numbers(make: Any) -> None:
     assert all(type(x) is np.float32 for x in hp)
     hp = sgd.momentum_scalars(np.float32, 0.1, 0.0, 2, (0.9, 0.999), ())
     assert hp[2] == np.float32(0.0009999871)
+
+
+# Ways to keep a weight
+
+
+def test_rules_that_cannot_be_kept_so() -> None:
+    for rule in (mxnet.MXNET_ADAM.kept(MASTER), *(r for r in all_rules().values() if r.lines)):
+        with pytest.raises(ValueError, match="the weight of this rule cannot be kept as kahan"):
+            rule.kept(KAHAN)
+
+
+def test_a_kept_rule_is_one_everywhere() -> None:
+    """Kernels are known by the identity of their rule."""
+    kept = adam.ADAM.kept(KAHAN)
+    assert kept is adam.ADAM.kept(KAHAN) is pickle.loads(pickle.dumps(kept))
+    assert kept.names == (*adam.ADAM.names, "remainder")
+    assert all(pickle.loads(pickle.dumps(keeping)) is keeping for keeping in (MASTER, KAHAN))
