@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from fusestep.kernels.cpu.dense import PART
-from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.lamb import LAMB, lamb_scalars
-from fusestep.kernels.rules.norm import SCALED
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
 from fusestep.ops.runtime.step import DenseUpdate, Variables
@@ -87,16 +85,6 @@ def measured(
         places = np.array([g.ctypes.data for g in gradients])
         given = places, STORAGES[gradients[0].dtype], hp, np.arange(len(tensors))
         return DenseUpdate(rule, prologue, Variables.of(tensors), *given).sums()
-
-
-@EACH_DTYPE
-def test_the_prologue_comes_first(dtype: np.dtype) -> None:
-    """What is measured is the gradient as the rule sees it."""
-    w, g = array((1_003,), dtype, seed=1), array((1_003,), dtype, seed=2)
-    found = measured(SCALED, (COUPLED_DECAY, SCALE), [(w,)], [g], [(9.0, 0.5, 0.0, 0.25)])
-    expected = exact((wide(g) + 0.5 * wide(w)) * 0.25)
-    # The conditioned gradient is a float32 number.
-    assert found[0, 0] == pytest.approx(expected, rel=1e-12 if dtype == np.float64 else 1e-7)
 
 
 def test_storage_types_that_all_differ() -> None:

@@ -20,7 +20,7 @@ from fusestep.ops.runtime.row_step import RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate
 
 from adam_family import Halving, central
-from helpers import STORAGE_DTYPES, assert_same_arrays, more, refused, sampled
+from helpers import STORAGE_DTYPES, assert_same_arrays, refused, sampled
 from optimizers import (
     ALL_FORMS,
     BY_NAME,
@@ -123,20 +123,6 @@ def test_none_skips_a_parameter_and_its_count(form: str) -> None:
     state, counts = opt.state_dict(), np.sum(patterns, 0).tolist()
     assert [state[f"step.{name}"].item() for name in SHAPES] == counts
     assert state["global_step"].tolist() == [len(patterns)]
-
-
-# Of the rules themselves it is in test_bits.py.
-@pytest.mark.parametrize("form", [f if f in ONE_OF_EACH else more(f) for f in FORMS])
-def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> None:
-    """To the last bit: what is compiled for the call must not show in its result."""
-    together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
-    options = decayed_and_scaled(form)
-    opt = in_groups(form, together, (0.1, 0.0, 0.0, 0.1), **options)
-    plain = in_groups(form, apart, (0.0,) * 4, **options)
-    for step in range(4):
-        for one in (opt, plain):
-            one(gradients(together, step))
-    assert_same_arrays(together[1:3], apart[1:3])
 
 
 DECOUPLED = [f for f in FORMS if inner(make(f, parameters()))._rule.decays]

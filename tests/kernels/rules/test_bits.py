@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import ops
-
 from helpers import BF16, assert_same_arrays, sampled
 from many_states import FIVE, FOUR, SCALARS
-from operators import OPERATORS
 from rule_cases import CASES as OTHERS
 from rule_cases import LARS, NEUTRAL, OPTIMIZER, real_of, run_dense, run_rows
 from test_rules import RULES, samples, scalars
@@ -133,13 +130,3 @@ def test_alignment_and_place_do_not_matter(name: str) -> None:
                 array[:] = old
             run_dense(case.rule, shifted, gradient, hp)
             assert_same_arrays(shifted, whole, f"{n} from {offset}")
-
-
-def test_the_general_power_of_ftrl_is_not_far_from_the_root() -> None:
-    """Next to -0.5 the other rule runs: their results are neighbours, not equal."""
-    results = []
-    for power in (-0.5, float(np.nextafter(-0.5, 0))):
-        inputs = {**OPERATORS["ApplyFtrl"].inputs((1_000,)), "lr_power": power}
-        ops.ApplyFtrl()(*inputs.values())
-        results.append(inputs["var"])
-    np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=1e-6)
