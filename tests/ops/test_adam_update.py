@@ -17,6 +17,7 @@ from fusestep.ops import RowTensor, adam_update
 
 from helpers import assert_same_bits, refused
 from operators import ADAM_UPDATE
+from optimizers import rows
 
 F32 = np.dtype(np.float32)
 SCALARS = ADAM_UPDATE.scalars
@@ -26,13 +27,6 @@ NAMES = ("weight", "grad", "mean", "var")
 def inputs(dtype: Any = F32, shape: tuple[int, ...] = (5, 3)) -> dict[str, Any]:
     """Different values everywhere; the variance is positive."""
     return {name: ADAM_UPDATE.inputs(shape, dtype)[name] for name in NAMES}
-
-
-def rows(
-    indices: Any, dtype: Any = F32, shape: tuple[int, ...] = (5, 3), index_dtype: Any = np.int64
-) -> RowTensor:
-    values = np.random.default_rng(7).standard_normal((len(indices), *shape[1:])).astype(dtype)
-    return RowTensor(np.array(indices, index_dtype), values, shape)
 
 
 def call(given: dict[str, Any], **changed: Any) -> Any:
@@ -128,10 +122,10 @@ def test_rows_that_are_refused(place: str) -> None:
     in_state["grad"] = RowTensor(np.array([1]), in_state["mean"][:1], (5, 3))
     reject(in_state, ValueError, ".*shares memory with", out=OUTS[place](in_state["weight"]))
     for grad, error, text in (
-        (rows([0, 5]), IndexError, r"indices\[1\] is out of range: .*got 5"),
-        (rows([-1]), IndexError, r"indices\[0\] is out of range"),
-        (rows([0], shape=(6, 3)), ValueError, "grad has a wrong dense_shape"),
-        (rows([0], np.float64), TypeError, "grad has a higher dtype"),
+        (rows((5, 3), [0, 5]), IndexError, r"indices\[1\] is out of range: .*got 5"),
+        (rows((5, 3), [-1]), IndexError, r"indices\[0\] is out of range"),
+        (rows((6, 3), [0]), ValueError, "grad has a wrong dense_shape"),
+        (rows((5, 3), [0], dtype=np.float64), TypeError, "grad has a higher dtype"),
     ):
         given = {**inputs(), "grad": grad}
         reject(given, error, text, out=OUTS[place](given["weight"]))

@@ -104,5 +104,5 @@ def test_operators_meet_the_reference(name: str, made: dict, step: Any, dtype: A
 
 
 def test_every_operator_meets_a_reference() -> None:
-    """That of LARSUpdate is in test_two_stage.py."""
+    """That of LARSUpdate is in test_measure.py."""
     assert {name for name, *_ in CALLS} == OPERATORS.keys()
