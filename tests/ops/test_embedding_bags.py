@@ -105,10 +105,12 @@ def assert_both_ways(
     tables: Any, ids: Any, offsets: Any, pooling: str,
     weights: Any = None, left_out: Any = (), **options: Any,
 ) -> None:  # fmt: skip
-    """Outputs, and the gradients of the tables, are those in float64."""
+    """Outputs, and the gradients of the tables, are those in float64, in both forms of ids."""
     __tracebackhide__ = True
     bags = ops.EmbeddingBags(pooling, **options)
     out = bags(tables, ids, offsets, weights)
+    every = None if weights is None else np.concatenate(weights)
+    assert_same_bits(bags(tables, *joined(ids, offsets), every), out)
     assert out.dtype == (np.float64 if tables[0].dtype == np.float64 else np.float32)
     assert_close(out, pooled(tables, ids, offsets, pooling, weights, left_out))
     grad = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
@@ -229,13 +231,12 @@ def test_objects_that_compiled_code_cannot_read() -> None:
 
 @pytest.mark.parametrize("index", [np.int32, np.int64])
 def test_forms_of_ids(index: type) -> None:
-    """Lists of arrays, one array of all, and bags of one length: the same bits."""
+    """Lists of arrays, strided ones, and bags of one length: the same bits."""
     tables = tables_of(SHAPES)
     batch, length = 31, 4
     ids, offsets = bags_of([len(t) for t in tables], batch, 7, dtype=index)
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets)
-    assert_same_bits(bags(tables, *joined(ids, offsets)), out)
     strided = [np.repeat(own, 2)[::2] for own in ids]
     assert_same_bits(bags(tables, strided, offsets), out)
     room = np.full(out.shape, np.nan, np.float32)
@@ -313,7 +314,8 @@ def test_any_bags(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.tuples(rows, widths), min_size=1, max_size=4))
     batch, seed = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 10))
     tables = tables_of(shapes, data.draw(st.sampled_from(STORAGE_DTYPES)))
-    ids, offsets = bags_of([r for r, _ in shapes], batch, data.draw(st.integers(0, 12)), seed)
+    longest, index = data.draw(st.integers(0, 12)), data.draw(st.sampled_from([np.int32, np.int64]))
+    ids, offsets = bags_of([r for r, _ in shapes], batch, longest, seed, index)
     pooling = data.draw(st.sampled_from(["sum", "mean", "max"]))
     weights = weights_of(ids) if pooling == "sum" and data.draw(st.booleans()) else None
     padding = data.draw(st.sampled_from([None, 0]))
@@ -322,7 +324,7 @@ def test_any_bags(data: st.DataObject) -> None:
         options["out_of_range"] = "drop"
         for own in ids:
             is_bad = np.random.default_rng(seed).random(len(own)) < 0.3
-            own[is_bad] = data.draw(st.sampled_from([-1, len(tables[0]) + 12, 10**12]))
+            own[is_bad] = data.draw(st.sampled_from([-1, 12, 2**31 - 1]))
     assert_both_ways(tables, ids, offsets, pooling, weights, **options)
 
 
