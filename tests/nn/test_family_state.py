@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,33 +85,32 @@ def in_groups(form: str, params: Any, rate: float = 0.05, **options: Any) -> Any
     return make(form, groups, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@EACH_FORM
-def test_resumes_bit_for_bit(form: str, way: str, tmp_path: Path) -> None:
+RESUMED: list[tuple[str, str, Any, dict[str, Any]]] = [
+    *((form, way, np.float32, decayed_and_scaled(form)) for form, way in product(FORMS, WAYS)),
+    *(
+        (form, "checkpoint", *other)
+        for form in ("Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor")
+        for other in (
+            (BF16, {}), (np.float32, {"state_dtype": np.float16}),
+            (np.float32, {"use_locking": True, "skip_nonfinite": True}),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "way", "dtype", "options"), RESUMED)
+def test_resumes_bit_for_bit(
+    form: str, way: str, dtype: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Of a state that is loaded the rates count, too."""
-    fresh = partial(in_groups, form, **decayed_and_scaled(form))
-    whole = steps(fresh(parameters(SHAPES, form=form)), range(6))
-    half = steps(fresh(parameters(SHAPES, form=form)), range(3))
+    fresh = partial(in_groups, form, **options)
+    whole, half = (fresh(parameters(SHAPES, dtype, form)) for _ in range(2))
+    steps(whole, range(6))
+    steps(half, range(3))
     with unchanged(half):
         again = WAYS[way](half, fresh, tmp_path)
         steps(again, range(3, 6))
     assert_same_run(again, whole)
-
-
-@pytest.mark.parametrize("form", ["Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor"])
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(BF16, {}), (np.float32, {"state_dtype": np.float16}),
-     (np.float32, {"use_locking": True, "skip_nonfinite": True})],
-)  # fmt: skip
-def test_resumes_with_other_types_and_options(
-    form: str, dtype: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
-    fresh = partial(in_groups, form, **options)
-    whole, half = (fresh(parameters(SHAPES, dtype)) for _ in range(2))
-    steps(whole, range(6))
-    again = by_checkpoint(steps(half, range(3)), fresh, tmp_path)
-    assert_same_run(steps(again, range(3, 6)), whole)
 
 
 def test_counts_of_skipped_parameters_matter() -> None:
