@@ -7,6 +7,7 @@ states of several storage types in test_states.py.
 from __future__ import annotations
 
 import pickle
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,13 @@ from fusestep.kernels.rules import adagrad, adam, ftrl, mxnet, rmsprop, sgd
 
 import exact_steps
 import optimizers
-from helpers import assert_same_bits
+from helpers import STORAGE_DTYPES, assert_same_bits, sampled
 from rule_cases import (
     CASES,
     NEUTRAL,
     OPTIMIZER,
     real_of,
     run_dense,
-    with_prologues,
 )
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
@@ -51,29 +51,31 @@ def test_every_rule_of_the_package_is_tested() -> None:
     assert missing == {*of_vectors, *(f"{name}_matrix" for name in of_vectors)}
 
 
-STEPPED = with_prologues(CASES, OPTIMIZER)
-
-
 # Edges
+
+# FTRL's rules that are shrunk decay; the first three have no weight of their own.
+MOVING = [
+    name
+    for name in CASES
+    if name not in ("scaled", "scaled_in_place", "lars_gradient") and "shrunk" not in name
+]
+OF_RULES = [*product(MOVING, [F32], (False, True))]
+OF_RULES += [(name, STORAGE_DTYPES[1 + k % 3], k % 2 == 0) for k, name in enumerate(MOVING)]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "prologue"),
-    [
-        one
-        for one in STEPPED
-        if one.values[0] not in ("scaled", "scaled_in_place", "lars_gradient")
-        and "shrunk" not in one.values[0]  # which decays
-    ],
+    ("name", "dtype", "has_prologue"),
+    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES),
+    ids=str,
 )
 def test_nothing_moves_without_gradient_and_history(
-    name: str, dtype: np.dtype, prologue: Any
+    name: str, dtype: np.dtype, has_prologue: bool
 ) -> None:
     """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits.
 
     FTRL's parameter is a function of its states, and where they are 0 it is 0.
     """
-    case = CASES[name]
+    case, prologue = CASES[name], OPTIMIZER if has_prologue else ()
     w = np.array([1.0, -3.0, 0.0, -0.0, 1e-7, 60000.0, -1e-40] * 5).astype(dtype)
     arrays = [w.copy(), *(np.zeros_like(w) for _ in case.kinds)]
     run_dense(case.rule, arrays, np.zeros_like(w), case.hp(real_of(dtype)), prologue, NEUTRAL)
