@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import textwrap
+import types
 import warnings
 
 import numpy as np
@@ -151,16 +152,6 @@ def test_folder_follows_numba(monkeypatch, tmp_path):
     assert cache.cache_directory() == tmp_path / "fusestep"
 
 
-def test_fingerprint_sees_constants_closures_and_callees():
-    def make(k):
-        return lambda x: x + k
-
-    assert cache.fingerprint(make(1)) == cache.fingerprint(make(1))
-    assert cache.fingerprint(make(1)) != cache.fingerprint(make(2))
-    assert cache.fingerprint(lambda x: x + 1) != cache.fingerprint(lambda x: x + 2)
-    assert cache.fingerprint(lambda x: np.sqrt(x)) != cache.fingerprint(lambda x: np.exp(x))
-
-
 def test_a_third_step_compiles_nothing(monkeypatch):
     from fusestep import nn
 
@@ -191,19 +182,31 @@ def test_a_kernel_that_fails_to_compile_says_so(tmp_path):
     assert "absent" in done.stderr
 
 
-def test_fingerprint_sees_defaults_module_constants_and_arrays():
-    import types
+def added(k):
+    return lambda x: x + k
 
+
+def with_constant(k):
     module = types.ModuleType("constants")
-    function = lambda x: x * module.K  # noqa: E731
+    module.K = k
+    return lambda x: x * module.K
 
-    def fingerprint_with(k):
-        module.K = k
-        return cache.fingerprint(function)
 
-    assert fingerprint_with(1) == fingerprint_with(1) != fingerprint_with(2)
-    assert fingerprint_with(np.ones(2)) != fingerprint_with(np.zeros(2))
-    assert cache.fingerprint(lambda x, k=1: x + k) != cache.fingerprint(lambda x, k=2: x + k)
+DIFFERENT = {
+    "closures": (added(1), added(2)),
+    "constants": (lambda x: x + 1, lambda x: x + 2),
+    "callees": (lambda x: np.sqrt(x), lambda x: np.exp(x)),
+    "defaults": (lambda x, k=1: x + k, lambda x, k=2: x + k),
+    "constants of modules": (with_constant(1), with_constant(2)),
+    "arrays": (with_constant(np.ones(2)), with_constant(np.zeros(2))),
+}
+
+
+@pytest.mark.parametrize("of", DIFFERENT)
+def test_fingerprint(of):
+    one, other = map(cache.fingerprint, DIFFERENT[of])
+    assert one != other
+    assert cache.fingerprint(added(1)) == cache.fingerprint(added(1))
 
 
 def test_sources_that_changed_since_the_import_are_not_saved(tmp_path):

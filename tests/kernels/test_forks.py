@@ -76,7 +76,6 @@ FORK_BETWEEN = """
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize(
     "busy", ["compiler", "LLVM", "first step", "start of threads", "workqueue"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numba
@@ -201,32 +202,40 @@ def test_rooted(name: str, now: int, betas: tuple[float, float]) -> None:
     check(Missed(rule, scalars(*betas), RATES["cosine"], now))
 
 
-@pytest.mark.parametrize("rate", RATES)
+# Every schedule, up to steps that move nothing; and rates that grow as moments fade, where the last
+# of many missed steps may move the most.
+SCHEDULED = [
+    *(((0.9, 0.999), rate, 400) for rate in RATES),
+    *product([(0.99, 0.999), (0.98, 0.98)], ["rising", "late", "stairs"], [1_500]),
+]
+
+
+@pytest.mark.parametrize(("betas", "rate", "now"), SCHEDULED, ids=str)
 @pytest.mark.parametrize("name", ["adam", "torch adamw"])
-def test_schedules(name: str, rate: str) -> None:
-    """Every schedule, up to steps that move nothing."""
+def test_schedules(name: str, betas: tuple[float, float], rate: str, now: int) -> None:
     rule, scalars = ROOTED[name]
-    check(Missed(rule, scalars(0.9, 0.999), RATES[rate], 400))
+    check(Missed(rule, scalars(*betas), RATES[rate], now))
 
 
-@pytest.mark.parametrize("betas", [(0.99, 0.999), (0.98, 0.98)], ids=str)
-@pytest.mark.parametrize("rate", ["rising", "late", "stairs"])
-@pytest.mark.parametrize("name", ["adam", "torch adamw"])
-def test_rates_that_grow_as_moments_fade(name: str, rate: str, betas: tuple[float, float]) -> None:
-    """The last of many missed steps may move the most."""
-    rule, scalars = ROOTED[name]
-    check(Missed(rule, scalars(*betas), RATES[rate], 1_500))
+# The scalars of so many steps in turn. Steps without an epsilon are no part of steps with one.
+CHANGING: dict[str, tuple[Rule, list[Scalars], int]] = {
+    "betas and epsilon": (
+        adam.ADAM, [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)], 70
+    ),
+    **{
+        f"epsilon beside {betas}": (
+            torch_adam.TORCH_ADAM, [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)], 90
+        )
+        for betas in ((0.9, 0.999), (0.9, 0.95))
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)], ids=str)
-def test_an_epsilon_that_comes_and_goes(betas: tuple[float, float]) -> None:
-    """Steps without one are no part of steps with one."""
-    both = [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)]
-
-    def scalars(lr: float, t: int) -> tuple[float, ...]:
-        return both[t // 90 % 2](lr, t)
-
-    check(Missed(ROOTED["torch adamw"][0], scalars, RATES["cosine"], 700))
+@pytest.mark.parametrize("of", CHANGING)
+def test_options_that_change_while_rows_sleep(of: str) -> None:
+    rule, parts, n = CHANGING[of]
+    for rate in ("cosine", "constant"):
+        check(Missed(rule, lambda lr, t: parts[t // n % len(parts)](lr, t), RATES[rate], 700))
 
 
 @pytest.mark.parametrize("epsilon", [1e-10, 1e-8, 1e-5, 1e-2])
@@ -236,12 +245,6 @@ def test_epsilon_and_dtypes(name: str, dtype: np.dtype, epsilon: float) -> None:
     """Every storage type beside a small and a large epsilon."""
     rule, scalars = ROOTED[name]
     check(Missed(rule, scalars(0.9, 0.999, epsilon), RATES["constant"], 300, dtype=dtype))
-
-
-def test_options_that_change() -> None:
-    """Betas and epsilon that change while rows sleep."""
-    parts = [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)]
-    check(Missed(adam.ADAM, lambda lr, t: parts[t // 70 % 3](lr, t), RATES["constant"], 500))
 
 
 def by_formula(w: Any, _: Any, m: Any, v: Any, hp: Any) -> Any:

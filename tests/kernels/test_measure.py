@@ -1,4 +1,4 @@
-"""Sums of squares: exact to float64, in an order that nothing but the tensor decides."""
+"""Sums of squares, exact to float64, in an order that the tensor decides; ratios of norms."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusestep import ops
 from fusestep.kernels.cpu.dense import PART
-from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
-from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_scalars
-from fusestep.kernels.rules.norm import SCALED
+from fusestep.kernels.rule import Rule, factors
+from fusestep.kernels.rules import lamb, lars
+from fusestep.kernels.rules.lamb import LAMB, lamb_scalars
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
-from helpers import BF16, STORAGE_DTYPES, assert_same_bits, unchanged
+import reference_layerwise as layerwise
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
 from reference import wide
 
 # Nothing, a scalar tail, one part, one element more, several parts; a 0-d array.
@@ -89,40 +91,6 @@ def measured(
         return DenseUpdate(rule, prologue, Variables.of(tensors), *given).sums()
 
 
-@EACH_DTYPE
-def test_the_prologue_comes_first(dtype: np.dtype) -> None:
-    """What is measured is the gradient as the rule sees it."""
-    w, g = array((1_003,), dtype, seed=1), array((1_003,), dtype, seed=2)
-    found = measured(SCALED, (COUPLED_DECAY, SCALE), [(w,)], [g], [(9.0, 0.5, 0.0, 0.25)])
-    expected = exact((wide(g) + 0.5 * wide(w)) * 0.25)
-    # The conditioned gradient is a float32 number.
-    assert found[0, 0] == pytest.approx(expected, rel=1e-12 if dtype == np.float64 else 1e-7)
-
-
-@pytest.mark.parametrize("rule", [LAMB, LAMB_CLIPPED], ids=["lamb", "clipped"])
-def test_each_tensor_is_measured_with_its_own_scalars(rule: Any) -> None:
-    """What LAMB needs of three tensors in one call, against NumPy in float64."""
-    tensors, gradients, rows, expected = [], [], [], []
-    for k, n in enumerate((1_003, 0, PART + 7)):
-        w, g, m, v = (array((n,), np.float64, seed=10 * k + i) for i in range(4))
-        v = v * v
-        hp = lamb_scalars(np.float64, 0.1, 0.1 * k, k + 1, (0.9 - 0.1 * k, 0.99, 1e-3), ())
-        beta1, beta2 = 0.9 - 0.1 * k, 0.99
-        mean = (beta1 * m + (1 - beta1) * g) / (1 - beta1 ** (k + 1))
-        square = (beta2 * v + (1 - beta2) * g * g) / (1 - beta2 ** (k + 1))
-        if rule is LAMB:
-            values = [w, mean / (np.sqrt(square) + 1e-3) + 0.1 * k * w]
-        else:
-            values = [w, mean / np.sqrt(square + 1e-3) + 0.1 * k * w, g]
-        expected.append([exact(x) for x in values])
-        tensors.append((w, m, v))
-        gradients.append(g)
-        rows.append(hp)
-    found = measured(rule, (), tensors, gradients, rows)
-    assert found.shape == (3, rule.n_measured)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
 def test_storage_types_that_all_differ() -> None:
     """Several parts of a tensor whose parameter, gradient and states lie in different strides."""
     n = 2 * PART + 3
@@ -134,3 +102,66 @@ def test_storage_types_that_all_differ() -> None:
     direction = mean / (np.sqrt(square) + 1e-3) + 0.25 * wide(w)
     found = measured(LAMB, (), [(w, m, v)], [g], [hp])
     np.testing.assert_allclose(found[0], [exact(w), exact(direction)], rtol=1e-6)
+
+
+# The ratios of LAMB and LARS that follow from norms, and the operator that applies those of LARS.
+# Steps of LAMB are those of its optimizer, in test_family_reference.py.
+
+
+def ratios(rule: Rule, sums: np.ndarray) -> np.ndarray:
+    """The only factor of each tensor."""
+    return factors(rule, sums, [{}] * len(sums))[:, 0]
+
+
+def test_lamb_ratio() -> None:
+    """|w| / |u|; 1 where one of them is 0."""
+    squares = np.array([[4.0, 1.0], [4.0, 16.0], [0.0, 1.0], [4.0, 0.0], [0.0, 0.0], [np.inf, 1.0]])
+    np.testing.assert_array_equal(ratios(lamb.LAMB, squares), [2.0, 0.5, 1.0, 1.0, 1.0, np.inf])
+
+
+def test_clipped_lamb_ratio() -> None:
+    """Limited to 10; 1 where |w| or |g| is 0, also if |u| is not."""
+    squares = np.array([[4.0, 1.0, 1.0], [400.0, 1.0, 1.0], [0.0, 1.0, 1.0], [4.0, 1.0, 0.0],
+                        [4.0, 0.0, 1.0]])  # fmt: skip
+    found = ratios(lamb.LAMB_CLIPPED, squares)
+    np.testing.assert_array_equal(found, [2.0, 10.0, 1.0, 1.0, 10.0])
+
+
+# LARS
+
+
+def test_lars_ratio() -> None:
+    """coefficient*|w| / (|g| + decay*|w| + epsilon), in float64; 0 / 0 counts as 1."""
+    norm_w, norm_g, decay = np.array(
+        [[2.0, 0.0, 2.0, 0.0], [3.0, 3.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0]]
+    )
+    found = lars.lars_ratio(norm_w, norm_g, decay, 0.1, 0.0)
+    np.testing.assert_array_equal(found, [0.1 * 2.0 / 4.0, 0.0, 0.2, 1.0])
+    found = lars.lars_ratio(norm_w, norm_g, decay, 0.1, 1.0)
+    np.testing.assert_array_equal(found, [0.1 * 2.0 / 5.0, 0.0, 0.1, 0.0])
+
+
+def test_clipped_lars_ratio() -> None:
+    """max(min(ratio / lr, 1), 0), also for a rate of 0."""
+    ratio = np.array([0.2, 0.2, 0.2, 0.0])
+    found = lars.clipped_ratio(ratio, np.array([0.4, 0.1, 0.0, 0.0]))
+    np.testing.assert_array_equal(found, [0.5, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("use_clip", [False, True])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (33, 5), (2, 3, 4, 5)])
+def test_lars_update(dtype: np.dtype, use_clip: bool, shape: tuple[int, ...]) -> None:
+    """Against the reference, for which the norms are those of the arrays."""
+    rng = np.random.default_rng(9)
+    w, g = (np.asarray(rng.standard_normal(shape)).astype(dtype) for _ in range(2))
+    op = ops.LARSUpdate(epsilon=1e-3, hyperpara=0.02, use_clip=use_clip)
+    given = {"coefficient": 0.02, "epsilon": 1e-3, "decay": 0.1}
+    with unchanged(w, g):
+        for lr in (1e-3, 0.5):  # either side of the clip
+            found = op(w, g, exact(w), exact(g), 0.1, lr)
+            known = {**given, "lr": lr if use_clip else None}
+            assert found.dtype == dtype and found.shape == shape
+            expected = layerwise.lars_gradient(w, g, **known)
+            scale = layerwise.lars_gradient(np.abs(wide(w)), np.abs(wide(g)), **known)
+            assert_within_ulps(found, expected, scale, 8.0 if dtype == np.float64 else 4.0)

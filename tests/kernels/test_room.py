@@ -1,4 +1,4 @@
-"""The first parallel step where memory or threads are short: serial, or a MemoryError."""
+"""Steps where memory or threads are short: serial ones, or an error before anything happens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from helpers import more
 from subprocesses import output_of
 from test_forks import LAYERS
 
+ON_LINUX = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the limit and /proc are Linux's"
+)
 SWEEP = """
     import collections, os, resource, signal, sys
     import numpy as np
@@ -83,7 +86,7 @@ SWEEP = """
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit and /proc are Linux's")
+@ON_LINUX
 @pytest.mark.parametrize("step_bytes", [4 << 20, more(1 << 19)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_first_parallel_step_while_memory_is_short(layer, step_bytes):
@@ -126,7 +129,7 @@ def test_the_first_parallel_step_where_no_thread_can_be_started(layer):
     assert printed == f"1|the memory and the threads that the system has left\n{layer}\n"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit and /proc are Linux's")
+@ON_LINUX
 def test_a_kernel_that_there_is_no_room_to_compile():
     program = """
         import resource
@@ -149,3 +152,82 @@ def test_a_kernel_that_there_is_no_room_to_compile():
     """
     text = "fusestep: there is no room to load or compile a kernel: expected 192 MiB, got less\n"
     assert output_of(program, FUSESTEP_CACHE_DIR="") == text
+
+
+AT_ANY_ALLOCATION = """
+import resource
+import sys
+import numpy as np
+from fusestep import nn
+from fusestep.kernels.cpu.threads import workspace
+
+N, D, B = 20_000, 4, 60_000
+rng = np.random.default_rng(0)
+name, use_locking = sys.argv[1], sys.argv[2] == "True"
+
+
+def rows(dtype):
+    n = B * np.dtype(dtype).itemsize  # the second table needs more than the first leaves behind
+    # A third of the occurrences are those of one row, which has sums of its own.
+    indices = rng.integers(0, N, n) * (rng.random(n) < 0.7)
+    return nn.RowTensor(indices, rng.standard_normal((n, D)).astype(dtype), (N, D))
+
+
+def dense(dtype):
+    return rng.standard_normal((N, D)).astype(dtype)
+
+
+make = rows if name in ("Adam", "LazyAdam") else dense
+gradients = tuple(make(dtype) for dtype in (np.float32, np.float64))
+
+
+def made():
+    tables = [np.ones((N, D), np.float32), np.ones((N, D))]
+    opt = getattr(nn, name)(tables, use_locking=use_locking)
+    return opt, [*tables, *opt.state_arrays().values()]
+
+
+def bits(arrays):
+    return [array.tobytes() for array in arrays]
+
+
+def used():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+_, unlimited = resource.getrlimit(resource.RLIMIT_AS)
+opt, arrays = made()
+before = bits(arrays)
+opt(gradients)
+after = bits(arrays)
+assert before != after
+counts = {"failed": 0, "done": 0}
+room = 0
+while counts["done"] < 3:
+    opt, arrays = made()
+    workspace._blocks.free.clear()  # as in the first step of a process
+    resource.setrlimit(resource.RLIMIT_AS, (used() + room, unlimited))
+    try:
+        opt(gradients)
+    except MemoryError:
+        outcome, expected = "failed", before
+    else:
+        outcome, expected = "done", after
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (unlimited, unlimited))
+    counts[outcome] += 1
+    assert bits(arrays) == expected, (outcome, room)
+    room += 1 << 18
+print(counts["failed"])
+"""
+
+
+@ON_LINUX
+@pytest.mark.parametrize("use_locking", [False, True])
+@pytest.mark.parametrize("name", ["Adam", "LazyAdam", "AdaFactor"])
+def test_nothing_has_happened_where_memory_ends(name, use_locking):
+    """At any allocation of a step: nothing has been written or counted."""
+    environment = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0"}
+    printed = output_of(AT_ANY_ALLOCATION, name, use_locking, NUMBA_NUM_THREADS="2", **environment)
+    assert int(printed) > 0

@@ -74,46 +74,35 @@ def compiled_sum(
     return room[1:-1]
 
 
-# Of float32 each form, of other types each form with one of them.
+# Of float32 each form, of other types each form with one of them, and rows of their own with all.
 FORMS = [(*pair, form) for n, form in enumerate(forms.FORMS) for pair in (PAIRS[0], PAIRS[1 + n])]
+FORMS += [(*pair, forms.OWN) for pair in PAIRS if (*pair, forms.OWN) not in FORMS]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 40])
 @pytest.mark.parametrize(
     ("g", "real", "form"),
     sampled(((*pair, form) for pair, form in product(PAIRS, forms.FORMS)), FORMS),
     ids=label,
 )
-def test_forms_of_sums(g: storage.Storage, real: storage.Storage, form: forms.Form) -> None:
-    """Rows of any stride, shared by positions or listed, and each product rounded once."""
+def test_forms_of_sums(g: storage.Storage, real: storage.Storage, form: forms.Form, n: int) -> None:
+    """Rows of any stride, in the order of their keys, and each product rounded once."""
     rng = np.random.default_rng(3)
-    for width in (1, 7, 16, 64, 65, 200):
+    for width in WIDTHS:
         values = rng.standard_normal((50, width + 3)).astype(g.dtype)[:, :width]
-        positions = rng.integers(0, 50, 40)
+        values[rng.random(values.shape) < 0.3] *= 0  # zeros of both signs
+        positions = rng.integers(0, 50, n)
         terms, weights = values[positions].astype(real.dtype), None
         if form.winners_only:  # in the form of the array that the values are a part of
-            weights = rng.integers(FIRST, FIRST + 40, (50, width + 3)).astype(np.int32)
-            weights[positions[3], :width:2] = FIRST + 3
-            terms[weights[positions, :width] != FIRST + np.arange(40)[:, None]] = 0
+            weights = rng.integers(FIRST, FIRST + n, (50, width + 3)).astype(np.int32)
+            weights[positions[-1], :width:2] = FIRST + n - 1
+            terms[weights[positions, :width] != FIRST + np.arange(n)[:, None]] = 0
         elif form.place:
-            weights = rng.standard_normal(40).astype(real.dtype)
+            weights = rng.standard_normal(n).astype(real.dtype)
             terms *= weights[:, None]
         expected = np.add.accumulate(terms, axis=0)[-1]
         found = compiled_sum(g, real, values, positions, form, weights)
         assert_same_bits(found, expected, f"width {width}")
-
-
-@pytest.mark.parametrize(("g", "real"), PAIRS, ids=lambda s: s.name)
-@pytest.mark.parametrize("n", [1, 2, 3, 40])
-def test_rows_are_added_in_the_order_of_their_keys(
-    g: storage.Storage, real: storage.Storage, n: int
-) -> None:
-    rng = np.random.default_rng(0)
-    for width in WIDTHS:
-        values = rng.standard_normal((50, width)).astype(g.dtype)
-        values[rng.random(values.shape) < 0.3] *= 0  # zeros of both signs
-        positions = rng.permutation(50)[:n]
-        expected = np.add.accumulate(values[positions].astype(real.dtype), axis=0)[-1]
-        assert_same_bits(compiled_sum(g, real, values, positions), expected, f"width {width}")
 
 
 def test_special_values() -> None:

@@ -245,38 +245,6 @@ def test_dense_step_of_storage_combinations(w: np.dtype, g: np.dtype, s: np.dtyp
             assert all((a.array != b).any() for a, b in zip(tensor, old, strict=True))
 
 
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_many_tensors_are_each_by_itself(dtype: np.dtype) -> None:
-    """One call for all shapes gives the bits of one call for each."""
-    real = real_of(STORAGES[dtype]).dtype.type
-    hp = adam_scalars(real)
-    together, gradients = random_tensors(dtype, dtype, dtype)
-    apart, _ = random_tensors(dtype, dtype, dtype)
-    step([tuple(a.array for a in t) for t in together], [g.array for g in gradients], hp)
-    for one, gradient in zip(apart, gradients, strict=True):
-        step([tuple(a.array for a in one)], [gradient.array], hp)
-    for a, b in zip(together, apart, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert_same_bits(x.array, y.array)
-
-
-@pytest.mark.parametrize("n", [1, 7, 31_999, 32_768, 65_537, 200_003])
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-def test_length_does_not_change_an_element(dtype: np.dtype, n: int) -> None:
-    """The serial loop, the parallel one and every remainder compute the same bits."""
-    rng = np.random.default_rng(8)
-    numbers = rng.uniform(0.1, 2.0, (4, n))
-    hp = adam_scalars(real_of(STORAGES[dtype]).dtype.type)
-    arrays = [a.astype(dtype) for a in numbers]
-    whole = [a.copy() for a in arrays[:3]]
-    step([tuple(whole)], [arrays[3]], hp)
-    # The last elements of the long call, by themselves.
-    tail = [a[-3:].copy() for a in arrays]
-    step([tuple(tail[:3])], [tail[3]], hp)
-    for a, b in zip(whole, tail[:3], strict=True):
-        assert_same_bits(a[-3:], b)
-
-
 def test_bfloat16_is_what_ml_dtypes_calls_so() -> None:
     assert STORAGES[BF16] is BF16_STORAGE
     assert set(STORAGES) == set(STORAGE_DTYPES)

@@ -59,18 +59,6 @@ def serial_digests():
     return text.split()
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(serial_digests):
-    program = (
-        STEPS
-        + """
-    for n in (None, 2, 3):
-        set_num_threads(n)
-        print(step("lazy"), step("all"))
-    """
-    )
-    assert output_of(program, NUMBA_NUM_THREADS="7").split() == serial_digests * 3
-
-
 def test_bits_of_every_kind_of_call_do_not_depend_on_the_number_of_threads():
     """Rules, measured tensors and rows, norms, clipping, bags; on 1, 2, 3 and 7 threads."""
     program = "import thread_cases; thread_cases.main()"
@@ -275,6 +263,8 @@ CORES = Limit(6, "the cores of this process")
     ("environment", "budget", "expected"),
     [
         ({}, None, CORES),
+        ({"quota": 2}, None, Limit(2, "the CPU quota of the container")),
+        ({"quota": 9}, None, CORES),
         ({"OMP_NUM_THREADS": "3"}, None, Limit(3, "OMP_NUM_THREADS")),
         ({"OMP_NUM_THREADS": " 3,2 "}, None, Limit(3, "OMP_NUM_THREADS")),
         ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, Limit(5, "NUMBA_NUM_THREADS")),
@@ -289,7 +279,7 @@ CORES = Limit(6, "the cores of this process")
 )  # fmt: skip
 def test_the_smallest_limit_decides(environment, budget, expected, monkeypatch):
     monkeypatch.setattr(layers, "_cores", lambda: 6)
-    monkeypatch.setattr(layers, "_quota", lambda *_: None)
+    monkeypatch.setattr(layers, "_quota", lambda *_: environment.get("quota"))
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.setenv(name, environment.get(name, ""))
     found = layers.limit_of_environment.__wrapped__()
@@ -467,15 +457,6 @@ def test_quotas_of_containers(membership, files, cores, tmp_path):
 
 def test_without_control_groups_there_is_no_quota(tmp_path):
     assert layers._quota(tmp_path / "none", tmp_path) is None
-
-
-def test_a_quota_is_a_limit(monkeypatch):
-    monkeypatch.setattr(layers, "_cores", lambda: 64)
-    monkeypatch.setattr(layers, "_quota", lambda *_: 2)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
-    found = layers.limit_of_environment.__wrapped__()
-    assert found == Limit(2, "the CPU quota of the container")
 
 
 def test_thread_budget():

@@ -1,9 +1,7 @@
-"""Optimizers of Adam's family in all their forms, and small parameters and gradients."""
+"""Classes of Adam's family, an optimizer of a user, and small parameters and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +9,6 @@ import pytest
 
 from fusestep import nn
 
-ADAM = {
-    "Adam": nn.Adam,
-    "Adam-nesterov": partial(nn.Adam, use_nesterov=True),
-    "Adam-amsgrad": partial(nn.Adam, use_amsgrad=True),
-    "Adam-lazy": partial(nn.Adam, use_lazy=True),
-    "Adam-offload": partial(nn.Adam, use_offload=True),
-    "LazyAdam": nn.LazyAdam,
-    "AdamOffload": nn.AdamOffload,
-}
-OPTIMIZERS: dict[str, Callable[..., Any]] = {**ADAM, "AdamWeightDecay": nn.AdamWeightDecay}
-EACH = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 CLASSES = (nn.Adam, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay)
 EACH_CLASS = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
 

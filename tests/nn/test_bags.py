@@ -147,23 +147,6 @@ def test_gradients_of_weights() -> None:
             bags.weight_gradients(grad)
 
 
-def test_features_that_share_tables() -> None:
-    features = [2, 0, 2, 0]
-    rng = np.random.default_rng(0)
-    opt, other = (nn.LazyAdam(tables_of(), 0.1) for _ in range(2))
-    bags = nn.EmbeddingBags(opt.parameters, opt, features=features, padding_idx=3)
-    for step in range(3):
-        rows = [list(SHAPES.values())[t][0] for t in features]
-        out = bags([rng.integers(0, n, (25, 4)) for n in rows])
-        assert out.shape == (25, 138)
-        grad = gradient_of(out, step)
-        gradients = bags.gradients(grad)
-        assert not len(gradients[1].indices)
-        other(expanded(gradients))
-        bags.backward(grad)
-        assert_same_run(opt, other)
-
-
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
 @pytest.mark.usefixtures("short_keys")
 def test_tables_of_several_kinds_in_one_step(how: str) -> None:
@@ -274,23 +257,9 @@ def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None
         assert_same_arrays(opt.parameters, other.parameters)
 
 
-def test_ids_may_change_after_the_forward() -> None:
-    tables, others = tables_of(), tables_of()
-    bags = nn.EmbeddingBags(tables, nn.SGD(tables, 0.1))
-    same = nn.EmbeddingBags(others, nn.SGD(others, 0.1))
-    ids, offsets = ids_of(0)
-    grad = gradient_of(bags(ids, offsets), 0)
-    same(ids, offsets)
-    same.backward(grad)
-    for own in (*ids, *offsets):
-        own[:] = 10**9
-    bags.backward(grad)
-    assert_same_arrays(tables, others)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sequences(seed: int) -> None:
-    """Bags, plain rows, dense gradients, lists, rebinding and errors, in any order.
+    """Bags, features that share tables, plain rows, dense gradients, lists, rebinding and errors.
 
     Beside an optimizer that is given the expanded gradients.
     """
@@ -301,10 +270,13 @@ def test_random_sequences(seed: int) -> None:
     names = list(SHAPES)
     pooling = [nn.EmbeddingBags(opt.parameters, opt, p, padding_idx=i)
                for p, i in (("sum", None), ("mean", None), ("sum", 3))]  # fmt: skip
-    part = nn.EmbeddingBags(opt.parameters[1:2], opt)
+    of_what = {
+        "part": nn.EmbeddingBags(opt.parameters[1:2], opt),
+        "shared": nn.EmbeddingBags(opt.parameters, opt, features=[2, 0, 2, 0], padding_idx=3),
+    }
     for step in range(40):
         what = rng.choice(
-            ["bags", "part", "rows", "dense", "list", "rebind", "bad ids", "bad grad"]
+            ["bags", "part", "shared", "rows", "dense", "list", "rebind", "bad ids", "bad grad"]
         )
         bags = pooling[rng.integers(3)]
         ids, offsets = ids_of(int(rng.integers(10_000)), batch=int(rng.integers(0, 40)))
@@ -321,10 +293,12 @@ def test_random_sequences(seed: int) -> None:
             out = bags(ids, offsets)
             with refused(ValueError, "wrong shape", opt):
                 bags.backward(out[:, 1:])
-        elif what in ("bags", "part"):
-            given = (ids[1:2], offsets[1:2]) if what == "part" else (ids, offsets)
-            bags = part if what == "part" else bags
-            grad = gradient_of(bags(*given), step)
+        elif what in ("bags", "part", "shared"):
+            features = {"part": [1], "shared": [2, 0, 2, 0]}.get(what, [0, 1, 2])
+            bags = of_what.get(what, bags)
+            grad = gradient_of(bags(*([own[f] for f in features] for own in (ids, offsets))), step)
+            for own in (*ids, *offsets):  # they may change after the forward
+                own[:] = 10**9
             other(expanded(bags.gradients(grad)))
             bags.backward(grad)
         else:

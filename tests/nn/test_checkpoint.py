@@ -21,7 +21,7 @@ import pytest
 from fusestep import nn
 
 from adam_family import parameters
-from helpers import STORAGE_DTYPES, assert_same_bits
+from helpers import assert_same_bits
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")
 NUMBER = "bool, an integer, float16, bfloat16, float32 or float64"
@@ -67,15 +67,6 @@ def test_dtype_that_cannot_be_saved(dtype: Any, tmp_path: Any) -> None:
     with pytest.raises(TypeError, match=text):
         nn.save_checkpoint({**ones(), "bad": np.zeros(2, dtype)}, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("dtype", [*"?bhilqBHILQefd", ml_dtypes.bfloat16, ">f4", ">i8"], ids=str)
-def test_what_is_saved_is_loaded(dtype: Any, tmp_path: Any) -> None:
-    array = np.array([0, 1, 3]).astype(dtype)
-    nn.save_checkpoint({"a": array}, tmp_path / "x")
-    assert_same_bits(
-        nn.load_checkpoint(tmp_path / "x")["a"], array.astype(array.dtype.newbyteorder("="))
-    )
 
 
 LOADED = {
@@ -313,8 +304,11 @@ def test_two_processes_save_to_one_path(tmp_path: Any) -> None:
 
 
 @POSIX
-def test_what_is_no_abandoned_file_stays(tmp_path: Any) -> None:
-    """Links, folders and pipes with the name of a temporary file, and files with another one."""
+def test_what_is_no_abandoned_file_stays(tmp_path: Any, monkeypatch: Any) -> None:
+    """Links, folders and pipes with the name of a temporary file, files with another one.
+
+    Nor is a file of another user removed.
+    """
     path = tmp_path / "x"
     with saving(path, "killed", "fsync") as child:
         child.wait(60)
@@ -323,23 +317,13 @@ def test_what_is_no_abandoned_file_stays(tmp_path: Any) -> None:
     (tmp_path / f"{abandoned.name[:-16]}link").symlink_to(tmp_path / ".fusestep.other")
     os.mkfifo(tmp_path / f"{abandoned.name[:-16]}pipe")
     (tmp_path / ".fusestep.other").write_bytes(b"")
-    before = set(tmp_path.iterdir())
-    nn.save_checkpoint(ones(), path)
-    assert set(tmp_path.iterdir()) == before - {abandoned} | {path}
-
-
-@POSIX
-def test_another_users_file_stays(tmp_path: Any, monkeypatch: Any) -> None:
-    path = tmp_path / "x"
-    with saving(path, "killed", "fsync") as child:
-        child.wait(60)
-    own = os.geteuid()
-    with monkeypatch.context() as patched:
+    before, own = set(tmp_path.iterdir()), os.geteuid()
+    with monkeypatch.context() as patched:  # it is another user's
         patched.setattr(os, "geteuid", lambda: own + 1)
         nn.save_checkpoint(ones(), path)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert set(tmp_path.iterdir()) == before | {path}
     nn.save_checkpoint(ones(), path)
-    assert list(tmp_path.iterdir()) == [path]
+    assert set(tmp_path.iterdir()) == before - {abandoned} | {path}
 
 
 @POSIX
@@ -364,19 +348,19 @@ def test_file_that_was_taken_for_abandoned_is_made_anew(tmp_path: Any, monkeypat
 # What can be saved
 
 
-@pytest.mark.parametrize(
-    "dtype", [*STORAGE_DTYPES, np.dtype(np.int32), np.dtype(np.int64)], ids=str
-)
+@pytest.mark.parametrize("dtype", [*"?bhilqBHILQefd", ml_dtypes.bfloat16, ">f4", ">i8"], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2), (2, 3, 4)])
 def test_checkpoint_keeps_every_bit(dtype: Any, shape: tuple[int, ...], tmp_path: Any) -> None:
-    bits = np.random.default_rng(6).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    """In the order of bytes of this machine."""
+    most, n_bytes = 2 if dtype == "?" else 256, np.dtype(dtype).itemsize
+    bits = np.random.default_rng(6).integers(0, most, (*shape, n_bytes), np.uint8)
     array = bits.view(dtype).reshape(shape)
     path = tmp_path / "file.safetensors"
     nn.save_checkpoint(
         {"a.b": array, "strided": np.repeat(np.ones(3, np.float32), 2)[::2]}, str(path)
     )
     loaded = nn.load_checkpoint(path)
-    assert_same_bits(loaded["a.b"], array)
+    assert_same_bits(loaded["a.b"], array.astype(array.dtype.newbyteorder("=")))
     assert_same_bits(loaded["strided"], np.ones(3, np.float32))
 
 

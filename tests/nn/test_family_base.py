@@ -1,4 +1,4 @@
-"""What every optimizer has from the base class: groups, schedules, centralization, skipping."""
+"""What every optimizer has from the base class: groups, schedules, centralization, one call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from fusestep.nn.registry.record import (
     ROW_STOPS,
     STOPS,
 )
+from fusestep.ops.runtime.row_step import RowUpdate
+from fusestep.ops.runtime.step import DenseUpdate
 
 from adam_family import Halving, central
-from helpers import assert_same_arrays, more, refused, sampled
+from helpers import STORAGE_DTYPES, assert_same_arrays, refused, sampled
 from optimizers import (
     ALL_FORMS,
     BY_NAME,
@@ -32,6 +34,7 @@ from optimizers import (
     inner,
     make,
     parameters,
+    rows,
 )
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
@@ -120,35 +123,6 @@ def test_none_skips_a_parameter_and_its_count(form: str) -> None:
     state, counts = opt.state_dict(), np.sum(patterns, 0).tolist()
     assert [state[f"step.{name}"].item() for name in SHAPES] == counts
     assert state["global_step"].tolist() == [len(patterns)]
-
-
-# Of the rules themselves it is in test_bits.py.
-@pytest.mark.parametrize("form", [f if f in ONE_OF_EACH else more(f) for f in FORMS])
-def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> None:
-    """To the last bit: what is compiled for the call must not show in its result."""
-    together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
-    options = decayed_and_scaled(form)
-    opt = in_groups(form, together, (0.1, 0.0, 0.0, 0.1), **options)
-    plain = in_groups(form, apart, (0.0,) * 4, **options)
-    for step in range(4):
-        for one in (opt, plain):
-            one(gradients(together, step))
-    assert_same_arrays(together[1:3], apart[1:3])
-
-
-def test_sgd_does_not_dampen_the_first_gradient_of_a_parameter() -> None:
-    """Whenever it comes: each parameter has a first one of its own."""
-    early, late = parameters({"early": (3,), "late": (3,)}, np.float64)
-    opt = nn.SGD([early, late], 0.5, momentum=0.9, dampening=0.25)
-    g = np.ones(3)
-    for given in ([g, None], [g, g], [g, g]):
-        opt(given)
-    first, second, third = 1.0, 0.9 + 0.75, 0.9 * (0.9 + 0.75) + 0.75
-    np.testing.assert_allclose(opt.accum, [[third] * 3, [second] * 3], rtol=1e-12)
-    start = parameters({"early": (3,), "late": (3,)}, np.float64)
-    moves = [w.data - p.data for w, p in zip(start, (early, late), strict=True)]
-    expected = [0.5 * (first + second + third), 0.5 * (first + second)]
-    np.testing.assert_allclose(moves, np.outer(expected, g), rtol=1e-12)
 
 
 DECOUPLED = [f for f in FORMS if inner(make(f, parameters()))._rule.decays]
@@ -287,3 +261,49 @@ def test_large_gradient_in_mxnet() -> None:
         np.testing.assert_allclose(w, after, rtol=1e-5)
         updater([0], [np.ones(1, np.float32)], [w])
         assert np.isfinite(w).all()
+
+
+# One kernel call for all that is alike
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel calls of every step, by kind."""
+    made: list[str] = []
+    for kind in (DenseUpdate, RowUpdate):
+
+        def count(update: Any, _original: Any = kind.prepared, **options: Any) -> Any:
+            made.append(type(update).__name__)
+            return _original(update, **options)
+
+        monkeypatch.setattr(kind, "prepared", count)
+    return made
+
+
+@pytest.mark.parametrize("form", [form for form in SCHEDULED if form in APART])
+def test_one_call_for_all_dense_tensors(form: str, calls: list[str]) -> None:
+    """Whatever the groups, decays and counts of updates are."""
+    params = parameters(SHAPES, form=form)
+    groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:3], "weight_decay": 0.3},
+              {"params": params[3:], "grad_centralization": True}]  # fmt: skip
+    opt = make(form, groups)
+    for step in range(3):
+        given = gradients(params, step)
+        opt([None, *given[1:]] if step == 1 else given)
+    assert calls == ["DenseUpdate"] * 3
+
+
+def test_one_call_for_each_kind_of_gradient_and_dtype(calls: list[str]) -> None:
+    shape = (4, 3)
+    dtypes = [dtype for dtype in STORAGE_DTYPES for _ in range(3)]
+    opt = nn.LazyAdam([np.ones(shape, dtype) for dtype in dtypes], weight_decay=0.1)
+    dense = [np.ones(shape, dtype) for dtype in dtypes]
+    sparse = [rows(shape, [1, 2, 1], dtype=dtype) for dtype in dtypes]
+    both = [x if k % 2 else y for k, (x, y) in enumerate(zip(dense, sparse, strict=True))]
+    halves = [g.astype(np.float16 if k % 2 else np.float32) for k, g in enumerate(dense)]
+    for given, n_dense, n_rows in (
+        (dense, 4, 0), (sparse, 0, 4), (both, 4, 4), (halves, 8, 0), ([None] * 12, 0, 0)
+    ):  # fmt: skip
+        calls.clear()
+        opt(given)
+        assert sorted(calls) == ["DenseUpdate"] * n_dense + ["RowUpdate"] * n_rows

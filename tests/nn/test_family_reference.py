@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.kernels.rule import hp_type
-
 from exact_steps import FORMS, exact_step
 from helpers import STORAGE_DTYPES
 from optimizers import decayed_and_scaled, make, parameters
@@ -76,28 +74,6 @@ def test_steps_are_those_of_the_reference(form: str, dtype: Any) -> None:
 
 
 ONE_STAGE = [form for form in FORMS if not make(form, parameters())._rule.measure]
-
-
-@pytest.mark.parametrize("form", ONE_STAGE)
-def test_rule_in_plain_python(form: str) -> None:
-    """Scalars in, scalars out: each element by itself, as the formulas have it."""
-    rng = np.random.default_rng(4)
-    opt = new(form, np.float64, rng)
-    rule, lr, t = opt._rule, opt._rates_at(0)[0], 3
-    hp = hp_type(rule, ())(*opt.formula().at(np.float64, lr, 0.1, t))
-    w, *states = arrays_of_each(opt)[0]
-    step = exact_step(form, opt, lr, t, np.float64, 0.1)
-    for _ in range(2):  # the second time from states of different elements
-        g = spread(rng, w.shape)
-        rows = zip(*(a.ravel().tolist() for a in (w, g, *states)), strict=True)
-        found = [result if isinstance(result, tuple) else (result,) for result in
-                 (rule.update(*row, hp) for row in rows)]  # fmt: skip
-        assert all(type(x) is float for result in found for x in result)
-        expected = step(*map(Rounded, (w, g, *states)))
-        arrays = [np.array(column).reshape(w.shape) for column in zip(*found, strict=True)]
-        for k, (array, exact) in enumerate(zip(arrays, expected, strict=False)):
-            assert_rounded(array, exact, np.float64, ALLOWED, f"array {k}: ")
-        w, *states = arrays
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)

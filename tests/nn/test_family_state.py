@@ -1,4 +1,4 @@
-"""State of all optimizers: resuming, what is refused, rebinding, steps that are skipped."""
+"""State of all optimizers: resumed, copied, counted, refused; rebinding, steps that are skipped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers
 
+from adam_family import Descent
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 from optimizers import (
     BY_NAME,
@@ -83,33 +85,32 @@ def in_groups(form: str, params: Any, rate: float = 0.05, **options: Any) -> Any
     return make(form, groups, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@EACH_FORM
-def test_resumes_bit_for_bit(form: str, way: str, tmp_path: Path) -> None:
+RESUMED: list[tuple[str, str, Any, dict[str, Any]]] = [
+    *((form, way, np.float32, decayed_and_scaled(form)) for form, way in product(FORMS, WAYS)),
+    *(
+        (form, "checkpoint", *other)
+        for form in ("Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor")
+        for other in (
+            (BF16, {}), (np.float32, {"state_dtype": np.float16}),
+            (np.float32, {"use_locking": True, "skip_nonfinite": True}),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "way", "dtype", "options"), RESUMED)
+def test_resumes_bit_for_bit(
+    form: str, way: str, dtype: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Of a state that is loaded the rates count, too."""
-    fresh = partial(in_groups, form, **decayed_and_scaled(form))
-    whole = steps(fresh(parameters(SHAPES, form=form)), range(6))
-    half = steps(fresh(parameters(SHAPES, form=form)), range(3))
+    fresh = partial(in_groups, form, **options)
+    whole, half = (fresh(parameters(SHAPES, dtype, form)) for _ in range(2))
+    steps(whole, range(6))
+    steps(half, range(3))
     with unchanged(half):
         again = WAYS[way](half, fresh, tmp_path)
         steps(again, range(3, 6))
     assert_same_run(again, whole)
-
-
-@pytest.mark.parametrize("form", ["Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor"])
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(BF16, {}), (np.float32, {"state_dtype": np.float16}),
-     (np.float32, {"use_locking": True, "skip_nonfinite": True})],
-)  # fmt: skip
-def test_resumes_with_other_types_and_options(
-    form: str, dtype: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
-    fresh = partial(in_groups, form, **options)
-    whole, half = (fresh(parameters(SHAPES, dtype)) for _ in range(2))
-    steps(whole, range(6))
-    again = by_checkpoint(steps(half, range(3)), fresh, tmp_path)
-    assert_same_run(steps(again, range(3, 6)), whole)
 
 
 def test_counts_of_skipped_parameters_matter() -> None:
@@ -138,7 +139,7 @@ def derived(name: str) -> bool:
     return name in ("momentum", "beta1_power", "beta2_power", "afactor_step")
 
 
-Mismatch = tuple[Any, type[Exception], str]
+Mismatch = tuple[Any, Any, str]
 
 
 def mismatches(state: dict[str, np.ndarray]) -> Iterator[Mismatch]:
@@ -147,6 +148,12 @@ def mismatches(state: dict[str, np.ndarray]) -> Iterator[Mismatch]:
     yield {}, KeyError, "does not fit this optimizer"
     yield list(state), TypeError, "state"
     for name, array in state.items():
+        # No value is read of an array that is so large that it could not be one.
+        far_too_large = np.broadcast_to(np.array(-1, array.dtype), (1 << 40,))
+        text = f"{name!r} has a wrong shape: .*got \\(1099511627776,\\)"
+        yield {**state, name: far_too_large}, ValueError, text
+        for kind in ("two", *(None, [1]) * name.startswith("step.")):
+            yield {**state, name: kind}, (TypeError, ValueError), f"state {name!r}"
         if derived(name):
             yield {**state, name: array + 0.125}, ValueError, f"'{name}' is of other options"
             continue
@@ -156,8 +163,6 @@ def mismatches(state: dict[str, np.ndarray]) -> Iterator[Mismatch]:
         turned = array.reshape(array.shape[::-1])
         for wrong in (np.stack([array, array]), *[turned] * (turned.shape != array.shape)):
             yield {**state, name: wrong}, ValueError, f"'{name}' has a wrong shape"
-        if not name.startswith("step."):
-            yield {**state, name: "nothing"}, TypeError, f"'{name}'"
         for value, text in BAD_VALUES.get(name.partition(".")[0], ()):
             wrong = np.full_like(array, value)
             yield {**state, name: wrong}, ValueError, f"'{name}' is out of range{text}"
@@ -178,17 +183,6 @@ def test_state_that_does_not_fit(form: str, trained: Callable[[str], Any]) -> No
         with refused(error, text, other):
             other.load_state_dict(state)
     other.load_state_dict(opt.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("step.a", "two"), ("step.a", None), ("step.a", [1]), ("momentum", "two")]
-)
-def test_a_count_or_option_of_a_wrong_kind(
-    name: str, value: Any, trained: Callable[[str], Any]
-) -> None:
-    opt = trained("Momentum")
-    with refused((TypeError, ValueError), f"^Momentum: state '{name}'", opt):  # type: ignore[arg-type]
-        opt.load_state_dict({**opt.state_dict(), name: value})
 
 
 OTHER_OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
@@ -283,37 +277,40 @@ def test_empty_states_of_foreign_parameters_are_refused(form: str) -> None:
         opt.load_state_dict(foreign)
 
 
-def test_states_of_other_forms_are_not_empty() -> None:
-    """What one form leaves out, another one needs."""
-    for form, name in (("SGD-momentum", "accum.a"), ("RMSProp-momentum", "moment.a")):
-        opt = make(form, parameters(SHAPES, form=form))
-        state = {n: a for n, a in opt.state_dict().items() if n != name}
-        with refused(KeyError, f"missing .*{name}", opt):
-            opt.load_state_dict(state)
-
-
 # Rebinding and shared memory
 
 
 ROWS = [f for f in FORMS if BY_NAME[FORMS[f][0]].takes_rows]
-
-
-@pytest.mark.parametrize(
+WITH_AND_WITHOUT_ROWS = pytest.mark.parametrize(
     ("form", "is_sparse"), [*((f, False) for f in FORMS), *((f, True) for f in ROWS)]
 )
+
+
+def stepping(form: str, is_sparse: bool) -> Any:
+    """An optimizer that takes row-sparse gradients or none."""
+    options = {"sparse_update": "lazy"} if is_sparse else {}
+    return make(form, parameters(SHAPES, form=form), **options)
+
+
+def given_to(opt: Any, number: int, is_sparse: bool) -> list[Any]:
+    """Gradients, of which the first is row-sparse or not."""
+    given = gradients(opt.parameters, number)
+    if is_sparse:
+        given[0] = rows(SHAPES["a"], [1, number % 4], seed=number)
+    return given
+
+
+@WITH_AND_WITHOUT_ROWS
 def test_updates_follow_a_rebinding(form: str, is_sparse: bool) -> None:
     """They reach the new arrays and never the old ones; states go on."""
-    options = {"sparse_update": "lazy"} if is_sparse else {}
-    straight, opt = (make(form, parameters(SHAPES, form=form), **options) for _ in range(2))
+    straight, opt = (stepping(form, is_sparse) for _ in range(2))
     for number in range(6):
         old = []
         if number in (1, 4):
             for p in opt.parameters:
                 old.append(p.data)
                 p.data = p.data.copy()
-        given = gradients(opt.parameters, number)
-        if is_sparse:
-            given[0] = rows(SHAPES["a"], [1, number % 4], seed=number)
+        given = given_to(opt, number, is_sparse)
         straight(given)
         with unchanged(old):
             opt(given)
@@ -394,24 +391,18 @@ def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
     assert all(np.isfinite(w).all() for w in others)
 
 
-@EACH_FORM
-def test_shapes_of_a_state_come_before_its_values(form: str) -> None:
-    """No value of an array is read that is too large, and so large that it could not be."""
-    opt = make(form, parameters(SHAPES, form=form))
-    state = opt.state_dict()
-    for name, array in state.items():
-        far_too_large = np.broadcast_to(np.array(-1, array.dtype), (1 << 40,))
-        with refused(
-            ValueError, f"state {name!r} has a wrong shape: .*got \\(1099511627776,\\)", opt
-        ):
-            opt.load_state_dict({**state, name: far_too_large})
-
-
 # Variables that are made read-only between steps
 
 
-def refuse_each_read_only(opt: Any, given: list[Any]) -> None:
+@pytest.mark.parametrize("usable", [True, False])
+@WITH_AND_WITHOUT_ROWS
+def test_read_only_since_the_last_step(
+    form: str, is_sparse: bool, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step with any parameter or state read-only raises and writes nothing."""
+    monkeypatch.setattr(headers, "usable", usable)
+    opt = stepping(form, is_sparse)
+    given = given_to(opt, 0, is_sparse)
     opt(given)
     of_each = inner(opt)._states_of_each()
     for p, states in zip(opt.parameters, of_each, strict=True):
@@ -424,26 +415,6 @@ def refuse_each_read_only(opt: Any, given: list[Any]) -> None:
             opt(given)
 
 
-@pytest.mark.parametrize("usable", [True, False])
-@EACH_FORM
-def test_read_only_since_the_last_step(
-    form: str, usable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(headers, "usable", usable)
-    opt = make(form, parameters(SHAPES, form=form))
-    refuse_each_read_only(opt, gradients(opt.parameters, 0))
-
-
-@pytest.mark.parametrize("usable", [True, False])
-@pytest.mark.parametrize("form", ROWS)
-def test_read_only_since_the_last_rows(
-    form: str, usable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(headers, "usable", usable)
-    opt = make(form, parameters({"a": (4, 3), "b": (2,)}), sparse_update="lazy")
-    refuse_each_read_only(opt, [rows((4, 3), [2, 0]), np.ones(2, np.float32)])
-
-
 def test_only_what_is_written_must_be_writable() -> None:
     opt = make("Adam", parameters({"a": (4, 3), "b": (2,)}))
     a, b = gradients(opt.parameters, 0)
@@ -451,3 +422,82 @@ def test_only_what_is_written_must_be_writable() -> None:
     opt([a, None])
     with refused(ValueError, "parameter 'b' is read-only", opt):
         opt([None, b])
+
+
+# Copies
+
+
+@EACH_FORM
+def test_a_state_is_a_copy(form: str, trained: Callable[[str], Any]) -> None:
+    """What is saved is nobody's memory, and what was loaded is not either."""
+    opt = trained(form)
+    source = opt.state_dict()
+    opt.load_state_dict(source)
+    for state in (source, opt.state_dict()):
+        with unchanged(opt):
+            for array in state.values():
+                array[...] = 7
+
+
+def test_row_tensor_and_parameter_pickle() -> None:
+    gradient = rows((4, 3), [1, 2])
+    assert_same_bits(pickle.loads(pickle.dumps(gradient)).to_dense(), gradient.to_dense())
+    p = nn.Parameter(np.ones(3), "w")
+    again = pickle.loads(pickle.dumps(p))
+    assert (again.name, again.requires_grad) == ("w", True)
+    assert_same_bits(again.data, p.data)
+    assert not np.shares_memory(again.data, p.data)
+
+
+def test_unpickled_from_read_only_buffers() -> None:
+    """Protocol 5 hands over arrays in foreign memory, which must not be written."""
+    opt = steps(make("Adam", parameters(SHAPES)), range(1))
+    buffers: list[Any] = []
+    data = pickle.dumps(opt, protocol=5, buffer_callback=buffers.append)
+    frozen = [bytes(buffer.raw()) for buffer in buffers]
+    kept = [bytes(bytearray(b)) for b in frozen]
+    again = pickle.loads(data, buffers=frozen)
+    for one in (opt, again):
+        steps(one, range(1, 3))
+    assert frozen == kept
+    assert_same_run(opt, again)
+
+
+def test_no_state_can_be_cut_off_in_place() -> None:
+    """The kernels would write beyond it."""
+    opt = steps(make("Adam", parameters(SHAPES)), range(1))
+    with pytest.raises(ValueError, match="does not own its data"):
+        opt._states["moment1"][0].resize(2, refcheck=False)
+    step(opt, 1)
+
+
+# Counts
+
+
+def test_global_step_is_copied_when_it_is_assigned() -> None:
+    opt = make("Adam", parameters(SHAPES))
+    given = np.array([5], np.int32)
+    opt.global_step = given
+    step(opt, 0)
+    assert (given.tolist(), opt.global_step.tolist()) == ([5], [6])
+    nn.LARS(opt).global_step = given
+    for bad, error in ((3, TypeError), (np.array([3]), TypeError), (-given, ValueError)):
+        with pytest.raises(error, match="'global_step'"):
+            opt.global_step = bad
+    assert opt.global_step.tolist() == [5]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("form", ["Adam", "SGD", "custom"])
+def test_the_last_step_there_is(form: str, wrapped: bool) -> None:
+    """The published count is an int32."""
+    w = np.zeros(2, np.float32)
+    opt = Descent(0.1, [w]) if form == "custom" else make(form, [w])
+    stepped = nn.LARS(opt) if wrapped else opt
+    opt.global_step[0] = 2**31 - 2
+    stepped((np.ones(2, np.float32),))
+    with refused(OverflowError, "global_step is at its end: expected", opt):
+        stepped((np.ones(2, np.float32),))
+    assert opt.state_dict()["global_step"] == 2**31 - 1
+    with refused(ValueError, "'global_step' is out of range: expected at least 0", opt):
+        opt.load_state_dict({**opt.state_dict(), "global_step": np.array([-5], np.int32)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,28 +170,21 @@ ERRORS = (TypeError, ValueError, IndexError, ZeroDivisionError)
 DROPS = [*droppers().values()]
 
 
-@pytest.mark.parametrize(("name", "call"), FAILING)
-def test_a_call_that_fails_leaves_nothing_behind(name: str, call: Callable[[], Any]) -> None:
-    """Neither before good ones, of which something is kept, nor after them."""
-    _drop()
-    expected = arrays_of(GOOD[name]())
-    _drop()
-    for _ in range(2):
-        with pytest.raises(ERRORS):
-            call()
-        assert_same_arrays(arrays_of(GOOD[name]()), expected)
+@pytest.mark.parametrize(
+    ("name", "call", "fails"),
+    [*((*one, True) for one in FAILING), *((*one, False) for one in EQUAL)],
+)
+def test_nothing_is_left_behind(name: str, call: Callable[[], Any], fails: bool) -> None:
+    """Neither before good calls, of which something is kept, nor after them.
 
-
-@pytest.mark.parametrize(("name", "call"), EQUAL)
-def test_equal_numbers_are_not_taken_for_each_other(name: str, call: Callable[[], Any]) -> None:
-    """Of another type or sign."""
-    _drop()
-    expected = arrays_of(GOOD[name]())
-    _drop()
-    call()
-    assert_same_arrays(arrays_of(GOOD[name]()), expected)
-
-
-def _drop() -> None:
-    for drop in DROPS:
-        drop()
+    Equal numbers of another type or sign are not taken for each other.
+    """
+    expected = []
+    for calls in ((), (call,), (call, call)):
+        for drop in DROPS if len(calls) < 2 else ():
+            drop()
+        for each in calls:
+            with pytest.raises(ERRORS) if fails else nullcontext():
+                each()
+        expected.append(arrays_of(GOOD[name]()))
+        assert_same_arrays(expected[-1], expected[0])

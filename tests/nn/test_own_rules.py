@@ -64,6 +64,9 @@ PARTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (replace(PLAIN, hp=("lr", "weight_decay")), {}, ValueError,
      "hp of the rule has a name of what comes before the rule: expected another one, got "
      "weight_decay"),
+    (replace(PLAIN, hp=("lr", "clip_bound")), {"clipvalue": 0.25}, ValueError,
+     "hp of the rule has a name of what comes before the rule: expected another one, got "
+     "clip_bound"),
     (replace(PLAIN, states=("m",)), {}, TypeError,
      "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: 'Any', g: 'Any', "
      "hp: 'Any') -> 'Any'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import inspect
 import math
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from argument_kinds import KINDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fusestep import nn
 
@@ -307,36 +310,24 @@ def test_values_beyond_all_floats() -> None:
 # One after the other.
 
 
-def test_warm_up_and_cosine() -> None:
-    schedule = nn.SequentialLR([nn.WarmUpLR(0.1, 5), nn.CosineDecayLR(0.01, 0.1, 20)], [5])
-    for step in range(40):
-        if step < 5:
-            expected = 0.02 * step
-        elif step < 25:
-            expected = 0.055 + 0.045 * math.cos(math.pi * (step - 5) / 20)
-        else:
-            expected = 0.01
-        assert schedule(step) == pytest.approx(expected, rel=1e-13), step
+ONES = [nn.WarmUpLR(0.1, 3), nn.CosineDecayLR(0.01, 0.1, 5), 0.25, lambda step: 0.5 / (1 + step)]
+ONES += [nn.SequentialLR((nn.WarmUpLR(0.1, 4), 0.5), (3,))]
 
 
-def test_each_schedule_counts_its_own_steps() -> None:
-    asked: list[tuple[str, int]] = []
-
-    def recorder(name: str) -> Callable[[int], float]:
-        return lambda step: asked.append((name, step)) or 0.5  # type: ignore[func-returns-value]
-
-    schedule = nn.SequentialLR([recorder("a"), 0.25, recorder("b")], [2, 3])
-    assert [schedule(step) for step in range(6)] == [0.5, 0.5, 0.25, 0.5, 0.5, 0.5]
-    assert asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]
-
-
-def test_one_schedule_and_nested_ones() -> None:
-    steps = np.arange(12)
-    warm = nn.WarmUpLR(0.1, 4)
-    assert_same_bits(nn.SequentialLR([warm], [])(steps), warm(steps))
-    inner = nn.SequentialLR((warm, 0.5), (3,))
-    outer = nn.SequentialLR([0.25, inner], [2])
-    assert_same_bits(outer(steps), np.r_[0.25, 0.25, inner(steps[:10])])
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_each_schedule_counts_its_own_steps(data: st.DataObject) -> None:
+    """Any schedules, one after the other, also of one alone and within one another."""
+    parts = data.draw(st.lists(st.sampled_from(ONES), min_size=1, max_size=5))
+    milestones = sorted(data.draw(st.sets(st.integers(1, 20), min_size=4, max_size=4)))
+    begins = [0, *milestones[: len(parts) - 1]]
+    schedule, expected = nn.SequentialLR(parts, begins[1:]), []
+    for step in range(30):
+        k = bisect.bisect_right(begins, step) - 1
+        own = parts[k]
+        expected.append(own(step - begins[k]) if callable(own) else own)
+        assert schedule(step) == expected[step], step
+    assert_same_bits(schedule(np.arange(30)), np.array(expected))
 
 
 def test_later_changes_to_the_lists_do_nothing() -> None:
@@ -433,13 +424,3 @@ def test_optimizer_follows_a_schedule(schedule: Any) -> None:
     opt = nn.Adam([w], learning_rate=schedule, weight_decay=schedule)
     assert rates_used(opt, 3) == [schedule(step) for step in range(3)]
     assert opt.get_weight_decay() == schedule(3)
-
-
-def test_optimizer_with_a_list_and_with_its_schedule() -> None:
-    listed, scheduled = np.ones(3, np.float32), np.ones(3, np.float32)
-    schedule = nn.PolynomialDecayLR(0.1, 0.0, 3, 2.0)
-    opt = nn.Adam([listed], learning_rate=nn.polynomial_decay_lr(0.1, 0.0, 4, 1, 3, 2.0))
-    assert rates_used(opt, 4) == close(np.array([0.1, 0.4 / 9, 0.1 / 9, 0.0]))
-    rates_used(nn.Adam([scheduled], learning_rate=schedule), 4)
-    assert_same_bits(listed, scheduled)
-    assert (listed != 1).all()

@@ -9,7 +9,8 @@ import pytest
 
 from fusestep import nn
 
-from helpers import BF16, assert_same_bits, refused
+from helpers import BF16, assert_same_arrays, assert_same_bits, refused
+from optimizers import assert_same_run
 
 N, D = 14, 5
 SOME, OTHERS = np.array([11, 2, 7]), np.array([0, 1, 3, 4, 5, 6, 8, 9, 10, 12, 13])
@@ -64,8 +65,7 @@ def test_reset(name: str) -> None:
         if role.startswith("last_step"):
             expected = np.full_like(expected, opt._steps[0])
         assert_same_bits(found, expected, role)
-    for role, found in of_rows(opt, OTHERS).items():
-        assert_same_bits(found, others[role], role)
+    assert_same_arrays(of_rows(opt, OTHERS), others)
 
 
 @pytest.mark.parametrize("name", IN_NN)
@@ -77,8 +77,7 @@ def test_copy(name: str) -> None:
     before.flush() if name == "catch-up" else None
     for source, target in zip(SOME, (2, 5, 11), strict=True):
         found, expected = of_rows(opt, np.array([target])), of_rows(before, np.array([source]))
-        for role, array in found.items():
-            assert_same_bits(array, expected[role], role)
+        assert_same_arrays(found, expected)
 
 
 @pytest.mark.parametrize("rounding", ["master", "kahan", "stochastic"])
@@ -115,10 +114,7 @@ def test_a_table_that_grows(name: str) -> None:
             opt.reset_rows(opt.parameters[0], np.array([n - 1, 1]), weights=0.5)
     for opt in (grows, other):
         opt.flush()
-    expected = other.state_dict()
-    for role, found in grows.state_dict().items():
-        assert_same_bits(found, expected[role], role)
-    assert_same_bits(grows.parameters[0].data, other.parameters[0].data)
+    assert_same_run(grows, other)
 
 
 def test_columns_are_no_rows() -> None:

@@ -15,8 +15,9 @@ from faults import FAULTS, frozen, strided
 from fusestep import nn
 from fusestep.ops import RowTensor, adam_update
 
-from helpers import assert_same_bits, refused, unchanged
+from helpers import assert_same_bits, refused
 from operators import ADAM_UPDATE
+from optimizers import rows
 
 F32 = np.dtype(np.float32)
 SCALARS = ADAM_UPDATE.scalars
@@ -26,13 +27,6 @@ NAMES = ("weight", "grad", "mean", "var")
 def inputs(dtype: Any = F32, shape: tuple[int, ...] = (5, 3)) -> dict[str, Any]:
     """Different values everywhere; the variance is positive."""
     return {name: ADAM_UPDATE.inputs(shape, dtype)[name] for name in NAMES}
-
-
-def rows(
-    indices: Any, dtype: Any = F32, shape: tuple[int, ...] = (5, 3), index_dtype: Any = np.int64
-) -> RowTensor:
-    values = np.random.default_rng(7).standard_normal((len(indices), *shape[1:])).astype(dtype)
-    return RowTensor(np.array(indices, index_dtype), values, shape)
 
 
 def call(given: dict[str, Any], **changed: Any) -> Any:
@@ -60,14 +54,6 @@ def test_signature() -> None:
     assert {n: parameters[n].default for n in published} == published
     assert parameters["lr"].default is inspect.Parameter.empty
     assert parameters["compat"].default == "2.0"
-
-
-@pytest.mark.parametrize("bound", [0, -0.5, -1e30])
-def test_bounds_of_0_and_below_do_not_clip(bound: float) -> None:
-    assert_same_bits(
-        in_place(inputs(), clip_gradient=bound)["weight"],
-        in_place(inputs(), clip_gradient=1e30)["weight"],
-    )
 
 
 # Where the result goes
@@ -104,29 +90,6 @@ def test_a_weight_that_is_only_read() -> None:
     assert_same_bits(call(same), in_place(apart)["weight"])
 
 
-# Rows
-
-
-def test_an_empty_lazy_gradient_changes_nothing() -> None:
-    given = {**inputs(), "grad": rows([])}
-    with unchanged(given):
-        in_place(given)
-
-
-# Locks
-
-
-@pytest.mark.parametrize("grad", ["dense", "rows"])
-def test_locking_gives_the_same_bits(grad: str) -> None:
-    given, plain = inputs(), inputs()
-    if grad == "rows":
-        given["grad"] = plain["grad"] = rows([1, 1, 2])
-    in_place(given, use_locking=True)
-    in_place(plain)
-    for name in ("weight", "mean", "var"):
-        assert_same_bits(given[name], plain[name], name)
-
-
 # Errors
 
 OUTS = {"None": lambda _: None, "weight": lambda w: w, "other": lambda _: np.zeros((5, 3), F32)}
@@ -159,10 +122,10 @@ def test_rows_that_are_refused(place: str) -> None:
     in_state["grad"] = RowTensor(np.array([1]), in_state["mean"][:1], (5, 3))
     reject(in_state, ValueError, ".*shares memory with", out=OUTS[place](in_state["weight"]))
     for grad, error, text in (
-        (rows([0, 5]), IndexError, r"indices\[1\] is out of range: .*got 5"),
-        (rows([-1]), IndexError, r"indices\[0\] is out of range"),
-        (rows([0], shape=(6, 3)), ValueError, "grad has a wrong dense_shape"),
-        (rows([0], np.float64), TypeError, "grad has a higher dtype"),
+        (rows((5, 3), [0, 5]), IndexError, r"indices\[1\] is out of range: .*got 5"),
+        (rows((5, 3), [-1]), IndexError, r"indices\[0\] is out of range"),
+        (rows((6, 3), [0]), ValueError, "grad has a wrong dense_shape"),
+        (rows((5, 3), [0], dtype=np.float64), TypeError, "grad has a higher dtype"),
     ):
         given = {**inputs(), "grad": grad}
         reject(given, error, text, out=OUTS[place](given["weight"]))

@@ -68,25 +68,19 @@ def test_gather_of_a_strided_table() -> None:
     assert_same_bits(ops.SparseGatherV2()(strided, np.array([4, 0])), TABLE[[4, 0]])
 
 
-def test_backward_sees_the_indices_of_the_call() -> None:
-    indices = np.array([1, 2])
-    gather = ops.SparseGatherV2()
+def test_backward_needs_a_call_and_sees_its_indices() -> None:
+    """A refused call is none; indices are those of the call, whatever becomes of them."""
+    gather, indices, grad = ops.SparseGatherV2(), np.array([7, 2]), np.ones((2, 3), np.float32)
+    for refuses in (False, True):
+        if refuses:
+            with pytest.raises(IndexError):
+                gather(TABLE, indices)
+        with pytest.raises(RuntimeError, match="backward needs a call"):
+            gather.backward(grad)
+    indices[0] = 1
     gather(TABLE, indices)
     indices[:] = 4
-    assert gather.backward(np.ones((2, 3), np.float32)).indices.tolist() == [1, 2]
-
-
-def test_backward_needs_a_call() -> None:
-    with pytest.raises(RuntimeError, match="backward needs a call"):
-        ops.SparseGatherV2().backward(np.ones((2, 3), np.float32))
-
-
-def test_backward_after_a_refused_call_needs_a_good_one() -> None:
-    gather = ops.SparseGatherV2()
-    with pytest.raises(IndexError):
-        gather(TABLE, np.array([7]))
-    with pytest.raises(RuntimeError, match="backward needs a call"):
-        gather.backward(np.ones((1, 3), np.float32))
+    assert gather.backward(grad).indices.tolist() == [1, 2]
 
 
 def test_backward_refuses() -> None:
@@ -195,12 +189,6 @@ def test_a_list_that_is_assigned_as_dense_shape() -> None:
     rows.dense_shape = [6, np.int64(3)]
     assert rows.dense_shape == (6, 3)
     nn.LazyAdam([np.ones((6, 3), np.float32)])([rows])
-
-
-def test_row_tensor_without_rows() -> None:
-    rows = ops.RowTensor(np.array([], np.int64), np.ones((0, 2), np.float32), (4, 2))
-    assert rows.to_dense().tolist() == np.zeros((4, 2)).tolist()
-    assert len(rows.coalesce().indices) == 0
 
 
 def test_row_tensor_adopts_arrays() -> None:

@@ -16,9 +16,7 @@ from fusestep.ops.runtime import locks
 
 from helpers import (
     FAR,
-    assert_same_arrays,
     assert_same_bits,
-    assert_within_ulps,
     distance,
     refused,
     unchanged,
@@ -102,13 +100,6 @@ def test_dense_beta1_power_of_one_is_not_refused(name: str) -> None:
     assert not np.isfinite(first).any()
 
 
-def test_amsgrad_attributes_act_as_arguments() -> None:
-    attributes = {"beta1": 0.7, "beta2": 0.8, "epsilon": 0.1}
-    one = results(OPERATORS["ApplyAdamWithAmsgrad"], **attributes)
-    two = results(OPERATORS["ApplyAdamWithAmsgradV2"], **attributes)
-    assert_same_arrays(one, two)
-
-
 @pytest.mark.parametrize("cls", [ops.FusedSparseFtrl, ops.SparseApplyFtrl])
 def test_attributes_of_ftrl(cls: Any) -> None:
     """They have no defaults, and are floats."""
@@ -132,34 +123,6 @@ def test_sgd_without_momentum_is_plain(dampening: float) -> None:
         SGD.call_with(inputs | {"momentum": 0.0}, dampening=dampening)
     expected = before["parameters"] - np.float32(0.1) * inputs["gradient"]
     np.testing.assert_allclose(inputs["parameters"], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("use_nesterov", [False, True])
-def test_gradient_scale_of_zero_forgets_the_gradient(use_nesterov: bool) -> None:
-    nothing = np.zeros((5, 3), np.float32)
-    found = results(MOMENTUM, gradient_scale=0.0, use_nesterov=use_nesterov)
-    expected = results(MOMENTUM, gradient=nothing, use_nesterov=use_nesterov)
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_centered_rmsprop_that_waits_moves_its_means_only() -> None:
-    """Through the operator: a mean gradient that leaves no positive variance."""
-    operator = OPERATORS["ApplyCenteredRMSProp"]
-    inputs = operator.inputs()
-    inputs["mean_gradient"][:] = 3.0
-    with unchanged(inputs["var"], inputs["moment"]):
-        operator.call(inputs)
-    assert (inputs["mean_gradient"] != 3.0).all()
-
-
-def test_adagrad_without_update_slots_reads_its_accumulator() -> None:
-    operator = OPERATORS["ApplyAdagrad"]
-    inputs, before = operator.inputs(), operator.inputs()
-    with unchanged(inputs["accum"]):
-        operator.call(inputs, update_slots=False)
-    expected = before["var"] - 0.1 * before["grad"] / np.sqrt(before["accum"])
-    assert_within_ulps(inputs["var"], expected, np.abs(before["var"]) + np.abs(expected))
 
 
 def test_learning_rate_of_lars_needs_use_clip() -> None:

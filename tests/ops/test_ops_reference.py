@@ -32,8 +32,8 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     ("ApplyMomentum", NESTEROV, partial(elementwise.momentum, nesterov=True)),
     (
         "ApplyMomentum",
-        {"gradient_scale": 0.3},
-        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, **k),
+        {"gradient_scale": 0.3, **NESTEROV},
+        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, nesterov=True, **k),
     ),
     ("SGD", {}, partial(elementwise.sgd_stat, one_minus_dampening=1.0)),
     ("SGD", {"dampening": 0.4}, partial(elementwise.sgd_stat, one_minus_dampening=0.6)),
@@ -104,5 +104,5 @@ def test_operators_meet_the_reference(name: str, made: dict, step: Any, dtype: A
 
 
 def test_every_operator_meets_a_reference() -> None:
-    """That of LARSUpdate is in test_two_stage.py."""
+    """That of LARSUpdate is in test_measure.py."""
     assert {name for name, *_ in CALLS} == OPERATORS.keys()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
-import pytest
 
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rule import Prologue, Rule, hp_type
@@ -20,12 +18,10 @@ from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference_elementwise as elementwise
-from helpers import STORAGE_DTYPES, more
 from reference import wide
 
 Array = Any
 Known = dict[str, float]
-F32, F64, *HALVES = STORAGE_DTYPES
 
 # The prologue of an optimizer with weight decay and loss scale, and that of LARS. The factors
 # are not exact in binary, so that their rounding counts.
@@ -241,22 +237,6 @@ CASES = {
         norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, ()
     ),
 }
-
-
-def with_prologues(names: Iterable[str], prologue: Prologue) -> list[Any]:
-    """Rule, storage type and prologue, as parameters of a test.
-
-    Every rule in both forms in float32, and one of them in float64, the other in a 16-bit type:
-    neither rule nor prologue sees the storage, but for the type of the arithmetic.
-    """
-    chosen: list[Any] = []
-    for k, name in enumerate(names):
-        half, forms = HALVES[k // 2 % 2], ((), prologue)
-        some = [*product((F32,), forms), (F64, forms[k % 2]), (half, forms[1 - k % 2])]
-        for one in product(STORAGE_DTYPES, forms):
-            of = pytest.param if one in some else more
-            chosen.append(of(name, *one, id=f"{name}-{one[0]}-{'prologue' if one[1] else 'plain'}"))
-    return chosen
 
 
 def real_of(dtype: np.dtype) -> Any:

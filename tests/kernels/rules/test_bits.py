@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import nn, ops
-
-from helpers import BF16, assert_same_arrays, assert_same_bits, sampled
-from operators import OPERATORS
+from helpers import BF16, assert_same_arrays, sampled
+from many_states import FIVE, FOUR, SCALARS
 from rule_cases import CASES as OTHERS
 from rule_cases import LARS, NEUTRAL, OPTIMIZER, real_of, run_dense, run_rows
 from test_rules import RULES, samples, scalars
@@ -28,7 +26,17 @@ def of_adam(name: str) -> Any:
     )
 
 
+def of_many_states(rule: Any) -> Any:
+    """A rule of more states than any of the package."""
+    return SimpleNamespace(
+        rule=rule,
+        hp=lambda real: tuple(map(real, SCALARS)),
+        samples=lambda n, seed: samples(n, len(rule.states), seed),
+    )
+
+
 CASES: dict[str, Any] = {**OTHERS, **{n: of_adam(n) for n in RULES}}
+CASES |= {"four states": of_many_states(FOUR), "five states": of_many_states(FIVE)}
 EACH = pytest.mark.parametrize("name", CASES)
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 # Storage of parameter and states, storage of the gradient, prologue. Summed rows are float32 or
@@ -122,26 +130,3 @@ def test_alignment_and_place_do_not_matter(name: str) -> None:
                 array[:] = old
             run_dense(case.rule, shifted, gradient, hp)
             assert_same_arrays(shifted, whole, f"{n} from {offset}")
-
-
-def test_one_call_equals_separate_calls() -> None:
-    shapes = [(5,), (140_000,), (3, 4), (1,), (0,), (2, 3, 4, 5), ()]
-    rng = np.random.default_rng(0)
-    values = [np.asarray(rng.standard_normal(s), np.float32) for s in shapes]
-    gradients = [np.asarray(rng.standard_normal(s), np.float32) for s in shapes]
-    together = [nn.Parameter(v.copy()) for v in values]
-    nn.Adam(together, 0.1, weight_decay=0.1)(gradients)
-    for value, gradient, parameter in zip(values, gradients, together, strict=True):
-        alone = nn.Parameter(value.copy())
-        nn.Adam([alone], 0.1, weight_decay=0.1)((gradient,))
-        assert_same_bits(parameter.data, alone.data)
-
-
-def test_the_general_power_of_ftrl_is_not_far_from_the_root() -> None:
-    """Next to -0.5 the other rule runs: their results are neighbours, not equal."""
-    results = []
-    for power in (-0.5, float(np.nextafter(-0.5, 0))):
-        inputs = {**OPERATORS["ApplyFtrl"].inputs((1_000,)), "lr_power": power}
-        ops.ApplyFtrl()(*inputs.values())
-        results.append(inputs["var"])
-    np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=1e-6)

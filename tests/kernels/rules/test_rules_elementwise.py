@@ -6,25 +6,27 @@ states of several storage types in test_states.py.
 
 from __future__ import annotations
 
+import pickle
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.keeping import KAHAN, MASTER
 from fusestep.kernels.rule import Rule
-from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
+from fusestep.kernels.rules import adagrad, adam, ftrl, mxnet, rmsprop, sgd
 
 import exact_steps
 import optimizers
-from helpers import assert_same_bits
+from helpers import STORAGE_DTYPES, assert_same_bits, sampled
 from rule_cases import (
     CASES,
     NEUTRAL,
     OPTIMIZER,
     real_of,
     run_dense,
-    with_prologues,
 )
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
@@ -49,29 +51,31 @@ def test_every_rule_of_the_package_is_tested() -> None:
     assert missing == {*of_vectors, *(f"{name}_matrix" for name in of_vectors)}
 
 
-STEPPED = with_prologues(CASES, OPTIMIZER)
-
-
 # Edges
+
+# FTRL's rules that are shrunk decay; the first three have no weight of their own.
+MOVING = [
+    name
+    for name in CASES
+    if name not in ("scaled", "scaled_in_place", "lars_gradient") and "shrunk" not in name
+]
+OF_RULES = [*product(MOVING, [F32], (False, True))]
+OF_RULES += [(name, STORAGE_DTYPES[1 + k % 3], k % 2 == 0) for k, name in enumerate(MOVING)]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "prologue"),
-    [
-        one
-        for one in STEPPED
-        if one.values[0] not in ("scaled", "scaled_in_place", "lars_gradient")
-        and "shrunk" not in one.values[0]  # which decays
-    ],
+    ("name", "dtype", "has_prologue"),
+    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES),
+    ids=str,
 )
 def test_nothing_moves_without_gradient_and_history(
-    name: str, dtype: np.dtype, prologue: Any
+    name: str, dtype: np.dtype, has_prologue: bool
 ) -> None:
     """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits.
 
     FTRL's parameter is a function of its states, and where they are 0 it is 0.
     """
-    case = CASES[name]
+    case, prologue = CASES[name], OPTIMIZER if has_prologue else ()
     w = np.array([1.0, -3.0, 0.0, -0.0, 1e-7, 60000.0, -1e-40] * 5).astype(dtype)
     arrays = [w.copy(), *(np.zeros_like(w) for _ in case.kinds)]
     run_dense(case.rule, arrays, np.zeros_like(w), case.hp(real_of(dtype)), prologue, NEUTRAL)
@@ -151,21 +155,6 @@ def test_proximal_adagrad_shrinks_to_zero() -> None:
     assert w.tolist() == [0.0, 0.0, 2.25, -2.25, 0.0]
 
 
-@pytest.mark.parametrize("rule", [sgd.SGD_FIRST_STEP, sgd.SGD_FIRST_STEP_NESTEROV])
-def test_first_step_is_that_of_each_element(rule: Rule) -> None:
-    """Undampened where `stat` is above 0, and only once."""
-    w, a, g = float32s(np.zeros(4), np.full(4, 8.0), np.full(4, 2.0))
-    stat = np.array([1.0, 0.0, 0.5, 0.0], np.float32)
-    hp = sgd.first_step_scalars(np.float32, 1.0, 0.0, 1, (0.5, 0.5), ())
-    run_dense(rule, [w, a, stat], g, hp)
-    assert a.tolist() == [2.0, 5.0, 2.0, 5.0]
-    assert stat.tolist() == [0.0] * 4
-    ahead = [2.0 + a / 2 for a in (2.0, 5.0, 2.0, 5.0)]
-    assert (-w).tolist() == (ahead if "nesterov" in rule.update.__name__ else a.tolist())
-    run_dense(rule, [w, a, stat], g, hp)
-    assert a.tolist() == [2.0, 3.5, 2.0, 3.5]
-
-
 def test_stat_that_marks_no_first_step_is_kept() -> None:
     """Only a `stat` above 0 becomes 0: one below it, or a NaN, stays to be seen."""
     w, a, g = float32s(np.ones(3), np.ones(3), np.ones(3))
@@ -184,3 +173,20 @@ def test_complements_are_taken_of_rounded_numbers(make: Any) -> None:
     assert all(type(x) is np.float32 for x in hp)
     hp = sgd.momentum_scalars(np.float32, 0.1, 0.0, 2, (0.9, 0.999), ())
     assert hp[2] == np.float32(0.0009999871)
+
+
+# Ways to keep a weight
+
+
+def test_rules_that_cannot_be_kept_so() -> None:
+    for rule in (mxnet.MXNET_ADAM.kept(MASTER), *(r for r in all_rules().values() if r.lines)):
+        with pytest.raises(ValueError, match="the weight of this rule cannot be kept as kahan"):
+            rule.kept(KAHAN)
+
+
+def test_a_kept_rule_is_one_everywhere() -> None:
+    """Kernels are known by the identity of their rule."""
+    kept = adam.ADAM.kept(KAHAN)
+    assert kept is adam.ADAM.kept(KAHAN) is pickle.loads(pickle.dumps(kept))
+    assert kept.names == (*adam.ADAM.names, "remainder")
+    assert all(pickle.loads(pickle.dumps(keeping)) is keeping for keeping in (MASTER, KAHAN))

@@ -1,4 +1,4 @@
-"""Rules of more states than any of the package: dense, rows, every storage type, in every loop."""
+"""Rules of more states than any of the package: every storage type, and sums; see test_bits.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.rules.sgd import MOMENTUM
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
-from helpers import assert_same_arrays, assert_same_bits
 from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 Array = Any
@@ -75,59 +73,6 @@ def test_dense(rule: Any, w: Any, g: Any, s: Any) -> None:
     commit([DenseUpdate(rule, (), *given).prepared()])
     for found, old, gradient, row in zip(tensors, before, gradients, hp_of, strict=True):
         compare(found, old, gradient, hp[row])
-
-
-@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "dense-equivalent"])
-@pytest.mark.parametrize("rule", [FOUR, FIVE], ids=["four", "five"])
-@pytest.mark.parametrize(("w", "g", "s"), KINDS)
-def test_rows(rule: Any, w: Any, g: Any, s: Any, lazy: bool) -> None:
-    """Two tables, duplicates, a row hot enough to be summed range by range."""
-    shapes, rng = [(60, 24), (9, 1)], np.random.default_rng(3)
-    tensors = [new(rule, shape, (w, *s), k) for k, shape in enumerate(shapes)]
-    before = [tuple(a.copy() for a in arrays) for arrays in tensors]
-    gradients, sums = [], []
-    for (n, d), b in zip(shapes, (900, 12), strict=True):
-        indices = np.where(np.arange(b) % 3 > 0, 5, rng.integers(0, n - 3, b))
-        values = (rng.integers(-8, 9, (b, d)) / 1_024).astype(g)  # exact in any order
-        total = np.zeros((n, d))
-        np.add.at(total, indices, values.astype(F64))
-        gradients.append(RowGradient.of(indices, values))
-        sums.append(total)
-    hp = scalars_of(real_of(w))
-    given = Variables.of(tensors), gradients, STORAGES[np.dtype(g)], hp, [0, 1], lazy
-    commit([RowUpdate.of(["", ""], rule, (), *given).prepared()])
-    for t, (found, old) in enumerate(zip(tensors, before, strict=True)):
-        touched = np.zeros(len(old[0]), bool)
-        touched[gradients[t].indices] = True
-        assert 0 < touched.sum() < len(touched)
-        changed = touched if lazy else np.ones_like(touched)
-        compare(
-            tuple(a[changed] for a in found),
-            tuple(a[changed] for a in old),
-            sums[t][changed],
-            hp[t],
-        )
-        for a, b in zip(found, old, strict=True):
-            assert_same_bits(a[~changed], b[~changed])
-
-
-@pytest.mark.parametrize(("w", "g", "s"), KINDS)
-def test_every_loop_gives_the_same_bits(w: Any, g: Any, s: Any) -> None:
-    """Dense, and rows that all occur once, behind a prologue."""
-    prologue, shape = (COUPLED_DECAY,), (400, 33)
-    hp, storage = scalars_of(real_of(w), DECAY, 0.0)[:1], STORAGES[np.dtype(g)]
-    gradient = np.random.default_rng(4).uniform(-1.0, 1.0, shape).astype(g)
-    dense, lazy, swept = (new(FIVE, shape, (w, *s), 0) for _ in range(3))
-    place = np.array([gradient.ctypes.data])
-    given = Variables.of([dense]), place, storage, hp, np.zeros(1, np.int64)
-    commit([DenseUpdate(FIVE, prologue, *given).prepared()])
-    order = np.random.default_rng(5).permutation(shape[0])
-    rows = [RowGradient.of(order, gradient[order])]
-    for arrays, touched_only in ((lazy, True), (swept, False)):
-        variables = Variables.of([arrays])
-        given = variables, rows, storage, hp, [0], touched_only
-        commit([RowUpdate.of([""], FIVE, prologue, *given).prepared()])
-        assert_same_arrays(arrays, dense)
 
 
 @pytest.mark.parametrize(("w", "g", "s"), KINDS)

@@ -178,14 +178,6 @@ def test_every_argument_acts(cls: type, name: str, option: Option) -> None:
     assert distance(a, b) > FAR
 
 
-def test_counts_do_not_act_without_bias_correction() -> None:
-    a, b = (
-        outcome(mx.AdamW, {"correct_bias": False, "begin_num_update": n}, with_rows=False)
-        for n in (0, 3)
-    )
-    assert distance(a, b) == 0.0
-
-
 @pytest.mark.parametrize("name", ["lr_mult", "wd_mult"])
 @pytest.mark.parametrize("way", ["setter", "attribute"])
 def test_bad_multipliers(name: str, way: str) -> None:

@@ -210,25 +210,6 @@ def test_rows(kind: str, option: str, storage: str) -> None:
     pair.step({0: some_rows(rng, TABLES[0], dtype)})
 
 
-@pytest.mark.parametrize("kind", [*LAZY, "Adam-1.9", "Adam-2.0", "Adam-unfused"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_the_order_of_rows_has_no_meaning(kind: str, dtype: Any) -> None:
-    rng = np.random.default_rng(9)
-    weight, values = normal(rng, (8, 3), F32), normal(rng, (5, 3), F32)
-    in_order = values[[3, 1, 4, 0, 2]]
-    results = []
-    for ids, rows in (
-        ([5, 2, 7, 0, 3], values),
-        ([0, 2, 3, 5, 7], in_order),
-        ([0, 2, 3, 5, 5, 7], np.insert(in_order, 4, 0, axis=0)),
-    ):
-        pair = Pair((LAZY | KINDS)[kind], [weight.copy()])
-        pair.step({0: RowTensor(np.array(ids, dtype), rows, weight.shape)})
-        results.append(pair.arrays(0))
-    for found in results[1:]:
-        assert_same_arrays(results[0], found)
-
-
 @pytest.mark.parametrize("storage", STORAGE)
 @EACH_KIND
 def test_gradients_that_are_not_finite(kind: str, storage: str) -> None:

@@ -476,16 +476,6 @@ def test_an_update_that_fails(
     assert counts_of(opt) == (2, {0: 2, 1: 2})
 
 
-def test_too_long_sort_keys_of_one_of_two_tables() -> None:
-    """Tables of no columns have as many rows as one likes. The other is not written either."""
-    opt, small, huge = mx.Adam(), ones(10, 4), np.ones((2**59 + 2**58 + 2**57, 0), F64)
-    grads = [RowTensor(np.arange(9), ones(9, 4), small.shape),
-             RowTensor(np.arange(9), ones(9, 0, dtype=F64), huge.shape)]  # fmt: skip
-    states = [opt.create_state(0, w) for w in (small, huge)]
-    call = partial(opt.update, [0, 1], [small, huge], grads, states)
-    nothing_happens(call, opt, ValueError, "need too long sort keys", small)
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_states_of_another_precision(dtype: Any) -> None:
     """A state without a master copy for a weight that has one, and the other way round."""

@@ -10,7 +10,6 @@ import pytest
 
 from fusestep import nn
 from fusestep.nn.thor import conv as thor_conv
-from fusestep.nn.thor import factors as thor_factors
 
 import thor_nets
 from helpers import FAR, distance
@@ -203,27 +202,6 @@ def test_storage_types(dtype: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------- Factors
-
-
-def test_products_with_packed_factors() -> None:
-    rng = random(7)
-    for n, width in ((10, 3), (9, 3), (5, 128), (1, 4)):
-        full = block_diagonal(rng.standard_normal((n, n)), width)
-        factor = thor_factors.packed(full, width)
-        left, right = rng.standard_normal((4, n)), rng.standard_normal((n, 6))
-        found = np.empty((4, n)), np.empty((n, 6))
-        thor_factors.times_packed(left, factor, found[0])
-        thor_factors.packed_times(factor, right, found[1])
-        np.testing.assert_allclose(found[0], left @ full, atol=1e-13)
-        np.testing.assert_allclose(found[1], full @ right, atol=1e-13)
-
-
-def test_inverse_is_that_of_lapack() -> None:
-    x = random(8).standard_normal((30, 20))
-    covariance = thor_factors.packed(x.T @ x, 8)
-    found = thor_factors.inverse("f", covariance, 0.5, 0.25)
-    full = block_diagonal(x.T @ x, 8) * 0.5 + 0.25 * np.eye(20)
-    np.testing.assert_allclose(found, thor_factors.packed(np.linalg.inv(full), 8), rtol=1e-11)
 
 
 # ------------------------------------------------------------------------------ Every argument acts

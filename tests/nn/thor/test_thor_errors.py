@@ -13,6 +13,7 @@ from fusestep import nn
 from fusestep.nn.thor import factors as thor_factors
 
 from helpers import refused, unchanged
+from optimizers import assert_same_run
 from thor_nets import BATCH, Net, Pass, train
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
@@ -167,16 +168,14 @@ def test_gradients(place: int, gradient: Any, error: type[Exception], text: str)
     net, others = Net(), Net()
     opt, other = make(net), make(others)
     first = Pass(0)
-    for layer, x, d in zip(net.layers, first.inputs, first.outputs, strict=True):
-        layer.capture(x, d)
+    first.capture(net)
     given = list(first.gradients)
     given[place] = gradient
     with refused(error, text, opt):
         opt(tuple(given))
     opt(first.gradients)
     first.step(others, other)
-    for name, value in other.state_dict().items():
-        np.testing.assert_array_equal(opt.state_dict()[name], value, name)
+    assert_same_run(opt, other)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "damping"])

@@ -86,23 +86,6 @@ def test_recorded(name: str) -> None:
     compare(CASES[name])
 
 
-@pytest.mark.parametrize(("name", "frequency"), [("plain", 3), ("wd_ls", 2)])
-def test_recorded_by_frequency(name: str, frequency: int) -> None:
-    """The optimizer's own count of steps finds the recorded second-order steps."""
-    case = CASES[f"nn_thor/{name}"]
-    steps = case.hyper["second_order_steps"]
-    assert steps == [t % frequency == 0 for t in range(len(steps))]
-    opt, net = build(case, frequency=frequency)
-    names = [str(p.name) for p in opt.parameters]
-    for step, is_second in zip(case.steps, steps, strict=True):
-        assert net["fc1"].is_capturing == is_second
-        factors(net, names, step)
-        opt(tuple(step.inputs[f"g{i}"] for i in range(len(names))))
-    for i, p in enumerate(opt.parameters):
-        reached = ROUNDINGS * np.abs(case.initial[f"p{i}"])
-        assert_close_recorded(p.data, step.outputs[f"p{i}"], np.float32, str(p.name), reached)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_is_something_else(name: str) -> None:
     """What the slips of MindSpore change is far beyond the tolerance."""

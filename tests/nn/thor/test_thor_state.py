@@ -12,6 +12,7 @@ import pytest
 from fusestep import nn
 
 from helpers import assert_same_arrays, assert_same_bits
+from optimizers import assert_same_run
 from thor_nets import BASE, Net, Pass, data, make, train
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
@@ -39,9 +40,8 @@ def test_between_refreshes_nothing_is_captured() -> None:
     net = Net()
     opt = make(net, frequency=4)
     train(opt, net, range(1))
-    for layer, x, d in zip(net.layers, Pass(1).inputs, Pass(1).outputs, strict=True):
-        layer.capture(x, d)
-        assert not layer.has_captured
+    Pass(1).capture(net)
+    assert not any(layer.has_captured for layer in net.layers)
     with pytest.raises(ValueError, match="ThorDense: inputs has a wrong shape"):
         net.fc.capture(np.zeros((2, 9), np.float32), np.zeros((2, 5), np.float32))
 
@@ -60,8 +60,7 @@ def test_a_refresh_can_be_requested() -> None:
 def test_captured_can_be_cleared() -> None:
     net, others = Net(), Net()
     opt, other = make(net), make(others)
-    for layer, x, d in zip(net.layers, Pass(9).inputs, Pass(9).outputs, strict=True):
-        layer.capture(x, d)
+    Pass(9).capture(net)
     opt.clear_captured()
     train(opt, net, range(1))
     train(other, others, range(1))
@@ -74,8 +73,7 @@ def test_a_parameter_without_a_gradient_is_skipped() -> None:
     gradients = list(Pass(0).gradients)
     gradients[3] = None
     before = net.fc.weight.data.copy()
-    for layer, x, d in zip(net.layers, Pass(0).inputs, Pass(0).outputs, strict=True):
-        layer.capture(x, d)
+    Pass(0).capture(net)
     opt(tuple(gradients))
     assert_same_bits(net.fc.weight.data, before)
     assert opt.state_dict()["refreshes.fc.weight"] == 0
@@ -114,9 +112,7 @@ def test_resumes_bit_for_bit(done: int, compat: str | None) -> None:
     resumed.load_state_dict(saved)
     assert resumed_net.fc.is_capturing == (done % 3 == 0)
     train(resumed, resumed_net, range(done, 7))
-    assert_same_arrays(data(opt), data(resumed))
-    for name, value in opt.state_dict().items():
-        assert_same_bits(resumed.state_dict()[name], value, name)
+    assert_same_run(resumed, opt)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -359,9 +358,3 @@ def test_hooks_can_be_removed() -> None:
     loss_of(module, 0).backward()
     assert not any(p.layer.has_captured for p in opt._preconditioners)
     train(module, make(module), range(2))
-
-
-def test_no_warning_for_a_plain_module() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(make_module())
