@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fusestep import nn, ops
+from fusestep.kernels.cpu.rows import step
+from fusestep.kernels.cpu.rows.arguments import lay_out
 
 import reference
 import reference_elementwise as elementwise
@@ -348,3 +352,23 @@ def test_16_bit_rows_are_summed_in_float32() -> None:
     opt([ops.RowTensor(np.array([1, 1, 1]), values, (2, 1))])
     assert w.tolist() == [[0.0], [-0.5]]
     assert opt.moment1[0][1, 0] == pytest.approx(4000, rel=1e-6)
+
+
+def test_functions_of_sums_live_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that ask for them at once may get a list each, of which one alone is kept."""
+    made, alive, make = list[Any](), list[bool](), step._accumulators
+
+    def unkept(*form: Any) -> Any:
+        found = make(*form)[:]
+        made.append(weakref.ref(found))
+        return found
+
+    def read(at: int) -> None:
+        alive.append(made[-1]() is not None)
+        lay_out.call(at)
+
+    monkeypatch.setattr(step, "_accumulators", unkept)
+    monkeypatch.setattr(step, "lay_out", SimpleNamespace(call=read))
+    w = np.ones((4, 2), np.float32)
+    nn.SGD([w])([nn.RowTensor(np.array([1]), w[:1].copy(), w.shape)])
+    assert alive == [True]

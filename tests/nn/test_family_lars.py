@@ -83,30 +83,32 @@ IN_EITHER = [  # mostly with kernels that other tests need anyway
     (form, np.float64 if form in ("Adam", "Momentum", "Lamb", "AdaFactor") else np.float32)
     for form in INSIDE
 ]
-CUSTOM = ("custom", np.float64)
 
 
-@pytest.mark.parametrize(("form", "dtype"), sampled(IN_FLOAT64, [*IN_EITHER, CUSTOM]))
+@pytest.mark.parametrize(("form", "dtype"), sampled(IN_FLOAT64, IN_EITHER))
 def test_formula(form: str, dtype: Any) -> None:
-    """The optimizer's own step with the reference's gradient, and without its decay.
-
-    The decay acts where LARS acts, after the factor, but on no "beta".
-    """
-    options = {"weight_decay": 0.1, "loss_scale": 4.0}
-    if form != "custom":
-        options = decayed_and_scaled(form) | {"use_locking": dtype is np.float32}
-    scale, shapes = options.get("loss_scale", 1.0), {**SHAPES, "beta": (3,)}
+    """The optimizer's own step with the reference's gradient, and without its decay."""
+    use_locking = dtype is np.float32
+    options = decayed_and_scaled(form)
+    scale = options.get("loss_scale", 1.0)
     rtol = 1e-10 if dtype is np.float64 else 1e-5
-    inner, plain = (build(form, parameters(shapes, dtype), **own) for own in (options, {}))
-    opt = nn.LARS(inner, **LARS_OPTIONS)
+    inner = make(form, parameters(SHAPES, dtype), use_locking=use_locking, **options)
+    opt, plain = nn.LARS(inner, **LARS_OPTIONS), make(form, parameters(SHAPES, dtype))
     for step in range(3):
         given = gradients(opt.parameters, step)
-        scaled = [g * scale for g in given]
-        with unchanged(scaled):
-            opt(scaled)
-        plain(lars_gradients(plain.parameters, given, (*ACTS, True), [*[0.1] * 4, 0.0]))
+        assert opt([g * scale for g in given]) == (True,) * len(SHAPES)
+        plain(lars_gradients(plain.parameters, given, ACTS, [0.1] * 4))
     assert_close(opt, plain, rtol)
-    assert (inner.loss_scale, inner.get_weight_decay()) == (scale, (0.1, 0.1, 0.1, 0.1, 0.0))
+
+
+@pytest.mark.parametrize("inside", ["SGD", "custom"])
+def test_decay_acts_only_where_lars_acts(inside: str) -> None:
+    """And there after the factor; a name with "beta" is exempt, as it is without LARS."""
+    params = params64({**SHAPES, "beta": (3,)})
+    before = [p.data.copy() for p in params]
+    nn.LARS(build(inside, params, weight_decay=0.1))([np.zeros(p.shape) for p in params])
+    moved = [not np.array_equal(p.data, w) for p, w in zip(params, before, strict=True)]
+    assert moved == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("inside", ["SGD", "Lamb", "custom"])
@@ -212,6 +214,22 @@ def test_schedules_are_asked_once_a_step(inside: str, fixed_rate: bool, centrali
 
 
 # Custom optimizers
+
+
+def test_custom_optimizer() -> None:
+    opt, plain = (
+        nn.LARS(Descent(0.5, params64(), weight_decay=0.1, loss_scale=4.0), **LARS_OPTIONS),
+        Descent(0.5, params64()),
+    )
+    for step in range(3):
+        given = gradients(opt.parameters, step)
+        scaled = [4 * g for g in given]
+        with unchanged(scaled):
+            opt(scaled)
+        plain(lars_gradients(plain.parameters, given, ACTS, [0.1] * 4))
+    assert_close(opt, plain)
+    assert opt.global_step.tolist() == [3]
+    assert (opt.opt.loss_scale, opt.opt.get_weight_decay()) == (4.0, 0.1)
 
 
 def test_custom_optimizer_that_raises_is_restored() -> None:

@@ -222,8 +222,9 @@ class RowStep:
         sections = map(call.__add__, size.places)
         _pack(words.data, 0, *size.arguments, *of_kernel, *sections, *size.told)
         forms = question[_FORMS]
-        accumulators, _ = _accumulators(kernel, forms).buffer_info()
-        own = call + size.places[0], size.carries, single, accumulators
+        # Held until it is read: threads that ask at once may make one each, and one is cached.
+        accumulators = _accumulators(kernel, forms)
+        own = call + size.places[0], size.carries, single, accumulators.buffer_info()[0]
         question[_LAST] = array("q", (*own, kernel.g.itemsize, kernel.real.itemsize))
         lay_out.call(at)
         loops = array("q", size.loops)
