@@ -60,7 +60,7 @@ def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     for storage in storages:
         for form in sums.FORMS:
             yield sums.accumulate(storage, real_of(storage), form)
-        yield sums.accumulate(real_of(storage), real_of(storage))
+        yield sums.accumulate(real_of(storage), real_of(storage), sums.OWN)
 
 
 def kernels(

@@ -504,7 +504,7 @@ def of_operators() -> Cases:
         if operator is ADAM_UPDATE:
             plans, usual = EVERY_PLAN, "mixed"
         known = {each: operator.known(each) for each in (*operator.constructor, *operator.scalars)}
-        dtypes = STORAGE_DTYPES[:1] if operator.only_float32 else STORAGE_DTYPES
+        dtypes = STORAGE_DTYPES[:1] if operator.takes_rows else STORAGE_DTYPES
         run = partial(call, operator=operator)
         yield from of_subject("ops", name, Subject(run, known, plans, usual, dtypes=dtypes))
 

@@ -236,21 +236,21 @@ def test_a_user_without_a_home_goes_without_a_cache(monkeypatch):
 ONE_STORAGE = """
     import sys
     import numpy as np, ml_dtypes
-    from fusestep.kernels.cpu.rows.sums import accumulate
+    from fusestep.kernels.cpu.rows.sums import OWN, accumulate
     from fusestep.kernels.storage import F32, STORAGES
     for name in sys.argv[1:]:
-        accumulate(STORAGES[np.dtype(name)], F32).address
+        accumulate(STORAGES[np.dtype(name)], F32, OWN).address
 """
 BOTH_STORAGES = """
     import ctypes
     import numpy as np, ml_dtypes
     from fusestep.kernels import cache
-    from fusestep.kernels.cpu.rows.sums import accumulate
+    from fusestep.kernels.cpu.rows.sums import OWN, accumulate
     from fusestep.kernels.storage import BF16, F32, STORAGES
     keys = np.zeros(100, np.int64)
     keys[:3] = 0, 1, 2
     for storage in (F32, BF16):
-        compiled = accumulate(storage, F32)
+        compiled = accumulate(storage, F32, OWN)
         assert cache.load(compiled.identity)
         values = np.arange(3 * 70).reshape(3, 70).astype(storage.dtype)
         total = np.zeros(70, np.float32)

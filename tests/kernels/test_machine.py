@@ -255,7 +255,7 @@ def test_other_threads_run_meanwhile_unless_the_gil_is_held() -> None:
 
 def test_what_is_kept_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path / "kernels"))
-    function = sums.accumulate(F32, F32)
+    function = sums.accumulate(F32, F32, sums.OWN)
     fresh = NativeFunction(function._function, function.identity)
     assert fresh.address
     kept = cache.load(function.identity)

@@ -171,7 +171,7 @@ def _kernel_arguments(
     elif not every_row:
         single = blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
-    add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
+    add_ranges = sums.accumulate(kernel.real, kernel.real, sums.OWN).address if can_be_hot else 0
     # These arrays live as long as the kernel, and this tuple is cached with it.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
     kernel_arguments = block.address, zero, add_ranges, n, row_bytes

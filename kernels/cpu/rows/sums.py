@@ -182,7 +182,7 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
 
 
 @cache
-def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
+def accumulate(g: Storage, real: Storage, form: Form) -> NativeFunction:
     """The function that writes the sum of the rows of ``keys[begin:end]``, in order, to ``total``.
 
     The sum is float32 or float64. ``source`` is the address of a `Source`. There is at least one
