@@ -7,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.threads.parallel import commit
 from ..kernels.formula import Numbers, to_float32
 from ..kernels.rule import Prologue
 from ..kernels.rules import mxnet
 from ..kernels.rules.norm import SCALED
 from .primitive import Named, RowPrimitive
-from .runtime import check, cuda, locks
+from .runtime import check
 from .runtime.arrays import address_of, adopt_anywhere, empty_like, native, real_type
 from .runtime.device import DeviceArray, device_of, may_share_memory
 from .runtime.errors import reject, reject_unknown
-from .runtime.launch import launch_on
-from .runtime.row_step import RowUpdate, Update
+from .runtime.row_step import Update, run_updates
 from .runtime.row_tensor import RowTensor
 from .runtime.step import one_tensor
 
@@ -84,24 +82,14 @@ class _AdamUpdate(RowPrimitive):
         variables = self._variables(weight=result, mean=mean, var=var)
         update, read = self._update(variables, grad)
         copy = one_tensor(SCALED, (), (result, given), (1.0,))
-        arrays = [given, *variables.values()]
-        if not isinstance(given, DeviceArray):
-            # Copy and update in one commit: no interrupt leaves ``out`` with the old weight beside
-            # moments that have moved.
-            together = [copy.prepared(), update.prepared()]
-            if self.use_locking:
-                with locks.turn():
-                    commit(together)
-            else:
-                commit(together)
-            return result
-        with launch_on([*arrays, *read], update.error, self.use_locking) as launch:
-            if isinstance(update, RowUpdate) and out is not None:
-                cuda.rows.step.check_indices(update.tables, launch.guard, 0, stream=launch.stream)
-                copy.enqueue(launch)
-            else:  # a new array has the old weight where an index is found to be bad
-                copy.enqueue(launch._replace(guard=0))
-            update.enqueue(launch)
+        arrays = [given, *variables.values(), *read]
+        if out is None and isinstance(given, DeviceArray):
+            # A new array has the old weight if an index is found to be bad later.
+            run_updates([copy], arrays)
+            run_updates([update], arrays, self.use_locking)
+        else:
+            # Together: no interrupt leaves ``out`` with the old weight beside moments that moved.
+            run_updates([copy, update], arrays, self.use_locking)
         return result
 
     def _update(self, variables: Named, grad: Any) -> tuple[Update, tuple[Any, ...]]:

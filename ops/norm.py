@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.headers.arrays import lie_in
-from ..kernels.cpu.threads.parallel import commit
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
 from ..kernels.storage import Storage, real_of
@@ -17,7 +16,6 @@ from .runtime import check, device_norm
 from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
 from .runtime.errors import ConversionError, RejectedTypeError, reject
-from .runtime.launch import launch_on
 from .runtime.row_forms import (
     as_rows,
     by_storage,
@@ -27,7 +25,7 @@ from .runtime.row_forms import (
     values_of,
     with_values,
 )
-from .runtime.row_step import row_squares
+from .runtime.row_step import row_squares, run_updates
 from .runtime.row_tensor import RowTensor
 from .runtime.step import DenseUpdate, Variables, squares_at, tensor_step
 
@@ -228,9 +226,5 @@ def _scale(
             places = np.array([*map(address_of, given[g])])
         hp = np.array([[factor]], variables.real.dtype)
         updates.append(DenseUpdate(rule, (), variables, places, g, hp, row_of))
-    if arrays and is_on_device(arrays[0]):
-        with launch_on(arrays) as launch:
-            for update in updates:
-                update.enqueue(launch)
-    else:
-        commit([update.prepared() for update in updates])
+    if updates:
+        run_updates(updates, arrays)

@@ -20,7 +20,7 @@ from .runtime import check
 from .runtime.arrays import adopt_anywhere
 from .runtime.device import DeviceArray, alike_on_device, device_of
 from .runtime.errors import RejectedValueError, reject, reject_unknown
-from .runtime.row_step import RowGradient, RowUpdate, check_keys, table_step
+from .runtime.row_step import RowGradient, RowUpdate, check_keys, run_updates
 from .runtime.step import tensor_step
 
 Named = dict[str, Any]
@@ -120,10 +120,9 @@ class RowPrimitive(Primitive):
 
     def _apply_rows(self, *update: Any) -> None:
         """Make the update of `_row_update`, in place."""
-        variables: Named = update[1]
-        table_step(
-            self._row_update(*update), tuple(variables.values()), use_locking=self.use_locking
-        )
+        variables, made = update[1], self._row_update(*update)
+        arrays = *variables.values(), *made.gradients[0].arrays
+        run_updates([made], arrays, self.use_locking)
 
     def _row_update(
         self, rule: Rule, variables: Named, hp: Sequence[float], name: str, gradient: Any,

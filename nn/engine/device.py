@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...kernels.cpu.threads.parallel import commit
 from ...ops.runtime import cuda, pending
-from ...ops.runtime.device import Launch, launching
+from ...ops.runtime.device import launching
 from ...ops.runtime.launch import launch_on
-from ...ops.runtime.row_step import (
-    IndexList,
-    RowUpdate,
-    Update,
-    bad_index_error,
-)  # fmt: skip
+from ...ops.runtime.row_step import run_updates
 from .host import Host
 from .layout import Batch
 from .plan import Plan
@@ -47,43 +42,8 @@ class Device:
                 updates: list[Any] = [call.update for call in plan.calls]
                 if constants:  # of rules that measure tensors: all are dense
                     updates = [update._replace(constants=constants) for update in updates]
-                launch_updates(updates, arrays, plan.use_locking, self._host.undo(layout))
+                run_updates(updates, arrays, plan.use_locking, self._host.undo(layout))
             commit([], self._host.count(layout))
-
-
-def launch_updates(
-    updates: Sequence[Update], arrays: Sequence[Any], use_locking: bool = False,
-    undo: Callable[[], None] | None = None,
-) -> None:  # fmt: skip
-    """Enqueue updates, whose scalars the host has worked out.
-
-    They write nothing if an index turns out to be out of range; ``undo`` is called then. ``arrays``
-    are all of the step; a parameter first, which decides the stream.
-    """
-    lists: list[IndexList] = []
-    rows: list[tuple[RowUpdate, int]] = []
-    each: list[tuple[Update, int]] = []  # with the positions before its own
-    base = 0
-    for update in updates:
-        each.append((update, base))
-        if isinstance(update, RowUpdate):
-            rows.append((update, base))
-            lists += (own := update.lists)
-            base += sum(indices.length for indices in own)
-    error = bad_index_error(lists)
-
-    def found(position: int, index: int) -> IndexError:
-        if undo is not None:
-            undo()
-        return error(position, index)
-
-    with launch_on(arrays, found if rows else None, use_locking) as launch:
-        stream, guard, _ = launch
-        if len(rows) > 1:  # one checks its indices before it writes
-            for row_update, base in rows:
-                cuda.rows.step.check_indices(row_update.tables, guard, base, stream=stream)
-        for update, base in each:
-            update.enqueue(Launch(stream, guard, base))
 
 
 def are_finite(by_batch: ByBatch, arrays: Sequence[Any]) -> bool:

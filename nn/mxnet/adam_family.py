@@ -20,10 +20,9 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_step import Update
+from ...ops.runtime.row_step import Update, run_updates
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
-from ..engine.device import launch_updates
 from ..engine.reader import Gradients
 from .arguments import LISTS, Lists, as_lists, decay_rate, kept_epsilon
 from .bindings import Bindings
@@ -172,7 +171,7 @@ class AdamFamily(Optimizer):
             if bound.device is None:
                 commit([update.prepared() for update in updates], count)
             elif updates:
-                launch_updates(updates, given.arrays)
+                run_updates(updates, given.arrays)
         except BaseException:
             if not done[0]:  # an interrupt may come right after it
                 self.num_update = largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,11 +151,6 @@ class RowUpdate(NamedTuple):
         each = zip(self.where, self.gradients, self._sizes, strict=True)
         return [IndexList(label, own.source.length, rows) for label, own, (rows, _) in each]
 
-    @property
-    def error(self) -> BadIndex | None:
-        """The maker of the error of the step on a device; None where there is none."""
-        return None if self.drop else bad_index_error(self.lists)
-
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error."""
         _, compiled, tables, gradients, hp, hp_of, touched_only, drop = self
@@ -196,25 +191,60 @@ def _form_of(table: RowTable) -> tuple[Any, ...]:
 
 
 _source_of, _length_of = attrgetter("source"), attrgetter("source.length")
+_prepared = methodcaller("prepared")
 Update = DenseUpdate | RowUpdate
 
 
-def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bool = False) -> None:
-    """One step on one table with its states, in place; on a device it is enqueued.
+def run_updates(
+    updates: Sequence[Update], arrays: Sequence[Any], use_locking: bool = False,
+    undo: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Run updates, all or none of them: on the host at once, on a device they are enqueued.
 
-    With ``use_locking`` it runs alone (`locks`).
+    ``arrays`` are all that they read or write, a parameter first, which decides the stream. With
+    ``use_locking`` they run alone (`locks`). On a device nothing is written if an index turns out
+    to be out of range; ``undo`` is called then.
     """
-    if isinstance(variables[0], DeviceArray):
-        arrays = *variables, *update.gradients[0].arrays
-        with launch_on(arrays, update.error, use_locking) as launch:
-            update.enqueue(launch)
+    if isinstance(arrays[0], DeviceArray):
+        _launch(updates, arrays, use_locking, undo)
         return
-    step = [update.prepared()]
+    ready = [*map(_prepared, updates)]
     if use_locking:
         with locks.turn():
-            commit(step)
+            commit(ready)
     else:
-        commit(step)
+        commit(ready)
+
+
+def _launch(
+    updates: Sequence[Update], arrays: Sequence[Any], use_locking: bool,
+    undo: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    lists: list[IndexList] = []
+    checked: list[tuple[RowUpdate, int]] = []
+    each: list[tuple[Update, int]] = []  # with the positions before its own
+    base = 0
+    for update in updates:
+        each.append((update, base))
+        if isinstance(update, RowUpdate) and not update.drop:
+            checked.append((update, base))
+            lists += (own := update.lists)
+            base += sum(indices.length for indices in own)
+    error = bad_index_error(lists)
+
+    def found(position: int, index: int) -> IndexError:
+        if undo is not None:
+            undo()
+        return error(position, index)
+
+    with launch_on(arrays, found if checked else None, use_locking) as launch:
+        stream, guard, _ = launch
+        # A row step checks its indices before it writes, not before another one does.
+        if len(checked) > 1 or (checked and updates[0] is not checked[0][0]):
+            for row_update, base in checked:
+                cuda.rows.step.check_indices(row_update.tables, guard, base, stream=stream)
+        for update, base in each:
+            update.enqueue(Launch(stream, guard, base))
 
 
 class IndexList(NamedTuple):

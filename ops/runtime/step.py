@@ -132,10 +132,6 @@ class DenseUpdate(NamedTuple):
         """The sums that a two-stage rule measures: float64 ``[T, n_measured]``."""
         return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
-    @property
-    def error(self) -> None:
-        """None: a dense step on a device cannot fail later."""
-
     def prepared(self) -> Prepared:
         """The step on the host, ready for `commit`."""
         rule, prologue, variables, gradients, g, hp, hp_of, _ = self

@@ -19,9 +19,8 @@ from ....kernels.rule import Rule
 from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
 from ....ops.runtime.measured_step import measured_step, measured_together
-from ....ops.runtime.row_step import Update
+from ....ops.runtime.row_step import Update, run_updates
 from ...base.own_rules import checked_scalars
-from ...engine.device import launch_updates
 from .binding import Binding, Layout, finish, has_finite, on_devices
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, StepInputs
 from .sleep import Sleeper
@@ -186,7 +185,7 @@ def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Opt
                 optimizer.state[parameter] = state
     if launched:
         for parts, _, arrays in on_devices(given):
-            launch_updates([launched[part] for part in parts], arrays)
+            run_updates([launched[part] for part in parts], arrays)
     commit(ready, count)
     for parameter, step in counted:
         if isinstance(step, Tensor):
