@@ -120,9 +120,9 @@ class RowPrimitive(Primitive):
 
     def _apply_rows(self, *update: Any) -> None:
         """Make the update of `_row_update`, in place."""
-        variables, made = update[1], self._row_update(*update)
-        arrays = *variables.values(), *made.gradients[0].arrays
-        run_updates([made], arrays, self.use_locking)
+        made = self._row_update(*update)
+        rows, variables = made.gradients[0], update[1]
+        run_updates([made], [*variables.values(), rows.values, rows.indices], self.use_locking)
 
     def _row_update(
         self, rule: Rule, variables: Named, hp: Sequence[float], name: str, gradient: Any,

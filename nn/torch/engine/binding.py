@@ -219,7 +219,7 @@ class Binding:
         last = self._last
         if last.expected is None:
             return None
-        parts = tuple(chain.from_iterable([parts_of(gradients[i]) for i in last.rows]))
+        parts = tuple(chain.from_iterable(map(parts_of, map(gradients.__getitem__, last.rows))))
         places = last.expected.addresses(parts)
         if places is None:
             return None
