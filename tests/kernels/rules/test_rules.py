@@ -7,6 +7,7 @@ test_mxnet_reference.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from fusestep.kernels.formula import running_powers
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
+from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import mxnet
 
 import reference
@@ -75,6 +77,20 @@ def samples(n: int, n_states: int, seed: int) -> list[np.ndarray]:
     m[:k] = -g[:k] / 9
     w[k : 2 * k] = g[2 * k : 3 * k] = m[3 * k : 4 * k] = v[4 * k : 5 * k] = 0.0
     return [w, g, m, v, *size[4:] ** 2]
+
+
+def test_prologue_in_plain_python() -> None:
+    """No decay is nothing, also beside an infinite weight; a NaN that is clipped stays a NaN."""
+    hp = SimpleNamespace(weight_decay=0.5, no_decay=0.0, grad_scale=0.25)
+    assert prologues.coupled_decay(3.0, -4.0, hp) == 1.0
+    assert prologues.scale(3.0, -4.0, hp) == 0.75
+    hp.weight_decay = 0.0
+    assert prologues.coupled_decay(3.0, np.inf, hp) == 3.0
+    hp = SimpleNamespace(clip_bound=0.5)
+    given = [0.5, -0.5, 0.25, 7.0, -7.0, np.inf, -np.inf]
+    clipped = [prologues.clip(g, 1.0, hp) for g in given]
+    assert clipped == [0.5, -0.5, 0.25, 0.5, -0.5, 0.5, -0.5]
+    assert np.isnan(prologues.clip(np.nan, 1.0, hp))
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.9, 0.999])
