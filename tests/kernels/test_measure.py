@@ -131,7 +131,7 @@ def test_clipped_lamb_ratio() -> None:
 
 
 def test_lars_ratio() -> None:
-    """coefficient*|w| / (|g| + decay*|w| + epsilon), in float64; 0 / 0 counts as 1."""
+    """coefficient*|w| / (|g| + decay*|w| + epsilon), in float64 but finite; 0 / 0 counts as 1."""
     norm_w, norm_g, decay = np.array(
         [[2.0, 0.0, 2.0, 0.0], [3.0, 3.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0]]
     )
@@ -139,6 +139,8 @@ def test_lars_ratio() -> None:
     np.testing.assert_array_equal(found, [0.1 * 2.0 / 4.0, 0.0, 0.2, 1.0])
     found = lars.lars_ratio(norm_w, norm_g, decay, 0.1, 1.0)
     np.testing.assert_array_equal(found, [0.1 * 2.0 / 5.0, 0.0, 0.1, 0.0])
+    huge = lars.lars_ratio(np.array([1e30]), np.array([1e-30]), np.zeros(1), 0.1, 0.0)
+    assert huge == np.finfo(np.float32).max
 
 
 def test_clipped_lars_ratio() -> None:
