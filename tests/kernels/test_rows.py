@@ -253,6 +253,34 @@ def test_a_list_of_row_tensors_is_their_concatenation(problem: Problem, cut: flo
     assert_same_bits(whole, split)
 
 
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+def test_several_tables_are_each_by_itself(how: str) -> None:
+    """Of several widths, one without indices and one with a hot row; each has a rate of its own."""
+    sizes = ((300, (1,), 900), (70, (16,), 40), (5, (3,), 0), (41, (), 2_000), (1, (128,), 7))
+
+    def drawn(seed: int) -> tuple[list[np.ndarray], list[Any], list[ops.RowTensor]]:
+        rng, tables, rows = np.random.default_rng(seed), [], []
+        for n, tail, length in sizes:
+            tables.append(rng.standard_normal((n, *tail)).astype(np.float32))
+            values = rng.standard_normal((length, *tail)).astype(np.float32)
+            indices = np.minimum(rng.zipf(1.3, length) - 1, n - 1)
+            rows.append(ops.RowTensor(indices, values, (n, *tail)))
+        return tables, [{"params": [a], "lr": 0.1 * k} for k, a in enumerate(tables, 1)], rows
+
+    together, groups, _ = drawn(1)
+    apart, alone, _ = drawn(1)
+    one = nn.Adam(groups, sparse_update=how)
+    many = [nn.Adam([group], sparse_update=how) for group in alone]
+    for seed in (2, 3):
+        *_, gradients = drawn(seed)
+        one(gradients)
+        for opt, gradient in zip(many, gradients, strict=True):
+            opt([gradient])
+    assert_same_arrays(together, apart)
+    for k, opt in enumerate(many):
+        assert_same_arrays((one.moment1[k], one.moment2[k]), (opt.moment1[0], opt.moment2[0]))
+
+
 def ordered_sums(problem: Problem, length: int = RANGE) -> np.ndarray:
     """The dense gradient, added in float32 in the documented order, row by row."""
     dense = np.zeros(problem.shape, np.float32)
