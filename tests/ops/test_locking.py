@@ -210,6 +210,24 @@ def test_a_call_within_a_call_is_refused_and_no_error_keeps_the_lock(error):
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("use_locking", [False, True])
+@pytest.mark.parametrize("make", [nn.Adam, nn.Lamb, nn.LazyAdam])
+def test_optimizers_take_the_lock_of_operators(make, use_locking):
+    """Dense steps, those that measure first, and those on rows: two may have one parameter."""
+    w = np.ones((5, 2), np.float32)
+    opt, g = make([w], 0.1, use_locking=use_locking), np.ones((5, 2), np.float32)
+    gradient = nn.RowTensor(np.arange(5), g, g.shape) if make is nn.LazyAdam else g
+    with locks.turn():
+        if use_locking:
+            with pytest.raises(RuntimeError, match="a call is made within another one"):
+                opt((gradient,))
+            assert (w == 1).all() and opt.global_step == 0
+        else:
+            opt((gradient,))
+    opt((gradient,))
+    assert opt.global_step == 2 - use_locking
+
+
 def test_locked_launches_wait_for_the_last_one_of_their_device(monkeypatch):
     """On a device streams wait for events, and the host for nothing."""
     noted = []
