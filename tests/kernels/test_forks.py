@@ -128,6 +128,36 @@ def test_what_surrounds_a_fork():
     assert output_of(program) == "[0] False []\n[0, 0] False []\n[0] False []\n"
 
 
+def test_a_child_of_a_fork_within_a_step_takes_the_next_one():
+    """Its optimizer has a lock, which a thread held that the child does not have."""
+    program = """
+        import os, signal, threading
+        import numpy as np
+        from fusestep import nn
+
+        g, reads, forked = np.ones(3, np.float32), threading.Event(), threading.Event()
+        opt = nn.Adam([np.ones(3, np.float32)], use_locking=True)
+        opt((g,))
+
+        class Waiting:
+            def __array__(self, *_, **__):
+                reads.set(), forked.wait(60)
+                return g
+
+        thread = threading.Thread(target=opt, args=((Waiting(),),))
+        thread.start()
+        reads.wait(60)
+        if os.fork() == 0:
+            signal.alarm(60)  # ends a child that waits for a thread of its parent
+            opt((g,))
+            os._exit(opt.global_step.item() != 2)
+        forked.set()
+        thread.join()
+        print(os.wait()[1], opt.global_step.item())
+    """
+    assert output_of(program) == "0 2\n"
+
+
 def test_forks_are_hooked_in_one_file():
     root = Path(parallel.__file__).parents[3]
     files = [path for layer in ("kernels", "ops", "nn") for path in (root / layer).rglob("*.py")]

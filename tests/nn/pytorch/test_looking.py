@@ -387,6 +387,19 @@ def test_counts_of_python() -> None:
             state["step"] = 5.0
 
 
+def test_a_gradient_in_the_end_of_a_parameter_around_another_is_refused() -> None:
+    memory = torch.zeros(60)
+    around, within = Parameter(memory.as_strided((10, 2), (6, 1))), Parameter(memory[2:4])
+    around.grad, within.grad = torch.ones(10, 2), torch.ones(2)
+    optimizer = fused.SGD([around, within], lr=0.1)
+    optimizer.step()
+    before, within.grad = memory.clone(), memory[54:56]
+    with pytest.raises(RuntimeError, match="shares memory"):
+        optimizer.step()
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.usefixtures("_look")
 @pytest.mark.parametrize("how", ["plain", "strided", "rows"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adafactor"])
 def test_autograd_sees_that_states_have_changed(name: str, how: str) -> None:

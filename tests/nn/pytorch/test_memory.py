@@ -97,6 +97,17 @@ def test_what_is_kept_of_parameters_that_were_replaced() -> None:
     assert max(map(len, optimizer._steps.bindings.values())) <= 4
 
 
+def test_what_is_known_of_single_parameters_goes_with_them() -> None:
+    """Also while their program keeps them, so that none has the address of another."""
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(8)]
+    optimizer = fused.SGD(parameters[:1], lr=0.1)
+    for parameter in parameters:
+        optimizer.param_groups[0]["params"][0] = parameter
+        parameter.grad = torch.ones(3)
+        optimizer.step(param=parameter)
+    assert optimizer._steps.bindings.keys() == {id(parameters[-1])}
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux has large pages")
 def test_large_states_ask_for_large_pages() -> None:
     table = torch.nn.Parameter(torch.zeros(1 << 19, 4))

@@ -214,6 +214,28 @@ def test_steps_within_the_backward_pass_are_one_step_of_all(name: str) -> None:
         assert_same_bits(map(torch.as_tensor, values), map(torch.as_tensor, expected))
 
 
+def test_a_parameter_that_changes_its_group_steps_as_that_says() -> None:
+    parameter, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    of_each = [{"params": [p], "lr": lr} for p, lr in ((parameter, 1.0), (other, 10.0))]
+    optimizer = fused.SGD(of_each, momentum=0.0)
+    first, second = optimizer.param_groups
+    parameter.grad = torch.ones(2)
+    for _ in range(2):
+        optimizer.step(param=parameter)
+    first["params"], second["params"] = second["params"], first["params"]
+    optimizer.step(param=parameter)
+    assert parameter.tolist() == [-12.0] * 2
+
+
+def test_a_state_that_was_there_stays_the_same_dict() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = fused.Adam([parameter])
+    own = optimizer.state[parameter]
+    own["note"], parameter.grad = "of a user", torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[parameter] is own and {"note", "exp_avg"} <= own.keys()
+
+
 def test_a_foreign_parameter_is_refused() -> None:
     optimizer = fused.SGD(net().parameters())
     with pytest.raises(ValueError, match="param is foreign"):
