@@ -15,7 +15,7 @@ from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.matrices.blocks import matrix_blocks
-from fusestep.kernels.cpu.rows.sums import accumulate
+from fusestep.kernels.cpu.rows.sums import OWN, accumulate
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.element import kernel
 from fusestep.kernels.keeping import MASTER
@@ -173,7 +173,7 @@ def test_zero_gradient_block_is_vectorised():
 
 
 def test_sums_of_rows_are_vectorised():
-    assert_packed(accumulate(storage.F32, storage.F32).assembly(), {"addition"})
+    assert_packed(accumulate(storage.F32, storage.F32, OWN).assembly(), {"addition"})
 
 
 def test_the_check_can_fail():
