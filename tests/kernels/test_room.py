@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from textwrap import dedent
 
 import pytest
 
@@ -13,10 +14,26 @@ from test_forks import LAYERS
 ON_LINUX = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="the limit and /proc are Linux's"
 )
-SWEEP = """
-    import collections, os, resource, signal, sys
-    import numpy as np
-    from fusestep import get_num_threads, nn, threading_layer
+MEMORY = """
+import resource, sys
+import numpy as np
+from fusestep import nn
+
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+
+
+def bits(arrays):
+    return [array.tobytes() for array in arrays]
+
+
+def used():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+"""
+SWEEP = MEMORY + dedent("""
+    import os, signal
+    from fusestep import get_num_threads, threading_layer
 
     layer, step_bytes = sys.argv[1], int(sys.argv[2])
 
@@ -25,15 +42,6 @@ SWEEP = """
         opt = nn.Momentum(tables, 0.5, 0.9)
         gradients = [np.full_like(table, 0.5) for table in tables]
         return lambda: opt(gradients), [*tables, *opt.state_arrays().values()]
-
-    def bits(arrays):
-        return [array.tobytes() for array in arrays]
-
-    def used():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
 
     def outcome(room):
         \"\"\"Of a first parallel step that may take so much memory, and how it goes on.\"\"\"
@@ -83,7 +91,7 @@ SWEEP = """
         found.append(which)
         room += step_bytes
     print(found.count("serial") + found.count("failed"))
-"""
+""")
 
 
 @ON_LINUX
@@ -154,11 +162,9 @@ def test_a_kernel_that_there_is_no_room_to_compile():
     assert output_of(program, FUSESTEP_CACHE_DIR="") == text
 
 
-AT_ANY_ALLOCATION = """
-import resource
-import sys
-import numpy as np
-from fusestep import nn
+AT_ANY_ALLOCATION = (
+    MEMORY
+    + """
 from fusestep.kernels.cpu.threads import workspace
 
 N, D, B = 20_000, 4, 60_000
@@ -187,16 +193,6 @@ def made():
     return opt, [*tables, *opt.state_arrays().values()]
 
 
-def bits(arrays):
-    return [array.tobytes() for array in arrays]
-
-
-def used():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-
-
-_, unlimited = resource.getrlimit(resource.RLIMIT_AS)
 opt, arrays = made()
 before = bits(arrays)
 opt(gradients)
@@ -207,7 +203,7 @@ room = 0
 while counts["done"] < 3:
     opt, arrays = made()
     workspace._blocks.free.clear()  # as in the first step of a process
-    resource.setrlimit(resource.RLIMIT_AS, (used() + room, unlimited))
+    resource.setrlimit(resource.RLIMIT_AS, (used() + room, most))
     try:
         opt(gradients)
     except MemoryError:
@@ -215,12 +211,13 @@ while counts["done"] < 3:
     else:
         outcome, expected = "done", after
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (unlimited, unlimited))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     counts[outcome] += 1
     assert bits(arrays) == expected, (outcome, room)
     room += 1 << 18
 print(counts["failed"])
 """
+)
 
 
 @ON_LINUX

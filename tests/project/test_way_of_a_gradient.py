@@ -135,10 +135,10 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 WAYS = {
     adam: (12, 18, 35),
     lazy_adam: (13, 22, 45),
-    fused_sparse_adam: (11, 21, 41),
+    fused_sparse_adam: (11, 21, 40),
     mxnet_updater: (12, 20, 44),
     torch_adamw: (12, 18, 28),
-    torch_sparse: (14, 24, 40),
+    torch_sparse: (14, 24, 39),
     sharded_embedding: (29, 104, 340),
 }
 
