@@ -148,7 +148,8 @@ class IdleTable:
 
     def advance(self, step: int) -> None:
         """Take in the steps up to ``step``, whose scalars were given."""
-        if not self._is_whole:  # an interrupt came in between
+        # An interrupt came in between, or another count of steps was assigned.
+        if not self._is_whole or abs(step - self._step) > SLEEP:
             self.begin(step)
         if self._step == step:
             return

@@ -13,8 +13,8 @@ from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.id_map import IdMap
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
+from .base.uniform_rows import UniformRows
 from .embedding_bags import EmbeddingBags
-from .engine.row_reset import UniformRows
 from .ftrl import FTRL
 from .fused import FusedOptimizer
 from .layerwise import LARS, Lamb

@@ -280,6 +280,7 @@ class FusedOptimizer(TableOptimizer, ABC):
     def _read_anew(self) -> None:
         """Make anew all that depends on the states and their addresses, which have changed."""
         self._stepper: Stepper = self._host
+        self._bound = {}
         if self._device is not None:
             self._stepper = (Offload if self._works_on_host else Device)(self._host)
         self._reader = self.reader_type(
@@ -578,7 +579,7 @@ class FusedOptimizer(TableOptimizer, ABC):
     def forget_addresses(self) -> None:
         """Drop all that was derived from the addresses of parameters: one was rebound."""
         self._reader.forget()
-        self._may_differ = True
+        self._may_differ, self._bound = True, {}
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of `StatefulOptimizer.state_arrays`, and a seed if there is one."""
@@ -686,7 +687,7 @@ class FusedOptimizer(TableOptimizer, ABC):
 # Attributes that a copy makes anew. `together` is left out for good: the other processes have no
 # such copy, which would wait for them for ever.
 _DERIVED = {
-    "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_method",
+    "_bound", "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_method",
     "sends_parameters", "together",
 }  # fmt: skip
 

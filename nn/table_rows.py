@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.rows.catch_up import CatchUp
+from ..kernels.cpu.headers.arrays import NOWHERE, Expected, expected_arrays, usable
+from ..kernels.cpu.rows.catch_up import CatchUp, SleepingTable
+from ..kernels.cpu.rows.write import RowWrite
 from ..kernels.cpu.threads.parallel import commit
 from ..kernels.keeping import COPY, STOCHASTIC
 from ..kernels.rule import Keeping, Rule
@@ -23,31 +25,37 @@ from .base.groups import Groups
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer, States
 from .engine.catch_up import (
-    LAST,
     SCALARS,
     MissedSteps,
     NextStep,
-    Table,
+    TableAtStep,
     check_idle,
-    check_last,
+    check_missed,
     no_scalars,
     scalars_of,
+    sleeping_table,
 )
 from .engine.layout import KernelCall
 from .engine.plan import Stepper
-from .engine.row_reset import RowState, copied, grown, more_rows, reset
+from .engine.reader import GradientReader
+from .engine.table_rows import TableRows
+from .engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
+
+_BoundTable = tuple[SleepingTable, Expected | None, tuple[np.ndarray, ...]]
 
 
-class TableOptimizer(StatefulOptimizer):
+class TableOptimizer(StatefulOptimizer, TableRows):
     """The part of `FusedOptimizer` that knows rows."""
 
     use_locking: bool
     sparse_update: str | None
     keepings: tuple[Keeping | None, ...]
+    together: Any  # the agreement of several processes on a step, or None
     _rule: Rule
     _stepper: Stepper
-    _missed: MissedSteps | None = None  # by rows that sleep
-    together: Any  # the agreement of several processes on a step, or None
+    _reader: GradientReader
+    _missed: MissedSteps | None = None
+    _bound: dict[int, _BoundTable]  # tables that were checked, until their addresses change
 
     @abstractmethod
     def _read_anew(self) -> None:
@@ -84,19 +92,94 @@ class TableOptimizer(StatefulOptimizer):
             gradients = call.gradients if call.batch.row_sparse else repeat(None)
             of_each = scalars_of(call.update), gradients
             each = zip(call.batch.positions.tolist(), *of_each, strict=False)
-            steps += [NextStep(self._table(i), own, g and g.source) for i, own, g in each]
-        return [*self._missed.before(steps)]
+            steps += [NextStep(self._table_at_step(i), own, g and g.source) for i, own, g in each]
+        return [own for _, own in self._missed.before(steps)]
 
-    def _table(self, i: int) -> Table:
-        keeping, last, p = self.keepings[i], self._states[LAST.name][i], self.parameters[i]
+    # The list of what belongs to a table (`TableRows`)
+
+    def _listed(self, where: str, i: int) -> StatefulTable:
+        """All that belongs to a table, checked; the last steps of its rows come last."""
+        p, shapes = self.parameters[i], iter(self._reader.shapes[i])
+        label = f"parameter {p.name!r}"
+        arrays = {PARAMETER: TableArray(label, p.array, WEIGHTS, next(shapes), PARAMETER)}
+        for role, (state, array) in self._declared_of(i).items():
+            initial: Any = PARAMETER if role == COPY.name else state.initial
+            own = f"state {role!r} of {p.name!r}", array, state
+            arrays[role] = TableArray(*own, next(shapes), initial)
+        if LAST.name in self._states:
+            last, shape = self._states[LAST.name][i], arrays[PARAMETER].shape[:1] or (1,)
+            label = f"state {LAST.name!r} of {p.name!r}"
+            arrays[LAST.name] = TableArray(label, last, LAST, shape, float(self._steps[i]))
+        return StatefulTable(where, arrays)
+
+    def _declared_of(self, i: int) -> dict[str, tuple[State, Any]]:
+        """The states of parameter ``i`` that a step reads and writes: all but last steps."""
+        return {
+            role: (self._declared.get(role, WEIGHTS), arrays[i])
+            for role, arrays in self._states.items()
+            if role != LAST.name and arrays[i] is not None
+        }
+
+    def _states_at(self, i: int) -> tuple[Any, ...]:
+        return tuple(array for _, array in self._declared_of(i).values())
+
+    def _table_of(self, call: str, parameter: Any) -> tuple[int, StatefulTable]:
+        i, where = self._number_of(parameter), f"{self._name}.{call}"
+        p = self.parameters[i]
+        if p.is_on_device or not p.ndim:
+            expected = "a parameter with rows, on the host"
+            reject(RuntimeError, where, f"parameter {p.name!r}", "has none", expected, "another")
+        return i, self._listed(where, i)
+
+    def _tables_at_step(self) -> list[TableAtStep]:
+        self._bound = {}
+        return [self._table_at_step(i) for i in range(len(self.parameters))]
+
+    def _table_at_step(self, i: int) -> TableAtStep:
+        p, known = self.parameters[i], self._bound.get(i)
         if p.is_shared:
             p.check_awake(self)
-        rule = self._rule if keeping is None else self._rule.kept(keeping)
-        arrays = p.array, *self._states_at(i)
-        if not all(array.flags.writeable for array in (*arrays, last)):
-            name, got = f"parameter {p.name!r} or its state", "a read-only one"
-            reject(ValueError, self._name, name, "is read-only", "a writable array", got)
-        return Table.of(i, rule, arrays, last, int(self._steps[i]))
+        # What was changed in place (`resize`, `flags`) has another header.
+        if known is None or known[1] is None or known[1].addresses(()) is None:
+            known = self._bind(i)
+        return TableAtStep(i, known[0], int(self._steps[i]), known[2])
+
+    def _bind(self, i: int) -> _BoundTable:
+        """Check a table whole, and where it lies."""
+        table, keeping, missed = self._listed(self._name, i), self.keepings[i], self._missed
+        assert missed is not None
+        _, last = table.arrays[PARAMETER], table.arrays[LAST.name]
+        check_missed(
+            self._name, last.label, last.array, int(self._steps[i]), missed.tables[i].given
+        )
+        arrays = tuple(own.array for own in table.arrays.values())
+        places = sleeping_table(self._rule if keeping is None else self._rule.kept(keeping), table)
+        expected = expected_arrays((), NOWHERE, arrays) if usable else None
+        bound = self._bound[i] = places, expected, arrays
+        return bound
+
+    def _last_steps(self, i: int) -> np.ndarray:
+        last: np.ndarray = self._states[LAST.name][i]
+        return last
+
+    def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
+        commit([own for _, own in each])
+
+    def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        made = self.parameters[i]
+        made.rebind(arrays.pop(PARAMETER))
+        for role, array in arrays.items():
+            of_each = self._states[role]
+            self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])
+        self._read_anew()
+        found: np.ndarray = made.array
+        return found
+
+    def _check_growth(self, call: str, i: int) -> None:
+        p = self.parameters[i]
+        if p.is_shared or self.together is not None:
+            expected, got = "one of this optimizer alone, without copies", "another"
+            reject(RuntimeError, call, f"parameter {p.name!r}", "cannot grow", expected, got)
 
     def prepare(self, parameter: Any, ids: Any) -> None:
         """Bring rows of a table up to date with ``sparse_update="catch_up"``, before they are read.
@@ -110,7 +193,8 @@ class TableOptimizer(StatefulOptimizer):
 
         Raises:
             TypeError: ``ids`` are no int32 or int64.
-            ValueError: ``parameter`` is none of the optimizer's.
+            ValueError: ``parameter`` is none of the optimizer's, or it or a state was changed in
+                place.
             IndexError: an id is out of range.
             Nothing has been written then.
         """
@@ -118,164 +202,20 @@ class TableOptimizer(StatefulOptimizer):
         rows = check.contiguous(adopt(where, "ids", ids).reshape(-1), where, "ids")
         check.index_dtype(where, rows)
         check.indices_in_range(where, rows, (*self.parameters[i].shape, 0)[0])
-        if self._missed is not None:
-            self.prepare_spans(i, [(address_of(rows), rows.itemsize, len(rows))])
+        self.prepare_spans(i, ((address_of(rows), rows.itemsize, len(rows)),))
 
-    def prepare_spans(self, i: int, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Bring rows of parameter ``i`` up to date: address, bytes and number of lists of ids."""
-        missed = self._missed
-        assert missed is not None
-        with self._between_steps():
-            commit([missed.of_span(self._table(i), span) for span in spans])
-
-    def flush(self) -> None:
-        """Bring all rows up to date with ``sparse_update="catch_up"``; else none is ever behind."""
-        if (missed := self._missed) is not None:
-            with self._between_steps():
-                commit([missed.of_all(self._table(i)) for i in range(len(self.parameters))])
-
-    def reset_rows(
-        self, parameter: Any, rows: Any, weights: Any = None, *, ids: Any = None
-    ) -> None:
-        """Begin rows of a table anew, as if they had never been updated.
-
-        Their states begin as at construction, those of elements and of rows: moments and counts,
-        what lies beside the weights, and the steps that rows have missed. States of columns and of
-        whole parameters stay.
-
-        Args:
-            parameter: one of `parameters`, or its array, on the host.
-            rows: int32 or int64: different row numbers.
-            weights: of these rows: a number, an array ``[len(rows), ...]``, or a function
-                ``weights(ids, shape)`` that makes one of this shape, such as `UniformRows`. None:
-                they stay as they are.
-            ids: integers, one for each row, for that function; default the row numbers.
-
-        Raises:
-            TypeError: a kind or dtype does not fit.
-            ValueError: a shape does not fit, a row occurs twice, or ``parameter`` is none of the
-                optimizer's.
-            IndexError: a row is out of range.
-            RuntimeError: the parameter is on a device.
-            Nothing has been written then.
-
-        >>> import numpy as np
-        >>> from fusestep import nn
-        >>> w = np.ones((3, 2), np.float32)
-        >>> opt = nn.Adam([w], learning_rate=0.1)
-        >>> opt((np.ones((3, 2), np.float32),))
-        (True,)
-        >>> opt.reset_rows(w, np.array([2]), weights=5.0)
-        >>> print(w[:, 0].round(4), opt.moment1[0][:, 0].round(4))
-        [0.9 0.9 5. ] [0.1 0.1 0. ]
-        """
-        i, where = self._table_number("reset_rows", parameter)
-        self._wake(i, rows if weights is None else ())
-        with self._between_steps():
-            states = [*self._row_states(i).values()]
-            commit([reset(where, self.parameters[i].array, states, rows, weights, ids)])
-
-    def copy_rows(self, parameter: Any, source: Any, target: Any) -> None:
-        """Let rows of a table become copies of others, with all that is kept for them.
-
-        Args:
-            parameter: one of `parameters`, or its array, on the host.
-            source: int32 or int64: row numbers.
-            target: different row numbers, as many; rows are read before any is written.
-
-        Raises:
-            TypeError, ValueError, IndexError, RuntimeError: as `reset_rows`.
-        """
-        i, where = self._table_number("copy_rows", parameter)
-        self._wake(i, source)
-        with self._between_steps():
-            states = [state.array for state in self._row_states(i).values()]
-            commit([copied(where, [self.parameters[i].array, *states], source, target)])
-
-    def grow(self, parameter: Any, rows: int) -> np.ndarray:
-        """Give a table more rows: it and all that is kept for its rows move to new arrays.
-
-        The new rows have weights of 0, and states as at construction. They take memory when they
-        are used, where they are 0.
-
-        Args:
-            parameter: one of `parameters`, or its array, on the host; no other optimizer's.
-            rows: above the number of rows of now, below 2**31.
-
-        Returns:
-            The new array of the parameter.
-
-        Raises:
-            TypeError, ValueError: ``rows`` does not fit, or ``parameter`` is none of the
-                optimizer's.
-            RuntimeError: the parameter is on a device, is another optimizer's too, has an array of
-                ``copies``, or is stepped by several processes.
-            Nothing has changed then.
-
-        >>> import numpy as np
-        >>> from fusestep import nn
-        >>> opt = nn.LazyAdam([np.ones((2, 3), np.float32)])
-        >>> opt.grow(opt.parameters[0], 5).shape, opt.moment1[0].shape
-        ((5, 3), (5, 3))
-        """
-        i, where = self._table_number("grow", parameter)
-        p, known = self.parameters[i], self._row_states(i)
-        n = more_rows(where, rows, p.shape[0])
-        if p.is_shared or COPY.name in known or self.together is not None:
-            expected, got = "one of this optimizer alone, without copies", "another"
-            reject(RuntimeError, where, f"parameter {p.name!r}", "cannot grow", expected, got)
-        with self._between_steps():
-            known = self._row_states(i)
-            made = {role: grown(state.array, n, state.initial) for role, state in known.items()}
-            p.rebind(grown(p.array, n, 0.0))
-            for role, array in made.items():
-                of_each = self._states[role]
-                self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])
-            self._read_anew()
-        self.wake_late()
-        found: np.ndarray = p.array
-        return found
-
-    def _table_number(self, call: str, parameter: Any) -> tuple[int, str]:
-        i, where = self._number_of(parameter), f"{self._name}.{call}"
-        p = self.parameters[i]
-        if p.is_on_device or not p.ndim:
-            expected = "a parameter with rows, on the host"
-            reject(RuntimeError, where, f"parameter {p.name!r}", "has none", expected, "another")
-        return i, where
-
-    def _row_states(self, i: int) -> dict[str, RowState]:
-        """The states of a parameter that have something for each row, and how they begin."""
-        found, n = {}, self.parameters[i].shape[:1]
-        for role, arrays in self._states.items():
-            if arrays[i] is None or arrays[i].shape[:1] != n:
-                continue
-            if role == LAST.name:
-                found[role] = RowState(arrays[i], float(self._steps[i]))
-            elif role == COPY.name:
-                found[role] = RowState(arrays[i], PARAMETER)
-            elif (state := self._declared[role]).per in ("element", "row"):
-                found[role] = RowState(arrays[i], state.initial)
-        return found
-
-    def _wake(self, i: int, rows: Any) -> None:
-        """Bring rows up to date whose weights are read."""
-        if self._missed is not None and np.size(rows):
-            self.prepare(self.parameters[i], rows)
-
-    @contextmanager
-    def _between_steps(self) -> Iterator[None]:
-        """A context between two steps of other threads, with ``use_locking``."""
+    def _between_steps(self) -> AbstractContextManager[Any]:
         if not self.use_locking:
-            yield
-            return
-        with self._stepper.turn(), locks.turn():
-            yield
+            return nullcontext()
+        turns = ExitStack()
+        turns.enter_context(self._stepper.turn())
+        turns.enter_context(locks.turn())
+        return turns
 
     def _number_of(self, parameter: Any) -> int:
         """The number of a parameter among those of the optimizer."""
         for i, p in enumerate(self.parameters):
-            if p is parameter or p.data is parameter:
+            if p is parameter or p.array is parameter or p.data is parameter:
                 return i
         wrong, got = "is none of the optimizer's", type(parameter).__name__
         expected = "a parameter or an array that it has"
@@ -306,11 +246,6 @@ class TableOptimizer(StatefulOptimizer):
             )
         return made
 
-    def _states_at(self, i: int) -> tuple[Any, ...]:
-        """The states of parameter ``i`` that a step reads and writes: all but last steps."""
-        roles = (arrays[i] for role, arrays in self._states.items() if role != LAST.name)
-        return tuple(array for array in roles if array is not None)
-
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of `StatefulOptimizer.state_arrays`, and the scalars of missed steps."""
         arrays = super().state_arrays()
@@ -335,9 +270,9 @@ class TableOptimizer(StatefulOptimizer):
         super()._check_values(arrays)
         for i, p in enumerate(self.parameters if self._missed is not None else ()):
             name, step = f"{LAST.name}.{p.name}", int(arrays[f"step.{p.name}"][0])
-            own = self._states[LAST.name][i]
+            own, scalars = self._states[LAST.name][i], arrays[f"{SCALARS}.{p.name}"]
             if address_of(arrays[name]) != address_of(own):  # else it is read later
-                check_last(self._name, f"state {name!r}", arrays[name], step)
+                check_missed(self._name, f"state {name!r}", arrays[name], step, scalars)
 
     def _with_last_steps(self, given: dict[str, Any]) -> dict[str, Any]:
         """A state with the last steps of all rows, or without those that are not missed.
@@ -382,8 +317,6 @@ class TableOptimizer(StatefulOptimizer):
         Raises:
             ValueError: their last steps are no such ones, in a checkpoint.
         """
-        for i, p in enumerate(self.parameters if self._missed is not None else ()):
-            last, missed = self._states[LAST.name][i], self._missed
-            check_last(self._name, f"state '{LAST.name}.{p.name}'", last, int(self._steps[i]))
-            assert missed is not None
-            missed.wake_late(self._table(i), last)
+        self._bound = {}
+        for i in range(len(self.parameters) if self._missed is not None else 0):
+            self._wake_late(i)

@@ -15,43 +15,33 @@ from ...kernels.element import kernel
 from ...kernels.idle_table import NO_STEP, SLEEP, IdleTable
 from ...kernels.rule import Prologue, Rule, columns
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ...kernels.state import State
 from ...kernels.storage import STORAGES, real_of
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.bags.ids import HostIds
 from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
+from .tables import StatefulTable
 
-LAST = State("last_step", "row", dtype=np.int32)
-"""The step that each row has taken last: int32 ``[N]``."""
 SCALARS = "idle_scalars"
 """The name of the scalars of the last steps in checkpoints."""
 # Each row is looked at once in so many steps, a few before the scalars are gone.
 _PERIOD = SLEEP - 8
 
 
-class Table(NamedTuple):
-    """A parameter in whose rows steps may be missing, and what says which."""
+class TableAtStep(NamedTuple):
+    """A parameter in whose rows steps may be missing, and how far it is."""
 
     key: Any  # of the parameter in `MissedSteps`
     places: SleepingTable
     now: int  # the steps that it has taken
-
-    @classmethod
-    def of(cls, key: Any, rule: Rule, arrays: Sequence[Any], last: Any, now: int) -> Table:
-        """A parameter and its states, of a rule that keeps the weight as it does."""
-        w, *states = (STORAGES[array.dtype] for array in arrays)
-        assert rule.asleep is not None
-        many = kernel(rule.asleep, (), w, real_of(w), tuple(states))
-        places, width = tuple(map(address_of, arrays)), math.prod(arrays[0].shape[1:])
-        return cls(key, SleepingTable(many, places, width, address_of(last), len(last)), now)
+    owners: Any  # of the memory, which another thread may exchange while loops run
 
 
 class NextStep(NamedTuple):
     """The next step of a table: its scalars, and the rows that have a gradient."""
 
-    table: Table
+    table: TableAtStep
     scalars: tuple[float, ...]  # of the rule, then the coupled weight decay
     source: Any  # `RowSource` of a row-sparse gradient; None: every row has one
 
@@ -65,6 +55,9 @@ class MissedSteps:
     def __init__(self) -> None:
         self.tables: dict[Any, IdleTable] = {}
         self._rules: dict[Any, Any] = {}
+        # Parameters that were read by `of_span` or `of_all`; of whose stale lookups nothing is to
+        # be said any more; and whose states were loaded since the last step.
+        self.prepared, self._warned, self._loaded = set[Any](), set[Any](), set[Any]()
 
     def add(self, key: Any, rule: Rule, real: Any, step: int) -> None:
         """Begin with a parameter at a step that no row has missed, if it is not there."""
@@ -88,6 +81,7 @@ class MissedSteps:
         """Forget a parameter, none of whose rows misses a step."""
         self.tables.pop(key, None)
         self._rules.pop(key, None)
+        self.prepared.discard(key)
 
     def part(self) -> None:
         """Give each parameter a table of its own, whose scalars can be assigned to."""
@@ -96,6 +90,7 @@ class MissedSteps:
     def begin(self, steps: Mapping[Any, int]) -> None:
         """Begin with parameters at these steps, with the scalars that were assigned."""
         known: dict[Any, IdleTable] = {}
+        self._loaded = {*steps}
         for key, step in steps.items():
             table = self.tables[key]
             table.begin(step)
@@ -121,37 +116,73 @@ class MissedSteps:
                     step, scalars = part
                     self.tables[members[0]].given[step % SLEEP] = scalars
 
-    def before(self, steps: Sequence[NextStep]) -> Iterator[CatchUp]:
-        """Bring rows up to date before the next step of their tables."""
+    def before(self, steps: Sequence[NextStep]) -> list[tuple[Any, CatchUp]]:
+        """Bring rows up to date before the next step of their tables.
+
+        With each is the key of the table if all of its rows have a row-sparse gradient, else None.
+        """
         self.give(steps)
+        made: list[tuple[Any, CatchUp]] = []
         for table, _, source in steps:
             n, now = table.places.rows, table.now
             if source is None:
-                yield self._catch_up(table, now + 1, (0, 0, n))
+                made.append((None, self._catch_up(table, now + 1, (0, 0, n))))
                 continue
             turn = now % _PERIOD
             begin, end = turn * n // _PERIOD, (turn + 1) * n // _PERIOD
             if begin < end:
-                yield self._catch_up(table, now, (0, begin, end - begin))
-            yield self._catch_up(table, now + 1, (source.indices, *source[1:3]))
+                made.append((None, self._catch_up(table, now, (0, begin, end - begin))))
+            rows = source.indices, *source[1:3]
+            made.append((table.key, self._catch_up(table, now + 1, rows)))
+        return made
 
-    def of_span(self, table: Table, span: tuple[int, int, int]) -> CatchUp:
+    def stale(self, done: Sequence[tuple[Any, CatchUp]], *, has_others: bool) -> list[Any]:
+        """The parameters of a step whose gradients follow from rows that slept, each once.
+
+        Args:
+            done: what `before` has given, and a commit has done.
+            has_others: other processes have a part in the gradients: they have read its rows.
+        """
+        found = []
+        for key, own in done:
+            if key is None or not own.found_any or key in self._warned:
+                continue
+            if not (key in self._loaded or (has_others and key in self.prepared)):
+                self._warned.add(key)
+                found.append(key)
+        self._loaded = set()
+        return found
+
+    def of_span(self, table: TableAtStep, span: tuple[int, int, int]) -> CatchUp:
         """Bring rows up to date: the address of ids, their bytes, and how many there are."""
+        self.prepared.add(table.key)
         return self._catch_up(table, table.now, span)
 
-    def of_all(self, table: Table) -> CatchUp:
+    def of_all(self, table: TableAtStep) -> CatchUp:
         """Bring all rows up to date."""
-        return self._catch_up(table, table.now, (0, 0, table.places.rows))
+        return self.of_span(table, (0, 0, table.places.rows))
 
-    def wake_late(self, table: Table, last: np.ndarray) -> None:
+    def wake_late(self, table: TableAtStep, last: np.ndarray) -> None:
         """Bring rows up to date whose turn would come too late, after rows have moved."""
         turns = ((np.arange(len(last)) + 1) * _PERIOD - 1) // max(1, len(last))
         is_late = table.now + (turns - table.now) % _PERIOD - last > _PERIOD
         if len(late := np.flatnonzero(is_late)):
-            commit([self.of_span(table, (address_of(late), late.itemsize, len(late)))])
+            span = address_of(late), late.itemsize, len(late)
+            commit([self._catch_up(table, table.now, span)])
 
-    def _catch_up(self, table: Table, mark: int, rows: tuple[int, int, int]) -> CatchUp:
-        return CatchUp(table.places, self.tables[table.key], table.now, mark, rows)
+    def _catch_up(self, table: TableAtStep, mark: int, rows: tuple[int, int, int]) -> CatchUp:
+        scalars = self.tables[table.key]
+        return CatchUp(table.places, scalars, table.now, mark, rows, table.owners)
+
+
+def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
+    """The places of a checked table whose last array has the last steps; its rule keeps weights."""
+    *arrays, last = (own.array for own in table.arrays.values())
+    w, *states = (STORAGES[array.dtype] for array in arrays)
+    assert rule.asleep is not None
+    many = kernel(rule.asleep, (), w, real_of(w), tuple(states))
+    places, width = tuple(map(address_of, arrays)), math.prod(arrays[0].shape[1:])
+    return SleepingTable(many, places, width, address_of(last), len(last))
 
 
 def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int, int]]]:
@@ -205,13 +236,22 @@ def check_idle(where: str, name: str, rule: Rule, *, couples: bool) -> None:
         reject(ValueError, where, name, "is impossible", expected, "a coupled one")
 
 
-def check_last(where: str, label: str, last: np.ndarray, step: int) -> None:
-    """Refuse last steps that lie in the future, or are too old.
+def check_missed(where: str, label: str, last: Any, step: int, scalars: Any) -> None:
+    """Refuse last steps that are no such ones at a step, or whose missed steps have no scalars.
+
+    Without ``scalars`` no row may have missed a step.
 
     Raises:
         ValueError: there is one.
     """
-    if len(last) and not (max(0, step - _PERIOD - 1) <= last.min() and last.max() <= step):
-        expected = f"steps from {max(0, step - _PERIOD - 1)} to {step}"
-        got = f"{last.min()} to {last.max()}"
+    if not len(last):
+        return
+    oldest, newest, least = int(np.min(last)), int(np.max(last)), max(0, step - _PERIOD - 1)
+    if not least <= oldest <= newest <= step:
+        expected, got = f"steps from {least} to {step}", f"{oldest} to {newest}"
         reject(ValueError, where, label, "has rows of another time", expected, got)
+    missed = np.arange(oldest + 1, step + 1) % SLEEP
+    if len(missed) and (scalars is None or not np.isfinite(np.asarray(scalars)[missed]).all()):
+        expected = f"state {SCALARS!r} of steps {oldest + 1} to {step} beside it"
+        expected += ", or state_dict(flush=True)"
+        reject(ValueError, where, label, "has rows that sleep", expected, "none, or no numbers")

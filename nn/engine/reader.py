@@ -140,7 +140,7 @@ class GradientReader:
         self._where, self._parameters, self._states = where, parameters, states
         self._sparse_update, self._rows_need = sparse_update, rows_need
         self._centralized, self._row_wise = frozenset(centralized), row_wise
-        self._shapes = [
+        self.shapes = [
             [array.shape for array in (p.array, *own)]
             for p, own in zip(parameters, states, strict=True)
         ]
@@ -269,7 +269,7 @@ class GradientReader:
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The arrays of ``gradients`` that may be of the same kinds as the last ones, else None."""
         arrays: list[Any] = []
-        each = zip(last.kinds, self._shapes, self._reals, gradients, strict=True)
+        each = zip(last.kinds, self.shapes, self._reals, gradients, strict=True)
         for kind, shapes, real, gradient in each:
             if kind is None or kind.index_dtype is None:
                 arrays.append(gradient)
@@ -361,7 +361,7 @@ class GradientReader:
         Raises:
             ValueError: one is read-only or has another shape.
         """
-        entries = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
+        entries = zip(kinds, self._parameters, self.shapes, self._states, strict=True)
         for kind, p, shapes, states in entries:
             if kind is None:
                 continue

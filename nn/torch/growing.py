@@ -15,15 +15,17 @@ from torch.nn import functional as F  # noqa: N812
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.private import backward_of_now, outside_of_graphs, parts_of
+from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.id_map import Admissions, IdMap
+from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
 from ..engine.bag_maps import FoundRows, id_of_64_bits, rows_but
-from ..engine.row_reset import UniformRows, grown, more_rows, reset
+from ..engine.tables import WEIGHTS, StatefulTable, TableArray, grown, more_rows
 from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
@@ -215,7 +217,9 @@ class GrowingEmbedding(nn.Embedding):
                 optimizer.reset_rows(self.weight, new.rows, self.initial, ids=new.ids)
             if not optimizers:
                 w = array_of(self.weight.detach())
-                commit([reset(_WHERE, w, [], new.rows, self.initial, new.ids)])
+                alone = TableArray("the table", w, WEIGHTS, w.shape, PARAMETER)
+                table = StatefulTable(_WHERE, {PARAMETER: alone})
+                commit([table.reset(new.rows, self.initial, new.ids)])
                 torch.autograd.graph.increment_version(self.weight)
 
         # Gradients may be summed over several batches: all of them belong to one step.

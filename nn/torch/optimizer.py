@@ -40,7 +40,7 @@ from .engine.state import (
     without_copies,
 )  # fmt: skip
 from .engine.step import Steps
-from .engine.table_rows import TableRows
+from .engine.table_rows import TableOptimizer
 
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ else:
     _Base = object
 
 
-class Fused(TableRows, _Base):
+class Fused(TableOptimizer, _Base):
     """Step, options and state of a `FusedOptimizer`, to stand before a class of PyTorch.
 
     It is no subclass of ``torch.optim.Optimizer`` itself: libraries that register all subclasses by
@@ -127,7 +127,7 @@ class Fused(TableRows, _Base):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "skip_nonfinite", "skipped_steps", "_copies", "_missed"
+        names = "skip_nonfinite", "skipped_steps", "_copies", "_missed", "_saves_awake"
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -146,10 +146,14 @@ class Fused(TableRows, _Base):
         """The state dict of ``torch.optim``; it has the whole table of a `ShardedEmbedding`.
 
         Copies of parameters are not in it. With ``flush`` all rows are brought up to date first
-        (`flush`), for readers that know no ``sparse="catch_up"``; otherwise nothing is written.
+        (`flush`), for readers that know no ``sparse="catch_up"``; so are rows of an optimizer that
+        has `watch`ed a module. Otherwise nothing is written.
         """
         if check.flag(type(self).__name__, "flush", flush):
             self.flush()
+        elif self._saves_awake:
+            for parameter in [*self.state]:
+                self.flush_table(parameter)
         found = without_copies(super().state_dict())
         found = with_rows(whole_table, found, self.param_groups)
         return self._with_scalars(found, flush=flush)

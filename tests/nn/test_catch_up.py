@@ -19,7 +19,8 @@ from fusestep import nn, ops
 from fusestep.kernels.idle_table import IdleTable
 from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, ShardedStates, alone, together
-from fusestep.nn.engine.catch_up import LAST, SCALARS
+from fusestep.nn.engine.catch_up import SCALARS
+from fusestep.nn.engine.tables import LAST
 
 from helpers import BF16, EPSILON, arrays_of, assert_same_arrays, refused, unchanged
 

@@ -31,7 +31,7 @@ CHECKED = {
                                       "Record.dense), Binding._check_apart (compared only), "
                                       "Binding._copied (made there)",
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
-        "nn/torch/engine/sleep.py": "Sleeper._table_of",
+        "nn/torch/engine/table_rows.py": "_form",
         "nn/torch/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
         "ops/runtime/measured_step.py": "number_at (of states that a step writes)",

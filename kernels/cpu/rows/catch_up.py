@@ -6,7 +6,7 @@ import threading
 from array import array
 from functools import cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray
@@ -154,6 +154,8 @@ def _walk(c, slot, row, since):
 
 @njit
 def _catch_up(c, slot, row, rows, since):
+    # Counts that others have written over lead to wrong numbers, but to no other memory.
+    since = max(since, c.now - SLEEP + 1, 0)
     if since >= c.closed_from:
         scalars = c.many_hp + since % SLEEP * c.many_bytes
         call_address(c.many, c.arrays, row, rows, c.width, 0, scalars)
@@ -242,17 +244,18 @@ class CatchUp:
     """Bringing some rows of a table up to a step: to be run by `commit`.
 
     Args:
-        table: the table, which the caller keeps alive.
+        table: the table.
         scalars: those of the steps up to ``now``.
         now: the step to which rows are brought.
         mark: what is written as their last step: that of a gradient which follows, or ``now``.
         rows: the rows: the address of ids, their bytes, and how many there are; or 0, the first of
             rows that lie together, and how many there are.
+        owners: what keeps the memory of all these alive.
     """
 
     def __init__(
         self, table: SleepingTable, scalars: IdleTable, now: int, mark: int,
-        rows: tuple[int, int, int],
+        rows: tuple[int, int, int], owners: Any = None,
     ) -> None:  # fmt: skip
         with _advancing:
             scalars.advance(now)
@@ -272,7 +275,7 @@ class CatchUp:
         self._block = block = borrow(len(addresses) + 8 + threads * (words + listed))
         block.words[: len(addresses)] = addresses
         scratch = block.address + 8 * (len(addresses) + 8)
-        self._behind, self._keep = array("q", (0,)), scalars
+        self._behind, self._scalars, self._owners = array("q", (0,)), scalars, owners
         ahead, *form = _form(many, width)
         arguments = (
             (indices, index_bytes, 0 if indices else index_bytes, n, ahead),
@@ -291,7 +294,7 @@ class CatchUp:
     @property
     def found_any(self) -> bool:
         """Whether any row was behind and may have changed, once the loop has run."""
-        return self._behind[0] != 0 and self._keep.changes
+        return self._behind[0] != 0 and self._scalars.changes
 
     def release(self) -> None:
         """Give back the borrowed block."""

@@ -18,8 +18,9 @@ from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
 from ...base.state_files import StateMaker, made_by
-from ...engine.catch_up import LAST, check_idle
+from ...engine.catch_up import check_idle
 from ...engine.reader import is_row_sparse
+from ...engine.tables import LAST
 from .binding import check_parameter
 from .memory import DTYPES, NUMBERS, tensor_of
 from .options import OWN, check_own, check_rounding, check_rows

@@ -113,6 +113,20 @@ def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | N
             state[name] = value.to(dtype)
 
 
+def updates_of(where: str, state: Mapping[str, Any]) -> int:
+    """The count of updates of a parameter whose rows sleep.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = state.get("step")
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    count = number(value) if is_number else -1.0
+    if not 0 <= count < 1 << 31 or count != int(count):
+        reject(ValueError, where, "state 'step'", "is no count", "0 to 2**31 - 1", value)
+    return int(count)
+
+
 def check_states(where: str, keys: Iterable[Any], states: Mapping[Any, Any]) -> None:
     """Refuse what is no dict in the place of the states of a parameter, as PyTorch does too late.
 

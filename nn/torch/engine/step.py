@@ -23,8 +23,8 @@ from ....ops.runtime.row_step import Update, run_updates
 from ...base.own_rules import checked_scalars
 from .binding import Binding, Layout, finish, has_finite, on_devices
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch, StepInputs
-from .sleep import Sleeper
 from .state import Number, place_of, single_of
+from .table_rows import TableOptimizer
 from .threads import as_torch
 
 _KEPT_BINDINGS = 4
@@ -47,7 +47,7 @@ class Steps:
         self._options: GroupOptions | None = None  # of the last step
 
     def take(
-        self, optimizer: Sleeper, param: Tensor | None, factor: float,
+        self, optimizer: TableOptimizer, param: Tensor | None, factor: float,
         gradients: tuple[Any, ...] | None,
     ) -> None:  # fmt: skip
         """Take a step of all parameters, or of one; with None the gradients are those in ``.grad``.
@@ -132,7 +132,9 @@ def _exchanged(binding: Binding, known: list[Binding], layout: Layout) -> Bindin
 
 
 @as_torch
-def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Options) -> bool:
+def _run(
+    optimizer: TableOptimizer, given: StepInputs, count: TensorCount, options: Options
+) -> bool:
     """Prepare all that can fail; then write and count. Whether it was not skipped."""
     if optimizer.skip_nonfinite and not has_finite(given):
         optimizer.skipped_steps += 1
@@ -170,8 +172,8 @@ def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Opt
             return False
         values, steps_together = found
         ready += steps_together
-    if sleeping:
-        ready = [*optimizer.behind(given, sleeping, steps), *ready]
+    behind = optimizer.behind(given, sleeping, steps) if sleeping else []
+    ready = [*[own for _, own in behind], *ready]
     counted = [] if count.n else _counted(given, numbers)
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
@@ -196,6 +198,8 @@ def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Opt
         optimizer.take_over(values)
     if given.copies or given.unseen:
         finish(given)
+    if behind:
+        optimizer.warn_of_stale(behind)
     return True
 
 
@@ -228,7 +232,7 @@ def _steps(given: StepInputs, count: TensorCount) -> float | list[float]:
 
 
 def _rows(
-    optimizer: Sleeper, part: ParameterBatch, given: StepInputs, steps: float | list[float],
+    optimizer: TableOptimizer, part: ParameterBatch, given: StepInputs, steps: float | list[float],
     options: Options,
 ) -> tuple[Any, Any, list[Number]]:  # fmt: skip
     """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
@@ -260,6 +264,6 @@ def _rows(
     return part.rounded(rows), np.arange(len(rows)), after
 
 
-def _checked_scalars(optimizer: Sleeper, rule: Rule, group: Group, step: float) -> Numbers:
+def _checked_scalars(optimizer: TableOptimizer, rule: Rule, group: Group, step: float) -> Numbers:
     found = optimizer.scalars(group, step)
     return checked_scalars(type(optimizer).__name__, "scalars", found, rule.hp)

@@ -1,42 +1,85 @@
-"""Rows of PyTorch's tables that begin anew, or as copies of others."""
+"""Rows of PyTorch's tables: those that sleep, begin anew, or become copies of others."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ....kernels.cpu.threads.parallel import Prepared, commit
+from ....kernels.cpu.rows.catch_up import CatchUp, SleepingTable
+from ....kernels.cpu.rows.write import RowWrite
+from ....kernels.cpu.threads.parallel import commit
+from ....kernels.idle_table import SLEEP
 from ....kernels.keeping import COPY
+from ....kernels.private import version_of
+from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER
+from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
-from ...engine.catch_up import LAST
-from ...engine.row_reset import RowState, copied, grown, more_rows, reset
-from .memory import array_of, tensor_of
-from .part import number
-from .sleep import Sleeper
-from .state import group_of, place_of
+from ....ops.runtime.row_step import Update
+from ...engine.catch_up import (
+    SCALARS,
+    MissedSteps,
+    NextStep,
+    TableAtStep,
+    check_missed,
+    scalars_of,
+    sleeping_table,
+)
+from ...engine.table_rows import TableRows
+from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
+from .declaration import Declaration
+from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of
+from .options import check_group, check_rounding
+from .part import Group, ParameterBatch, RuleChoice, StepInputs
+from .sleep import (
+    look_after,
+    prepare_rows,
+    sleeper_of,
+    sleeping_of,
+    watch_lookups,
+    watch_saves,
+)
+from .state import check_states, group_of, place_at, place_of, updates_of
 from .tensors import local
 from .threads import as_torch
 
 _lock = threading.Lock()
-_alive: list[weakref.ref[TableRows]] = []  # exchanged, never changed: readers take no lock
+_alive: list[weakref.ref[TableOptimizer]] = []  # exchanged, never changed: readers take no lock
 
 
-def optimizers_of(parameter: Tensor) -> list[TableRows]:
+def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
     """The optimizers of a parameter."""
     every = [optimizer() for optimizer in _alive]
     return [o for o in every if o is not None and place_of(o.param_groups, parameter) is not None]
 
 
-class TableRows(Sleeper):
-    """The part of an optimizer that resets and copies rows."""
+class _BoundTable(NamedTuple):
+    """A table that was checked whole; it fits for as long as its tensors lie as they did."""
 
+    choice: RuleChoice  # by the steps that its rows may have missed
+    rule: Rule
+    places: SleepingTable
+    forms: Sequence[Any]  # of `_forms`
+    last: Tensor  # the last steps, which no other tensor at their address is
+    version: int  # of these
+
+
+class TableOptimizer(Declaration, TableRows):
+    """The part of an optimizer that knows rows of tables."""
+
+    _missed: MissedSteps
+    _tables: dict[Tensor, _BoundTable]
     _n_taken = 0  # steps of this object
+    _saves_awake = False  # whether states are saved with all rows up to date, as tables are
 
     def _join(self) -> None:
         """Be found by `optimizers_of`."""
@@ -44,123 +87,368 @@ class TableRows(Sleeper):
         with _lock:
             _alive = [*(o for o in _alive if o() not in (None, self)), weakref.ref(self)]
 
-    def reset_rows(
-        self, parameter: Tensor, rows: Any, weights: Any = None, *, ids: Any = None
-    ) -> None:
-        """Begin rows of a table anew, as if they had never been updated.
+    def prepare(self, parameter: Tensor, ids: Any) -> None:
+        """Bring rows of a table up to date with ``sparse="catch_up"``, before they are read.
 
-        Their states begin as at the first step, those of elements and of rows: moments and counts,
-        what lies beside the weights, and the steps that rows have missed.
+        Rows for which nothing is due are not written, and autograd sees no change. With another
+        ``sparse`` none is ever behind, and nothing is done. `watch` calls it for modules;
+        `EmbeddingBags` and `ShardedEmbedding` call it themselves.
 
         Args:
-            parameter: a contiguous parameter of the optimizer, on the host.
-            rows: int32 or int64: different row numbers.
-            weights: of these rows: a number, a tensor ``[len(rows), ...]``, or a function
-                ``weights(ids, shape)`` of NumPy's array and a shape that makes an array, such as
-                `fusestep.nn.UniformRows`. None: they stay as they are.
-            ids: integers, one for each row, for that function; default the row numbers.
+            parameter: a parameter of the optimizer.
+            ids: int32 or int64 of any shape, on the host: the numbers of the rows.
 
         Raises:
-            TypeError: a kind or dtype does not fit.
-            ValueError: a shape does not fit, a row occurs twice, or ``parameter`` is none of the
-                optimizer's.
-            IndexError: a row is out of range.
-            RuntimeError: the parameter is elsewhere, or not contiguous.
+            TypeError: ``ids`` are no int32 or int64.
+            ValueError: ``parameter`` is none of the optimizer's, or a state does not fit it.
+            IndexError: an id is out of range.
+            RuntimeError: the table or a state does not lie in memory as rows have left it.
             Nothing has been written then.
         """
-        where = f"{type(self).__name__}.reset_rows"
-        w, known = self._rows_of(where, parameter)
-        states, rows, ids = [*known.values()], _array(rows), _array(ids)
-        given = (lambda *of: _array(weights(*of))) if callable(weights) else _array(weights)
-        if weights is None:
-            self._wake(parameter, rows)
-        self._write_rows(parameter, lambda: reset(where, w, states, rows, given, ids))
+        where = f"{type(self).__name__}.prepare"
+        if place_of(self.param_groups, parameter) is None:
+            reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
+        prepare_rows(parameter, ids, where)
 
-    def copy_rows(self, parameter: Tensor, source: Any, target: Any) -> None:
-        """Let rows of a table become copies of others, with all that is kept for them.
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date.
 
-        Args:
-            parameter: a contiguous parameter of the optimizer, on the host.
-            source: int32 or int64: row numbers.
-            target: different row numbers, as many; rows are read before any is written.
-
-        Raises:
-            TypeError, ValueError, IndexError, RuntimeError: as `reset_rows`.
-        """
-        where = f"{type(self).__name__}.copy_rows"
-        w, known = self._rows_of(where, parameter)
-        source, target = _array(source), _array(target)
-        self._wake(parameter, source)
-        arrays = [w, *(state.array for state in known.values())]
-        self._write_rows(parameter, lambda: copied(where, arrays, source, target))
-
-    def grow(self, parameter: Tensor, rows: int) -> None:
-        """Give a table more rows: its data and all that is kept for its rows move to new tensors.
-
-        The new rows have weights of 0, and states as at the first step. They take memory when they
-        are used, where they are 0.
+        Every ``nn.Embedding`` and ``nn.EmbeddingBag`` in ``module`` gets a forward pre-hook. A
+        lookup by ``torch.nn.functional`` is seen by nobody: call `prepare` before it. Before
+        ``state_dict`` of a module with a table of the optimizer, and of the optimizer itself, all
+        rows of the table are brought up to date, so that the two fit in either order.
 
         Args:
-            parameter: a contiguous parameter of the optimizer, on the host, without a gradient.
-            rows: above the number of rows of now, below 2**31.
+            module: a module, or one that contains them.
+
+        Returns:
+            A handle of each hook, with ``remove()``.
 
         Raises:
-            TypeError, ValueError: ``rows`` does not fit, or ``parameter`` is none of the
-                optimizer's.
-            RuntimeError: the parameter is elsewhere or not contiguous, or has a gradient or one of
-                ``copies``.
-            Nothing has changed then.
+            ValueError: no table in it is the optimizer's.
         """
-        where = f"{type(self).__name__}.grow"
-        w, known = self._rows_of(where, parameter)
-        n = more_rows(where, rows, len(w))
-        if parameter.grad is not None or COPY.name in known:
-            expected = "one without a gradient and copies"
-            reject(RuntimeError, where, "parameter", "cannot grow", expected, "another")
-        made = {role: tensor_of(grown(own.array, n, own.initial)) for role, own in known.items()}
-        parameter.data = tensor_of(grown(w, n, 0.0))
-        self.state.get(parameter, {}).update(made)
-        if LAST.name in made:
-            table = self._table(parameter, may_move=True)
-            self._missed.wake_late(table, array_of(made[LAST.name]))
+        own = [p for group in self.param_groups for p in group["params"]]
+        if {*map(id, own)}.isdisjoint(map(id, module.parameters())):
+            where, expected = f"{type(self).__name__}.watch", "a table of the optimizer"
+            reject(ValueError, where, "module", "has no table to watch", expected, "others")
+        self._saves_awake = True
+        return [*watch_lookups(module), *watch_saves(module, own)]
 
-    def _rows_of(self, where: str, parameter: Tensor) -> tuple[Any, dict[str, RowState]]:
-        """The array of a table, and the states that have something for each row."""
-        group, state = group_of(self.param_groups, parameter), self.state.get(parameter, {})
+    # The list of what belongs to a table (`TableRows`)
+
+    def _table_of(self, call: str, parameter: Tensor) -> tuple[Tensor, StatefulTable]:
+        where = f"{type(self).__name__}.{call}"
+        choice = self._choice_for(where, parameter)
+        state = self.state.get(parameter, {})
+        return parameter, self._listed(where, parameter, choice, state)
+
+    def _choice_for(self, where: str, parameter: Tensor) -> RuleChoice:
+        group = group_of(self.param_groups, parameter)
         if group is None:
             reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
-        is_here = local(parameter) is parameter and not parameter.is_cuda and parameter.dim()
-        if not is_here or not parameter.is_contiguous():
-            expected = "a contiguous table of one process on the host"
-            reject(RuntimeError, where, "parameter", "does not fit", expected, "another")
         choice = self._choice(group)
-        named = dict(zip(choice.states, choice.rule.states, strict=True))
-        found = {}
-        for role, tensor in state.items():
-            if not isinstance(tensor, Tensor) or tensor.shape[:1] != parameter.shape[:1]:
-                continue
-            if role == LAST.name:
-                initial: Any = number(state["step"])
-            elif role == COPY.name:
-                initial = PARAMETER
-            elif role in named and named[role].per in ("element", "row"):
-                is_weight = named[role].initial == PARAMETER
+        return choice.with_copy() if parameter in self._copies else choice
+
+    def _listed(
+        self, where: str, parameter: Tensor, choice: RuleChoice, state: Mapping[str, Any]
+    ) -> StatefulTable:
+        """All that belongs to a table, checked; the last steps of its rows come last."""
+        group = group_of(self.param_groups, parameter)
+        shapes, rule = self.shapes(choice, parameter), choice.rule.on(tuple(parameter.shape))
+        arrays = {PARAMETER: _listed_tensor(where, "a table", parameter, WEIGHTS, None, PARAMETER)}
+        for (role, shape), declared in zip(shapes.items(), rule.states, strict=True):
+            if state.get(role) is not None:
+                is_weight = PARAMETER in (declared.initial, role) or role == COPY.name
                 initial = PARAMETER if is_weight else self.initial(role, group)
-            else:
-                continue
-            found[role] = RowState(array_of(tensor.detach()), initial)
-        return array_of(parameter.detach()), found
+                own = f"state {role!r} of a table", state[role], declared, shape, initial
+                arrays[role] = _listed_tensor(where, *own)
+        if (last := state.get(LAST.name)) is not None:
+            own = f"state {LAST.name!r} of a table", last, LAST, tuple(parameter.shape[:1])
+            arrays[LAST.name] = _listed_tensor(where, *own, float(updates_of(where, state)))
+        return StatefulTable(where, arrays)
+
+    def _tables_at_step(self) -> list[TableAtStep]:
+        every = [(p, self.state.get(p, {})) for group in self.param_groups for p in group["params"]]
+        behind = [(p, state) for p, state in every if LAST.name in state]
+        return [self._at_step(p, state, may_move=True, is_whole=True) for p, state in behind]
+
+    def _table_at_step(self, parameter: Tensor) -> TableAtStep | None:
+        state = self.state.get(parameter, {})
+        return self._at_step(parameter, state) if LAST.name in state else None
+
+    def _at_step(
+        self, parameter: Tensor, state: Mapping[str, Any],
+        chosen: tuple[RuleChoice, Rule] | None = None, now: int | None = None, *,
+        may_move: bool = False, is_whole: bool = False,
+    ) -> TableAtStep:  # fmt: skip
+        """A table as the steps have left it that its rows may have missed, checked.
+
+        Args:
+            chosen: by the next step; None: by those before.
+            now: how many steps it has taken; None: as its state says.
+            may_move: whether rows may sleep although the table lies elsewhere than before.
+            is_whole: whether to check all of it, also what is as it was.
+        """
+        where, last, known = type(self).__name__, state[LAST.name], self._tables.get(parameter)
+        if chosen is None and known is not None:
+            chosen = known[:2]
+        elif chosen is None:
+            choice = self._choice_for(where, parameter)
+            chosen = choice, choice.rule
+        choice, rule = chosen
+        now = updates_of(where, state) if now is None else now
+        self._check_other(parameter, "a table")
+        # While loops run, another thread may exchange states, and the memory of tensors.
+        tensors = [parameter, *map(state.get, choice.states), last]
+        owners = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
+        forms = [*map(_form, owners)]
+        look_after(parameter, self)
+        if not is_whole and known is not None and known.rule is rule and known.forms == forms:
+            if last is known.last and version_of(last) == known.version:
+                return TableAtStep(parameter, known.places, now, owners)
+        version = version_of(last) if isinstance(last, Tensor) else 0
+        table = self._listed(where, parameter, choice, {**state, "step": now})
+        if len(table.arrays) != len(tensors):
+            missing = [role for role in choice.states if role not in table.arrays]
+            reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], missing)
+        real, scalars = STORAGES[table.weights.dtype], self._missed.tables.get(parameter)
+        is_asleep = bool((table.arrays[LAST.name].array < now).any())
+        if is_asleep and not may_move and known is not None and known.forms[0] != forms[0]:
+            expected, got = "its memory of before; flush() goes on with what is there", "another"
+            reject(RuntimeError, where, "a table", "was rebound while rows sleep", expected, got)
+        if is_asleep and self._missed.differs(parameter, rule, real_of(real).dtype):
+            expected, got = "the options and dtype of before; flush() before they change", "others"
+            reject(RuntimeError, where, "a table", "has rows that sleep", expected, got)
+        last_steps = table.arrays[LAST.name]
+        check_missed(where, last_steps.label, last_steps.array, now, scalars and scalars.given)
+        self._missed.add(parameter, rule, real_of(real).dtype, now)
+        places = sleeping_table(rule, table)
+        self._tables[parameter] = _BoundTable(choice, rule, places, forms, last, version)
+        return TableAtStep(parameter, places, now, owners)
+
+    def _last_steps(self, parameter: Tensor) -> np.ndarray:
+        found: np.ndarray = array_of(self.state[parameter][LAST.name])
+        return found
+
+    def _host_array(self, value: Any) -> Any:
+        return array_of(value.detach().contiguous()) if isinstance(value, Tensor) else value
 
     def _wake(self, parameter: Tensor, rows: Any) -> None:
-        """Bring rows up to date whose weights are read."""
         if LAST.name in self.state.get(parameter, {}):
-            self.prepare(parameter, torch.as_tensor(rows))
+            super()._wake(parameter, rows)
 
     @as_torch
-    def _write_rows(self, parameter: Tensor, make: Callable[[], Prepared]) -> None:
-        commit([make()])
-        torch.autograd.graph.increment_version(parameter)
+    def _commit(self, each: Sequence[tuple[Tensor, CatchUp | RowWrite]]) -> None:
+        commit([own for _, own in each])
+        # What autograd has saved of a table is another one now.
+        for parameter, own in each:
+            if isinstance(own, RowWrite) or own.found_any:
+                if not isinstance(own, RowWrite) and (known := sleeping_of(parameter)):
+                    known.woken += 1
+                torch.autograd.graph.increment_version(parameter)
+
+    def _check_growth(self, call: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            expected = "one without a gradient and copies"
+            reject(RuntimeError, call, "parameter", "cannot grow", expected, "another")
+
+    def _move(self, parameter: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
+        parameter.data = tensor_of(arrays.pop(PARAMETER))
+        if arrays:
+            self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
+        if (known := self._tables.get(parameter)) is not None:
+            self._tables[parameter] = known._replace(forms=[_form(parameter.detach())])
+        return parameter
+
+    def _bring_up(self, tables: Sequence[TableAtStep]) -> None:
+        super()._bring_up(tables)
+        for table in tables:
+            bound = self._tables[table.key]
+            if (known := sleeping_of(table.key)) is not None:
+                known.awake = float(table.now), bound.version
+
+    def flush_table(self, parameter: Tensor) -> None:
+        """Bring all rows of a table up to date, unless the last call has, and no step since."""
+        state, known = self.state.get(parameter, {}), sleeping_of(parameter)
+        last = state.get(LAST.name)
+        if last is None or known is None:
+            return
+        if known.awake != (updates_of(type(self).__name__, state), version_of(last)):
+            self._bring_up([self._at_step(parameter, state, is_whole=True)])
+
+    # Steps
+
+    def behind(
+        self, given: StepInputs, updates: Iterable[tuple[ParameterBatch, Update]],
+        steps: float | list[float],
+    ) -> list[tuple[Any, CatchUp]]:  # fmt: skip
+        """Catching up, to be done before these updates of a step (`MissedSteps.before`)."""
+        found = []
+        for part, update in updates:
+            gradients: Any = update.gradients if part.batch.row_sparse else repeat(None)
+            each = zip(part.batch.positions.tolist(), part.places, scalars_of(update), gradients,
+                       strict=False)  # fmt: skip
+            for i, place, own, g in each:
+                parameter = given.parameters[i]
+                state = given.new.get(parameter) or self.state[parameter]
+                now = int(steps if isinstance(steps, float) else steps[place]) - 1
+                table = self._at_step(parameter, state, (part.choice, part.rule), now)
+                found.append(NextStep(table, own, g and g.source))
+        return self._missed.before(found)
+
+    def warn_of_stale(self, done: Sequence[tuple[Any, CatchUp]]) -> None:
+        """Warn, once for each table, of a gradient that follows from rows that slept."""
+        is_one = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        for parameter in self._missed.stale(done, has_others=not is_one):
+            _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
+            warnings.warn(
+                f"{type(self).__name__}: the gradient of {name} follows from rows that slept, some "
+                "steps behind, when they were read: call optimizer.watch(model) once, or "
+                "optimizer.prepare(table, ids) before each lookup",
+                RuntimeWarning,
+                stacklevel=8,
+            )
+
+    # Options and state
+
+    def _check_sleep(self, group: Group, choice: RuleChoice, name: str, parameter: Tensor) -> None:
+        """Refuse what rows that sleep cannot have, and tables whose rows others have missed."""
+        where, option = type(self).__name__, "sparse='catch_up'"
+        self._check_other(parameter, name)
+        if not choice.sleeps:
+            if self.is_asleep(parameter):
+                expected, got = "none: flush() before `sparse` changes", "some"
+                reject(RuntimeError, where, name, "has rows that sleep", expected, got)
+            self._forget(parameter)
+            return
+        is_whole = local(parameter) is parameter and parameter.is_contiguous()
+        if parameter.is_cuda or not is_whole or parameter.dim() == 0:
+            expected = "a contiguous table of one process on the host"
+            reject(RuntimeError, where, name, f"does not fit {option}", expected, "another")
+        if group["rounding"] == "stochastic":
+            reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
+
+    def _check_other(self, parameter: Tensor, name: str) -> None:
+        """Refuse a table whose rows sleep in another optimizer."""
+        other: Any = sleeper_of(parameter)
+        if other is not None and other is not self and other.is_asleep(parameter):
+            expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
+            reject(RuntimeError, type(self).__name__, name, "has rows that sleep", expected, got)
+
+    def _forget(self, parameter: Tensor) -> None:
+        """Forget how far the rows of a parameter are: they take all steps from now on."""
+        self.state.get(parameter, {}).pop(LAST.name, None)
+        self._tables.pop(parameter, None)
+        self._missed.drop(parameter)
+
+    def _look_after_all(self) -> None:
+        for parameter, state in self.state.items():
+            if isinstance(state, dict) and LAST.name in state:
+                look_after(parameter, self)
+
+    def is_asleep(self, parameter: Tensor) -> bool:
+        """Whether a row of a parameter has missed a step."""
+        state, where = self.state.get(parameter, {}), type(self).__name__
+        last = state.get(LAST.name)
+        if last is None:
+            return False
+        check_there(where, f"state {LAST.name!r}", last)
+        return bool((last < updates_of(where, state)).any())
+
+    def _with_scalars(self, state_dict: dict[str, Any], *, flush: bool) -> dict[str, Any]:
+        """A state dict with the scalars of missed steps, or without a trace of them."""
+        states = dict(state_dict["state"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                if parameter not in self._missed.tables or key not in states:
+                    continue
+                if flush:
+                    states[key] = {k: x for k, x in states[key].items() if k != LAST.name}
+                else:
+                    given = torch.from_numpy(self._missed.tables[parameter].given.copy())
+                    states[key] = {**states[key], SCALARS: given}
+        return {**state_dict, "state": states}
+
+    def _begin_asleep(self, saved: Mapping[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
+        """Go on with the scalars of missed steps of a state that was loaded."""
+        self._missed.part()
+        steps, where = {}, type(self).__name__
+        for parameter, key in keys:
+            scalars = saved.get(key, {}).get(SCALARS)
+            state = self.state.get(parameter, {})
+            state.pop(SCALARS, None)
+            if scalars is None:  # of a state whose rows have taken all steps
+                self._forget(parameter)
+                continue
+            self._tables.pop(parameter, None)
+            steps[parameter] = updates_of(where, state)
+            real = real_of(STORAGES[DTYPES[parameter.dtype]]).dtype
+            rule = self._choice_for(where, parameter).rule
+            self._missed.add(parameter, rule, real, steps[parameter])
+            self._missed.tables[parameter].given[...] = np.asarray(scalars)
+        self._missed.begin(steps)
+        for parameter in steps:
+            if (known := sleeping_of(parameter)) is not None:
+                known.awake = None
+            self._wake_late(parameter)
+
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse options and states of a state dict that the groups cannot have.
+
+        Raises:
+            TypeError: the states of a parameter are no dict.
+            ValueError: an option or a shape does not fit, or nothing tells what rows have missed.
+        """
+        where, states = type(self).__name__, state_dict["state"]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            known = {**group, **saved, "params": ()}
+            check_group(where, known, takes_sparse=self._takes_sparse)
+            check_states(where, saved["params"], states)
+            method = self.method(known)
+            for k, parameter in enumerate(group["params"]):
+                check_rounding(where, known, method.rule, f"parameter {k}", parameter)
+            rule = self._choice(known).rule
+            for parameter, key in zip(group["params"], saved["params"], strict=False):
+                _check_asleep(where, rule, parameter, states.get(key, {}))
+            self._check_shapes(known, zip(group["params"], saved["params"], strict=False), states)
 
 
-def _array(value: Any) -> Any:
-    return array_of(value.detach().contiguous()) if isinstance(value, Tensor) else value
+def _form(tensor: Any) -> Any:
+    """What tells that a tensor lies where it lay, in memory as large; None where nothing does."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return None
+    places = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape, tensor.stride()
+    return *places, tensor.dtype, is_as_it_lies(tensor)
+
+
+def _listed_tensor(
+    where: str, label: str, tensor: Any, state: Any, shape: Any, initial: Any
+) -> TableArray:
+    """A tensor of a table as the list has it; a shape of None is its own.
+
+    Raises:
+        RuntimeError: its numbers do not fill memory of the host.
+    """
+    is_here = isinstance(tensor, Tensor) and local(tensor) is tensor and not tensor.is_cuda
+    if not is_here or tensor.layout != torch.strided or tensor.dtype not in NUMBERS or not (
+        tensor.dim() and tensor.is_contiguous() and is_as_it_lies(tensor)
+    ):  # fmt: skip
+        expected = "a contiguous table of one process on the host"
+        reject(RuntimeError, where, label, "does not fit", expected, "another")
+    array = array_of(tensor.detach())
+    return TableArray(label, array, state, array.shape if shape is None else shape, initial)
+
+
+def _check_asleep(where: str, rule: Rule, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Refuse a saved state of a parameter that does not tell what its rows have missed.
+
+    Raises:
+        ValueError: it is such a one.
+    """
+    last, label = state.get(LAST.name), f"state {LAST.name!r}"
+    if last is not None:
+        shapes = {LAST.name: tuple(parameter.shape[:1]), SCALARS: (SLEEP, len(rule.hp) + 1)}
+        for name in shapes.keys() & state.keys():
+            if (got := np.shape(state[name])) != shapes[name]:
+                reject(ValueError, where, f"state {name!r}", "has a wrong shape", shapes[name], got)
+        check_missed(where, label, np.asarray(last), updates_of(where, state), state.get(SCALARS))
