@@ -112,6 +112,8 @@ class IdleTable:
         closed_from: of rows from before the steps up to this one are taken one by one.
         changes: whether any step changes more than nothing.
         begun: the step at which it was begun.
+        step: that up to which scalars were taken in.
+        places: of ``many`` the address and the bytes of a row, the address of ``steps``; or None.
     """
 
     def __init__(self, rule: Rule, real: Any) -> None:
@@ -124,22 +126,27 @@ class IdleTable:
         if idle.root is None:
             self.many[:, -1] = 1.0
         # The first fields of ``many``, a row each.
-        self._sums = np.zeros((1 + n_states + idle.n_ways + 1, SLEEP))
+        self.n_sums = 1 + n_states + idle.n_ways + 1
+        self._sums = np.zeros((self.n_sums, SLEEP))
         self.steps = np.zeros((SLEEP, 5))
         # Sums over the missed steps, each with what is left of the first moment: sizes, and errors.
         self._moved, self._wrong = np.zeros(SLEEP), np.zeros(SLEEP)
         self._x = np.zeros(SLEEP)  # moments since the last step
         self._first_epsilon = np.zeros(SLEEP)  # logarithm of epsilon in the first missed step
+        self.places: tuple[int, int, int] | None = None
         self.begin(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "places": None}  # those of a copy are others
 
     def begin(self, step: int) -> None:
         """Forget all but ``given``, which has the steps up to ``step``."""
         self.begun = step
         # The oldest may have been overwritten by those of a step that was not taken.
-        self._step = self._first = max(0, step - SLEEP + 1)
+        self.step = self._first = max(0, step - SLEEP + 1)
         self._fades: tuple[float, float] | None = None
         self._log_epsilon, self._changed = 0.0, 0
-        self.closed_from, self.changes, self._is_whole = 0, False, True
+        self.closed_from, self.changes, self.is_whole = 0, False, True
 
     @property
     def is_fresh(self) -> bool:
@@ -149,21 +156,21 @@ class IdleTable:
     def advance(self, step: int) -> None:
         """Take in the steps up to ``step``, whose scalars were given."""
         # An interrupt came in between, or another count of steps was assigned.
-        if not self._is_whole or abs(step - self._step) > SLEEP:
+        if not self.is_whole or abs(step - self.step) > SLEEP:
             self.begin(step)
-        if self._step == step:
+        if self.step == step:
             return
-        self._is_whole = False
-        while self._step < step:
-            self._step += 1
-            *hp, decay = self.given[self._step % SLEEP].tolist()
+        self.is_whole = False
+        while self.step < step:
+            self.step += 1
+            *hp, decay = self.given[self.step % SLEEP].tolist()
             if decay != NO_STEP:
-                self._take(self._step, self.idle.step(hp_type(self.rule, ())(*hp), decay))
+                self._take(self.step, self.idle.step(hp_type(self.rule, ())(*hp), decay))
             else:  # before this table began: no row has missed it
-                self._first = self._step
+                self._first = self.step
         # Rows that are not there yet are never read.
-        self.many[:, : len(self._sums)] = self._sums.T
-        self._is_whole = True
+        self.many[:, : self.n_sums] = self._sums.T
+        self.is_whole = True
 
     def _take(self, step: int, own: IdleStep) -> None:
         """One step: rows that took the one before are the first to miss it."""
@@ -240,7 +247,7 @@ class IdleTable:
                 )
             self._moved[part] += np.abs(sizes)
             self._wrong[part] += np.abs(sizes) * errors
-            misled = np.flatnonzero(self._wrong[part] > _MISLED * self._moved[part])
+            (misled,) = (self._wrong[part] > _MISLED * self._moved[part]).nonzero()
             if len(misled):
                 self.closed_from = max(self.closed_from, end - n + int(misled[-1]) + 1)
             if not is_steady:

@@ -6,11 +6,18 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import repeat
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels.cpu.headers.arrays import NOWHERE, Expected, expected_arrays, usable
+from ..kernels.cpu.headers.arrays import (
+    NOWHERE,
+    Expected,
+    address_of,
+    expected_arrays,
+    usable,
+)
 from ..kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from ..kernels.cpu.rows.write import RowWrite
 from ..kernels.cpu.threads.parallel import commit
@@ -18,7 +25,7 @@ from ..kernels.keeping import COPY, STOCHASTIC
 from ..kernels.rule import Keeping, Rule
 from ..kernels.state import PARAMETER, State
 from ..ops.runtime import check, locks
-from ..ops.runtime.arrays import address_of, adopt, real_type
+from ..ops.runtime.arrays import adopt, real_type
 from ..ops.runtime.errors import reject
 from .base.checkpoint import as_state
 from .base.groups import Groups
@@ -41,7 +48,16 @@ from .engine.reader import GradientReader
 from .engine.table_rows import TableRows
 from .engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
 
-_BoundTable = tuple[SleepingTable, Expected | None, tuple[np.ndarray, ...]]
+_NO_TURN, _SECOND = nullcontext(), itemgetter(1)
+
+
+class _BoundTable(NamedTuple):
+    """A table that was checked whole; it fits for as long as its arrays are as expected."""
+
+    places: SleepingTable
+    arrays: tuple[np.ndarray, ...]
+    expected: Expected | None  # None where headers of arrays are not read
+    is_shared: bool  # with other optimizers, in which rows may sleep
 
 
 class TableOptimizer(StatefulOptimizer, TableRows):
@@ -93,7 +109,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             of_each = scalars_of(call.update), gradients
             each = zip(call.batch.positions.tolist(), *of_each, strict=False)
             steps += [NextStep(self._table_at_step(i), own, g and g.source) for i, own, g in each]
-        return [own for _, own in self._missed.before(steps)]
+        return [*map(_SECOND, self._missed.before(steps))]
 
     # The list of what belongs to a table (`TableRows`)
 
@@ -136,26 +152,25 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         return [self._table_at_step(i) for i in range(len(self.parameters))]
 
     def _table_at_step(self, i: int) -> TableAtStep:
-        p, known = self.parameters[i], self._bound.get(i)
-        if p.is_shared:
-            p.check_awake(self)
+        known = self._bound.get(i)
         # What was changed in place (`resize`, `flags`) has another header.
-        if known is None or known[1] is None or known[1].addresses(()) is None:
+        if known is None or known.expected is None or known.expected.addresses(()) is None:
             known = self._bind(i)
-        return TableAtStep(i, known[0], int(self._steps[i]), known[2])
+        if known.is_shared:
+            self.parameters[i].check_awake(self)
+        return TableAtStep(i, known.places, int(self._steps[i]), known.arrays)
 
     def _bind(self, i: int) -> _BoundTable:
         """Check a table whole, and where it lies."""
         table, keeping, missed = self._listed(self._name, i), self.keepings[i], self._missed
         assert missed is not None
-        _, last = table.arrays[PARAMETER], table.arrays[LAST.name]
-        check_missed(
-            self._name, last.label, last.array, int(self._steps[i]), missed.tables[i].given
-        )
+        last, scalars = table.arrays[LAST.name], missed.tables[i].given
+        check_missed(self._name, last.label, last.array, int(self._steps[i]), scalars)
         arrays = tuple(own.array for own in table.arrays.values())
         places = sleeping_table(self._rule if keeping is None else self._rule.kept(keeping), table)
         expected = expected_arrays((), NOWHERE, arrays) if usable else None
-        bound = self._bound[i] = places, expected, arrays
+        bound = _BoundTable(places, arrays, expected, self.parameters[i].is_shared)
+        self._bound[i] = bound
         return bound
 
     def _last_steps(self, i: int) -> np.ndarray:
@@ -163,7 +178,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         return last
 
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
-        commit([own for _, own in each])
+        commit([*map(_SECOND, each)])
 
     def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
         made = self.parameters[i]
@@ -201,12 +216,12 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         i, where = self._number_of(parameter), f"{self._name}.prepare"
         rows = check.contiguous(adopt(where, "ids", ids).reshape(-1), where, "ids")
         check.index_dtype(where, rows)
-        check.indices_in_range(where, rows, (*self.parameters[i].shape, 0)[0])
+        check.indices_in_range(where, rows, (*self.parameters[i].array.shape, 0)[0])
         self.prepare_spans(i, ((address_of(rows), rows.itemsize, len(rows)),))
 
     def _between_steps(self) -> AbstractContextManager[Any]:
         if not self.use_locking:
-            return nullcontext()
+            return _NO_TURN
         turns = ExitStack()
         turns.enter_context(self._stepper.turn())
         turns.enter_context(locks.turn())

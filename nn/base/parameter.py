@@ -167,7 +167,10 @@ class Parameter:
         return f"Parameter(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def watch(self, owner: Any) -> None:
-        """Have ``owner`` told about every rebinding; it is held weakly."""
+        """Have ``owner`` told about every rebinding, and of other owners; it is held weakly."""
+        for other in list(self._owners):
+            if other is not owner:
+                other.forget_addresses()
         self._owners.add(owner)
 
     def check_awake(self, but: Any = None) -> None:

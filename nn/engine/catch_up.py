@@ -25,8 +25,10 @@ from .tables import StatefulTable
 
 SCALARS = "idle_scalars"
 """The name of the scalars of the last steps in checkpoints."""
-# Each row is looked at once in so many steps, a few before the scalars are gone.
-_PERIOD = SLEEP - 8
+# Each row is looked at once in so many steps, a few before the scalars are gone: in turns, of which
+# there is one in so many steps.
+_PERIOD, _EVERY = SLEEP - 8, 8
+_TURNS = _PERIOD // _EVERY
 
 
 class TableAtStep(NamedTuple):
@@ -99,7 +101,9 @@ class MissedSteps:
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""
-        given = {own.table.key: (own.table.now + 1, own.scalars) for own in steps}
+        given: dict[Any, Any] = {}
+        for (key, _, now, _), scalars, _ in steps:
+            given[key] = now + 1, scalars
         users: dict[int, list[Any]] = {}
         for key, table in self.tables.items():
             users.setdefault(id(table), []).append(key)
@@ -128,9 +132,9 @@ class MissedSteps:
             if source is None:
                 made.append((None, self._catch_up(table, now + 1, (0, 0, n))))
                 continue
-            turn = now % _PERIOD
-            begin, end = turn * n // _PERIOD, (turn + 1) * n // _PERIOD
-            if begin < end:
+            turn, rest = divmod(now % _PERIOD, _EVERY)
+            begin, end = turn * n // _TURNS, (turn + 1) * n // _TURNS
+            if begin < end and rest == 0:
                 made.append((None, self._catch_up(table, now, (0, begin, end - begin))))
             rows = source.indices, *source[1:3]
             made.append((table.key, self._catch_up(table, now + 1, rows)))
@@ -164,7 +168,7 @@ class MissedSteps:
 
     def wake_late(self, table: TableAtStep, last: np.ndarray) -> None:
         """Bring rows up to date whose turn would come too late, after rows have moved."""
-        turns = ((np.arange(len(last)) + 1) * _PERIOD - 1) // max(1, len(last))
+        turns = ((np.arange(len(last)) + 1) * _TURNS - 1) // max(1, len(last)) * _EVERY
         is_late = table.now + (turns - table.now) % _PERIOD - last > _PERIOD
         if len(late := np.flatnonzero(is_late)):
             span = address_of(late), late.itemsize, len(late)
@@ -196,10 +200,11 @@ def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int,
 
 def scalars_of(update: Update) -> Iterator[tuple[float, ...]]:
     """The scalars of the rule and the coupled weight decay of each parameter of an update."""
-    kernel = update.kernel
-    hp = np.asarray(update.hp).reshape(-1, kernel.n_scalars).tolist()
-    rows = [_without_gradient(kernel.rule, kernel.prologue, row) for row in hp]
-    return (rows[k] for k in update.hp_of)
+    kernel, hp = update.kernel, np.asarray(update.hp)
+    if hp.ndim == 1:
+        hp = hp.reshape(-1, kernel.n_scalars)
+    rows = [_without_gradient(kernel.rule, kernel.prologue, row) for row in hp.tolist()]
+    return map(rows.__getitem__, update.hp_of)
 
 
 def _without_gradient(rule: Rule, prologue: Prologue, row: Sequence[float]) -> tuple[float, ...]:

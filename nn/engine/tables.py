@@ -41,21 +41,21 @@ class StatefulTable:
         arrays: on the host, by their names in states; the weights come first.
 
     Raises:
-        TypeError: a state has another dtype than it was declared with.
+        RuntimeError: a state has another dtype than it was declared with.
         ValueError: an array has another shape, cannot be written in place, or shares memory.
     """
 
     def __init__(self, where: str, arrays: dict[str, TableArray]) -> None:
         self.where, self.arrays = where, arrays
         self.weights: np.ndarray = next(iter(arrays.values())).array
-        w, real = STORAGES[self.weights.dtype], None
+        w = STORAGES[self.weights.dtype]
         for label, array, state, shape, _ in arrays.values():
             if array.shape != shape:
                 reject(ValueError, where, label, "has a wrong shape", shape, array.shape)
             check.variable(where, label, array, may_count=True)
             real = state_storage(state, w).dtype
             if array.dtype != real and (state.dtype is not None or state.per != "element"):
-                reject(TypeError, where, label, "has a wrong dtype", real, array.dtype)
+                reject(RuntimeError, where, label, "has a wrong dtype", real, array.dtype)
         every = arrays.values()
         check.no_overlap(where, [own.label for own in every], [own.array for own in every])
 

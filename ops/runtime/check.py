@@ -220,7 +220,9 @@ def index_dtype(where: str, indices: Any) -> None:
 
 def indices_in_range(where: str, indices: np.ndarray, n_rows: int) -> None:
     """Check that indices on the host are in ``[0, n_rows)``."""
-    if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
+    # As calls of C: the methods `min` and `max` are Python's.
+    least, most = np.minimum.reduce, np.maximum.reduce
+    if len(indices) and (least(indices) < 0 or most(indices) >= n_rows):
         position = int(np.argmax((indices < 0) | (indices >= n_rows)))
         raise index_error(where, position, int(indices[position]), n_rows)
 

@@ -257,8 +257,12 @@ class CatchUp:
         self, table: SleepingTable, scalars: IdleTable, now: int, mark: int,
         rows: tuple[int, int, int], owners: Any = None,
     ) -> None:  # fmt: skip
-        with _advancing:
-            scalars.advance(now)
+        if scalars.step != now or not scalars.is_whole:
+            with _advancing:
+                scalars.advance(now)
+        if scalars.places is None:
+            every = scalars.many
+            scalars.places = address_of(every), every.strides[0], address_of(scalars.steps)
         many, addresses, width, last, n_rows = table
         indices, index_bytes, n = rows
         is_small = n * (width + ROW_COST) < UPDATE_SERIAL_BELOW
@@ -267,7 +271,7 @@ class CatchUp:
         # A slot has the addresses, the scalars and the drift of a row.
         words, one_by_one, largest = 0, (0, 0), 0.0
         if scalars.closed_from > 0:
-            words = len(addresses) + 1 + scalars.many.strides[0] // 8 + 1 + width
+            words = len(addresses) + 1 + scalars.places[1] // 8 + 1 + width
             words, one_by_one = -(-words // 8) * 8, _one_by_one(many, scalars.n_states)
             largest = float(np.abs(scalars.steps[:, 3]).max())
         self._largest = array("d", (largest,))
@@ -281,15 +285,16 @@ class CatchUp:
             (indices, index_bytes, 0 if indices else index_bytes, n, ahead),
             (last, n_rows, now, mark, scalars.closed_from, block.address),
             form,
-            (address_of(scalars.many), scalars.many.strides[0], address_of(scalars.steps)),
+            scalars.places,
             (self._largest.buffer_info()[0],),
-            (*one_by_one, 1 + scalars.n_states, 2 + scalars.n_states + scalars.idle.n_ways),
+            (*one_by_one, 1 + scalars.n_states, scalars.n_sums),
             (many.real.itemsize, scratch, 8 * words, scratch + 8 * threads * words),
             (self._behind.buffer_info()[0],),
         )
         self._call = array("q", CatchUpCall(*chain.from_iterable(arguments)))
         function = _catch_up_ids if indices else _catch_up_stretch
-        self.loops = (Loop.of(function, n_parts, self._call.buffer_info()[0], threads),)
+        address, threads = self._call.buffer_info()[0], min(threads, n_parts)
+        self.loops = (Loop(function.address, n_parts, address, threads),)
 
     @property
     def found_any(self) -> bool:

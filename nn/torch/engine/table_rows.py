@@ -160,10 +160,10 @@ class TableOptimizer(Declaration, TableRows):
             if state.get(role) is not None:
                 is_weight = PARAMETER in (declared.initial, role) or role == COPY.name
                 initial = PARAMETER if is_weight else self.initial(role, group)
-                own = f"state {role!r} of a table", state[role], declared, shape, initial
+                own = f"state {role!r}", state[role], declared, shape, initial
                 arrays[role] = _listed_tensor(where, *own)
         if (last := state.get(LAST.name)) is not None:
-            own = f"state {LAST.name!r} of a table", last, LAST, tuple(parameter.shape[:1])
+            own = f"state {LAST.name!r}", last, LAST, tuple(parameter.shape[:1])
             arrays[LAST.name] = _listed_tensor(where, *own, float(updates_of(where, state)))
         return StatefulTable(where, arrays)
 
@@ -431,12 +431,17 @@ def _listed_tensor(
     """
     is_here = isinstance(tensor, Tensor) and local(tensor) is tensor and not tensor.is_cuda
     if not is_here or tensor.layout != torch.strided or tensor.dtype not in NUMBERS or not (
-        tensor.dim() and tensor.is_contiguous() and is_as_it_lies(tensor)
+        tensor.is_contiguous() and is_as_it_lies(tensor) and tensor.dim()
     ):  # fmt: skip
         expected = "a contiguous table of one process on the host"
         reject(RuntimeError, where, label, "does not fit", expected, "another")
     array = array_of(tensor.detach())
-    return TableArray(label, array, state, array.shape if shape is None else shape, initial)
+    dtypes = (LAST.dtype,) if state.dtype is LAST.dtype else STORAGES
+    if shape not in (None, array.shape) or array.dtype not in dtypes:
+        expected = f"{'int32' if len(dtypes) == 1 else 'floats'} {shape}"
+        got = f"{array.dtype} {array.shape}"
+        reject(RuntimeError, where, label, "does not fit its table", expected, got)
+    return TableArray(label, array, state, array.shape, initial)
 
 
 def _check_asleep(where: str, rule: Rule, parameter: Tensor, state: Mapping[str, Any]) -> None:
