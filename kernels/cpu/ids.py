@@ -26,7 +26,7 @@ PART = 4_096
 """Ids of a part of a search."""
 _AHEAD = 12
 _MOST = 2147483647
-_MOST_DRAWS = 4_096
+_EACH_DRAWN, _WORDS = 4_096, 4294967296.0
 
 
 class IdCall(NamedTuple):
@@ -163,26 +163,19 @@ def _new_row(c):
     return np.int64(0)
 
 
-@njit(inline="always")
-def _drawn(key, m):
-    return np.int64(_mixed(key ^ np.uint64(m)) >> np.uint64(32))
-
-
 @njit
 def _is_admitted(c, x, before, times):
     key, first, last = x ^ _mixed(np.uint64(c.seed)), max(before + 1, c.after), before + times
     # A count ends at the largest number: from then on each step has draws of its own.
     above = np.int64(c.step) << 32 if before == _MOST else np.int64(0)
-    end = min(last, first + _MOST_DRAWS - 1)
-    for m in range(first, end + 1):
-        if _drawn(key, above + m) < c.chance:
+    m, n, refused = np.int64(first), np.int64(1), 1.0 - c.chance / _WORDS
+    while m + n <= last + 1:
+        if np.int64(_mixed(key ^ np.uint64(above + m)) >> np.uint64(32)) < (1.0 - refused) * _WORDS:
             return True
-    # The rest is one draw: by products alone, which are the same on every machine.
-    rest, refused, all_refused = last - end, 1.0 - c.chance / 4294967296.0, 1.0
-    while rest > 0:
-        all_refused *= refused if rest & 1 else 1.0
-        refused, rest = refused * refused, rest >> 1
-    return _drawn(key, above + end + 1) >= all_refused * 4294967296.0
+        m += n
+        if m >= first + _EACH_DRAWN:
+            n, refused = 2 * n, refused * refused  # products alone are the same everywhere
+    return False
 
 
 @part(IdCall)

@@ -45,31 +45,24 @@ def checked_state(where: str, state: Mapping[str, Any], capacity: int) -> dict[s
         if array.dtype != STATE[name] or array.ndim != 1:
             got = f"{array.dtype}, {array.ndim} dimensions"
             reject(TypeError, where, name, "is another array", f"{STATE[name]} [n]", got)
-    rows, pending, steps = found["rows"], found["pending"], found["removed_steps"]
-    next_row, step, forgotten = (
-        int(found[name][0]) if found[name].size == 1 else -2
-        for name in ("next_row", "step", "forgotten")
-    )
+    rows, pending = found["rows"], found["pending"]
+    next_row, step = (sum(found[name][:1].tolist()) for name in ("next_row", "step"))
+    ranges = {
+        "rows": (1, next_row - 1), "counts": (1, MOST_STEPS), "last_uses": (0, step),
+        "pending_counts": (1, MOST_STEPS), "next_row": (1, capacity), "step": (0, MOST_STEPS),
+        "removed_steps": (0, step + 1), "forgotten": (-1, step + 1),
+    }  # fmt: skip
+    lengths = {
+        "ids": len(rows), "counts": len(rows), "last_uses": len(rows), "next_row": 1, "step": 1,
+        "pending_counts": len(pending), "removed_steps": len(found["removed"]), "forgotten": 1,
+    }  # fmt: skip
     fits = (
-        1 <= next_row <= capacity
-        and 0 <= step <= MOST_STEPS
-        and -1 <= forgotten <= step + 1
-        and all(len(found[name]) == len(rows) for name in ("ids", "counts", "last_uses"))
-        and len(found["pending_counts"]) == len(pending)
-        and len(found["removed"]) == len(steps)
-        and _are_within(rows, 1, next_row - 1)
-        and bool((rows[:-1] < rows[1:]).all())  # differences may not fit int32
-        and _are_within(found["counts"], 1, MOST_STEPS)
-        and _are_within(found["pending_counts"], 1, MOST_STEPS)
-        and _are_within(found["last_uses"], 0, step)
-        and _are_within(steps, 0, step + 1)
+        all(len(found[name]) == n for name, n in lengths.items())
+        and all(((a <= found[k]) & (found[k] <= b)).all() for k, (a, b) in ranges.items())
+        and (rows[:-1] < rows[1:]).all()  # differences may not fit int32
         and len(np.unique(np.concatenate((found["ids"], pending)))) == len(rows) + len(pending)
     )
     if not fits:
         expected = f"rows of a map of at most {capacity} rows, and different ids"
         reject(ValueError, where, "state", "does not fit", expected, "another")
     return found
-
-
-def _are_within(array: np.ndarray, least: int, most: int) -> bool:
-    return not len(array) or bool(least <= array.min() and array.max() <= most)

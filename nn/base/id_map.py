@@ -15,7 +15,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .arguments import count
 from .arguments import seed as checked_seed
-from .id_arrays import checked_state, ids_of_64_bits
+from .id_arrays import STATE, checked_state, ids_of_64_bits
 
 _FULL = ("reserved", "raise", "evict")
 _MOST_LOAD, _LOAD = 0.8, 0.55  # of the slots before they grow, and after
@@ -72,7 +72,8 @@ class IdMap:
         after: an id gets a row at this occurrence; 1: at the first.
         chance: at each occurrence from then on it gets one with this chance, in (0, 1]. The draw
             follows from seed, id and count; where the count has ended, at 2**31 - 1, from the step
-            too. What is above 4,096 occurrences of one of the ``times`` is one draw.
+            too. Above 4,096 occurrences of one of the ``times`` a draw is for 2, then 4, 8, ... of
+            them, with the chance of all.
         seed: of these draws, an int from 0 to 2**63 - 1.
         full: what becomes of new ids when all rows are taken: ``"reserved"``: they read row 0;
             ``"raise"``: a call with one raises, and nothing is admitted; ``"evict"``: the rows that
@@ -238,9 +239,7 @@ class IdMap:
         given = ids, len(ids), rows, n_missing, times, step, told, handed
         return Arguments((*self._bound, *given))  # `kernels.IdCall`
 
-    def _search(
-        self, ids: np.ndarray, times: Any = None, step: int = 0
-    ) -> tuple[np.ndarray, bool, Arguments]:
+    def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[Any, bool, Arguments]:
         """The places of ids, whether all have rows, and the arguments of `kernels.count`."""
         n, parts = len(ids), -(-len(ids) // kernels.PART)
         rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
@@ -252,10 +251,7 @@ class IdMap:
     # One compiled call changes slots, rows and counts, or one assignment replaces them. So whatever
     # raises between two of Python's instructions leaves a map that is in order.
 
-    def _admit(
-        self, ids: np.ndarray, step: int, times: np.ndarray | None,
-        begin: Callable[[Admissions], Any] | None,
-    ) -> np.ndarray:  # fmt: skip
+    def _admit(self, ids: np.ndarray, step: int, times: Any, begin: Any) -> np.ndarray:
         rows, is_done, counting = self._search(ids, times, step)
         if not is_done:
             at = np.flatnonzero(rows <= 0)
@@ -268,7 +264,10 @@ class IdMap:
             return rows
         handed, told = np.empty(len(at), np.int32), np.zeros(4, np.int64)
         try:
-            evicted = self._evict_for(lacks, step)
+            evicted = self._least_recent(lacks, step) if lacks else _NO_ROWS
+            if len(evicted):
+                self.evictions += 1
+                self._free_rows(evicted, step)
             rows[at] = self._rows_of_new(ids, times, step, told, handed)
             new = handed[: int(told[3])].copy()
             self.last = Admissions(new, self._row_ids[new], int(told[0]), evicted)
@@ -280,18 +279,15 @@ class IdMap:
             raise
         return rows
 
-    def _rows_of_new(
-        self, ids: np.ndarray, times: np.ndarray | None, step: int, told: np.ndarray,
-        handed: np.ndarray,
-    ) -> np.ndarray:  # fmt: skip
+    def _rows_of_new(self, ids: Any, times: Any, step: int, told: Any, handed: Any) -> np.ndarray:
         """The rows of ids, which get some; 0 for none. Those handed out are listed."""
         rows, slots = np.empty(len(ids), np.int32), self._slots_for(self._entries[0] + len(ids))
         if slots > self._slots:
-            self._move(slots, len(self._places) - self._slots)
+            self._place(slots, len(self._places) - self._slots, self._hashes, self._places)
         while told[1] < len(ids):
             if told[2]:
-                told[2] = 0
-                self._move(self._slots, 2 * (len(self._places) - self._slots))
+                told[2], tail = 0, 2 * (len(self._places) - self._slots)
+                self._place(self._slots, tail, self._hashes, self._places)
             call = self._call(ids, rows, None, times, step, told, handed)
             run_all((Loop.of(kernels.admit, 1, call.address, 1),))
         if told[0] and (self.after > 1 or self.chance < 1.0):
@@ -299,7 +295,7 @@ class IdMap:
         return rows
 
     def _rows_that_lack(self, ids: np.ndarray, times: np.ndarray | None) -> int:
-        """How many rows are to be given back for ids that have none; it may raise instead."""
+        """How many rows are to be given back for new ids, where the map does not raise then."""
         room = self.capacity - 1 - len(self)
         if self.full == "reserved" or len(ids) <= room:
             return 0
@@ -312,16 +308,8 @@ class IdMap:
             reject(ValueError, "IdMap", "ids", "do not fit", expected, room + more)
         return max(more, 0)
 
-    def _evict_for(self, n: int, step: int) -> np.ndarray:
-        """Give back the rows that were used least recently, none of this step: int32, ascending."""
-        evicted = self._least_recent(n, step) if n else _NO_ROWS
-        if len(evicted):
-            self.evictions += 1
-            self._free_rows(evicted, step)
-        return evicted
-
     def _least_recent(self, n: int, step: int) -> np.ndarray:
-        """Rows in use to be given back: as many, or fewer, ascending."""
+        """Rows to be given back: as many, or fewer, ascending, none of this step."""
         found = self._take_from_queue(n)
         if len(found) < n:
             # Rows of the same step may be those of other calls, before the same backward.
@@ -352,10 +340,6 @@ class IdMap:
         # The estimate counts an id as often as it occurs; slots never double at once for that.
         enough = int(entries / _LOAD) if entries < 4_096 else 0
         return max(enough, int(max(1.5 * self._slots, entries / _MOST_LOAD + 1)))
-
-    def _move(self, slots: int, tail: int) -> None:
-        """Put all entries into new slots."""
-        self._place(slots, tail, self._hashes, self._places)
 
     def _place(self, slots: int, tail: int, hashes: np.ndarray, places: np.ndarray) -> None:
         """Have new slots, with these entries."""
@@ -506,13 +490,10 @@ class IdMap:
         with self._lock:
             ids, rows, counts, last_uses = self.rows_of_ids()
             pending, occurrences = self._pending()
-            return {
-                "ids": ids, "rows": rows, "counts": counts, "last_uses": last_uses,
-                "pending": pending, "pending_counts": occurrences,
-                "next_row": self._next_row.copy(), "step": np.array([self.step], np.int64),
-                "removed": self._removed.copy(), "removed_steps": self._removed_steps.copy(),
-                "forgotten": np.array([self._forgotten], np.int64),
-            }  # fmt: skip
+            step, forgotten = (np.array([x], np.int64) for x in (self.step, self._forgotten))
+            rest = self._next_row, step, self._removed, self._removed_steps, forgotten
+            arrays = ids, rows, counts, last_uses, pending, occurrences, *rest
+            return {name: x.copy() for name, x in zip(STATE, arrays, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it.

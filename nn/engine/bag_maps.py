@@ -140,17 +140,8 @@ def rows_together(
     own: IdMap, parts: Sequence[np.ndarray], padding: Sequence[int | None], left_out: int,
     step: int | None, begin: Callable[[Admissions], Any],
 ) -> tuple[list[np.ndarray], FoundRows]:  # fmt: skip
-    """The rows of the ids of several features in one call of their map, and a record of it.
-
-    So no id of one feature gets the row of an id of another.
-
-    Args:
-        own: the map.
-        parts: the ids of each feature, int64.
-        padding: the id of each feature that is left out, or None.
-        left_out: its row.
-        step: as for `IdMap`; None: ids are only looked for.
-        begin: as for `IdMap`.
+    """The rows of the ids of several features, and a record of them: int32, ``left_out`` for the
+    padding of each. One call of the map finds them, so no id takes the row of one beside it.
     """
     # Copies, which no other thread changes.
     ids, ends = np.concatenate([x.reshape(-1) for x in parts]), np.cumsum([x.size for x in parts])

@@ -174,7 +174,7 @@ def test_states_that_do_not_fit() -> None:
     small = IdShard(nn.IdMap(3), alone())
     with pytest.raises(ValueError, match="does not fit"):
         small.load_state_dicts([state], {k: x[:3] for k, x in arrays.items()})
-    with pytest.raises(ValueError, match="array 'table' is too short: expected at least"):
+    with pytest.raises(ValueError, match="array 'table' has no room for the rows: expected"):
         other.shard.load_state_dicts([state], {k: x[:3] for k, x in other.arrays().items()})
 
     def on_two(comm: ThreadCommunicator) -> Any:
