@@ -239,7 +239,7 @@ class IdMap:
         given = ids, len(ids), rows, n_missing, times, step, told, handed
         return Arguments((*self._bound, *given))  # `kernels.IdCall`
 
-    def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[Any, bool, Arguments]:
+    def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[np.ndarray, bool, Any]:
         """The places of ids, whether all have rows, and the arguments of `kernels.count`."""
         n, parts = len(ids), -(-len(ids) // kernels.PART)
         rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
