@@ -26,6 +26,7 @@ PART = 4_096
 """Ids of a part of a search."""
 _AHEAD = 12
 _MOST = 2147483647
+_EACH_DRAWN, _WORDS = 4_096, 4294967296.0
 
 
 class IdCall(NamedTuple):
@@ -38,9 +39,10 @@ class IdCall(NamedTuple):
     row_ids: int  # int64 [capacity]
     counts: int  # int32 [capacity]
     last_uses: int  # int32 [capacity]
-    free: int  # int32 [n_free]: rows to be handed out, from the end
+    free: int  # int32 [capacity]: n_free rows to be handed out, from the end
     n_free: int  # int64 [1]
     next_row: int  # int64 [1]: the first that was never handed out
+    entries: int  # int64 [1]: full slots
     capacity: int
     after: int  # admit an id at this occurrence
     chance: int  # from then on with this chance in 2**32 at each; 2**32: always
@@ -49,11 +51,11 @@ class IdCall(NamedTuple):
     ids: int  # int64 [n]
     n: int
     rows: int  # int32 [n]: the places of ids; in the end 0 for one without a row
-    missing: int  # int64 [n]: in each part the ids that were not found, as their numbers
-    n_missing: int  # int64 [parts]
+    n_missing: int  # int64 [parts]: how many ids of each part have no row
     times: int  # int64 [n]: how often each id occurs; 0: once
     step: int
-    told: int  # int64 [4]: entries, occurrences without a row, admissions, whether a slot lacked
+    told: int  # int64 [4]: occurrences without a row, ids done, whether a slot lacked, admissions
+    handed: int  # int32 [n]: the rows of the admissions
 
 
 _mixed_word, _unmixed = njit(inline="always")(mixed), njit(unmixed)
@@ -122,20 +124,18 @@ def _use(c, row, times):
 
 @part(IdCall)
 def search(index, slot, c):
-    """The rows of a stretch of ids; those that are not found are listed."""
+    """The places of a stretch of ids: each id is read once."""
     hashes, places = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     begin, n = index * PART, 0
-    end, missing = min(begin + PART, c.n), int64s(c.missing, c.n)
+    end = min(begin + PART, c.n)
     for k in range(begin, end):
         if k + _AHEAD < end:
             _fetch(c, hashes, places, k + _AHEAD)
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
         rows[k] = places[i] if places[i] != 0 and hashes[i] == x else 0
-        if rows[k] <= 0:
-            missing[begin + n] = k
-            n += 1
+        n += rows[k] <= 0
     int64s(c.n_missing, index + 1)[index] = n
 
 
@@ -164,11 +164,17 @@ def _new_row(c):
 
 
 @njit
-def _is_admitted(c, x, before, occurrences):
-    key = x ^ _mixed(np.uint64(c.seed))
-    for m in range(max(before + 1, c.after), occurrences + 1):
-        if np.int64(_mixed(key ^ np.uint64(m)) >> np.uint64(32)) < c.chance:
+def _is_admitted(c, x, before, times):
+    key, first, last = x ^ _mixed(np.uint64(c.seed)), max(before + 1, c.after), before + times
+    # A count ends at the largest number: from then on each step has draws of its own.
+    above = np.int64(c.step) << 32 if before == _MOST else np.int64(0)
+    m, n, refused = np.int64(first), np.int64(1), 1.0 - c.chance / _WORDS
+    while m + n <= last + 1:
+        if np.int64(_mixed(key ^ np.uint64(above + m)) >> np.uint64(32)) < (1.0 - refused) * _WORDS:
             return True
+        m += n
+        if m >= first + _EACH_DRAWN:
+            n, refused = 2 * n, refused * refused  # products alone are the same everywhere
     return False
 
 
@@ -180,45 +186,40 @@ def admit(index, slot, c):
     """
     hashes, places = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
-    told, missing = int64s(c.told, 4), int64s(c.missing, c.n)
-    parts, handled = (c.n + PART - 1) // PART, np.int64(0)
-    for p in range(parts):
-        for m in range(int64s(c.n_missing, parts)[p]):
-            k = missing[p * PART + m]
-            handled += 1
-            if handled <= told[2]:
-                continue
-            x = _mixed(ids[k])
-            i = _find(hashes, places, c.slots, x)
-            is_known = places[i] != 0 and hashes[i] == x
-            before, times = np.int64(0), _times(c, k)
-            if is_known and places[i] > 0:  # admitted by an occurrence before
-                rows[k] = places[i]
-                _use(c, rows[k], times)
-                told[2] = handled
-                continue
-            end = i if is_known else _empty_slot(places, i)
-            if end < i:
-                told[3] = 1
-                return
-            if is_known:
-                before = -np.int64(places[i])
-            occurrences = min(before + times, _MOST)
-            row = _new_row(c) if _is_admitted(c, x, before, occurrences) else np.int64(0)
-            place = row if row > 0 else -occurrences
-            if is_known:
-                places[i] = place
-            else:
-                _insert(hashes, places, i, end, x, place)
-                told[0] += 1
-            rows[k] = row
-            if row > 0:
-                int64s(c.row_ids, c.capacity)[row] = ids[k]
-                carray(as_pointer(c.counts), c.capacity, np.int32)[row] = occurrences
-                carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
-            else:
-                told[1] += times
-            told[2] = handled
+    told, handed = int64s(c.told, 4), carray(as_pointer(c.handed), c.n, np.int32)
+    for k in range(told[1], c.n):
+        x = _mixed(ids[k])
+        i = _find(hashes, places, c.slots, x)
+        is_known = places[i] != 0 and hashes[i] == x
+        before, times = np.int64(0), _times(c, k)
+        if is_known and places[i] > 0:  # admitted by an occurrence before
+            rows[k] = places[i]
+            _use(c, rows[k], times)
+            continue
+        end = i if is_known else _empty_slot(places, i)
+        if end < i:
+            told[1], told[2] = k, 1
+            return
+        if is_known:
+            before = -np.int64(places[i])
+        occurrences = min(before + times, _MOST)
+        row = _new_row(c) if _is_admitted(c, x, before, times) else np.int64(0)
+        place = row if row > 0 else -occurrences
+        if is_known:
+            places[i] = place
+        else:
+            _insert(hashes, places, i, end, x, place)
+            int64s(c.entries, 1)[0] += 1
+        rows[k] = row
+        if row > 0:
+            int64s(c.row_ids, c.capacity)[row] = ids[k]
+            carray(as_pointer(c.counts), c.capacity, np.int32)[row] = occurrences
+            carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
+            handed[told[3]] = row
+            told[3] += 1
+        else:
+            told[0] += times
+    told[1] = c.n
 
 
 @part(IdCall)
@@ -231,23 +232,47 @@ def look_again(index, slot, c):
             place = places[_find(hashes, places, c.slots, _mixed(ids[k]))]
             if place > 0:  # otherwise the place is one without a row
                 rows[k] = place
-                int64s(c.told, 4)[1] -= _times(c, k)
+                int64s(c.told, 4)[0] -= _times(c, k)
+
+
+@njit
+def _give_back(c, rows, n):
+    """Put rows, which ascend, among the free ones, which descend."""
+    free, n_free = carray(as_pointer(c.free), c.capacity, np.int32), int64s(c.n_free, 1)
+    i, k = n_free[0] - 1, 0
+    n_free[0] += n
+    while k < n:
+        if i >= 0 and free[i] < rows[k]:
+            free[i + n - k] = free[i]
+            i -= 1
+        else:
+            free[i + n - k] = rows[k]
+            k += 1
 
 
 @part(IdCall)
 def remove(index, slot, c):
-    """Take out ids; slots behind each move up: on one thread."""
+    """Take out ids, whose rows ascend; slots behind each move up: on one thread."""
     hashes, places = _slots(c)
-    ids = int64s(c.ids, c.n)
+    ids, rows, n = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32), 0
     for k in range(c.n):
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
         if places[i] == 0 or hashes[i] != x:
             continue
+        row = places[i]
         while places[i + 1] != 0 and _home(hashes[i + 1], c.slots) <= i:
             hashes[i], places[i] = hashes[i + 1], places[i + 1]
             i += 1
         places[i] = 0
+        int64s(c.entries, 1)[0] -= 1
+        if row > 0:
+            int64s(c.row_ids, c.capacity)[row] = 0
+            carray(as_pointer(c.counts), c.capacity, np.int32)[row] = 0
+            carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = 0
+            rows[n] = row
+            n += 1
+    _give_back(c, rows, n)
 
 
 @part(IdCall)
@@ -265,7 +290,7 @@ def place(index, slot, c):
             i = _find(hashes, places, c.slots, x)
             end = _empty_slot(places, i)
             if end < i:
-                int64s(c.told, 4)[3] = 1
+                int64s(c.told, 4)[2] = 1
                 return
             _insert(hashes, places, i, end, x, rows[k])
 

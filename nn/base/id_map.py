@@ -12,17 +12,17 @@ from ...kernels.cpu import ids as kernels
 from ...kernels.cpu.threads.parallel import Arguments, Loop, get_num_threads, run_all
 from ...kernels.keeping import mixed
 from ...ops.runtime import check
-from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from .arguments import count
 from .arguments import seed as checked_seed
+from .id_arrays import STATE, checked_state, ids_of_64_bits
 
 _FULL = ("reserved", "raise", "evict")
 _MOST_LOAD, _LOAD = 0.8, 0.55  # of the slots before they grow, and after
 _FEWEST_SLOTS = 1_024
 _SERIAL_BELOW = 8_192  # ids
 _LARGEST = (1 << 31) - 1
-_DTYPES = (np.dtype(np.int64), np.dtype(np.uint64))
+_NO_ROWS = np.empty(0, np.int32)
 
 
 class Admissions(NamedTuple):
@@ -42,7 +42,7 @@ class Admissions(NamedTuple):
     evicted: np.ndarray
 
 
-_NONE = Admissions(np.empty(0, np.int32), np.empty(0, np.int64), 0, np.empty(0, np.int32))
+_NONE = Admissions(_NO_ROWS, np.empty(0, np.int64), 0, _NO_ROWS)
 
 
 class Changes(NamedTuple):
@@ -64,13 +64,16 @@ class IdMap:
 
     Row 0 is *reserved*: ids without a row read it. Their gradient belongs to nobody: leave out what
     has row 0. The other rows are handed out in the order in which ids first occur, the lowest
-    first, so they are the same for any number of threads.
+    first, so they are the same for any number of threads. Threads may share a map: their calls
+    happen one after the other.
 
     Args:
         capacity: the rows of the table, the reserved one included; from 2 to 2**31 - 1.
         after: an id gets a row at this occurrence; 1: at the first.
         chance: at each occurrence from then on it gets one with this chance, in (0, 1]. The draw
-            follows from seed, id and count.
+            follows from seed, id and count; where the count has ended, at 2**31 - 1, from the step
+            too. Above 4,096 occurrences of one of the ``times`` a draw is for 2, then 4, 8, ... of
+            them, with the chance of all.
         seed: of these draws, an int from 0 to 2**63 - 1.
         full: what becomes of new ids when all rows are taken: ``"reserved"``: they read row 0;
             ``"raise"``: a call with one raises, and nothing is admitted; ``"evict"``: the rows that
@@ -118,27 +121,26 @@ class IdMap:
     def _clear(self) -> None:
         # Pages that nobody has written cost nothing.
         self._row_ids = np.zeros(self.capacity, np.int64)
-        self._counts, self._last_uses = (np.zeros(self.capacity, np.int32) for _ in range(2))
-        self._free = np.empty(0, np.int32)
-        self._n_free, self._next_row = np.zeros(1, np.int64), np.ones(1, np.int64)
-        self._entries, self.step, self.evictions = 0, 0, 0
+        self._counts, self._last_uses, self._free = (
+            np.zeros(self.capacity, np.int32) for _ in range(3)
+        )
+        self._n_free, self._next_row, self._entries = (np.array([k], np.int64) for k in (0, 1, 0))
+        self.step, self.evictions = 0, 0
         # Rows in the order of their last uses, and these. A row that was used since the queue was
         # made comes behind all of them, so it holds until it is empty.
-        self._queue = np.empty(0, np.int32), np.empty(0, np.int32)
+        self._queue = _NO_ROWS, _NO_ROWS
         # Ids that have lost their rows, and in which steps; older ones are forgotten.
         self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
         self._forgotten = -1
-        self._make_slots(_FEWEST_SLOTS, kernels.TAIL)
-        self.last = _NONE
-
-    def _make_slots(self, n: int, tail: int) -> None:
-        empty = np.empty(n + tail, np.uint64), np.zeros(n + tail, np.int32)
-        self._slots, (self._hashes, self._places) = n, empty
+        self._slots = _FEWEST_SLOTS
+        self._hashes, self._places = _empty_slots(_FEWEST_SLOTS + kernels.TAIL)
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
+        self.last = _NONE
 
     def __len__(self) -> int:
         """The number of ids that have a row."""
-        return int(self._next_row[0] - 1 - self._n_free[0])
+        with self._lock:
+            return int(self._next_row[0] - 1 - self._n_free[0])
 
     def __repr__(self) -> str:
         return f"IdMap({len(self)} of {self.capacity - 1} rows)"
@@ -170,8 +172,8 @@ class IdMap:
             times: int64 of the shape of the ids: how often each occurs, at least once; default
                 once, as often as it is there.
             begin: called with `last` if rows were handed out, before another thread gets them: to
-                let their weights and states begin anew (`reset_rows`). If it raises, they are given
-                back.
+                let their weights and states begin anew (`reset_rows`). If it raises, or an
+                interrupt comes before its end, they are given back.
 
         Returns:
             int32 of the shape of the ids.
@@ -183,23 +185,15 @@ class IdMap:
             Nothing has changed then.
         """
         where, found = "IdMap", ids_of_64_bits("IdMap", ids)
-        self.check_step(step)
         if times is not None:
-            times = ids_of_64_bits(where, times, "times")
+            times = ids_of_64_bits(where, times, "times").copy()  # other threads may change theirs
             if times.shape != found.shape or (times.size and times.min() < 1):
                 expected = f"{found.shape}, at least 1"
                 reject(ValueError, where, "times", "do not fit the ids", expected, times.shape)
             times = times.reshape(-1)
         with self._lock:
-            rows: np.ndarray = self._admit(found.reshape(-1), int(step), times).reshape(found.shape)
-            new = self.last
-            if begin is not None and len(new.rows):
-                try:
-                    begin(new)
-                except BaseException:
-                    self._free_rows(new.rows, self.step)  # nobody has got them
-                    raise
-            return rows
+            self.check_step(step)
+            return self._admit(found.reshape(-1), int(step), times, begin).reshape(found.shape)
 
     def check_step(self, step: Any) -> None:
         """Refuse the number of a step that is none, or below that of the last call.
@@ -230,109 +224,116 @@ class IdMap:
         return looked
 
     def _call(
-        self, ids: np.ndarray, rows: np.ndarray, missing: Any = None, n_missing: Any = None,
-        times: Any = None, step: int = 0, told: Any = None,
+        self, ids: np.ndarray, rows: np.ndarray, n_missing: Any = None, times: Any = None,
+        step: int = 0, told: Any = None, handed: Any = None,
     ) -> Arguments:  # fmt: skip
         if self._bound is None:
             arrays = (
                 self._hashes, self._places, len(self._places), self._slots, self._row_ids,
                 self._counts, self._last_uses, self._free, self._n_free, self._next_row,
+                self._entries,
             )  # fmt: skip
-            chance = min(1 << 32, round(self.chance * 2.0**32))
+            chance = max(1, round(self.chance * 2.0**32))
             numbers = self.capacity, self.after, chance, self.seed
             self._bound = (*Arguments(arrays).words, *numbers)
-        given = ids, len(ids), rows, missing, n_missing, times, step, told
+        given = ids, len(ids), rows, n_missing, times, step, told, handed
         return Arguments((*self._bound, *given))  # `kernels.IdCall`
 
-    def _search(
-        self, ids: np.ndarray, times: Any = None, step: int = 0
-    ) -> tuple[np.ndarray, int, tuple[Any, ...], Arguments]:
-        """The rows of ids, how many have none, and the arguments of a call that goes on."""
+    def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[np.ndarray, bool, Any]:
+        """The places of ids, whether all have rows, and the arguments of `kernels.count`."""
         n, parts = len(ids), -(-len(ids) // kernels.PART)
         rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
-        given = ids, rows, np.empty(n, np.int64), n_missing, times, step, np.zeros(4, np.int64)
-        call = self._call(*given)
+        call = self._call(ids, rows, n_missing, times, step)
         threads = 1 if n < _SERIAL_BELOW else get_num_threads()
         run_all((Loop.of(kernels.search, parts, call.address, threads),) if n else ())
-        return rows, int(n_missing.sum()), given, call
+        return rows, not n_missing.any(), call
 
-    def _admit(self, ids: np.ndarray, step: int, times: np.ndarray | None) -> np.ndarray:
-        rows, n_missing, given, call = self._search(ids, times, step)
-        if not n_missing:  # all have rows
-            run_all((Loop.of(kernels.count, 1, call.address, 1),) if len(ids) else ())
-            self.step, self.last = step, _NONE
+    # One compiled call changes slots, rows and counts, or one assignment replaces them. So whatever
+    # raises between two of Python's instructions leaves a map that is in order.
+
+    def _admit(self, ids: np.ndarray, step: int, times: Any, begin: Any) -> np.ndarray:
+        rows, is_done, counting = self._search(ids, times, step)
+        if not is_done:
+            at = np.flatnonzero(rows <= 0)
+            # Copies: another thread may change the ids.
+            ids, times = ids[at], None if times is None else times[at]
+            lacks = self._rows_that_lack(ids, times)
+        self.step, self.last = step, _NONE
+        run_all((Loop.of(kernels.count, 1, counting.address, 1),) if len(rows) else ())
+        if is_done:
             return rows
-        evicted, told = self._make_room(ids, rows, times, step), given[-1]
-        slots = self._slots_for(self._entries + n_missing)
-        if slots > self._slots:
-            self._move(slots, len(self._places) - self._slots)
-        next_row, n_free, free = int(self._next_row[0]), int(self._n_free[0]), self._free
-        call = self._call(*given)
-        run_all([Loop.of(own, 1, call.address, 1) for own in (kernels.count, kernels.admit)])
-        while told[3]:
-            told[3] = 0
-            self._move(self._slots, 2 * (len(self._places) - self._slots))
-            call = self._call(*given)
-            run_all((Loop.of(kernels.admit, 1, call.address, 1),))
-        self._entries += int(told[0])
-        if told[1] and (self.after > 1 or self.chance < 1.0):
-            run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
-        given_back = free[int(self._n_free[0]) : n_free][::-1]
-        fresh = np.arange(next_row, int(self._next_row[0]), dtype=np.int32)
-        handed = np.concatenate((given_back, fresh))
-        self.step = step
-        self.last = Admissions(handed, self._row_ids[handed], int(told[1]), evicted)
+        handed, told = np.empty(len(at), np.int32), np.zeros(4, np.int64)
+        try:
+            evicted = self._least_recent(lacks, step) if lacks else _NO_ROWS
+            if len(evicted):
+                self.evictions += 1
+                self._free_rows(evicted, step)
+            rows[at] = self._rows_of_new(ids, times, step, told, handed)
+            new = handed[: int(told[3])].copy()
+            self.last = Admissions(new, self._row_ids[new], int(told[0]), evicted)
+            if begin is not None and len(new):
+                begin(self.last)
+        except BaseException:  # nobody has got them
+            self._queue, new = (_NO_ROWS, _NO_ROWS), handed[: int(told[3])]
+            self._free_rows(new[self._counts[new] > 0], step)
+            raise
         return rows
 
-    def _make_room(
-        self, ids: np.ndarray, places: np.ndarray, times: np.ndarray | None, step: int
-    ) -> np.ndarray:
-        """Evict rows, or raise, if there are too few for new ids; the rows that are free now."""
-        has_none, room = places <= 0, self.capacity - 1 - len(self)
-        if self.full == "reserved" or np.count_nonzero(has_none) <= room:
-            return np.empty(0, np.int32)
-        each, first, inverse = np.unique(ids[has_none], return_index=True, return_inverse=True)
-        own_times = np.ones(len(inverse)) if times is None else times[has_none]
-        seen = np.bincount(inverse, own_times, len(each)) - places[has_none][first]
-        more = int((seen >= self.after).sum()) - room
-        if more <= 0:
-            return np.empty(0, np.int32)
-        if self.full == "raise":
+    def _rows_of_new(self, ids: Any, times: Any, step: int, told: Any, handed: Any) -> np.ndarray:
+        """The rows of ids, which get some; 0 for none. Those handed out are listed."""
+        rows, slots = np.empty(len(ids), np.int32), self._slots_for(self._entries[0] + len(ids))
+        if slots > self._slots:
+            self._place(slots, len(self._places) - self._slots, self._hashes, self._places)
+        while told[1] < len(ids):
+            if told[2]:
+                told[2], tail = 0, 2 * (len(self._places) - self._slots)
+                self._place(self._slots, tail, self._hashes, self._places)
+            call = self._call(ids, rows, None, times, step, told, handed)
+            run_all((Loop.of(kernels.admit, 1, call.address, 1),))
+        if told[0] and (self.after > 1 or self.chance < 1.0):
+            run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
+        return rows
+
+    def _rows_that_lack(self, ids: np.ndarray, times: np.ndarray | None) -> int:
+        """How many rows are to be given back for new ids, where the map does not raise then."""
+        room = self.capacity - 1 - len(self)
+        if self.full == "reserved" or len(ids) <= room:
+            return 0
+        each, inverse = np.unique(ids, return_inverse=True)
+        places = self._search(each)[0]
+        seen = np.bincount(inverse, times, len(each)) - places
+        more = int(((seen >= self.after) & (places <= 0)).sum()) - room
+        if more > 0 and self.full == "raise":
             expected = f"{room} new ids: so many rows are free"
             reject(ValueError, "IdMap", "ids", "do not fit", expected, room + more)
-        evicted = self._least_recent(more, places, step)
-        if not len(evicted):
-            return evicted
-        self.evictions += 1
-        self._free_rows(evicted, step)
-        return evicted
+        return max(more, 0)
 
-    def _least_recent(self, n: int, places: np.ndarray, step: int) -> np.ndarray:
-        """Rows in use to be given back: as many, or fewer, ascending; none of ``places``."""
-        found = self._take_from_queue(n, places)
+    def _least_recent(self, n: int, step: int) -> np.ndarray:
+        """Rows to be given back: as many, or fewer, ascending, none of this step."""
+        found = self._take_from_queue(n)
         if len(found) < n:
             # Rows of the same step may be those of other calls, before the same backward.
             rows = self._rows_in_use()
             rows = rows[self._last_uses[rows] < step]
             rows = rows[np.argsort(self._last_uses[rows], kind="stable")]
             self._queue = rows, self._last_uses[rows]
-            found = self._take_from_queue(n, places)
+            found = self._take_from_queue(n)
         return np.sort(found)
 
-    def _take_from_queue(self, n: int, places: np.ndarray) -> np.ndarray:
+    def _take_from_queue(self, n: int) -> np.ndarray:
         """So many rows of the queue, or fewer, that were not used since it was made."""
-        (rows, uses), begin, found = self._queue, 0, np.empty(0, np.int32)
+        (rows, uses), begin, found = self._queue, 0, _NO_ROWS
         while len(found) < n and begin < len(rows):
             end = begin + 2 * n + _FEWEST_SLOTS
             some = rows[begin:end]
             fits = (self._last_uses[some] == uses[begin:end]) & (self._counts[some] > 0)
-            at = np.flatnonzero(fits & ~np.isin(some, places))[: n - len(found)]
+            at = np.flatnonzero(fits)[: n - len(found)]
             found = np.concatenate((found, some[at]))
             begin = begin + int(at[-1]) + 1 if len(found) == n else end
         self._queue = rows[begin:], uses[begin:]
         return found
 
-    def _slots_for(self, entries: int) -> int:
+    def _slots_for(self, entries: Any) -> int:
         """How many slots there are to be for so many entries."""
         if entries <= _MOST_LOAD * self._slots:
             return self._slots
@@ -340,23 +341,17 @@ class IdMap:
         enough = int(entries / _LOAD) if entries < 4_096 else 0
         return max(enough, int(max(1.5 * self._slots, entries / _MOST_LOAD + 1)))
 
-    def _move(self, slots: int, tail: int) -> None:
-        """Put all entries into new slots."""
-        old = self._slots, self._hashes, self._places
-        try:
-            self._place(slots, tail, self._hashes, self._places)
-        except BaseException:  # an interrupt, too
-            (self._slots, self._hashes, self._places), self._bound = old, None
-            raise
-
     def _place(self, slots: int, tail: int, hashes: np.ndarray, places: np.ndarray) -> None:
         """Have new slots, with these entries."""
         told = np.ones(4, np.int64)
-        while told[3]:
-            self._make_slots(slots, tail)
-            told[3], tail = 0, 2 * tail
-            call = self._call(hashes.view(np.int64), places, told=told)
+        while told[2]:
+            new = _empty_slots(slots + tail)
+            told[2], tail = 0, 2 * tail
+            given = hashes.view(np.int64), len(hashes), places, None, None, 0, told, None
+            unused = [0] * (len(kernels.IdCall._fields) - 4 - len(given))
+            call = Arguments((*new, len(new[0]), slots, *unused, *given))
             run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
+        vars(self).update(_slots=slots, _hashes=new[0], _places=new[1], _bound=None)
 
     # Eviction
 
@@ -405,33 +400,28 @@ class IdMap:
 
     def _rows_in_use(self) -> np.ndarray:
         """The rows that ids have, ascending: int32."""
-        used = np.ones(int(self._next_row[0]), bool)
-        used[0] = False
-        used[self._free[: int(self._n_free[0])]] = False
-        return np.flatnonzero(used).astype(np.int32)
+        return np.flatnonzero(self._counts[: int(self._next_row[0])]).astype(np.int32)
 
     def _free_rows(self, rows: np.ndarray, step: int) -> None:
-        self._removed = np.concatenate((self._removed, self._row_ids[rows]))
-        steps = np.full(len(rows), step, np.int64)
-        self._removed_steps = np.concatenate((self._removed_steps, steps))
-        if (more := len(self._removed) - max(_FEWEST_SLOTS, self.capacity // 4)) > 0:
+        """Give back rows in use, which ascend."""
+        ids, forgotten = self._row_ids[rows], self._forgotten
+        removed = np.concatenate((self._removed, ids))
+        steps = np.concatenate((self._removed_steps, np.full(len(rows), step, np.int64)))
+        if (more := len(removed) - max(_FEWEST_SLOTS, self.capacity // 4)) > 0:
             # Those of several processes are not in order.
-            self._forgotten = int(self._removed_steps[:more].max(initial=self._forgotten))
-            self._removed, self._removed_steps = self._removed[more:], self._removed_steps[more:]
-        self._remove(self._row_ids[rows])
-        self._row_ids[rows] = self._counts[rows] = self._last_uses[rows] = 0
-        free = np.concatenate((self._free[: int(self._n_free[0])], rows))
-        self._free, self._bound = np.ascontiguousarray(np.sort(free)[::-1], np.int32), None
-        self._n_free[0] = len(free)
+            forgotten = int(steps[:more].max(initial=forgotten))
+            removed, steps = removed[more:], steps[more:]
+        vars(self).update(_removed=removed, _removed_steps=steps, _forgotten=forgotten)
+        self._remove(ids)
 
     def _remove(self, ids: np.ndarray) -> None:
-        call = self._call(np.ascontiguousarray(ids), np.empty(0, np.int32))
+        """Forget ids, and give back their rows, which ascend."""
+        call = self._call(ids, np.empty(len(ids), np.int32))
         run_all((Loop.of(kernels.remove, 1, call.address, 1),) if len(ids) else ())
-        self._entries -= len(ids)
 
     def _pending(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids that have no row, and how often they have occurred."""
-        n = self._entries - len(self)
+        n = self._entries[0] - len(self)
         ids, places = np.empty(n, np.int64), np.empty(n, np.int32)
         call = self._call(ids, places)
         run_all((Loop.of(kernels.pending, 1, call.address, 1),) if n else ())
@@ -448,17 +438,17 @@ class IdMap:
         Raises:
             TypeError, ValueError: it is not.
         """
-        where, n = "IdMap.grow", int(self._next_row[0])
+        where = "IdMap.grow"
         count(where, "capacity", capacity)
-        is_more, expected = self.capacity < capacity <= _LARGEST, f"{self.capacity} < n < 2**31"
-        check.in_range(where, "capacity", capacity, is_more, expected)
         with self._lock:
-            arrays: list[np.ndarray] = [self._row_ids, self._counts, self._last_uses]
-            made = [np.zeros(capacity, old.dtype) for old in arrays]
-            for new, old in zip(made, arrays, strict=True):
-                new[:n] = old[:n]
-            self._row_ids, self._counts, self._last_uses = made
-            self.capacity, self._bound = int(capacity), None
+            is_more, expected = self.capacity < capacity <= _LARGEST, f"{self.capacity} < n < 2**31"
+            check.in_range(where, "capacity", capacity, is_more, expected)
+            n, made = int(self._next_row[0]), dict[str, np.ndarray]()
+            for name in ("_row_ids", "_counts", "_last_uses", "_free"):
+                old = getattr(self, name)
+                made[name] = np.zeros(capacity, old.dtype)
+                made[name][:n] = old[:n]
+            vars(self).update(made, capacity=int(capacity), _bound=None)
 
     def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
@@ -497,15 +487,13 @@ class IdMap:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Plain arrays of all that a resumed run needs, but for the arguments."""
-        ids, rows, counts, last_uses = self.rows_of_ids()
-        pending, occurrences = self._pending()
-        return {
-            "ids": ids, "rows": rows, "counts": counts, "last_uses": last_uses,
-            "pending": pending, "pending_counts": occurrences,
-            "next_row": self._next_row.copy(), "step": np.array([self.step], np.int64),
-            "removed": self._removed.copy(), "removed_steps": self._removed_steps.copy(),
-            "forgotten": np.array([self._forgotten], np.int64),
-        }  # fmt: skip
+        with self._lock:
+            ids, rows, counts, last_uses = self.rows_of_ids()
+            pending, occurrences = self._pending()
+            step, forgotten = (np.array([x], np.int64) for x in (self.step, self._forgotten))
+            rest = self._next_row, step, self._removed, self._removed_steps, forgotten
+            arrays = ids, rows, counts, last_uses, pending, occurrences, *rest
+            return {name: x.copy() for name, x in zip(STATE, arrays, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it.
@@ -514,70 +502,40 @@ class IdMap:
             KeyError, TypeError, ValueError: it is none, or of another capacity. Nothing has changed
                 then.
         """
-        found = self.fitting("IdMap.load_state_dict", state)
-        rows, pending = found["rows"], found["pending"]
-        ids = np.concatenate((found["ids"], pending))
-        places = np.concatenate((rows, -found["pending_counts"]))
         with self._lock:
-            evictions = self.evictions
-            self._clear()
-            self.evictions = evictions + 1  # rows of before may be those of other ids now
-            entries = mixed(ids.view(np.uint64)), places
-            self._place(self._slots_for(len(ids)), kernels.TAIL, *entries)
-            self._entries, next_row = len(ids), int(found["next_row"][0])
-            self._row_ids[rows], self._counts[rows] = found["ids"], found["counts"]
-            self._last_uses[rows], self._next_row[0] = found["last_uses"], next_row
-            self.step, self._forgotten = int(found["step"][0]), int(found["forgotten"][0])
-            self._removed = found["removed"].copy()
-            self._removed_steps = found["removed_steps"].copy()
-            free = np.setdiff1d(np.arange(1, next_row, dtype=np.int32), rows)
-            self._free, self._n_free[0] = np.ascontiguousarray(free[::-1]), len(free)
-            self._bound = None
+            self.take_over(self.loaded("IdMap.load_state_dict", state))
 
-    def fitting(self, where: str, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of a `state_dict`, if this map can take them over.
+    def loaded(self, where: str, state: Mapping[str, Any]) -> IdMap:
+        """A map with the arguments of this one that has a `state_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: it cannot.
+            KeyError, TypeError, ValueError: there is none.
         """
-        own = self.state_dict()
-        if state.keys() != own.keys():
-            reject(KeyError, where, "state", "has other names", [*own], [*state])
-        found = {name: adopt(where, name, state[name]) for name in own}
-        for name, array in found.items():
-            if array.dtype != own[name].dtype or array.ndim != 1:
-                got = f"{array.dtype}, {array.ndim} dimensions"
-                reject(TypeError, where, name, "is another array", f"{own[name].dtype} [n]", got)
-        rows, pending = found["rows"], found["pending"]
-        next_row, step, forgotten = (
-            int(found[name][0]) if found[name].size == 1 else -2
-            for name in ("next_row", "step", "forgotten")
+        made = IdMap(
+            self.capacity, after=self.after, chance=self.chance, seed=self.seed, full=self.full
         )
-        each = [found[name] for name in ("ids", "counts", "last_uses")]
-        fits = (
-            1 <= next_row <= self.capacity
-            and 0 <= step <= _LARGEST
-            and -1 <= forgotten <= step + 1
-            and len(found["removed"]) == len(found["removed_steps"])
-            and all(len(array) == len(rows) for array in each)
-            and len(pending) == len(found["pending_counts"])
-            and (np.diff(rows) > 0).all()
-            and (not len(rows) or (rows[0] > 0 and rows[-1] < next_row))
-            and len(np.unique(np.concatenate((found["ids"], pending)))) == len(rows) + len(pending)
-            and (found["pending_counts"] > 0).all()
-            and (found["counts"] > 0).all()
-            and ((found["last_uses"] >= 0) & (found["last_uses"] <= step)).all()
-        )
-        if not fits:
-            expected = f"rows of a map of at most {self.capacity} rows, and different ids"
-            reject(ValueError, where, "state", "does not fit", expected, "another")
-        return found
+        found = checked_state(where, state, made.capacity)
+        rows, ids = found["rows"], np.concatenate((found["ids"], found["pending"]))
+        hashes, places = mixed(ids.view(np.uint64)), (rows, -found["pending_counts"])
+        made._place(made._slots_for(len(ids)), kernels.TAIL, hashes, np.concatenate(places))
+        made._next_row, made._entries[0] = found["next_row"], len(ids)
+        made._row_ids[rows], made._counts[rows] = found["ids"], found["counts"]
+        made._last_uses[rows] = found["last_uses"]
+        made.step, made._forgotten = int(found["step"][0]), int(found["forgotten"][0])
+        made._removed, made._removed_steps = found["removed"], found["removed_steps"]
+        free = 1 + np.flatnonzero(made._counts[1 : int(made._next_row[0])] == 0)
+        made._n_free[0], made._free[: len(free)], made._bound = len(free), free[::-1], None
+        return made
+
+    def take_over(self, made: IdMap) -> None:
+        """Have the ids of another map, which is of no use then."""
+        with self._lock:
+            if made.capacity < self.capacity:  # another thread has let this one grow
+                made.grow(self.capacity)
+            # Rows of before may be those of other ids now.
+            kept = {"_lock": self._lock, "evictions": self.evictions + 1}
+            vars(self).update({**vars(made), **kept})
 
 
-def ids_of_64_bits(where: str, ids: Any, name: str = "ids") -> np.ndarray:
-    """Ids as contiguous int64, the bits of unsigned ones as they are."""
-    found = adopt(where, name, ids)
-    if found.dtype not in _DTYPES:
-        reject(TypeError, where, name, "have a wrong dtype", "int64 or uint64", found.dtype)
-    made: np.ndarray = check.contiguous(found).view(np.int64)
-    return made
+def _empty_slots(n: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.empty(n, np.uint64), np.zeros(n, np.int32)

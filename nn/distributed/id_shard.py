@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from ...kernels.keeping import mixed, unmixed
+from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
-from ..base.arguments import check_kind
-from ..base.id_map import Admissions, IdMap, ids_of_64_bits
+from ..base.arguments import MOST_STEPS, check_kind
+from ..base.id_arrays import STATE, checked_state, ids_of_64_bits
+from ..base.id_map import Admissions, IdMap
 from ..engine.bag_maps import FoundRows
 from .agreement import agree, attempted, jointly
 from .communicator import Communicator
@@ -124,49 +126,52 @@ class IdShard:
                 Nothing has changed then.
         """
         where = "IdShard.load_state_dicts"
-        state, rows = jointly(self.comm, where, self._own_part, where, states, arrays)
-        self.ids.load_state_dict(state)
+        made, rows = jointly(self.comm, where, self._own_part, where, states, arrays)
+        self.ids.take_over(made)
         for name, array in arrays.items():
-            array[1 : 1 + len(state["rows"])] = rows[name]
+            array[1 : 1 + len(rows[name])] = rows[name]
 
     def _own_part(
         self, where: str, states: Iterable[Mapping[str, np.ndarray]],
         arrays: Mapping[str, np.ndarray],
-    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:  # fmt: skip
-        """The state of the map, and the rows of arrays, that belong to this process."""
-        names = [_PREFIX + name for name in self.ids.state_dict()]
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in (*names, *arrays)}
+    ) -> tuple[IdMap, dict[str, np.ndarray]]:  # fmt: skip
+        """The map, and the rows of arrays, that belong to this process."""
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in (*STATE, *arrays)}
+        names = {*arrays, *(_PREFIX + name for name in STATE)}
         for k, state in enumerate(states):
-            if missing := sorted(parts.keys() - state.keys()):
-                reject(KeyError, where, f"states[{k}]", "lacks arrays", sorted(parts), missing)
-            ids = state[f"{_PREFIX}ids"]
+            if missing := sorted(names - state.keys()):
+                reject(KeyError, where, f"states[{k}]", "lacks arrays", sorted(names), missing)
+            of_map = {name: state[_PREFIX + name] for name in STATE}
+            # Its process may have more rows than this one.
+            of_map = checked_state(f"{where}: states[{k}]", of_map, MOST_STEPS)
+            ids = of_map["ids"]
             is_own = self.owner(ids) == self.comm.rank
             for name, array in arrays.items():
-                form, given = (array.dtype, (len(ids), *array.shape[1:])), state[name]
+                form, label = (array.dtype, (len(ids), *array.shape[1:])), f"states[{k}]: {name!r}"
+                given = adopt(where, label, state[name])
                 if (given.dtype, given.shape) != form:
-                    label, got = f"states[{k}]: {name!r}", f"{given.dtype} {given.shape}"
+                    got = f"{given.dtype} {given.shape}"
                     reject(ValueError, where, label, "does not fit", f"{form[0]} {form[1]}", got)
                 parts[name].append(given[is_own])
             for name, others in _BY_ID.items():
-                mine = self.owner(state[_PREFIX + name]) == self.comm.rank
-                for label in (_PREFIX + name for name in (name, *others)):
-                    parts[label].append(state[label][mine])
-            for label in (f"{_PREFIX}step", f"{_PREFIX}forgotten"):
-                parts[label].append(state[label])
-        if not parts[f"{_PREFIX}ids"]:
+                mine = self.owner(of_map[name]) == self.comm.rank
+                for label in (name, *others):
+                    parts[label].append(of_map[label][mine])
+            for label in ("step", "forgotten"):
+                parts[label].append(of_map[label])
+        if not parts["ids"]:
             reject(ValueError, where, "states", "are missing", "at least one", "none")
-        made = {name: np.concatenate(x) for name, x in parts.items() if x}
-        of_map = {name[len(_PREFIX) :]: made[name] for name in names if name in made}
+        found = {name: np.concatenate(x) for name, x in parts.items() if x}
         # Rows are handed out anew, in the order of the parts; row 0 is that of ids without one.
-        n = len(of_map["ids"])
-        of_map |= {"rows": np.arange(1, n + 1, dtype=np.int32), "next_row": np.array([n + 1])}
-        of_map |= {name: of_map[name].max(keepdims=True) for name in ("step", "forgotten")}
-        self.ids.fitting(where, of_map)
+        n = len(found["ids"])
+        found |= {"rows": np.arange(1, n + 1, dtype=np.int32), "next_row": np.array([n + 1])}
+        found |= {name: found[name].max(keepdims=True) for name in ("step", "forgotten")}
+        made = self.ids.loaded(where, {name: found[name] for name in STATE})
         for name, array in arrays.items():
-            enough = f"at least {n + 1} rows"
-            if len(array) <= n:
-                reject(ValueError, where, f"array {name!r}", "is too short", enough, len(array))
-        return of_map, {name: made[name] for name in arrays}
+            if len(array) <= n or not array.flags.writeable:
+                wrong, enough = "has no room for the rows", f"at least {n + 1} rows, writable"
+                reject(ValueError, where, f"array {name!r}", wrong, enough, len(array))
+        return made, {name: found[name] for name in arrays}
 
 
 class _StepOfShard:

@@ -13,7 +13,8 @@ from ...ops.runtime.arrays import adopt
 from ...ops.runtime.bags.ids import check_features
 from ...ops.runtime.bags.pooling import Pooling, padding_of_features
 from ...ops.runtime.errors import reject
-from ..base.id_map import Admissions, IdMap, ids_of_64_bits
+from ..base.id_arrays import ids_of_64_bits
+from ..base.id_map import Admissions, IdMap
 
 _LEFT_OUT = -1
 
@@ -28,10 +29,7 @@ class FoundRows(NamedTuple):
 
     def are_current(self) -> bool:
         """Whether the ids still have these rows."""
-        if self.evictions == self.map.evictions:
-            return True
-        is_known = self.rows != _LEFT_OUT
-        return self.map.holds(self.ids[is_known], self.rows[is_known])
+        return self.evictions == self.map.evictions or self.map.holds(self.ids, self.rows)
 
 
 class BagMaps:
@@ -114,13 +112,14 @@ class BagMaps:
                 own.check_step(own.step if step is None else step)
             found.append(array)
         # Ids are admitted last, when nothing can be refused any more.
-        for f, own in enumerate(self._maps):
-            if own is not None:
-                array, find, evictions = found[f], own.find, own.evictions
-                if step is not None:
-                    find = partial(own, step=step, begin=partial(self._begin, self._of[f]))
-                found[f] = rows_but(array, self._padding[f], find, _LEFT_OUT)
-                kept.append(FoundRows(own, array.copy(), found[f], evictions))
+        for t, own in self.of_tables.items():
+            each = [f for f, table in enumerate(self._of) if table == t]
+            arrays, padding = [found[f] for f in each], [self._padding[f] for f in each]
+            begin = partial(self._begin, t)
+            rows, record = rows_together(own, arrays, padding, _LEFT_OUT, step, begin)
+            kept.append(record)
+            for f, array in zip(each, rows, strict=True):
+                found[f] = array
         if is_listed:
             return found, kept
         return found[0].reshape(given[0].shape) if len(found) == 1 else np.concatenate(found), kept
@@ -137,13 +136,20 @@ def id_of_64_bits(where: str, padding: int) -> int:
     return padding - (1 << 64) if padding >> 63 > 0 else padding
 
 
-def rows_but(
-    ids: np.ndarray, padding: int | None, find: Callable[[np.ndarray], np.ndarray], row: int
-) -> np.ndarray:
-    """The rows that a function finds for all ids but one, which has this row."""
-    if padding is None:
-        return find(ids)
-    is_known = ids != padding
-    rows = np.full(ids.shape, row, np.int32)
-    rows[is_known] = find(ids[is_known])
-    return rows
+def rows_together(
+    own: IdMap, parts: Sequence[np.ndarray], padding: Sequence[int | None], left_out: int,
+    step: int | None, begin: Callable[[Admissions], Any],
+) -> tuple[list[np.ndarray], FoundRows]:  # fmt: skip
+    """The rows of the ids of several features, and a record of them: int32, ``left_out`` for the
+    padding of each. One call of the map finds them, so no id takes the row of one beside it.
+    """
+    # Copies, which no other thread changes.
+    ids, ends = np.concatenate([x.reshape(-1) for x in parts]), np.cumsum([x.size for x in parts])
+    rows, is_known = np.full(len(ids), left_out, np.int32), np.full(len(ids), True)
+    for first, end, ignored in zip((0, *ends[:-1]), ends, padding, strict=True):
+        if ignored is not None:
+            is_known[first:end] = ids[first:end] != ignored
+    ids, evictions = ids[is_known], own.evictions
+    rows[is_known] = found = own.find(ids) if step is None else own(ids, step, begin=begin)
+    each = zip(np.split(rows, ends[:-1]), parts, strict=True)
+    return [x.reshape(part.shape) for x, part in each], FoundRows(own, ids, found, evictions)

@@ -256,12 +256,14 @@ class EmbeddingBags(nn.Module):
             parts = [ids[a:b] for a, b in pairwise(firsts)]
         if not isinstance(parts, list | tuple) or len(parts) != len(tables):
             return ids, checks  # which is refused as it is
-        found = []
-        for table, own in zip(tables, parts, strict=True):
+        found = [*parts]
+        for table in dict.fromkeys(tables):
             if isinstance(table, GrowingEmbedding):
-                own, check = table.rows(own)
+                each = [f for f, own in enumerate(tables) if own is table]
+                rows, check = table.rows([parts[f] for f in each])
                 checks.append(check)
-            found.append(own)
+                for f, own in zip(each, rows, strict=True):
+                    found[f] = own
         if not isinstance(ids, Tensor):
             return found, checks
         return torch.cat(found) if len(tables) > 1 else found[0], checks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,13 @@ from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
+from ..base.id_arrays import STATE
 from ..base.id_map import Admissions, IdMap
 from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
-from ..engine.bag_maps import FoundRows, id_of_64_bits, rows_but
+from ..engine.bag_maps import id_of_64_bits, rows_together
 from ..engine.tables import WEIGHTS, StatefulTable, TableArray, grown, more_rows
 from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
@@ -134,7 +134,7 @@ class GrowingEmbedding(nn.Embedding):
             return _outside_of_graphs(self, input)
         if self.shard is not None:
             return self._of_processes(self.shard, input)
-        rows, check = self.rows(input)
+        (rows,), check = self.rows([input])
         prepare_rows(self.weight, rows)
         found = F.embedding(rows, self.weight, 0, sparse=True)
         # Before the gradient reaches the table: a row may belong to another id by then.
@@ -162,22 +162,20 @@ class GrowingEmbedding(nn.Embedding):
     def _go_on(self, *_: Any) -> None:
         self._is_next, self._n_taken = True, _steps_of(optimizers_of(self.weight))
 
-    def rows(self, ids: Tensor) -> tuple[Tensor, Callable[..., None]]:
-        """The rows of ids, int32 of their shape, admitted in training mode; and what to call
-        before a gradient of them is used. Not with ``comm``.
+    def rows(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., None]]:
+        """The rows of the ids of each feature, int32 of their shape, admitted together in training
+        mode; and what to call before a gradient of them is used. Not with ``comm``.
 
         Raises: as `forward`.
         """
         if self.shard is not None:
             wrong, expected = "is looked up by itself", "one without comm"
             reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
-        array, step, begin = self._checked(ids)
-        find = self.ids.find if step is None else partial(self.ids, step=step, begin=begin)
-        evictions = self.ids.evictions
-        rows = rows_but(array, self.padding_idx, find, 0)
+        arrays, (step, begin) = [*map(self._array, features)], self._admission()
+        padding = [self.padding_idx] * len(arrays)
+        rows, found = rows_together(self.ids, arrays, padding, 0, step, begin)
         if step is not None:
             self._is_next = False
-        found = FoundRows(self.ids, array, rows, evictions)
 
         def check(*_: Any) -> None:
             self._go_on()
@@ -185,7 +183,7 @@ class GrowingEmbedding(nn.Embedding):
                 wrong = "rows of the forward were given back before its backward"
                 raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
 
-        return tensor_of(rows), check
+        return [*map(tensor_of, rows)], check
 
     def _array(self, ids: Any) -> np.ndarray:
         """A copy of ids, if they are such."""
@@ -268,29 +266,29 @@ def _taken_over(
     missing: list[str], ___: list[str], errors: list[str],
 ) -> None:  # fmt: skip
     """Take over rows and map of a state dict, and leave what PyTorch loads."""
-    weight, names = f"{prefix}weight", module.ids.state_dict()
-    own = {f"{prefix}ids.{name}": name for name in names}
+    weight, own = f"{prefix}weight", {f"{prefix}ids.{name}": name for name in STATE}
     missing += [name for name in own if name not in state]
-    found = {name: np.asarray(state.pop(label)) for label, name in own.items() if label in state}
+    found = {name: state.pop(label) for label, name in own.items() if label in state}
     rows = state.get(weight)
     if rows is None:
         return
     state[weight] = module.weight  # which PyTorch leaves as it is
     if len(found) < len(own):
         return
-    shape = (*map(int, found["next_row"]), module.embedding_dim)
-    if tuple(rows.shape) != shape:
-        got = f"rows {tuple(rows.shape)} beside a map of {shape}"
-        errors.append(f"{_WHERE}: {weight} and its map do not belong together: {got}")
-        return
     try:
-        module.ids.load_state_dict(found)
-    except (KeyError, TypeError, ValueError) as error:
+        made = module.ids.loaded(_WHERE, found)
+    except (TypeError, ValueError, RuntimeError) as error:
         errors.append(f"{prefix}ids: {error}")
         return
-    module._is_next = True
+    shape = (int(made._next_row[0]), module.embedding_dim)
+    if tuple(np.shape(rows)) != shape:
+        got = f"rows {tuple(np.shape(rows))} beside a map of {shape}"
+        errors.append(f"{_WHERE}: {weight} and its map do not belong together: {got}")
+        return
     with torch.no_grad():
         module.weight[: len(rows)].copy_(rows)
+    module._is_next = True
+    module.ids.take_over(made)
 
 
 _backward_of_now = backward_of_now()

@@ -142,6 +142,26 @@ def test_rows_that_are_given_back() -> None:
         bags.backward(np.ones((1, D), np.float32))
 
 
+@pytest.mark.parametrize("form", ["lists", "joined"])
+def test_features_of_a_table_keep_each_others_rows(form: str) -> None:
+    """Weights are ids: no new id of one feature takes the row of an id of another."""
+    ids, tables = nn.IdMap(9, full="evict"), [np.zeros((9, 1)), np.ones((7, 1))]
+    bags = nn.EmbeddingBags(
+        tables, nn.SGD(tables), features=[0, 1, 0], maps=[ids, None, ids], padding_idx=[None, 0, 5],
+        new_rows=lambda new, shape: new.astype(float).reshape(shape),
+    )  # fmt: skip
+    rng = np.random.default_rng(4)
+    for step in range(200):
+        given = [rng.integers(1, 30, 4), rng.integers(0, 2, 4), rng.integers(1, 30, 4)]
+        if form == "joined":
+            out = bags(np.concatenate(given), np.arange(13), step=step)
+        else:
+            out = bags([own[:, None] for own in given], step=step)
+        given[2][given[2] == 5] = 0
+        assert np.array_equal(out, np.stack(given, 1))
+    assert ids.evictions > 100
+
+
 def test_bad_input() -> None:
     """Maps, ids and steps that do not fit: one error, and no id is admitted."""
     ids, tables = nn.IdMap(CAPACITY), empty_tables()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import threading
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,9 @@ import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
 from fusestep.nn.base.id_map import IdMap
+
+from helpers import more
+from test_interrupts import done_at, interrupt
 
 ALL = (1 << 64) - 1
 
@@ -92,11 +97,27 @@ def assert_equal(ids: IdMap, model: Model) -> None:
     assert dict(zip(pending, occurrences, strict=True)) == others
 
 
+def assert_whole(ids: IdMap) -> None:
+    """Each row has one id, which is found in it, or is free; slots and sizes fit."""
+    known, rows, counts, last = ids.rows_of_ids()
+    assert np.array_equal(ids.find(known), rows) and len({*known.tolist()}) == len(rows)
+    n_free, next_row = int(ids._n_free[0]), int(ids._next_row[0])
+    free = ids._free[:n_free][::-1].tolist()
+    assert sorted([*free, *rows.tolist()]) == [*range(1, next_row)] and free == sorted(free)
+    assert len(ids) == len(rows) and next_row <= ids.capacity == len(ids._row_ids)
+    assert (counts > 0).all() and (last <= ids.step).all()
+    pending, occurrences = ids._pending()
+    assert int(ids._entries[0]) == len(rows) + len(pending) == np.count_nonzero(ids._places)
+    assert (occurrences > 0).all() and not ids.find(pending).any()
+    IdMap(ids.capacity).load_state_dict(ids.state_dict())
+
+
 @settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("part", [0, *map(more, range(1, 7))])  # of 1,500 actions
 @given(seed=st.integers(0, 10**9))
-def test_random_sequences(seed: int) -> None:
+def test_random_sequences(part: int, seed: int) -> None:
     """Calls, lookups, evictions, copies and resumes, on any number of threads."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, part])
     capacity = int(rng.choice([2, 5, 40, 400, 5_000]))
     full = str(rng.choice(["reserved", "raise", "evict"]))
     options: dict[str, Any] = {"after": int(rng.choice([1, 1, 2, 4])), "seed": seed, "full": full}
@@ -157,6 +178,7 @@ def test_random_sequences(seed: int) -> None:
         found = [model.rows.get(i, 0) for i in looked.reshape(-1).tolist()]
         assert ids.find(looked).reshape(-1).tolist() == found
         assert_equal(ids, model)
+        assert_whole(ids)
         since = int(rng.integers(0, step + 1))
         changed, rows, removed = (a.tolist() for a in ids.changed_since(since))
         used = {i: r for i, r in model.rows.items() if model.last[i] > since}
@@ -302,3 +324,165 @@ def test_many_removals_are_forgotten() -> None:
     other.evict(unused_for=0)  # the oldest are forgotten, which are at the end
     with pytest.raises(ValueError, match="is forgotten"):
         other.changed_since(6)
+
+
+def damaged(array: np.ndarray, rng: np.random.Generator) -> Any:
+    """An array with other numbers, or another dtype, length or order."""
+    numbers = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 9, 50, 2**31 - 2, 2**31 - 1, 2**31, 2**63 - 1]
+    kind, wrong = rng.integers(8), array.astype(np.int64)
+    if kind < 4 and len(array):
+        at = rng.integers(0, len(array), rng.integers(1, 4))
+        wrong[at] = rng.choice(numbers if kind else wrong, len(at))
+        return wrong.astype(array.dtype)
+    made = [
+        array[:-1], np.append(array, array[:1]), array[::-1], array.astype(">i8"), array[None],
+        array.astype(np.int16), np.full(len(array), np.nan), rng.permutation(array),
+    ]  # fmt: skip
+    return made[rng.integers(len(made))]
+
+
+@pytest.mark.parametrize("n", [400, more(10_000)])
+def test_states_that_are_damaged(n: int) -> None:
+    """One error, and nothing has changed; or the map that was loaded keeps to its rows."""
+    rng, refused = np.random.default_rng(n), 0
+    ids = IdMap(60, after=2, full="evict")
+    for step in range(6):
+        ids(rng.integers(0, 60, 40), step)
+    ids.evict(unused_for=4)
+    good = ids.state_dict()
+    for k in range(n):
+        names = rng.choice([*good], rng.integers(1, 3), replace=False)
+        state = {**good, **{name: damaged(good[name], rng) for name in names}}
+        tried = copy.copy(ids)
+        try:
+            tried.load_state_dict(state)
+        except (TypeError, ValueError):
+            refused += 1
+            after = tried.state_dict()
+            assert all(np.array_equal(good[name], x) for name, x in after.items())
+        assert_whole(tried)
+        if k % 4 == 0 and tried.step < 2**31 - 3:
+            for step in range(3):
+                rows = tried(rng.integers(0, 200, 50), tried.step + step // 2)
+                assert rows.min() >= 0 and rows.max() < 60
+            assert_whole(tried)
+    assert n // 3 < refused < n
+    with pytest.raises(TypeError, match="state has a wrong type"):
+        ids.load_state_dict(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("options", [{}, {"after": 2}, {"full": "evict"}], ids=str)
+@pytest.mark.parametrize("event", ["call", "evict", "grow", "load", "copy"])
+def test_interrupts_at_every_moment(event: str, options: Any) -> None:
+    """No row is lost, and those that an interrupted call has handed out are free again."""
+    batches = [*np.random.default_rng(3).integers(0, 1_500, (8, 400))]
+    batches[6] = unmixed(np.uint64(ALL) - np.arange(700, dtype=np.uint64)).view(np.int64)
+    first, moment, kept = IdMap(1_200, **options), 0, 0
+    begun: dict[int, int] = {}
+
+    def call(ids: IdMap, k: int) -> None:
+        ids(batches[k], k, begin=lambda new: begun.update(zip(new.rows, new.ids, strict=True)))
+
+    for k in (1, 2, 3, 4, 5):
+        call(first, k)
+    begun_first, old = dict(begun), first.rows_of_ids()[0]
+    while True:
+        ids = copy.copy(first)
+        begun.clear()
+        begun.update(begun_first)
+        does: Any = {
+            "call": partial(call, ids, 6),
+            "evict": partial(ids.evict, unused_for=2, forget_pending=True),
+            "grow": partial(ids.grow, 5_000),
+            "load": partial(ids.load_state_dict, ids.state_dict()),
+            "copy": partial(copy.copy, ids),
+        }[event]
+        passed = done_at(moment, does, interrupt)
+        assert_whole(ids)
+        known, rows, *_ = ids.rows_of_ids()
+        assert all(begun[r] == i for r, i in zip(rows.tolist(), known.tolist(), strict=True))
+        kept += len(known) == len(old)
+        if event != "evict" and not ids.evictions:
+            assert (ids.find(old) > 0).all()
+        call(ids, 7)
+        assert_whole(ids)
+        if passed <= moment:
+            break
+        moment += 1
+    assert moment > 5 and kept
+
+
+@pytest.mark.parametrize("n", [300, more(10_000)])
+def test_threads_that_share_a_map(n: int) -> None:
+    """One grows and evicts, one changes the ids and times that two others have given."""
+    ids, errors = IdMap(500, after=2, full="evict"), list[BaseException]()
+    shared, times, is_done = np.arange(9_000), np.ones(9_000, np.int64), threading.Event()
+    interval = sys.getswitchinterval()
+
+    def steps(draw: Any) -> None:
+        for _ in range(n):
+            part = slice(0, int(draw.choice([7, 200, 9_000])))
+            try:
+                rows = ids(shared[part], ids.step, times=times[part])
+                assert rows.min() >= 0 and rows.max() < ids.capacity
+            except ValueError as error:  # a step that another thread has ended, or times
+                assert "step is out of" in str(error) or "times do not" in str(error)  # noqa: PT017
+
+    def changes(draw: Any) -> None:
+        while not is_done.is_set():
+            shared[:] = draw.integers(-900, 900, len(shared))
+            times[draw.integers(len(times))] = draw.choice([1, 2, -(2**63), 2**63 - 1])
+
+    def grows(draw: Any) -> None:
+        for k in range(n // 4):
+            ids.grow(ids.capacity + 3)
+            ids.evict(unused_for=int(draw.integers(3)), keep=shared[:9], forget_pending=k % 9 == 0)
+            with ids._lock:
+                ids(shared[:5], ids.step + 1)
+                assert_whole(ids)
+            if k % 9 == 0:
+                ids.load_state_dict(ids.state_dict())
+
+    def run(work: Any, seed: int) -> None:
+        try:
+            work(np.random.default_rng(seed))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=x) for x in ((steps, 0), (steps, 1), (grows, 2))]
+    changing = threading.Thread(target=run, args=(changes, 3))
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (changing, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        is_done.set()
+        changing.join()
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert_whole(ids)
+
+
+def test_counts_at_their_end() -> None:
+    """An id that waits with the largest count is drawn for again; many occurrences take no time."""
+    ids = IdMap(3, full="evict")
+    state = IdMap(3, after=2).state_dict()
+    state |= {"pending": np.array([7]), "pending_counts": np.array([2**31 - 1], np.int32)}
+    ids.load_state_dict(state)
+    assert ids(np.array([1, 2]), 1).tolist() == [1, 2]
+    assert ids(np.array([7]), 2).tolist() == [1] and ids.evictions == 2
+    assert ids(np.array([7]), 3).tolist() == [1] and ids.evictions == 2
+    seldom, n = IdMap(60_000, chance=1e-4), np.full(50_000, 4_096)
+    seldom(np.arange(50_000), 1, times=n)
+    assert abs(len(seldom) / 50_000 - (1 - np.exp(-0.4096))) < 0.01
+    whole = IdMap(60_000, chance=1e-4)
+    whole(np.arange(50_000), 1, times=n + 2**13 - 2)  # draws for 2 and 4, ... 4,096 more
+    assert abs(len(whole) / 50_000 - (1 - np.exp(-1.2288))) < 0.01
+    last = IdMap(9, chance=1e-10)
+    assert not last(np.arange(8), 1, times=np.full(8, 2**62)).all()
+    for step in range(2, 200):  # each step has draws of its own
+        rows = last(np.arange(8), step, times=np.full(8, 2**62))
+    assert rows.all()

@@ -171,10 +171,18 @@ def test_states_that_do_not_fit() -> None:
         with pytest.raises(error, match=text):
             other.shard.load_state_dicts(states, other.arrays())
         assert len(other.shard.ids) == 0 and not other.table.any()
+    sealed = {name: x.copy() for name, x in other.arrays().items()}
+    sealed["table"].flags.writeable = False
+    with pytest.raises(ValueError, match="expected at least 15 rows, writable"):
+        other.shard.load_state_dicts([state], sealed)
+    torn = {**state, "ids.counts": state["ids.counts"][:-1]}
+    with pytest.raises(ValueError, match=r"states\[0\]: state does not fit"):
+        other.shard.load_state_dicts([torn], other.arrays())
+    assert len(other.shard.ids) == 0
     small = IdShard(nn.IdMap(3), alone())
     with pytest.raises(ValueError, match="does not fit"):
         small.load_state_dicts([state], {k: x[:3] for k, x in arrays.items()})
-    with pytest.raises(ValueError, match="array 'table' is too short: expected at least"):
+    with pytest.raises(ValueError, match="array 'table' has no room for the rows: expected"):
         other.shard.load_state_dicts([state], {k: x[:3] for k, x in other.arrays().items()})
 
     def on_two(comm: ThreadCommunicator) -> Any:

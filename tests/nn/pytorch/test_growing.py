@@ -139,6 +139,27 @@ def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> 
         out.sum().backward()
 
 
+def test_features_of_a_table_keep_each_others_rows() -> None:
+    """Weights are ids: no new id of one feature takes the row of an id of another."""
+    options: Any = {
+        "initial": lambda new, shape: new.astype(float).reshape(shape),
+        "padding_idx": 0,
+    }
+    tables = [fused.GrowingEmbedding(9, 1, full="evict", **options) for _ in range(2)]
+    model = fused.EmbeddingBags(tables, features=[0, 1, 0])
+    optimizer = fused.SGD(model.parameters(), lr=0.0)
+    for k in range(200):
+        given = torch.randint(30, (3, 4, 1), generator=torch.Generator().manual_seed(k))
+        out = step(model, optimizer, [*given])
+        assert torch.equal(out, given[..., 0].T.float())
+    assert tables[0].ids.evictions > 100
+    before = tables[0].ids.state_dict()
+    with pytest.raises(TypeError, match="int64 on the host, got"):
+        model([given[0] + 99, given[1], given[2].int()])
+    after = tables[0].ids.state_dict()
+    assert all(np.array_equal(before[name], x) for name, x in after.items())
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_gradients_that_are_summed_are_of_one_step(is_late: bool) -> None:
     """Also where a loop forgets the old gradient after the forward; a row that is handed out again
@@ -316,7 +337,11 @@ def test_files_that_do_not_fit() -> None:
     step(table, optimizer_of("SparseAdam", table), EACH)
     state = table.state_dict()
     torn = {**state, "weight": state["weight"][:-1]}
+    wrapped = state["ids.rows"].clone()
+    wrapped[-1] = -2
     for other, given, text in (
+        (growing(), {**state, "ids.rows": wrapped}, "does not fit: expected rows of a map of at"),
+        (growing(), {**state, "ids.step": state["ids.step"].float()}, "step is another array"),
         (growing(), torn, "do not belong together"),
         (growing(9), state, "does not fit: expected rows of a map of at most 9 rows"),
         (growing(), {"weight": state["weight"]}, "Missing key"),
