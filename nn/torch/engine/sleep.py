@@ -29,7 +29,7 @@ class Sleeper(Protocol):
         """Bring all rows of a table up to date."""
 
 
-class SleepingTable:
+class WatchedTable:
     """A table whose rows sleep, and the optimizer whose steps they may have missed.
 
     Attributes:
@@ -45,11 +45,11 @@ class SleepingTable:
         self.awake: tuple[float, int] | None = None
 
 
-_sleeping: dict[int, SleepingTable] = {}
+_sleeping: dict[int, WatchedTable] = {}
 """By the identity of a parameter that is alive."""
 
 
-def sleeping_of(parameter: Tensor) -> SleepingTable | None:
+def sleeping_of(parameter: Tensor) -> WatchedTable | None:
     """What is known of a table whose rows sleep; None of any other one."""
     known = _sleeping.get(id(parameter))
     return known if known is not None and known.parameter() is parameter else None
@@ -64,7 +64,7 @@ def sleeper_of(parameter: Tensor) -> Sleeper | None:
 def look_after(parameter: Tensor, optimizer: Sleeper) -> None:
     """Let lookups of a table in whose rows steps may be missing find this optimizer."""
     if sleeper_of(parameter) is not optimizer:
-        _sleeping[id(parameter)] = SleepingTable(parameter, optimizer)
+        _sleeping[id(parameter)] = WatchedTable(parameter, optimizer)
 
 
 def changes_of(parameter: Tensor) -> int:

@@ -183,11 +183,9 @@ class TableOptimizer(Declaration, TableRows):
     ) -> TableAtStep:  # fmt: skip
         """A table as the steps have left it that its rows may have missed, checked.
 
-        Args:
-            chosen: by the next step; None: by those before.
-            now: how many steps it has taken; None: as its state says.
-            may_move: whether rows may sleep although the table lies elsewhere than before.
-            is_whole: whether to check all of it, also what is as it was.
+        Choice, rule and count of steps are those of the steps before if the next one does not give
+        them. ``may_move``: rows may sleep although the table lies elsewhere than before;
+        ``is_whole``: what is as it was is checked too.
         """
         where, last, known = type(self).__name__, state[LAST.name], self._tables.get(parameter)
         if chosen is None and known is not None:
@@ -203,10 +201,11 @@ class TableOptimizer(Declaration, TableRows):
         owners = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
         forms = [*map(_form, owners)]
         look_after(parameter, self)
-        if not is_whole and known is not None and known.rule is rule and known.forms == forms:
-            if last is known.last and version_of(last) == known.version:
-                return TableAtStep(parameter, known.places, now, owners)
         version = version_of(last) if isinstance(last, Tensor) else 0
+        if not is_whole and known is not None:
+            is_same = known.rule is rule and known.last is last and known.version == version
+            if is_same and known.forms == forms:
+                return TableAtStep(parameter, known.places, now, owners)
         table = self._listed(where, parameter, choice, {**state, "step": now})
         if len(table.arrays) != len(tensors):
             missing = [role for role in choice.states if role not in table.arrays]
