@@ -460,6 +460,11 @@ class IdMap:
             self._row_ids, self._counts, self._last_uses = made
             self.capacity, self._bound = int(capacity), None
 
+    def _begin_seed(self, seed: int) -> None:
+        """Draw admissions from another seed from now on."""
+        with self._lock:
+            self.seed, self._bound = seed, None
+
     def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
         flat, own = ids.reshape(-1), rows.reshape(-1)
