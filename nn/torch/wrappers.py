@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from operator import gt
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,27 +26,26 @@ _hide = find("hide")
 
 
 def hide_from_ddp(model: _Model) -> _Model:
-    """Hide the tables that processes share from DistributedDataParallel: call it before the wrap.
+    """Hide the tables that processes share from DistributedDataParallel, before the wrap.
 
-    These are the weights of each `ShardedEmbedding`, and of each `GrowingEmbedding` with ``comm``:
-    processes have different rows of them, and send gradients to their owners. In a wrapper of
-    several processes lookups of tables raise that are not hidden.
+    These are the weights of each `ShardedEmbedding`, and of each `GrowingEmbedding` with ``comm``.
+    What is hidden already stays so. Lookups of tables that are not hidden raise in a wrapper of
+    several processes.
 
     Args:
-        model: what DistributedDataParallel is to wrap. What is hidden in it stays so.
+        model: what DistributedDataParallel is to wrap.
 
     Returns:
         The model.
 
     Raises:
         TypeError: it is no module.
-        ValueError: it is a DistributedDataParallel.
+        ValueError: it is wrapped already.
         RuntimeError: this PyTorch hides nothing.
 
-    >>> import torch
     >>> from fusestep.nn import distributed
     >>> table = GrowingEmbedding(1000, 4, comm=distributed.alone())
-    >>> model = hide_from_ddp(torch.nn.Sequential(table, torch.nn.Linear(4, 1)))
+    >>> model = hide_from_ddp(nn.Sequential(table, nn.Linear(4, 1)))
     """
     where, ignored = "hide_from_ddp", getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     check_kind(where, "model", model, nn.Module, "a module")
@@ -64,32 +62,19 @@ def hide_from_ddp(model: _Model) -> _Model:
     return model
 
 
-def averaged(
-    model: nn.Module,
-    device: int | torch.device | None = None,
-    avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
-    multi_avg_fn: Callable[[Any, Any, Tensor | int], None] | None = None,
-    use_buffers: bool = False,
-) -> AveragedModel:
-    """``torch.optim.swa_utils.AveragedModel`` with the means of a `GrowingEmbedding` by id.
+class averaged(AveragedModel):  # noqa: N801
+    """PyTorch's ``AveragedModel``, with the rows of each `GrowingEmbedding` averaged by id.
 
-    After `update_parameters` tables of the average have the ids of those of the model. The row of
-    an id is its mean over the updates in which it has had a row without a break, whose number is
-    what ``avg_fn`` gets. Tables of the average admit nothing, in training mode neither. Rows that
-    sleep are brought up to date first. PyTorch's own class averages rows by their numbers, which
-    belong to other ids over time: lookups in its copy raise.
+    After `update_parameters` tables have the ids of those of the model. The row of an id is its
+    mean over the updates in which it has had a row without a break; their number is what ``avg_fn``
+    gets. Tables admit nothing, in training mode neither. Rows of the model that sleep are brought
+    up to date. PyTorch's own class averages rows by their numbers, which belong to other ids over
+    time: lookups in its copy raise.
 
     Args:
-        model: what is averaged; tables use memory for all of their capacity in the average.
-        device: as PyTorch's class.
-        avg_fn: as PyTorch's class.
-        multi_avg_fn: as PyTorch's class.
-        use_buffers: as PyTorch's class.
+        model, device, avg_fn, multi_avg_fn, use_buffers: as PyTorch's class. Tables of the average
+            use the memory of all their rows.
 
-    Returns:
-        PyTorch's class; `update_parameters` raises `ValueError` if the model has other tables.
-
-    >>> import torch
     >>> table = GrowingEmbedding(1000, 4)
     >>> average = averaged(table)
     >>> for k in range(3):
@@ -98,20 +83,11 @@ def averaged(
     >>> torch.equal(average(torch.tensor([2])), table(torch.tensor([2])))
     True
     """
-    return _AveragedById(model, device, avg_fn, multi_avg_fn, use_buffers)
 
-
-class _AveragedById(AveragedModel):
-    def __init__(self, model: nn.Module, *options: Any) -> None:
-        super().__init__(model, *options)
-        # For each table: in how many updates each of its rows was.
-        self._times = [tensor_of(np.zeros(m.ids._next_row, np.int64)) for m in _growing(self)]
-        for table in _growing(self):
-            table.eval()
-            table._as_copied = -1
+    _times: Sequence[Tensor] = ()  # for each table: in how many updates each of its rows was
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, but for tables, which admit nothing."""
+        """Set the mode of all but the tables that grow."""
         super().train(mode)
         for table in _growing(self):
             table.eval()
@@ -123,34 +99,38 @@ class _AveragedById(AveragedModel):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on with what was saved."""
-        self._times = [times.clone() for times in state["times"]]
+        self._times = [*state["times"]]
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the parameters of the model into the mean."""
+        """Take the parameters of a model into the mean.
+
+        Raises:
+            ValueError: it has other tables. Nothing has changed then.
+        """
         mine, theirs = _growing(self), _growing(model)
-        sizes = [[tuple(m.weight.shape) for m in tables] for tables in (mine, theirs)]
-        if not len(mine) == len(theirs) == len(self._times) or any(map(gt, *sizes)):
-            wrong, (got, expected) = "do not fit those of the model", sizes
-            reject(ValueError, "averaged", "tables", wrong, expected, got)
+        every = self._times or [torch.zeros(len(m.weight), dtype=torch.int64) for m in mine]
+        got, expected = ([tuple(m.weight.shape) for m in tables] for tables in (mine, theirs))
+        if not len(mine) == len(theirs) == len(every) or any(map(gt, got, expected)):
+            reject(ValueError, "averaged", "tables", "do not fit the model", expected, got)
         for sleeper in {sleeper_of(p) for p in model.parameters()}:
             if sleeper is not None:
                 sleeper.flush()
-        means = [*map(self._mean, mine, theirs, self._times)]
-        for table, (n, _) in zip(mine, sizes[1], strict=True):
+        means = [*map(self._mean, mine, theirs, every)]
+        for table, (n, _) in zip(mine, expected, strict=True):
             if n > len(table.weight):
                 table.grow(n)
         super().update_parameters(model)  # of rows by their numbers: what follows is by ids
-        for k, (state, rows, mean, times) in enumerate(means):
-            mine[k].ids.load_state_dict(state)
-            mine[k]._begin_seed(theirs[k].ids.seed)
-            mine[k].weight[rows] = mean
-            self._times[k] = times.new_zeros(int(state["next_row"][0])).index_copy(0, rows, times)
+        for table, other, (state, rows, mean, _) in zip(mine, theirs, means, strict=True):
+            table.ids.load_state_dict(state)
+            table._begin_seed(other.ids.seed)
+            table.weight[rows] = mean
+        self._times = [times for *_, times in means]
 
     def _mean(
         self, mine: GrowingEmbedding, theirs: GrowingEmbedding, times: Tensor
     ) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
-        """The map of a table; its rows in use, their means, and in how many updates they are."""
+        """The map of a table, its rows in use, their means, and times with this update."""
         state = theirs.ids.state_dict()
         rows, before = (tensor_of(x).long() for x in (state["rows"], mine.ids.find(state["ids"])))
         found, times = theirs.weight[rows], times[before]
@@ -162,7 +142,8 @@ class _AveragedById(AveragedModel):
                 found[at] = old
             elif n:
                 found[at] = (self.avg_fn or get_swa_avg_fn())(old, new, n)
-        return state, rows, found, times + 1
+        of_rows = times.new_zeros(int(state["next_row"][0])).index_copy(0, rows, times + 1)
+        return state, rows, found, of_rows
 
 
 def _growing(model: nn.Module) -> list[GrowingEmbedding]:
@@ -171,7 +152,10 @@ def _growing(model: nn.Module) -> list[GrowingEmbedding]:
 
 def _look_at(parent: Any, _: str, child: Any) -> None:
     """Mark tables that a wrapper mixes up: lookups raise."""
-    if isinstance(parent, AveragedModel) and not isinstance(parent, _AveragedById):
+    if isinstance(parent, averaged):
+        for table in _growing(child):
+            table.eval()._as_copied = -1
+    elif isinstance(parent, AveragedModel):
         for table in _growing(child):
             table.mixed_up = _OF_MEANS
     if not isinstance(parent, DistributedDataParallel):

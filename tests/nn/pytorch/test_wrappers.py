@@ -252,7 +252,7 @@ def test_the_average_as_a_model() -> None:
     smaller = Towers()
     smaller.users = fused.GrowingEmbedding(9, 3)
     for wrong in (smaller, torch.nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match="averaged: tables do not fit those of the model"):
+        with pytest.raises(ValueError, match="averaged: tables do not fit the model"):
             average.update_parameters(wrong)
     assert torch.equal(average.module.users.weight, weight) and average.n_averaged == 1
     optimizer.zero_grad()
