@@ -79,7 +79,7 @@ class ShardedEmbedding(nn.Module):
     True
     """
 
-    mixed_up: tuple[str, ...] = ()  # by a wrapper, which says so here
+    mixed_up: tuple[str, ...] = ()  # what a wrapper does to the rows: see `wrappers`
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class ShardedEmbedding(nn.Module):
             IndexError: on a rank, an id is out of range.
             RuntimeError: DistributedDataParallel of several processes has the weight.
         """
-        check_rows(_WHERE, self)
+        if self.mixed_up:
+            reject(RuntimeError, _WHERE, *self.mixed_up)
         self._mark()
         route = self.shard.route(ids)
         prepare_rows(self.weight, route.needed)
@@ -160,16 +161,6 @@ def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:
     check.flag(_WHERE, "average", average)
     if dtype not in DTYPES:
         reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
-
-
-def check_rows(where: str, table: Any) -> None:
-    """Refuse a lookup in a table whose rows a wrapper mixes up.
-
-    Raises:
-        RuntimeError: it does.
-    """
-    if table.mixed_up:
-        reject(RuntimeError, where, *table.mixed_up)
 
 
 def looked_up(weight: Tensor, route: Route, *, average: bool) -> Tensor:

@@ -26,7 +26,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
 from ..engine.bag_maps import FoundRows, id_of_64_bits, rows_but
 from ..engine.row_reset import UniformRows, grown, more_rows, reset
-from .embedding import check_rows, looked_up
+from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
@@ -92,7 +92,7 @@ class GrowingEmbedding(nn.Embedding):
     (torch.Size([3, 4]), 2)
     """
 
-    mixed_up: tuple[str, ...] = ()
+    mixed_up: tuple[str, ...] = ()  # what a wrapper does to the rows: see `wrappers`
     _drawn: UniformRows | None = None  # the default of `initial`
     _seed_of_old_files = 0
     _as_copied = -1  # the version of the weight of a copy without ids
@@ -212,24 +212,26 @@ class GrowingEmbedding(nn.Embedding):
         return found
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
-        check_rows(_WHERE, self)
+        if self.mixed_up:
+            reject(RuntimeError, _WHERE, *self.mixed_up)
         if self._as_copied >= 0:
             self._warn_of_mean()
         return self._array(ids), *self._admission()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._as_copied = -1 if len(self.ids) else version_of(self.weight)
+        is_known = len(self.ids) or self.weight.is_inference()
+        self._as_copied = -1 if is_known else version_of(self.weight)
 
     def _warn_of_mean(self) -> None:
-        """Warn where a loop over parameters has written to a copy, which knows no ids of them."""
-        if not (self.training or len(self.ids)) and self._as_copied != version_of(self.weight):
+        """Warn, once, where a loop over parameters has written to a copy that has no ids."""
+        is_mean = not self.training and self._as_copied != version_of(self.weight)
+        if is_mean and not len(self.ids):
             wrong = "the weight of a copy has changed, which has no ids: all of them read zeros"
             fix = "nn.torch.averaged(model) has means of rows by id"
             warnings.warn(f"{_WHERE}: {wrong}; {fix}", RuntimeWarning, stacklevel=2)
-        elif not self.training:
-            return
-        self._as_copied = -1
+        if is_mean or self.training:
+            self._as_copied = -1
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""

@@ -124,7 +124,7 @@ class averaged(AveragedModel):  # noqa: N801
         for table, other, (state, rows, mean, _) in zip(mine, theirs, means, strict=True):
             table.ids.load_state_dict(state)
             table._begin_seed(other.ids.seed)
-            table.weight[rows] = mean
+            table.weight[rows], table._as_copied = mean, -1
         self._times = [times for *_, times in means]
 
     def _mean(
@@ -152,9 +152,11 @@ def _growing(model: nn.Module) -> list[GrowingEmbedding]:
 
 def _look_at(parent: Any, _: str, child: Any) -> None:
     """Mark tables that a wrapper mixes up: lookups raise."""
+    if child is None:
+        return
     if isinstance(parent, averaged):
         for table in _growing(child):
-            table.eval()._as_copied = -1
+            table.eval()
     elif isinstance(parent, AveragedModel):
         for table in _growing(child):
             table.mixed_up = _OF_MEANS

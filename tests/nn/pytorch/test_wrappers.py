@@ -274,6 +274,7 @@ def test_the_copy_of_an_averaged_model_raises(is_pooled: bool, is_late: bool) ->
     for mode in (True, False):
         with pytest.raises(RuntimeError, match=r"GrowingEmbedding: .*AveragedModel.*averaged\("):
             wrong.train(mode)(given)
+    wrong.module = None
     assert model(given).any()
 
 
@@ -282,7 +283,9 @@ def test_a_mean_by_a_loop_warns_and_other_copies_do_not() -> None:
     table = fused.GrowingEmbedding(9, 2)
     model = torch.nn.Sequential(table)
     wrong, evaluated, trained, loaded, average = *(copy.deepcopy(model) for _ in range(4)), None
-    average = fused.averaged(model)
+    with torch.inference_mode():
+        assert not copy.deepcopy(model).eval()(IDS[:3]).any()
+    average = copy.deepcopy(fused.averaged(model))
     average.update_parameters(model)
     assert not average(IDS[:3]).any()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
