@@ -113,6 +113,10 @@ def test_processes_have_the_seed_of_the_first() -> None:
     def differing(comm: Any) -> None:
         with pytest.raises(ValueError, match=r"seed.*differs"):
             fused.GrowingEmbedding(99, 4, comm=comm, seed=comm.rank)
+        table = fused.GrowingEmbedding(99, 4, comm=comm)
+        table.load_state_dict(fused.GrowingEmbedding(99, 4, seed=comm.rank).state_dict())
+        with pytest.raises(ValueError, match=r"seed.*differs"):
+            rows_of(table)
 
     in_threads(2, differing)
 
@@ -201,6 +205,7 @@ def test_means_by_id(name: str, seed: int) -> None:
             model.growing[k % 2].grow(20 + k)
         if random.random() < 0.5:
             average.update_parameters(model)
+            assert not any(map(tables_of.is_asleep, tables))
             known = [with_mean(*each, rule) for each in zip(known, model.growing, strict=True)]
             for part, n in every.items():
                 weight = getattr(model, part).weight.detach().double().clone()
@@ -239,6 +244,7 @@ def test_the_average_as_a_model() -> None:
     """Its state is that of a model, which goes on with its ids; what does not fit is refused."""
     model = Towers()
     average, optimizer = fused.averaged(model), fused.SGD(model.parameters(), lr=0.1)
+    model.load_state_dict(Towers().state_dict())  # with other seeds
     model(IDS[:3], IDS[:3], torch.arange(3))
     average.update_parameters(model)
     other = Towers()
