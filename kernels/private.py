@@ -78,6 +78,10 @@ NAMES = {
     ),
     "graph task": Name("torch._C:_current_graph_task_id", _BAGS),
     "engine node": Name("torch._C:_will_engine_execute_node", _BAGS),
+    "hide": Name(
+        "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+        "hide_from_ddp raises",
+    ),
     "outside of graphs": Name("torch:_disable_dynamo", "the import takes seconds longer"),
 }
 _found: dict[str, Any] = {}

@@ -82,7 +82,7 @@ def trainings_of(settings: Settings) -> list[HashedTraining]:
         return known(table, quarter(rows), dim)
 
     def growing(fewer: bool, table: int, rows: int, dim: int) -> nn.Module:
-        options: Any = {"initial": draws[table]}
+        options: Any = {"initial": draws[table], "seed": settings.seed}
         if fewer:
             options |= {"after": AFTER, "full": "evict"}
         return fused.GrowingEmbedding((quarter(rows) if fewer else rows) + 1, dim, **options)

@@ -450,6 +450,11 @@ class IdMap:
                 made[name][:n] = old[:n]
             vars(self).update(made, capacity=int(capacity), _bound=None)
 
+    def _begin_seed(self, seed: int) -> None:
+        """Draw admissions from another seed from now on."""
+        with self._lock:
+            self.seed, self._bound = seed, None
+
     def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
         flat, own = ids.reshape(-1), rows.reshape(-1)

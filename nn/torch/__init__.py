@@ -24,13 +24,14 @@ from .rounding import rounded_away
 from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .thor import Thor
 from .trainers import ClippingModule, ClippingTrainer
+from .wrappers import averaged, hide_from_ddp
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan",
     "ClippingModule", "ClippingTrainer", "EmbeddingBags", "FTRL", "FusedOptimizer",
     "GrowingEmbedding", "LARS", "Lamb", "LazyAdam", "Lion", "NAdam", "Prodigy", "RAdam",
     "RMSprop", "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam",
-    "Thor", "clip_grad_norm_", "clip_grad_value_", "rounded_away",
+    "Thor", "averaged", "clip_grad_norm_", "clip_grad_value_", "hide_from_ddp", "rounded_away",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

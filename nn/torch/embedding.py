@@ -59,11 +59,10 @@ class ShardedEmbedding(nn.Module):
     ``shard.places`` says: at its number with ``order="range"``. ``load_state_dict`` also takes a
     whole table, such as that of ``torch.nn.Embedding``.
 
-    `weight` is no parameter for DistributedDataParallel: name it in
-    ``model._ddp_params_and_buffers_to_ignore``. Of several processes, ``skip_nonfinite`` and
-    `clip_grad_norm_` refuse it: they need the gradients of all. A ``GradScaler`` looks at those of
-    its own process, and where only one skips a step, tables differ from then on: PyTorch's
-    ``ShardedGradScaler`` lets all skip it.
+    `weight` is no parameter for DistributedDataParallel: call `hide_from_ddp` before you wrap the
+    model. Of several processes, ``skip_nonfinite`` and `clip_grad_norm_` refuse it: they need the
+    gradients of all. A ``GradScaler`` looks at those of its own process, and where only one skips a
+    step, tables differ from then on: PyTorch's ``ShardedGradScaler`` lets all skip it.
 
     Raises:
         TypeError: on a rank, a kind does not fit.
@@ -79,6 +78,8 @@ class ShardedEmbedding(nn.Module):
     >>> table.weight.grad.is_sparse
     True
     """
+
+    mixed_up: tuple[str, ...] = ()  # what a wrapper does to the rows: see `wrappers`
 
     def __init__(
         self,
@@ -133,7 +134,10 @@ class ShardedEmbedding(nn.Module):
         Raises:
             TypeError: on a rank, ids are not int32 or int64.
             IndexError: on a rank, an id is out of range.
+            RuntimeError: DistributedDataParallel of several processes has the weight.
         """
+        if self.mixed_up:
+            reject(RuntimeError, _WHERE, *self.mixed_up)
         self._mark()
         route = self.shard.route(ids)
         prepare_rows(self.weight, route.needed)

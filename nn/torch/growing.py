@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,16 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
-from ...kernels.private import backward_of_now, outside_of_graphs, parts_of
+from ...kernels.private import backward_of_now, outside_of_graphs, parts_of, version_of
 from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
+from ..base.arguments import seed as checked_seed
 from ..base.id_arrays import STATE
 from ..base.id_map import Admissions, IdMap
 from ..base.uniform_rows import UniformRows
-from ..distributed.agreement import jointly
+from ..distributed.agreement import gather_texts, jointly
 from ..distributed.communicator import Communicator
 from ..distributed.id_shard import IdShard
 from ..engine.bag_maps import id_of_64_bits, rows_together
@@ -63,7 +65,9 @@ class GrowingEmbedding(nn.Embedding):
             `nn.UniformRows`, so that they follow from the id. None: uniform numbers below
             ``1 / sqrt(embedding_dim)``, with the seed.
         dtype: of the table; None: PyTorch's default.
-        after, chance, seed, full: as `nn.IdMap`.
+        after, chance, full: as `nn.IdMap`.
+        seed: of the default weights and of admission, as `nn.IdMap`; None: drawn from PyTorch's
+            generator, with ``comm`` by rank 0.
         comm: the processes that own the ids; None: this one.
         average: with ``comm``, as `ShardedEmbedding`.
 
@@ -72,11 +76,12 @@ class GrowingEmbedding(nn.Embedding):
         ids: its `nn.IdMap`, for eviction and lookups.
         shard: the `distributed.IdShard` of this process, with ``comm``; else None.
 
-    ``state_dict`` has copies of the rows that were handed out, and the arrays of the map; it loads
-    into a module of any capacity that has room for them. What an optimizer keeps is of the capacity
-    that it was made for: load both into a module of that one, then `grow`.
+    ``state_dict`` has copies of the rows that were handed out, the arrays of the map and the seed;
+    it loads into a module of any capacity that has room for them. What an optimizer keeps is of the
+    capacity that it was made for: load both into a module of that one, then `grow`.
 
-    `EmbeddingBags` adopts such modules.
+    `EmbeddingBags` adopts such modules. `averaged` has means of rows by id. In
+    DistributedDataParallel a table needs ``comm`` and `hide_from_ddp`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -89,6 +94,11 @@ class GrowingEmbedding(nn.Embedding):
     (torch.Size([3, 4]), 2)
     """
 
+    mixed_up: tuple[str, ...] = ()  # what a wrapper does to the rows: see `wrappers`
+    _drawn: UniformRows | None = None  # the default of `initial`
+    _seed_of_old_files = 0
+    _as_copied = -1  # the version of the weight of a copy without ids
+
     def __init__(
         self,
         capacity: int,
@@ -99,12 +109,13 @@ class GrowingEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
         after: int = 1,
         chance: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         full: str = "reserved",
         comm: Communicator | None = None,
         average: bool = False,
     ) -> None:
-        ids = IdMap(capacity, after=after, chance=chance, seed=seed, full=full)
+        first = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
+        ids = IdMap(capacity, after=after, chance=chance, seed=first, full=full)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
@@ -114,10 +125,15 @@ class GrowingEmbedding(nn.Embedding):
         self.padding_idx = None if padding is None else id_of_64_bits(_WHERE, padding)
         self.ids = ids
         self._is_next, self._n_taken = True, -1
-        bound = 1.0 / math.sqrt(embedding_dim)
-        self.initial = UniformRows(bound, seed) if initial is None else initial
         self.average = check.flag(_WHERE, "average", average)
+        if comm is not None:
+            (first, *_) = map(int, gather_texts(comm, str(ids.seed)))
+            ids._begin_seed(first if seed is None else ids.seed)
         self.shard = None if comm is None else IdShard(ids, comm)
+        if initial is None:
+            initial = self._drawn = UniformRows(1.0 / math.sqrt(embedding_dim), ids.seed)
+        self.initial = initial
+        self._seed_of_old_files = 0 if seed is None else ids.seed
         self.register_state_dict_post_hook(_handed_out)
         self.register_load_state_dict_pre_hook(_taken_over)
 
@@ -127,7 +143,8 @@ class GrowingEmbedding(nn.Embedding):
         Raises:
             TypeError: ids are not int64 on the host.
             ValueError: more new ids than rows, with ``full="raise"``.
-            RuntimeError: rows were given back, and no optimizer of `nn.torch` has the table.
+            RuntimeError: rows were given back, and no optimizer of `nn.torch` has the table; or a
+                wrapper of the model mixes up its rows.
             Nothing has changed then.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -195,7 +212,26 @@ class GrowingEmbedding(nn.Embedding):
         return found
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
+        if self.mixed_up:
+            reject(RuntimeError, _WHERE, *self.mixed_up)
+        if self._as_copied >= 0:
+            self._warn_of_mean()
         return self._array(ids), *self._admission()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        is_known = len(self.ids) or self.weight.is_inference()
+        self._as_copied = -1 if is_known else version_of(self.weight)
+
+    def _warn_of_mean(self) -> None:
+        """Warn, once, where a loop over parameters has written to a copy that has no ids."""
+        is_mean = not self.training and self._as_copied != version_of(self.weight)
+        if is_mean and not len(self.ids):
+            wrong = "the weight of a copy has changed, which has no ids: all of them read zeros"
+            fix = "nn.torch.averaged(model) has means of rows by id"
+            warnings.warn(f"{_WHERE}: {wrong}; {fix}", RuntimeWarning, stacklevel=2)
+        if is_mean or self.training:
+            self._as_copied = -1
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
@@ -223,6 +259,14 @@ class GrowingEmbedding(nn.Embedding):
         # Gradients may be summed over several batches: all of them belong to one step.
         is_next = self._is_next and not (optimizers and is_pending)
         return self.ids.step + is_next if are_admitted else None, begin
+
+    def _begin_seed(self, seed: int) -> None:
+        """Draw admissions, and default weights, from another seed from now on."""
+        self.ids._begin_seed(seed)
+        if self._drawn is not None and self.initial is self._drawn:
+            self.initial = self._drawn = UniformRows(self._drawn.bound, seed)
+        if self.shard is not None:
+            self.shard.form["seed"] = seed
 
     def grow(self, capacity: int) -> None:
         """Have more rows; so have the states of the optimizer of `nn.torch` that has the table.
@@ -255,9 +299,10 @@ class GrowingEmbedding(nn.Embedding):
 
 
 def _handed_out(module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave the rows that were handed out in a state dict, beside the arrays of the map."""
+    """Leave the rows that were handed out in a state dict, beside the map and its seed."""
     own = module.ids.state_dict()
     state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(own["next_row"][0])].clone()
+    own["seed"] = np.array([module.ids.seed])
     state.update({f"{prefix}ids.{name}": torch.from_numpy(x) for name, x in own.items()})
 
 
@@ -269,13 +314,14 @@ def _taken_over(
     weight, own = f"{prefix}weight", {f"{prefix}ids.{name}": name for name in STATE}
     missing += [name for name in own if name not in state]
     found = {name: state.pop(label) for label, name in own.items() if label in state}
-    rows = state.get(weight)
+    seed, rows = state.pop(f"{prefix}ids.seed", module._seed_of_old_files), state.get(weight)
     if rows is None:
         return
     state[weight] = module.weight  # which PyTorch leaves as it is
     if len(found) < len(own):
         return
     try:
+        seed = checked_seed(_WHERE, "seed", np.asarray(seed).item())
         made = module.ids.loaded(_WHERE, found)
     except (TypeError, ValueError, RuntimeError) as error:
         errors.append(f"{prefix}ids: {error}")
@@ -287,8 +333,9 @@ def _taken_over(
         return
     with torch.no_grad():
         module.weight[: len(rows)].copy_(rows)
-    module._is_next = True
+    module._is_next, module._as_copied = True, -1
     module.ids.take_over(made)
+    module._begin_seed(seed)
 
 
 _backward_of_now = backward_of_now()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -228,6 +230,71 @@ def beside_ddp(comm: Communicator, *_: Any) -> None:
                 optimizer.step()
     torch.testing.assert_close(whole_of(own[0]), whole[0].weight.detach())
     torch.testing.assert_close(own[1].weight, whole[1].weight)
+
+
+class Summing(torch.nn.Module):
+    """The sum of what tables have for ids, beside a layer."""
+
+    def __init__(self, *tables: Any) -> None:
+        super().__init__()
+        self.tables, self.head = torch.nn.ModuleList(tables), torch.nn.Linear(2, 1)
+
+    def forward(self, ids: Any) -> Any:
+        return sum(table(ids).sum() for table in self.tables) + self.head.weight.sum()
+
+
+def hidden(comm: Communicator, *_: Any) -> None:
+    """What `hide_from_ddp` hides trains by ids; lookups of what DistributedDataParallel sees raise,
+    with the wrapper and without."""
+    given = torch.tensor([[5, 5, 6], [6, 7, 8], [5, 7, 9]])
+    for is_hidden in (True, False)[: comm.size]:
+        torch.manual_seed(comm.rank)
+        options: dict[str, Any] = {"comm": comm, "average": True}
+        tables = [
+            fused.ShardedEmbedding(12, 2, **options), fused.GrowingEmbedding(12, 2, **options)
+        ]  # fmt: skip
+        rows = [table.weight.detach().clone() for table in tables]
+        model = Summing(*tables)
+        if is_hidden:
+            fused.hide_from_ddp(model)
+        parallel = DistributedDataParallel(model)
+        if not is_hidden:
+            for call in (parallel, *tables):
+                with pytest.raises(RuntimeError, match=r"Embedding: .*hide_from_ddp.*anew"):
+                    call(given)
+            continue
+        assert all(map(torch.equal, rows, (table.weight for table in tables)))
+        before = [table(torch.arange(5, 10)).detach() for table in tables]
+        optimizer = fused.SGD([table.weight for table in tables], lr=1.0)
+        parallel(given[comm.rank]).backward()
+        optimizer.step()
+        every = given[: comm.size].flatten() - 5
+        counts = torch.bincount(every, minlength=5)[:, None] / comm.size
+        for table, old in zip(tables, before, strict=True):
+            torch.testing.assert_close(table.eval()(torch.arange(5, 10)), old - counts)
+
+
+def handed_out_by_each(comm: Communicator, *_: Any) -> None:
+    """Rows that each process hands out by itself meet those of other ids: lookups raise."""
+    for is_pooled, steps, is_shown in product((False, True), repeat=3):
+        table = fused.GrowingEmbedding(10, 2)
+        one = fused.EmbeddingBags([table]) if is_pooled else table
+        optimizer = fused.SGD(table.parameters(), lr=1.0)
+        if is_pooled and steps:
+            one.update_in_backward(optimizer)
+        model, ids = Summing(one), torch.tensor([[1 + comm.rank]])
+        if not is_shown:
+            names = [name for name, p in model.named_parameters() if p is table.weight]
+            model._ddp_params_and_buffers_to_ignore = names
+        parallel = DistributedDataParallel(model)
+        for mode in (True, False)[: comm.size]:
+            parallel.train(mode)
+            if comm.size == 1:
+                parallel([ids] if is_pooled else ids).backward()
+                continue
+            with pytest.raises(RuntimeError, match=r"GrowingEmbedding: .*comm=.*rows of its own"):
+                parallel([ids] if is_pooled else ids)
+        assert len(table.ids) == (comm.size == 1)
 
 
 def errors(comm: Communicator, *_: Any) -> None:

@@ -28,7 +28,8 @@ from process_starts import needs_torch, start  # noqa: E402
 PROGRAM = Path(__file__).with_name("process_embeddings.py")
 PARTS = (
     "training", "initial", "ids", "average", "two_tables", "several_uses",
-    "one_backward_again", "beside_ddp", "errors", "arguments", "needs_all", "scaler",
+    "one_backward_again", "beside_ddp", "hidden", "handed_out_by_each",
+    "errors", "arguments", "needs_all", "scaler",
     "full", "whole_tables", "other_order", "states_of_ranks",
 )  # fmt: skip
 
