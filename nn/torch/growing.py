@@ -212,10 +212,6 @@ class GrowingEmbedding(nn.Embedding):
         return found
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
-        if self.mixed_up:
-            reject(RuntimeError, _WHERE, *self.mixed_up)
-        if self._as_copied >= 0:
-            self._warn_of_mean()
         return self._array(ids), *self._admission()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,6 +231,10 @@ class GrowingEmbedding(nn.Embedding):
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
+        if self.mixed_up:
+            reject(RuntimeError, _WHERE, *self.mixed_up)
+        if self._as_copied >= 0:
+            self._warn_of_mean()
         optimizers, gradient = optimizers_of(self.weight), self.weight.grad
         # A backward that computes anew what it needs looks up ids that were admitted before.
         are_admitted = self.training and _backward_of_now() < 0
