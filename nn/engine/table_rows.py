@@ -189,6 +189,8 @@ class TableRows(ABC):
             if COPY.name in table.arrays:
                 expected = "one without copies"
                 reject(RuntimeError, table.where, "parameter", "cannot grow", expected, "another")
+            if self._missed is not None:
+                self._table_at_step(key)  # which checks the last steps too
             moved = self._move(key, table.grown(n))
             self._wake_late(key)
         return moved

@@ -168,11 +168,13 @@ class Declaration(ABC):
     def _check_shapes(
         self, group: Group, keys: Iterable[tuple[Tensor, Any]], saved: Mapping[Any, Any]
     ) -> None:
-        """Refuse states of elements in the place of those of rows, and the other way round."""
+        """Refuse states of elements in the place of those of rows, the other way round, and those
+        of another shape of tables whose rows sleep.
+        """
         choice = self._choice(group)
-        if choice.rule.is_elementwise:
-            return  # PyTorch lets shapes be, and so does a step that finds them as they have to be
         for parameter, key in keys:
+            if choice.rule.is_elementwise and LAST.name not in saved.get(key, {}):
+                continue  # PyTorch lets shapes be, and so does a step that finds them right
             for role, shape in self.shapes(choice, parameter).items():
                 state = saved.get(key, {}).get(role)
                 if isinstance(state, Tensor) and tuple(state.shape) != shape:

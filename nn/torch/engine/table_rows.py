@@ -71,6 +71,7 @@ class _BoundTable(NamedTuple):
     forms: Sequence[Any]  # of `_forms`
     last: Tensor  # the last steps, which no other tensor at their address is
     version: int  # of these
+    now: int  # the steps that it had taken in the last call
 
 
 class TableOptimizer(Declaration, TableRows):
@@ -204,7 +205,8 @@ class TableOptimizer(Declaration, TableRows):
         version = version_of(last) if isinstance(last, Tensor) else 0
         if not is_whole and known is not None:
             is_same = known.rule is rule and known.last is last and known.version == version
-            if is_same and known.forms == forms:
+            if is_same and known.forms == forms and known.now <= now <= known.now + 1:
+                self._tables[parameter] = known._replace(now=now)
                 return TableAtStep(parameter, known.places, now, owners)
         table = self._listed(where, parameter, choice, {**state, "step": now})
         if len(table.arrays) != len(tensors):
@@ -222,7 +224,7 @@ class TableOptimizer(Declaration, TableRows):
         check_missed(where, last_steps.label, last_steps.array, now, scalars and scalars.given)
         self._missed.add(parameter, rule, real_of(real).dtype, now)
         places = sleeping_table(rule, table)
-        self._tables[parameter] = _BoundTable(choice, rule, places, forms, last, version)
+        self._tables[parameter] = _BoundTable(choice, rule, places, forms, last, version, now)
         return TableAtStep(parameter, places, now, owners)
 
     def _last_steps(self, parameter: Tensor) -> np.ndarray:
@@ -272,7 +274,8 @@ class TableOptimizer(Declaration, TableRows):
         last = state.get(LAST.name)
         if last is None or known is None:
             return
-        if known.awake != (updates_of(type(self).__name__, state), version_of(last)):
+        now = updates_of(type(self).__name__, state)
+        if not isinstance(last, Tensor) or known.awake != (now, version_of(last)):
             self._bring_up([self._at_step(parameter, state, is_whole=True)])
 
     # Steps
