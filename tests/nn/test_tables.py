@@ -1,4 +1,4 @@
-"""All that belongs to a table: checked by every call before it writes, after changes in place too."""
+"""All that belongs to a table: checked by each call before it writes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fusestep import nn
 from fusestep.kernels.idle_table import IdleTable
 from fusestep.kernels.rules.adam import ADAM

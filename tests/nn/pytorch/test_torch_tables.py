@@ -1,4 +1,4 @@
-"""All that belongs to a table of PyTorch: checked by every call before it writes, beside threads too."""
+"""All that belongs to a table of PyTorch: checked by each call before it writes."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_a_state_that_was_exchanged(change: str, role: str, call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    "last, step", [(-1, 2), (-(2**31), 2), (9, 2), (0, 2**24), (0, float("nan"))]
+    ("last", "step"), [(-1, 2), (-(2**31), 2), (9, 2), (0, 2**24), (0, float("nan"))]
 )
 def test_counts_that_are_no_steps(last: int, step: float, call: str) -> None:
-    """Written into the states in place: refused at once, where the rows may be brought up to date."""
+    """Written into the states in place: refused where rows may be brought up to date."""
     module, optimizer = asleep()
     state, weight = optimizer.state[module.weight], module.weight.detach().clone()
     state["last_step"][7], state["step"] = last, torch.tensor(float(step))
@@ -128,7 +128,7 @@ def test_states_that_lie_in_one_another() -> None:
 @pytest.mark.parametrize("change", ["one number", "fewer rows", "more rows"])
 def test_a_loaded_state_of_another_shape(role: str, change: str) -> None:
     """Refused before anything is taken over, where rows of it sleep."""
-    (_, saved), (module, optimizer) = asleep(), asleep()
+    (_, saved), (_, optimizer) = asleep(), asleep()
     saved._saves_awake = False
     state = copy.deepcopy(saved.state_dict())
     state["state"][0][role] = CHANGES[change](state["state"][0][role])
@@ -198,7 +198,7 @@ def test_programs_that_bring_rows_up_to_date_hear_nothing(how: str) -> None:
     assert program(how) == []
 
 
-@pytest.mark.parametrize("how, names", [("none", [0, 1]), ("one watched", [1])])
+@pytest.mark.parametrize(("how", "names"), [("none", [0, 1]), ("one watched", [1])])
 def test_stale_lookups_are_told_once_a_table(how: str, names: list[int]) -> None:
     """A gradient that follows from rows that slept is told, with the lines that mend it."""
     found = program(how)
