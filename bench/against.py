@@ -26,8 +26,7 @@ from .work import inputs
 # -P: the folder in which the user happens to be is no place to import from.
 _WORKER = ("-P", "-m", "fusestep.bench.version_worker")
 _PACKAGE = "fusestep"
-# What both versions get from the working tree: the benchmark, and what it knows of optimizers.
-_SHARED = ("bench", "nn/registry")
+_SHARED = "bench"  # what both versions get from the working tree
 _OLD, _NEW = "before", "now"
 Report = Callable[[str, int, int], Progress]
 
@@ -97,9 +96,8 @@ def versions(ref: str) -> Iterator[tuple[Path, Path]]:
         tree = old / _PACKAGE
         machine.git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
         try:
-            for part in _SHARED:
-                shutil.rmtree(tree / part, ignore_errors=True)
-                shutil.copytree(new / _PACKAGE / part, tree / part)
+            shutil.rmtree(tree / _SHARED, ignore_errors=True)
+            shutil.copytree(new / _PACKAGE / _SHARED, tree / _SHARED)
             yield old, new
         finally:
             machine.git(root, "worktree", "remove", "--force", str(tree))

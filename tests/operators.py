@@ -10,7 +10,7 @@ import numpy as np
 
 from fusestep import ops
 from fusestep.bench.cases import operators
-from fusestep.nn.registry import Argument
+from fusestep.bench.registry import Argument
 
 # The variables that are returned, where these are not all.
 _RETURNS: Mapping[str, tuple[str, ...]] = {

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fusestep import nn
-from fusestep.nn.registry import ROWS as BY_NAME
-from fusestep.nn.registry import Argument, Form, Options
-from fusestep.nn.registry.layerwise import MOMENTUM
+from fusestep.bench.registry import ROWS as BY_NAME
+from fusestep.bench.registry import Argument, Form, Options
+from fusestep.bench.registry.layerwise import MOMENTUM
 
 from helpers import assert_same_arrays, assert_same_bits
 

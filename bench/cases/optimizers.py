@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import nn
-from ...nn.registry import ROWS, Measured, Row
+from ..registry import ROWS, Measured, Row
 from ..workers.worker_protocol import LR
 from .subject import Prepared, Subject, Traffic, Use
 

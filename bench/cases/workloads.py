@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from ...nn.registry import record
 from ..errors import BenchError
+from ..registry import record
 from ..workers.worker_protocol import Parameter
 from . import indices, model_shapes
 from .model_shapes import Shape

@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from ...nn.registry import ROWS, Row
-from ...nn.registry.record import MINDSPORE, Form
 from ..cases.steps import STEPS
+from ..registry import ROWS, Row
+from ..registry.record import MINDSPORE, Form
 from .table import Table
 
 _DEFAULTS = {

@@ -61,23 +61,23 @@ def git(root: Path, *arguments: str) -> str:
     ).stdout
 
 
-SHARED = dict.fromkeys(("bench/new.py", "bench/results.schema.json", "nn/registry/new.py"), "now")
+SHARED = dict.fromkeys(("bench/new.py", "bench/results.schema.json", "bench/cases/new.py"), "now")
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A commit, a change, a file that Git does not know and one that it ignores."""
     root = tmp_path / "repository"
-    for part in ("bench", "nn/registry"):
+    for part in ("bench/cases", "nn"):
         (root / part).mkdir(parents=True)
-    for name in ("a.py", "bench/old.py", "nn/a.py", "nn/registry/old.py"):
+    for name in ("a.py", "bench/old.py", "nn/a.py", "bench/cases/old.py"):
         (root / name).write_text("before", encoding="utf-8")
     (root / ".gitignore").write_text("ignored.py\n", encoding="utf-8")
     git(root, "init", "--quiet", "--initial-branch=trunk")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message=x")
     (root / "a.py").write_text("now", encoding="utf-8")
-    for part in ("bench", "nn/registry"):
+    for part in ("bench", "bench/cases"):
         (root / part / "old.py").unlink()
     for name in ("new.py", "ignored.py", *SHARED):
         (root / name).write_text("now", encoding="utf-8")

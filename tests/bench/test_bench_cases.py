@@ -19,8 +19,8 @@ from fusestep.bench.cases.options import Request
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import Peers
+from fusestep.bench.registry import ROWS
 from fusestep.bench.report.result import SpecialResult
-from fusestep.nn.registry import ROWS
 
 from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from helpers import arrays_of, label, sampled

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusestep import nn, ops
+from fusestep.bench.registry import Argument
+from fusestep.bench.registry.record import COMMON
 from fusestep.nn import mxnet as mx
-from fusestep.nn.registry import Argument
-from fusestep.nn.registry.record import COMMON
 
 import optimizers
 import thor_nets

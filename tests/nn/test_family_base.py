@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn.registry.record import (
+from fusestep.bench.registry.record import (
     LOST,
     LOST_LATER,
     MOVES,

@@ -13,9 +13,9 @@ import pytest
 from argument_kinds import KINDS, schedule
 
 from fusestep import nn
+from fusestep.bench.registry import ELSEWHERE, Argument, Row
+from fusestep.bench.registry.record import COMMON
 from fusestep.nn.base.stateful import StateOfEach
-from fusestep.nn.registry import ELSEWHERE, Argument, Row
-from fusestep.nn.registry.record import COMMON
 
 from helpers import BF16, FAR, arrays_of, assert_same_arrays, distance, more, refused
 from optimizers import (
@@ -47,7 +47,7 @@ def test_every_optimizer_has_a_row() -> None:
     }
     missing = classes - {"Optimizer", "FusedOptimizer", *BY_NAME}
     recipe = "CONTRIBUTING.md has the recipe"
-    assert not missing, f"nn.__all__ has {missing} without a row in nn/registry: {recipe}"
+    assert not missing, f"nn.__all__ has {missing} without a row in bench/registry: {recipe}"
     assert not BY_NAME.keys() - classes, "a row is of a class that nn.__all__ does not have"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn.registry import Row
+from fusestep.bench.registry import Row
 
 from adam_family import ones, parameters
 from helpers import assert_same_bits, assign, refused, unchanged

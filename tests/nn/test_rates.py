@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn.registry import Row
+from fusestep.bench.registry import Row
 
 from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from helpers import BF16, assert_same_bits, refused

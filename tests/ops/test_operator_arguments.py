@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusestep import ops
-from fusestep.nn.registry import ELSEWHERE
+from fusestep.bench.registry import ELSEWHERE
 from fusestep.ops.primitive import Primitive
 from fusestep.ops.runtime import locks
 

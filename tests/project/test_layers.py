@@ -27,7 +27,6 @@ MAY_IMPORT = {
     "nn/mxnet": ("kernels", "ops", "nn"),
     "nn/distributed": ("kernels", "ops", "nn"),
     "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
-    "nn/registry": ("kernels", "ops", "nn"),
     "nn/torch": ("kernels", "ops", "nn"),
     "nn/mindspore": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
@@ -36,7 +35,7 @@ MAY_IMPORT = {
 ROOMS = ("process", "compiler", "headers", "threads")
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}
 NEUTRAL = ("kernels", "kernels/rules")
-FROM_OUTSIDE = ("nn", "nn/registry")  # these import what a user does
+FROM_OUTSIDE = ("nn",)  # it imports what a user does
 OPTIONAL = ("kernels.cuda", "kernels/cuda")
 
 
@@ -178,15 +177,9 @@ def test_imports_inside_of_functions_are_of_what_is_optional() -> None:
     assert hidden == []
 
 
-def test_importing_nn_does_not_load_the_registry() -> None:
-    """Tests, benchmark and documents read it, and nobody else pays for it."""
-    sources = {found.source for found in IMPORTS if found.target.startswith("nn.registry")}
-    assert sources and all(name.startswith("nn.registry") for name in sources)
-
-
 def test_older_versions_in_the_benchmark_are_asked_for_public_names_only() -> None:
     """Today's benchmark runs on them, and what is inside of the package moves."""
-    ours = "bench", "nn.registry"
+    ours = "bench"
     every, seen, waiting = {**MODULES, **modules("bench")}, set(), {"bench.version_worker"}
     while waiting:
         seen |= waiting
