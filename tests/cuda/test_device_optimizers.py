@@ -289,7 +289,7 @@ def test_hot_rows(make: Make) -> None:
 def test_threads_that_have_several_keys(name: str) -> None:
     """So many occurrences that a thread goes from row to row, and its block with it."""
     for n, d, b in sized(((24, 8, 24), (9, 21, 61)), ((500, 256, 200_000), (300_000, 24, 200_000))):
-        assert b > GEOMETRY.many
+        assert b > GEOMETRY.many or not COMPUTES
         steps = [[rows(RNG.permutation(b) % n, (n, d))] for _ in range(2)]
         assert_alike(partial(getattr(nn, name), learning_rate=0.1), [positive((n, d))], steps)
 
