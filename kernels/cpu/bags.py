@@ -187,6 +187,7 @@ def add_counts(index, slot, c):
         kept = bounds[bag]
         bounds[bag] = total
         total += kept
+    c.is_bad |= total > bounds[c.n_bags]  # where offsets were changed in between
     bounds[c.n_bags] = total
 
 
