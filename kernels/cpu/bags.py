@@ -157,8 +157,8 @@ def _fits(given, bag, begin, end):
 
 
 @njit(inline="always")
-def _is_in_range(feature, row):
-    return np.uint64(row) < np.uint64(feature.rows)
+def _is_in_range(rows, row):
+    return np.uint64(row) < np.uint64(rows)
 
 
 @part(BagsCall)
@@ -173,7 +173,7 @@ def count_kept(index, slot, c):
             return
         for k in range(begin, end):
             row = index_at(given.ids, given.id_bytes, k)
-            kept += _is_in_range(feature, row) and row != feature.padding
+            kept += _is_in_range(feature.rows, row) and row != feature.padding
         bounds[place.first_bag + bag], begin = kept, end
 
 
@@ -228,6 +228,8 @@ def _loops(real: Any) -> _Loops:
         place.table, place.row_bytes = feature.table, feature.row_bytes
         place.list, place.weights = c.ids, c.weights
         bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(given, first)
+        # Kept in registers: what is written could be any of them, for all that the compiler knows.
+        id_bytes, rows, padding = given.id_bytes, feature.rows, feature.padding
         for bag in range(first, last):
             end, at = _offset(given, bag + 1), place.first - given.begin + begin
             if not _fits(given, bag, begin, end):
@@ -242,12 +244,12 @@ def _loops(real: Any) -> _Loops:
             weights = numbers(c.weights + c.real_bytes * at, end - begin)
             given_weights, kept = numbers(given.weights, given.n), 0
             for k in range(begin, end):
-                row = index_at(given.ids, given.id_bytes, k)
-                if not _is_in_range(feature, row):
+                row = index_at(given.ids, id_bytes, k)
+                if not _is_in_range(rows, row):
                     if c.drops:
                         continue
                     return False
-                if row == feature.padding:
+                if row == padding:
                     continue
                 if at + kept == behind:
                     return False
