@@ -119,7 +119,8 @@ done < names
 wait
 if [ -n "$sanitizer" ]; then
     for tool in memcheck racecheck synccheck; do
-        for name in rows/LazyAdam/sort rows/LazyAdam/hot dense/AdaFactor/bfloat16 bags/LazyAdam; do
+        for name in rows/LazyAdam/sort rows/LazyAdam/hot rows/RowWiseAdagrad/many \
+            dense/AdaFactor/bfloat16 bags/LazyAdam; do
             check $name
             together part "$tool $name" 100 "$sanitizer" --error-exitcode 9 --tool $tool "${command[@]}"
         done

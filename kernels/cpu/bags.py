@@ -104,8 +104,8 @@ class BagsCall(NamedTuple):
     dots: np.ndarray | None  # [n_features, 2]: addresses of functions, and of their products
     gradient: int
     g_bytes: int
-    bad: np.ndarray  # [n_parts]: whether a part has found a bad offset or id
-    is_bad: int  # whether any part has
+    ends: np.ndarray  # [n_parts]: `bounds` behind each part; -1: an offset or id is bad
+    is_bad: int  # whether any is
 
 
 _features_at, _lists_at, _places_at = map(records, (Feature, IdList, _Place))
@@ -157,44 +157,49 @@ def _fits(given, bag, begin, end):
 
 
 @njit(inline="always")
-def _is_in_range(feature, row):
-    return np.uint64(row) < np.uint64(feature.rows)
+def _is_in_range(rows, row):
+    return np.uint64(row) < np.uint64(rows)
 
 
 @part(BagsCall)
 def count_kept(index, slot, c):
     """Count the ids of each bag that are not ignored; later loops report bad ids."""
     feature, given, place, _, first, last = _own(c, index)
-    bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
+    bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(given, first)
     for bag in range(first, last):
-        begin, end = _offset(given, bag), _offset(given, bag + 1)
+        end, kept = _offset(given, bag + 1), 0
         if not _fits(given, bag, begin, end):
-            bad[index] = 1
+            int64s(c.ends, c.n_parts)[index] = -1
             return
-        kept = 0
         for k in range(begin, end):
             row = index_at(given.ids, given.id_bytes, k)
-            kept += _is_in_range(feature, row) and row != feature.padding
-        bounds[place.first_bag + bag] = kept
+            kept += _is_in_range(feature.rows, row) and row != feature.padding
+        bounds[place.first_bag + bag], begin = kept, end
 
 
 @part(BagsCall)
 def add_counts(index, slot, c):
-    """Turn the counts of all bags into the numbers of their first ids."""
-    bounds, total = int64s(c.bounds, c.n_bags + 1), 0
+    """Turn the counts of all bags into the numbers of their first ids, if offsets are good."""
+    bounds, ends, total = int64s(c.bounds, c.n_bags + 1), int64s(c.ends, c.n_parts), 0
+    for k in range(c.n_parts):
+        c.is_bad |= ends[k] < 0
     for bag in range(c.n_bags):
         kept = bounds[bag]
         bounds[bag] = total
         total += kept
+    c.is_bad |= total > bounds[c.n_bags]  # where offsets were changed in between
     bounds[c.n_bags] = total
 
 
 @part(BagsCall)
 def find_bad(index, slot, c):
-    """Find out whether any part has found a bad offset or id."""
-    bad = int64s(c.bad, c.n_parts)
-    for k in range(c.n_parts):
-        c.is_bad |= bad[k]
+    """Find out whether offsets and ids are good, and each part ends where the next one begins."""
+    bounds, ends, k = int64s(c.bounds, c.n_bags + 1), int64s(c.ends, c.n_parts), 0
+    for f in range(c.n_features):
+        place, bags = _places_at(c.places, c.n_features)[f], _lists_at(c.given, f + 1)[f].bags
+        for bag in range(place.height, bags + place.height, place.height):
+            c.is_bad |= ends[k] < 0 or ends[k] != bounds[place.first_bag + min(bag, bags)]
+            k += 1
 
 
 class _Loops(NamedTuple):
@@ -214,47 +219,60 @@ def _loops(real: Any) -> _Loops:
 
     @njit
     def lay_bags_out(c, index):
-        """Copy the ids of some bags to the list, with weights; whether offsets and ids are good."""
+        """Copy the ids of some bags to the list, with weights; whether offsets and ids are good.
+
+        Their owner may change them meanwhile: all that is written has its place even then.
+        """
         feature, given, place, _, first, last = _own(c, index)
         # Parts of a feature write equal values here, so no synchronisation is needed.
         place.table, place.row_bytes = feature.table, feature.row_bytes
         place.list, place.weights = c.ids, c.weights
-        bounds, shift = int64s(c.bounds, c.n_bags + 1), place.first - given.begin
+        bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(given, first)
+        # Kept in registers: what is written could be any of them, for all that the compiler knows.
+        id_bytes, rows, padding = given.id_bytes, feature.rows, feature.padding
         for bag in range(first, last):
-            begin, end = _offset(given, bag), _offset(given, bag + 1)
+            end, at = _offset(given, bag + 1), place.first - given.begin + begin
+            if not _fits(given, bag, begin, end):
+                return False
+            behind = at + end - begin
             if c.leaves_out == 0:
-                if not _fits(given, bag, begin, end):
-                    return False
-                bounds[place.first_bag + bag] = begin + shift
-                bounds[place.first_bag + bag + 1] = end + shift
-            at = bounds[place.first_bag + bag]
+                bounds[place.first_bag + bag] = at
+            else:
+                at, behind = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
             ids = carray(as_pointer(c.ids + 4 * at), end - begin, np.int32)
             origins = carray(as_pointer(c.origins + 4 * at), end - begin, np.int32)
             weights = numbers(c.weights + c.real_bytes * at, end - begin)
             given_weights, kept = numbers(given.weights, given.n), 0
             for k in range(begin, end):
-                row = index_at(given.ids, given.id_bytes, k)
-                if not _is_in_range(feature, row):
+                row = index_at(given.ids, id_bytes, k)
+                if not _is_in_range(rows, row):
                     if c.drops:
                         continue
                     return False
-                if row == feature.padding:
+                if row == padding:
                     continue
+                if at + kept == behind:
+                    return False
                 ids[kept] = row
                 if given.weights != 0:
                     weights[kept] = given_weights[k - given.begin]
                 if c.origins != 0:
                     origins[kept] = k - given.begin
                 kept += 1
+            if at + kept != behind:
+                return False
+            int64s(c.ends, c.n_parts)[index], begin = behind, end
         return True
 
     @njit
     def pool_bags(c, index):
         feature, _, place, f, first, last = _own(c, index)
         source = c.places + f * _PLACE_BYTES
-        bounds = int64s(c.bounds, c.n_bags + 1)
+        bounds = int64s(c.bounds + 8 * place.first_bag, last)
+        begin, behind = bounds[first], int64s(c.ends, c.n_parts)[index]
         for bag in range(first, last):
-            begin, end = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
+            # Behind the part may still be nothing.
+            end = bounds[bag + 1] if bag + 1 < last else behind
             address = c.out + feature.out + bag * feature.stride
             out = numbers(address, feature.width)
             winners = c.winners + (bag * feature.row + feature.column) * c.unit * 4
@@ -272,11 +290,12 @@ def _loops(real: Any) -> _Loops:
             if c.pooling == MEAN and end - begin > 1:
                 for k in range(feature.width):
                     out[k] /= real(end - begin)
+            begin = end
 
     def lay_out(index, slot, c):
         """Copy the ids of some bags, and their weights, to the list."""
         if c.is_bad == 0 and not lay_bags_out(c, index):
-            int64s(c.bad, c.n_parts)[index] = 1
+            int64s(c.ends, c.n_parts)[index] = -1
 
     def pool(index, slot, c):
         """Write the sums of some bags, or their means or maxima, to the output."""
@@ -289,7 +308,7 @@ def _loops(real: Any) -> _Loops:
             if lay_bags_out(c, index):
                 pool_bags(c, index)
             else:
-                int64s(c.bad, c.n_parts)[index] = 1
+                int64s(c.ends, c.n_parts)[index] = -1
 
     def number_rows(index, slot, c):
         """Write the row of the gradient of each id of some bags; for means its weight too."""
@@ -374,17 +393,17 @@ class Bags:
         self._weights = allocation.empty((n_ids,), real) if weighted else None
         # Skipped ids still get a weight gradient: 0.
         self._origins = np.empty(n_ids, np.int32) if multiplies and leaves_out else None
-        bad = np.zeros(self._n_parts + 1, np.int64)
+        ends = np.zeros(self._n_parts + 1, np.int64)
         self._call = Arguments(BagsCall(
             features, given, places, n, self._n_parts, n_bags, leaves_out, drops, pooling,
             real.itemsize, unit, self.bounds, ids, self._weights,
-            self._origins, out, winners, None, None, 0, 0, bad, 0,
+            self._origins, out, winners, None, None, 0, 0, ends, 0,
         ))  # fmt: skip
         own = self._loops
         lay_out = own.lay_out_and_pool if sums and at_once else own.lay_out
         loops = [self._loop(lay_out), self._once(find_bad)]
         if leaves_out:
-            loops = [self._loop(count_kept), self._once(find_bad), self._once(add_counts), *loops]
+            loops = [self._loop(count_kept), self._once(add_counts), *loops]
         if sums and not at_once:
             loops.append(self._loop(own.pool))
         run_all(loops)

@@ -109,9 +109,9 @@ class RowShard:
     # For `Route`
 
     def checked_ids(self, where: str, ids: Any) -> np.ndarray:
-        """Ids as an array; those on a device are copied to the host."""
+        """A copy of the ids on the host, which nobody changes after the check."""
         found = adopt_anywhere(where, "ids", ids)
-        array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found
+        array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found.copy()
         check.index_dtype(where, array)
         check.indices_in_range(where, array.reshape(-1), self.rows)
         return array

@@ -128,12 +128,12 @@ class RowTensor:
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
-        self._check()
+        indices = self._checked_indices()
         if isinstance(self.values, DeviceArray):
             found, like = self._on_host().coalesce(), self.values
             arrays = like.holding(found.indices), like.holding(found.values)
             return RowTensor(*arrays, self.dense_shape)
-        unique, places = np.unique(self.indices, return_inverse=True)
+        unique, places = np.unique(indices, return_inverse=True)
         total = self._summed(places.reshape(-1), (len(unique), *self.dense_shape[1:]))
         return RowTensor(unique, total, self.dense_shape)
 
@@ -146,10 +146,10 @@ class RowTensor:
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
-        self._check()
+        indices = self._checked_indices()
         if isinstance(self.values, DeviceArray):
             return self.values.holding(self._on_host().to_dense()).native()
-        return self._summed(self.indices, self.dense_shape)
+        return self._summed(indices, self.dense_shape)
 
     def _on_host(self) -> RowTensor:
         """A copy on the host of a gradient on a device, which is waited for."""
@@ -167,14 +167,16 @@ class RowTensor:
         np.add.at(total.reshape(-1), flat.reshape(-1), self.values.astype(real).reshape(-1))
         return total.astype(self.dtype, copy=False)
 
-    def _check(self) -> None:
-        """Check that the attributes, which can be assigned to, still fit together."""
+    def _checked_indices(self) -> Any:
+        """The indices, a copy on the host, if the attributes still fit together."""
+        # Attributes can be assigned to, and a thread may change the indices after the check.
         if isinstance(self.values, DeviceArray):
-            RowTensor(self.indices, self.values, self.dense_shape)
-            return
+            return RowTensor(self.indices, self.values, self.dense_shape).indices
         adopt("RowTensor", "indices", self.indices)  # refuses those on a device
         check.row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
-        check.indices_in_range("RowTensor", self.indices, self.dense_shape[0])
+        indices = np.array(self.indices)
+        check.indices_in_range("RowTensor", indices, self.dense_shape[0])
+        return indices
 
 
 # Places in a batch, and the ends of its ranges, are int64.

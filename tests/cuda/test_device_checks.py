@@ -52,6 +52,7 @@ CHECKS = {
     "rows/LazyAdam/sort": Check("rows/nn.LazyAdam", "1Mx1x1000003", distribution="uniform"),
     "rows/Adam/every row": Check("rows/nn.Adam", _ROWS),
     "rows/RowWiseAdagrad": Check("rows/nn.RowWiseAdagrad", _ROWS),
+    "rows/RowWiseAdagrad/many": Check("rows/nn.RowWiseAdagrad", "500x256x200000"),
     "rows/RowWiseAdam": Check("rows/nn.RowWiseAdam", _ROWS),
     "rows/Adagrad": Check("rows/nn.Adagrad", _ROWS),
     "rows/FTRL": Check("rows/nn.FTRL", "500x7x9000"),

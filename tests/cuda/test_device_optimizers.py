@@ -13,6 +13,7 @@ import pytest
 
 import fusestep
 from fusestep import nn
+from fusestep.kernels.cuda.device.backend import GEOMETRY
 from fusestep.kernels.tables import HOT
 from fusestep.nn import mxnet as mx
 from fusestep.nn.engine import offload
@@ -282,6 +283,15 @@ def test_hot_rows(make: Make) -> None:
     indices = np.arange(HOT + 40) % 64 // 63 * 2
     for hot in ([1] * (HOT + 30) + [0, 2], indices.tolist()):
         assert_alike(make, [positive((3, 5))], [[rows(hot, (3, 5))]])
+
+
+@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad", "RowWiseAdam"])
+def test_threads_that_have_several_keys(name: str) -> None:
+    """So many occurrences that a thread goes from row to row, and its block with it."""
+    for n, d, b in sized(((24, 8, 24), (9, 21, 61)), ((500, 256, 200_000), (300_000, 24, 200_000))):
+        assert b > GEOMETRY.many or not COMPUTES
+        steps = [[rows(RNG.permutation(b) % n, (n, d))] for _ in range(2)]
+        assert_alike(partial(getattr(nn, name), learning_rate=0.1), [positive((n, d))], steps)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -43,33 +43,15 @@ def _own(c, index):
 
 
 @njit(error_model="numpy")
-def _count_rows(c, index):
-    """Count the lowest digits of the rows of a share; the first position out of range, or -1."""
+def _make_keys(c, index):
+    """Make the keys of a share and count their lowest digits; the first bad position, or -1.
+
+    No other loop reads the indices, which their owner may change meanwhile.
+    """
     begin, end, histogram = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(histogram.size - 1)
+    bits, carried_bits, keys = c.position_bits, c.carried_bits, int64s(c.keys, c.n)
     histogram[:] = 0
-    for t in range(c.n_tables):
-        low, high = _stretch(tables[t], begin, end)
-        n_rows, first_row = tables[t].rows, tables[t].first_row
-        indices, n_bytes = tables[t].indices, tables[t].index_bytes
-        for k in range(low, high):
-            row = index_at(indices, n_bytes, k)
-            key_row = row + first_row
-            if row < 0 or row >= n_rows:
-                if dropped_row < 0:
-                    return tables[t].first_position + k
-                key_row = dropped_row
-            # Unsigned: Numba would first test a signed index for being negative.
-            histogram[np.uint64(key_row) & mask] += 1
-    return -1
-
-
-@njit(error_model="numpy")
-def _scatter_rows(c, index):
-    """Make the keys of one share, and sort them by their lowest digit."""
-    begin, end, offsets = _own(c, index)
-    tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(offsets.size - 1)
-    bits, carried_bits, out = c.position_bits, c.carried_bits, int64s(c.keys, c.n)
     for t in range(c.n_tables):
         low, high = _stretch(tables[t], begin, end)
         n_rows, first_row = tables[t].rows, tables[t].first_row
@@ -77,14 +59,19 @@ def _scatter_rows(c, index):
         first = tables[t].first_position
         for k in range(low, high):
             row = index_at(indices, n_bytes, k)
-            key_row = row + first_row if 0 <= row < n_rows else dropped_row
-            digit = np.uint64(key_row) & mask
-            place, position = offsets[digit], first + k
+            key_row, position = row + first_row, first + k
+            if row < 0 or row >= n_rows:
+                if dropped_row < 0:
+                    return position
+                key_row = dropped_row
+            # Unsigned: Numba would first test a signed index for being negative.
+            histogram[np.uint64(key_row) & mask] += 1
+            place = np.uint64(position)
             if carried_bits != 0:
                 gradient_row = np.int64(load_int32(tables[t].gradient_rows + 4 * position))
                 position = (position << carried_bits) | gradient_row
-            out[np.uint64(place)] = (key_row << bits) | position
-            offsets[digit] = place + 1
+            keys[place] = (key_row << bits) | position
+    return -1
 
 
 @njit(inline="always")
@@ -176,15 +163,14 @@ def _finish(c, keys):
 def group_serial(index, slot, c):
     """Make and sort all keys on one thread."""
     histograms = _histograms(c)
-    c.bad_position = _count_rows(c, 0)
+    c.bad_position = _make_keys(c, 0)
     if c.bad_position >= 0:
         return
-    _offsets_of(histograms, c.n)
-    _scatter_rows(c, 0)
     keys, spare = int64s(c.keys, c.n + PADDING), int64s(c.spare, c.n + PADDING)
-    shift = c.position_bits + c.digit_bits
+    shift = c.position_bits
     while shift < c.position_bits + c.row_bits:
-        _count_digits(keys, 0, c.n, shift, histograms[0])
+        if shift > c.position_bits:
+            _count_digits(keys, 0, c.n, shift, histograms[0])
         if _offsets_of(histograms, c.n):
             _scatter(keys, 0, c.n, shift, histograms[0], spare)
             keys, spare = spare, keys
@@ -197,27 +183,21 @@ def group_serial(index, slot, c):
 
 
 @part(RowCall)
-def count_rows(index, slot, c):
-    """Count the lowest digits of one share, and write its bad position, or -1, to ``bad``."""
-    int64s(c.bad, c.sort_parts)[index] = _count_rows(c, index)
+def make_keys(index, slot, c):
+    """Make the keys of one share, count digits, and write its bad position, or -1, to ``bad``."""
+    int64s(c.bad, c.sort_parts)[index] = _make_keys(c, index)
 
 
 @part(RowCall)
 def place_rows(index, slot, c):
-    """Turn the counts of all shares into places, and find the first bad position, if any."""
+    """Find the first bad position, if any, and turn the counts of the lowest digits into places."""
     bad = int64s(c.bad, c.sort_parts)
     for k in range(c.sort_parts - 1, -1, -1):
         if bad[k] >= 0:
             c.bad_position = bad[k]
-    _offsets_of(_histograms(c), c.n)
     c.shift = c.position_bits
-
-
-@part(RowCall)
-def scatter_rows(index, slot, c):
-    """Make the keys of one share, sorted by their lowest digit."""
     if c.bad_position < 0:
-        _scatter_rows(c, index)
+        c.moved = _offsets_of(_histograms(c), c.n)
 
 
 @part(RowCall)

@@ -144,7 +144,7 @@ def _grouping(parts: int, passes: int, threads: int, n_ranges: int) -> tuple[int
     if parts == 1:
         loops = [(sort.group_serial, *once)]
     else:
-        loops = [(sort.count_rows, *shares), (sort.place_rows, *once), (sort.scatter_rows, *shares)]
+        loops = [(sort.make_keys, *shares), (sort.place_rows, *once), (sort.scatter_keys, *shares)]
         for _ in range(passes - 1):
             loops += [(sort.next_digit, *once), (sort.count_digits, *shares)]
             loops += [(sort.place_digits, *once), (sort.scatter_keys, *shares)]

@@ -92,7 +92,7 @@ def sum_hot_range(index, slot, c):
         begin = first_key_at_least(keys, hot[h].end, row + (low << c.carried_bits))
         end = first_key_at_least(keys, hot[h].end, row + (high << c.carried_bits))
         total = hot[h].values + number * hot[h].stride
-        if begin == end:
+        if begin >= end:  # no such positions, or they have been changed
             _clear(total, width * c.real_bytes)
         else:
             _accumulate(c, tables[t], begin, end, total, 1)

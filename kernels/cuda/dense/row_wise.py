@@ -100,6 +100,7 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
         # Threads without a row take part with a width of 0: the sum over lanes has barriers.
         measure(at, width, is_aligned, first, arrays, source, hp, own)
         shared = cuda.shared.array((n_shared, threads), float64)
+        cuda.syncthreads()  # all have read the factors of the rows before
         for k in range(n_shared):
             shared[k, at.thread] = own[k]
         add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)

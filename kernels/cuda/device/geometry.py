@@ -30,10 +30,12 @@ class SortGeometry(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """The cuts of all loops; a number alone is that of the threads of a block."""
+    """The cuts of all loops; a number that says nothing else is that of the threads of a block."""
 
     dense: ChunkGeometry = ChunkGeometry(256, 4)
     rows: int = 256  # and of copies
+    keys: int = 8  # of a thread of rows, where there are more than `many`
+    many: int = 1 << 17
     hot: int = 64  # of rows that occur often
     totals: int = 256  # where a block adds up the sums of others
     sort: SortGeometry = SortGeometry()

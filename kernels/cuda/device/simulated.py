@@ -23,6 +23,8 @@ from .geometry import ChunkGeometry, Geometry, SortGeometry
 GEOMETRY = Geometry(
     dense=ChunkGeometry(threads=4, tiles=1),
     rows=8,
+    keys=3,
+    many=16,
     hot=4,
     totals=4,
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.

@@ -18,8 +18,6 @@ from . import kernels as rows
 from .keys import KeySort
 from .sources import form_of
 
-EACH, MANY = 8, 1 << 17
-"""Keys of a thread, where there are many."""
 HOT_BLOCKS = 2_048
 """Blocks that add up hot rows, at most: as many as a device can have at a time, and some."""
 _NO_SCALARS = np.empty((1, 0))
@@ -113,7 +111,7 @@ class RowStep(_RowLoops):
         if self._touched_only:
             # Most keys of a long list are not the first of their row, and a thread that looks at
             # some of them costs as much as one that looks at one.
-            each = EACH if self.n > MANY else 1
+            each = GEOMETRY.keys if self.n > GEOMETRY.many else 1
             yield from self._over(self._update, -(-self.n // each), self._groups, call, each)
             return
         first = call.scratch + self._at_first

@@ -114,11 +114,11 @@ def find_error(pooling: Pooling, ids: Any, offsets: Any) -> None:
 
     Raises:
         ValueError: offsets do not fit the ids.
-        IndexError: an id is out of range.
+        IndexError: an id is out of range, or all are good by now.
     """
     check_features(pooling, ids, offsets)
     wrong = "ids or offsets were changed by another thread during the call"
-    raise RuntimeError(f"{pooling.where}: {wrong}")
+    raise IndexError(f"{pooling.where}: {wrong}")
 
 
 def check_features(pooling: Pooling, ids: Any, offsets: Any) -> list[Ids]:
@@ -150,8 +150,9 @@ def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids],
                 _check_offsets(pooling.where, own)
         return lists, False
     every, n = lists[0], len(lists)
-    bags, bounds = every.bags, every.offsets
-    all_bags = every._replace(bags=bags * n)
+    # A copy: from here on their owner may change them.
+    bags, bounds = every.bags, every.offsets.copy()
+    all_bags = every._replace(bags=bags * n, offsets=bounds)
     _check_ends(pooling.where, all_bags)
     firsts = bounds[::bags].tolist() if bags else [0] * (n + 1)
     if bags == 0 or firsts != sorted(firsts):  # the ids of a feature lie in between
