@@ -186,6 +186,8 @@ class AdaFactor(FusedOptimizer):
             TypeError, ValueError: as at construction.
         """
         checked = _beta1(self._name, beta1)
+        if self._files is not None:
+            self._files.leave("states that `init_ada_factor_state` has moved into memory")
         self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states(declared(self._rule))

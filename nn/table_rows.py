@@ -21,6 +21,7 @@ from ..ops.runtime.errors import reject
 from .base.checkpoint import as_state
 from .base.groups import Groups
 from .base.parameter import Parameter
+from .base.state_files import maker_of_states
 from .base.stateful import StatefulOptimizer, States
 from .engine.catch_up import (
     LAST,
@@ -30,6 +31,7 @@ from .engine.catch_up import (
     Table,
     check_idle,
     check_last,
+    check_resumed,
     no_scalars,
     scalars_of,
 )
@@ -59,6 +61,17 @@ class TableOptimizer(StatefulOptimizer):
             self._missed = MissedSteps()
             for i, p in enumerate(self.parameters):
                 self._missed.add(i, self._rule, real_type(p.dtype), 0)
+                if maker_of_states() is not None:
+                    given = self._missed.tables[i].given
+                    scalars = f"{SCALARS}.{p.name}", given.shape, given.dtype, no_scalars(given)
+                    self._missed.map(i, self._made(*scalars), int(self._steps[i]))
+
+    def _check_resumed(self, arrays: Mapping[str, Any]) -> None:
+        super()._check_resumed(arrays)
+        for i, scalars in self._missed.mapped.items() if self._missed is not None else ():
+            name, last, step = self.parameters[i].name, self._states[LAST.name][i], self._steps[i]
+            how = {"may_sleep": self._files is not None and self._files.has_manifest}
+            check_resumed(self._name, str(name), last, scalars, int(step), **how)
 
     def _check_sleep(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""
@@ -225,6 +238,8 @@ class TableOptimizer(StatefulOptimizer):
             expected, got = "one of this optimizer alone, without copies", "another"
             reject(RuntimeError, where, f"parameter {p.name!r}", "cannot grow", expected, got)
         with self._between_steps():
+            if self._files is not None:
+                self._files.leave("states that `grow` has moved into memory")
             known = self._row_states(i)
             made = {role: grown(state.array, n, state.initial) for role, state in known.items()}
             p.rebind(grown(p.array, n, 0.0))
@@ -371,8 +386,9 @@ class TableOptimizer(StatefulOptimizer):
             return
         self._missed.part()
         lasts = [given.get(f"{LAST.name}.{p.name}") for p in self.parameters]
-        super().load_state_dict(given)
-        self._missed.begin(dict(enumerate(self._steps.tolist())))
+        with self._changing_files():
+            super().load_state_dict(given)
+            self._missed.begin(dict(enumerate(self._steps.tolist())))
         if all(x is not own for x, own in zip(lasts, self._states[LAST.name], strict=True)):
             self.wake_late()
 

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,8 @@ import numpy as np
 
 from ...kernels.files import check_target
 from ...ops.runtime.errors import reject
-from .checkpoint import CODES
+from .checkpoint import CODES, new_file
+from .file_set import SCALARS, FileSet, carefully, set_of
 
 StateMaker = Callable[[str, tuple[int, ...], np.dtype[Any], Any], np.ndarray]
 """``make(name, shape, dtype, initial)``: the array of a state, which begins with a number or with
@@ -63,6 +65,11 @@ def states_in(make: StateMaker) -> Iterator[None]:
     token = _maker.set(make)
     try:
         yield
+    except BaseException:
+        # The traceback may keep an optimizer that could not be made.
+        for begun in [*make.begun] if isinstance(make, MappedFiles) else ():
+            begun.close()
+        raise
     finally:
         _maker.reset(token)
 
@@ -70,6 +77,12 @@ def states_in(make: StateMaker) -> Iterator[None]:
 def maker_of_states() -> StateMaker | None:
     """The function of the innermost `states_in`; None outside of all."""
     return _maker.get()
+
+
+def files_of(where: str, optimizer: Callable[[], dict[str, Any]], **how: Any) -> FileSet | None:
+    """The files of an optimizer that is made within `states_in` of `MappedFiles`; else None."""
+    make = _maker.get()
+    return FileSet(make, where, optimizer(), **how) if isinstance(make, MappedFiles) else None
 
 
 def made_by(
@@ -137,64 +150,79 @@ class MappedFiles:
     ) -> None:
         self.folder, self.fill, self.reads_ahead = Path(folder), fill, reads_ahead
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.begun: weakref.WeakSet[FileSet] = weakref.WeakSet()  # of optimizers to be complete
 
     def __call__(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any
     ) -> np.ndarray:
-        """The mapped array of a state; see `states_in`."""
-        file = self.folder / f"{quote(name, safe=' ')}.safetensors"
-        begin, n_bytes = self._place(name, shape, dtype), math.prod(shape) * dtype.itemsize
-        if check_target(_WHERE, file) is None:
-            if np.any(initial) and n_bytes > _PAGE and not self.fill:
-                expected = "MappedFiles(folder, fill=True), which writes all of it"
-                got = "a copy of the weight" if isinstance(initial, np.ndarray) else initial
-                reject(ValueError, _WHERE, f"state {name!r}", "does not begin at 0", expected, got)
-            self._make(file, begin, n_bytes)
-            array = self._mapped(file, shape, dtype, len(begin))
-            if np.any(initial):
-                array[...] = initial
-            return array
-        with file.open("rb") as opened:
-            found = opened.read(len(begin))
-        if found != begin or file.stat().st_size != len(begin) + n_bytes:
-            expected, got = f"{dtype} {shape}, {len(begin) + n_bytes} bytes", str(file)
-            reject(ValueError, _WHERE, f"state {name!r}", "is torn or another one", expected, got)
-        return self._mapped(file, shape, dtype, len(begin))
+        """The mapped array of a state by itself, for a function of your own; see `states_in`."""
+        is_there = check_target(_WHERE, self._file(name), follows=False) is not None
+        return self.take(name, shape, dtype) if is_there else self.make(name, shape, dtype, initial)
+
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: str | None = None
+    ) -> np.ndarray:
+        """The mapped array of a state that is there, of a set of files."""
+        file, begin = self._file(name), self._head(name, shape, dtype, of)
+        if check_target(_WHERE, file, follows=False) is None:
+            reject(ValueError, _WHERE, f"state {name!r}", "is missing", str(file), "none")
+        with open(file, "r+b", opener=carefully) as opened:
+            size = len(begin) + math.prod(shape) * dtype.itemsize
+            if opened.read(len(begin)) != begin or os.fstat(opened.fileno()).st_size != size:
+                label, expected = f"state {name!r}", f"{dtype} {shape}, {size} bytes"
+                reject(ValueError, _WHERE, label, "is torn or another one", expected, str(file))
+            return self._mapped(opened, shape, dtype, len(begin))
+
+    def make(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any,
+        of: str | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """The mapped array of a new file, in the place of an older one of the set."""
+        file, begin = self._file(name), self._head(name, shape, dtype, of)
+        n_bytes, label = math.prod(shape) * dtype.itemsize, f"state {name!r}"
+        is_there = check_target(_WHERE, file, follows=False) is not None
+        if is_there and set_of(file) != of:
+            expected = "a file of the optimizer"
+            reject(ValueError, _WHERE, label, "is torn or another one", expected, str(file))
+        is_large = dtype.kind not in "iu" and n_bytes > _PAGE and not name.startswith(SCALARS)
+        if np.any(initial) and is_large and not self.fill:
+            expected = "MappedFiles(folder, fill=True), which writes all of it"
+            got = "a copy of the weight" if isinstance(initial, np.ndarray) else initial
+            reject(ValueError, _WHERE, label, "does not begin at 0", expected, got)
+        with new_file(file, _WHERE) as opened:
+            opened.write(begin)
+            opened.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(opened.fileno(), 0, len(begin) + n_bytes)
+            opened.truncate(len(begin) + n_bytes)
+        with open(file, "r+b", opener=carefully) as opened:
+            array = self._mapped(opened, shape, dtype, len(begin))
+        if np.any(initial):
+            array[...] = initial
+        return array
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{quote(name, safe=' ')}.safetensors"
 
     @staticmethod
-    def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    def _head(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: str | None) -> bytes:
         """The head of a file: of safetensors, up to the end of a page."""
         if dtype.name not in CODES:
             expected = ", ".join(CODES)
             reject(TypeError, _WHERE, f"state {name!r}", "has a wrong dtype", expected, dtype)
-        n_bytes = math.prod(shape) * dtype.itemsize
+        n_bytes, about = math.prod(shape) * dtype.itemsize, {"format": "fusestep"}
         tensor = {"dtype": CODES[dtype.name], "shape": [*shape], "data_offsets": [0, n_bytes]}
-        text = json.dumps({"__metadata__": {"format": "fusestep"}, name: tensor}).encode()
+        about |= {} if of is None else {"set": of}
+        text = json.dumps({"__metadata__": about, name: tensor}).encode()
         text = text.ljust(-(-(len(text) + 8) // _PAGE) * _PAGE - 8)
         return len(text).to_bytes(8, "little") + text
 
-    def _make(self, file: Path, begin: bytes, n_bytes: int) -> None:
-        """Make a file of zeros, with its room on the disk."""
-        part, size = file.with_suffix(".part"), len(begin) + n_bytes
-        try:
-            with part.open("wb") as opened:
-                opened.write(begin)
-                opened.flush()
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(opened.fileno(), 0, size)
-                opened.truncate(size)
-            part.replace(file)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-
     def _mapped(
-        self, file: Path, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int
+        self, opened: Any, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int
     ) -> np.ndarray:
         if not math.prod(shape):
             return np.zeros(shape, dtype)
-        with file.open("r+b") as opened:
-            memory = mmap.mmap(opened.fileno(), 0)
+        memory = mmap.mmap(opened.fileno(), 0)
         if not self.reads_ahead and hasattr(mmap, "MADV_RANDOM"):
             memory.madvise(mmap.MADV_RANDOM)
         return np.ndarray(shape, dtype, memory, begin)

@@ -43,6 +43,7 @@ class StatefulOptimizer(Optimizer):
     the arguments of `Optimizer`.
     """
 
+    _makes_states = True
     _keeps: tuple[bool, ...] | None = None  # for each parameter, whether its states were kept
     _counts: tuple[str, ...] = ("step.",)  # prefixes of the names of counts in a state
 
@@ -224,6 +225,12 @@ class StatefulOptimizer(Optimizer):
             for count in arrays[name].reshape(-1).tolist():
                 is_count = 0 <= count <= MOST_STEPS
                 check.in_range(self._name, f"state {name!r}", count, is_count, expected)
+
+    def _check_resumed(self, arrays: Mapping[str, Any]) -> None:
+        super()._check_resumed(arrays)
+        for p, step in zip(self.parameters, self._steps.tolist(), strict=True):
+            expected = f"at most {self._step}, as global_step"
+            check.in_range(self._name, f"state 'step.{p.name}'", step, step <= self._step, expected)
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """Check a new array of a parameter: it overlaps no state either."""

@@ -22,11 +22,10 @@ from ...ops.runtime.bags.ids import HostIds
 from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
+from ..base.file_set import SCALARS as SCALARS
 
 LAST = State("last_step", "row", dtype=np.int32)
 """The step that each row has taken last: int32 ``[N]``."""
-SCALARS = "idle_scalars"
-"""The name of the scalars of the last steps in checkpoints."""
 # Each row is looked at once in so many steps, a few before the scalars are gone.
 _PERIOD = SLEEP - 8
 
@@ -65,6 +64,7 @@ class MissedSteps:
     def __init__(self) -> None:
         self.tables: dict[Any, IdleTable] = {}
         self._rules: dict[Any, Any] = {}
+        self.mapped: dict[Any, np.ndarray] = {}  # where the scalars outlive the process
 
     def add(self, key: Any, rule: Rule, real: Any, step: int) -> None:
         """Begin with a parameter at a step that no row has missed, if it is not there."""
@@ -78,6 +78,7 @@ class MissedSteps:
         if found is None:
             found = IdleTable(plain, real)
             found.begin(step)
+        self.mapped.pop(key, None)
         self._rules[key], self.tables[key] = form, found
 
     def differs(self, key: Any, rule: Rule, real: Any) -> bool:
@@ -86,8 +87,8 @@ class MissedSteps:
 
     def drop(self, key: Any) -> None:
         """Forget a parameter, none of whose rows misses a step."""
-        self.tables.pop(key, None)
-        self._rules.pop(key, None)
+        for known in (self.tables, self._rules, self.mapped):
+            known.pop(key, None)
 
     def part(self) -> None:
         """Give each parameter a table of its own, whose scalars can be assigned to."""
@@ -101,6 +102,21 @@ class MissedSteps:
             table.begin(step)
             same = self._rules[key], step, table.given.tobytes()
             self.tables[key] = known.setdefault(same, table)
+            if key in self.mapped:
+                self.mapped[key][...] = table.given
+
+    def map(self, key: Any, scalars: np.ndarray, step: int) -> None:
+        """Go on at a step with the scalars of an array, in which those of each step are kept."""
+        table = copy.deepcopy(self.tables[key])
+        table.given[...] = scalars
+        table.begin(step)
+        for other in self.mapped:
+            own = self.tables[other]
+            is_same = self._rules[other] == self._rules[key] and own.begun == step
+            if is_same and np.array_equal(own.given, table.given):
+                table = own
+                break
+        self.tables[key], self.mapped[key] = table, scalars
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""
@@ -120,6 +136,8 @@ class MissedSteps:
                 if part is not None:
                     step, scalars = part
                     self.tables[members[0]].given[step % SLEEP] = scalars
+                    for key in self.mapped.keys() & members if self.mapped else ():
+                        self.mapped[key][step % SLEEP] = scalars
 
     def before(self, steps: Sequence[NextStep]) -> Iterator[CatchUp]:
         """Bring rows up to date before the next step of their tables."""
@@ -215,3 +233,21 @@ def check_last(where: str, label: str, last: np.ndarray, step: int) -> None:
         expected = f"steps from {max(0, step - _PERIOD - 1)} to {step}"
         got = f"{last.min()} to {last.max()}"
         reject(ValueError, where, label, "has rows of another time", expected, got)
+
+
+def check_resumed(
+    where: str, key: str, last: np.ndarray, scalars: np.ndarray, step: int, *, may_sleep: bool
+) -> None:
+    """Refuse last steps of files, and scalars that are not those of the steps that rows missed.
+
+    Raises:
+        ValueError: there are some.
+    """
+    check_last(where, f"state '{LAST.name}.{key}'", last, step)
+    first, label = int(min(last, default=step)), f"state '{SCALARS}.{key}'"
+    missed = scalars[np.arange(first + 1, step + 1) % SLEEP]
+    if first < step and not may_sleep:
+        reject(ValueError, where, label, "is not of a set", "a manifest, or no rows asleep", "some")
+    is_off = scalars[:, -1] == NO_STEP
+    if not (np.isfinite(scalars).all(axis=1) | is_off).all() or not np.isfinite(missed).all():
+        reject(ValueError, where, label, "does not tell what rows missed", "numbers", "others")

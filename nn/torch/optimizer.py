@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
 from ..base.own_rules import is_own
-from ..base.state_files import maker_of_states
+from ..base.state_files import files_of, maker_of_states
 from ..engine.catch_up import MissedSteps
+from .engine.files import ParameterFiles
 from .engine.options import (
     OWN,
     Rounding,
@@ -85,6 +87,11 @@ class Fused(TableRows, _Base):
                 for parameter in group["params"]:  # of classes that make states at once
                     cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
         self._join()
+        found = files_of(where, lambda: {"class": f"nn.torch.{where}"}, grows=True)
+        if found is not None:
+            self._maker, self._files = found, ParameterFiles(found)
+            self._files.take_over(self)
+            found.complete()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -122,6 +129,8 @@ class Fused(TableRows, _Base):
             try:
                 super().add_param_group(param_group)
                 self._complete(self.param_groups[-1])
+                if self._files is not None:
+                    self._files.take_over(self)
             except BaseException:
                 del self.param_groups[n_groups:]
                 raise
@@ -178,7 +187,14 @@ class Fused(TableRows, _Base):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        saved = given[-1]
+        files = nullcontext() if self._files is None else self._files.loading(self)
+        with files:
+            self._go_on(given[-1], before, from_masters=from_masters)
+
+    def _go_on(
+        self, saved: Mapping[str, Any], before: Sequence[Any], *, from_masters: bool
+    ) -> None:
+        """Complete the states that PyTorch has loaded."""
         each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
         for group, loaded, own in each:
             group.update({name: x for name, x in own.items() if name not in loaded})

@@ -35,7 +35,8 @@ from ...engine.catch_up import (
     spans_of,
 )
 from .declaration import Declaration
-from .memory import DTYPES, array_of, check_there
+from .files import map_scalars
+from .memory import DTYPES, array_of, check_there, tensor_of
 from .options import check_group, check_rounding
 from .part import ParameterBatch, RuleChoice, StepInputs, number
 from .state import check_states, group_of, place_of
@@ -196,6 +197,7 @@ class Sleeper(Declaration):
             label = f"state {LAST.name!r}"
             reject(RuntimeError, where, label, "does not fit its table", expected, got)
         self._missed.add(parameter, rule, real, now)
+        map_scalars(self, parameter, now)
         arrays = [array_of(tensor.detach()) for tensor in tensors]
         table = Table.of(parameter, rule, arrays, array_of(last), now)
         self._tables[parameter] = choice, rule, _Bound(table, last)
@@ -265,11 +267,20 @@ class Sleeper(Declaration):
             expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
             reject(RuntimeError, type(self).__name__, name, "has rows that sleep", expected, got)
 
+    def _new_last(self, parameter: Tensor, step: int) -> Tensor:
+        self._missed.drop(parameter)
+        make, shape = self._making(parameter, LAST.name), tuple(parameter.shape[:1])
+        if make is None:
+            return parameter.new_full(shape, step, dtype=torch.int32)
+        return tensor_of(make(shape, np.dtype(np.int32), step))
+
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
         self.state.get(parameter, {}).pop(LAST.name, None)
         self._tables.pop(parameter, None)
         self._missed.drop(parameter)
+        if self._files is not None:
+            self._files.drop(parameter, LAST.name, SCALARS)
 
     def _look_after(self, parameter: Tensor) -> None:
         """Let lookups of a table in whose rows steps may be missing find this optimizer."""

@@ -176,6 +176,8 @@ def _run(optimizer: Sleeper, given: StepInputs, count: TensorCount, options: Opt
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
         ready.append(NumberWrite(written))
+    if optimizer._files is not None and (given.new or optimizer._files.is_stale):
+        optimizer._files.write(optimizer.param_groups)
     # After all that can fail: a parameter whose first step raises still has no state.
     if given.new:
         for parameter, state in given.new.items():

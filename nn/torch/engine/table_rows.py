@@ -114,6 +114,8 @@ class TableRows(Sleeper):
         where = f"{type(self).__name__}.grow"
         w, known = self._rows_of(where, parameter)
         n = more_rows(where, rows, len(w))
+        if self._files is not None:
+            self._files.files.leave("states that `grow` has moved into memory")
         if parameter.grad is not None or COPY.name in known:
             expected = "one without a gradient and copies"
             reject(RuntimeError, where, "parameter", "cannot grow", expected, "another")

@@ -46,6 +46,7 @@ def test_a_run_in_files_has_the_same_bits_and_goes_on(
             if folder is None and step == 0:
                 optimizer = getattr(fused, name)(parameters, **options)
             elif folder is not None and step % 2 == 0:
+                optimizer = None
                 with fusestep.states_in(fusestep.MappedFiles(folder, fill=True)):
                     optimizer = getattr(fused, name)(parameters, **options)
             optimizer.step()
@@ -96,10 +97,12 @@ def test_what_is_loaded_goes_to_the_files(tmp_path: Path) -> None:
                     other = fused.AdamW([w], lr=0.1, rounding="master")
                 other.load_state_dict(first.state_dict())
                 first = other
+                del other
             first.step()
         runs.append(everything(first))
     assert_same_bits(*runs)
-    with fusestep.states_in(fusestep.MappedFiles(tmp_path)):
+    del first
+    with fusestep.states_in(fusestep.MappedFiles(tmp_path, fill=True)):
         again = fused.AdamW([w], lr=0.1, rounding="master")
     w.grad = torch.zeros_like(w)
     again.step()
