@@ -61,6 +61,9 @@ class TableOptimizer(StatefulOptimizer):
             self._missed = MissedSteps()
             for i, p in enumerate(self.parameters):
                 self._missed.add(i, self._rule, real_type(p.dtype), 0)
+                if self._files is not None and not self._files.may_sleep:
+                    own = str(p.name), self._states[LAST.name][i], int(self._steps[i])
+                    check_resumed(self._name, *own, None)
                 if maker_of_states() is not None:
                     given = self._missed.tables[i].given
                     scalars = f"{SCALARS}.{p.name}", given.shape, given.dtype, no_scalars(given)
@@ -69,9 +72,8 @@ class TableOptimizer(StatefulOptimizer):
     def _check_resumed(self, arrays: Mapping[str, Any]) -> None:
         super()._check_resumed(arrays)
         for i, scalars in self._missed.mapped.items() if self._missed is not None else ():
-            name, last, step = self.parameters[i].name, self._states[LAST.name][i], self._steps[i]
-            how = {"may_sleep": self._files is not None and self._files.has_manifest}
-            check_resumed(self._name, str(name), last, scalars, int(step), **how)
+            own = str(self.parameters[i].name), self._states[LAST.name][i], int(self._steps[i])
+            check_resumed(self._name, *own, scalars)
 
     def _check_sleep(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""

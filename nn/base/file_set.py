@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MANIFEST, LOCK, _VERSION = "manifest.json", "manifest.lock", 1
 SCALARS = "idle_scalars"
 """The name of the scalars of the last steps in checkpoints and files."""
+_NEW = "files that are being made"
 _FIX = "; go on with a checkpoint in an empty folder"
 _alive: weakref.WeakSet[FileSet] = weakref.WeakSet()
 
@@ -54,8 +55,9 @@ class FileSet:
             dtype, shape and bytes of each; None without a manifest.
         begins: whether a file that is not there is made.
         cut: why the files that are there belong to no set; "" where they do.
-        has_manifest: whether there was one beside them.
-        is_resumed: whether there were any.
+        has_manifest: whether there was one.
+        is_resumed: whether files are to be taken over.
+        may_sleep: whether the scalars of missed steps are among them.
         made: those of this optimizer, in the same form.
         parameters: what a front end notes of each parameter.
 
@@ -69,23 +71,24 @@ class FileSet:
     ) -> None:
         self._files, self.where, self._optimizer, self._grows = files, where, optimizer, grows
         self._lock = weakref.finalize(self, os.close, _locked(where, files.folder / LOCK))
-        self.made: dict[str, Any] = {}
-        self.cut, self._text = "", b""
         _alive.add(self)
         files.begun.add(self)
+        self.made: dict[str, Any] = {}
+        self.cut, self._text = "", b""
         found = self._read()
         self.has_manifest = found is not None
         if found is None:
             sets = dict(map(_head_of, files.folder.glob("*.safetensors")))
             sets.pop("", None)
-            found = {"set": next(iter(sets.values()), secrets.token_hex(8)), "parameters": {}}
-            found["files"] = dict.fromkeys(sets)
+            found = {"cut": "" if sets else _NEW, "set": next(iter(sets.values()), None)}
+            found |= {"files": dict.fromkeys(sets), "parameters": {}}
+        self.is_resumed = found["cut"] != _NEW
+        self.may_sleep = self.has_manifest or not self.is_resumed
         self.set, self.left, self.parameters = found["set"], found["files"], found["parameters"]
-        self.is_resumed = bool(self.left)
-        self.begins = grows or not self.is_resumed
         if not self.is_resumed:
-            self.parameters = {}
-            self.write()  # files without a manifest would be those of an older version
+            self.set, self.left, self.parameters = secrets.token_hex(8), {}, {}
+            self.leave(_NEW)  # files without a manifest would be those of an older version
+        self.begins = grows or not self.is_resumed
 
     def _read(self) -> Any:
         """The manifest, as it has to be; None where there is none."""
@@ -95,14 +98,17 @@ class FileSet:
         self._text, found = path.read_bytes(), None
         with suppress(ValueError, RecursionError):
             found = json.loads(self._text)
-        is_known = isinstance(found, dict) and found.get("version") == _VERSION and "set" in found
+        is_known = isinstance(found, dict) and found.get("version") == _VERSION
+        is_known = is_known and {"set", "cut"} <= found.keys()
         if not is_known or not all(isinstance(found.get(key), dict) for key in keys):
             expected = f"one of version {_VERSION}"
             reject(ValueError, self.where, str(path), "is no manifest", expected, "another file")
-        if found.get("cut"):
+        if found["cut"] == _NEW:
+            return found
+        if found["cut"]:
             expected, got = "a set of files that belong together", found["cut"]
             reject(ValueError, self.where, str(path), "tells of a part", expected, got, _FIX)
-        for key in self._optimizer if found["files"] else ():
+        for key in self._optimizer:
             if (got := found["optimizer"].get(key)) != self._optimizer[key]:
                 name, expected = f"{key} in {path}", self._optimizer[key]
                 reject(ValueError, self.where, name, "is another one", expected, got)
@@ -138,7 +144,7 @@ class FileSet:
         for name in () if self._grows else self.left:
             expected, got = "files of the optimizer alone", f"{name!r} in {self._files.folder}"
             reject(ValueError, self.where, f"file {name!r}", "is foreign", expected, got)
-        self.write()
+        self.leave("")
         self._files.begun.discard(self)
 
     def write(self) -> None:

@@ -236,18 +236,20 @@ def check_last(where: str, label: str, last: np.ndarray, step: int) -> None:
 
 
 def check_resumed(
-    where: str, key: str, last: np.ndarray, scalars: np.ndarray, step: int, *, may_sleep: bool
+    where: str, key: str, last: np.ndarray, step: int, scalars: np.ndarray | None
 ) -> None:
     """Refuse last steps of files, and scalars that are not those of the steps that rows missed.
 
     Raises:
-        ValueError: there are some.
+        ValueError: there are some, or without scalars rows sleep.
     """
     check_last(where, f"state '{LAST.name}.{key}'", last, step)
-    first, label = int(min(last, default=step)), f"state '{SCALARS}.{key}'"
+    first, label = int(last.min(initial=step)), f"state '{SCALARS}.{key}'"
+    if scalars is None:
+        if first < step:
+            reject(ValueError, where, label, "is not of a set", "a manifest, as rows sleep", "none")
+        return
     missed = scalars[np.arange(first + 1, step + 1) % SLEEP]
-    if first < step and not may_sleep:
-        reject(ValueError, where, label, "is not of a set", "a manifest, or no rows asleep", "some")
     is_off = scalars[:, -1] == NO_STEP
     if not (np.isfinite(scalars).all(axis=1) | is_off).all() or not np.isfinite(missed).all():
         reject(ValueError, where, label, "does not tell what rows missed", "numbers", "others")

@@ -53,6 +53,7 @@ def test_a_run_in_files_has_the_same_bits_and_goes_on(form: str, tmp_path: Path)
         for step in range(4):
             given = gradients(both[0], step)
             if step % 2 == 0:
+                mapped = None
                 mapped = in_files(folder, form, both[1], **options)
                 assert mapped.global_step.tolist() == [step]
             plain(given)

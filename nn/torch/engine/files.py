@@ -175,10 +175,12 @@ class ParameterFiles:
         if choice.sleeps:
             step, real = int(number(state["step"])), STORAGES[DTYPES[parameter.dtype]]
             state[LAST.name] = optimizer._new_last(parameter, step)
+            own = owner, array_of(state[LAST.name]), step
+            if not self.files.may_sleep:
+                check_resumed(where, *own, None)
             optimizer._missed.add(parameter, choice.rule, real_of(real).dtype, step)
             map_scalars(optimizer, parameter, step)
-            of_rows = array_of(state[LAST.name]), optimizer._missed.mapped[parameter]
-            check_resumed(where, owner, *of_rows, step, may_sleep=self.files.has_manifest)
+            check_resumed(where, *own, optimizer._missed.mapped[parameter])
         return state
 
 
