@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import weakref
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,15 +93,13 @@ class FileSet:
 
     def _read(self) -> Any:
         """The manifest, as it has to be; None where there is none."""
-        path, keys = self._files.folder / MANIFEST, ("files", "optimizer", "parameters")
+        path, found = self._files.folder / MANIFEST, None
         if check_target(MANIFEST, path, follows=False) is None:
             return None
-        self._text, found = path.read_bytes(), None
+        self._text = path.read_bytes()
         with suppress(ValueError, RecursionError):
             found = json.loads(self._text)
-        is_known = isinstance(found, dict) and found.get("version") == _VERSION
-        is_known = is_known and {"set", "cut"} <= found.keys()
-        if not is_known or not all(isinstance(found.get(key), dict) for key in keys):
+        if not isinstance(found, dict) or found.pop("sum", None) != _sum(found):
             expected = f"one of version {_VERSION}"
             reject(ValueError, self.where, str(path), "is no manifest", expected, "another file")
         if found["cut"] == _NEW:
@@ -149,14 +148,15 @@ class FileSet:
 
     def write(self) -> None:
         """Write the manifest, if anything in it has changed."""
-        text = json.dumps({
+        content = {
             "version": _VERSION, "set": self.set, "cut": self.cut, "optimizer": self._optimizer,
             "parameters": self.parameters, "files": {**self.left, **self.made},
-        })  # fmt: skip
-        if text.encode() != self._text:
+        }  # fmt: skip
+        text = json.dumps({**content, "sum": _sum(content)}).encode()
+        if text != self._text:
             self._check_alone()
-            replace_file(self._files.folder / MANIFEST, text.encode(), MANIFEST)
-            self._text = text.encode()
+            replace_file(self._files.folder / MANIFEST, text, MANIFEST)
+            self._text = text
 
     def leave(self, why: str) -> None:
         """Note what has made the files parts of no set any more."""
@@ -182,6 +182,11 @@ class FileSet:
 
     def __reduce__(self) -> Any:
         return type(None), ()  # the states of a copy are in memory
+
+
+def _sum(content: dict[str, Any]) -> int:
+    """A sum over a manifest, by which one that others have written is told."""
+    return zlib.crc32(json.dumps([_VERSION, content]).encode())
 
 
 @in_child

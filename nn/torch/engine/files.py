@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
-from ...base.arguments import MOST_STEPS
 from ...base.file_set import FileSet
 from ...engine.catch_up import LAST, SCALARS, check_resumed, no_scalars
 from .memory import DTYPES, array_of
 from .part import RuleChoice, number
 from .state import place_at
 
+_MOST_STEPS = 1 << 24  # that float32 counts
 Place = tuple[str | None, int, int]
 """The name of a parameter, or None, its group, and its number there."""
 
@@ -167,9 +167,9 @@ class ParameterFiles:
         state: dict[str, Any] = optimizer._new_state(group, parameter, choice)
         for role, x in state.items():
             value = number(x) if not x.shape else 0.0
-            is_count = value.is_integer() and 0 <= value <= MOST_STEPS
+            is_count = value.is_integer() and 0 <= value <= _MOST_STEPS
             if not (is_count if role == "step" else math.isfinite(value)):
-                expected = f"a count up to {MOST_STEPS}" if role == "step" else "a finite number"
+                expected = f"a count up to {_MOST_STEPS}" if role == "step" else "a finite number"
                 label = f"state '{role}.{owner}'"
                 reject(ValueError, where, label, "is out of range", expected, value)
         if choice.sleeps:
