@@ -187,7 +187,7 @@ class AdaFactor(FusedOptimizer):
         """
         checked = _beta1(self._name, beta1)
         if self._files is not None:
-            self._files.leave("states that `init_ada_factor_state` has moved into memory")
+            self._files.write("states that have moved into memory", for_good=True)
         self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states(declared(self._rule))

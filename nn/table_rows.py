@@ -61,19 +61,21 @@ class TableOptimizer(StatefulOptimizer):
             self._missed = MissedSteps()
             for i, p in enumerate(self.parameters):
                 self._missed.add(i, self._rule, real_type(p.dtype), 0)
-                if self._files is not None and not self._files.may_sleep:
-                    own = str(p.name), self._states[LAST.name][i], int(self._steps[i])
-                    check_resumed(self._name, *own, None)
-                if maker_of_states() is not None:
-                    given = self._missed.tables[i].given
-                    scalars = f"{SCALARS}.{p.name}", given.shape, given.dtype, no_scalars(given)
-                    self._missed.map(i, self._made(*scalars), int(self._steps[i]))
+            if maker_of_states() is not None:
+                self._map_scalars(self._missed)
 
-    def _check_resumed(self, arrays: Mapping[str, Any]) -> None:
-        super()._check_resumed(arrays)
-        for i, scalars in self._missed.mapped.items() if self._missed is not None else ():
-            own = str(self.parameters[i].name), self._states[LAST.name][i], int(self._steps[i])
-            check_resumed(self._name, *own, scalars)
+    def _map_scalars(self, missed: MissedSteps) -> None:
+        """Keep the scalars of missed steps where the states are, or go on with those there."""
+        steps = self._steps.tolist()
+        for i, (p, last) in enumerate(zip(self.parameters, self._states[LAST.name], strict=True)):
+            like, own = missed.tables[i].given, (self._name, str(p.name), last, steps[i])
+            if self._files is not None and not self._files.has_manifest:
+                check_resumed(*own, None)
+            made = self._made(f"{SCALARS}.{p.name}", like.shape, like.dtype, like)
+            check_resumed(*own, made)
+            missed.mapped[i] = made
+        missed.part()
+        missed.begin(dict(enumerate(steps)))
 
     def _check_sleep(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""
@@ -241,7 +243,7 @@ class TableOptimizer(StatefulOptimizer):
             reject(RuntimeError, where, f"parameter {p.name!r}", "cannot grow", expected, got)
         with self._between_steps():
             if self._files is not None:
-                self._files.leave("states that `grow` has moved into memory")
+                self._files.write("states that have moved into memory", for_good=True)
             known = self._row_states(i)
             made = {role: grown(state.array, n, state.initial) for role, state in known.items()}
             p.rebind(grown(p.array, n, 0.0))
@@ -333,7 +335,7 @@ class TableOptimizer(StatefulOptimizer):
         arrays = super().state_arrays()
         if self._missed is not None:
             for i, p in enumerate(self.parameters):
-                arrays[f"{SCALARS}.{p.name}"] = self._missed.tables[i].given
+                arrays[f"{SCALARS}.{p.name}"] = self._missed.scalars(i)
         return arrays
 
     def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
@@ -388,9 +390,8 @@ class TableOptimizer(StatefulOptimizer):
             return
         self._missed.part()
         lasts = [given.get(f"{LAST.name}.{p.name}") for p in self.parameters]
-        with self._changing_files():
-            super().load_state_dict(given)
-            self._missed.begin(dict(enumerate(self._steps.tolist())))
+        super().load_state_dict(given)
+        self._missed.begin(dict(enumerate(self._steps.tolist())))
         if all(x is not own for x, own in zip(lasts, self._states[LAST.name], strict=True)):
             self.wake_late()
 

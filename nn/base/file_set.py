@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import math
@@ -10,10 +9,9 @@ import os
 import secrets
 import weakref
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -22,113 +20,100 @@ from ...kernels.cpu.process.forks import in_child
 from ...kernels.files import check_target
 from ...ops.runtime.errors import reject
 from .checkpoint import replace_file
+from .mapped_files import SCALARS, MappedFiles, carefully, set_of
 
 if os.name == "nt":
     import msvcrt
 else:
     import fcntl
 
-if TYPE_CHECKING:
-    from .state_files import MappedFiles
-
-MANIFEST, LOCK, _VERSION = "manifest.json", "manifest.lock", 1
-SCALARS = "idle_scalars"
-"""The name of the scalars of the last steps in checkpoints and files."""
-_NEW = "files that are being made"
-_FIX = "; go on with a checkpoint in an empty folder"
+LOADED = "states that were being loaded"
+_NEW = "files that were being made"
+_MANIFEST, _VERSION = "manifest.json", 1
 _alive: weakref.WeakSet[FileSet] = weakref.WeakSet()
 
 
 class FileSet:
-    """Makes the states of one optimizer in the files of a folder, as a function of `states_in`.
+    """The files of one optimizer: makes its states, as a function of `states_in`.
 
-    No other one can have the folder while this object lives. What it takes over is mapped, and
-    nothing is written before `complete`.
+    Files that are there are mapped, and nothing of theirs is written before the first step.
 
     Args:
         files: how files are mapped.
         where: the name of the optimizer in errors.
-        optimizer: what tells it from those that states mean something else to, in types of JSON.
-        grows: parameters may join later, with files that begin anew.
+        optimizer: what tells it from those that its states mean something else to.
+        grows: parameters may join later.
 
     Attributes:
-        left: the files that an earlier optimizer has left, and that were not taken over: the
-            dtype, shape and bytes of each; None without a manifest.
-        begins: whether a file that is not there is made.
-        cut: why the files that are there belong to no set; "" where they do.
-        has_manifest: whether there was one.
-        is_resumed: whether files are to be taken over.
-        may_sleep: whether the scalars of missed steps are among them.
-        made: those of this optimizer, in the same form.
-        parameters: what a front end notes of each parameter.
+        left: the files of an earlier optimizer: dtype, shape and bytes; None without a manifest.
+        made: those of this one.
+        has_manifest: False: the files are those of an older version.
+        parameters: what a front end notes of parameters, in types of JSON.
 
     Raises:
         OSError, ValueError: the manifest cannot be read, or is that of another optimizer.
-        RuntimeError: an optimizer that is alive has the folder.
+        RuntimeError: another optimizer that is alive has the folder.
     """
 
     def __init__(
         self, files: MappedFiles, where: str, optimizer: dict[str, Any], *, grows: bool = False
     ) -> None:
         self._files, self.where, self._optimizer, self._grows = files, where, optimizer, grows
-        self._lock = weakref.finalize(self, os.close, _locked(where, files.folder / LOCK))
+        self.close = weakref.finalize(self, os.close, _locked(where, files.folder))
         _alive.add(self)
         files.begun.add(self)
         self.made: dict[str, Any] = {}
-        self.cut, self._text = "", b""
-        found = self._read()
-        self.has_manifest = found is not None
+        self._cut, self._text = "", b""
+        found, folder = self._read(), files.folder
         if found is None:
-            sets = dict(map(_head_of, files.folder.glob("*.safetensors")))
-            sets.pop("", None)
+            sets = {unquote(path.stem): set_of(path) for path in folder.glob("*.safetensors")}
+            sets = {name: own for name, own in sets.items() if own != ""}
             found = {"cut": "" if sets else _NEW, "set": next(iter(sets.values()), None)}
             found |= {"files": dict.fromkeys(sets), "parameters": {}}
-        self.is_resumed = found["cut"] != _NEW
-        self.may_sleep = self.has_manifest or not self.is_resumed
+        self.is_resumed, self.has_manifest = found["cut"] != _NEW, "version" in found
         self.set, self.left, self.parameters = found["set"], found["files"], found["parameters"]
         if not self.is_resumed:
-            self.set, self.left, self.parameters = secrets.token_hex(8), {}, {}
-            self.leave(_NEW)  # files without a manifest would be those of an older version
-        self.begins = grows or not self.is_resumed
+            self.set, self.left, self.has_manifest = self.set or secrets.token_hex(8), {}, True
+            self.write(_NEW)  # files without a manifest would be those of an older version
 
     def _read(self) -> Any:
         """The manifest, as it has to be; None where there is none."""
-        path, found = self._files.folder / MANIFEST, None
-        if check_target(MANIFEST, path, follows=False) is None:
+        path, found = self._files.folder / _MANIFEST, None
+        if check_target(_MANIFEST, path, follows=False) is None:
             return None
-        self._text = path.read_bytes()
+        self._text, label = path.read_bytes(), str(path)
         with suppress(ValueError, RecursionError):
             found = json.loads(self._text)
         if not isinstance(found, dict) or found.pop("sum", None) != _sum(found):
             expected = f"one of version {_VERSION}"
-            reject(ValueError, self.where, str(path), "is no manifest", expected, "another file")
-        if found["cut"] == _NEW:
-            return found
-        if found["cut"]:
-            expected, got = "a set of files that belong together", found["cut"]
-            reject(ValueError, self.where, str(path), "tells of a part", expected, got, _FIX)
-        for key in self._optimizer:
-            if (got := found["optimizer"].get(key)) != self._optimizer[key]:
-                name, expected = f"{key} in {path}", self._optimizer[key]
-                reject(ValueError, self.where, name, "is another one", expected, got)
+            reject(ValueError, self.where, label, "is no manifest", expected, "another file")
+        if found["cut"] not in ("", _NEW):
+            expected, fix = "files that belong together", "; go on with a checkpoint elsewhere"
+            reject(ValueError, self.where, label, "is of no set", expected, found["cut"], fix)
+        if found["cut"] != _NEW and (got := found["optimizer"]) != self._optimizer:
+            reject(ValueError, self.where, label, "is another one's", self._optimizer, got)
         return found
 
     def __call__(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any
     ) -> np.ndarray:
         """The array of a state; see `states_in`."""
-        files, record = self._files, [dtype.name, [*shape], math.prod(shape) * dtype.itemsize]
+        files, label, array = self._files, f"state {name!r}", None
+        record = [dtype.name, [*shape], math.prod(shape) * dtype.itemsize]
         if name in self.left:
             if self.left[name] not in (None, record):
-                expected, got = f"{dtype} {shape}", self.left[name]
-                reject(ValueError, self.where, f"state {name!r}", "is another one", expected, got)
+                got = self.left[name]
+                reject(ValueError, self.where, label, "is another one", f"{dtype} {shape}", got)
             array = files.take(name, shape, dtype, self.set)
-            del self.left[name]
+        elif self._grows:
+            is_whole = name.partition(".")[2] not in {n.partition(".")[2] for n in self.left}
         else:
-            is_optional = name.startswith(SCALARS) and not self.has_manifest
-            if not (self.begins or is_optional):
+            is_whole = not self.is_resumed
+        if array is None:
+            # An older version has kept no scalars.
+            if not (is_whole or (name.startswith(SCALARS) and not self.has_manifest)):
                 expected, got = "all files of the optimizer", f"none in {files.folder}"
-                reject(ValueError, self.where, f"state {name!r}", "is missing", expected, got)
+                reject(ValueError, self.where, label, "is missing", expected, got)
             self._check_alone()
             array = files.make(name, shape, dtype, initial, self.set)
         self.made[name] = record
@@ -140,43 +125,29 @@ class FileSet:
         Raises:
             ValueError: there are some that the optimizer does not have.
         """
-        for name in () if self._grows else self.left:
-            expected, got = "files of the optimizer alone", f"{name!r} in {self._files.folder}"
-            reject(ValueError, self.where, f"file {name!r}", "is foreign", expected, got)
-        self.leave("")
+        for name in () if self._grows else self.left.keys() - self.made:
+            expected, got = "files of the optimizer alone", f"one in {self._files.folder}"
+            reject(ValueError, self.where, f"state {name!r}", "is foreign", expected, got)
+        self.write()
         self._files.begun.discard(self)
 
-    def write(self) -> None:
-        """Write the manifest, if anything in it has changed."""
+    def write(self, cut: str = "", *, for_good: bool = False) -> None:
+        """Write the manifest, if anything in it has changed; ``cut``: why the files are no set."""
+        if for_good:
+            self._cut = cut
         content = {
-            "version": _VERSION, "set": self.set, "cut": self.cut, "optimizer": self._optimizer,
-            "parameters": self.parameters, "files": {**self.left, **self.made},
+            "version": _VERSION, "set": self.set, "cut": self._cut or cut,
+            "optimizer": self._optimizer, "parameters": self.parameters,
+            "files": {**self.left, **self.made},
         }  # fmt: skip
         text = json.dumps({**content, "sum": _sum(content)}).encode()
         if text != self._text:
             self._check_alone()
-            replace_file(self._files.folder / MANIFEST, text, MANIFEST)
+            replace_file(self._files.folder / _MANIFEST, text, _MANIFEST)
             self._text = text
 
-    def leave(self, why: str) -> None:
-        """Note what has made the files parts of no set any more."""
-        self.cut = why
-        self.write()
-
-    @contextmanager
-    def changing(self, why: str) -> Iterator[None]:
-        """Note that files change together: a process that ends meanwhile leaves a part."""
-        before = "" if self.cut == why else self.cut
-        self.leave(why)
-        yield
-        self.leave(before)
-
-    def close(self) -> None:
-        """Let others have the folder."""
-        self._lock()
-
     def _check_alone(self) -> None:
-        if not self._lock.alive:
+        if not self.close.alive:
             expected, got = "the process that made the optimizer", "a child of it"
             reject(RuntimeError, self.where, "the folder", "is another one's", expected, got)
 
@@ -185,7 +156,7 @@ class FileSet:
 
 
 def _sum(content: dict[str, Any]) -> int:
-    """A sum over a manifest, by which one that others have written is told."""
+    """A sum over a manifest, which tells one that was damaged or is of another version."""
     return zlib.crc32(json.dumps([_VERSION, content]).encode())
 
 
@@ -196,50 +167,18 @@ def _close_all() -> None:
         each.close()
 
 
-def _locked(where: str, path: Path) -> int:
-    """A handle of a file that no other handle of any process locks, until it is closed."""
-    check_target(LOCK, path, follows=False)
-    for may_wait in (True, False):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | CAREFUL, 0o666)
-        try:
+def _locked(where: str, folder: Path) -> int:
+    """A handle that locks a folder for as long as it is open."""
+    check_target("manifest.lock", folder / "manifest.lock", follows=False)
+    handle = carefully(str(folder / "manifest.lock"), os.O_RDWR | os.O_CREAT)
+    for _ in range(2):
+        with suppress(BlockingIOError, PermissionError):
             if os.name == "nt":
                 msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
             else:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            if may_wait:
-                gc.collect()  # an optimizer that nobody has may wait for it
-                continue
-            expected, got = "one optimizer at a time: `del` the other one", str(path.parent)
-            reject(RuntimeError, where, "the folder", "is in use", expected, got)
-        return handle
-    raise AssertionError
-
-
-CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""Flags that neither follow a link nor wait for a pipe."""
-
-
-def carefully(path: str, flags: int) -> int:
-    """An opener of `open` that neither follows a link nor waits for a pipe."""
-    return os.open(path, flags | CAREFUL, 0o666)
-
-
-def _head_of(path: Path) -> tuple[str, str | None]:
-    """The name of the state that a file is of, and its set; "" where it is no such file."""
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        with open(path, "rb", opener=carefully) as opened:
-            head = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), 1 << 20)))
-        about, name = head.pop("__metadata__"), unquote(path.stem)
-        if about.pop("format") == "fusestep" and [*head] == [name]:
-            return name, about.get("set")
-    return "", None
-
-
-def set_of(path: Path) -> str | None:
-    """The set of a file of states; "" where it is no such file."""
-    name, found = _head_of(path)
-    return found if name else ""
+            return handle
+        gc.collect()  # an optimizer that nobody has may be alive
+    os.close(handle)
+    expected = "one optimizer at a time: `del` the other one first"
+    return reject(RuntimeError, where, "the folder", "is in use", expected, str(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
 from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
+from .file_set import LOADED, FileSet
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 from .rates import PerOwnerRates, Rate
-from .file_set import FileSet
 from .state_files import files_of, made_by, maker_of_states
 
 _TARGETS = ("CPU", "GPU", "Ascend")
@@ -129,13 +128,8 @@ class Optimizer(CheckedAttributes):
             if not self._works_on_host:
                 expected, got = "parameters on the host", "a CUDA device"
                 reject(ValueError, self._name, "MappedFiles", "has no states", expected, got)
-            if self._files.is_resumed:
-                self._check_resumed(self.state_arrays())
+            self._check_values(self.state_arrays())
             self._files.complete()
-
-    def _check_resumed(self, arrays: Mapping[str, Any]) -> None:
-        """Refuse values of states that were taken over from files."""
-        self._check_values(arrays)
 
     def __repr__(self) -> str:
         n = sum(parameter.size for parameter in self.parameters)
@@ -398,16 +392,15 @@ class Optimizer(CheckedAttributes):
         # loaded.
         pending.settle()
         own, arrays = self.state_arrays(), self.fitting(state)
-        with self._changing_files():
-            for name, array in arrays.items():
-                if isinstance(own[name], DeviceArray):
-                    own[name].assign(array)
-                else:
-                    own[name][...] = array
-
-    def _changing_files(self) -> AbstractContextManager[None]:
-        """A context in which all states are loaded."""
-        return nullcontext() if self._files is None else self._files.changing("load_state_dict")
+        if self._files is not None:
+            self._files.write(LOADED)
+        for name, array in arrays.items():
+            if isinstance(own[name], DeviceArray):
+                own[name].assign(array)
+            else:
+                own[name][...] = array
+        if self._files is not None:
+            self._files.write()
 
     def fitting(self, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of a state that has all names of this optimizer, with its dtypes and shapes.

@@ -55,6 +55,9 @@ class StatefulOptimizer(Optimizer):
         self._steps = self._made("step", (len(self.parameters),), np.int64, 0)
         if maker_of_states() is not None and self._works_on_host:
             self._check_apart([p.array for p in self.parameters], self._states)
+            for step in self._steps.tolist():
+                expected = f"from 0 to global_step, {self._step}"
+                check.in_range(self._name, "state 'step'", step, 0 <= step <= self._step, expected)
 
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:
@@ -225,12 +228,6 @@ class StatefulOptimizer(Optimizer):
             for count in arrays[name].reshape(-1).tolist():
                 is_count = 0 <= count <= MOST_STEPS
                 check.in_range(self._name, f"state {name!r}", count, is_count, expected)
-
-    def _check_resumed(self, arrays: Mapping[str, Any]) -> None:
-        super()._check_resumed(arrays)
-        for p, step in zip(self.parameters, self._steps.tolist(), strict=True):
-            expected = f"at most {self._step}, as global_step"
-            check.in_range(self._name, f"state 'step.{p.name}'", step, step <= self._step, expected)
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """Check a new array of a parameter: it overlaps no state either."""

@@ -22,7 +22,7 @@ from ...ops.runtime.bags.ids import HostIds
 from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
-from ..base.file_set import SCALARS as SCALARS
+from ..base.mapped_files import SCALARS as SCALARS
 
 LAST = State("last_step", "row", dtype=np.int32)
 """The step that each row has taken last: int32 ``[N]``."""
@@ -99,24 +99,14 @@ class MissedSteps:
         known: dict[Any, IdleTable] = {}
         for key, step in steps.items():
             table = self.tables[key]
+            table.given[...] = self.scalars(key)
             table.begin(step)
             same = self._rules[key], step, table.given.tobytes()
             self.tables[key] = known.setdefault(same, table)
-            if key in self.mapped:
-                self.mapped[key][...] = table.given
 
-    def map(self, key: Any, scalars: np.ndarray, step: int) -> None:
-        """Go on at a step with the scalars of an array, in which those of each step are kept."""
-        table = copy.deepcopy(self.tables[key])
-        table.given[...] = scalars
-        table.begin(step)
-        for other in self.mapped:
-            own = self.tables[other]
-            is_same = self._rules[other] == self._rules[key] and own.begun == step
-            if is_same and np.array_equal(own.given, table.given):
-                table = own
-                break
-        self.tables[key], self.mapped[key] = table, scalars
+    def scalars(self, key: Any) -> np.ndarray:
+        """The scalars that are to be assigned to before `begin`, and kept in checkpoints."""
+        return self.mapped.get(key, self.tables[key].given)
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from ...kernels.keeping import MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
+from ..base.file_set import LOADED
 from ..base.own_rules import is_own
 from ..base.state_files import files_of, maker_of_states
 from ..engine.catch_up import MissedSteps
@@ -187,14 +187,10 @@ class Fused(TableRows, _Base):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        files = nullcontext() if self._files is None else self._files.loading(self)
-        with files:
-            self._go_on(given[-1], before, from_masters=from_masters)
-
-    def _go_on(
-        self, saved: Mapping[str, Any], before: Sequence[Any], *, from_masters: bool
-    ) -> None:
-        """Complete the states that PyTorch has loaded."""
+        if self._files is not None:  # all states move to new files
+            self._files.files.write(LOADED)
+            self._files.files.made, self._missed.mapped = {}, {}
+        saved = given[-1]
         each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
         for group, loaded, own in each:
             group.update({name: x for name, x in own.items() if name not in loaded})
@@ -206,6 +202,8 @@ class Fused(TableRows, _Base):
                     parameter.detach().copy_(state[MASTER.name])
         pairs = (zip(own["params"], loaded["params"], strict=True) for own, loaded, _ in each)
         self._begin_asleep(saved["state"], chain.from_iterable(pairs))
+        if self._files is not None:
+            self._files.write(self.param_groups)
         self._steps = Steps()
 
     # The step

@@ -139,8 +139,8 @@ class Declaration(ABC):
         if copied is not None and state.get(COPY.name) is not copied:
             state = new[parameter] = {**state, COPY.name: copied}
         is_new = all(state.get(role) is None for role in (roles or state) if role != COPY.name)
-        if is_new and self._files and (found := self._files.found(self, parameter, name)):
-            state, is_new = {**state, **found}, False
+        if is_new and self._files is not None and self._files.begin(self, parameter, name):
+            state, is_new = {**state, **self.state[parameter]}, False
             new[parameter] = state
         if is_new and (made := self._new_state(group, parameter, choice)):
             state = new[parameter] = {**state, **made}  # beside what a user may have there
@@ -159,7 +159,7 @@ class Declaration(ABC):
             state = new[parameter] = {**state, LAST.name: last}
         self._check_complete(name, state, roles)
         if self._files is not None:
-            self._files.note(parameter, self.param_groups, number, choice)
+            self._files.note(parameter, name, group, choice)
         entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None
 

@@ -197,7 +197,7 @@ class Sleeper(Declaration):
             label = f"state {LAST.name!r}"
             reject(RuntimeError, where, label, "does not fit its table", expected, got)
         self._missed.add(parameter, rule, real, now)
-        map_scalars(self, parameter, now)
+        map_scalars(self, parameter)
         arrays = [array_of(tensor.detach()) for tensor in tensors]
         table = Table.of(parameter, rule, arrays, array_of(last), now)
         self._tables[parameter] = choice, rule, _Bound(table, last)
@@ -279,8 +279,6 @@ class Sleeper(Declaration):
         self.state.get(parameter, {}).pop(LAST.name, None)
         self._tables.pop(parameter, None)
         self._missed.drop(parameter)
-        if self._files is not None:
-            self._files.drop(parameter, LAST.name, SCALARS)
 
     def _look_after(self, parameter: Tensor) -> None:
         """Let lookups of a table in whose rows steps may be missing find this optimizer."""
@@ -324,7 +322,7 @@ class Sleeper(Declaration):
                 self._forget(parameter)
             else:
                 table = self._table(parameter)
-                self._missed.tables[parameter].given[...] = np.asarray(scalars)
+                self._missed.scalars(parameter)[...] = np.asarray(scalars)
                 steps[parameter] = table.now
         self._missed.begin(steps)
         for parameter in steps:

@@ -114,11 +114,11 @@ class TableRows(Sleeper):
         where = f"{type(self).__name__}.grow"
         w, known = self._rows_of(where, parameter)
         n = more_rows(where, rows, len(w))
-        if self._files is not None:
-            self._files.files.leave("states that `grow` has moved into memory")
         if parameter.grad is not None or COPY.name in known:
             expected = "one without a gradient and copies"
             reject(RuntimeError, where, "parameter", "cannot grow", expected, "another")
+        if self._files is not None:
+            self._files.files.write("states that have moved into memory", for_good=True)
         made = {role: tensor_of(grown(own.array, n, own.initial)) for role, own in known.items()}
         parameter.data = tensor_of(grown(w, n, 0.0))
         self.state.get(parameter, {}).update(made)
