@@ -33,14 +33,16 @@ _HEAD = re.compile(
 class MappedFiles:
     """Files of a folder that states are mapped to, one for each; for `states_in`.
 
-    Nothing is read or written but the pages that steps touch. A file that is there already is taken
-    over as it is: an optimizer that is made anew on the same parameters goes on where the last one
-    ended, counts of updates included. Each is a safetensors file of one array.
+    Nothing is read or written but the pages that steps touch. An optimizer that is made anew on the
+    same parameters goes on where the last one ended, counts of updates and rows that sleep
+    included. It takes over all files or none: ``manifest.json`` tells which belong together, and to
+    what optimizer. Each is a safetensors file of one array.
 
     The room on the disk is reserved when a file is made, where the system can
     (``posix_fallocate``), so that a full disk raises there. Pages go to the disk when the system
     writes them: after a crash of the process everything is there that a step has written, after one
-    of the machine any part. One optimizer at a time uses a folder.
+    of the machine any part. One optimizer at a time has a folder, which is free again when that is
+    deleted or its process has ended.
 
     Args:
         folder: made if it is not there.
@@ -50,8 +52,11 @@ class MappedFiles:
             gradients, which touch all. False, for rows that lie far apart: no page but theirs.
 
     Raises:
-        OSError: the folder or a file cannot be made, or the disk has no room.
-        ValueError: a file is torn or of another state; or ``fill`` would be needed.
+        OSError: the folder or a file cannot be made, the disk has no room, or a link, a pipe or a
+            device stands in the place of a file.
+        ValueError: files are missing, torn, or of another optimizer, a value in them cannot be, or
+            ``fill`` would be needed. Nothing was taken over then.
+        RuntimeError: an optimizer that is alive has the folder.
 
     >>> import tempfile
     >>> import fusestep
@@ -62,7 +67,9 @@ class MappedFiles:
     ...     with fusestep.states_in(fusestep.MappedFiles(folder)):
     ...         opt = nn.LazyAdam([table])
     ...     _ = opt((nn.RowTensor(np.array([3]), np.ones((1, 8), np.float32), (1000, 8)),))
-    >>> opt.global_step.tolist()
+    ...     steps = opt.global_step.tolist()
+    ...     del opt
+    >>> steps
     [2]
     """
 

@@ -203,7 +203,7 @@ class Fused(TableRows, _Base):
         pairs = (zip(own["params"], loaded["params"], strict=True) for own, loaded, _ in each)
         self._begin_asleep(saved["state"], chain.from_iterable(pairs))
         if self._files is not None:
-            self._files.write(self.param_groups)
+            self._files.write(self.param_groups, self.state)
         self._steps = Steps()
 
     # The step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
@@ -18,6 +18,7 @@ from .memory import DTYPES, array_of
 from .part import RuleChoice, number
 from .state import place_at
 
+_RENUMBERED = "parameters whose numbers have changed"
 _MOST_STEPS = 1 << 24  # that float32 counts
 
 
@@ -33,7 +34,7 @@ class ParameterFiles:
 
     def __init__(self, files: FileSet) -> None:
         self.files, self.is_stale = files, False
-        self._notes: dict[str, Any] = {}
+        self._notes: dict[str, Any] = files.parameters.get("notes", {})
         self._owners: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by identity
 
     def owner_of(self, parameter: Tensor, label: str) -> str:
@@ -44,6 +45,8 @@ class ParameterFiles:
             others = chain([label], (f"parameter {n}" for n in count()))
             owner = next(own for own in others if own not in taken)
             self._owners[id(parameter)] = weakref.ref(parameter), owner
+            if owner != label:
+                self.files.write(_RENUMBERED, for_good=True)
         return owner
 
     def begin(self, optimizer: Any, parameter: Tensor, label: str) -> bool:
@@ -58,17 +61,25 @@ class ParameterFiles:
 
     def note(self, parameter: Tensor, label: str, group: Any, choice: RuleChoice) -> None:
         """Note what the next process has to find of a parameter."""
-        owner = self.owner_of(parameter, label)
-        if owner != label:
-            self.files.write("numbers of parameters that have changed", for_good=True)
-        noted = note_of(group, choice, parameter)
+        owner, noted = self.owner_of(parameter, label), note_of(group, choice, parameter)
         self.is_stale = self.is_stale or self._notes.get(owner) != noted
         self._notes[owner] = noted
 
-    def write(self, groups: Any) -> None:
-        """Write the manifest, with the number of all parameters."""
+    def check_numbers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Note it if the next process would take files for those of another parameter."""
+        for n, parameter in enumerate(chain.from_iterable(group["params"] for group in groups)):
+            known, owner = self._owners.get(id(parameter), (None, ""))
+            if known is not None and known() is parameter and owner != place_at(groups, n)[1]:
+                self.files.write(_RENUMBERED, for_good=True)
+
+    def write(self, groups: Any, states: Mapping[Tensor, Any]) -> None:
+        """Write the manifest, with the number of all parameters; of those with states alone."""
         files, n = self.files, sum(len(group["params"]) for group in groups)
-        notes = {owner: x for owner, x in self._notes.items() if f"step.{owner}" in files.made}
+        alive = {id(parameter) for parameter, state in states.items() if state}
+        gone = {owner for key, (_, owner) in self._owners.items() if key not in alive}
+        files.made = {x: own for x, own in files.made.items() if x.partition(".")[2] not in gone}
+        names = files.left.keys() | files.made
+        notes = {owner: x for owner, x in self._notes.items() if f"step.{owner}" in names}
         files.parameters = {**files.parameters, "n": n, "notes": notes}
         files.write()
         self.is_stale = False
@@ -86,7 +97,7 @@ class ParameterFiles:
         parameters = [*chain.from_iterable(group["params"] for group in groups)]
         for n, parameter in enumerate(parameters):
             k, label = place_at(groups, n)
-            if label in waiting and parameter not in optimizer.state:
+            if label in waiting and not optimizer.state.get(parameter):
                 waiting.discard(label)
                 states[parameter] = self._state(optimizer, groups[k], label, parameter)
         if waiting and len(parameters) >= files.parameters.get("n", 0):
@@ -107,7 +118,7 @@ class ParameterFiles:
         """The states of a parameter, checked."""
         where, choice = self.files.where, optimizer._choice(group)
         own = note_of(group, choice, parameter)
-        if (noted := self.files.parameters.get("notes", {}).get(label, own)) != own:
+        if (noted := self._notes.get(label, own)) != own:
             reject(ValueError, where, f"files of {label!r}", "are another one's", own, noted)
         self._notes[label] = own
         state: dict[str, Any] = optimizer._new_state(group, parameter, choice)
