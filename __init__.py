@@ -18,7 +18,7 @@ __version__ = "0.1.1"
 _LAYERS = ("bench", "examples", "kernels", "nn", "ops")
 _NAMES = {
     "ConversionError": "fusestep.ops.runtime.errors",
-    "MappedFiles": "fusestep.nn.base.state_files",
+    "MappedFiles": "fusestep.nn.base.mapped_files",
     "get_num_threads": "fusestep.kernels.cpu.threads.parallel",
     "launcher": "fusestep.kernels.cpu.threads.parallel",
     "set_num_threads": "fusestep.kernels.cpu.threads.parallel",

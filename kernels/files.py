@@ -12,9 +12,11 @@ _KINDS = (
 
 
 def check_target(
-    what: str, path: str | os.PathLike[str], dir_fd: int | None = None
+    what: str, path: str | os.PathLike[str], dir_fd: int | None = None, *, follows: bool = True
 ) -> os.stat_result | None:
     """The status of the regular file at ``path``, to which links may lead; None: there is none.
+
+    Without ``follows`` a link is refused, and so is a file that another name leads to as well.
 
     A file that is renamed to its place would put an end to a pipe or a device there, as root even
     to those of the system. So whatever is written by its name is looked at first.
@@ -23,12 +25,13 @@ def check_target(
         OSError: something else is there; ``what`` says in the message what the path is.
     """
     try:
-        found = os.stat(path, dir_fd=dir_fd)
+        found = os.stat(path, dir_fd=dir_fd, follow_symlinks=follows)
     except FileNotFoundError:
         return None
-    if stat.S_ISREG(found.st_mode):
+    is_linked = not follows and found.st_nlink > 1
+    if stat.S_ISREG(found.st_mode) and not is_linked:
         return found
-    kind = next((name for fits, name in _KINDS if fits(found.st_mode)), "no file")
+    kind = next((name for fits, name in _KINDS if fits(found.st_mode)), "a link")
     error = IsADirectoryError if stat.S_ISDIR(found.st_mode) else OSError
     expected = "a regular file or a name that is free"
     raise error(f"{what} is {kind}: expected {expected}, got {os.fspath(path)!r}")

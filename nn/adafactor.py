@@ -13,6 +13,7 @@ from ..kernels.state import State
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, base_arguments, non_negative_float, open_unit, positive_float
+from .base.file_set import MOVED
 from .base.groups import Groups
 from .engine.plan import Method
 from .fused import FusedOptimizer, declared
@@ -186,6 +187,8 @@ class AdaFactor(FusedOptimizer):
             TypeError, ValueError: as at construction.
         """
         checked = _beta1(self._name, beta1)
+        if self._files is not None:
+            self._files.write(MOVED, for_good=True)
         self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states(declared(self._rule))

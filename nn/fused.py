@@ -188,7 +188,16 @@ class FusedOptimizer(TableOptimizer, ABC):
         self.numbers = {
             name: self._made(name, x.shape, x.dtype, x) for name, x in self.numbers.items()
         }
+        for name, x in {"rounding_seed": self._seed, **self.numbers}.items():
+            is_number = bool(np.isfinite(x).all()) and (name != "rounding_seed" or x[0] >= 0)
+            check.in_range(self._name, f"state {name!r}", x, is_number, "finite, a seed above 0")
         self._derive()
+        self._complete_files()
+
+    def _meaning(self) -> dict[str, Any]:
+        kept = sorted({keeping.name if keeping else "nearest" for keeping in self.keepings})
+        own = {"rule": self._rule.update.__name__, "sparse_update": self.sparse_update}
+        return super()._meaning() | own | {"rounding": kept, "state_dtype": str(self._state_dtype)}
 
     def _common_device(self) -> int | None:
         device = super()._common_device()

@@ -28,8 +28,10 @@ from ..ops.runtime import check, locks
 from ..ops.runtime.arrays import adopt, real_type
 from ..ops.runtime.errors import reject
 from .base.checkpoint import as_state
+from .base.file_set import MOVED
 from .base.groups import Groups
 from .base.parameter import Parameter
+from .base.state_files import maker_of_states
 from .base.stateful import StatefulOptimizer, States
 from .engine.catch_up import (
     SCALARS,
@@ -83,6 +85,21 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             self._missed = MissedSteps()
             for i, p in enumerate(self.parameters):
                 self._missed.add(i, self._rule, real_type(p.dtype), 0)
+            if maker_of_states() is not None:
+                self._map_scalars(self._missed)
+
+    def _map_scalars(self, missed: MissedSteps) -> None:
+        """Keep the scalars of missed steps where the states are, or go on with those there."""
+        steps = self._steps.tolist()
+        for i, (p, last) in enumerate(zip(self.parameters, self._states[LAST.name], strict=True)):
+            like, label = missed.tables[i].given, f"state '{LAST.name}.{p.name}'"
+            if self._files is not None and not self._files.has_manifest:
+                check_missed(self._name, label, last, steps[i], None)
+            made = self._made(f"{SCALARS}.{p.name}", like.shape, like.dtype, like)
+            check_missed(self._name, label, last, steps[i], made)
+            missed.mapped[i] = made
+        missed.part()
+        missed.begin(dict(enumerate(steps)))
 
     def _check_sleep(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""
@@ -182,6 +199,8 @@ class TableOptimizer(StatefulOptimizer, TableRows):
 
     def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
         made = self.parameters[i]
+        if self._files is not None:
+            self._files.write(MOVED, for_good=True)
         made.rebind(arrays.pop(PARAMETER))
         for role, array in arrays.items():
             of_each = self._states[role]
@@ -266,7 +285,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         arrays = super().state_arrays()
         if self._missed is not None:
             for i, p in enumerate(self.parameters):
-                arrays[f"{SCALARS}.{p.name}"] = self._missed.tables[i].given
+                arrays[f"{SCALARS}.{p.name}"] = self._missed.scalars(i)
         return arrays
 
     def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:

@@ -95,15 +95,22 @@ def replace_file(target: Path, content: bytes, what: str) -> None:
 
     What is there and no regular file is refused; ``what`` says in the message what the path is.
     """
-    old = check_target(what, target)
     # The content has to be on the disk before the name points to it, and then the folder with the
     # name: after a crash of the machine a file that was only renamed can be empty.
-    _remove_abandoned(target)
-    with _temporary(target, old) as file:
+    with new_file(target, what) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     _flush_folder(target.parent)
+
+
+@contextmanager
+def new_file(target: Path, what: str) -> Iterator[BinaryIO]:
+    """A file that is renamed to its place in the end; errors as `replace_file`."""
+    old = check_target(what, target)
+    _remove_abandoned(target)
+    with _temporary(target, old) as file:
+        yield file
 
 
 def check_savable(where: str, name: Any, array: np.ndarray) -> None:

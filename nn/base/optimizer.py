@@ -14,11 +14,12 @@ from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
 from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
+from .file_set import LOADED, FileSet
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 from .rates import PerOwnerRates, Rate
-from .state_files import made_by, maker_of_states
+from .state_files import files_of, made_by, maker_of_states
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 
@@ -71,6 +72,8 @@ class Optimizer(CheckedAttributes):
     _filter_names = True
     _group_keys: tuple[str, ...] = GROUP_KEYS
     _name = "Optimizer"  # in errors
+    _files: FileSet | None = None  # that its states lie in
+    _makes_states = False  # after this constructor
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -92,6 +95,7 @@ class Optimizer(CheckedAttributes):
         )  # fmt: skip
         self._check_groups(self._groups)
         self.parameters = tuple(option.parameter for option in self._groups.options)
+        self._files = files_of(self._name, self._meaning)
         self._global_step = self._made("global_step", (1,), np.int32, 0)
         self._device = self._common_device()
         self._check_overlap({})
@@ -101,16 +105,31 @@ class Optimizer(CheckedAttributes):
         name_by_position(self._groups.options)
         for parameter in self.parameters:
             parameter.watch(self)
+        if not self._makes_states:
+            self._complete_files()
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: Any, initial: Any) -> np.ndarray:
         """A new array of the state on the host, made as `states_in` says."""
-        if (make := maker_of_states()) is not None:
+        if (make := self._files or maker_of_states()) is not None:
             return made_by(make, self._name, name, shape, dtype, initial)
         if isinstance(initial, np.ndarray):
             made = allocation.empty(shape, dtype)
             made[...] = initial
             return made
         return allocation.full(shape, float(initial), dtype)
+
+    def _meaning(self) -> dict[str, Any]:
+        """What tells the states of this optimizer from those that mean something else."""
+        return {"class": f"nn.{type(self).__name__}"}
+
+    def _complete_files(self) -> None:
+        """Refuse files whose values cannot be, or that are not all; else note that they are."""
+        if self._files is not None:
+            if not self._works_on_host:
+                expected, got = "parameters on the host", "a CUDA device"
+                reject(ValueError, self._name, "MappedFiles", "has no states", expected, got)
+            self._check_values(self.state_arrays())
+            self._files.complete()
 
     def __repr__(self) -> str:
         n = sum(parameter.size for parameter in self.parameters)
@@ -372,12 +391,16 @@ class Optimizer(CheckedAttributes):
         # Errors of steps on a device belong to the old state: they are raised before anything is
         # loaded.
         pending.settle()
-        own = self.state_arrays()
-        for name, array in self.fitting(state).items():
+        own, arrays = self.state_arrays(), self.fitting(state)
+        if self._files is not None:
+            self._files.write(LOADED)
+        for name, array in arrays.items():
             if isinstance(own[name], DeviceArray):
                 own[name].assign(array)
             else:
                 own[name][...] = array
+        if self._files is not None:
+            self._files.write()
 
     def fitting(self, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of a state that has all names of this optimizer, with its dtypes and shapes.

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
-from ...kernels.files import check_target
 from ...ops.runtime.errors import reject
-from .checkpoint import CODES
+from .file_set import FileSet
+from .mapped_files import MappedFiles
 
 StateMaker = Callable[[str, tuple[int, ...], np.dtype[Any], Any], np.ndarray]
 """``make(name, shape, dtype, initial)``: the array of a state, which begins with a number or with
 the numbers of an array, ``initial``, or goes on where it ended."""
 
 _maker: ContextVar[StateMaker | None] = ContextVar("maker of states", default=None)
-_PAGE = 4_096
-_WHERE = "MappedFiles"
 
 
 @contextmanager
@@ -37,8 +29,8 @@ def states_in(make: StateMaker) -> Iterator[None]:
     gradient of a parameter, also after the context.
 
     Args:
-        make: ``make(name, shape, dtype, initial) -> array``. The name is that in checkpoints, such
-            as ``moment1.table`` (in `nn.torch` ``exp_avg.parameter 0``). The array is of NumPy,
+        make: `MappedFiles`, or ``make(name, shape, dtype, initial) -> array``. The name is that in
+            checkpoints, such as ``moment1.table`` (in `nn.torch` ``exp_avg.parameter 0``). The array is of NumPy,
             C-contiguous, writable, of this shape and dtype, and shares memory with nothing. It
             begins with ``initial``, a number or an array, or has what an earlier optimizer left.
 
@@ -63,6 +55,11 @@ def states_in(make: StateMaker) -> Iterator[None]:
     token = _maker.set(make)
     try:
         yield
+    except BaseException:
+        # The traceback may keep an optimizer that could not be made.
+        for begun in [*make.begun] if isinstance(make, MappedFiles) else ():
+            begun.close()
+        raise
     finally:
         _maker.reset(token)
 
@@ -70,6 +67,12 @@ def states_in(make: StateMaker) -> Iterator[None]:
 def maker_of_states() -> StateMaker | None:
     """The function of the innermost `states_in`; None outside of all."""
     return _maker.get()
+
+
+def files_of(where: str, optimizer: Callable[[], dict[str, Any]], **how: Any) -> FileSet | None:
+    """The files of an optimizer that is made within `states_in` of `MappedFiles`; else None."""
+    make = _maker.get()
+    return FileSet(make, where, optimizer(), **how) if isinstance(make, MappedFiles) else None
 
 
 def made_by(
@@ -94,107 +97,3 @@ def made_by(
         expected, got = "a writable C-contiguous array", "a view or one that is only read"
         reject(ValueError, where, label, "cannot be updated in place", expected, got)
     return array
-
-
-class MappedFiles:
-    """Files of a folder that states are mapped to, one for each; for `states_in`.
-
-    Nothing is read or written but the pages that steps touch. A file that is there already is taken
-    over as it is: an optimizer that is made anew on the same parameters goes on where the last one
-    ended, counts of updates included. Each is a safetensors file of one array.
-
-    The room on the disk is reserved when a file is made, where the system can
-    (``posix_fallocate``), so that a full disk raises there. Pages go to the disk when the system
-    writes them: after a crash of the process everything is there that a step has written, after one
-    of the machine any part. One optimizer at a time uses a folder.
-
-    Args:
-        folder: made if it is not there.
-        fill: write states of more than a page that begin with another number than 0, or with the
-            weight (``accum`` of Adagrad and FTRL, masters); False: they raise.
-        reads_ahead: let the system read and map pages around those that a step touches: for dense
-            gradients, which touch all. False, for rows that lie far apart: no page but theirs.
-
-    Raises:
-        OSError: the folder or a file cannot be made, or the disk has no room.
-        ValueError: a file is torn or of another state; or ``fill`` would be needed.
-
-    >>> import tempfile
-    >>> import fusestep
-    >>> import numpy as np
-    >>> from fusestep import nn
-    >>> table, folder = np.zeros((1000, 8), np.float32), tempfile.mkdtemp()
-    >>> for _ in range(2):
-    ...     with fusestep.states_in(fusestep.MappedFiles(folder)):
-    ...         opt = nn.LazyAdam([table])
-    ...     _ = opt((nn.RowTensor(np.array([3]), np.ones((1, 8), np.float32), (1000, 8)),))
-    >>> opt.global_step.tolist()
-    [2]
-    """
-
-    def __init__(
-        self, folder: str | os.PathLike[str], *, fill: bool = False, reads_ahead: bool = False
-    ) -> None:
-        self.folder, self.fill, self.reads_ahead = Path(folder), fill, reads_ahead
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def __call__(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any
-    ) -> np.ndarray:
-        """The mapped array of a state; see `states_in`."""
-        file = self.folder / f"{quote(name, safe=' ')}.safetensors"
-        begin, n_bytes = self._place(name, shape, dtype), math.prod(shape) * dtype.itemsize
-        if check_target(_WHERE, file) is None:
-            if np.any(initial) and n_bytes > _PAGE and not self.fill:
-                expected = "MappedFiles(folder, fill=True), which writes all of it"
-                got = "a copy of the weight" if isinstance(initial, np.ndarray) else initial
-                reject(ValueError, _WHERE, f"state {name!r}", "does not begin at 0", expected, got)
-            self._make(file, begin, n_bytes)
-            array = self._mapped(file, shape, dtype, len(begin))
-            if np.any(initial):
-                array[...] = initial
-            return array
-        with file.open("rb") as opened:
-            found = opened.read(len(begin))
-        if found != begin or file.stat().st_size != len(begin) + n_bytes:
-            expected, got = f"{dtype} {shape}, {len(begin) + n_bytes} bytes", str(file)
-            reject(ValueError, _WHERE, f"state {name!r}", "is torn or another one", expected, got)
-        return self._mapped(file, shape, dtype, len(begin))
-
-    @staticmethod
-    def _place(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-        """The head of a file: of safetensors, up to the end of a page."""
-        if dtype.name not in CODES:
-            expected = ", ".join(CODES)
-            reject(TypeError, _WHERE, f"state {name!r}", "has a wrong dtype", expected, dtype)
-        n_bytes = math.prod(shape) * dtype.itemsize
-        tensor = {"dtype": CODES[dtype.name], "shape": [*shape], "data_offsets": [0, n_bytes]}
-        text = json.dumps({"__metadata__": {"format": "fusestep"}, name: tensor}).encode()
-        text = text.ljust(-(-(len(text) + 8) // _PAGE) * _PAGE - 8)
-        return len(text).to_bytes(8, "little") + text
-
-    def _make(self, file: Path, begin: bytes, n_bytes: int) -> None:
-        """Make a file of zeros, with its room on the disk."""
-        part, size = file.with_suffix(".part"), len(begin) + n_bytes
-        try:
-            with part.open("wb") as opened:
-                opened.write(begin)
-                opened.flush()
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(opened.fileno(), 0, size)
-                opened.truncate(size)
-            part.replace(file)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-
-    def _mapped(
-        self, file: Path, shape: tuple[int, ...], dtype: np.dtype[Any], begin: int
-    ) -> np.ndarray:
-        if not math.prod(shape):
-            return np.zeros(shape, dtype)
-        with file.open("r+b") as opened:
-            memory = mmap.mmap(opened.fileno(), 0)
-        if not self.reads_ahead and hasattr(mmap, "MADV_RANDOM"):
-            memory.madvise(mmap.MADV_RANDOM)
-        return np.ndarray(shape, dtype, memory, begin)

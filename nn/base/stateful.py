@@ -43,6 +43,7 @@ class StatefulOptimizer(Optimizer):
     the arguments of `Optimizer`.
     """
 
+    _makes_states = True
     _keeps: tuple[bool, ...] | None = None  # for each parameter, whether its states were kept
     _counts: tuple[str, ...] = ("step.",)  # prefixes of the names of counts in a state
 
@@ -54,6 +55,9 @@ class StatefulOptimizer(Optimizer):
         self._steps = self._made("step", (len(self.parameters),), np.int64, 0)
         if maker_of_states() is not None and self._works_on_host:
             self._check_apart([p.array for p in self.parameters], self._states)
+            for step in self._steps.tolist():
+                expected = f"from 0 to global_step, {self._step}"
+                check.in_range(self._name, "state 'step'", step, 0 <= step <= self._step, expected)
 
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:

@@ -21,10 +21,9 @@ from ...ops.runtime.bags.ids import HostIds
 from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
+from ..base.mapped_files import SCALARS as SCALARS
 from .tables import StatefulTable
 
-SCALARS = "idle_scalars"
-"""The name of the scalars of the last steps in checkpoints."""
 # Each row is looked at once in so many steps, a few before the scalars are gone: in turns, of which
 # there is one in so many steps.
 _PERIOD, _EVERY = SLEEP - 8, 8
@@ -60,6 +59,7 @@ class MissedSteps:
         # Parameters that were read by `of_span` or `of_all`; of whose stale lookups nothing is to
         # be said any more; and whose states were loaded since the last step.
         self.prepared, self._warned, self._loaded = set[Any](), set[Any](), set[Any]()
+        self.mapped: dict[Any, np.ndarray] = {}  # where the scalars outlive the process
 
     def add(self, key: Any, rule: Rule, real: Any, step: int) -> None:
         """Begin with a parameter at a step that no row has missed, if it is not there."""
@@ -73,6 +73,7 @@ class MissedSteps:
         if found is None:
             found = IdleTable(plain, real)
             found.begin(step)
+        self.mapped.pop(key, None)
         self._rules[key], self.tables[key] = form, found
 
     def differs(self, key: Any, rule: Rule, real: Any) -> bool:
@@ -81,8 +82,8 @@ class MissedSteps:
 
     def drop(self, key: Any) -> None:
         """Forget a parameter, none of whose rows misses a step."""
-        self.tables.pop(key, None)
-        self._rules.pop(key, None)
+        for known in (self.tables, self._rules, self.mapped):
+            known.pop(key, None)
         self.prepared.discard(key)
 
     def part(self) -> None:
@@ -95,9 +96,14 @@ class MissedSteps:
         self._loaded = {*steps}
         for key, step in steps.items():
             table = self.tables[key]
+            table.given[...] = self.scalars(key)
             table.begin(step)
             same = self._rules[key], step, table.given.tobytes()
             self.tables[key] = known.setdefault(same, table)
+
+    def scalars(self, key: Any) -> np.ndarray:
+        """The scalars that are to be assigned to before `begin`, and kept in checkpoints."""
+        return self.mapped.get(key, self.tables[key].given)
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""
@@ -119,6 +125,8 @@ class MissedSteps:
                 if part is not None:
                     step, scalars = part
                     self.tables[members[0]].given[step % SLEEP] = scalars
+                    for key in self.mapped.keys() & members if self.mapped else ():
+                        self.mapped[key][step % SLEEP] = scalars
 
     def before(self, steps: Sequence[NextStep]) -> list[tuple[Any, CatchUp]]:
         """Bring rows up to date before the next step of their tables.
@@ -255,8 +263,12 @@ def check_missed(where: str, label: str, last: Any, step: int, scalars: Any) -> 
     if not least <= oldest <= newest <= step:
         expected, got = f"steps from {least} to {step}", f"{oldest} to {newest}"
         reject(ValueError, where, label, "has rows of another time", expected, got)
+    if scalars is not None:
+        fits, is_there = np.isfinite(scalars).all(axis=1), np.asarray(scalars)[:, -1] != NO_STEP
+        if not (fits | ~is_there).all():
+            reject(ValueError, where, f"{SCALARS} of {label}", "are no numbers", "numbers", "NaN")
     missed = np.arange(oldest + 1, step + 1) % SLEEP
-    if len(missed) and (scalars is None or not np.isfinite(np.asarray(scalars)[missed]).all()):
+    if len(missed) and (scalars is None or not fits[missed].all()):
         expected = f"state {SCALARS!r} of steps {oldest + 1} to {step} beside it"
         expected += ", or state_dict(flush=True)"
-        reject(ValueError, where, label, "has rows that sleep", expected, "none, or no numbers")
+        reject(ValueError, where, label, "has rows that sleep", expected, "others, or none")

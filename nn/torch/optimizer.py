@@ -13,9 +13,11 @@ from ...kernels.keeping import MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
+from ..base.file_set import LOADED
 from ..base.own_rules import is_own
-from ..base.state_files import maker_of_states
+from ..base.state_files import files_of, maker_of_states
 from ..engine.catch_up import MissedSteps
+from .engine.files import ParameterFiles
 from .engine.options import (
     OWN,
     Rounding,
@@ -85,6 +87,11 @@ class Fused(TableOptimizer, _Base):
                 for parameter in group["params"]:  # of classes that make states at once
                     cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
         self._join()
+        found = files_of(where, lambda: {"class": f"nn.torch.{where}"}, grows=True)
+        if found is not None:
+            self._maker, self._files = found, ParameterFiles(found)
+            self._files.take_over(self)
+            found.complete()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -122,6 +129,8 @@ class Fused(TableOptimizer, _Base):
             try:
                 super().add_param_group(param_group)
                 self._complete(self.param_groups[-1])
+                if self._files is not None:
+                    self._files.take_over(self)
             except BaseException:
                 del self.param_groups[n_groups:]
                 raise
@@ -182,6 +191,9 @@ class Fused(TableOptimizer, _Base):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
+        if self._files is not None:  # all states move to new files
+            self._files.files.write(LOADED)
+            self._files.files.made, self._missed.mapped = {}, {}
         saved = given[-1]
         each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
         for group, loaded, own in each:
@@ -194,6 +206,8 @@ class Fused(TableOptimizer, _Base):
                     parameter.detach().copy_(state[MASTER.name])
         pairs = (zip(own["params"], loaded["params"], strict=True) for own, loaded, _ in each)
         self._begin_asleep(saved["state"], chain.from_iterable(pairs))
+        if self._files is not None:
+            self._files.write(self.param_groups, self.state)
         self._steps = Steps()
 
     # The step

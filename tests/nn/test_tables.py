@@ -106,11 +106,11 @@ def test_scalars_that_are_no_numbers(value: float) -> None:
     w, opt = asleep()
     opt(rows_of())
     state = opt.state_dict()
-    state["idle_scalars.parameter_0"][600] = value
+    state["idle_scalars.parameter_0"][600] = np.inf  # of a step that no row has missed
     opt.load_state_dict(state)
     state["idle_scalars.parameter_0"][3, 0] = value
     before = opt.state_dict()
-    with pytest.raises(ValueError, match="has rows that sleep"):
+    with pytest.raises(ValueError, match="has rows that sleep|are no numbers"):
         opt.load_state_dict(state)
     for name, array in opt.state_dict().items():
         np.testing.assert_array_equal(array, before[name])

@@ -22,6 +22,7 @@ from ...engine.catch_up import check_idle
 from ...engine.reader import is_row_sparse
 from ...engine.tables import LAST
 from .binding import check_parameter
+from .files import ParameterFiles
 from .memory import DTYPES, NUMBERS, tensor_of
 from .options import OWN, check_own, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
@@ -49,6 +50,7 @@ class Declaration(ABC):
     _takes_sparse = True
     _copies: Mapping[Tensor, Tensor] = {}  # of 16 bits, by parameter; they are the caller's
     _maker: StateMaker | None = None  # of states
+    _files: ParameterFiles | None = None  # where that is files of its own
     _has_warned = False  # that a state beside a weight begins anew
     _looks_at_scalars = False  # whether `scalars` is a user's
     _chooses_anew = False  # whether `method` is a user's, or follows from the rate too
@@ -138,9 +140,13 @@ class Declaration(ABC):
         if copied is not None and state.get(COPY.name) is not copied:
             state = new[parameter] = {**state, COPY.name: copied}
         is_new = all(state.get(role) is None for role in (roles or state) if role != COPY.name)
+        if is_new and self._files is not None and self._files.begin(self, parameter, name):
+            state, is_new = {**state, **self.state[parameter]}, False
+            new[parameter] = state
         if is_new and (made := self._new_state(group, parameter, choice)):
             state = new[parameter] = {**state, **made}  # beside what a user may have there
         elif made := beside_of(parameter, choice.rule.beside, state):
+            self._make_loaded(parameter, made)
             state = new[parameter] = {**state, **made}
             if not self._has_warned and float(state.get("step", 1.0)) > 0.0:
                 self._has_warned = True
@@ -150,9 +156,11 @@ class Declaration(ABC):
             # It has been updated, who knows how often.
             state = new[parameter] = {**state, "step": single(1.0)}
         if choice.sleeps and state.get(LAST.name) is None:
-            last = parameter.new_full(parameter.shape[:1], int(state["step"]), dtype=torch.int32)
+            last = self._new_last(parameter, int(state["step"]))
             state = new[parameter] = {**state, LAST.name: last}
         self._check_complete(name, state, roles)
+        if self._files is not None:
+            self._files.note(parameter, name, group, choice)
         entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
         return entry if is_active else None
 
@@ -220,6 +228,10 @@ class Declaration(ABC):
     ) -> None:
         """Refuse what rows that sleep cannot have."""
 
+    @abstractmethod
+    def _new_last(self, parameter: Tensor, step: int) -> Tensor:
+        """The last step of each row of a table that begins to sleep."""
+
     def _new_step(self) -> Any:
         return single(0.0)
 
@@ -273,6 +285,8 @@ class Declaration(ABC):
         if self._maker is None:
             return None
         _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
+        if self._files is not None:
+            name = self._files.owner_of(parameter, name)
         where = type(self).__name__
         if is_part(parameter) or parameter.is_cuda:
             expected = "whole parameters on the host, as states_in needs them"

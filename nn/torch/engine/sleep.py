@@ -50,7 +50,7 @@ _sleeping: dict[int, WatchedTable] = {}
 
 
 def sleeping_of(parameter: Tensor) -> WatchedTable | None:
-    """What is known of a table whose rows sleep; None of any other one."""
+    """The record of a table whose rows sleep; None of any other one."""
     known = _sleeping.get(id(parameter))
     return known if known is not None and known.parameter() is parameter else None
 

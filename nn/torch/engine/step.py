@@ -96,6 +96,8 @@ class Steps:
         if given is None:
             known.clear()
             self._forget_others(groups)
+            if optimizer._files is not None:
+                optimizer._files.check_numbers(groups)
             if param is not None and place_of(groups, param) is None:
                 where = type(optimizer).__name__
                 reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
@@ -178,6 +180,8 @@ def _run(
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
         ready.append(NumberWrite(written))
+    if optimizer._files is not None and (given.new or optimizer._files.is_stale):
+        optimizer._files.write(optimizer.param_groups, {**optimizer.state, **given.new})
     # After all that can fail: a parameter whose first step raises still has no state.
     if given.new:
         for parameter, state in given.new.items():

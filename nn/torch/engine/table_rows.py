@@ -25,6 +25,7 @@ from ....kernels.state import PARAMETER
 from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import Update
+from ...base.file_set import MOVED
 from ...engine.catch_up import (
     SCALARS,
     MissedSteps,
@@ -37,6 +38,7 @@ from ...engine.catch_up import (
 from ...engine.table_rows import TableRows
 from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
 from .declaration import Declaration
+from .files import map_scalars
 from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of
 from .options import check_group, check_rounding
 from .part import Group, ParameterBatch, RuleChoice, StepInputs
@@ -62,7 +64,7 @@ def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
     return [o for o in every if o is not None and place_of(o.param_groups, parameter) is not None]
 
 
-class _BoundTable(NamedTuple):
+class _CheckedTable(NamedTuple):
     """A table that was checked whole; it fits for as long as its tensors lie as they did."""
 
     choice: RuleChoice  # by the steps that its rows may have missed
@@ -78,7 +80,7 @@ class TableOptimizer(Declaration, TableRows):
     """The part of an optimizer that knows rows of tables."""
 
     _missed: MissedSteps
-    _tables: dict[Tensor, _BoundTable]
+    _tables: dict[Tensor, _CheckedTable]
     _n_taken = 0  # steps of this object
     _saves_awake = False  # whether states are saved with all rows up to date, as tables are
 
@@ -223,8 +225,9 @@ class TableOptimizer(Declaration, TableRows):
         last_steps = table.arrays[LAST.name]
         check_missed(where, last_steps.label, last_steps.array, now, scalars and scalars.given)
         self._missed.add(parameter, rule, real_of(real).dtype, now)
+        map_scalars(self, parameter)
         places = sleeping_table(rule, table)
-        self._tables[parameter] = _BoundTable(choice, rule, places, forms, last, version, now)
+        self._tables[parameter] = _CheckedTable(choice, rule, places, forms, last, version, now)
         return TableAtStep(parameter, places, now, owners)
 
     def _last_steps(self, parameter: Tensor) -> np.ndarray:
@@ -254,6 +257,8 @@ class TableOptimizer(Declaration, TableRows):
             reject(RuntimeError, call, "parameter", "cannot grow", expected, "another")
 
     def _move(self, parameter: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
+        if self._files is not None:
+            self._files.files.write(MOVED, for_good=True)
         parameter.data = tensor_of(arrays.pop(PARAMETER))
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
@@ -337,6 +342,13 @@ class TableOptimizer(Declaration, TableRows):
             expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
             reject(RuntimeError, type(self).__name__, name, "has rows that sleep", expected, got)
 
+    def _new_last(self, parameter: Tensor, step: int) -> Tensor:
+        self._missed.drop(parameter)
+        make, shape = self._making(parameter, LAST.name), tuple(parameter.shape[:1])
+        if make is None:
+            return parameter.new_full(shape, step, dtype=torch.int32)
+        return tensor_of(make(shape, np.dtype(np.int32), step))
+
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
         self.state.get(parameter, {}).pop(LAST.name, None)
@@ -387,7 +399,8 @@ class TableOptimizer(Declaration, TableRows):
             real = real_of(STORAGES[DTYPES[parameter.dtype]]).dtype
             rule = self._choice_for(where, parameter).rule
             self._missed.add(parameter, rule, real, steps[parameter])
-            self._missed.tables[parameter].given[...] = np.asarray(scalars)
+            map_scalars(self, parameter)
+            self._missed.scalars(parameter)[...] = np.asarray(scalars)
         self._missed.begin(steps)
         for parameter in steps:
             if (known := sleeping_of(parameter)) is not None:
@@ -416,7 +429,7 @@ class TableOptimizer(Declaration, TableRows):
 
 
 def _form(tensor: Any) -> Any:
-    """What tells that a tensor lies where it lay, in memory as large; None where nothing does."""
+    """The place, size and layout of a tensor, to be compared; None where it has none."""
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         return None
     places = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape, tensor.stride()

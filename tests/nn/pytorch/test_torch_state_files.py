@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -46,6 +52,7 @@ def test_a_run_in_files_has_the_same_bits_and_goes_on(
             if folder is None and step == 0:
                 optimizer = getattr(fused, name)(parameters, **options)
             elif folder is not None and step % 2 == 0:
+                optimizer = None
                 with fusestep.states_in(fusestep.MappedFiles(folder, fill=True)):
                     optimizer = getattr(fused, name)(parameters, **options)
             optimizer.step()
@@ -96,10 +103,12 @@ def test_what_is_loaded_goes_to_the_files(tmp_path: Path) -> None:
                     other = fused.AdamW([w], lr=0.1, rounding="master")
                 other.load_state_dict(first.state_dict())
                 first = other
+                del other
             first.step()
         runs.append(everything(first))
     assert_same_bits(*runs)
-    with fusestep.states_in(fusestep.MappedFiles(tmp_path)):
+    del first
+    with fusestep.states_in(fusestep.MappedFiles(tmp_path, fill=True)):
         again = fused.AdamW([w], lr=0.1, rounding="master")
     w.grad = torch.zeros_like(w)
     again.step()
@@ -129,3 +138,129 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         optimizer.step()
     assert all(map(torch.equal, before, everything(optimizer)))
     assert not optimizer.state
+
+
+# Sets of files
+
+
+def table_step(optimizer: Any, table: Any, k: int) -> None:
+    """A lookup and a step; rows that the lookup does not read sleep."""
+    draw = torch.Generator().manual_seed(k)
+    ids = torch.randint(len(table.weight), (4,), generator=draw)
+    optimizer.zero_grad()
+    (table(ids) * torch.randn(4, 3, generator=draw)).square().sum().backward()
+    optimizer.step()
+
+
+PART = """
+import os, signal, sys
+sys.path[:0] = sys.argv[4:]
+import numpy as np, torch, fusestep
+from fusestep.nn import torch as fused
+from test_torch_state_files import table_step
+folder, begin, end = sys.argv[1], *map(int, sys.argv[2:4])
+table = torch.nn.Embedding(30, 3, sparse=True)
+weights = np.memmap(folder + "/w", np.float32, "r+", shape=(30, 3))
+table.weight.data = torch.from_numpy(weights)
+with fusestep.states_in(fusestep.MappedFiles(folder + "/states")):
+    optimizer = fused.AdamW(table.parameters(), lr=0.1, sparse="catch_up")
+optimizer.watch(table)
+for k in range(begin, end):
+    table_step(optimizer, table, k)
+if end == 20:
+    optimizer.flush()
+os._exit(0) if end % 2 else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL")
+def test_rows_that_sleep_go_on_in_another_process(tmp_path: Path) -> None:
+    for name, ends in (("whole", [20]), ("parts", [3, 8, 20])):
+        (tmp_path / name).mkdir()
+        np.ones((30, 3), np.float32).tofile(tmp_path / name / "w")
+        for begin, end in zip([0, *ends], ends, strict=False):
+            numbers, paths = (str(begin), str(end)), (str(Path(__file__).parent), *sys.path)
+            command = [sys.executable, "-c", PART, str(tmp_path / name), *numbers, *paths]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode in (0, -9), done.stderr
+    whole, parts = ((tmp_path / name / "w").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
+class Program:
+    """A program of random steps, in which groups change, states are deleted, and it ends."""
+
+    def __init__(self, seed: int, folder: Path | None) -> None:
+        self.random, self.folder = np.random.default_rng(seed), folder
+        self.named, self.sparse = self.random.random(2) < 0.5
+        self.pool = [torch.nn.Parameter(torch.zeros(6, 3)) for _ in range(8)]
+        self.groups, self.free, self.optimizer = [[0, 1], [2]], 3, None
+        self.build()
+
+    def group(self, numbers: list[int]) -> dict[str, Any]:
+        tables = [self.pool[i] for i in numbers]
+        named = [(f"p{i}", table) for i, table in zip(numbers, tables, strict=True)]
+        return {"params": named if self.named else tables}
+
+    def build(self) -> None:
+        state = None
+        if self.optimizer is not None and self.folder is None:
+            state = copy.deepcopy(self.optimizer.state_dict())
+        self.optimizer = None
+        files = self.folder and fusestep.states_in(fusestep.MappedFiles(self.folder))
+        with files or nullcontext():
+            sparse = "catch_up" if self.sparse else "touched"
+            self.optimizer = fused.Adam(map(self.group, self.groups), lr=0.1, sparse=sparse)
+        if state is not None:
+            self.optimizer.load_state_dict(state)
+
+    def step(self) -> None:
+        action, used, optimizer = self.random.integers(12), self.groups[0][0], self.optimizer
+        place = self.groups[self.random.integers(len(self.groups))]
+        assert optimizer is not None
+        if action == 0 and self.free < 8:
+            self.groups.append([self.free])
+            optimizer.add_param_group(self.group([self.free]))
+        elif action == 1 and self.free < 8 and not self.named:
+            optimizer.param_groups[self.groups.index(place)]["params"].append(self.pool[self.free])
+            place.append(self.free)
+        elif action == 2:
+            optimizer.flush()
+            optimizer.state.clear()
+        elif action == 3:
+            used = place[-1]
+            optimizer.flush()
+            optimizer.state.pop(self.pool[used], None)
+        elif action == 4:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif action in (5, 6, 7):
+            del optimizer
+            self.build()
+        self.free += action <= 1 and self.free < 8 and not (action == 1 and self.named)
+        for i, table in enumerate(self.pool):
+            table.grad = None
+            if any(i in group for group in self.groups) and (
+                self.random.random() < 0.6 or i == used
+            ):
+                rows, values = self.random.integers(0, 6, (1, 2)), self.random.random((2, 3))
+                parts = torch.from_numpy(rows), torch.from_numpy(values).float()
+                table.grad = torch.sparse_coo_tensor(*parts, (6, 3), check_invariants=False)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("seeds", [range(12), more(range(12, 150))])
+def test_random_programs(seeds: range, tmp_path: Path) -> None:
+    """As the same without files; where numbers of parameters have changed, none goes on."""
+    ends = []
+    for seed in seeds:
+        plain, mapped = Program(seed, None), Program(seed, tmp_path / str(seed))
+        for _ in range(25):
+            plain.step()
+            try:
+                mapped.step()
+            except ValueError as error:
+                assert "parameters whose numbers have changed" in str(error)  # noqa: PT017
+                break
+            assert_same_bits(mapped.pool, plain.pool)
+        ends.append(mapped.optimizer is None)
+    assert 0 < sum(ends) < len(ends)

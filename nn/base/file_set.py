@@ -1,0 +1,185 @@
+"""The files of one optimizer in a folder, of which a manifest says what belongs together."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import secrets
+import weakref
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from ...kernels.cpu.process.forks import in_child
+from ...kernels.files import check_target
+from ...ops.runtime.errors import reject
+from .checkpoint import replace_file
+from .mapped_files import SCALARS, MappedFiles, carefully, set_of
+
+if os.name == "nt":
+    import msvcrt
+else:
+    import fcntl
+
+LOADED, MOVED = "states that were being loaded", "states that have moved into memory"
+"""Why files are no set."""
+_NEW = "files that were being made"
+_MANIFEST, _VERSION = "manifest.json", 1
+_alive: weakref.WeakSet[FileSet] = weakref.WeakSet()
+
+
+class FileSet:
+    """The files of one optimizer: makes its states, as a function of `states_in`.
+
+    Files that are there are mapped, and nothing of theirs is written before the first step.
+
+    Args:
+        files: how files are mapped.
+        where: the name of the optimizer in errors.
+        optimizer: what tells it from those that its states mean something else to.
+        grows: parameters may join later.
+
+    Attributes:
+        left: the files of an earlier optimizer: dtype, shape and bytes; None without a manifest.
+        made: those of this one.
+        has_manifest: False: the files are those of an older version.
+        parameters: what a front end notes of parameters, in types of JSON.
+
+    Raises:
+        OSError, ValueError: the manifest cannot be read, or is that of another optimizer.
+        RuntimeError: another optimizer that is alive has the folder.
+    """
+
+    def __init__(
+        self, files: MappedFiles, where: str, optimizer: dict[str, Any], *, grows: bool = False
+    ) -> None:
+        self._files, self.where, self._optimizer, self._grows = files, where, optimizer, grows
+        self.close = weakref.finalize(self, os.close, _locked(where, files.folder))
+        _alive.add(self)
+        files.begun.add(self)
+        self.made: dict[str, Any] = {}
+        self._cut, self._text = "", b""
+        found, folder = self._read(), files.folder
+        if found is None:
+            sets = {unquote(path.stem): set_of(path) for path in folder.glob("*.safetensors")}
+            sets = {name: own for name, own in sets.items() if own != ""}
+            found = {"cut": "" if sets else _NEW, "set": next(iter(sets.values()), None)}
+            found |= {"files": dict.fromkeys(sets), "parameters": {}}
+        self.is_resumed, self.has_manifest = found["cut"] != _NEW, "version" in found
+        self.set, self.left, self.parameters = found["set"], found["files"], found["parameters"]
+        if not self.is_resumed:
+            self.set, self.left, self.has_manifest = self.set or secrets.token_hex(8), {}, True
+            self.write(_NEW)  # files without a manifest would be those of an older version
+
+    def _read(self) -> Any:
+        """The manifest, as it has to be; None where there is none."""
+        path, found = self._files.folder / _MANIFEST, None
+        if check_target(_MANIFEST, path, follows=False) is None:
+            return None
+        self._text, label = path.read_bytes(), str(path)
+        with suppress(ValueError, RecursionError):
+            found = json.loads(self._text)
+        if not isinstance(found, dict) or found.pop("sum", None) != _sum(found):
+            expected = f"one of version {_VERSION}"
+            reject(ValueError, self.where, label, "is no manifest", expected, "another file")
+        if found["cut"] not in ("", _NEW):
+            expected, fix = "files that belong together", "; go on with a checkpoint elsewhere"
+            reject(ValueError, self.where, label, "is of no set", expected, found["cut"], fix)
+        if found["cut"] != _NEW and (got := found["optimizer"]) != self._optimizer:
+            reject(ValueError, self.where, label, "is another one's", self._optimizer, got)
+        return found
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any
+    ) -> np.ndarray:
+        """The array of a state; see `states_in`."""
+        files, label, array = self._files, f"state {name!r}", None
+        record = [dtype.name, [*shape], math.prod(shape) * dtype.itemsize]
+        if name in self.left:
+            if self.left[name] not in (None, record):
+                got = self.left[name]
+                reject(ValueError, self.where, label, "is another one", f"{dtype} {shape}", got)
+            array = files.take(name, shape, dtype, self.set)
+        elif self._grows:
+            is_whole = name.partition(".")[2] not in {n.partition(".")[2] for n in self.left}
+        else:
+            is_whole = not self.is_resumed
+        if array is None:
+            # An older version has kept no scalars.
+            if not (is_whole or (name.startswith(SCALARS) and not self.has_manifest)):
+                expected, got = "all files of the optimizer", f"none in {files.folder}"
+                reject(ValueError, self.where, label, "is missing", expected, got)
+            self._check_alone()
+            array = files.make(name, shape, dtype, initial, self.set)
+        self.made[name] = record
+        return array
+
+    def complete(self) -> None:
+        """Note that all files are there.
+
+        Raises:
+            ValueError: there are some that the optimizer does not have.
+        """
+        for name in () if self._grows else self.left.keys() - self.made:
+            expected, got = "files of the optimizer alone", f"one in {self._files.folder}"
+            reject(ValueError, self.where, f"state {name!r}", "is foreign", expected, got)
+        self.write()
+        self._files.begun.discard(self)
+
+    def write(self, cut: str = "", *, for_good: bool = False) -> None:
+        """Write the manifest, if anything in it has changed; ``cut``: why the files are no set."""
+        if for_good:
+            self._cut = cut
+        content = {
+            "version": _VERSION, "set": self.set, "cut": self._cut or cut,
+            "optimizer": self._optimizer, "parameters": self.parameters,
+            "files": {**self.left, **self.made},
+        }  # fmt: skip
+        text = json.dumps({**content, "sum": _sum(content)}).encode()
+        if text != self._text:
+            self._check_alone()
+            replace_file(self._files.folder / _MANIFEST, text, _MANIFEST)
+            self._text = text
+
+    def _check_alone(self) -> None:
+        if not self.close.alive:
+            expected, got = "the process that made the optimizer", "a child of it"
+            reject(RuntimeError, self.where, "the folder", "is another one's", expected, got)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # the states of a copy are in memory
+
+
+def _sum(content: dict[str, Any]) -> int:
+    """A sum over a manifest, which tells one that was damaged or is of another version."""
+    return zlib.crc32(json.dumps([_VERSION, content]).encode())
+
+
+@in_child
+def _close_all() -> None:
+    # Else a child that outlives its parent would keep the folder from the next process.
+    for each in list(_alive):
+        each.close()
+
+
+def _locked(where: str, folder: Path) -> int:
+    """A handle that locks a folder for as long as it is open."""
+    check_target("manifest.lock", folder / "manifest.lock", follows=False)
+    handle = carefully(str(folder / "manifest.lock"), os.O_RDWR | os.O_CREAT)
+    for _ in range(2):
+        with suppress(BlockingIOError, PermissionError):
+            if os.name == "nt":
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        gc.collect()  # an optimizer that nobody has may be alive
+    os.close(handle)
+    expected = "one optimizer at a time: `del` the other one first"
+    return reject(RuntimeError, where, "the folder", "is in use", expected, str(folder))
