@@ -264,7 +264,8 @@ def check_missed(where: str, label: str, last: Any, step: int, scalars: Any) -> 
         expected, got = f"steps from {least} to {step}", f"{oldest} to {newest}"
         reject(ValueError, where, label, "has rows of another time", expected, got)
     if scalars is not None:
-        fits, is_there = np.isfinite(scalars).all(axis=1), np.asarray(scalars)[:, -1] != NO_STEP
+        rows = np.asarray(scalars)
+        fits, is_there = np.isfinite(rows).all(axis=1), rows[:, -1] != NO_STEP
         if not (fits | ~is_there).all():
             reject(ValueError, where, f"{SCALARS} of {label}", "are no numbers", "numbers", "NaN")
     missed = np.arange(oldest + 1, step + 1) % SLEEP

@@ -110,7 +110,7 @@ def test_scalars_that_are_no_numbers(value: float) -> None:
     opt.load_state_dict(state)
     state["idle_scalars.parameter_0"][3, 0] = value
     before = opt.state_dict()
-    with pytest.raises(ValueError, match="has rows that sleep|are no numbers"):
+    with pytest.raises(ValueError, match="are no numbers"):
         opt.load_state_dict(state)
     for name, array in opt.state_dict().items():
         np.testing.assert_array_equal(array, before[name])

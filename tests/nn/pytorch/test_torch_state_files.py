@@ -249,6 +249,7 @@ class Program:
 
 
 @pytest.mark.parametrize("seeds", [range(12), more(range(12, 150))])
+@pytest.mark.filterwarnings("ignore:.* follows from rows that slept:RuntimeWarning")
 def test_random_programs(seeds: range, tmp_path: Path) -> None:
     """As the same without files; where numbers of parameters have changed, none goes on."""
     ends = []

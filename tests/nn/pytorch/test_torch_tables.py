@@ -148,7 +148,7 @@ def test_scalars_that_are_no_numbers(value: float) -> None:
     state["state"][0]["idle_scalars"][500] = float("inf")  # of a step that no row missed
     optimizer.load_state_dict(copy.deepcopy(state))
     state["state"][0]["idle_scalars"][2, 0] = value
-    with pytest.raises(ValueError, match="has rows that sleep|are no numbers"):
+    with pytest.raises(ValueError, match="are no numbers"):
         optimizer.load_state_dict(state)
     optimizer.flush()
     assert torch.isfinite(module.weight).all()
