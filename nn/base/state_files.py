@@ -29,8 +29,9 @@ def states_in(make: StateMaker) -> Iterator[None]:
     gradient of a parameter, also after the context.
 
     Args:
-        make: `MappedFiles`, or ``make(name, shape, dtype, initial) -> array``. The name is that in checkpoints, such
-            as ``moment1.table`` (in `nn.torch` ``exp_avg.parameter 0``). The array is of NumPy,
+        make: `MappedFiles`, or ``make(name, shape, dtype, initial) -> array``. The name is that in
+            checkpoints, such as ``moment1.table`` (in `nn.torch` ``exp_avg.parameter 0``). The
+            array is of NumPy,
             C-contiguous, writable, of this shape and dtype, and shares memory with nothing. It
             begins with ``initial``, a number or an array, or has what an earlier optimizer left.
 
