@@ -190,7 +190,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         }
         for name, x in {"rounding_seed": self._seed, **self.numbers}.items():
             is_number = bool(np.isfinite(x).all()) and (name != "rounding_seed" or x[0] >= 0)
-            check.in_range(self._name, f"state {name!r}", x, is_number, "finite, a seed above 0")
+            check.in_range(self._name, f"state {name!r}", x[0], is_number, "finite, a seed above 0")
         self._derive()
         self._complete_files()
 

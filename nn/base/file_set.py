@@ -7,6 +7,7 @@ import json
 import math
 import os
 import secrets
+import sys
 import weakref
 import zlib
 from contextlib import suppress
@@ -22,7 +23,7 @@ from ...ops.runtime.errors import reject
 from .checkpoint import replace_file
 from .mapped_files import SCALARS, MappedFiles, carefully, set_of
 
-if os.name == "nt":
+if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
@@ -174,7 +175,7 @@ def _locked(where: str, folder: Path) -> int:
     handle = carefully(str(folder / "manifest.lock"), os.O_RDWR | os.O_CREAT)
     for _ in range(2):
         with suppress(BlockingIOError, PermissionError):
-            if os.name == "nt":
+            if sys.platform == "win32":
                 msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
             else:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

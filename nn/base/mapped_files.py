@@ -166,5 +166,5 @@ def set_of(path: Path) -> str | None:
     with suppress(OSError), open(path, "rb", opener=carefully) as opened:
         found = _HEAD.match(opened.read(1 << 16))
         if found and json.loads(found[2]) == unquote(path.stem):
-            return found[1] and found[1].decode()
+            return found[1].decode() if found[1] else None
     return ""

@@ -119,7 +119,7 @@ class Optimizer(CheckedAttributes):
         return allocation.full(shape, float(initial), dtype)
 
     def _meaning(self) -> dict[str, Any]:
-        """What tells the states of this optimizer from those that mean something else."""
+        """Class and options, which tell states from those that mean something else."""
         return {"class": f"nn.{type(self).__name__}"}
 
     def _complete_files(self) -> None:

@@ -31,9 +31,9 @@ def states_in(make: StateMaker) -> Iterator[None]:
     Args:
         make: `MappedFiles`, or ``make(name, shape, dtype, initial) -> array``. The name is that in
             checkpoints, such as ``moment1.table`` (in `nn.torch` ``exp_avg.parameter 0``). The
-            array is of NumPy, C-contiguous, writable, of this shape and dtype, and shares memory
-            with nothing. It begins with ``initial``, a number or an array, or has what an earlier
-            optimizer left.
+            array is of NumPy,
+            C-contiguous, writable, of this shape and dtype, and shares memory with nothing. It
+            begins with ``initial``, a number or an array, or has what an earlier optimizer left.
 
     Raises:
         TypeError: it is not callable; or, where states are made, it returns no such array.

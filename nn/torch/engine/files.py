@@ -143,7 +143,7 @@ class ParameterFiles:
 
 
 def note_of(group: Mapping[str, Any], choice: RuleChoice, parameter: Tensor) -> dict[str, Any]:
-    """What the files of a parameter are for, in types of JSON."""
+    """Form and options of a parameter, which its files are for, in types of JSON."""
     rule = (choice.rule.plain or choice.rule).update.__name__
     options = {name: str(group[name]) for name in ("sparse", "rounding", "state_dtype")}
     return {"shape": [*parameter.shape], "dtype": str(parameter.dtype), "rule": rule, **options}
