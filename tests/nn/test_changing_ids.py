@@ -18,7 +18,6 @@ from fusestep.nn.distributed import RowShard, alone
 
 rounds, *kinds = sys.argv[1:]
 N, D, BAGS, rng = 64, 8, 500, np.random.default_rng()
-places = np.arange(BAGS + 1)
 
 def table():
     rooms.append(np.zeros((3 * N, D), np.float32))
@@ -31,10 +30,10 @@ def changing(n, dtype=np.int64):
     loaded.append((batches[0].astype(dtype), batches + bad))
     return loaded[-1][0]
 
-def offsets_of(n):
-    good = [np.linspace(0, n, BAGS + 1).astype(int), np.where(places < BAGS, 0, n)]
-    bad = [good[0] * 2**30, good[0] - 2**40, rng.permutation(good[0]), n - good[0]]
-    loaded.append((good[0].copy(), good + bad + [np.where(places == 9, 2**40, good[0])]))
+def offsets_of(n, bags=BAGS):
+    even, last = np.linspace(0, n, bags + 1).astype(int), n * (np.arange(bags + 1) == bags)
+    bad = even * 2**30, even - 2**40, rng.permutation(even), np.where(even == 90, 2**40, even)
+    loaded.append((even.copy(), [even, last, *bad]))
     return loaded[-1][0]
 
 def rows_of(n, dtype=np.int64):
@@ -54,12 +53,9 @@ def operator(op):
 def bags(pooling="sum", joined=False, how="lazy", **options):
     tables = [table(), table()]
     own = nn.EmbeddingBags(tables, nn.Adam(tables, 0.1, sparse_update=how), pooling, **options)
+    given, offsets = [changing(3_000), changing(9_000)], [offsets_of(3_000), offsets_of(9_000)]
     if joined:
-        given, offsets = changing(9_000), np.arange(2 * BAGS + 1) * 9
-        loaded.append((offsets, [offsets.copy(), offsets // 2, offsets - 2**40, 9_000 - offsets,
-                                 np.sort(rng.integers(0, 9_001, 2 * BAGS + 1)) ]))
-    else:
-        given, offsets = [changing(3_000), changing(9_000)], [offsets_of(3_000), offsets_of(9_000)]
+        given, offsets = given[1], offsets_of(9_000, 2 * BAGS)
     def call():
         out = own(given, offsets)
         assert np.isfinite(out).all()
