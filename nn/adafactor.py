@@ -115,27 +115,13 @@ class AdaFactor(FusedOptimizer):
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = None,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-        clip_threshold: float = 1.0,
-        decay_rate: float = 0.8,
-        beta1: float | None = 0.9,
-        weight_decay: Any = 0.0,
-        scale_parameter: bool = True,
-        relative_step: bool = True,
-        warmup_init: bool = False,
-        compression: bool = False,
-        loss_scale: Any = 1.0,
-        *,
-        use_locking: bool = False,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = None, eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0, decay_rate: float = 0.8, beta1: float | None = 0.9,
+        weight_decay: Any = 0.0, scale_parameter: bool = True, relative_step: bool = True,
+        warmup_init: bool = False, compression: bool = False, loss_scale: Any = 1.0, *,
+        use_locking: bool = False, skip_nonfinite: bool = False, state_dtype: Any = None,
+        clipvalue: float | None = None, clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.eps = _two_epsilons(self._name, eps)
         self.clip_threshold = positive_float(

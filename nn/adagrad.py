@@ -53,23 +53,12 @@ class Adagrad(FusedOptimizer):
     update_slots = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        accum: float = 0.1,
-        learning_rate: Any = 0.001,
-        update_slots: bool = True,
-        loss_scale: Any = 1.0,
-        weight_decay: Any = 0.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str = "lazy",
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, accum: float = 0.1, learning_rate: Any = 0.001,
+        update_slots: bool = True, loss_scale: Any = 1.0, weight_decay: Any = 0.0, *,
+        use_locking: bool = False, sparse_update: str = "lazy", skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.update_slots = update_slots
@@ -123,24 +112,12 @@ class ProximalAdagrad(FusedOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        accum: float = 0.1,
-        learning_rate: Any = 0.001,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        use_locking: bool = False,
-        loss_scale: Any = 1.0,
-        weight_decay: Any = 0.0,
-        *,
-        sparse_update: str = "lazy",
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, accum: float = 0.1, learning_rate: Any = 0.001, l1: float = 0.0,
+        l2: float = 0.0, use_locking: bool = False, loss_scale: Any = 1.0, weight_decay: Any = 0.0,
+        *, sparse_update: str = "lazy", skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.l1 = non_negative_float(self._name, "l1", l1)
@@ -189,23 +166,12 @@ class Adadelta(FusedOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1.0,
-        rho: float = 0.9,
-        epsilon: float = 1e-6,
-        loss_scale: Any = 1.0,
-        weight_decay: Any = 0.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 1.0, rho: float = 0.9, epsilon: float = 1e-6,
+        loss_scale: Any = 1.0, weight_decay: Any = 0.0, *, use_locking: bool = False,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.rho = non_negative_float(self._name, "rho", rho)
         check.in_range(self._name, "rho", rho, self.rho <= 1.0, "at most 1")

@@ -122,29 +122,14 @@ class Adam(_BiasCorrectedAdam):
     use_offload = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        use_amsgrad: bool = False,
-        *,
-        eps_hat: bool = True,
-        use_lazy: bool = False,
-        use_offload: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, use_locking: bool = False, use_nesterov: bool = False,
+        weight_decay: Any = 0.0, loss_scale: Any = 1.0, use_amsgrad: bool = False, *,
+        eps_hat: bool = True, use_lazy: bool = False, use_offload: bool = False,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.use_nesterov, self.use_amsgrad = use_nesterov, use_amsgrad
         self.use_lazy, self.use_offload = use_lazy, use_offload
@@ -220,27 +205,13 @@ class LazyAdam(_BiasCorrectedAdam):
     rowwise_bias_correction = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        eps_hat: bool = True,
-        rowwise_bias_correction: bool = False,
-        sparse_update: str = "lazy",
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, use_locking: bool = False, use_nesterov: bool = False,
+        weight_decay: Any = 0.0, loss_scale: Any = 1.0, *, eps_hat: bool = True,
+        rowwise_bias_correction: bool = False, sparse_update: str = "lazy",
+        skip_nonfinite: bool = False, state_dtype: Any = None, rounding: str = "nearest",
+        clipvalue: float | None = None, clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.use_nesterov = use_nesterov
         self.rowwise_bias_correction = rowwise_bias_correction
@@ -286,26 +257,13 @@ class AdamOffload(_BiasCorrectedAdam):
     _stays_on_host = True
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        eps_hat: bool = True,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, use_locking: bool = False, use_nesterov: bool = False,
+        weight_decay: Any = 0.0, loss_scale: Any = 1.0, *, eps_hat: bool = True,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.use_nesterov = use_nesterov
         super().__init__(beta1, beta2, eps, eps_hat, **base)
@@ -345,24 +303,12 @@ class AdaMax(FusedOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, weight_decay: Any = 0.0, loss_scale: Any = 1.0, *,
+        use_locking: bool = False, sparse_update: str | None = None, skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         super().__init__(**base, rule=rules.ADAMAX)
@@ -417,24 +363,12 @@ class AdamWeightDecay(FusedOptimizer):
     correct_bias = Checked(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: Any = 0.0,
-        *,
-        correct_bias: bool = False,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-6, weight_decay: Any = 0.0, *, correct_bias: bool = False,
+        use_locking: bool = False, sparse_update: str | None = None, skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.correct_bias = correct_bias
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)

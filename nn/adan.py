@@ -55,25 +55,12 @@ class Adan(FusedOptimizer):
     _filter_names = False
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.98,
-        beta2: float = 0.92,
-        beta3: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.98, beta2: float = 0.92,
+        beta3: float = 0.99, eps: float = 1e-8, weight_decay: Any = 0.0, loss_scale: Any = 1.0, *,
+        use_locking: bool = False, sparse_update: str | None = None, skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         self.beta3 = open_unit(self._name, "beta3", beta3, arithmetic_type(params))

@@ -93,17 +93,11 @@ class EmbeddingBags:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Any],
-        optimizer: FusedOptimizer,
-        pooling: str = "sum",
-        *,
+        self, parameters: Sequence[Any], optimizer: FusedOptimizer, pooling: str = "sum", *,
         features: Sequence[int] | None = None,
-        padding_idx: int | Sequence[int | None] | None = None,
-        out_of_range: str = "raise",
-        maps: Sequence[IdMap | None] | None = None,
-        new_rows: Any = 0.0,
-    ) -> None:
+        padding_idx: int | Sequence[int | None] | None = None, out_of_range: str = "raise",
+        maps: Sequence[IdMap | None] | None = None, new_rows: Any = 0.0,
+    ) -> None:  # fmt: skip
         if not isinstance(optimizer, FusedOptimizer):
             expected, got = "an optimizer of nn that is one rule", type(optimizer).__name__
             reject(TypeError, _NAME, "optimizer", "has a wrong type", expected, got)

@@ -74,27 +74,13 @@ class FTRL(FusedOptimizer):
     _filter_names = False
 
     def __init__(
-        self,
-        params: Any,
-        initial_accum: float = 0.1,
-        learning_rate: float = 0.001,
-        lr_power: float = -0.5,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        use_locking: bool = False,
-        loss_scale: Any = 1.0,
-        weight_decay: Any = 0.0,
-        *,
-        beta: float = 0.0,
-        l2_shrinkage: float = 0.0,
-        sparse_update: str = "lazy",
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, initial_accum: float = 0.1, learning_rate: float = 0.001,
+        lr_power: float = -0.5, l1: float = 0.0, l2: float = 0.0, use_locking: bool = False,
+        loss_scale: Any = 1.0, weight_decay: Any = 0.0, *, beta: float = 0.0,
+        l2_shrinkage: float = 0.0, sparse_update: str = "lazy", skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         initial = non_negative_float(self._name, "initial_accum", initial_accum)
         check_kind(self._name, "learning_rate", learning_rate, float | np.floating, "a fixed float")

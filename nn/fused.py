@@ -144,22 +144,11 @@ class FusedOptimizer(TableOptimizer, ABC):
     )
 
     def __init__(
-        self,
-        learning_rate: Any,
-        parameters: Any,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        rule: Rule,
-        states: Mapping[str, float] | None = None,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-    ) -> None:
+        self, learning_rate: Any, parameters: Any, weight_decay: Any = 0.0, loss_scale: Any = 1.0,
+        *, rule: Rule, states: Mapping[str, float] | None = None, use_locking: bool = False,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
+    ) -> None:  # fmt: skip
         self.clipvalue, self.clipnorm = clipvalue, clipnorm
         if self.clipvalue is not None and self.clipnorm is not None:
             wrong, expected = "excludes clipvalue", "at most one of them"

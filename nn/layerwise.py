@@ -82,23 +82,12 @@ class Lamb(FusedOptimizer):
     _rows_need = ("a dense one: LAMB scales by the norm of the whole parameter", "a RowTensor")
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
-        weight_decay: Any = 0.0,
-        *,
-        clip_ratio: bool = False,
-        use_locking: bool = False,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-6, weight_decay: Any = 0.0, *, clip_ratio: bool = False,
+        use_locking: bool = False, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         self.clip_ratio = clip_ratio
@@ -183,14 +172,10 @@ class LARS(Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        epsilon: float = 1e-05,
-        coefficient: float = 0.001,
-        use_clip: bool = False,
-        lars_filter: Callable[[Parameter], bool] = default_filter,
+        self, optimizer: Optimizer, epsilon: float = 1e-05, coefficient: float = 0.001,
+        use_clip: bool = False, lars_filter: Callable[[Parameter], bool] = default_filter,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         reject_unknown(self._name, unknown, LARS)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LARS):
             got = type(optimizer).__name__

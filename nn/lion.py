@@ -51,23 +51,12 @@ class Lion(FusedOptimizer):
     _filter_names = False
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-4,
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 1e-4, beta1: float = 0.9, beta2: float = 0.99,
+        weight_decay: Any = 0.0, loss_scale: Any = 1.0, *, use_locking: bool = False,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         real = arithmetic_type(params)
         self.beta1 = open_unit(self._name, "beta1", beta1, real)

@@ -93,32 +93,15 @@ class Prodigy(FusedOptimizer):
     _rows_need = ("a dense one: the estimate is that of all elements", "a RowTensor")
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1.0,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        beta3: float | None = None,
-        eps: float = 1e-8,
-        weight_decay: Any = 0.0,
-        decouple: bool = True,
-        use_bias_correction: bool = False,
-        safeguard_warmup: bool = False,
-        d0: float = 1e-6,
-        d_coef: float = 1.0,
-        growth_rate: float = math.inf,
-        fsdp_in_use: bool = False,
-        slice_p: int = 1,
-        loss_scale: Any = 1.0,
-        *,
-        use_locking: bool = False,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 1.0, beta1: float = 0.9, beta2: float = 0.999,
+        beta3: float | None = None, eps: float = 1e-8, weight_decay: Any = 0.0,
+        decouple: bool = True, use_bias_correction: bool = False, safeguard_warmup: bool = False,
+        d0: float = 1e-6, d_coef: float = 1.0, growth_rate: float = math.inf,
+        fsdp_in_use: bool = False, slice_p: int = 1, loss_scale: Any = 1.0, *,
+        use_locking: bool = False, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         where, real = self._name, arithmetic_type(params)
         base = base_arguments(locals())
         self.beta1, self.beta2 = (

@@ -74,25 +74,12 @@ class RMSProp(FusedOptimizer):
     centered = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 0.1,
-        decay: float = 0.9,
-        momentum: float = 0.0,
-        epsilon: float = 1e-10,
-        use_locking: bool = False,
-        centered: bool = False,
-        loss_scale: Any = 1.0,
-        weight_decay: Any = 0.0,
-        *,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 0.1, decay: float = 0.9, momentum: float = 0.0,
+        epsilon: float = 1e-10, use_locking: bool = False, centered: bool = False,
+        loss_scale: Any = 1.0, weight_decay: Any = 0.0, *, sparse_update: str | None = None,
+        skip_nonfinite: bool = False, state_dtype: Any = None, rounding: str = "nearest",
+        clipvalue: float | None = None, clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.decay = non_negative_float(self._name, "decay", decay)
         self.momentum = non_negative_float(self._name, "momentum", momentum)

@@ -66,23 +66,12 @@ class RowWiseAdagrad(FusedOptimizer):
     decoupled_weight_decay = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        accum: float = 0.0,
-        learning_rate: Any = 0.001,
-        eps: float = 1e-10,
-        loss_scale: Any = 1.0,
-        weight_decay: Any = 0.0,
-        decoupled_weight_decay: bool = False,
-        *,
-        use_locking: bool = False,
-        sparse_update: str = "lazy",
-        skip_nonfinite: bool = False,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, accum: float = 0.0, learning_rate: Any = 0.001, eps: float = 1e-10,
+        loss_scale: Any = 1.0, weight_decay: Any = 0.0, decoupled_weight_decay: bool = False, *,
+        use_locking: bool = False, sparse_update: str = "lazy", skip_nonfinite: bool = False,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.eps = positive_float(self._name, "eps", eps, arithmetic_type(params))
@@ -147,25 +136,13 @@ class RowWiseAdam(FusedOptimizer):
     rowwise_bias_correction = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        *,
-        rowwise_bias_correction: bool = False,
-        use_locking: bool = False,
-        sparse_update: str = "lazy",
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 1e-3, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, weight_decay: Any = 0.0, loss_scale: Any = 1.0, *,
+        rowwise_bias_correction: bool = False, use_locking: bool = False,
+        sparse_update: str = "lazy", skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         self.rowwise_bias_correction = rowwise_bias_correction

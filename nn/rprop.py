@@ -51,22 +51,12 @@ class Rprop(FusedOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 0.1,
-        etas: tuple[float, float] = (0.5, 1.2),
-        step_sizes: tuple[float, float] = (1e-6, 50.0),
-        weight_decay: Any = 0.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 0.1, etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50.0), weight_decay: Any = 0.0, *,
+        use_locking: bool = False, sparse_update: str | None = None, skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         real, (shrink, grow) = arithmetic_type(params), _two(self._name, "etas", etas)
         self.etaminus = open_unit(self._name, "etas[0]", shrink, real)

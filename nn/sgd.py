@@ -61,23 +61,12 @@ class Momentum(FusedOptimizer):
     use_nesterov = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any,
-        momentum: float,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        use_nesterov: bool = False,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any, momentum: float, weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0, use_nesterov: bool = False, *, use_locking: bool = False,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.momentum = non_negative_float(self._name, "momentum", momentum)
         self.use_nesterov = use_nesterov
@@ -135,24 +124,12 @@ class SGD(FusedOptimizer):
     nesterov = Fixed(check.flag)
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 0.1,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: Any = 0.0,
-        nesterov: bool = False,
-        loss_scale: Any = 1.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
-        **unknown: Any,
-    ) -> None:
+        self, params: Any, learning_rate: Any = 0.1, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: Any = 0.0, nesterov: bool = False, loss_scale: Any = 1.0, *,
+        use_locking: bool = False, sparse_update: str | None = None, skip_nonfinite: bool = False,
+        state_dtype: Any = None, rounding: str = "nearest", clipvalue: float | None = None,
+        clipnorm: float | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.momentum = momentum
         self.dampening = _number_at_least_0(self._name, "dampening", dampening)
@@ -241,23 +218,12 @@ class ASGD(FusedOptimizer):
     _rate_lag = 1
 
     def __init__(
-        self,
-        params: Any,
-        learning_rate: Any = 0.1,
-        lambd: float = 1e-4,
-        alpha: float = 0.75,
-        t0: float = 1e6,
-        weight_decay: Any = 0.0,
-        *,
-        use_locking: bool = False,
-        sparse_update: str | None = None,
-        skip_nonfinite: bool = False,
-        state_dtype: Any = None,
-        rounding: str = "nearest",
-        clipvalue: float | None = None,
-        clipnorm: float | None = None,
+        self, params: Any, learning_rate: Any = 0.1, lambd: float = 1e-4, alpha: float = 0.75,
+        t0: float = 1e6, weight_decay: Any = 0.0, *, use_locking: bool = False,
+        sparse_update: str | None = None, skip_nonfinite: bool = False, state_dtype: Any = None,
+        rounding: str = "nearest", clipvalue: float | None = None, clipnorm: float | None = None,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base = base_arguments(locals())
         self.lambd = non_negative_float(self._name, "lambd", lambd)
         self.alpha = check.float_attribute(self._name, "alpha", alpha)
