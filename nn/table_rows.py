@@ -134,13 +134,13 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         """All that belongs to a table, checked; the last steps of its rows come last."""
         p, shapes = self.parameters[i], iter(self._reader.shapes[i])
         label = f"parameter {p.name!r}"
-        arrays = {PARAMETER: TableArray(label, p.array, WEIGHTS, next(shapes), PARAMETER)}
+        arrays = {WEIGHTS.name: TableArray(label, p.array, WEIGHTS, next(shapes), PARAMETER)}
         for role, (state, array) in self._declared_of(i).items():
             initial: Any = PARAMETER if role == COPY.name else state.initial
             own = f"state {role!r} of {p.name!r}", array, state
             arrays[role] = TableArray(*own, next(shapes), initial)
         if LAST.name in self._states:
-            last, shape = self._states[LAST.name][i], arrays[PARAMETER].shape[:1] or (1,)
+            last, shape = self._states[LAST.name][i], arrays[WEIGHTS.name].shape[:1] or (1,)
             label = f"state {LAST.name!r} of {p.name!r}"
             arrays[LAST.name] = TableArray(label, last, LAST, shape, float(self._steps[i]))
         return StatefulTable(where, arrays)
@@ -201,7 +201,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         made = self.parameters[i]
         if self._files is not None:
             self._files.write(MOVED, for_good=True)
-        made.rebind(arrays.pop(PARAMETER))
+        made.rebind(arrays.pop(WEIGHTS.name))
         for role, array in arrays.items():
             of_each = self._states[role]
             self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])

@@ -18,8 +18,8 @@ from ..base.arguments import count
 
 LAST = State("last_step", "row", dtype=np.int32)
 """The step that each row has taken last: int32 ``[N]``."""
-WEIGHTS = State("weights", initial=PARAMETER)
-"""The table itself, as an array of the list."""
+WEIGHTS = State("", initial=PARAMETER)
+"""The table itself, as an array of the list; no state has this name."""
 _PART = 1 << 21  # bytes
 
 

@@ -252,7 +252,7 @@ class GrowingEmbedding(nn.Embedding):
             if not optimizers:
                 w = array_of(self.weight.detach())
                 alone = TableArray("the table", w, WEIGHTS, w.shape, PARAMETER)
-                table = StatefulTable(_WHERE, {PARAMETER: alone})
+                table = StatefulTable(_WHERE, {WEIGHTS.name: alone})
                 commit([table.reset(new.rows, self.initial, new.ids)])
                 torch.autograd.graph.increment_version(self.weight)
 

@@ -28,6 +28,9 @@ class Sleeper(Protocol):
     def flush_table(self, parameter: Tensor) -> None:
         """Bring all rows of a table up to date."""
 
+    def flush(self) -> None:
+        """Bring all rows of all tables up to date."""
+
 
 class WatchedTable:
     """A table whose rows sleep, and the optimizer whose steps they may have missed.

@@ -158,16 +158,17 @@ class TableOptimizer(Declaration, TableRows):
         """All that belongs to a table, checked; the last steps of its rows come last."""
         group = group_of(self.param_groups, parameter)
         shapes, rule = self.shapes(choice, parameter), choice.rule.on(tuple(parameter.shape))
-        arrays = {PARAMETER: _listed_tensor(where, "a table", parameter, WEIGHTS, None, PARAMETER)}
+        table = _listed_tensor(where, "a table", parameter, WEIGHTS, None, PARAMETER)
+        arrays = {WEIGHTS.name: table}
         for (role, shape), declared in zip(shapes.items(), rule.states, strict=True):
             if state.get(role) is not None:
-                is_weight = PARAMETER in (declared.initial, role) or role == COPY.name
+                is_weight = declared.initial == PARAMETER or role == COPY.name
                 initial = PARAMETER if is_weight else self.initial(role, group)
-                own = f"state {role!r}", state[role], declared, shape, initial
-                arrays[role] = _listed_tensor(where, *own)
+                tensor = f"state {role!r}", state[role], declared, shape
+                arrays[role] = _listed_tensor(where, *tensor, initial)
         if (last := state.get(LAST.name)) is not None:
-            own = f"state {LAST.name!r}", last, LAST, tuple(parameter.shape[:1])
-            arrays[LAST.name] = _listed_tensor(where, *own, float(updates_of(where, state)))
+            tensor = f"state {LAST.name!r}", last, LAST, tuple(parameter.shape[:1])
+            arrays[LAST.name] = _listed_tensor(where, *tensor, float(updates_of(where, state)))
         return StatefulTable(where, arrays)
 
     def _tables_at_step(self) -> list[TableAtStep]:
@@ -259,7 +260,7 @@ class TableOptimizer(Declaration, TableRows):
     def _move(self, parameter: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
         if self._files is not None:
             self._files.files.write(MOVED, for_good=True)
-        parameter.data = tensor_of(arrays.pop(PARAMETER))
+        parameter.data = tensor_of(arrays.pop(WEIGHTS.name))
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
         if (known := self._tables.get(parameter)) is not None:
