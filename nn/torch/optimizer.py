@@ -13,9 +13,8 @@ from ...kernels.keeping import MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
-from ..base.file_set import LOADED
 from ..base.own_rules import is_own
-from ..base.state_files import files_of, maker_of_states
+from ..base.state_files import maker_of_states
 from ..engine.catch_up import MissedSteps
 from .engine.files import ParameterFiles
 from .engine.options import (
@@ -87,11 +86,7 @@ class Fused(TableOptimizer, _Base):
                 for parameter in group["params"]:  # of classes that make states at once
                     cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
         self._join()
-        found = files_of(where, lambda: {"class": f"nn.torch.{where}"}, grows=True)
-        if found is not None:
-            self._maker, self._files = found, ParameterFiles(found)
-            self._files.take_over(self)
-            found.complete()
+        ParameterFiles.open(self)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -158,11 +153,7 @@ class Fused(TableOptimizer, _Base):
         (`flush`), for readers that know no ``sparse="catch_up"``; so are rows of an optimizer that
         has `watch`ed a module. Otherwise nothing is written.
         """
-        if check.flag(type(self).__name__, "flush", flush):
-            self.flush()
-        elif self._saves_awake:
-            for parameter in [*self.state]:
-                self.flush_table(parameter)
+        self._flush_before_saving(flush)
         found = without_copies(super().state_dict())
         found = with_rows(whole_table, found, self.param_groups)
         return self._with_scalars(found, flush=flush)
@@ -191,9 +182,8 @@ class Fused(TableOptimizer, _Base):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        if self._files is not None:  # all states move to new files
-            self._files.files.write(LOADED)
-            self._files.files.made, self._missed.mapped = {}, {}
+        if self._files is not None:
+            self._files.begin_anew(self._missed)
         saved = given[-1]
         each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
         for group, loaded, own in each:

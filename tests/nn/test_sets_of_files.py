@@ -159,7 +159,7 @@ def test_folders_without_a_manifest(tmp_path: Path) -> None:
     asleep = tmp_path / "asleep"
     stepped(made(asleep, w, "Adam", older), w, 0, 7)
     (asleep / "idle_scalars.w.safetensors").unlink()
-    assert "as rows sleep" in assert_refused(asleep, w, "Adam")
+    assert "has rows that sleep" in assert_refused(asleep, w, "Adam")
     shutil.rmtree(asleep)
     stepped(made(asleep, w, "Adam", older), w, 0, 7).flush()
     (asleep / "idle_scalars.w.safetensors").unlink()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
-from ...base.file_set import FileSet
+from ...base.file_set import LOADED, FileSet
+from ...base.state_files import files_of
 from ...engine.catch_up import SCALARS, check_missed
 from ...engine.tables import LAST
 from .memory import DTYPES, array_of
@@ -37,6 +38,25 @@ class ParameterFiles:
         self.files, self.is_stale = files, False
         self._notes: dict[str, Any] = files.parameters.get("notes", {})
         self._owners: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # by identity
+
+    @classmethod
+    def open(cls, optimizer: Any) -> None:
+        """Let an optimizer take over its files and make more, if states are to lie in files.
+
+        Raises:
+            OSError, ValueError, RuntimeError: as `FileSet`, or as `take_over`.
+        """
+        where = type(optimizer).__name__
+        files = files_of(where, lambda: {"class": f"nn.torch.{where}"}, grows=True)
+        if files is not None:
+            optimizer._maker, optimizer._files = files, cls(files)
+            optimizer._files.take_over(optimizer)
+            files.complete()
+
+    def begin_anew(self, missed: Any) -> None:
+        """Let all states, which were loaded, move to new files."""
+        self.files.write(LOADED)
+        self.files.made, missed.mapped = {}, {}
 
     def owner_of(self, parameter: Tensor, label: str) -> str:
         """The owner of a parameter's files; ``label`` is its name or number of now."""

@@ -23,6 +23,7 @@ from ....kernels.private import version_of
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER
 from ....kernels.storage import STORAGES, real_of
+from ....ops.runtime import check
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import Update
 from ...base.file_set import MOVED
@@ -283,6 +284,13 @@ class TableOptimizer(Declaration, TableRows):
         now = updates_of(type(self).__name__, state)
         if not isinstance(last, Tensor) or known.awake != (now, version_of(last)):
             self._bring_up([self._at_step(parameter, state, is_whole=True)])
+
+    def _flush_before_saving(self, flush: Any) -> None:
+        if check.flag(type(self).__name__, "flush", flush):
+            self.flush()
+        elif self._saves_awake:
+            for parameter in [*self.state]:
+                self.flush_table(parameter)
 
     # Steps
 

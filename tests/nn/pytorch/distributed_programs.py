@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    # At once: a thread of gloo that is alive when Python ends may abort the process.
+    os._exit(0)
