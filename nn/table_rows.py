@@ -170,8 +170,15 @@ class TableOptimizer(StatefulOptimizer, TableRows):
 
     def _table_at_step(self, i: int) -> TableAtStep:
         known = self._bound.get(i)
-        # What was changed in place (`resize`, `flags`) has another header.
-        if known is None or known.expected is None or known.expected.addresses(()) is None:
+        # What was changed in place (`resize`, `flags`) has another header; another thread may have
+        # exchanged arrays while they were checked.
+        if (
+            known is None
+            or known.arrays[0] is not self.parameters[i].array
+            or known.arrays[-1] is not self._states[LAST.name][i]
+            or known.expected is None
+            or known.expected.addresses(()) is None
+        ):
             known = self._bind(i)
         if known.is_shared:
             self.parameters[i].check_awake(self)

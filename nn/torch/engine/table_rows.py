@@ -144,7 +144,7 @@ class TableOptimizer(Declaration, TableRows):
         where = f"{type(self).__name__}.{call}"
         choice = self._choice_for(where, parameter)
         state = self.state.get(parameter, {})
-        return parameter, self._listed(where, parameter, choice, state)
+        return parameter, self._listed(where, parameter, parameter, choice, state)
 
     def _choice_for(self, where: str, parameter: Tensor) -> RuleChoice:
         group = group_of(self.param_groups, parameter)
@@ -154,12 +154,16 @@ class TableOptimizer(Declaration, TableRows):
         return choice.with_copy() if parameter in self._copies else choice
 
     def _listed(
-        self, where: str, parameter: Tensor, choice: RuleChoice, state: Mapping[str, Any]
-    ) -> StatefulTable:
-        """All that belongs to a table, checked; the last steps of its rows come last."""
+        self, where: str, parameter: Tensor, weights: Tensor, choice: RuleChoice,
+        state: Mapping[str, Any],
+    ) -> StatefulTable:  # fmt: skip
+        """All that belongs to a table, checked; the last steps of its rows come last.
+
+        ``weights`` is the parameter, or what holds the memory that it has had.
+        """
         group = group_of(self.param_groups, parameter)
-        shapes, rule = self.shapes(choice, parameter), choice.rule.on(tuple(parameter.shape))
-        table = _listed_tensor(where, "a table", parameter, WEIGHTS, None, PARAMETER)
+        shapes, rule = self.shapes(choice, weights), choice.rule.on(tuple(weights.shape))
+        table = _listed_tensor(where, "a table", weights, WEIGHTS, None, PARAMETER)
         arrays = {WEIGHTS.name: table}
         for (role, shape), declared in zip(shapes.items(), rule.states, strict=True):
             if state.get(role) is not None:
@@ -168,7 +172,7 @@ class TableOptimizer(Declaration, TableRows):
                 tensor = f"state {role!r}", state[role], declared, shape
                 arrays[role] = _listed_tensor(where, *tensor, initial)
         if (last := state.get(LAST.name)) is not None:
-            tensor = f"state {LAST.name!r}", last, LAST, tuple(parameter.shape[:1])
+            tensor = f"state {LAST.name!r}", last, LAST, tuple(weights.shape[:1])
             arrays[LAST.name] = _listed_tensor(where, *tensor, float(updates_of(where, state)))
         return StatefulTable(where, arrays)
 
@@ -201,7 +205,7 @@ class TableOptimizer(Declaration, TableRows):
         choice, rule = chosen
         now = updates_of(where, state) if now is None else now
         self._check_other(parameter, "a table")
-        # While loops run, another thread may exchange states, and the memory of tensors.
+        # Another thread may exchange states, and the memory of tensors: all follows from these.
         tensors = [parameter, *map(state.get, choice.states), last]
         owners = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
         forms = [*map(_form, owners)]
@@ -212,7 +216,8 @@ class TableOptimizer(Declaration, TableRows):
             if is_same and known.forms == forms and known.now <= now <= known.now + 1:
                 self._tables[parameter] = known._replace(now=now)
                 return TableAtStep(parameter, known.places, now, owners)
-        table = self._listed(where, parameter, choice, {**state, "step": now})
+        held = {**dict(zip(choice.states, owners[1:], strict=False)), LAST.name: owners[-1]}
+        table = self._listed(where, parameter, owners[0], choice, {**held, "step": now})
         if len(table.arrays) != len(tensors):
             missing = [role for role in choice.states if role not in table.arrays]
             reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], missing)
