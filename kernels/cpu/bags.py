@@ -197,7 +197,9 @@ def find_bad(index, slot, c):
     bounds, ends, k = int64s(c.bounds, c.n_bags + 1), int64s(c.ends, c.n_parts), 0
     for f in range(c.n_features):
         place, bags = _places_at(c.places, c.n_features)[f], _lists_at(c.given, f + 1)[f].bags
-        for bag in range(place.height, bags + place.height, place.height):
+        bag = 0
+        while bag < bags:  # a range with a step would need functions of Numba
+            bag += place.height
             c.is_bad |= ends[k] < 0 or ends[k] != bounds[place.first_bag + min(bag, bags)]
             k += 1
 
