@@ -148,22 +148,28 @@ class MissedSteps:
             made.append((table.key, self._catch_up(table, now + 1, rows)))
         return made
 
-    def stale(self, done: Sequence[tuple[Any, CatchUp]], *, has_others: bool) -> list[Any]:
+    def stale(self, done: Sequence[tuple[Any, CatchUp]]) -> list[Any]:
         """The parameters of a step whose gradients follow from rows that slept, each once.
 
-        Args:
-            done: what `before` has given, and a commit has done.
-            has_others: other processes have a part in the gradients: they have read its rows.
+        They are those of whose rows none was ever brought up to date before it was read. Where some
+        were, a row may have slept since, or another process may have read it. ``done`` is what
+        `before` has given, and a commit has done.
         """
-        found = []
-        for key, own in done:
-            if key is None or not own.found_any or key in self._warned:
-                continue
-            if not (key in self._loaded or (has_others and key in self.prepared)):
-                self._warned.add(key)
-                found.append(key)
-        self._loaded = set()
+        silent = self._warned | self._loaded | self.prepared
+        found = [key for key, own in done if key is not None and own.found_any]
+        found = [key for key in found if key not in silent]
+        self._warned.update(found)
+        self._loaded.difference_update(key for key, _ in done)
         return found
+
+    def set_back(self, key: Any, step: int) -> None:
+        """Let a parameter go on at an earlier step, without the scalars of the steps after it."""
+        table = self.tables[key] = copy.deepcopy(self.tables[key])
+        discarded = np.arange(step + 1, table.step + 1)[-SLEEP:] % SLEEP
+        table.given[discarded, -1] = NO_STEP
+        if key in self.mapped:
+            self.mapped[key][discarded, -1] = NO_STEP
+        table.begin(step)
 
     def of_span(self, table: TableAtStep, span: tuple[int, int, int]) -> CatchUp:
         """Bring rows up to date: the address of ids, their bytes, and how many there are."""

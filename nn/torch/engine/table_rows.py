@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....kernels.cpu.rows.catch_up import CatchUp, SleepingTable
@@ -143,7 +142,7 @@ class TableOptimizer(Declaration, TableRows):
     def _table_of(self, call: str, parameter: Tensor) -> tuple[Tensor, StatefulTable]:
         where = f"{type(self).__name__}.{call}"
         choice = self._choice_for(where, parameter)
-        state = self.state.get(parameter, {})
+        state = self._with_copy(parameter, self.state.get(parameter, {}))
         return parameter, self._listed(where, parameter, parameter, choice, state)
 
     def _choice_for(self, where: str, parameter: Tensor) -> RuleChoice:
@@ -152,6 +151,11 @@ class TableOptimizer(Declaration, TableRows):
             reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
         choice = self._choice(group)
         return choice.with_copy() if parameter in self._copies else choice
+
+    def _with_copy(self, parameter: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state with the copy of the parameter, if there is one: it is in no file."""
+        copied = self._copies.get(parameter)
+        return state if copied is None else {**state, COPY.name: copied}
 
     def _listed(
         self, where: str, parameter: Tensor, weights: Tensor, choice: RuleChoice,
@@ -196,7 +200,8 @@ class TableOptimizer(Declaration, TableRows):
         them. ``may_move``: rows may sleep although the table lies elsewhere than before;
         ``is_whole``: what is as it was is checked too.
         """
-        where, last, known = type(self).__name__, state[LAST.name], self._tables.get(parameter)
+        where, state = type(self).__name__, self._with_copy(parameter, state)
+        last, known = state[LAST.name], self._tables.get(parameter)
         if chosen is None and known is not None:
             chosen = known[:2]
         elif chosen is None:
@@ -213,15 +218,16 @@ class TableOptimizer(Declaration, TableRows):
         version = version_of(last) if isinstance(last, Tensor) else 0
         if not is_whole and known is not None:
             is_same = known.rule is rule and known.last is last and known.version == version
-            if is_same and known.forms == forms and known.now <= now <= known.now + 1:
+            is_same = is_same and None not in forms and known.forms == forms
+            if is_same and known.now <= now <= known.now + 1:
                 self._tables[parameter] = known._replace(now=now)
                 return TableAtStep(parameter, known.places, now, owners)
         held = {**dict(zip(choice.states, owners[1:], strict=False)), LAST.name: owners[-1]}
         table = self._listed(where, parameter, owners[0], choice, {**held, "step": now})
         if len(table.arrays) != len(tensors):
-            missing = [role for role in choice.states if role not in table.arrays]
-            reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], missing)
-        real, scalars = STORAGES[table.weights.dtype], self._missed.tables.get(parameter)
+            own = [role for role in choice.states if role in table.arrays]
+            reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], own)
+        real = STORAGES[table.weights.dtype]
         is_asleep = bool((table.arrays[LAST.name].array < now).any())
         if is_asleep and not may_move and known is not None and known.forms[0] != forms[0]:
             expected, got = "its memory of before; flush() goes on with what is there", "another"
@@ -229,7 +235,9 @@ class TableOptimizer(Declaration, TableRows):
         if is_asleep and self._missed.differs(parameter, rule, real_of(real).dtype):
             expected, got = "the options and dtype of before; flush() before they change", "others"
             reject(RuntimeError, where, "a table", "has rows that sleep", expected, got)
-        last_steps = table.arrays[LAST.name]
+        if known is not None and now < known.now and parameter in self._missed.tables:
+            self._missed.set_back(parameter, now)
+        last_steps, scalars = table.arrays[LAST.name], self._missed.tables.get(parameter)
         check_missed(where, last_steps.label, last_steps.array, now, scalars and scalars.given)
         self._missed.add(parameter, rule, real_of(real).dtype, now)
         map_scalars(self, parameter)
@@ -286,9 +294,10 @@ class TableOptimizer(Declaration, TableRows):
         last = state.get(LAST.name)
         if last is None or known is None:
             return
-        now = updates_of(type(self).__name__, state)
-        if not isinstance(last, Tensor) or known.awake != (now, version_of(last)):
-            self._bring_up([self._at_step(parameter, state, is_whole=True)])
+        now, bound = updates_of(type(self).__name__, state), self._tables.get(parameter)
+        is_same = bound is not None and bound.last is last
+        if not is_same or known.awake != (now, version_of(last)):
+            self._bring_up([self._at_step(parameter, state, may_move=True, is_whole=True)])
 
     def _flush_before_saving(self, flush: Any) -> None:
         if check.flag(type(self).__name__, "flush", flush):
@@ -319,8 +328,7 @@ class TableOptimizer(Declaration, TableRows):
 
     def warn_of_stale(self, done: Sequence[tuple[Any, CatchUp]]) -> None:
         """Warn, once for each table, of a gradient that follows from rows that slept."""
-        is_one = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-        for parameter in self._missed.stale(done, has_others=not is_one):
+        for parameter in self._missed.stale(done):
             _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
             warnings.warn(
                 f"{type(self).__name__}: the gradient of {name} follows from rows that slept, some "
@@ -405,16 +413,19 @@ class TableOptimizer(Declaration, TableRows):
             scalars = saved.get(key, {}).get(SCALARS)
             state = self.state.get(parameter, {})
             state.pop(SCALARS, None)
+            choice = self._choice_for(where, parameter)
             if scalars is None:  # of a state whose rows have taken all steps
                 self._forget(parameter)
-                continue
+                if self._files is None or not (state and choice.sleeps and parameter.dim()):
+                    continue
+                state[LAST.name] = self._new_last(parameter, updates_of(where, state))
             self._tables.pop(parameter, None)
             steps[parameter] = updates_of(where, state)
             real = real_of(STORAGES[DTYPES[parameter.dtype]]).dtype
-            rule = self._choice_for(where, parameter).rule
-            self._missed.add(parameter, rule, real, steps[parameter])
+            self._missed.add(parameter, choice.rule, real, steps[parameter])
             map_scalars(self, parameter)
-            self._missed.scalars(parameter)[...] = np.asarray(scalars)
+            if scalars is not None:
+                self._missed.scalars(parameter)[...] = np.asarray(scalars)
         self._missed.begin(steps)
         for parameter in steps:
             if (known := sleeping_of(parameter)) is not None:
@@ -444,7 +455,8 @@ class TableOptimizer(Declaration, TableRows):
 
 def _form(tensor: Any) -> Any:
     """The place, size and layout of a tensor, to be compared; None where it has none."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+    is_plain = isinstance(tensor, Tensor) and local(tensor) is tensor
+    if not is_plain or tensor.layout != torch.strided:
         return None
     places = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape, tensor.stride()
     return *places, tensor.dtype, is_as_it_lies(tensor)

@@ -275,3 +275,69 @@ def test_tables_that_another_thread_exchanges(seed: int) -> None:
         stop.append(True)
         thread.join()
     assert all((own == 7.0).all() for own in guard)
+
+
+# In company
+
+
+class Marked(torch.Tensor):
+    """A subclass, as libraries have them."""
+
+
+def test_a_subclass_that_is_rebound() -> None:
+    """Its memory is another one, which is noticed as of any other tensor."""
+    w = torch.nn.Parameter(torch.zeros(N, D).as_subclass(Marked))
+    optimizer = fused.AdamW([w], lr=0.1, sparse="catch_up")
+    for rows in (torch.arange(N), ROWS):
+        w.grad = sparse(rows)
+        optimizer.step()
+    before = w.data
+    w.data = torch.zeros(N, D).as_subclass(Marked)
+    with pytest.raises(RuntimeError, match="was rebound while rows sleep"):
+        optimizer.prepare(w, torch.arange(N))
+    assert_same_bits([w], [torch.zeros(N, D)])
+    assert before.abs().min() > 0
+
+
+def test_copies_of_tables_that_are_loaded() -> None:
+    """The copy is in no state, and is there for rows that sleep all the same."""
+    w = torch.nn.Parameter(torch.zeros(N, D))
+    copied = torch.zeros(N, D, dtype=torch.bfloat16)
+    optimizer = fused.AdamW([{"params": [w], "copies": [copied]}], lr=0.1, sparse="catch_up")
+    for rows in (torch.arange(N), ROWS, ROWS):
+        w.grad = sparse(rows)
+        optimizer.prepare(w, rows)
+        optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.flush()
+    assert_same_bits([copied], [w.detach().bfloat16()])
+
+
+def test_a_count_that_is_set_back() -> None:
+    """Weights and states are those of before: later steps are none that rows have missed."""
+    module, optimizer = asleep()
+    w, state = module.weight, optimizer.state[module.weight]
+    kept = [x.detach().clone() for x in (w, *state.values())]
+    for _ in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        for _ in range(3):
+            stepped(module, optimizer)
+            optimizer.param_groups[0]["lr"] *= 2
+        found = module.weight.detach().clone()
+        with torch.no_grad():
+            for x, old in zip((w, *state.values()), kept, strict=True):
+                x.copy_(old)
+    for _ in range(3):
+        stepped(module, optimizer)
+    optimizer.flush()
+    other, same = asleep()
+    with torch.no_grad():
+        for x, old in zip((other.weight, *same.state[other.weight].values()), kept, strict=True):
+            x.copy_(old)
+    same.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    for _ in range(3):
+        stepped(other, same)
+    same.flush()
+    assert not torch.equal(found, w)
+    torch.testing.assert_close(w, other.weight)
