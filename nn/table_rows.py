@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -246,12 +246,12 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         self.prepare_spans(i, ((address_of(rows), rows.itemsize, len(rows)),))
 
     def _between_steps(self) -> AbstractContextManager[Any]:
-        if not self.use_locking:
-            return _NO_TURN
-        turns = ExitStack()
-        turns.enter_context(self._stepper.turn())
-        turns.enter_context(locks.turn())
-        return turns
+        return self._turn() if self.use_locking else _NO_TURN
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._stepper.turn(), locks.turn():
+            yield
 
     def _number_of(self, parameter: Any) -> int:
         """The number of a parameter among those of the optimizer."""

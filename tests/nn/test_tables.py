@@ -13,6 +13,7 @@ from fusestep import nn
 from fusestep.kernels.idle_table import IdleTable
 from fusestep.kernels.rules.adam import ADAM
 from fusestep.nn.engine.tables import LAST
+from fusestep.ops.runtime import locks
 
 N, D = 300, 8
 ROWS = np.array([3, 5])
@@ -98,6 +99,19 @@ def test_scalars_of_a_count_that_jumps() -> None:
     assert table.step == 2**30
     table.advance(5)
     assert table.step == 5
+
+
+def test_a_call_within_a_call_that_locks() -> None:
+    """It is refused, and leaves no lock behind for other threads."""
+    w = np.zeros((N, D), np.float32)
+    opt = nn.LazyAdam([w], use_locking=True)
+    with locks.turn(), pytest.raises(RuntimeError, match="within another one"):
+        opt.reset_rows(w, ROWS, 0.5)
+    done = list[bool]()
+    thread = Thread(target=lambda: done.append(all(opt(rows_of()))), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done == [True]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
