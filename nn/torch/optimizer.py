@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...kernels.keeping import MASTER
+from ...kernels.keeping import COPY, MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
 from ..base.own_rules import is_own
 from ..base.state_files import maker_of_states
-from ..engine.catch_up import MissedSteps
+from ..engine.catch_up import SCALARS, MissedSteps
+from ..engine.tables import LAST
 from .engine.files import ParameterFiles
 from .engine.options import (
     OWN,
@@ -38,7 +39,7 @@ from .engine.state import (
     own_rows,
     whole_table,
     with_rows,
-    without_copies,
+    without_states,
 )  # fmt: skip
 from .engine.step import Steps
 from .engine.table_rows import TableOptimizer
@@ -154,9 +155,11 @@ class Fused(TableOptimizer, _Base):
         has `watch`ed a module. Otherwise nothing is written.
         """
         self._flush_before_saving(flush)
-        found = without_copies(super().state_dict())
-        found = with_rows(whole_table, found, self.param_groups)
-        return self._with_scalars(found, flush=flush)
+        self._save_scalars()
+        found = with_rows(whole_table, super().state_dict(), self.param_groups)
+        found["param_groups"] = [_with_name(group) for group in found["param_groups"]]
+        left = (COPY.name, LAST.name, SCALARS) if flush else (COPY.name,)
+        return without_states(found, left)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, from_masters: bool = False) -> None:
         """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
@@ -171,11 +174,13 @@ class Fused(TableOptimizer, _Base):
         before = [{name: group[name] for name in own_names} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
 
-        def look(_: Any, found: dict[str, Any]) -> None:
-            given.append(found)
+        def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+            groups = [_with_dtype(group) for group in found["param_groups"]]
+            given.append(found := {**found, "param_groups": groups})
             self._check_loaded(found)
             if from_masters:
                 check_masters(type(self).__name__, self.param_groups, found)
+            return found
 
         last = self.register_load_state_dict_pre_hook(look)
         try:
@@ -342,6 +347,19 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     def __subclasshook__(cls, other: type) -> bool:
         """Every class of this package is one, but for `Thor`."""
         return True if cls is FusedOptimizer and Fused in other.__mro__ else NotImplemented
+
+
+def _with_name(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with the name of a dtype, which every way to save a state dict takes."""
+    dtype = group["state_dtype"]
+    return {**group, "state_dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
+
+
+def _with_dtype(group: Mapping[str, Any]) -> dict[str, Any]:
+    name = group.get("state_dtype")
+    return (
+        {**group, "state_dtype": getattr(torch, name, name)} if isinstance(name, str) else {**group}
+    )
 
 
 _is_watched = watching()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ....kernels.formula import Numbers
+from ....kernels.idle_table import SLEEP
 from ....kernels.keeping import COPY, STOCHASTIC
 from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ...base.own_rules import check_compiled, check_rule
 from ...base.state_files import StateMaker, made_by
-from ...engine.catch_up import check_idle
+from ...engine.catch_up import SCALARS, check_idle
 from ...engine.reader import is_row_sparse
 from ...engine.tables import LAST
 from .binding import check_parameter
@@ -124,7 +125,7 @@ class Declaration(ABC):
         if len(parameters) == 1:
             number = place_of(self.param_groups, parameter) or 0
         k, name = place_at(self.param_groups, number)
-        group, choice = self.param_groups[k], choices[k]
+        group, choice = self.param_groups[k], choices[k].of(parameter)
         is_active = self._check(group, choice, name, parameter, gradients[i])
         copied = self._copies.get(parameter)
         if copied is not None:
@@ -157,7 +158,9 @@ class Declaration(ABC):
             state = new[parameter] = {**state, "step": single(1.0)}
         if choice.sleeps and state.get(LAST.name) is None:
             last = self._new_last(parameter, int(state["step"]))
-            state = new[parameter] = {**state, LAST.name: last}
+            # Whoever saves states by the names of those that are there asks for both.
+            scalars = torch.zeros(SLEEP, len(choice.rule.hp) + 1)
+            state = new[parameter] = {**state, LAST.name: last, SCALARS: scalars}
         self._check_complete(name, state, roles)
         if self._files is not None:
             self._files.note(parameter, name, group, choice)
@@ -211,6 +214,9 @@ class Declaration(ABC):
             if choice.touched_only is None:
                 fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
                 raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
+            if group["sparse"] == "catch_up" and not choice.sleeps:
+                wrong, expected = "does not fit sparse='catch_up'", "a contiguous table on the host"
+                reject(RuntimeError, where, name, wrong, expected, "another")
         self._check_sleep(group, choice, name, parameter)
         if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
             fix = "fusestep.nn has one that runs there"

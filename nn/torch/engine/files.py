@@ -137,7 +137,7 @@ class ParameterFiles:
         self, optimizer: Any, group: Mapping[str, Any], label: str, parameter: Tensor
     ) -> dict[str, Any]:
         """The states of a parameter, checked."""
-        where, choice = self.files.where, optimizer._choice(group)
+        where, choice = self.files.where, optimizer._choice(group).of(parameter)
         own = note_of(group, choice, parameter)
         if (noted := self._notes.get(label, own)) != own:
             reject(ValueError, where, f"files of {label!r}", "are another one's", own, noted)

@@ -22,6 +22,7 @@ from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....ops.runtime.row_step import RowGradient, Update
 from ...engine.layout import Batch
+from .tensors import local
 
 Group = Mapping[str, Any]
 
@@ -54,6 +55,13 @@ class RuleChoice(NamedTuple):
     def with_copy(self) -> RuleChoice:
         """The choice for a parameter with a copy that is written with it."""
         return self._replace(rule=self.rule.kept(COPY), states=(*self.states, COPY.name))
+
+    def of(self, parameter: Tensor) -> RuleChoice:
+        """The choice for a parameter: rows sleep in contiguous tables of one process alone."""
+        is_table = parameter.dim() > 0 and local(parameter) is parameter
+        if not self.sleeps or (is_table and parameter.is_contiguous() and not parameter.is_cuda):
+            return self
+        return self._replace(sleeps=False, touched_only=False)
 
 
 class Method(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
-from ....kernels.keeping import COPY, KAHAN, MASTER, MOST_OF_REMAINDER
+from ....kernels.keeping import KAHAN, MASTER, MOST_OF_REMAINDER
 from ....kernels.quiet import quiet
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
@@ -81,11 +81,11 @@ def beside_of(
     return made
 
 
-def without_copies(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict without the copies of parameters, which are their owner's."""
+def without_states(state_dict: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A state dict without the states of some names."""
     states = {
-        key: {name: x for name, x in state.items() if name != COPY.name}
-        if isinstance(state, Mapping) and COPY.name in state
+        key: {name: x for name, x in state.items() if name not in names}
+        if isinstance(state, Mapping) and not state.keys().isdisjoint(names)
         else state
         for key, state in state_dict["state"].items()
     }
@@ -155,9 +155,12 @@ def check_masters(
     states, found = state_dict["state"], 0
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(group["params"], saved["params"], strict=False):
-            if saved.get("rounding") != MASTER.name or not states.get(key):
+            state = states.get(key)
+            if saved.get("rounding") != MASTER.name or not state:
                 continue
-            master, found = states[key].get(MASTER.name), found + 1
+            if MASTER.name not in state and number(state.get("step", 1.0)) == 0.0:
+                continue  # it never had a gradient
+            master, found = state.get(MASTER.name), found + 1
             if getattr(master, "shape", None) != parameter.shape:
                 label, expected = f"the master of parameter {key}", f"{tuple(parameter.shape)}"
                 got = "none" if master is None else tuple(master.shape)

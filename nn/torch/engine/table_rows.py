@@ -149,7 +149,7 @@ class TableOptimizer(Declaration, TableRows):
         group = group_of(self.param_groups, parameter)
         if group is None:
             reject(ValueError, where, "parameter", "is foreign", "one of the groups", "another")
-        choice = self._choice(group)
+        choice = self._choice(group).of(parameter)
         return choice.with_copy() if parameter in self._copies else choice
 
     def _with_copy(self, parameter: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -350,10 +350,6 @@ class TableOptimizer(Declaration, TableRows):
                 reject(RuntimeError, where, name, "has rows that sleep", expected, got)
             self._forget(parameter)
             return
-        is_whole = local(parameter) is parameter and parameter.is_contiguous()
-        if parameter.is_cuda or not is_whole or parameter.dim() == 0:
-            expected = "a contiguous table of one process on the host"
-            reject(RuntimeError, where, name, f"does not fit {option}", expected, "another")
         if group["rounding"] == "stochastic":
             reject(ValueError, where, option, "excludes random bits", "another rounding", "it")
 
@@ -373,7 +369,8 @@ class TableOptimizer(Declaration, TableRows):
 
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
-        self.state.get(parameter, {}).pop(LAST.name, None)
+        for name in (LAST.name, SCALARS):
+            self.state.get(parameter, {}).pop(name, None)
         self._tables.pop(parameter, None)
         self._missed.drop(parameter)
 
@@ -391,19 +388,11 @@ class TableOptimizer(Declaration, TableRows):
         check_there(where, f"state {LAST.name!r}", last)
         return bool((last < updates_of(where, state)).any())
 
-    def _with_scalars(self, state_dict: dict[str, Any], *, flush: bool) -> dict[str, Any]:
-        """A state dict with the scalars of missed steps, or without a trace of them."""
-        states = dict(state_dict["state"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if parameter not in self._missed.tables or key not in states:
-                    continue
-                if flush:
-                    states[key] = {k: x for k, x in states[key].items() if k != LAST.name}
-                else:
-                    given = torch.from_numpy(self._missed.tables[parameter].given.copy())
-                    states[key] = {**states[key], SCALARS: given}
-        return {**state_dict, "state": states}
+    def _save_scalars(self) -> None:
+        """Have the scalars of missed steps in the states."""
+        for parameter in self._missed.tables.keys() & self.state.keys():
+            scalars = torch.from_numpy(self._missed.tables[parameter].given.copy())
+            self.state[parameter][SCALARS] = scalars
 
     def _begin_asleep(self, saved: Mapping[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
         """Go on with the scalars of missed steps of a state that was loaded."""
@@ -412,11 +401,10 @@ class TableOptimizer(Declaration, TableRows):
         for parameter, key in keys:
             scalars = saved.get(key, {}).get(SCALARS)
             state = self.state.get(parameter, {})
-            state.pop(SCALARS, None)
             choice = self._choice_for(where, parameter)
             if scalars is None:  # of a state whose rows have taken all steps
                 self._forget(parameter)
-                if self._files is None or not (state and choice.sleeps and parameter.dim()):
+                if self._files is None or not (state and choice.sleeps):
                     continue
                 state[LAST.name] = self._new_last(parameter, updates_of(where, state))
             self._tables.pop(parameter, None)
