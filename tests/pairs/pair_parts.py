@@ -1,0 +1,188 @@
+"""The parts of programs, one for each feature, and what is known of pairs of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pair_programs import EVENT, IDS, Plan, Run
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+PARTS: dict[str, Callable[[Plan], None]] = {}
+
+
+def _options(tolerance: float = 3e-5, dtype: Any = None, **options: Any) -> Callable[[Plan], None]:
+    def part(plan: Plan) -> None:
+        plan.options.update(options)
+        plan.tolerance = max(plan.tolerance, tolerance)
+        plan.dtype = dtype or plan.dtype
+
+    return part
+
+
+def _sets(**values: Any) -> Callable[[Plan], None]:
+    def part(plan: Plan) -> None:
+        for name, value in values.items():
+            setattr(plan, name, value)
+
+    return part
+
+
+def _event(event: Callable[[Run], None]) -> Callable[[Plan], None]:
+    return lambda plan: plan.events.append(event)
+
+
+# Events
+
+
+def _evict(run: Run) -> None:
+    model: Any = run.model
+    table = model.lookup
+    table.ids.evict(unused_for=2)
+    run.reference.evict(run.uses, 2)
+
+
+def _exchange(run: Run, copied: Callable[[Any], Any]) -> None:
+    """Go on with copies; what they were made of stays as it is."""
+    before = run.model
+    weights = [p.detach().clone() for p in before.parameters()]
+    parts = run.model, run.optimizers, run.schedulers, run.scaler, run.average, run.copy
+    (run.model, run.optimizers, run.schedulers, run.scaler, run.average, run.copy) = copied(parts)
+    run.join()
+
+    def is_left_alone() -> None:
+        pairs = zip(before.parameters(), weights, strict=True)
+        assert all(torch.equal(p.detach(), w) for p, w in pairs), "a copy wrote to its original"
+
+    run.ends.append(is_left_alone)
+
+
+def _through_pickle(parts: Any) -> Any:
+    return pickle.loads(pickle.dumps(parts))
+
+
+def _rest(run: Run) -> list[Any]:
+    """What has a state dict beside model and optimizers."""
+    return [x for x in (run.scaler, run.average, *run.schedulers) if x is not None]
+
+
+def _resume(run: Run, rest: list[Any]) -> None:
+    for one, state in zip(_rest(run), rest, strict=True):
+        one.load_state_dict(state)
+    run.copy.copy_(run.model.lookup.weight.detach())
+
+
+def _through_file(run: Run) -> None:
+    file = run.folder / f"saved{run.rank}"
+    states = run.model.state_dict(), [x.state_dict() for x in run.optimizers]
+    torch.save((*states, [x.state_dict() for x in _rest(run)]), file)
+    run.make()
+    model, optimizers, rest = torch.load(file, weights_only=True)
+    run.model.load_state_dict(model)
+    for optimizer, state in zip(run.optimizers, optimizers, strict=True):
+        optimizer.load_state_dict(state)
+    _resume(run, rest)
+
+
+def _through_dcp(run: Run, **options: Any) -> None:
+    kinds, folder = StateDictOptions(**options), run.folder / "dcp"
+    rest = copy.deepcopy([x.state_dict() for x in _rest(run)])
+    model, optimizers = get_state_dict(run.model, run.optimizers, options=kinds)
+    is_alone = run.plan.processes == 1
+    dcp.save({"model": model, "optimizers": optimizers}, checkpoint_id=folder, no_dist=is_alone)
+    run.make()
+    model, optimizers = get_state_dict(run.model, run.optimizers, options=kinds)
+    if run.plan.table == "growing":  # its tensors are of the size that they were saved with
+        for name, known in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+            key = name.removeprefix("model.")
+            if key != name and key.startswith(("table.ids.", "table.0.ids.")) or (
+                key in ("table.weight", "table.0.weight")
+            ):
+                model[key] = torch.empty(known.size, dtype=known.properties.dtype)
+    box = {"model": model, "optimizers": optimizers}
+    dcp.load(box, checkpoint_id=folder, no_dist=is_alone)
+    set_state_dict(
+        run.model, run.optimizers, model_state_dict=box["model"],
+        optim_state_dict=box["optimizers"], options=kinds,
+    )  # fmt: skip
+    _resume(run, rest)
+
+
+def _fork(run: Run) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            run.plan.events = []
+            for k in range(EVENT, 10):
+                run.k = k
+                run.step()
+            run.compare_all()
+            status = 0
+        finally:
+            os._exit(status)
+
+    def is_well() -> None:
+        assert os.waitpid(child, 0)[1] == 0, "the child of a fork was wrong"
+
+    run.ends.append(is_well)
+
+
+def _grows(plan: Plan) -> None:
+    plan.table = "growing"
+    plan.events.insert(0, _evict)
+
+
+def _full(plan: Plan, **options: Any) -> None:
+    plan.events.append(partial(_through_dcp, **options))
+
+
+PARTS |= {
+    "master weights": _options(2e-2, torch.bfloat16, rounding="master"),
+    "Kahan sums": _options(2e-2, torch.bfloat16, rounding="kahan"),
+    "stochastic rounding": _options(0.15, torch.bfloat16, rounding="stochastic"),
+    "copies": _sets(copies=True),
+    "states of 16 bits": _options(3e-2, state_dtype=torch.bfloat16),
+    "states in files": _sets(files=True),
+    "catch-up": _options(sparse="catch_up"),
+    "row-wise bias correction": _sets(kind="LazyAdam", by_row=True),
+    "growing ids": _grows,
+    "bags, step in backward": _sets(bags=True),
+    "shared features": _sets(features=2),
+    "accumulation": _sets(batches=2),
+    "clipping by norm": _sets(clip="norm"),
+    "clipping by value": _sets(clip="value"),
+    "skip_nonfinite": lambda plan: (_options(skip_nonfinite=True)(plan), _sets(is_bad=True)(plan)),
+    "GradScaler": _sets(scaler=True, is_bad=True),
+    "schedule": _sets(schedule=True),
+    "add_param_group": _sets(is_late=True),
+    "frozen table": _sets(frozen="table"),
+    "frozen layer": _sets(frozen="dense"),
+    "deepcopy": _event(partial(_exchange, copied=copy.deepcopy)),
+    "pickle": _event(partial(_exchange, copied=_through_pickle)),
+    "state dict in a file": _event(_through_file),
+    "DCP": partial(_full),
+    "DCP, full": partial(_full, full_state_dict=True),
+    "DCP, flat": partial(_full, flatten_optimizer_state_dict=True),
+    "DDP": _sets(wrap="ddp", processes=2),
+    "FSDP2": _sets(wrap="fsdp", processes=2),
+    "ShardedEmbedding": _sets(table="sharded", processes=2),
+    "averaged model": _sets(average=True),
+    "torch.compile": _sets(wrap="compile"),
+    "threads": _sets(threads=2),
+    "fork": _event(_fork),
+}
+PAIRS = [*combinations(PARTS, 2)]
+assert IDS
