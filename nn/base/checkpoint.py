@@ -188,9 +188,7 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the arrays of a safetensors file by name; it can execute nothing.
-
-    ``path`` may be a symbolic link to the file.
+    """Read the arrays of a safetensors file by name, also through a link; it executes nothing.
 
     Raises:
         OSError: the file cannot be read, or ``path`` is a folder, a pipe, a socket or a device.

@@ -49,10 +49,9 @@ class MappedFiles:
             weight (``accum`` of Adagrad and FTRL, masters); False: they raise.
         reads_ahead: let the system read and map pages around those that a step touches: for dense
             gradients, which touch all. False, for rows that lie far apart: no page but theirs.
-        reserve: reserve the room on the disk when a file is made, where the system can
-            (``posix_fallocate``), so that a full disk raises there. False: a file takes the pages
-            that were written, and no others. Then a disk that is full when a step touches a new
-            page ends the process by a signal (SIGBUS), in the middle of that step.
+        reserve: take all room on the disk when a file is made, where the system can
+            (``posix_fallocate``), so that a full disk raises there. False: a file takes room for
+            the pages that steps touch; a full disk ends the process by SIGBUS in a step.
 
     Raises:
         OSError: the folder or a file cannot be made, the disk has no room, or a link, a pipe or a

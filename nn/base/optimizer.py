@@ -251,8 +251,7 @@ class Optimizer(CheckedAttributes):
     def global_step(self) -> np.ndarray:
         """int32 ``(1,)``: the calls that succeeded; an assigned array is copied into it.
 
-        Where Python asks for a number it is one: ``int(opt.global_step)``, a `range`, and the text
-        of ``f"{opt.global_step:05d}"``.
+        Where Python asks for a number it is one: in `int`, `range`, ``f"{opt.global_step:05d}"``.
 
         Raises:
             TypeError: the assigned value is no array of int32.
