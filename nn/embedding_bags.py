@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.cpu.threads.allocation import read_at_random
 from ..ops.runtime.arrays import address_of
 from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.bags.ids import read
@@ -132,6 +133,8 @@ class EmbeddingBags:
         arrays = [p.array for p in self.parameters]
         if self._maps is not None:
             self._maps.check_tables(arrays)
+        for array in arrays if self.optimizer.sparse_update != "dense_equivalent" else ():
+            read_at_random(array)  # a forward reads rows before the first step
         known = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
         return known
 

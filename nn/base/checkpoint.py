@@ -188,13 +188,14 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the arrays of a safetensors file by name; it can execute nothing.
+    """Read the arrays of a safetensors file by name, also through a link; it executes nothing.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or ``path`` is a folder, a pipe, a socket or a device.
         TypeError: NumPy has no such dtype: an array has numbers of 4, 6 or 8 bits (F4, F6, F8).
         safetensors.SafetensorError: it is no safetensors file.
     """
+    check_target("load_checkpoint: path", path)
     with safe_open(os.fspath(path), framework="np") as file:
         names = list(file.keys())
         for name in names:

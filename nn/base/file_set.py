@@ -83,7 +83,8 @@ class FileSet:
         path, found = self._files.folder / _MANIFEST, None
         if check_target(_MANIFEST, path, follows=False) is None:
             return None
-        self._text, label = path.read_bytes(), str(path)
+        with open(path, "rb", opener=carefully) as file:
+            self._text, label = file.read(), str(path)
         with suppress(ValueError, RecursionError):
             found = json.loads(self._text)
         if not isinstance(found, dict) or found.pop("sum", None) != _sum(found):

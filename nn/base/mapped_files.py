@@ -38,8 +38,7 @@ class MappedFiles:
     included. It takes over all files or none: ``manifest.json`` tells which belong together, and to
     what optimizer. Each is a safetensors file of one array.
 
-    The room on the disk is reserved when a file is made, where the system can
-    (``posix_fallocate``), so that a full disk raises there. Pages go to the disk when the system
+    Pages go to the disk when the system
     writes them: after a crash of the process everything is there that a step has written, after one
     of the machine any part. One optimizer at a time has a folder, which is free again when that is
     deleted or its process has ended.
@@ -50,6 +49,9 @@ class MappedFiles:
             weight (``accum`` of Adagrad and FTRL, masters); False: they raise.
         reads_ahead: let the system read and map pages around those that a step touches: for dense
             gradients, which touch all. False, for rows that lie far apart: no page but theirs.
+        reserve: take all room on the disk when a file is made, where the system can
+            (``posix_fallocate``), so that a full disk raises there. False: a file takes room for
+            the pages that steps touch; a full disk ends the process by SIGBUS in a step.
 
     Raises:
         OSError: the folder or a file cannot be made, the disk has no room, or a link, a pipe or a
@@ -74,9 +76,11 @@ class MappedFiles:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, fill: bool = False, reads_ahead: bool = False
-    ) -> None:
+        self, folder: str | os.PathLike[str], *, fill: bool = False, reads_ahead: bool = False,
+        reserve: bool = True,
+    ) -> None:  # fmt: skip
         self.folder, self.fill, self.reads_ahead = Path(folder), fill, reads_ahead
+        self.reserve = reserve
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begun: weakref.WeakSet[Any] = weakref.WeakSet()  # of optimizers to be complete
 
@@ -120,7 +124,7 @@ class MappedFiles:
         with new_file(file, _WHERE) as opened:
             opened.write(begin)
             opened.flush()
-            if hasattr(os, "posix_fallocate"):
+            if self.reserve and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(opened.fileno(), 0, len(begin) + n_bytes)
             opened.truncate(len(begin) + n_bytes)
         with open(file, "r+b", opener=carefully) as opened:
@@ -164,7 +168,7 @@ def carefully(path: str, flags: int) -> int:
 def set_of(path: Path) -> str | None:
     """The set of a file of states, None for an older version's; "": it is no such file."""
     with suppress(OSError), open(path, "rb", opener=carefully) as opened:
-        found = _HEAD.match(opened.read(1 << 16))
+        found = _HEAD.match(opened.read(1 << 16) or b"")  # None: a pipe
         if found and json.loads(found[2]) == unquote(path.stem):
             return found[1].decode() if found[1] else None
     return ""

@@ -1,4 +1,4 @@
-"""Numbers of an optimizer that may live on a CUDA device: learning rate, loss scale, a flag."""
+"""Numbers of an optimizer that may live on a CUDA device, and its count of steps."""
 
 from __future__ import annotations
 
@@ -17,6 +17,24 @@ Number = float | DeviceArray
 """A number of the host, or an array of one element on a device."""
 
 FLOATS = tuple(REALS)
+
+
+class StepCount(np.ndarray):
+    """An array of one count, which is a number where Python asks for an int or for a text."""
+
+    def __index__(self) -> int:
+        return int(self.item())
+
+    __int__ = __index__
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)
+
+    def __array_wrap__(self, array: Any, *_: Any) -> Any:
+        return array if array.shape else array[()]  # what is computed from it is no count
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.view(np.ndarray).__reduce_ex__(protocol)  # read without this package, too
 
 
 def on_device(

@@ -16,7 +16,7 @@ from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
 from .file_set import LOADED, FileSet
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
-from .numbers import check_place, loss_scale_of, number_of
+from .numbers import StepCount, check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 from .rates import PerOwnerRates, Rate
 from .state_files import files_of, made_by, maker_of_states
@@ -251,11 +251,13 @@ class Optimizer(CheckedAttributes):
     def global_step(self) -> np.ndarray:
         """int32 ``(1,)``: the calls that succeeded; an assigned array is copied into it.
 
+        Where Python asks for a number it is one: in `int`, `range`, ``f"{opt.global_step:05d}"``.
+
         Raises:
             TypeError: the assigned value is no array of int32.
             ValueError: it has another shape or is negative.
         """
-        return self._global_step
+        return self._global_step.view(StepCount)
 
     @global_step.setter
     def global_step(self, value: Any) -> None:
@@ -420,7 +422,7 @@ class Optimizer(CheckedAttributes):
         """The arrays of the state themselves, by name."""
         # A schedule is code, and no part of the state: the resumed program defines it.
         rates = (rate for rate in self._groups.rates if isinstance(rate, Parameter))
-        return {"global_step": self.global_step, **{str(rate.name): rate.array for rate in rates}}
+        return {"global_step": self._global_step, **{str(rate.name): rate.array for rate in rates}}
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """Check the array that ``parameter.data`` becomes: same device, no shared memory."""

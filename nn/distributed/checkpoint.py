@@ -162,8 +162,9 @@ def _write_part(part: Path, arrays: dict[str, np.ndarray]) -> str:
         unfinished.chmod(mode)
         with open(unfinished, "r+b") as file:
             os.fsync(file.fileno())
+        digest = file_digest(unfinished)  # here nobody can exchange it
         os.replace(unfinished, part)
-    return file_digest(part)
+    return digest
 
 
 def _write_index(path: Path, parts: dict[str, str], arrays: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.threads.allocation import read_at_random
 from ...kernels.keeping import whole_weight
 from ...kernels.quiet import quiet
 from ...kernels.rule import Keeping
@@ -391,6 +392,9 @@ class GradientReader:
                 for array in arrays if kind is not None else ():
                     label, is_state = f"parameter {p.name!r} or its state", array is not p.array
                     check.variable(self._where, label, array, may_count=is_state)
+                is_rows = kind is not None and kind.index_dtype is not None
+                if is_rows and self._sparse_update != "dense_equivalent":
+                    read_at_random(p.array)
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
             layout = layouts[kinds] = build_layout(kinds, tensors, labels, self._keepings)
         return layout

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime import pending
+from ...ops.runtime import check, pending
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
@@ -130,17 +130,19 @@ class Updater:
             for first in range(0, len(alike), size):
                 yield alike[first : first + size]
 
-    def get_states(self) -> bytes:
+    def get_states(self, dump_optimizer: bool = False) -> bytes:
         """All states and counts as bytes in the safetensors format.
 
-        States on a device are waited for, and copied to the host. Hyper-parameters, factors and
-        the scheduler are those of the program: MXNet's ``dump_optimizer`` does not exist here.
+        States on a device are waited for, and copied to the host. Either ``dump_optimizer``, which
+        MXNet's programs pass, gives the same bytes: counts are among them, the optimizer is not.
+        Hyper-parameters, factors and the scheduler are those of the program that reads them.
 
         Raises:
-            TypeError: an index is no int or str, or a state is made of something else than arrays
-                of real numbers, numbers, strs, None, tuples and lists.
+            TypeError: an index is no int or str, a state is made of something else than arrays of
+                real numbers, numbers, strs, None, tuples and lists, or an argument is no bool.
             IndexError: on a device, an index of an earlier call was out of range.
         """
+        check.flag("get_states", "dump_optimizer", dump_optimizer)
         pending.settle()
         optimizer = self.optimizer
         return saved.dump(self.states, optimizer._index_update_count, optimizer.num_update)
@@ -150,9 +152,9 @@ class Updater:
 
         Reading them can execute nothing. The counts of updates come with the states, so the bias
         correction goes on where it was; hyper-parameters and the scheduler stay those of the
-        optimizer. Files of MXNet have counts where the optimizer was dumped with them
-        (``dump_optimizer=True``, and ``save_states`` of Gluon's ``Trainer``). For those without,
-        ``begin_num_update`` of the optimizer says how many updates were done.
+        optimizer. One that MXNet has pickled (``dump_optimizer=True``, and ``save_states`` of
+        Gluon's ``Trainer``) is not made anew: its counts are read, and nothing else of it. For
+        files without, ``begin_num_update`` of the optimizer says how many updates were done.
 
         The states of a weight on a device are moved there when it is next updated.
 

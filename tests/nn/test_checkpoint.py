@@ -162,7 +162,8 @@ def test_link_is_written_through(exists: bool, tmp_path: Any) -> None:
     nn.save_checkpoint(ones(), link)
     assert link.is_symlink()
     assert not target.is_symlink()
-    assert_same_bits(nn.load_checkpoint(target)["a"], ones()["a"])
+    for path in (target, link):
+        assert_same_bits(nn.load_checkpoint(path)["a"], ones()["a"])
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["far", "link", "x"]
 
 
@@ -199,6 +200,8 @@ def test_what_is_no_regular_file_stays(
     with pytest.raises(OSError, match=f"^save_checkpoint: path is {kind}: expected") as found:
         nn.save_checkpoint(ones(), path)
     assert str(found.value).endswith(f"got {os.fspath(path)!r}")
+    with pytest.raises(OSError, match=f"^load_checkpoint: path is {kind}: expected"):
+        nn.load_checkpoint(path)
     after = os.lstat(tmp_path / "node")
     assert (after.st_mode, after.st_ino, after.st_mtime) == (
         before.st_mode, before.st_ino, before.st_mtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -485,6 +486,20 @@ def test_global_step_is_copied_when_it_is_assigned() -> None:
         with pytest.raises(error, match="'global_step'"):
             opt.global_step = bad
     assert opt.global_step.tolist() == [5]
+
+
+def test_global_step_is_a_number_where_one_is_asked_for() -> None:
+    opt = make("Adam", parameters(SHAPES))
+    opt.global_step[0] = 3
+    for count in (opt.global_step, nn.LARS(opt).global_step, copy.deepcopy(opt).global_step):
+        assert (int(count), operator.index(count), [*range(count)]) == (3, 3, [0, 1, 2])
+        assert (f"{count}", f"{count:05d}", count.tolist(), count[0]) == ("3", "00003", [3], 3)
+        assert count == 3 and type(count == 3) is type(count + 1) is np.ndarray
+        assert isinstance(count.sum(), np.integer)
+        for kept in (opt.state_dict()["global_step"], pickle.loads(pickle.dumps(count))):
+            assert type(kept) is np.ndarray and (kept.tolist(), kept.dtype) == ([3], np.int32)
+    opt.global_step += 1
+    assert int(opt.global_step) == 4
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

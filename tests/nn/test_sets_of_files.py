@@ -119,6 +119,15 @@ def test_any_one_file_is_damaged(name: str, damage: str, tmp_path: Path) -> None
         assert is_of_many or file.split(".")[0] in said
 
 
+@POSIX
+def test_a_pipe_that_somebody_writes(tmp_path: Path) -> None:
+    """It is none of the set, and nobody waits for what may come."""
+    os.mkfifo(tmp_path / "other.safetensors")
+    handle = os.open(tmp_path / "other.safetensors", os.O_RDWR)
+    assert made(tmp_path, np.ones(SHAPE, np.float32)).global_step == 0
+    os.close(handle)
+
+
 @pytest.mark.parametrize(
     ("file", "dtype", "values"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,45 @@ def test_only_the_pages_of_touched_rows_are_used(tmp_path: Path) -> None:
         assert resident() - before < 32 << 20
         assert all(a.any() for n, a in states(opt).items() if n.startswith("moment1"))
         del opt, table
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="cannot reserve room")
+def test_files_without_reserved_room(tmp_path: Path) -> None:
+    shape = 1 << 16, 16
+    for reserve in (False, True):
+        folder = tmp_path / str(reserve)
+        with fusestep.states_in(fusestep.MappedFiles(folder, reserve=reserve)):
+            opt = nn.LazyAdam([nn.Parameter(np.zeros(shape, F32), "w")])
+        opt([rows(shape, [3, 40_000], 0)])
+        opt.moment1[0].base.flush()
+        used = (folder / "moment1.w.safetensors").stat().st_blocks * 512
+        assert used > 4 << 20 if reserve else 0 < used < 1 << 18
+
+
+def is_read_at_random(array: np.ndarray) -> bool:
+    maps = Path("/proc/self/smaps").read_text()
+    for begin, end, flags in re.findall(r"(?ms)^(\w+)-(\w+) .*?^VmFlags:(.*?)$", maps):
+        if int(begin, 16) <= array.ctypes.data < int(end, 16):
+            return "rr" in flags.split()
+    raise AssertionError
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("sparse_update", ["lazy", "catch_up", "dense_equivalent"])
+def test_tables_of_which_the_system_reads_single_pages(sparse_update: str, tmp_path: Path) -> None:
+    """Those in files, from their first gradient of rows on, where other rows are not stepped."""
+    shape, is_sparse = (2048, 16), sparse_update != "dense_equivalent"
+    every = np.memmap(tmp_path / "tables", F32, "w+", shape=(4, *shape))
+    opt = nn.Adam([*every[:2]], sparse_update=sparse_update)
+    opt([np.ones(shape, F32)] * 2)
+    assert not is_read_at_random(every[0])
+    opt([rows(shape, [3], 1), np.ones(shape, F32)])
+    opt.flush()
+    opt.parameters[1].data = every[2]
+    opt([None, rows(shape, [3], 2)])
+    pooled = nn.Adam([every[3]], sparse_update=sparse_update)
+    nn.EmbeddingBags(list(pooled.parameters), pooled)
+    assert [*map(is_read_at_random, every)] == [is_sparse, False, is_sparse, is_sparse]
 
 
 def test_thor_keeps_more_than_states(tmp_path: Path) -> None:

@@ -91,9 +91,22 @@ def on_large_pages(address: int, n_bytes: int) -> None:
     """
     begin, end = -(-address // mmap.PAGESIZE), (address + n_bytes) // mmap.PAGESIZE
     if n_bytes >= _LARGE_PAGES_FROM and _MADV_HUGEPAGE is not None:
-        place, size = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
-        madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+        _advise(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE, _MADV_HUGEPAGE)
+
+
+def read_at_random(array: np.ndarray) -> None:
+    """Have the system read no pages around those in use, where an array lies in a mapped file."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        before = address_of(array) % mmap.PAGESIZE
+        _advise(address_of(array) - before, before + array.nbytes, mmap.MADV_RANDOM)
+
+
+def _advise(page: int, n_bytes: int, advice: int) -> None:
+    """Tell the system how memory from the start of a page on is used; it may ignore that."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(page), ctypes.c_size_t(n_bytes), advice)
 
 
 def _at_line(make: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

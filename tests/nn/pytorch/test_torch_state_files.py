@@ -69,6 +69,17 @@ def test_a_run_in_files_has_the_same_bits_and_goes_on(
     )  # fmt: skip
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="cannot reserve room")
+def test_files_without_reserved_room(tmp_path: Path) -> None:
+    w = torch.nn.Parameter(torch.zeros(1 << 16, 16))
+    with fusestep.states_in(fusestep.MappedFiles(tmp_path, reserve=False)):
+        optimizer = fused.SparseAdam([w])
+    torch.nn.functional.embedding(torch.tensor([3]), w, sparse=True).sum().backward()
+    optimizer.step()
+    (file,) = tmp_path.glob("exp_avg.*")
+    assert file.stat().st_blocks * 512 < 1 << 18 < file.stat().st_size
+
+
 def test_names_and_lifetimes(tmp_path: Path) -> None:
     """States are made at the first gradient, by the function of the constructor."""
     asked = []
