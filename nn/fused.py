@@ -359,6 +359,8 @@ class FusedOptimizer(TableOptimizer, ABC):
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
             self.check_kept(gradients)
+        if self._files is not None:
+            self._files.check_alone()
         if self._device is not None and self._reader.have_moved:
             self._follow_memory()
         if self._may_differ:

@@ -202,6 +202,8 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         return last
 
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
+        if self._files is not None:
+            self._files.check_alone()
         commit([*map(_SECOND, each)])
 
     def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:

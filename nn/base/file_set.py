@@ -117,7 +117,7 @@ class FileSet:
             if not (is_whole or (name.startswith(SCALARS) and not self.has_manifest)):
                 expected, got = "all files of the optimizer", f"none in {files.folder}"
                 reject(ValueError, self.where, label, "is missing", expected, got)
-            self._check_alone()
+            self.check_alone()
             array = files.make(name, shape, dtype, initial, self.set)
         self.made[name] = record
         return array
@@ -145,11 +145,16 @@ class FileSet:
         }  # fmt: skip
         text = json.dumps({**content, "sum": _sum(content)}).encode()
         if text != self._text:
-            self._check_alone()
+            self.check_alone()
             replace_file(self._files.folder / _MANIFEST, text, _MANIFEST)
             self._text = text
 
-    def _check_alone(self) -> None:
+    def check_alone(self) -> None:
+        """Refuse writes of a child, whose states are those of its parent.
+
+        Raises:
+            RuntimeError: this is one.
+        """
         if not self.close.alive:
             expected, got = "the process that made the optimizer", "a child of it"
             reject(RuntimeError, self.where, "the folder", "is another one's", expected, got)

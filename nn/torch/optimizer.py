@@ -266,6 +266,8 @@ class Fused(TableOptimizer, _Base):
         self, param: Tensor | None, factor: float, gradients: tuple[Any, ...] | None = None
     ) -> None:
         """One step, with gradients of all parameters in order; None: those in ``.grad``."""
+        if self._files is not None:
+            self._files.files.check_alone()
         self._steps.take(self, param, factor, gradients)
         self._n_taken += 1
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pair_programs import EVENT, IDS, Plan, Run
+from pair_programs import EVENT, STEPS, Plan, Run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -103,6 +105,11 @@ def _through_dcp(run: Run, **options: Any) -> None:
     is_alone = run.plan.processes == 1
     dcp.save({"model": model, "optimizers": optimizers}, checkpoint_id=folder, no_dist=is_alone)
     run.make()
+    # Its states of parameters that are frozen, and steps of an optimizer, are none of PyTorch's.
+    for parameter in run.model.parameters():
+        parameter.requires_grad_()
+    if run.plan.bags:
+        run.model.table.update_in_backward(None)
     model, optimizers = get_state_dict(run.model, run.optimizers, options=kinds)
     if run.plan.table == "growing":  # its tensors are of the size that they were saved with
         for name, known in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
@@ -118,24 +125,30 @@ def _through_dcp(run: Run, **options: Any) -> None:
         optim_state_dict=box["optimizers"], options=kinds,
     )  # fmt: skip
     _resume(run, rest)
+    run.join()
 
 
 def _fork(run: Run) -> None:
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        status = 1
+        torch.set_num_threads(1)  # those of OpenMP are not in the child
         try:
-            run.plan.events = []
-            for k in range(EVENT, 10):
+            for k in range(EVENT, STEPS + 1):
                 run.k = k
                 run.step()
             run.compare_all()
-            status = 0
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
         finally:
-            os._exit(status)
+            os._exit(0)
+    os.close(write)
 
     def is_well() -> None:
-        assert os.waitpid(child, 0)[1] == 0, "the child of a fork was wrong"
+        os.waitpid(child, 0)
+        with os.fdopen(read) as told:
+            if text := told.read():
+                raise (AssertionError if text.startswith("Assert") else RuntimeError)(text)
 
     run.ends.append(is_well)
 
@@ -185,4 +198,31 @@ PARTS |= {
     "fork": _event(_fork),
 }
 PAIRS = [*combinations(PARTS, 2)]
-assert IDS
+
+
+def plan_of(*names: str) -> Plan:
+    """The program of some parts."""
+    plan = Plan()
+    for name in names:
+        PARTS[name](plan)
+    return plan
+
+
+def outcome(plan: Plan, folder: Path, seed: int, rank: int = 0) -> str:
+    """Run a program; "right", or the first error."""
+    errors: list[BaseException] = []
+
+    def run(n: int) -> None:
+        (own := folder / str(n)).mkdir(exist_ok=True)
+        try:
+            Run(plan, own, seed + n, rank).run()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(1, plan.threads)]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        thread.join()
+    return f"{type(errors[0]).__name__}: {errors[0]}" if errors else "right"

@@ -282,7 +282,9 @@ class Run:
             dense = {key: np.clip(x, -1.0, 1.0) for key, x in dense.items()}
         if is_bad:
             rows, dense = None, dense if plan.bags else {}
-        self.reference.step(rows, dense, RATE * 0.5 ** ((k - 1) // 2 if plan.schedule else 0))
+        halvings = (k - 1) // 2 if plan.schedule else 0
+        late = plan.schedule and plan.is_late  # which begins at the first rate
+        self.reference.step(rows, dense, RATE * 0.5**halvings, {"scale": 2.0} if late else {})
 
     # Comparisons
 

@@ -73,19 +73,22 @@ class Reference:
         return np.reshape(values, (*np.shape(ids), WIDTH))
 
     def step(
-        self, table: Mapping[int, Any] | None, dense: Mapping[str, Any], rate: float, *,
-        row_rate: float | None = None,
+        self, table: Mapping[int, Any] | None, dense: Mapping[str, Any], rate: float,
+        factors: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """One step with the gradients of rows and of parameters; None: the table rests."""
+        """One step with the gradients of rows and of parameters; None: the table rests.
+
+        ``factors`` are those of the rates of some parameters.
+        """
         for name, g in dense.items():
-            self.dense[name].step(g, rate, self.dense[name].t + 1)
+            self.dense[name].step(g, rate * factors.get(name, 1.0), self.dense[name].t + 1)
         if table is None:
             return
         self.t += 1
         for k, row in self.rows.items():
             if k in table or self.updates == "all":
                 t = row.t + 1 if self.updates == "own" else self.t
-                row.step(table.get(k, 0.0), rate if row_rate is None else row_rate, t)
+                row.step(table.get(k, 0.0), rate, t)
 
     def average(self) -> None:
         """Take all values into means."""

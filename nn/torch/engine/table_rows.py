@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -135,6 +136,8 @@ class TableOptimizer(Declaration, TableRows):
             where, expected = f"{type(self).__name__}.watch", "a table of the optimizer"
             reject(ValueError, where, "module", "has no table to watch", expected, "others")
         self._saves_awake = True
+        if "torch._dynamo" in sys.modules:  # code that is compiled does not look for new hooks
+            torch.compiler.reset()
         return [*watch_lookups(module), *watch_saves(module, own)]
 
     # The list of what belongs to a table (`TableRows`)
@@ -258,6 +261,8 @@ class TableOptimizer(Declaration, TableRows):
 
     @as_torch
     def _commit(self, each: Sequence[tuple[Tensor, CatchUp | RowWrite]]) -> None:
+        if self._files is not None:
+            self._files.files.check_alone()
         commit([own for _, own in each])
         # What autograd has saved of a table is another one now.
         for parameter, own in each:
