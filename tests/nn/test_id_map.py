@@ -33,20 +33,29 @@ def mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def rounded(step: int, now: int) -> int:
+    """The step in which an id without a row occurred, as it is known later."""
+    for k in range(30, 0, -1):  # blocks of 2**k steps, 7 whole ones ago
+        if step >> k < (now >> k) - 7:
+            return step | ((1 << k) - 1)
+    return step
+
+
 class Model:
     """A map in plain Python."""
 
-    def __init__(self, capacity: int, after: int, chance: float, seed: int, full: str) -> None:
+    def __init__(
+        self, capacity: int, after: int, chance: float, seed: int, full: str, pending: int | None
+    ) -> None:
         self.capacity, self.after, self.chance, self.seed = capacity, after, chance, seed
-        self.full, self.step = full, 0
+        self.full, self.step, self.pending, self.lost = full, 0, pending, [0, 0]
         self.rows: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.removed: dict[int, int] = {}
         self.free = [*range(1, capacity)]
 
-    def admits(self, i: int) -> bool:
-        count = self.counts[i]
+    def admits(self, i: int, count: int) -> bool:
         drawn = mixed(mixed(i & ALL) ^ mixed(self.seed) ^ count) >> 32
         return count >= self.after and drawn < round(self.chance * 2.0**32)
 
@@ -61,15 +70,32 @@ class Model:
             others.sort(key=lambda i: (self.last[i], self.rows[i]))
             self.drop(others[: len(new) - len(self.free)], step)
         self.step = step
-        for i in every:
-            self.counts[i] = self.counts.get(i, 0) + 1
-            if i not in self.rows and self.admits(i) and self.free:
+        self.last |= {i: step for i in self.waiting() if i in ids}
+        for i, n in zip(ids, times, strict=True):
+            before = self.counts.get(i, 0)
+            is_admitted = any(self.admits(i, k) for k in range(before + 1, before + n + 1))
+            if i not in self.rows and is_admitted and self.free:
                 self.rows[i] = self.free.pop(0)
-            if i in self.rows:
-                self.last[i] = step
+            elif not before and len(self.waiting()) == self.pending:
+                self.forget(self.oldest()[: max(1, self.pending // 8)])
+            self.counts[i], self.last[i] = before + n, step
         return [self.rows.get(i, 0) for i in ids]
 
+    def waiting(self) -> list[int]:
+        return [i for i in self.counts if i not in self.rows]
+
+    def oldest(self) -> list[int]:
+        return sorted(
+            self.waiting(), key=lambda i: (rounded(self.last[i], self.step), mixed(i & ALL))
+        )
+
+    def forget(self, ids: list[int]) -> None:
+        self.lost[0] += len(ids)
+        for i in ids:
+            del self.counts[i]
+
     def drop(self, ids: list[int], step: int) -> list[int]:
+        self.lost[1] += len(ids)
         rows = sorted(self.rows.pop(i) for i in ids)
         for i in ids:
             del self.counts[i]
@@ -78,6 +104,11 @@ class Model:
         return rows
 
     def evict(self, unused: int | None, seen: int | None, keep: set[int]) -> list[int]:
+        self.forget([
+            i for i in self.waiting()
+            if unused is not None and self.step - rounded(self.last[i], self.step) >= unused
+            and (seen is None or self.counts[i] < seen) and i not in keep
+        ])  # fmt: skip
         return self.drop([
             i for i in self.rows
             if (unused is None or self.step - self.last[i] >= unused)
@@ -92,9 +123,13 @@ def assert_equal(ids: IdMap, model: Model) -> None:
     assert len(ids) == len(model.rows)
     for i, count, used in zip(known, counts, last, strict=True):
         assert (count, used) == (model.counts[i], model.last[i])
-    pending, occurrences = (a.tolist() for a in ids._pending())
-    others = {i: n for i, n in model.counts.items() if i not in model.rows}
-    assert dict(zip(pending, occurrences, strict=True)) == others
+    state = ids.state_dict()
+    names = "pending", "pending_counts", "pending_last_uses"
+    others = {(i, model.counts[i], rounded(model.last[i], model.step)) for i in model.waiting()}
+    assert {*zip(*(state[name].tolist() for name in names), strict=True)} == others
+    dropped, evicted = model.lost
+    numbers = {"admitted": len(known), "evicted": evicted, "pending": len(others)}
+    assert ids.statistics() == {**numbers, "dropped": dropped}
 
 
 def assert_whole(ids: IdMap) -> None:
@@ -106,7 +141,8 @@ def assert_whole(ids: IdMap) -> None:
     assert sorted([*free, *rows.tolist()]) == [*range(1, next_row)] and free == sorted(free)
     assert len(ids) == len(rows) and next_row <= ids.capacity == len(ids._row_ids)
     assert (counts > 0).all() and (last <= ids.step).all()
-    pending, occurrences = ids._pending()
+    pending, occurrences, moments, steps = ids._pending()
+    assert len(pending) <= (ids.pending or ALL) and (moments < len(steps)).all()
     assert int(ids._entries[0]) == len(rows) + len(pending) == np.count_nonzero(ids._places)
     assert (occurrences > 0).all() and not ids.find(pending).any()
     IdMap(ids.capacity).load_state_dict(ids.state_dict())
@@ -122,6 +158,7 @@ def test_random_sequences(part: int, seed: int) -> None:
     full = str(rng.choice(["reserved", "raise", "evict"]))
     options: dict[str, Any] = {"after": int(rng.choice([1, 1, 2, 4])), "seed": seed, "full": full}
     options["chance"] = 1.0 if full == "evict" else float(rng.choice([1.0, 0.3]))
+    options["pending"] = [None, 1, 7, 60, 300][int(rng.integers(5))]
     ids, model = IdMap(capacity, **options), Model(capacity, **options)
     every = rng.integers(-(2**63), 2**63 - 1, int(rng.choice([3, 60, 900])))
     step = 0
@@ -129,7 +166,7 @@ def test_random_sequences(part: int, seed: int) -> None:
         fusestep.set_num_threads(int(rng.integers(1, 3)))
         event = rng.random()
         if event < 0.1:
-            unused = [None, int(rng.integers(0, 20))][int(rng.integers(2))]
+            unused = [None, int(rng.integers(0, rng.choice([20, 900])))][int(rng.integers(2))]
             seen = int(rng.integers(0, 6)) if unused is None or rng.random() < 0.3 else None
             keep = rng.choice(every, 3)
             freed = ids.evict(unused_for=unused, seen_less_than=seen, keep=keep)
@@ -137,7 +174,7 @@ def test_random_sequences(part: int, seed: int) -> None:
         elif event < 0.15:
             other = IdMap(capacity, **options)
             other.load_state_dict(ids.state_dict())
-            ids = other
+            ids, model.lost = other, [0, 0]
         elif event < 0.18 and capacity < 5_000:
             ids.grow(capacity + 7)
             model.free += range(capacity, capacity + 7)
@@ -149,6 +186,11 @@ def test_random_sequences(part: int, seed: int) -> None:
             )
             old.evict(unused_for=0, forget_pending=True)  # a copy is one of its own
             old(every[:1], step)
+        elif event < 0.235 and full != "raise":  # more steps than a byte has moments
+            for one in range(300):
+                step, i = step + int(rng.choice([1, 1, 9])), one % (len(every) + 9)
+                model.call([i], step, [1])
+                ids(np.array([i]), step)
         else:
             step += int(rng.integers(0, 4))
             n = int(rng.choice([0, 1, 7, 300]))
@@ -179,7 +221,7 @@ def test_random_sequences(part: int, seed: int) -> None:
         assert ids.find(looked).reshape(-1).tolist() == found
         assert_equal(ids, model)
         assert_whole(ids)
-        since = int(rng.integers(0, step + 1))
+        since = int(rng.integers(0, model.step + 1))
         changed, rows, removed = (a.tolist() for a in ids.changed_since(since))
         used = {i: r for i, r in model.rows.items() if model.last[i] > since}
         assert dict(zip(changed, rows, strict=True)) == used
