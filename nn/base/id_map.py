@@ -382,8 +382,8 @@ class IdMap:
             given |= {"length": len(new[0]), "slots": slots, "told": told, "seen": moments}
             call = Arguments(kernels.IdCall(*new, **given))
             run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
-        vars(self).update(zip(("_hashes", "_places", "_moments"), new, strict=True))
-        vars(self).update(_slots=slots, _bound=None)
+        made = dict(zip(("_hashes", "_places", "_moments"), new, strict=True))
+        vars(self).update(made, _slots=slots, _bound=None)  # in one instruction
 
     # Eviction
 

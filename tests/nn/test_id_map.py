@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
-from fusestep.nn.base.id_map import IdMap
+from fusestep.nn.base.id_map import IdMap, TooManyChangesError
 
 from helpers import more
 from test_interrupts import done_at, interrupt
@@ -260,6 +260,37 @@ def test_adversarial_ids(kind: str) -> None:
     assert (ids.find(made) == np.arange(1, n + 1)).all()
 
 
+@pytest.mark.parametrize("limit", [None, 70_000])
+def test_bytes_of_ids_that_wait(limit: int | None) -> None:
+    """At most 31 each, with a limit never more of them, and it takes no more memory then."""
+    ids, rng, sizes = IdMap(1_000, after=2, pending=limit), np.random.default_rng(0), []
+    for step in range(60):
+        ids(rng.integers(-(2**62), 2**62, 5_000), step)
+        n_bytes = sum(x.nbytes for x in vars(ids).values() if isinstance(x, np.ndarray))
+        waiting = ids.statistics()["pending"]
+        assert waiting == 5_000 * (step + 1) or (limit and limit * 7 // 8 <= waiting <= limit)
+        assert step < 10 or n_bytes / waiting <= 31
+        sizes.append(n_bytes)
+    ids.evict(unused_for=3)
+    fresh = 15_000 if limit is None else min(15_000, limit)
+    assert ids.statistics()["pending"] == fresh and (sizes[-1] < sizes[30] + 1_000) == bool(limit)
+
+
+def test_states_of_ids_that_wait() -> None:
+    """Older ones, in whose step they count as seen; and more of them than there may be."""
+    ids = IdMap(9, after=3)
+    for step in range(40):
+        ids(np.array([step]), step)
+    old = {k: x for k, x in ids.state_dict().items() if k != "pending_last_uses"}
+    loaded, limited = IdMap(9, after=3), IdMap(9, after=3, pending=10)
+    loaded.load_state_dict(old)
+    assert loaded.evict(unused_for=1).size == 0 and loaded.statistics()["pending"] == 40
+    loaded.evict(unused_for=0)
+    limited.load_state_dict(ids.state_dict())
+    assert sorted(limited.state_dict()["pending"].tolist()) == [*range(30, 40)]
+    assert (loaded.statistics()["dropped"], limited.statistics()["dropped"]) == (40, 30)
+
+
 def test_bad_input() -> None:
     """One clear error, and nothing has changed."""
     ids = IdMap(10, full="raise")
@@ -278,6 +309,11 @@ def test_bad_input() -> None:
         (ValueError, "capacity is out of range", lambda: IdMap(2**31)),
         (ValueError, "chance is out of range", lambda: IdMap(4, chance=0.0)),
         (ValueError, "full is unknown", lambda: IdMap(4, full="later")),
+        (ValueError, "pending is out of range: expected at least 1", lambda: IdMap(4, pending=0)),
+        (TypeError, "pending has a wrong type", lambda: IdMap(4, pending=2.0)),  # type: ignore[arg-type]
+        (ValueError, "remembered is out of range", lambda: IdMap(4, remembered=-1)),
+        (ValueError, "step is out of range: expected at most 3", lambda: ids.changed_since(4)),
+        (ValueError, "step is out of range: expected at least 0", lambda: ids.changed_since(-1)),
         (KeyError, "has other names", lambda: ids.load_state_dict({})),
         (ValueError, "does not fit", lambda: IdMap(4).load_state_dict(before)),
         *(
@@ -353,7 +389,7 @@ def test_many_removals_are_forgotten() -> None:
     for k in range(3):
         assert len(ids.evict(unused_for=3)) == 1_000
         ids(np.arange(3), 5 + k)
-    with pytest.raises(ValueError, match="what was removed before is forgotten"):
+    with pytest.raises(TooManyChangesError, match=r"are forgotten.*send the whole"):
         ids.changed_since(5)
     assert len(ids.changed_since(6).removed) == 1_000
     other, state = IdMap(5_000), ids.state_dict()
@@ -361,11 +397,22 @@ def test_many_removals_are_forgotten() -> None:
     backwards = {name: state[name][::-1] for name in ("removed", "removed_steps")}
     other.load_state_dict({**state, **backwards})
     assert np.array_equal(other.changed_since(6).removed, ids.changed_since(6).removed)
-    with pytest.raises(ValueError, match="is forgotten"):
+    with pytest.raises(TooManyChangesError, match="are forgotten"):
         other.changed_since(5)
     other.evict(unused_for=0)  # the oldest are forgotten, which are at the end
-    with pytest.raises(ValueError, match="is forgotten"):
+    with pytest.raises(TooManyChangesError, match="are forgotten"):
         other.changed_since(6)
+    for n in (0, 2, 3):
+        few = IdMap(9, remembered=n)
+        few(np.arange(3), 1)
+        few.evict(unused_for=0)
+        few(np.arange(1), 2)
+        if n < 3:
+            with pytest.raises(TooManyChangesError):
+                few.changed_since(1)
+        else:
+            assert few.changed_since(1).removed.tolist() == [1, 2]
+        assert few.changed_since(2).removed.size == 0
 
 
 def damaged(array: np.ndarray, rng: np.random.Generator) -> Any:
@@ -414,7 +461,7 @@ def test_states_that_are_damaged(n: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("options", [{}, {"after": 2}, {"full": "evict"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"after": 2, "pending": 900}, {"full": "evict"}], ids=str)
 @pytest.mark.parametrize("event", ["call", "evict", "grow", "load", "copy"])
 def test_interrupts_at_every_moment(event: str, options: Any) -> None:
     """No row is lost, and those that an interrupted call has handed out are free again."""
@@ -458,7 +505,7 @@ def test_interrupts_at_every_moment(event: str, options: Any) -> None:
 @pytest.mark.parametrize("n", [300, more(10_000)])
 def test_threads_that_share_a_map(n: int) -> None:
     """One grows and evicts, one changes the ids and times that two others have given."""
-    ids, errors = IdMap(500, after=2, full="evict"), list[BaseException]()
+    ids, errors = IdMap(500, after=2, full="evict", pending=400), list[BaseException]()
     shared, times, is_done = np.arange(9_000), np.ones(9_000, np.int64), threading.Event()
     interval = sys.getswitchinterval()
 
@@ -513,6 +560,7 @@ def test_counts_at_their_end() -> None:
     ids = IdMap(3, full="evict")
     state = IdMap(3, after=2).state_dict()
     state |= {"pending": np.array([7]), "pending_counts": np.array([2**31 - 1], np.int32)}
+    del state["pending_last_uses"]
     ids.load_state_dict(state)
     assert ids(np.array([1, 2]), 1).tolist() == [1, 2]
     assert ids(np.array([7]), 2).tolist() == [1] and ids.evictions == 2
