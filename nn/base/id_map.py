@@ -253,7 +253,7 @@ class IdMap:
         looked: np.ndarray = np.maximum(rows, 0).reshape(found.shape)
         return looked
 
-    def _call(self, ids: np.ndarray, rows: np.ndarray, **others: Any) -> Arguments:
+    def _call(self, ids: np.ndarray, rows: np.ndarray, *others: Any) -> Arguments:
         if self._bound is None:
             arrays = (
                 self._hashes, self._places, self._moments, len(self._places), self._slots,
@@ -264,14 +264,14 @@ class IdMap:
             limit = min(self.pending or _LARGEST, _LARGEST)
             numbers = self.capacity, self.after, chance, self.seed, most, limit
             self._bound = (*Arguments(arrays).words, *numbers)
-        given: Any = ids, len(ids), rows
-        return Arguments(kernels.IdCall(*self._bound, *given, **others))
+        unused = [None] * (7 - len(others))  # of `kernels.IdCall`
+        return Arguments((*self._bound, ids, len(ids), rows, *others, *unused))
 
     def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[np.ndarray, bool, Any]:
         """The places of ids, whether all have rows, and the arguments of `kernels.count`."""
         n, parts = len(ids), -(-len(ids) // kernels.PART)
         rows, n_missing = np.empty(n, np.int32), np.zeros(parts, np.int64)
-        call = self._call(ids, rows, n_missing=n_missing, times=times, step=step)
+        call = self._call(ids, rows, n_missing, times, step)
         threads = 1 if n < _SERIAL_BELOW else get_num_threads()
         run_all((Loop.of(kernels.search, parts, call.address, threads),) if n else ())
         return rows, not n_missing.any(), call
@@ -310,8 +310,7 @@ class IdMap:
     def _rows_of_new(self, ids: Any, times: Any, step: int, told: Any, handed: Any) -> np.ndarray:
         """The rows of ids, which get some; 0 for none. Those handed out are listed."""
         rows, more = np.empty(len(ids), np.int32), 1 if self.pending else len(ids)
-        given = {"times": times, "step": step, "told": told, "handed": handed}
-        given["now"] = self._moment_of(step)
+        now = self._moment_of(step)
         while told[1] < len(ids):
             slots, tail = self._slots_for(self._entries[0] + more), len(self._places) - self._slots
             if told[2] == 2:
@@ -319,7 +318,7 @@ class IdMap:
             elif slots > self._slots or told[2]:
                 tail *= 1 + (slots == self._slots)
                 self._place(slots, tail, self._hashes, self._places, self._moments)
-            told[2], call = 0, self._call(ids, rows, **given)
+            told[2], call = 0, self._call(ids, rows, None, times, step, told, handed, now)
             run_all((Loop.of(kernels.admit, 1, call.address, 1),))
         if told[0] and (self.after > 1 or self.chance < 1.0):
             run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
