@@ -159,7 +159,7 @@ def test_random_sequences(part: int, seed: int) -> None:
     options: dict[str, Any] = {"after": int(rng.choice([1, 1, 2, 4])), "seed": seed, "full": full}
     options["chance"] = 1.0 if full == "evict" else float(rng.choice([1.0, 0.3]))
     options["pending"] = [None, 1, 7, 60, 300][int(rng.integers(5))]
-    ids, model = IdMap(capacity, **options), Model(capacity, **options)
+    ids, model = IdMap(capacity, remembered=10**6, **options), Model(capacity, **options)
     every = rng.integers(-(2**63), 2**63 - 1, int(rng.choice([3, 60, 900])))
     step = 0
     for _ in range(25):
@@ -172,7 +172,7 @@ def test_random_sequences(part: int, seed: int) -> None:
             freed = ids.evict(unused_for=unused, seen_less_than=seen, keep=keep)
             assert freed.tolist() == model.evict(unused, seen, {*keep.tolist()})
         elif event < 0.15:
-            other = IdMap(capacity, **options)
+            other = IdMap(capacity, remembered=10**6, **options)
             other.load_state_dict(ids.state_dict())
             ids, model.lost = other, [0, 0]
         elif event < 0.18 and capacity < 5_000:
