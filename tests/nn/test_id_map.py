@@ -285,7 +285,13 @@ def test_states_of_ids_that_wait() -> None:
     loaded, limited = IdMap(9, after=3), IdMap(9, after=3, pending=10)
     loaded.load_state_dict(old)
     assert loaded.evict(unused_for=1).size == 0 and loaded.statistics()["pending"] == 40
-    loaded.evict(unused_for=0)
+    loaded(np.arange(4), 39)
+    for bounds, left in (({"seen_less_than": 9}, 40), ({"unused_for": 0, "seen_less_than": 2}, 4)):
+        loaded.evict(**bounds)
+        assert loaded.statistics()["pending"] == left
+    loaded.evict(unused_for=0, keep=np.arange(3))
+    assert sorted(loaded.state_dict()["pending"].tolist()) == [0, 1, 2]
+    loaded.evict(forget_pending=True)
     limited.load_state_dict(ids.state_dict())
     assert sorted(limited.state_dict()["pending"].tolist()) == [*range(30, 40)]
     assert (loaded.statistics()["dropped"], limited.statistics()["dropped"]) == (40, 30)
