@@ -286,8 +286,8 @@ def test_states_of_ids_that_wait() -> None:
     loaded.load_state_dict(old)
     assert loaded.evict(unused_for=1).size == 0 and loaded.statistics()["pending"] == 40
     loaded(np.arange(4), 39)
-    for bounds, left in (({"seen_less_than": 9}, 40), ({"unused_for": 0, "seen_less_than": 2}, 4)):
-        loaded.evict(**bounds)
+    for unused, seen, left in ((None, 9, 40), (0, 2, 4)):
+        loaded.evict(unused_for=unused, seen_less_than=seen)
         assert loaded.statistics()["pending"] == left
     loaded.evict(unused_for=0, keep=np.arange(3))
     assert sorted(loaded.state_dict()["pending"].tolist()) == [0, 1, 2]
