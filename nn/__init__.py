@@ -10,7 +10,7 @@ from .adagrad import Adadelta, Adagrad, ProximalAdagrad
 from .adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
 from .adan import Adan
 from .base.checkpoint import load_checkpoint, save_checkpoint
-from .base.id_map import IdMap
+from .base.id_map import IdMap, TooManyChangesError
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
 from .base.uniform_rows import UniformRows
@@ -91,6 +91,7 @@ __all__ = [
     "ThorDense",
     "ThorEmbedding",
     "ThorLayerNorm",
+    "TooManyChangesError",
     "UniformRows",
     "WarmUpLR",
     "cosine_decay_lr",

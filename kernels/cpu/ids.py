@@ -1,7 +1,8 @@
 """A map from 64-bit ids to rows: open addressing, in the order of the ids' hashes.
 
 A slot has the hash of an id, from which the id follows, and a *place*: a row above 0, minus the
-number of occurrences of an id that has no row yet, or 0 where it is empty. An id belongs to slot
+number of occurrences of an id that has no row yet, or 0 where it is empty. Beside it is a *moment*:
+a byte that tells when an id without a row has occurred last. An id belongs to slot
 ``hash * slots >> 64`` or, if others are there, behind it. The hashes of a run of full slots ascend.
 So the probes are those of Robin Hood hashing, a search ends at the first hash that is not smaller,
 and the slots do not depend on the order in which ids came.
@@ -15,7 +16,7 @@ import numpy as np
 from numba import carray
 
 from ..inner import njit
-from ..keeping import mixed, unmixed
+from ..keeping import mixed
 from .compiler.compile import part
 from .compiler.intrinsics import as_pointer, prefetch_line
 from .compiler.records import int64s
@@ -32,33 +33,39 @@ _EACH_DRAWN, _WORDS = 4_096, 4294967296.0
 class IdCall(NamedTuple):
     """Arguments of the loops, all ``int64``."""
 
-    hashes: int  # uint64 [length]
-    places: int  # int32 [length]
-    length: int
-    slots: int  # those to which an id may belong
-    row_ids: int  # int64 [capacity]
-    counts: int  # int32 [capacity]
-    last_uses: int  # int32 [capacity]
-    free: int  # int32 [capacity]: n_free rows to be handed out, from the end
-    n_free: int  # int64 [1]
-    next_row: int  # int64 [1]: the first that was never handed out
-    entries: int  # int64 [1]: full slots
-    capacity: int
-    after: int  # admit an id at this occurrence
-    chance: int  # from then on with this chance in 2**32 at each; 2**32: always
-    seed: int
+    hashes: int = 0  # uint64 [length]
+    places: int = 0  # int32 [length]
+    moments: int = 0  # uint8 [length]
+    length: int = 0
+    slots: int = 0  # those to which an id may belong
+    row_ids: int = 0  # int64 [capacity]
+    counts: int = 0  # int32 [capacity]
+    last_uses: int = 0  # int32 [capacity]
+    free: int = 0  # int32 [capacity]: n_free rows to be handed out, from the end
+    n_free: int = 0  # int64 [1]
+    next_row: int = 0  # int64 [1]: the first that was never handed out
+    entries: int = 0  # int64 [1]: full slots
+    n_removed: int = 0  # int64 [2]: ids without a row that were taken out, and with one
+    capacity: int = 0
+    after: int = 0  # admit an id at this occurrence
+    chance: int = 0  # from then on with this chance in 2**32 at each; 2**32: always
+    seed: int = 0
+    most_entries: int = 0  # so many: more slots are needed
+    most_pending: int = 0  # so many ids without a row: some are to be dropped
     # Of one call:
-    ids: int  # int64 [n]
-    n: int
-    rows: int  # int32 [n]: the places of ids; in the end 0 for one without a row
-    n_missing: int  # int64 [parts]: how many ids of each part have no row
-    times: int  # int64 [n]: how often each id occurs; 0: once
-    step: int
-    told: int  # int64 [4]: occurrences without a row, ids done, whether a slot lacked, admissions
-    handed: int  # int32 [n]: the rows of the admissions
+    ids: int = 0  # int64 [n]
+    n: int = 0
+    rows: int = 0  # int32 [n]: the places of ids; in the end 0 for one without a row
+    n_missing: int = 0  # int64 [parts]: how many ids of each part have no row
+    times: int = 0  # int64 [n]: how often each id occurs; 0: once
+    step: int = 0
+    told: int = 0  # int64 [4]: refused, ids done, 1: a slot lacks, 2: too many ids wait, admissions
+    handed: int = 0  # int32 [n]: the rows of the admissions
+    now: int = 0  # the moment of the step
+    seen: int = 0  # uint8 [n]: the moments of entries
 
 
-_mixed_word, _unmixed = njit(inline="always")(mixed), njit(unmixed)
+_mixed_word = njit(inline="always")(mixed)
 
 
 @njit(inline="always")
@@ -74,7 +81,8 @@ def _home(x, slots):
 @njit(inline="always")
 def _slots(c):
     hashes = carray(as_pointer(c.hashes), c.length, np.uint64)
-    return hashes, carray(as_pointer(c.places), c.length, np.int32)
+    places = carray(as_pointer(c.places), c.length, np.int32)
+    return hashes, places, carray(as_pointer(c.moments), c.length, np.uint8)
 
 
 @njit
@@ -95,12 +103,14 @@ def _empty_slot(places, i):
 
 
 @njit
-def _insert(hashes, places, i, end, x, place):
+def _insert(c, i, end, x, place, moment):
     """Put an entry into a slot; those up to the empty one move."""
+    hashes, places, moments = _slots(c)
     while end > i:
         hashes[end], places[end] = hashes[end - 1], places[end - 1]
+        moments[end] = moments[end - 1]
         end -= 1
-    hashes[i], places[i] = x, place
+    hashes[i], places[i], moments[i] = x, place, moment
 
 
 @njit(inline="always")
@@ -125,7 +135,7 @@ def _use(c, row, times):
 @part(IdCall)
 def search(index, slot, c):
     """The places of a stretch of ids: each id is read once."""
-    hashes, places = _slots(c)
+    hashes, places, _ = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     begin, n = index * PART, 0
     end = min(begin + PART, c.n)
@@ -182,11 +192,12 @@ def _is_admitted(c, x, before, times):
 def admit(index, slot, c):
     """Give rows to the ids that have none, in the order in which they occur: on one thread.
 
-    Where a slot lacks it ends, and goes on in the next call.
+    Where a slot lacks, or too many ids wait, it ends, and goes on in the next call.
     """
-    hashes, places = _slots(c)
+    hashes, places, moments = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     told, handed = int64s(c.told, 4), carray(as_pointer(c.handed), c.n, np.int32)
+    entries, next_row, n_free = int64s(c.entries, 1), int64s(c.next_row, 1), int64s(c.n_free, 1)
     for k in range(told[1], c.n):
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
@@ -197,7 +208,7 @@ def admit(index, slot, c):
             _use(c, rows[k], times)
             continue
         end = i if is_known else _empty_slot(places, i)
-        if end < i:
+        if end < i or (not is_known and entries[0] >= c.most_entries):
             told[1], told[2] = k, 1
             return
         if is_known:
@@ -206,10 +217,17 @@ def admit(index, slot, c):
         row = _new_row(c) if _is_admitted(c, x, before, times) else np.int64(0)
         place = row if row > 0 else -occurrences
         if is_known:
-            places[i] = place
+            places[i], moments[i] = place, c.now
+        elif row == 0 and entries[0] - (next_row[0] - 1 - n_free[0]) >= c.most_pending:
+            for j in range(k, c.n):  # those that are to come in this call are dropped last
+                i = _find(hashes, places, c.slots, _mixed(ids[j]))
+                if hashes[i] == _mixed(ids[j]):
+                    moments[i] = c.now
+            told[1], told[2] = k, 2
+            return
         else:
-            _insert(hashes, places, i, end, x, place)
-            int64s(c.entries, 1)[0] += 1
+            _insert(c, i, end, x, place, c.now)
+            entries[0] += 1
         rows[k] = row
         if row > 0:
             int64s(c.row_ids, c.capacity)[row] = ids[k]
@@ -225,13 +243,14 @@ def admit(index, slot, c):
 @part(IdCall)
 def look_again(index, slot, c):
     """The rows of ids that a later occurrence has admitted: on one thread."""
-    hashes, places = _slots(c)
+    hashes, places, _ = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     for k in range(c.n):
         if rows[k] == 0:
-            place = places[_find(hashes, places, c.slots, _mixed(ids[k]))]
-            if place > 0:  # otherwise the place is one without a row
-                rows[k] = place
+            x = _mixed(ids[k])
+            i = _find(hashes, places, c.slots, x)
+            if places[i] > 0 and hashes[i] == x:  # others wait, or were dropped
+                rows[k] = places[i]
                 int64s(c.told, 4)[0] -= _times(c, k)
 
 
@@ -253,7 +272,7 @@ def _give_back(c, rows, n):
 @part(IdCall)
 def remove(index, slot, c):
     """Take out ids, whose rows ascend; slots behind each move up: on one thread."""
-    hashes, places = _slots(c)
+    hashes, places, moments = _slots(c)
     ids, rows, n = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32), 0
     for k in range(c.n):
         x = _mixed(ids[k])
@@ -261,8 +280,10 @@ def remove(index, slot, c):
         if places[i] == 0 or hashes[i] != x:
             continue
         row = places[i]
+        int64s(c.n_removed, 2)[np.int64(row > 0)] += 1
         while places[i + 1] != 0 and _home(hashes[i + 1], c.slots) <= i:
             hashes[i], places[i] = hashes[i + 1], places[i + 1]
+            moments[i] = moments[i + 1]
             i += 1
         places[i] = 0
         int64s(c.entries, 1)[0] -= 1
@@ -278,8 +299,9 @@ def remove(index, slot, c):
 @part(IdCall)
 def place(index, slot, c):
     """Put entries into empty slots: ``ids`` are hashes, ``rows`` places, 0 for none."""
-    hashes, places = _slots(c)
+    hashes, places, _ = _slots(c)
     given, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    seen = carray(as_pointer(c.seen), c.n, np.uint8)
     for k in range(c.n):
         if k + _AHEAD < c.n:
             i = _home(np.uint64(given[k + _AHEAD]), c.slots)
@@ -292,16 +314,4 @@ def place(index, slot, c):
             if end < i:
                 int64s(c.told, 4)[2] = 1
                 return
-            _insert(hashes, places, i, end, x, rows[k])
-
-
-@part(IdCall)
-def pending(index, slot, c):
-    """List the ids that have no row, in the order of their hashes, with their places."""
-    hashes, places = _slots(c)
-    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
-    k = 0
-    for i in range(places.size):
-        if places[i] < 0 and k < c.n:
-            ids[k], rows[k] = np.int64(_unmixed(hashes[i])), places[i]
-            k += 1
+            _insert(c, i, end, x, rows[k], seen[k])

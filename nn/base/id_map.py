@@ -10,18 +10,18 @@ import numpy as np
 
 from ...kernels.cpu import ids as kernels
 from ...kernels.cpu.threads.parallel import Arguments, Loop, get_num_threads, run_all
-from ...kernels.keeping import mixed
+from ...kernels.keeping import mixed, unmixed
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .arguments import count
+from .arguments import count, positive_int
 from .arguments import seed as checked_seed
-from .id_arrays import STATE, checked_state, ids_of_64_bits
+from .id_arrays import STATE, checked_state, ids_of_64_bits, moments_of
 
 _FULL = ("reserved", "raise", "evict")
 _MOST_LOAD, _LOAD = 0.8, 0.55  # of the slots before they grow, and after
 _FEWEST_SLOTS = 1_024
 _SERIAL_BELOW = 8_192  # ids
-_LARGEST = (1 << 31) - 1
+_LARGEST, _MOMENTS = (1 << 31) - 1, 256
 _NO_ROWS = np.empty(0, np.int32)
 
 
@@ -59,6 +59,10 @@ class Changes(NamedTuple):
     removed: np.ndarray
 
 
+class TooManyChangesError(ValueError):
+    """More ids have lost their rows since than an `IdMap` remembers: send the whole table."""
+
+
 class IdMap:
     """A map from ids of 64 bits to the rows of a table, with admission and eviction.
 
@@ -79,6 +83,12 @@ class IdMap:
             ``"raise"``: a call with one raises, and nothing is admitted; ``"evict"``: the rows that
             were used least recently are given to them, of equals the lowest, but none that the same
             step uses. For both, with a chance below 1, ids that might be admitted count.
+        pending: the most ids without a row whose occurrences are counted, at least 1; each takes up
+            to 31 bytes. Before one more comes an eighth is dropped, as are those above it of a
+            state: the ids that have not occurred for longest, as `evict` knows it; of equals, those
+            of the lowest hashes. None: no limit.
+        remembered: how many ids `changed_since` remembers that have lost their rows, an int from 0;
+            None: a quarter as many as the table has rows, at least 1,024.
 
     Attributes:
         capacity: as given, or as it has grown.
@@ -102,7 +112,7 @@ class IdMap:
 
     def __init__(
         self, capacity: int, *, after: int = 1, chance: float = 1.0, seed: int = 0,
-        full: str = "reserved",
+        full: str = "reserved", pending: int | None = None, remembered: int | None = None,
     ) -> None:  # fmt: skip
         where = "IdMap"
         count(where, "capacity", capacity)
@@ -113,6 +123,8 @@ class IdMap:
         check.in_range(where, "chance", self.chance, 0.0 < self.chance <= 1.0, "in (0, 1]")
         if full not in _FULL:
             reject(ValueError, where, "full", "is unknown", _FULL, full)
+        self.pending = None if pending is None else positive_int(where, "pending", pending)
+        self.remembered = None if remembered is None else count(where, "remembered", remembered)
         self.capacity, self.after, self.full = int(capacity), int(after), full
         self.seed = checked_seed(where, "seed", seed)
         self._lock = threading.RLock()
@@ -125,7 +137,7 @@ class IdMap:
             np.zeros(self.capacity, np.int32) for _ in range(3)
         )
         self._n_free, self._next_row, self._entries = (np.array([k], np.int64) for k in (0, 1, 0))
-        self.step, self.evictions = 0, 0
+        self.step, self.evictions, self._n_removed = 0, 0, np.zeros(2, np.int64)
         # Rows in the order of their last uses, and these. A row that was used since the queue was
         # made comes behind all of them, so it holds until it is empty.
         self._queue = _NO_ROWS, _NO_ROWS
@@ -133,7 +145,8 @@ class IdMap:
         self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
         self._forgotten = -1
         self._slots = _FEWEST_SLOTS
-        self._hashes, self._places = _empty_slots(_FEWEST_SLOTS + kernels.TAIL)
+        self._hashes, self._places, self._moments = _empty_slots(_FEWEST_SLOTS + kernels.TAIL)
+        self._steps = np.zeros(1, np.int64)  # of the moments, ascending
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
         self.last = _NONE
 
@@ -143,7 +156,24 @@ class IdMap:
             return int(self._next_row[0] - 1 - self._n_free[0])
 
     def __repr__(self) -> str:
-        return f"IdMap({len(self)} of {self.capacity - 1} rows)"
+        numbers = ", ".join(f"{n} {name}" for name, n in self.statistics().items())
+        return f"IdMap({self.capacity - 1} rows: {numbers})"
+
+    def statistics(self) -> dict[str, int]:
+        """Numbers of ids; those of ``evicted`` and ``dropped`` begin anew with a loaded state.
+
+        Returns:
+            ``admitted``: ids that have a row; ``evicted``: rows that were given back; ``pending``:
+            ids without a row whose occurrences are counted; ``dropped``: such that were forgotten.
+
+        >>> ids = IdMap(4, after=2, pending=2)
+        >>> ids(np.array([7, 7, 8, 9, 5, 6]), step=1).tolist(), ids
+        ([1, 1, 0, 0, 0, 0], IdMap(3 rows: 1 admitted, 0 evicted, 2 pending, 2 dropped))
+        """
+        with self._lock:
+            n, (dropped, evicted) = len(self), self._n_removed.tolist()
+            waiting = int(self._entries[0]) - n
+        return {"admitted": n, "evicted": evicted, "pending": waiting, "dropped": dropped}
 
     def __getstate__(self) -> dict[str, Any]:
         # Also `copy.copy` makes a map of its own.
@@ -223,21 +253,19 @@ class IdMap:
         looked: np.ndarray = np.maximum(rows, 0).reshape(found.shape)
         return looked
 
-    def _call(
-        self, ids: np.ndarray, rows: np.ndarray, n_missing: Any = None, times: Any = None,
-        step: int = 0, told: Any = None, handed: Any = None,
-    ) -> Arguments:  # fmt: skip
+    def _call(self, ids: np.ndarray, rows: np.ndarray, *others: Any) -> Arguments:
         if self._bound is None:
             arrays = (
-                self._hashes, self._places, len(self._places), self._slots, self._row_ids,
-                self._counts, self._last_uses, self._free, self._n_free, self._next_row,
-                self._entries,
+                self._hashes, self._places, self._moments, len(self._places), self._slots,
+                self._row_ids, self._counts, self._last_uses, self._free, self._n_free,
+                self._next_row, self._entries, self._n_removed,
             )  # fmt: skip
-            chance = max(1, round(self.chance * 2.0**32))
-            numbers = self.capacity, self.after, chance, self.seed
+            chance, most = max(1, round(self.chance * 2.0**32)), int(_MOST_LOAD * self._slots)
+            limit = min(self.pending or _LARGEST, _LARGEST)
+            numbers = self.capacity, self.after, chance, self.seed, most, limit
             self._bound = (*Arguments(arrays).words, *numbers)
-        given = ids, len(ids), rows, n_missing, times, step, told, handed
-        return Arguments((*self._bound, *given))  # `kernels.IdCall`
+        unused = [None] * (7 - len(others))  # of `kernels.IdCall`
+        return Arguments((*self._bound, ids, len(ids), rows, *others, *unused))
 
     def _search(self, ids: Any, times: Any = None, step: int = 0) -> tuple[np.ndarray, bool, Any]:
         """The places of ids, whether all have rows, and the arguments of `kernels.count`."""
@@ -281,14 +309,16 @@ class IdMap:
 
     def _rows_of_new(self, ids: Any, times: Any, step: int, told: Any, handed: Any) -> np.ndarray:
         """The rows of ids, which get some; 0 for none. Those handed out are listed."""
-        rows, slots = np.empty(len(ids), np.int32), self._slots_for(self._entries[0] + len(ids))
-        if slots > self._slots:
-            self._place(slots, len(self._places) - self._slots, self._hashes, self._places)
+        rows, more = np.empty(len(ids), np.int32), 1 if self.pending else len(ids)
+        now = self._moment_of(step)
         while told[1] < len(ids):
-            if told[2]:
-                told[2], tail = 0, 2 * (len(self._places) - self._slots)
-                self._place(self._slots, tail, self._hashes, self._places)
-            call = self._call(ids, rows, None, times, step, told, handed)
+            slots, tail = self._slots_for(self._entries[0] + more), len(self._places) - self._slots
+            if told[2] == 2:
+                self._drop_oldest(max(1, int(self.pending or 0) // 8))
+            elif slots > self._slots or told[2]:
+                tail *= 1 + (slots == self._slots)
+                self._place(slots, tail, self._hashes, self._places, self._moments)
+            told[2], call = 0, self._call(ids, rows, None, times, step, told, handed, now)
             run_all((Loop.of(kernels.admit, 1, call.address, 1),))
         if told[0] and (self.after > 1 or self.chance < 1.0):
             run_all((Loop.of(kernels.look_again, 1, call.address, 1),))
@@ -341,17 +371,18 @@ class IdMap:
         enough = int(entries / _LOAD) if entries < 4_096 else 0
         return max(enough, int(max(1.5 * self._slots, entries / _MOST_LOAD + 1)))
 
-    def _place(self, slots: int, tail: int, hashes: np.ndarray, places: np.ndarray) -> None:
+    def _place(self, slots: int, tail: int, hashes: Any, places: Any, moments: Any) -> None:
         """Have new slots, with these entries."""
         told = np.ones(4, np.int64)
         while told[2]:
             new = _empty_slots(slots + tail)
             told[2], tail = 0, 2 * tail
-            given = hashes.view(np.int64), len(hashes), places, None, None, 0, told, None
-            unused = [0] * (len(kernels.IdCall._fields) - 4 - len(given))
-            call = Arguments((*new, len(new[0]), slots, *unused, *given))
+            given: Any = {"ids": hashes.view(np.int64), "n": len(hashes), "rows": places}
+            given |= {"length": len(new[0]), "slots": slots, "told": told, "seen": moments}
+            call = Arguments(kernels.IdCall(*new, **given))
             run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
-        vars(self).update(_slots=slots, _hashes=new[0], _places=new[1], _bound=None)
+        made = dict(zip(("_hashes", "_places", "_moments"), new, strict=True))
+        vars(self).update(made, _slots=slots, _bound=None)  # in one instruction
 
     # Eviction
 
@@ -362,7 +393,9 @@ class IdMap:
         """Give rows back that are not used; `reset_rows` them when they are handed out again.
 
         Args:
-            unused_for: rows that no call has used in the last so many steps.
+            unused_for: rows that no call has used in the last so many steps. Ids without a row that
+                have not occurred in them are forgotten, too; for more than 14 steps, up to a sixth
+                of the steps later.
             seen_less_than: and (if both are given) ids that have occurred less often than that.
             keep: int64 or uint64: ids that stay.
             forget_pending: whether to forget the counts of ids that have no row yet.
@@ -380,22 +413,25 @@ class IdMap:
         kept = None if keep is None else ids_of_64_bits(where, keep).reshape(-1)
         check.flag(where, "forget_pending", forget_pending)
         with self._lock:
-            chosen = self._rows_in_use()
+            chosen, (waiting, counts, moments, steps) = self._rows_in_use(), self._pending()
+            is_old = np.full(len(waiting), unused_for is not None)
             if unused_for is not None:
                 count(where, "unused_for", unused_for)
                 chosen = chosen[self.step - self._last_uses[chosen] >= unused_for]
+                is_old = (self.step - steps >= unused_for)[moments]
             if seen_less_than is not None:
                 count(where, "seen_less_than", seen_less_than)
                 chosen = chosen[self._counts[chosen] < seen_less_than]
+                is_old &= counts < seen_less_than
             if unused_for is None and seen_less_than is None:
                 chosen = chosen[:0]
             if kept is not None:
                 chosen = chosen[~np.isin(self._row_ids[chosen], kept)]
+                is_old &= ~np.isin(waiting, kept)
             if len(chosen):
                 self.evictions += 1
                 self._free_rows(chosen, self.step + 1)
-            if forget_pending:
-                self._remove(self._pending()[0])
+            self._remove(waiting[is_old | forget_pending])
         return chosen
 
     def _rows_in_use(self) -> np.ndarray:
@@ -407,7 +443,8 @@ class IdMap:
         ids, forgotten = self._row_ids[rows], self._forgotten
         removed = np.concatenate((self._removed, ids))
         steps = np.concatenate((self._removed_steps, np.full(len(rows), step, np.int64)))
-        if (more := len(removed) - max(_FEWEST_SLOTS, self.capacity // 4)) > 0:
+        most = max(_FEWEST_SLOTS, self.capacity // 4)
+        if (more := len(removed) - (most if self.remembered is None else self.remembered)) > 0:
             # Those of several processes are not in order.
             forgotten = int(steps[:more].max(initial=forgotten))
             removed, steps = removed[more:], steps[more:]
@@ -419,13 +456,25 @@ class IdMap:
         call = self._call(ids, np.empty(len(ids), np.int32))
         run_all((Loop.of(kernels.remove, 1, call.address, 1),) if len(ids) else ())
 
-    def _pending(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids that have no row, and how often they have occurred."""
-        n = self._entries[0] - len(self)
-        ids, places = np.empty(n, np.int64), np.empty(n, np.int32)
-        call = self._call(ids, places)
-        run_all((Loop.of(kernels.pending, 1, call.address, 1),) if n else ())
-        return ids, -places
+    def _drop_oldest(self, n: int) -> None:
+        """Forget so many ids that have no row, those that have not occurred for longest."""
+        ids, _, moments, _ = self._pending()
+        self._remove(ids[np.sort(np.argsort(moments, kind="stable")[:n])])  # as the slots are
+
+    def _pending(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The ids that have no row, how often and when they have occurred; and these steps."""
+        at, (steps, moments) = np.flatnonzero(self._places < 0), moments_of(self._steps, self.step)
+        ids = unmixed(self._hashes[at]).view(np.int64)
+        return ids, -self._places[at], moments[self._moments[at]], steps
+
+    def _moment_of(self, step: int) -> int:
+        """The moment of a step, at least the last one."""
+        if step > self._steps[-1]:
+            if len(self._steps) == _MOMENTS:
+                steps, moments = moments_of(self._steps, step)
+                vars(self).update(_steps=steps, _moments=moments[self._moments], _bound=None)
+            self._steps = np.append(self._steps, step)
+        return len(self._steps) - 1
 
     # State
 
@@ -464,21 +513,21 @@ class IdMap:
     def changed_since(self, step: int) -> Changes:
         """The rows and ids to send to a copy of the table that is as it was after a step.
 
-        The map remembers ids that have lost their rows: a quarter as many as the table has rows.
-
         Args:
             step: the number of that step, as the calls have numbered it. What was used in step 0
                 alone is never among the changes: number steps from 1.
 
         Raises:
-            TypeError: it is no int.
-            ValueError: too many ids have lost their rows since: send the whole table.
+            TooManyChangesError: more ids have lost their rows since than are ``remembered``.
+            TypeError, ValueError: it is no int from 0 to the step of the map.
         """
         where = "IdMap.changed_since"
         count(where, "step", step)
         with self._lock:
-            wrong = f"at least {self._forgotten}: what was removed before is forgotten"
-            check.in_range(where, "step", step, step >= self._forgotten, wrong)
+            check.in_range(where, "step", step, step <= self.step, f"at most {self.step}")
+            if step < (least := self._forgotten):
+                wrong, fix = "is before removals that are forgotten", "; send the whole table"
+                reject(TooManyChangesError, where, "step", wrong, f"at least {least}", step, fix)
             rows = self._rows_in_use()
             rows = rows[self._last_uses[rows] > step]
             removed = np.unique(self._removed[self._removed_steps > step])
@@ -494,10 +543,11 @@ class IdMap:
         """Plain arrays of all that a resumed run needs, but for the arguments."""
         with self._lock:
             ids, rows, counts, last_uses = self.rows_of_ids()
-            pending, occurrences = self._pending()
+            pending, occurrences, moments, steps = self._pending()
             step, forgotten = (np.array([x], np.int64) for x in (self.step, self._forgotten))
             rest = self._next_row, step, self._removed, self._removed_steps, forgotten
-            arrays = ids, rows, counts, last_uses, pending, occurrences, *rest
+            seen = steps.astype(np.int32)[moments]
+            arrays = ids, rows, counts, last_uses, pending, occurrences, seen, *rest
             return {name: x.copy() for name, x in zip(STATE, arrays, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -517,19 +567,24 @@ class IdMap:
             KeyError, TypeError, ValueError: there is none.
         """
         made = IdMap(
-            self.capacity, after=self.after, chance=self.chance, seed=self.seed, full=self.full
-        )
+            self.capacity, after=self.after, chance=self.chance, seed=self.seed, full=self.full,
+            pending=self.pending, remembered=self.remembered,
+        )  # fmt: skip
         found = checked_state(where, state, made.capacity)
         rows, ids = found["rows"], np.concatenate((found["ids"], found["pending"]))
         hashes, places = mixed(ids.view(np.uint64)), (rows, -found["pending_counts"])
-        made._place(made._slots_for(len(ids)), kernels.TAIL, hashes, np.concatenate(places))
+        last, step = found["pending_last_uses"], int(found["step"][0])
+        made._steps, moments = moments_of(np.append(last, found["step"]), step)
+        seen = np.append(np.zeros(len(rows), np.uint8), moments[:-1])
+        made._place(made._slots_for(len(ids)), kernels.TAIL, hashes, np.concatenate(places), seen)
         made._next_row, made._entries[0] = found["next_row"], len(ids)
         made._row_ids[rows], made._counts[rows] = found["ids"], found["counts"]
         made._last_uses[rows] = found["last_uses"]
-        made.step, made._forgotten = int(found["step"][0]), int(found["forgotten"][0])
+        made.step, made._forgotten = step, int(found["forgotten"][0])
         made._removed, made._removed_steps = found["removed"], found["removed_steps"]
         free = 1 + np.flatnonzero(made._counts[1 : int(made._next_row[0])] == 0)
         made._n_free[0], made._free[: len(free)], made._bound = len(free), free[::-1], None
+        made._drop_oldest(max(0, len(last) - (self.pending or _LARGEST)))
         return made
 
     def take_over(self, made: IdMap) -> None:
@@ -542,5 +597,5 @@ class IdMap:
             vars(self).update({**vars(made), **kept})
 
 
-def _empty_slots(n: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.empty(n, np.uint64), np.zeros(n, np.int32)
+def _empty_slots(n: int) -> Any:
+    return np.empty(n, np.uint64), np.zeros(n, np.int32), np.empty(n, np.uint8)

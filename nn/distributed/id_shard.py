@@ -11,7 +11,7 @@ from ...kernels.keeping import mixed, unmixed
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from ..base.arguments import MOST_STEPS, check_kind
-from ..base.id_arrays import STATE, checked_state, ids_of_64_bits
+from ..base.id_arrays import OPTIONAL, STATE, checked_state, ids_of_64_bits
 from ..base.id_map import Admissions, IdMap
 from ..engine.bag_maps import FoundRows
 from .agreement import agree, attempted, jointly
@@ -20,7 +20,8 @@ from .route import Route
 
 _PREFIX = "ids."
 _BY_ID = {
-    "ids": ("counts", "last_uses"), "pending": ("pending_counts",), "removed": ("removed_steps",)
+    "ids": ("counts", "last_uses"), "pending": ("pending_counts", "pending_last_uses"),
+    "removed": ("removed_steps",),
 }  # fmt: skip
 """Arrays of ids in the state of a map, and what each has for each id."""
 
@@ -33,7 +34,7 @@ class IdShard:
     and after equal calls of `IdMap.evict` with bounds. The numbers of rows may differ.
 
     Args:
-        ids: the map of this process; capacities may differ, other arguments may not.
+        ids: the map of this process; only ``capacity``, ``pending``, ``remembered`` may differ.
         comm: the processes; all of them call this.
 
     Raises:
@@ -137,11 +138,11 @@ class IdShard:
     ) -> tuple[IdMap, dict[str, np.ndarray]]:  # fmt: skip
         """The map, and the rows of arrays, that belong to this process."""
         parts: dict[str, list[np.ndarray]] = {name: [] for name in (*STATE, *arrays)}
-        names = {*arrays, *(_PREFIX + name for name in STATE)}
+        names = {*arrays, *(_PREFIX + name for name in STATE.keys() - OPTIONAL)}
         for k, state in enumerate(states):
             if missing := sorted(names - state.keys()):
                 reject(KeyError, where, f"states[{k}]", "lacks arrays", sorted(names), missing)
-            of_map = {name: state[_PREFIX + name] for name in STATE}
+            of_map = {k: state[_PREFIX + k] for k in STATE if _PREFIX + k in state}
             # Its process may have more rows than this one.
             of_map = checked_state(f"{where}: states[{k}]", of_map, MOST_STEPS)
             ids = of_map["ids"]

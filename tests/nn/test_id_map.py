@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
-from fusestep.nn.base.id_map import IdMap
+from fusestep.nn.base.id_map import IdMap, TooManyChangesError
 
 from helpers import more
 from test_interrupts import done_at, interrupt
@@ -33,20 +33,29 @@ def mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def rounded(step: int, now: int) -> int:
+    """The step in which an id without a row occurred, as it is known later."""
+    for k in range(30, 0, -1):  # blocks of 2**k steps, 7 whole ones ago
+        if step >> k < (now >> k) - 7:
+            return step | ((1 << k) - 1)
+    return step
+
+
 class Model:
     """A map in plain Python."""
 
-    def __init__(self, capacity: int, after: int, chance: float, seed: int, full: str) -> None:
+    def __init__(
+        self, capacity: int, after: int, chance: float, seed: int, full: str, pending: int | None
+    ) -> None:
         self.capacity, self.after, self.chance, self.seed = capacity, after, chance, seed
-        self.full, self.step = full, 0
+        self.full, self.step, self.pending, self.lost = full, 0, pending, [0, 0]
         self.rows: dict[int, int] = {}
         self.counts: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.removed: dict[int, int] = {}
         self.free = [*range(1, capacity)]
 
-    def admits(self, i: int) -> bool:
-        count = self.counts[i]
+    def admits(self, i: int, count: int) -> bool:
         drawn = mixed(mixed(i & ALL) ^ mixed(self.seed) ^ count) >> 32
         return count >= self.after and drawn < round(self.chance * 2.0**32)
 
@@ -61,15 +70,32 @@ class Model:
             others.sort(key=lambda i: (self.last[i], self.rows[i]))
             self.drop(others[: len(new) - len(self.free)], step)
         self.step = step
-        for i in every:
-            self.counts[i] = self.counts.get(i, 0) + 1
-            if i not in self.rows and self.admits(i) and self.free:
+        self.last |= {i: step for i in self.waiting() if i in ids}
+        for i, n in zip(ids, times, strict=True):
+            before = self.counts.get(i, 0)
+            is_admitted = any(self.admits(i, k) for k in range(before + 1, before + n + 1))
+            if i not in self.rows and is_admitted and self.free:
                 self.rows[i] = self.free.pop(0)
-            if i in self.rows:
-                self.last[i] = step
+            elif not before and len(self.waiting()) == self.pending:
+                self.forget(self.oldest()[: max(1, self.pending // 8)])
+            self.counts[i], self.last[i] = before + n, step
         return [self.rows.get(i, 0) for i in ids]
 
+    def waiting(self) -> list[int]:
+        return [i for i in self.counts if i not in self.rows]
+
+    def oldest(self) -> list[int]:
+        return sorted(
+            self.waiting(), key=lambda i: (rounded(self.last[i], self.step), mixed(i & ALL))
+        )
+
+    def forget(self, ids: list[int]) -> None:
+        self.lost[0] += len(ids)
+        for i in ids:
+            del self.counts[i]
+
     def drop(self, ids: list[int], step: int) -> list[int]:
+        self.lost[1] += len(ids)
         rows = sorted(self.rows.pop(i) for i in ids)
         for i in ids:
             del self.counts[i]
@@ -78,6 +104,11 @@ class Model:
         return rows
 
     def evict(self, unused: int | None, seen: int | None, keep: set[int]) -> list[int]:
+        self.forget([
+            i for i in self.waiting()
+            if unused is not None and self.step - rounded(self.last[i], self.step) >= unused
+            and (seen is None or self.counts[i] < seen) and i not in keep
+        ])  # fmt: skip
         return self.drop([
             i for i in self.rows
             if (unused is None or self.step - self.last[i] >= unused)
@@ -92,9 +123,13 @@ def assert_equal(ids: IdMap, model: Model) -> None:
     assert len(ids) == len(model.rows)
     for i, count, used in zip(known, counts, last, strict=True):
         assert (count, used) == (model.counts[i], model.last[i])
-    pending, occurrences = (a.tolist() for a in ids._pending())
-    others = {i: n for i, n in model.counts.items() if i not in model.rows}
-    assert dict(zip(pending, occurrences, strict=True)) == others
+    state = ids.state_dict()
+    names = "pending", "pending_counts", "pending_last_uses"
+    others = {(i, model.counts[i], rounded(model.last[i], model.step)) for i in model.waiting()}
+    assert {*zip(*(state[name].tolist() for name in names), strict=True)} == others
+    dropped, evicted = model.lost
+    numbers = {"admitted": len(known), "evicted": evicted, "pending": len(others)}
+    assert ids.statistics() == {**numbers, "dropped": dropped}
 
 
 def assert_whole(ids: IdMap) -> None:
@@ -106,7 +141,8 @@ def assert_whole(ids: IdMap) -> None:
     assert sorted([*free, *rows.tolist()]) == [*range(1, next_row)] and free == sorted(free)
     assert len(ids) == len(rows) and next_row <= ids.capacity == len(ids._row_ids)
     assert (counts > 0).all() and (last <= ids.step).all()
-    pending, occurrences = ids._pending()
+    pending, occurrences, moments, steps = ids._pending()
+    assert len(pending) <= (ids.pending or ALL) and (moments < len(steps)).all()
     assert int(ids._entries[0]) == len(rows) + len(pending) == np.count_nonzero(ids._places)
     assert (occurrences > 0).all() and not ids.find(pending).any()
     IdMap(ids.capacity).load_state_dict(ids.state_dict())
@@ -122,22 +158,23 @@ def test_random_sequences(part: int, seed: int) -> None:
     full = str(rng.choice(["reserved", "raise", "evict"]))
     options: dict[str, Any] = {"after": int(rng.choice([1, 1, 2, 4])), "seed": seed, "full": full}
     options["chance"] = 1.0 if full == "evict" else float(rng.choice([1.0, 0.3]))
-    ids, model = IdMap(capacity, **options), Model(capacity, **options)
+    options["pending"] = [None, 1, 7, 60, 300][int(rng.integers(5))]
+    ids, model = IdMap(capacity, remembered=10**6, **options), Model(capacity, **options)
     every = rng.integers(-(2**63), 2**63 - 1, int(rng.choice([3, 60, 900])))
     step = 0
     for _ in range(25):
         fusestep.set_num_threads(int(rng.integers(1, 3)))
         event = rng.random()
         if event < 0.1:
-            unused = [None, int(rng.integers(0, 20))][int(rng.integers(2))]
+            unused = [None, int(rng.integers(0, rng.choice([20, 900])))][int(rng.integers(2))]
             seen = int(rng.integers(0, 6)) if unused is None or rng.random() < 0.3 else None
             keep = rng.choice(every, 3)
             freed = ids.evict(unused_for=unused, seen_less_than=seen, keep=keep)
             assert freed.tolist() == model.evict(unused, seen, {*keep.tolist()})
         elif event < 0.15:
-            other = IdMap(capacity, **options)
+            other = IdMap(capacity, remembered=10**6, **options)
             other.load_state_dict(ids.state_dict())
-            ids = other
+            ids, model.lost = other, [0, 0]
         elif event < 0.18 and capacity < 5_000:
             ids.grow(capacity + 7)
             model.free += range(capacity, capacity + 7)
@@ -149,6 +186,11 @@ def test_random_sequences(part: int, seed: int) -> None:
             )
             old.evict(unused_for=0, forget_pending=True)  # a copy is one of its own
             old(every[:1], step)
+        elif event < 0.235 and full != "raise":  # more steps than a byte has moments
+            for one in range(300):
+                step, i = step + int(rng.choice([1, 1, 9])), one % (len(every) + 9)
+                model.call([i], step, [1])
+                ids(np.array([i]), step)
         else:
             step += int(rng.integers(0, 4))
             n = int(rng.choice([0, 1, 7, 300]))
@@ -179,7 +221,7 @@ def test_random_sequences(part: int, seed: int) -> None:
         assert ids.find(looked).reshape(-1).tolist() == found
         assert_equal(ids, model)
         assert_whole(ids)
-        since = int(rng.integers(0, step + 1))
+        since = int(rng.integers(0, model.step + 1))
         changed, rows, removed = (a.tolist() for a in ids.changed_since(since))
         used = {i: r for i, r in model.rows.items() if model.last[i] > since}
         assert dict(zip(changed, rows, strict=True)) == used
@@ -198,7 +240,7 @@ def longest_probe(ids: IdMap) -> int:
 
 @pytest.mark.parametrize("kind", ["random", "sequential", "multiples", "high bits"])
 def test_adversarial_ids(kind: str) -> None:
-    """At 80 % full no search is longer than 64, and an id takes at most 40 bytes."""
+    """At 80 % full no search is longer than 64, and an id takes at most 42 bytes."""
     n, rng = 300_000, np.random.default_rng(1)
     made = {
         "random": rng.integers(-(2**63), 2**63 - 1, n),
@@ -211,11 +253,48 @@ def test_adversarial_ids(kind: str) -> None:
         assert (ids(batch, k) == np.arange(len(batch)) + 1 + k * len(batch)).all()
         longest = max(longest, longest_probe(ids))
         if len(ids) >= 100_000:
-            n_bytes = ids._hashes.nbytes + ids._places.nbytes + 16 * len(ids)
+            n_bytes = ids._hashes.nbytes + ids._places.nbytes + ids._moments.nbytes + 16 * len(ids)
             most_bytes = max(most_bytes, n_bytes / len(ids))
     assert longest <= 64
-    assert most_bytes <= 40.0
+    assert most_bytes <= 42.0
     assert (ids.find(made) == np.arange(1, n + 1)).all()
+
+
+@pytest.mark.parametrize("limit", [None, 70_000])
+def test_bytes_of_ids_that_wait(limit: int | None) -> None:
+    """At most 31 each, with a limit never more of them, and it takes no more memory then."""
+    ids, rng, sizes = IdMap(1_000, after=2, pending=limit), np.random.default_rng(0), []
+    for step in range(60):
+        ids(rng.integers(-(2**62), 2**62, 5_000), step)
+        n_bytes = sum(x.nbytes for x in vars(ids).values() if isinstance(x, np.ndarray))
+        waiting = ids.statistics()["pending"]
+        assert waiting == 5_000 * (step + 1) or (limit and limit * 7 // 8 <= waiting <= limit)
+        assert step < 10 or n_bytes / waiting <= 31
+        sizes.append(n_bytes)
+    ids.evict(unused_for=3)
+    fresh = 15_000 if limit is None else min(15_000, limit)
+    assert ids.statistics()["pending"] == fresh and (sizes[-1] < sizes[30] + 1_000) == bool(limit)
+
+
+def test_states_of_ids_that_wait() -> None:
+    """Older ones, in whose step they count as seen; and more of them than there may be."""
+    ids = IdMap(9, after=3)
+    for step in range(40):
+        ids(np.array([step]), step)
+    old = {k: x for k, x in ids.state_dict().items() if k != "pending_last_uses"}
+    loaded, limited = IdMap(9, after=3), IdMap(9, after=3, pending=10)
+    loaded.load_state_dict(old)
+    assert loaded.evict(unused_for=1).size == 0 and loaded.statistics()["pending"] == 40
+    loaded(np.arange(4), 39)
+    for unused, seen, left in ((None, 9, 40), (0, 2, 4)):
+        loaded.evict(unused_for=unused, seen_less_than=seen)
+        assert loaded.statistics()["pending"] == left
+    loaded.evict(unused_for=0, keep=np.arange(3))
+    assert sorted(loaded.state_dict()["pending"].tolist()) == [0, 1, 2]
+    loaded.evict(forget_pending=True)
+    limited.load_state_dict(ids.state_dict())
+    assert sorted(limited.state_dict()["pending"].tolist()) == [*range(30, 40)]
+    assert (loaded.statistics()["dropped"], limited.statistics()["dropped"]) == (40, 30)
 
 
 def test_bad_input() -> None:
@@ -236,6 +315,11 @@ def test_bad_input() -> None:
         (ValueError, "capacity is out of range", lambda: IdMap(2**31)),
         (ValueError, "chance is out of range", lambda: IdMap(4, chance=0.0)),
         (ValueError, "full is unknown", lambda: IdMap(4, full="later")),
+        (ValueError, "pending is out of range: expected at least 1", lambda: IdMap(4, pending=0)),
+        (TypeError, "pending has a wrong type", lambda: IdMap(4, pending=2.0)),  # type: ignore[arg-type]
+        (ValueError, "remembered is out of range", lambda: IdMap(4, remembered=-1)),
+        (ValueError, "step is out of range: expected at most 3", lambda: ids.changed_since(4)),
+        (ValueError, "step is out of range: expected at least 0", lambda: ids.changed_since(-1)),
         (KeyError, "has other names", lambda: ids.load_state_dict({})),
         (ValueError, "does not fit", lambda: IdMap(4).load_state_dict(before)),
         *(
@@ -311,7 +395,7 @@ def test_many_removals_are_forgotten() -> None:
     for k in range(3):
         assert len(ids.evict(unused_for=3)) == 1_000
         ids(np.arange(3), 5 + k)
-    with pytest.raises(ValueError, match="what was removed before is forgotten"):
+    with pytest.raises(TooManyChangesError, match=r"are forgotten.*send the whole"):
         ids.changed_since(5)
     assert len(ids.changed_since(6).removed) == 1_000
     other, state = IdMap(5_000), ids.state_dict()
@@ -319,11 +403,22 @@ def test_many_removals_are_forgotten() -> None:
     backwards = {name: state[name][::-1] for name in ("removed", "removed_steps")}
     other.load_state_dict({**state, **backwards})
     assert np.array_equal(other.changed_since(6).removed, ids.changed_since(6).removed)
-    with pytest.raises(ValueError, match="is forgotten"):
+    with pytest.raises(TooManyChangesError, match="are forgotten"):
         other.changed_since(5)
     other.evict(unused_for=0)  # the oldest are forgotten, which are at the end
-    with pytest.raises(ValueError, match="is forgotten"):
+    with pytest.raises(TooManyChangesError, match="are forgotten"):
         other.changed_since(6)
+    for n in (0, 2, 3):
+        few = IdMap(9, remembered=n)
+        few(np.arange(3), 1)
+        few.evict(unused_for=0)
+        few(np.arange(1), 2)
+        if n < 3:
+            with pytest.raises(TooManyChangesError):
+                few.changed_since(1)
+        else:
+            assert few.changed_since(1).removed.tolist() == [1, 2]
+        assert few.changed_since(2).removed.size == 0
 
 
 def damaged(array: np.ndarray, rng: np.random.Generator) -> Any:
@@ -372,7 +467,7 @@ def test_states_that_are_damaged(n: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("options", [{}, {"after": 2}, {"full": "evict"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"after": 2, "pending": 900}, {"full": "evict"}], ids=str)
 @pytest.mark.parametrize("event", ["call", "evict", "grow", "load", "copy"])
 def test_interrupts_at_every_moment(event: str, options: Any) -> None:
     """No row is lost, and those that an interrupted call has handed out are free again."""
@@ -416,7 +511,7 @@ def test_interrupts_at_every_moment(event: str, options: Any) -> None:
 @pytest.mark.parametrize("n", [300, more(10_000)])
 def test_threads_that_share_a_map(n: int) -> None:
     """One grows and evicts, one changes the ids and times that two others have given."""
-    ids, errors = IdMap(500, after=2, full="evict"), list[BaseException]()
+    ids, errors = IdMap(500, after=2, full="evict", pending=400), list[BaseException]()
     shared, times, is_done = np.arange(9_000), np.ones(9_000, np.int64), threading.Event()
     interval = sys.getswitchinterval()
 
@@ -471,6 +566,7 @@ def test_counts_at_their_end() -> None:
     ids = IdMap(3, full="evict")
     state = IdMap(3, after=2).state_dict()
     state |= {"pending": np.array([7]), "pending_counts": np.array([2**31 - 1], np.int32)}
+    del state["pending_last_uses"]
     ids.load_state_dict(state)
     assert ids(np.array([1, 2]), 1).tolist() == [1, 2]
     assert ids(np.array([7]), 2).tolist() == [1] and ids.evictions == 2

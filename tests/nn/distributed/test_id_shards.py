@@ -195,6 +195,9 @@ def test_states_that_do_not_fit() -> None:
     assert in_threads(2, on_two) == [0, 0]
     with pytest.raises(TypeError, match="ids has a wrong type"):
         IdShard(3, alone())  # type: ignore[arg-type]
+    older = {name: x for name, x in state.items() if name != "ids.pending_last_uses"}
+    other.shard.load_state_dicts([older], other.arrays())
+    assert other.by_id() == training.by_id()
     route = training.shard.route(BATCHES[0], 9, training.begin)
     training.shard.ids.evict(unused_for=0)
     with pytest.raises(RuntimeError, match="are not those of the lookup"):
