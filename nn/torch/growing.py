@@ -20,7 +20,7 @@ from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.arguments import seed as checked_seed
-from ..base.id_arrays import STATE
+from ..base.id_arrays import OPTIONAL, STATE
 from ..base.id_map import Admissions, IdMap
 from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import gather_texts, jointly
@@ -312,13 +312,14 @@ def _taken_over(
 ) -> None:  # fmt: skip
     """Take over rows and map of a state dict, and leave what PyTorch loads."""
     weight, own = f"{prefix}weight", {f"{prefix}ids.{name}": name for name in STATE}
-    missing += [name for name in own if name not in state]
+    needed = [label for label, name in own.items() if name not in OPTIONAL]
+    missing += [label for label in needed if label not in state]
     found = {name: state.pop(label) for label, name in own.items() if label in state}
     seed, rows = state.pop(f"{prefix}ids.seed", module._seed_of_old_files), state.get(weight)
     if rows is None:
         return
     state[weight] = module.weight  # which PyTorch leaves as it is
-    if len(found) < len(own):
+    if not found.keys() >= STATE.keys() - OPTIONAL:
         return
     try:
         seed = checked_seed(_WHERE, "seed", np.asarray(seed).item())
