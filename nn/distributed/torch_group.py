@@ -53,6 +53,10 @@ class TorchCommunicator:
         """Return this communicator: a copy of a model talks to the same processes."""
         return self
 
+    def __reduce__(self) -> Any:
+        wrong, expected = "is of these processes alone", "a state dict, or a copy"
+        return reject(TypeError, _WHERE, "the communicator", wrong, expected, "a pickle")
+
     def all_to_all(
         self, sent: Any, counts: Sequence[int], received: Any, received_counts: Sequence[int]
     ) -> TorchTransfer:

@@ -268,7 +268,7 @@ def clip_grad_value_(
     del foreach
     limit = _number(_VALUE, "clip_value", clip_value)
     check.in_range(_VALUE, "clip_value", limit, limit >= 0.0, "at least 0")
-    every = [own for own in _given(_VALUE, parameters) if own[2] is not None]
+    every = [(*own[:2], _here(*own)) for own in _given(_VALUE, parameters) if own[2] is not None]
     summed = {id(own[2]): _summed(_VALUE, *own) for own in every if own[2].is_sparse}
     for _, _, gradient in _writable(_VALUE, every, zeros_stay=True):
         if (clipped := summed.get(id(gradient))) is None:
@@ -281,6 +281,14 @@ def clip_grad_value_(
 
 _norm_outside_of_graphs = outside_of_graphs(clip_grad_norm_)
 _values_outside_of_graphs = outside_of_graphs(clip_grad_value_)
+
+
+def _here(name: str, _: Tensor, gradient: Any) -> Tensor:
+    """The elements of a gradient that are here, as they are clipped one by one."""
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        wrong, expected = "is a sum that processes have not taken", "shards or replicas"
+        reject(RuntimeError, _VALUE, name, wrong, expected, gradient.placements)
+    return local(gradient)
 
 
 def _number(where: str, name: str, value: Any) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...kernels.private import outside_of_graphs
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ..base.arguments import count
@@ -136,6 +137,9 @@ class ShardedEmbedding(nn.Module):
             IndexError: on a rank, an id is out of range.
             RuntimeError: DistributedDataParallel of several processes has the weight.
         """
+        if torch.compiler.is_dynamo_compiling():  # of one process, while others exchange rows
+            found: Tensor = _outside_of_graphs(self, ids)
+            return found
         if self.mixed_up:
             reject(RuntimeError, _WHERE, *self.mixed_up)
         self._mark()
@@ -153,6 +157,9 @@ class ShardedEmbedding(nn.Module):
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """No effect: rows were taken in this order, or refused, before any was written."""
+
+
+_outside_of_graphs = outside_of_graphs(ShardedEmbedding.forward)
 
 
 def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:

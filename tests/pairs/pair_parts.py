@@ -6,9 +6,9 @@ import copy
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ def _sets(**values: Any) -> Callable[[Plan], None]:
             setattr(plan, name, value)
 
     return part
+
+
+def _adds(name: str, value: str) -> Callable[[Plan], None]:
+    return lambda plan: setattr(plan, name, (*getattr(plan, name), value))
 
 
 def _event(event: Callable[[Run], None]) -> Callable[[Plan], None]:
@@ -114,7 +118,7 @@ def _through_dcp(run: Run, **options: Any) -> None:
     if run.plan.table == "growing":  # its tensors are of the size that they were saved with
         for name, known in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
             key = name.removeprefix("model.")
-            if key != name and key.startswith(("table.ids.", "table.0.ids.")) or (
+            if (key != name and key.startswith(("table.ids.", "table.0.ids."))) or (
                 key in ("table.weight", "table.0.weight")
             ):
                 model[key] = torch.empty(known.size, dtype=known.properties.dtype)
@@ -175,14 +179,14 @@ PARTS |= {
     "bags, step in backward": _sets(bags=True),
     "shared features": _sets(features=2),
     "accumulation": _sets(batches=2),
-    "clipping by norm": _sets(clip="norm"),
-    "clipping by value": _sets(clip="value"),
+    "clipping by norm": _adds("clips", "norm"),
+    "clipping by value": _adds("clips", "value"),
     "skip_nonfinite": lambda plan: (_options(skip_nonfinite=True)(plan), _sets(is_bad=True)(plan)),
     "GradScaler": _sets(scaler=True, is_bad=True),
     "schedule": _sets(schedule=True),
     "add_param_group": _sets(is_late=True),
-    "frozen table": _sets(frozen="table"),
-    "frozen layer": _sets(frozen="dense"),
+    "frozen table": _adds("frozen", "table"),
+    "frozen layer": _adds("frozen", "dense"),
     "deepcopy": _event(partial(_exchange, copied=copy.deepcopy)),
     "pickle": _event(partial(_exchange, copied=_through_pickle)),
     "state dict in a file": _event(_through_file),
@@ -193,11 +197,45 @@ PARTS |= {
     "FSDP2": _sets(wrap="fsdp", processes=2),
     "ShardedEmbedding": _sets(table="sharded", processes=2),
     "averaged model": _sets(average=True),
-    "torch.compile": _sets(wrap="compile"),
+    "torch.compile": _sets(compiles=True),
     "threads": _sets(threads=2),
     "fork": _event(_fork),
 }
 PAIRS = [*combinations(PARTS, 2)]
+_ROUNDINGS = "master weights", "Kahan sums", "stochastic rounding"
+_EXCHANGES = "DDP", "FSDP2", "ShardedEmbedding"
+
+
+def _each(names: Iterable[str], others: Iterable[str], text: str) -> dict[frozenset[str], str]:
+    return {frozenset(pair): text for pair in product(names, others)}
+
+
+REFUSED: dict[frozenset[str], str] = {
+    **_each(_ROUNDINGS, ["copies"], "expected float16 or bfloat16 of a float32 parameter"),
+    **_each(["stochastic rounding"], ["catch-up"], "sparse='catch_up' excludes random bits"),
+    **_each(["catch-up"], ["row-wise bias correction"], "sparse='catch_up' is impossible"),
+    **_each(["states in files"], ["fork"], "the folder is another one's"),
+    **_each(["states in files"], _EXCHANGES[1:], "is elsewhere: expected whole parameters"),
+    **_each(["bags, step in backward"], ["ShardedEmbedding"], "table '0' has a wrong type"),
+    **_each(["clipping by norm"], _EXCHANGES[1:], "is distributed: expected a tensor of one"),
+    **_each(["skip_nonfinite"], _EXCHANGES[1:], "skip_nonfinite takes no distributed parameters"),
+    **_each(["pickle"], ["ShardedEmbedding"], "the communicator is of these processes alone"),
+}
+"""What an error says, by pairs that have no meaning."""
+NOT_APPLICABLE: dict[frozenset[str], str] = {
+    **{frozenset(pair): "values of one option" for pair in combinations(_ROUNDINGS, 2)},
+    **_each(["growing ids"], ["ShardedEmbedding"], "two kinds of table"),
+    **_each(["DDP"], ["FSDP2"], "two wrappers of one model"),
+    **_each(["bags, step in backward"], ["accumulation"], "each backward is a step"),
+    **_each(["bags, step in backward"], ["GradScaler"], "gradients act as they come, so no loss "
+            "may be scaled"),
+    **_each(["FSDP2"], ["deepcopy", "pickle", "averaged model"], "PyTorch refuses to copy such "
+            "models"),
+    **_each(["FSDP2"], ["GradScaler"], "PyTorch's scaler takes no mixture of tensors and DTensors"),
+    **_each(["threads"], _EXCHANGES, "exchanges of two threads have no common order"),
+    **_each(["fork"], _EXCHANGES, "a child has no threads of the process group"),
+}  # fmt: skip
+"""Why others are not tried."""
 
 
 def plan_of(*names: str) -> Plan:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,18 @@ class Plan:
     features: int = 1
     bags: bool = False
     batches: int = 1  # of a step
-    clip: str = ""  # "norm" or "value"
+    clips: tuple[str, ...] = ()  # "norm", "value"
     is_bad: bool = False  # a gradient of one step is infinite
     scaler: bool = False
     schedule: bool = False
     is_late: bool = False  # a parameter joins later
-    frozen: str = ""  # "table" or "dense", for some steps
+    frozen: tuple[str, ...] = ()  # "table", "dense": for some steps
     files: bool = False
     copies: bool = False
     average: bool = False
     threads: int = 1  # programs at once
-    wrap: str = ""  # "ddp", "fsdp" or "compile"
+    wrap: str = ""  # "ddp" or "fsdp"
+    compiles: bool = False
     processes: int = 1
     events: list[Callable[[Run], None]] = field(default_factory=list)
 
@@ -127,11 +129,6 @@ class Run:
         with _makes:
             torch.manual_seed(0)
             self.model = Model(plan)
-            maker: Any = contextlib.nullcontext()
-            if plan.files:
-                maker = fusestep.states_in(
-                    fusestep.MappedFiles(self.folder / f"{self.n_made}.{self.rank}", fill=True)
-                )
             self._freeze()
             if plan.wrap == "fsdp":
                 from torch.distributed.fsdp import fully_shard
@@ -147,8 +144,14 @@ class Run:
                 groups[0]["copies"] = [self.copy]
             lists = [groups[:1], groups[1:]] if plan.bags else [groups]
             options = {"sparse": "touched", "lr": RATE, **plan.options}
-            with maker:
-                self.optimizers = [getattr(fused, plan.kind)(own, **options) for own in lists]
+            self.optimizers = []
+            for k, own in enumerate(lists):
+                maker: Any = contextlib.nullcontext()
+                if plan.files:
+                    folder = self.folder / f"{self.n_made}.{k}.{self.rank}"
+                    maker = fusestep.states_in(fusestep.MappedFiles(folder, fill=True))
+                with maker:
+                    self.optimizers.append(getattr(fused, plan.kind)(own, **options))
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if plan.scaler else None
         self.schedulers = [
             torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -163,18 +166,19 @@ class Run:
         """Wrap the model, and let bags step in backward."""
         plan, wrapped = self.plan, self.model
         if plan.wrap == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(fused.hide_from_ddp(self.model))
-        elif plan.wrap == "compile":
-            wrapped = torch.compile(self.model, backend="eager")
-        self.wrapped: Any = wrapped
+            wrapped = nn.parallel.DistributedDataParallel(
+                fused.hide_from_ddp(self.model), find_unused_parameters=bool(plan.frozen)
+            )
+        compiles = partial(torch.compile, backend="eager")
+        self.wrapped: Any = compiles(wrapped) if plan.compiles else wrapped
         if plan.bags:
-            limits = {"norm": {"max_norm": 1.0}, "value": {"clip_value": 1.0}}.get(plan.clip, {})
+            limits = {{"norm": "max_norm", "value": "clip_value"}[name]: 1.0 for name in plan.clips}
             self.model.table.update_in_backward(self.optimizers[0], **limits)
 
     def _freeze(self) -> None:
         is_frozen = self.k in FROZEN
         for name, module in (("table", self.model.lookup), ("dense", self.model.head)):
-            if self.plan.frozen == name:
+            if name in self.plan.frozen:
                 module.weight.requires_grad_(not is_frozen)
 
     # Steps
@@ -187,9 +191,10 @@ class Run:
         # Some ids come again after a pause.
         near = (draw.integers(0, IDS // 2, (plan.features, BATCH, LENGTH)) + 5 * (k // 2)) % IDS
         ids = POOL[near] if plan.table == "growing" else near
-        c, d, e = (draw.choice([-2.0, -1.0, 1.0, 2.0], shape) for shape in (
-            (BATCH, plan.features * WIDTH), (1, plan.features * WIDTH), (1,)
-        ))  # fmt: skip
+        c = draw.choice([-2.0, -1.0, 1.0, 2.0], (BATCH, plan.features * WIDTH))
+        # Dense parameters have the same gradients in all processes, as those of a trainer have.
+        draw = np.random.default_rng([self.seed, k, batch])
+        d, e = (draw.choice([-2.0, -1.0, 1.0, 2.0], n) for n in (plan.features * WIDTH, 1))
         if plan.is_bad and k == BAD and batch == rank == 0:
             c[0, 0] = np.inf
         return ids, c, d, e
@@ -201,7 +206,7 @@ class Run:
             self.optimizers[-1].add_param_group({"params": [self.model.scale]})
         self._freeze()
         self.model.zero_grad()
-        rests = plan.frozen == "table" and self.k in FROZEN
+        rests = "table" in plan.frozen and self.k in FROZEN
         self.uses += not rests
         ranks = range(plan.processes)
         shares = plan.wrap == "ddp"
@@ -209,7 +214,7 @@ class Run:
         for batch in range(plan.batches):
             every = [self.draw(batch, rank) for rank in ranks]
             seen = every if plan.table != "plain" or shares else [every[self.rank]]
-            for ids, c, d, e in seen:
+            for ids, c, _, _ in seen:
                 if not rests:
                     reference.admit(map(int, ids.ravel()), self.uses)
                 means = plan.wrap in ("ddp", "fsdp") and len(seen) > 1
@@ -217,13 +222,12 @@ class Run:
                 for own, g in zip(ids, np.split(c, plan.features, 1), strict=True):
                     for k, row in zip(own.ravel(), np.repeat(g, LENGTH, 0), strict=True):
                         rows[int(k)] = rows.get(int(k), 0.0) + share * row
-            for _, _, d, e in every if shares else [every[self.rank]]:
-                share = 1.0 / len(every) if shares else 1.0
-                dense["head"] = dense["head"] + share * np.tile(d, (OUT, 1))
-                dense["scale"] = dense["scale"] + share * e[0]
+            dense["head"] = dense["head"] + np.tile(every[0][2], (OUT, 1))
+            dense["scale"] = dense["scale"] + every[0][3][0]
             self._backward(*every[self.rank])
         self._update()
-        self._step_of_reference(None if rests else rows, dense)
+        with np.errstate(invalid="ignore"):  # of infinities, whose step is skipped
+            self._step_of_reference(None if rests else rows, dense)
         if self.average is not None:
             self.average.update_parameters(self.model)
             reference.average()
@@ -243,14 +247,14 @@ class Run:
     def _update(self) -> None:
         plan = self.plan
         optimizers = self.optimizers[1:] if plan.bags else self.optimizers
-        for optimizer in optimizers if self.scaler is not None and plan.clip else ():
+        for optimizer in optimizers if self.scaler is not None and plan.clips else ():
             self.scaler.unscale_(optimizer)
         parameters = [p for group in self._groups() for p in group["params"]]
         if plan.bags:
             parameters = parameters[1:]
-        if plan.clip == "norm":
+        if "norm" in plan.clips:
             fused.clip_grad_norm_(parameters, 1.0)
-        elif plan.clip:
+        if "value" in plan.clips:
             fused.clip_grad_value_(parameters, 1.0)
         for optimizer in optimizers:
             if self.scaler is None:
@@ -266,18 +270,21 @@ class Run:
         plan, k = self.plan, self.k
         if plan.is_late and k < LATE:
             del dense["scale"]
-        if plan.frozen == "dense" and k in FROZEN:
+        if "dense" in plan.frozen and k in FROZEN:
             del dense["head"]
-        is_limited = plan.clip == "value" and not plan.scaler  # an infinity is, too
+        # An infinity is limited too, unless it has been seen or made a NaN before.
+        is_limited = plan.clips == ("value",) and not plan.scaler
         is_bad = plan.is_bad and k == BAD and not is_limited
         parts = [[*(rows or {}).values()], [*dense.values()]]
         parts = parts if plan.bags else [parts[0] + parts[1]]
-        if plan.clip == "norm":
-            norms = [np.sqrt(sum(float((np.asarray(x) ** 2).sum()) for x in part)) for part in parts]
+        if "norm" in plan.clips:
+            norms = [
+                np.sqrt(sum(float((np.asarray(x) ** 2).sum()) for x in part)) for part in parts
+            ]
             factors = [min(1.0, 1.0 / (norm + 1e-6)) for norm in norms]
             rows = rows and {key: factors[0] * x for key, x in rows.items()}
             dense = {key: factors[-1] * x for key, x in dense.items()}
-        elif plan.clip:
+        if "value" in plan.clips:
             rows = rows and {key: np.clip(x, -1.0, 1.0) for key, x in rows.items()}
             dense = {key: np.clip(x, -1.0, 1.0) for key, x in dense.items()}
         if is_bad:
@@ -293,7 +300,9 @@ class Run:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         difference = np.abs(value.detach().double().numpy() - right).max(initial=0.0)
         limit = terms * self.plan.tolerance
-        assert difference <= limit, f"{what}: {difference:.2g} off in step {self.k}, not {limit:.2g}"
+        assert difference <= limit, (
+            f"{what}: {difference:.2g} off in step {self.k}, not {limit:.2g}"
+        )
 
     def compare_all(self) -> None:
         """Raise if any weight is not the reference's."""
