@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pair_programs import EVENT, STEPS, Plan, Run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
+
+from pair_programs import EVENT, STEPS, Plan, Run
 
 PARTS: dict[str, Callable[[Plan], None]] = {}
 
