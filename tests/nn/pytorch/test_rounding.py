@@ -372,6 +372,13 @@ def test_masters_that_win() -> None:
         with pytest.raises(ValueError, match="AdamW: from_masters is impossible"):
             other.load_state_dict(state, from_masters=True)
     assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+    # Adagrad has states of parameters that never had a gradient.
+    optimizer = fused.Adagrad(parameters, lr=0.1, rounding="master")
+    parameters[-1].grad = None
+    optimizer.step()
+    weights = [p.detach().clone() for p in parameters]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()), from_masters=True)
+    assert all(map(torch.equal, parameters, weights))
 
 
 def test_a_remainder_of_another_weight_begins_anew() -> None:

@@ -434,3 +434,40 @@ def test_a_table_that_was_rebound() -> None:
             call()
     optimizer.flush()
     train(model, optimizer, range(3, 5))
+
+
+def test_what_has_no_rows_steps_as_ever() -> None:
+    """Beside tables that sleep: a number, a strided parameter; a sparse gradient it cannot have."""
+    torch.manual_seed(0)
+    strided = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    shapes = [torch.randn(5, 2), torch.ones(()), strided]
+    both = [[torch.nn.Parameter(x.clone()) for x in shapes] for _ in range(2)]
+    optimizers = [MAKERS["AdamW"](p, how) for p, how in zip(both, ("catch_up", "all"), strict=True)]
+    for _ in range(3):
+        gradients = [torch.randn_like(x) for x in shapes]
+        for parameters, optimizer in zip(both, optimizers, strict=True):
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+    assert_same_bits(*both)
+    assert ["last_step" in optimizers[0].state[p] for p in both[0]] == [True, False, False]
+    turned = torch.nn.Parameter(torch.ones(2, 5).t())
+    turned.grad = torch.sparse_coo_tensor([[0]], [[1.0, 1.0]], (5, 2), check_invariants=False)
+    with pytest.raises(RuntimeError, match="does not fit sparse='catch_up': expected a contiguous"):
+        MAKERS["AdamW"]([turned], "catch_up").step()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_code_notices_that_lookups_are_watched() -> None:
+    table = torch.nn.Embedding(N, D, sparse=True)
+    optimizer = MAKERS["AdamW"](table.parameters(), "catch_up")
+    compiled = torch.compile(lambda ids: table(ids) * 1.0, backend="eager")
+    compiled(torch.tensor([0]))
+    optimizer.watch(table)
+    for ids in (torch.tensor([1, 2]), torch.tensor([3, 4])):
+        compiled(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = compiled(torch.tensor([1, 2]))
+    optimizer.flush()
+    assert torch.equal(found, table.weight[1:3])
