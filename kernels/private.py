@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -179,6 +180,22 @@ def zero_tensors() -> Callable[[Any], bool]:
 def version_of(tensor: Any) -> int:
     """How often PyTorch has counted a change of a tensor; 0 where it does not say."""
     return 0 if find("version") is None else int(tensor._version)
+
+
+@cache
+def forgets_graphs() -> bool:
+    """Whether a parameter that was of another dtype in between is a new leaf for autograd.
+
+    PyTorch documents nothing of what becomes of a parameter's node where its data is exchanged.
+    """
+    torch = import_module("torch")
+    edge_of = torch.autograd.graph.get_gradient_edge
+    with torch.inference_mode(mode=False):
+        parameter = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
+        node = edge_of(parameter).node
+        for data in (torch.zeros(0, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float32)):
+            parameter.data = data
+        return edge_of(parameter).node is not node
 
 
 def backward_of_now() -> Callable[[], int]:

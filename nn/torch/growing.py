@@ -32,6 +32,7 @@ from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
+from .engine.tensors import check_graphs, rebind
 
 _WHERE = "GrowingEmbedding"
 
@@ -286,7 +287,8 @@ class GrowingEmbedding(nn.Embedding):
         if optimizers:
             optimizers[0].grow(self.weight, n)
         else:
-            self.weight.data = tensor_of(grown(array_of(self.weight.detach()), n, 0.0))
+            check_graphs(where, self.weight)
+            rebind(where, self.weight, tensor_of(grown(array_of(self.weight.detach()), n, 0.0)))
         self.ids.grow(capacity)
         self.num_embeddings = self.ids.capacity
 

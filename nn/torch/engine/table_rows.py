@@ -51,7 +51,7 @@ from .sleep import (
     watch_saves,
 )
 from .state import check_states, group_of, place_at, place_of, updates_of
-from .tensors import local
+from .tensors import check_graphs, local, rebind
 from .threads import as_torch
 
 _lock = threading.Lock()
@@ -270,11 +270,13 @@ class TableOptimizer(Declaration, TableRows):
         if parameter.grad is not None:
             expected = "one without a gradient and copies"
             reject(RuntimeError, call, "parameter", "cannot grow", expected, "another")
+        check_graphs(call, parameter)
 
     def _move(self, parameter: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
         if self._files is not None:
             self._files.files.write(MOVED, for_good=True)
-        parameter.data = tensor_of(arrays.pop(WEIGHTS.name))
+        weights = tensor_of(arrays.pop(WEIGHTS.name))
+        rebind(f"{type(self).__name__}.grow", parameter, weights)
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
         if (known := self._tables.get(parameter)) is not None:
