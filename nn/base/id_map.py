@@ -85,6 +85,8 @@ class IdMap:
         last: `Admissions` of the last call.
         step: the step of that call.
         evictions: how often rows were given back.
+        ids, rows, counts, ...: copies of the arrays of `state_dict`, by their names there: so what
+            follows the keys of a state dict as attributes finds them.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -99,6 +101,8 @@ class IdMap:
     >>> ids.evict(unused_for=3).tolist(), ids(np.array([12]), step=6).tolist()
     ([1, 2], [1])
     """
+
+    _is_part = False  # whether other processes have ids of the same table
 
     def __init__(
         self, capacity: int, *, after: int = 1, chance: float = 1.0, seed: int = 0,
@@ -540,6 +544,21 @@ class IdMap:
             # Rows of before may be those of other ids now.
             kept = {"_lock": self._lock, "evictions": self.evictions + 1}
             vars(self).update({**vars(made), **kept})
+
+
+def _array_of_state(name: str) -> property:
+    def read(ids: IdMap) -> np.ndarray:
+        if ids._is_part:
+            fix = "save each process's state dict in a file of its own"
+            wrong = "has keys that those of other processes have too"
+            raise RuntimeError(f"IdMap: a map of one of several processes {wrong}: {fix}")
+        return ids.state_dict()[name]
+
+    return property(read)
+
+
+for _name in STATE.keys() - {"step"}:  # which is there
+    setattr(IdMap, _name, _array_of_state(_name))
 
 
 def _empty_slots(n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -32,7 +32,7 @@ from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
-from .engine.tensors import check_graphs, rebind
+from .engine.tensors import check_graphs, local, rebind
 
 _WHERE = "GrowingEmbedding"
 
@@ -130,6 +130,7 @@ class GrowingEmbedding(nn.Embedding):
         if comm is not None:
             (first, *_) = map(int, gather_texts(comm, str(ids.seed)))
             ids._begin_seed(first if seed is None else ids.seed)
+            ids._is_part = comm.size > 1
         self.shard = None if comm is None else IdShard(ids, comm)
         if initial is None:
             initial = self._drawn = UniformRows(1.0 / math.sqrt(embedding_dim), ids.seed)
@@ -215,6 +216,16 @@ class GrowingEmbedding(nn.Embedding):
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
         return self._array(ids), *self._admission()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":  # as FSDP does, in whose forward it is a table that is gone afterwards
+            self._check_whole()
+
+    def _check_whole(self) -> None:
+        if local(self.weight) is not self.weight:
+            wrong, expected = "is a DTensor", "in ignored_params of fully_shard, and comm=..."
+            reject(RuntimeError, _WHERE, "the weight", wrong, expected, "cut by its rows")
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         is_known = len(self.ids) or self.weight.is_inference()
@@ -232,6 +243,7 @@ class GrowingEmbedding(nn.Embedding):
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
+        self._check_whole()
         if self.mixed_up:
             reject(RuntimeError, _WHERE, *self.mixed_up)
         if self._as_copied >= 0:
@@ -302,6 +314,7 @@ class GrowingEmbedding(nn.Embedding):
 
 def _handed_out(module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Leave the rows that were handed out in a state dict, beside the map and its seed."""
+    module._check_whole()
     own = module.ids.state_dict()
     state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(own["next_row"][0])].clone()
     own["seed"] = np.array([module.ids.seed])
