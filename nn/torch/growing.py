@@ -79,7 +79,7 @@ class GrowingEmbedding(nn.Embedding):
 
     ``state_dict`` has copies of the rows that were handed out, the arrays of the map and the seed;
     it loads into a module of any capacity that has room for them. What an optimizer keeps is of the
-    capacity that it was made for: load both into a module of that one, then `grow`.
+    capacity that it was made for, and loads beside a table of that one or a larger one.
 
     `EmbeddingBags` adopts such modules. `averaged` has means of rows by id. In
     DistributedDataParallel a table needs ``comm`` and `hide_from_ddp`.
@@ -219,15 +219,18 @@ class GrowingEmbedding(nn.Embedding):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "weight":  # as FSDP does, in whose forward it is a table that is gone afterwards
-            self._check_whole()
+            self._mark()
 
-    def _check_whole(self) -> None:
+    def _mark(self) -> None:
+        """Let `Fused.load_state_dict` know the table, of which a copy has no mark."""
+        self.weight.can_grow = True
         if local(self.weight) is not self.weight:
             wrong, expected = "is a DTensor", "in ignored_params of fully_shard, and comm=..."
             reject(RuntimeError, _WHERE, "the weight", wrong, expected, "cut by its rows")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._mark()
         is_known = len(self.ids) or self.weight.is_inference()
         self._as_copied = -1 if is_known else version_of(self.weight)
 
@@ -243,7 +246,7 @@ class GrowingEmbedding(nn.Embedding):
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
-        self._check_whole()
+        self._mark()
         if self.mixed_up:
             reject(RuntimeError, _WHERE, *self.mixed_up)
         if self._as_copied >= 0:
@@ -314,7 +317,7 @@ class GrowingEmbedding(nn.Embedding):
 
 def _handed_out(module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Leave the rows that were handed out in a state dict, beside the map and its seed."""
-    module._check_whole()
+    module._mark()
     own = module.ids.state_dict()
     state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(own["next_row"][0])].clone()
     own["seed"] = np.array([module.ids.seed])

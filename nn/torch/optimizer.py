@@ -164,6 +164,8 @@ class Fused(TableOptimizer, _Base):
         Options of this package that it does not have, as one of PyTorch's, stay as they are.
         ``from_masters`` makes parameters their masters, rounded (ValueError: there are none); by
         default the weights stay, and a master that makes another one begins at it in the next step.
+        What is of fewer rows of a `GrowingEmbedding` begins anew for the others; of more rows, it
+        raises a ValueError.
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
@@ -171,11 +173,11 @@ class Fused(TableOptimizer, _Base):
         before = [{name: group[name] for name in own_names} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
 
-        def look(_: Any, found: dict[str, Any]) -> None:
-            given.append(found)
-            self._check_loaded(found)
+        def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+            given.append(self._checked_state(found))
             if from_masters:
-                check_masters(type(self).__name__, self.param_groups, found)
+                check_masters(type(self).__name__, self.param_groups, given[-1])
+            return given[-1]
 
         last = self.register_load_state_dict_pre_hook(look)
         try:

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from ...engine.catch_up import (
     sleeping_table,
 )
 from ...engine.table_rows import TableRows
-from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
+from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray, grown
 from .declaration import Declaration
 from .files import map_scalars
 from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of
@@ -434,14 +435,42 @@ class TableOptimizer(Declaration, TableRows):
                 known.awake = None
             self._wake_late(parameter)
 
-    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse options and states of a state dict that the groups cannot have.
+    def _with_more_rows(
+        self, group: Group, parameter: Tensor, state: Mapping[str, Any], label: str
+    ) -> dict[str, Any]:
+        """A saved state of a table that can grow, which has states for fewer rows than the table.
+
+        Raises:
+            ValueError: it has states for more rows.
+        """
+        where, n, choice, made = type(self).__name__, len(parameter), self._choice(group), {**state}
+        shapes, rule = self.shapes(choice, parameter), choice.rule.on(tuple(parameter.shape))
+        every = {role: state for role, state in zip(shapes, rule.states, strict=True)}
+        for role, shape in {**shapes, LAST.name: (n,)}.items():
+            x = state.get(role)
+            is_of_rows = shape[0] == n and isinstance(x, Tensor) and x.dtype in NUMBERS
+            if not is_of_rows or x.dim() != len(shape) or x.shape[1:] != shape[1:]:
+                continue  # which is right, or refused as it is
+            if len(x) > n:
+                expected = f"at most {n}: call the table's grow({len(x)}) before"
+                reject(ValueError, where, label, "has too many rows", expected, len(x))
+            if len(x) < n:
+                initial: float | str = float(updates_of(where, state)) if role == LAST.name else (
+                    PARAMETER if every[role].initial == PARAMETER else self.initial(role, group)
+                )  # fmt: skip
+                made[role] = tensor_of(grown(array_of(x.detach().cpu().contiguous()), n, initial))
+                # Two optimizers that go on from here count apart.
+                made |= {"step": deepcopy(state["step"])} if "step" in state else {}
+        return made
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict for the rows that tables have, if groups can have its options and states.
 
         Raises:
             TypeError: the states of a parameter are no dict.
             ValueError: an option or a shape does not fit, or nothing tells what rows have missed.
         """
-        where, states = type(self).__name__, state_dict["state"]
+        where, states = type(self).__name__, dict(state_dict["state"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             known = {**group, **saved, "params": ()}
             check_group(where, known, takes_sparse=self._takes_sparse)
@@ -450,9 +479,14 @@ class TableOptimizer(Declaration, TableRows):
             for k, parameter in enumerate(group["params"]):
                 check_rounding(where, known, method.rule, f"parameter {k}", parameter)
             rule = self._choice(known).rule
-            for parameter, key in zip(group["params"], saved["params"], strict=False):
+            pairs = [*zip(group["params"], saved["params"], strict=False)]
+            for parameter, key in pairs:
+                if key in states and getattr(parameter, "can_grow", False):
+                    label = f"the state of parameter {key}"
+                    states[key] = self._with_more_rows(known, parameter, states[key], label)
                 _check_asleep(where, rule, parameter, states.get(key, {}))
-            self._check_shapes(known, zip(group["params"], saved["params"], strict=False), states)
+            self._check_shapes(known, pairs, states)
+        return {**state_dict, "state": states}
 
 
 def _form(tensor: Any) -> Any:
