@@ -183,19 +183,24 @@ def version_of(tensor: Any) -> int:
 
 
 @cache
-def forgets_graphs() -> bool:
-    """Whether a parameter that was of another dtype in between is a new leaf for autograd.
-
-    PyTorch documents nothing of what becomes of a parameter's node where its data is exchanged.
-    """
+def _forgets_graphs() -> bool:
+    """Whether a parameter that was of another dtype in between is a new leaf for autograd."""
     torch = import_module("torch")
-    edge_of = torch.autograd.graph.get_gradient_edge
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    parameter.data = torch.zeros(2, dtype=torch.float64)
+    return bool(torch.autograd.graph.get_gradient_edge(parameter) != edge)
+
+
+def is_bound(parameter: Any) -> bool:
+    """Whether a graph of autograd keeps the shape of a parameter, whatever data it gets."""
+    torch = import_module("torch")
     with torch.inference_mode(mode=False):
-        parameter = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
-        node = edge_of(parameter).node
-        for data in (torch.zeros(0, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float32)):
-            parameter.data = data
-        return edge_of(parameter).node is not node
+        if _forgets_graphs() or not parameter.requires_grad:
+            return False
+        # A node has these for as long as a graph has it.
+        torch.autograd.graph.get_gradient_edge(parameter).node.metadata[__name__] = True
+        return __name__ in torch.autograd.graph.get_gradient_edge(parameter).node.metadata
 
 
 def backward_of_now() -> Callable[[], int]:

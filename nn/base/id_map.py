@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,8 +86,7 @@ class IdMap:
         last: `Admissions` of the last call.
         step: the step of that call.
         evictions: how often rows were given back.
-        ids, rows, counts, ...: copies of the arrays of `state_dict`, by their names there: so what
-            follows the keys of a state dict as attributes finds them.
+        ids, rows, counts, ...: copies of the arrays of `state_dict`, by their names there.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -546,19 +546,15 @@ class IdMap:
             vars(self).update({**vars(made), **kept})
 
 
-def _array_of_state(name: str) -> property:
-    def read(ids: IdMap) -> np.ndarray:
-        if ids._is_part:
-            fix = "save each process's state dict in a file of its own"
-            wrong = "has keys that those of other processes have too"
-            raise RuntimeError(f"IdMap: a map of one of several processes {wrong}: {fix}")
-        return ids.state_dict()[name]
-
-    return property(read)
+def _array_of_state(name: str, ids: IdMap) -> np.ndarray:
+    if ids._is_part:
+        wrong = "the ids of several processes have the same names in a state dict"
+        raise RuntimeError(f"IdMap: {wrong}: save that of each process in a file of its own")
+    return ids.state_dict()[name]
 
 
 for _name in STATE.keys() - {"step"}:  # which is there
-    setattr(IdMap, _name, _array_of_state(_name))
+    setattr(IdMap, _name, property(partial(_array_of_state, _name)))
 
 
 def _empty_slots(n: int) -> tuple[np.ndarray, np.ndarray]:

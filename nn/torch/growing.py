@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
-from ...kernels.private import backward_of_now, outside_of_graphs, parts_of, version_of
+from ...kernels.private import backward_of_now, is_bound, outside_of_graphs, parts_of, version_of
 from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
@@ -32,7 +32,7 @@ from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
-from .engine.tensors import check_graphs, local, rebind
+from .engine.tensors import local, rebind
 
 _WHERE = "GrowingEmbedding"
 
@@ -296,14 +296,13 @@ class GrowingEmbedding(nn.Embedding):
         """
         where, optimizers = f"{_WHERE}.grow", optimizers_of(self.weight)
         n = more_rows(where, capacity, len(self.weight))
-        if self.weight.grad is not None or len(optimizers) > 1:
-            expected = "one without a gradient, of one optimizer"
+        if self.weight.grad is not None or len(optimizers) > 1 or is_bound(self.weight):
+            expected = "one without a gradient, of one optimizer, and no loss alive (del loss)"
             reject(RuntimeError, where, "the table", "cannot grow", expected, "another")
         if optimizers:
             optimizers[0].grow(self.weight, n)
         else:
-            check_graphs(where, self.weight)
-            rebind(where, self.weight, tensor_of(grown(array_of(self.weight.detach()), n, 0.0)))
+            rebind(self.weight, tensor_of(grown(array_of(self.weight.detach()), n, 0.0)))
         self.ids.grow(capacity)
         self.num_embeddings = self.ids.capacity
 

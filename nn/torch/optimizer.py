@@ -174,10 +174,11 @@ class Fused(TableOptimizer, _Base):
         given = [state_dict]  # a hook of the user may give another one
 
         def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-            given.append(self._checked_state(found))
+            given.append(found := {**found, "state": {**found["state"]}})
+            self._check_loaded(found)
             if from_masters:
-                check_masters(type(self).__name__, self.param_groups, given[-1])
-            return given[-1]
+                check_masters(type(self).__name__, self.param_groups, found)
+            return found
 
         last = self.register_load_state_dict_pre_hook(look)
         try:

@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ....kernels.cpu.rows.write import RowWrite
 from ....kernels.cpu.threads.parallel import commit
 from ....kernels.idle_table import SLEEP
 from ....kernels.keeping import COPY
-from ....kernels.private import version_of
+from ....kernels.private import is_bound, version_of
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER
 from ....kernels.storage import STORAGES, real_of
@@ -52,7 +51,7 @@ from .sleep import (
     watch_saves,
 )
 from .state import check_states, group_of, place_at, place_of, updates_of
-from .tensors import check_graphs, local, rebind
+from .tensors import local, rebind
 from .threads import as_torch
 
 _lock = threading.Lock()
@@ -268,16 +267,14 @@ class TableOptimizer(Declaration, TableRows):
                 torch.autograd.graph.increment_version(parameter)
 
     def _check_growth(self, call: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            expected = "one without a gradient and copies"
+        if parameter.grad is not None or is_bound(parameter):
+            expected = "one without a gradient, copies and a loss that is alive (del loss)"
             reject(RuntimeError, call, "parameter", "cannot grow", expected, "another")
-        check_graphs(call, parameter)
 
     def _move(self, parameter: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
         if self._files is not None:
             self._files.files.write(MOVED, for_good=True)
-        weights = tensor_of(arrays.pop(WEIGHTS.name))
-        rebind(f"{type(self).__name__}.grow", parameter, weights)
+        rebind(parameter, tensor_of(arrays.pop(WEIGHTS.name)))
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
         if (known := self._tables.get(parameter)) is not None:
@@ -436,41 +433,36 @@ class TableOptimizer(Declaration, TableRows):
             self._wake_late(parameter)
 
     def _with_more_rows(
-        self, group: Group, parameter: Tensor, state: Mapping[str, Any], label: str
+        self, group: Group, parameter: Tensor, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A saved state of a table that can grow, which has states for fewer rows than the table.
-
-        Raises:
-            ValueError: it has states for more rows.
-        """
+        """A saved state of fewer rows than the table has, whose further rows begin anew."""
         where, n, choice, made = type(self).__name__, len(parameter), self._choice(group), {**state}
-        shapes, rule = self.shapes(choice, parameter), choice.rule.on(tuple(parameter.shape))
-        every = {role: state for role, state in zip(shapes, rule.states, strict=True)}
-        for role, shape in {**shapes, LAST.name: (n,)}.items():
+        declared = zip(choice.states, choice.rule.on(tuple(parameter.shape)).states, strict=True)
+        for role, own in (*declared, (LAST.name, LAST)):
             x = state.get(role)
-            is_of_rows = shape[0] == n and isinstance(x, Tensor) and x.dtype in NUMBERS
-            if not is_of_rows or x.dim() != len(shape) or x.shape[1:] != shape[1:]:
-                continue  # which is right, or refused as it is
+            is_of_rows = own.per in ("row", "element") and isinstance(x, Tensor) and x.dim()
+            if not is_of_rows or len(x) == n:
+                continue
             if len(x) > n:
-                expected = f"at most {n}: call the table's grow({len(x)}) before"
+                label, expected = f"state {role!r} of a table", f"at most {n}: call grow({len(x)}) before"
                 reject(ValueError, where, label, "has too many rows", expected, len(x))
-            if len(x) < n:
-                initial: float | str = float(updates_of(where, state)) if role == LAST.name else (
-                    PARAMETER if every[role].initial == PARAMETER else self.initial(role, group)
-                )  # fmt: skip
-                made[role] = tensor_of(grown(array_of(x.detach().cpu().contiguous()), n, initial))
-                # Two optimizers that go on from here count apart.
-                made |= {"step": deepcopy(state["step"])} if "step" in state else {}
+            initial = own.initial if own.initial == PARAMETER else self.initial(role, group)
+            if own is LAST:
+                initial = float(updates_of(where, state))
+            made[role] = tensor_of(grown(array_of(x.detach().cpu().contiguous()), n, initial))
+            # Two optimizers that go on from here count apart.
+            made["step"] = torch.as_tensor(state.get("step", 0.0)).clone()
         return made
 
-    def _checked_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict for the rows that tables have, if groups can have its options and states.
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse options and states of a state dict that the groups cannot have, and give tables
+        that grow the rows that their states lack in it.
 
         Raises:
             TypeError: the states of a parameter are no dict.
             ValueError: an option or a shape does not fit, or nothing tells what rows have missed.
         """
-        where, states = type(self).__name__, dict(state_dict["state"])
+        where, states = type(self).__name__, state_dict["state"]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             known = {**group, **saved, "params": ()}
             check_group(where, known, takes_sparse=self._takes_sparse)
@@ -482,11 +474,9 @@ class TableOptimizer(Declaration, TableRows):
             pairs = [*zip(group["params"], saved["params"], strict=False)]
             for parameter, key in pairs:
                 if key in states and getattr(parameter, "can_grow", False):
-                    label = f"the state of parameter {key}"
-                    states[key] = self._with_more_rows(known, parameter, states[key], label)
+                    states[key] = self._with_more_rows(known, parameter, states[key])
                 _check_asleep(where, rule, parameter, states.get(key, {}))
             self._check_shapes(known, pairs, states)
-        return {**state_dict, "state": states}
 
 
 def _form(tensor: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ....kernels.cpu.headers.arrays import address_of
-from ....kernels.private import forgets_graphs, parts_of
+from ....kernels.private import parts_of
 from ....kernels.state import PARAMETER, State
 from ....kernels.tables import RowSource
 from ....ops.runtime.bags.tensor import BagTensor
@@ -113,38 +113,15 @@ def table_shape(gradient: Tensor) -> tuple[int, ...]:
     return math.prod(gradient.shape[:n_sparse]), *gradient.shape[n_sparse:]
 
 
-def _node_of(parameter: Tensor) -> Any:
-    """What adds to the gradient of a parameter in a backward; None where nothing can."""
-    if not parameter.requires_grad or parameter.is_inference():
-        return None
-    with torch.inference_mode(mode=False):
-        return get_gradient_edge(parameter).node
-
-
-def check_graphs(where: str, parameter: Tensor) -> None:
-    """Refuse a parameter of a graph that is alive, where this PyTorch does not part them.
-
-    Raises:
-        RuntimeError: it is such a one.
-    """
-    if forgets_graphs() or (node := _node_of(parameter)) is None:
-        return
-    # A node has these for as long as a graph has it.
-    node.metadata[where], node = True, None
-    if where in _node_of(parameter).metadata:
-        expected = "none: del loss, or keep loss.detach()"
-        reject(RuntimeError, where, "parameter", "is in a graph of autograd", expected, "one")
-
-
-def rebind(where: str, parameter: Tensor, data: Tensor) -> None:
-    """Give a parameter memory of another shape; a backward through what it was raises."""
+def rebind(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter memory of another shape. A backward through what it was raises."""
 
     def refuse(*_: Any) -> None:
-        wrong, expected = "has grown since the forward", "a backward before, or detached outputs"
-        reject(RuntimeError, where, "the table", wrong, expected, "a backward after it")
+        raise RuntimeError("fusestep: a table has grown since the forward of this backward")
 
-    if (node := _node_of(parameter)) is not None:
-        node.register_prehook(refuse)
+    if parameter.requires_grad and not parameter.is_inference():
+        with torch.inference_mode(mode=False):
+            get_gradient_edge(parameter).node.register_prehook(refuse)
     # What adds to ``.grad`` knows the shape. PyTorch makes it anew where the dtype changes.
     other = torch.float32 if data.dtype == torch.float64 else torch.float64
     parameter.data = data.new_empty(0, dtype=other)
