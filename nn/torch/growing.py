@@ -33,14 +33,17 @@ from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
 from .engine.tensors import local, rebind
+from .exported import in_graph, refuse_script, rows_in_graph
 
 _WHERE = "GrowingEmbedding"
+_IDS = torch.int64, torch.int32, torch.uint64
 
 
 class GrowingEmbedding(nn.Embedding):
-    """``torch.nn.Embedding(sparse=True)`` for any int64 ids, whose rows an `IdMap` hands out.
+    """``torch.nn.Embedding(sparse=True)`` for ids of 64 bits, whose rows an `IdMap` hands out.
 
-    In training mode ids are admitted as `nn.IdMap` says, and a row that is handed out begins anew:
+    Ids are int64, int32 or uint64, whose bits are used as they are. In training mode, unless the
+    weight is frozen, they are admitted as `nn.IdMap` says. A row that is handed out begins anew:
     with new weights, and with new states in the optimizers of `nn.torch` that have the table.
     Others know nothing of it: with them no row can be handed out twice. In evaluation mode, and
     where a checkpoint of activations is computed again, nothing changes. Ids without a row read row
@@ -99,6 +102,7 @@ class GrowingEmbedding(nn.Embedding):
     _drawn: UniformRows | None = None  # the default of `initial`
     _seed_of_old_files = 0
     _as_copied = -1  # the version of the weight of a copy without ids
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,
@@ -143,12 +147,14 @@ class GrowingEmbedding(nn.Embedding):
         """The rows of ids of any shape: ``[*input.shape, embedding_dim]``.
 
         Raises:
-            TypeError: ids are not int64 on the host.
+            TypeError: ids are not int64, int32 or uint64 on the host.
             ValueError: more new ids than rows, with ``full="raise"``.
             RuntimeError: rows were given back, and no optimizer of `nn.torch` has the table; or a
                 wrapper of the model mixes up its rows.
             Nothing has changed then.
         """
+        if in_graph(self):
+            return F.embedding(self.rows_in_graph(input), self.weight, 0)
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, input)
         if self.shard is not None:
@@ -204,13 +210,28 @@ class GrowingEmbedding(nn.Embedding):
 
         return [*map(tensor_of, rows)], check
 
+    def rows_in_graph(self, ids: Tensor) -> Tensor:
+        """The rows of ids by plain operations, as `torch.export` takes them.
+
+        Raises: as `forward`.
+        """
+        self._admission()
+        if self.shard is not None and self.shard.comm.size > 1:
+            wrong, expected = "is a part of the table", "one process"
+            reject(RuntimeError, _WHERE, "torch.export", wrong, expected, "several")
+        return rows_in_graph(self.ids, self.padding_idx, self._int64(ids))
+
+    def _int64(self, ids: Any) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.device.type != "cpu":
+            got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
+            expected = "int64, int32 or uint64 on the host"
+            reject(TypeError, _WHERE, "ids", "have a wrong type", expected, got)
+        return ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.long()
+
     def _array(self, ids: Any) -> np.ndarray:
         """A copy of ids, if they are such."""
-        is_here = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.device.type == "cpu"
-        if not is_here:
-            got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
-            reject(TypeError, _WHERE, "ids", "have a wrong type", "int64 on the host", got)
-        found: np.ndarray = array_of(ids.detach().clone(memory_format=torch.contiguous_format))
+        copied = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
+        found: np.ndarray = array_of(copied)
         return found
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
@@ -253,7 +274,7 @@ class GrowingEmbedding(nn.Embedding):
             self._warn_of_mean()
         optimizers, gradient = optimizers_of(self.weight), self.weight.grad
         # A backward that computes anew what it needs looks up ids that were admitted before.
-        are_admitted = self.training and _backward_of_now() < 0
+        are_admitted = self.training and self.weight.requires_grad and _backward_of_now() < 0
         if are_admitted and not optimizers and (self.ids.evictions or self.ids.full == "evict"):
             expected = "an optimizer of nn.torch: rows that are given back begin anew in it"
             reject(RuntimeError, _WHERE, "the table", "needs more", expected, "none")

@@ -444,7 +444,10 @@ class TableOptimizer(Declaration, TableRows):
             if not is_of_rows or len(x) == n:
                 continue
             if len(x) > n:
-                label, expected = f"state {role!r} of a table", f"at most {n}: call grow({len(x)}) before"
+                label, expected = (
+                    f"state {role!r} of a table",
+                    f"at most {n}: call grow({len(x)}) before",
+                )
                 reject(ValueError, where, label, "has too many rows", expected, len(x))
             initial = own.initial if own.initial == PARAMETER else self.initial(role, group)
             if own is LAST:
