@@ -32,7 +32,7 @@ from ..distributed.torch_group import over_torch
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
 from .engine.sleep import changes_of, prepare_bags
 from .engine.threads import as_torch
-from .exported import bags_in_graph, in_graph, refuse_script
+from .exported import bags_in_graph, in_graph, refuse_graph
 from .growing import GrowingEmbedding
 from .optimizer import Fused, _is_watched
 
@@ -116,7 +116,7 @@ class EmbeddingBags(nn.Module):
     _updates: _Updates | None = None
     _known: Any = None
     _ddp: Any = None
-    __prepare_scriptable__ = refuse_script
+    __prepare_scriptable__ = refuse_graph
 
     def __init__(
         self,

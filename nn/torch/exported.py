@@ -10,76 +10,65 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from ...ops.runtime.errors import reject
-from ..base.id_map import IdMap
 
 
-def refuse_script(module: nn.Module) -> NoReturn:
-    """Refuse `torch.jit`: a trace would have the rows of its example, whatever ids come.
+def refuse_graph(module: nn.Module) -> NoReturn:
+    """Refuse to be traced, as ``__prepare_scriptable__`` too: rows of other ids would be wrong.
 
     Raises:
         RuntimeError: always.
     """
-    expected = "torch.export.export of the model in eval mode"
-    reject(RuntimeError, type(module).__name__, "the module", "is served", expected, "torch.jit")
+    expected = "torch.export.export of the model in eval mode, with strict=False"
+    reject(RuntimeError, type(module).__name__, "the module", "is traced", expected, "another way")
 
 
 def in_graph(module: nn.Module) -> bool:
-    """Whether `torch.export` looks at a forward.
-
-    Raises:
-        RuntimeError: `torch.jit` does, or the module is in training mode.
-    """
-    if torch.jit.is_tracing():
-        refuse_script(module)
-    if not torch.compiler.is_exporting():
-        return False
-    if module.training or torch.compiler.is_dynamo_compiling():
-        expected, got = "eval(), and torch.export with strict=False", "another way"
-        reject(RuntimeError, type(module).__name__, "the module", "is exported", expected, got)
-    return True
+    """Whether `torch.export` looks at a forward. Raises: as `refuse_graph`."""
+    is_exported = torch.compiler.is_exporting()
+    is_other = module.training or torch.compiler.is_dynamo_compiling()
+    if torch.jit.is_tracing() or (is_exported and is_other):
+        refuse_graph(module)
+    return is_exported
 
 
-def rows_in_graph(known: IdMap, padding: int | None, ids: Tensor) -> Tensor:
-    """The rows of int64 ids; 0 of those that have none now."""
-    keys, rows, *_ = known.rows_of_ids()
-    order = np.argsort(keys)
-    keys = keys[order]
-    rows = rows[order] * (keys != padding)
+def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
+    """The rows of ids in a `GrowingEmbedding`; 0 of those that have none now."""
+    table._admission()  # which checks the table
+    if table.shard is not None and table.shard.comm.size > 1:
+        refuse_graph(table)
+    known, rows, *_ = table.ids.rows_of_ids()
+    rows[known == table.padding_idx] = 0
+    order, ids = np.argsort(known), table._int64(ids)
     # One more, for ids above all.
-    every, all_rows = (torch.from_numpy(np.append(x, x.dtype.type(0))) for x in (keys, rows))
-    places = torch.searchsorted(every[:-1], ids)
-    return torch.where(every[places] == ids, all_rows[places], 0)
+    keys, places = (torch.from_numpy(np.append(x[order], x.dtype.type(0))) for x in (known, rows))
+    k = torch.searchsorted(keys[:-1], ids)
+    return torch.where(keys[k] == ids, places[k], 0)
 
 
 def bags_in_graph(module: Any, ids: Any, offsets: Any, factors: Any) -> Tensor:
     """Pooled rows of the tables of an `EmbeddingBags`, to the bits of its forward on the host.
 
     Raises:
-        RuntimeError: PyTorch's own bags round these otherwise, or all ids are one tensor.
+        RuntimeError: PyTorch's own bags do not give these.
     """
-    where, tables = "EmbeddingBags", [[*module.children()][t] for t in module._features]
+    tables = [[*module.children()][t] for t in module._features]
     dtypes = {table.weight.dtype for table in tables}
-    is_short = module.mode == "mean" and not dtypes.isdisjoint((torch.float16, torch.bfloat16))
-    if len(dtypes) > 1 or factors is not None or is_short:
-        expected = "tables of one dtype, no per_sample_weights, and no means of 16 bits"
-        reject(
-            RuntimeError, where, "the module", "is exported", expected, "others: their bits differ"
-        )
-    if len(tables) > 1 and isinstance(ids, Tensor):
-        expected = "a list, with one for each feature"
-        reject(RuntimeError, where, "ids", "do not fit torch.export", expected, "one tensor")
-    ids, offsets = ([x] * len(tables) if x is None or isinstance(x, Tensor) else x
-                    for x in (ids, offsets))  # fmt: skip
+    is_rounded = module.mode != "max" and not dtypes <= {torch.float32, torch.float64}
+    is_one = len(tables) > 1 and isinstance(ids, Tensor)
+    if len(dtypes) > 1 or is_rounded or is_one or factors is not None:
+        expected = "a list of ids, no per_sample_weights, tables of one dtype, of 16 bits with max"
+        reject(RuntimeError, "EmbeddingBags", "the module", "is exported", expected, "others")
+    ids, offsets = (x if isinstance(x, list | tuple) else [x] * len(tables) for x in (ids, offsets))
     found = []
     for table, rows, begins in zip(tables, ids, offsets, strict=True):
-        is_bag = isinstance(table, nn.EmbeddingBag)
-        if isinstance(getattr(table, "ids", None), IdMap):
-            rows = table.rows_in_graph(rows)
-        options = {"mode": module.mode, "padding_idx": table.padding_idx if is_bag else None}
+        options: dict[str, Any] = {"mode": module.mode}
+        if hasattr(table, "ids"):
+            rows = rows_in_graph(table, rows)
+        if isinstance(table, nn.EmbeddingBag):
+            options["padding_idx"] = table.padding_idx
+        elif begins is None and rows.dim() == 1:
+            rows = rows[:, None]
         if begins is not None:
             options["include_last_offset"] = module.include_last_offset
-        elif rows.dim() == 1 and not is_bag:
-            rows = rows[:, None]
-        begins = None if begins is None else begins.long()
-        found.append(F.embedding_bag(rows.long(), table.weight, begins, **options))
+        found.append(F.embedding_bag(rows, table.weight, begins, **options))
     return torch.cat(found, 1)

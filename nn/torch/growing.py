@@ -33,7 +33,7 @@ from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
 from .engine.tensors import local, rebind
-from .exported import in_graph, refuse_script, rows_in_graph
+from .exported import in_graph, refuse_graph, rows_in_graph
 
 _WHERE = "GrowingEmbedding"
 _IDS = torch.int64, torch.int32, torch.uint64
@@ -102,7 +102,7 @@ class GrowingEmbedding(nn.Embedding):
     _drawn: UniformRows | None = None  # the default of `initial`
     _seed_of_old_files = 0
     _as_copied = -1  # the version of the weight of a copy without ids
-    __prepare_scriptable__ = refuse_script
+    __prepare_scriptable__ = refuse_graph
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class GrowingEmbedding(nn.Embedding):
             Nothing has changed then.
         """
         if in_graph(self):
-            return F.embedding(self.rows_in_graph(input), self.weight, 0)
+            return F.embedding(rows_in_graph(self, input), self.weight, 0)
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, input)
         if self.shard is not None:
@@ -210,17 +210,6 @@ class GrowingEmbedding(nn.Embedding):
 
         return [*map(tensor_of, rows)], check
 
-    def rows_in_graph(self, ids: Tensor) -> Tensor:
-        """The rows of ids by plain operations, as `torch.export` takes them.
-
-        Raises: as `forward`.
-        """
-        self._admission()
-        if self.shard is not None and self.shard.comm.size > 1:
-            wrong, expected = "is a part of the table", "one process"
-            reject(RuntimeError, _WHERE, "torch.export", wrong, expected, "several")
-        return rows_in_graph(self.ids, self.padding_idx, self._int64(ids))
-
     def _int64(self, ids: Any) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.device.type != "cpu":
             got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -230,9 +219,8 @@ class GrowingEmbedding(nn.Embedding):
 
     def _array(self, ids: Any) -> np.ndarray:
         """A copy of ids, if they are such."""
-        copied = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
-        found: np.ndarray = array_of(copied)
-        return found
+        found = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
+        return array_of(found)  # type: ignore[no-any-return]
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
         return self._array(ids), *self._admission()

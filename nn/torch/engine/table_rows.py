@@ -444,11 +444,8 @@ class TableOptimizer(Declaration, TableRows):
             if not is_of_rows or len(x) == n:
                 continue
             if len(x) > n:
-                label, expected = (
-                    f"state {role!r} of a table",
-                    f"at most {n}: call grow({len(x)}) before",
-                )
-                reject(ValueError, where, label, "has too many rows", expected, len(x))
+                label, fix = f"state {role!r} of a table", f"; call grow({len(x)}) before"
+                reject(ValueError, where, label, "has too many rows", f"at most {n}", len(x), fix)
             initial = own.initial if own.initial == PARAMETER else self.initial(role, group)
             if own is LAST:
                 initial = float(updates_of(where, state))
