@@ -24,7 +24,7 @@ def refuse_graph(module: nn.Module) -> NoReturn:
 
 def in_graph(module: nn.Module) -> bool:
     """Whether `torch.export` looks at a forward. Raises: as `refuse_graph`."""
-    is_exported = torch.compiler.is_exporting()
+    is_exported = bool(torch.compiler.is_exporting())
     is_other = module.training or torch.compiler.is_dynamo_compiling()
     if torch.jit.is_tracing() or (is_exported and is_other):
         refuse_graph(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from .exported import in_graph, refuse_graph, rows_in_graph
 
 _WHERE = "GrowingEmbedding"
 _IDS = torch.int64, torch.int32, torch.uint64
+_OF_ALL_ROWS = "xavier", "orthogonal", "eye", "dirac", "sparse"  # of `torch.nn.init`
 
 
 class GrowingEmbedding(nn.Embedding):
@@ -66,10 +68,11 @@ class GrowingEmbedding(nn.Embedding):
         embedding_dim: length of a row.
         padding_idx: an id that is never admitted; None: each may be.
         initial: the weights of new rows: a number, or a function ``initial(ids, shape)`` such as
-            `nn.UniformRows`, so that they follow from the id. None: uniform numbers below
-            ``1 / sqrt(embedding_dim)``, with the seed.
+            `nn.UniformRows`, so that they follow from the id. Or a function of ``torch.nn.init``,
+            or `functools.partial` of one, whose numbers follow from PyTorch's generator and not
+            from the id. None: uniform numbers below ``1 / sqrt(embedding_dim)``, with the seed.
         dtype: of the table; None: PyTorch's default.
-        after, chance, full: as `nn.IdMap`.
+        after, chance, full, pending: as `nn.IdMap`.
         seed: of the default weights and of admission, as `nn.IdMap`; None: drawn from PyTorch's
             generator, with ``comm`` by rank 0.
         comm: the processes that own the ids; None: this one.
@@ -116,11 +119,13 @@ class GrowingEmbedding(nn.Embedding):
         chance: float = 1.0,
         seed: int | None = None,
         full: str = "reserved",
+        pending: int | None = None,
         comm: Communicator | None = None,
         average: bool = False,
     ) -> None:
         first = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
-        ids = IdMap(capacity, after=after, chance=chance, seed=first, full=full)
+        more: dict[str, Any] = {} if pending is None else {"pending": pending}
+        ids = IdMap(capacity, after=after, chance=chance, seed=first, full=full, **more)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
@@ -138,6 +143,13 @@ class GrowingEmbedding(nn.Embedding):
         self.shard = None if comm is None else IdShard(ids, comm)
         if initial is None:
             initial = self._drawn = UniformRows(1.0 / math.sqrt(embedding_dim), ids.seed)
+        fill: Any = initial
+        of_torch = getattr(fill, "func", fill)
+        if getattr(of_torch, "__module__", "") == nn.init.__name__:
+            if (name := of_torch.__name__).startswith(_OF_ALL_ROWS):
+                expected = "a function that does not depend on how many rows are new"
+                reject(ValueError, _WHERE, "initial", "is not supported", expected, name)
+            initial = partial(_filled, fill)
         self.initial = initial
         self._seed_of_old_files = 0 if seed is None else ids.seed
         self.register_state_dict_post_hook(_handed_out)
@@ -315,6 +327,19 @@ class GrowingEmbedding(nn.Embedding):
         self.ids.grow(capacity)
         self.num_embeddings = self.ids.capacity
 
+    def evict(self, *, keep: Tensor | None = None, **bounds: Any) -> Tensor:
+        """Give rows back, between steps: arguments, return value and errors of `nn.IdMap.evict`."""
+        kept = None if keep is None else self._array(keep)
+        return tensor_of(self.ids.evict(keep=kept, **bounds))
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The rows of ids, int32 of their shape; 0 for one that has none. Raises: as `forward`."""
+        return tensor_of(self.ids.find(self._array(ids)))
+
+    def statistics(self) -> Any:
+        """The numbers of `nn.IdMap.statistics`."""
+        return self.ids.statistics()
+
     def extra_repr(self) -> str:
         """The arguments that PyTorch shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.ids)} ids"
@@ -365,6 +390,13 @@ def _taken_over(
 
 
 _backward_of_now = backward_of_now()
+
+
+def _filled(fill: Callable[[Tensor], Any], _: np.ndarray, shape: tuple[int, ...]) -> Any:
+    """New weights by a function of ``torch.nn.init``."""
+    made = torch.empty(shape, dtype=torch.float32, device="cpu")
+    fill(made)
+    return array_of(made)
 
 
 def _steps_of(optimizers: Sequence[Any]) -> int:

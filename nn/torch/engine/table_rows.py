@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -432,11 +433,11 @@ class TableOptimizer(Declaration, TableRows):
                 known.awake = None
             self._wake_late(parameter)
 
-    def _with_more_rows(
-        self, group: Group, parameter: Tensor, state: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _with_more_rows(self, group: Group, parameter: Tensor, state: Any) -> dict[str, Any]:
         """A saved state of fewer rows than the table has, whose further rows begin anew."""
-        where, n, choice, made = type(self).__name__, len(parameter), self._choice(group), {**state}
+        where, n, choice = type(self).__name__, len(parameter), self._choice(group)
+        # Two optimizers that go on from here count apart.
+        made = {role: deepcopy(x) if np.ndim(x) == 0 else x for role, x in state.items()}
         declared = zip(choice.states, choice.rule.on(tuple(parameter.shape)).states, strict=True)
         for role, own in (*declared, (LAST.name, LAST)):
             x = state.get(role)
@@ -450,8 +451,6 @@ class TableOptimizer(Declaration, TableRows):
             if own is LAST:
                 initial = float(updates_of(where, state))
             made[role] = tensor_of(grown(array_of(x.detach().cpu().contiguous()), n, initial))
-            # Two optimizers that go on from here count apart.
-            made["step"] = torch.as_tensor(state.get("step", 0.0)).clone()
         return made
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
