@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +85,7 @@ class IdMap:
         last: `Admissions` of the last call.
         step: the step of that call.
         evictions: how often rows were given back.
-        ids, rows, counts, ...: copies of the arrays of `state_dict`, by their names there.
+        ids, rows, counts, ...: copies of the arrays of `state_dict`, by names that are free.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -546,15 +545,16 @@ class IdMap:
             vars(self).update({**vars(made), **kept})
 
 
-def _array_of_state(name: str, ids: IdMap) -> np.ndarray:
+def _array_of_state(ids: IdMap, name: str) -> np.ndarray:
+    if name not in STATE:
+        raise AttributeError(f"IdMap has no attribute {name!r}")
     if ids._is_part:
         wrong = "the ids of several processes have the same names in a state dict"
         raise RuntimeError(f"IdMap: {wrong}: save that of each process in a file of its own")
     return ids.state_dict()[name]
 
 
-for _name in STATE.keys() - {"step"}:  # which is there
-    setattr(IdMap, _name, property(partial(_array_of_state, _name)))
+IdMap.__getattr__ = _array_of_state  # type: ignore[attr-defined]  # of no name that is wrong
 
 
 def _empty_slots(n: int) -> tuple[np.ndarray, np.ndarray]:
