@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -182,25 +181,18 @@ def version_of(tensor: Any) -> int:
     return 0 if find("version") is None else int(tensor._version)
 
 
-@cache
-def _forgets_graphs() -> bool:
-    """Whether a parameter that was of another dtype in between is a new leaf for autograd."""
-    torch = import_module("torch")
-    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
-    edge = torch.autograd.graph.get_gradient_edge(parameter)
-    parameter.data = torch.zeros(2, dtype=torch.float64)
-    return bool(torch.autograd.graph.get_gradient_edge(parameter) != edge)
-
-
 def is_bound(parameter: Any) -> bool:
     """Whether a graph of autograd keeps the shape of a parameter, whatever data it gets."""
     torch = import_module("torch")
+    edge_of = torch.autograd.graph.get_gradient_edge
     with torch.inference_mode(mode=False):
-        if _forgets_graphs() or not parameter.requires_grad:
+        trial = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        edge, trial.data = edge_of(trial), torch.zeros(2, dtype=torch.float64)
+        if edge_of(trial) != edge or not parameter.requires_grad:
             return False
         # A node has these for as long as a graph has it.
-        torch.autograd.graph.get_gradient_edge(parameter).node.metadata[__name__] = True
-        return __name__ in torch.autograd.graph.get_gradient_edge(parameter).node.metadata
+        edge_of(parameter).node.metadata[__name__] = True
+        return __name__ in edge_of(parameter).node.metadata
 
 
 def backward_of_now() -> Callable[[], int]:

@@ -13,11 +13,7 @@ from ...ops.runtime.errors import reject
 
 
 def refuse_graph(module: nn.Module) -> NoReturn:
-    """Refuse to be traced, as ``__prepare_scriptable__`` too: rows of other ids would be wrong.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Refuse to be traced, as ``__prepare_scriptable__`` too: rows of other ids would be wrong."""
     expected = "torch.export.export of the model in eval mode, with strict=False"
     reject(RuntimeError, type(module).__name__, "the module", "is traced", expected, "another way")
 
@@ -46,11 +42,7 @@ def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
 
 
 def bags_in_graph(module: Any, ids: Any, offsets: Any, factors: Any) -> Tensor:
-    """Pooled rows of the tables of an `EmbeddingBags`, to the bits of its forward on the host.
-
-    Raises:
-        RuntimeError: PyTorch's own bags do not give these.
-    """
+    """Pooled rows of the tables of an `EmbeddingBags`; a RuntimeError where bits would differ."""
     tables = [[*module.children()][t] for t in module._features]
     dtypes = {table.weight.dtype for table in tables}
     is_rounded = module.mode != "max" and not dtypes <= {torch.float32, torch.float64}
