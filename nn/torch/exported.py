@@ -31,7 +31,8 @@ def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
     """The rows of ids in a `GrowingEmbedding`; 0 of those that have none now."""
     table._admission()  # which checks the table
     if table.shard is not None and table.shard.comm.size > 1:
-        refuse_graph(table)
+        expected, got = "the table of one process", "a part of it"
+        reject(RuntimeError, type(table).__name__, "the module", "is exported", expected, got)
     known, rows, *_ = table.ids.rows_of_ids()
     rows[known == table.padding_idx] = 0
     order, ids = np.argsort(known), table._int64(ids)
