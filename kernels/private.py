@@ -181,6 +181,20 @@ def version_of(tensor: Any) -> int:
     return 0 if find("version") is None else int(tensor._version)
 
 
+def is_bound(parameter: Any) -> bool:
+    """Whether a graph of autograd keeps the shape of a parameter, whatever data it gets."""
+    torch = import_module("torch")
+    edge_of = torch.autograd.graph.get_gradient_edge
+    with torch.inference_mode(mode=False):
+        trial = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        edge, trial.data = edge_of(trial), torch.zeros(2, dtype=torch.float64)
+        if edge_of(trial) != edge or not parameter.requires_grad:
+            return False
+        # A node has these for as long as a graph has it.
+        edge_of(parameter).node.metadata[__name__] = True
+        return __name__ in edge_of(parameter).node.metadata
+
+
 def backward_of_now() -> Callable[[], int]:
     """A function that gives the number of the backward that it is called in, or -1."""
     return find("graph task") or (lambda: -1)

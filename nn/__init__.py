@@ -13,7 +13,7 @@ from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.id_map import IdMap, TooManyChangesError
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
-from .base.uniform_rows import UniformRows
+from .base.uniform_rows import NormalRows, UniformRows
 from .embedding_bags import EmbeddingBags
 from .ftrl import FTRL
 from .fused import FusedOptimizer
@@ -79,6 +79,7 @@ __all__ = [
     "LazyAdam",
     "LearningRateSchedule",
     "NaturalExpDecayLR",
+    "NormalRows",
     "Optimizer",
     "Parameter",
     "PolynomialDecayLR",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -95,6 +95,7 @@ class IdMap:
         last: `Admissions` of the last call.
         step: the step of that call.
         evictions: how often rows were given back.
+        ids, rows, counts, ...: copies of the arrays of `state_dict`, by names that are free.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -109,6 +110,8 @@ class IdMap:
     >>> ids.evict(unused_for=3).tolist(), ids(np.array([12]), step=6).tolist()
     ([1, 2], [1])
     """
+
+    _is_part = False  # whether other processes have ids of the same table
 
     def __init__(
         self, capacity: int, *, after: int = 1, chance: float = 1.0, seed: int = 0,
@@ -174,6 +177,18 @@ class IdMap:
             n, (dropped, evicted) = len(self), self._n_removed.tolist()
             waiting = int(self._entries[0]) - n
         return {"admitted": n, "evicted": evicted, "pending": waiting, "dropped": dropped}
+
+    if not TYPE_CHECKING:  # of no name that is wrong
+
+        def __getattr__(self, name: str) -> np.ndarray:
+            if name not in STATE:
+                raise AttributeError(f"IdMap has no attribute {name!r}")
+            if self._is_part:
+                wrong = "the ids of several processes have the same names in a state dict"
+                raise RuntimeError(
+                    f"IdMap: {wrong}: save that of each process in a file of its own"
+                )
+            return self.state_dict()[name]
 
     def __getstate__(self) -> dict[str, Any]:
         # Also `copy.copy` makes a map of its own.

@@ -32,6 +32,7 @@ from ..distributed.torch_group import over_torch
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
 from .engine.sleep import changes_of, prepare_bags
 from .engine.threads import as_torch
+from .exported import bags_in_graph, in_graph, refuse_graph
 from .growing import GrowingEmbedding
 from .optimizer import Fused, _is_watched
 
@@ -115,6 +116,7 @@ class EmbeddingBags(nn.Module):
     _updates: _Updates | None = None
     _known: Any = None
     _ddp: Any = None
+    __prepare_scriptable__ = refuse_graph
 
     def __init__(
         self,
@@ -228,6 +230,10 @@ class EmbeddingBags(nn.Module):
 
     def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Pool rows of all tables; see the class."""
+        if in_graph(self):
+            for name, table in self._modules.items():
+                _check_module(name, table)
+            return bags_in_graph(self, ids, offsets, per_sample_weights)
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, ids, offsets, per_sample_weights)
         checks: list[Callable[[], None]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
-from ...kernels.private import backward_of_now, outside_of_graphs, parts_of, version_of
+from ...kernels.private import backward_of_now, is_bound, outside_of_graphs, parts_of, version_of
 from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
@@ -32,14 +33,19 @@ from .embedding import looked_up
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
+from .engine.tensors import local, rebind
+from .exported import in_graph, refuse_graph, rows_in_graph
 
 _WHERE = "GrowingEmbedding"
+_IDS = torch.int64, torch.int32, torch.uint64
+_OF_ALL_ROWS = "xavier", "orthogonal", "eye", "dirac", "sparse"  # of `torch.nn.init`
 
 
 class GrowingEmbedding(nn.Embedding):
-    """``torch.nn.Embedding(sparse=True)`` for any int64 ids, whose rows an `IdMap` hands out.
+    """``torch.nn.Embedding(sparse=True)`` for ids of 64 bits, whose rows an `IdMap` hands out.
 
-    In training mode ids are admitted as `nn.IdMap` says, and a row that is handed out begins anew:
+    Ids are int64, int32 or uint64, whose bits are used as they are. In training mode, unless the
+    weight is frozen, they are admitted as `nn.IdMap` says. A row that is handed out begins anew:
     with new weights, and with new states in the optimizers of `nn.torch` that have the table.
     Others know nothing of it: with them no row can be handed out twice. In evaluation mode, and
     where a checkpoint of activations is computed again, nothing changes. Ids without a row read row
@@ -62,10 +68,11 @@ class GrowingEmbedding(nn.Embedding):
         embedding_dim: length of a row.
         padding_idx: an id that is never admitted; None: each may be.
         initial: the weights of new rows: a number, or a function ``initial(ids, shape)`` such as
-            `nn.UniformRows`, so that they follow from the id. None: uniform numbers below
-            ``1 / sqrt(embedding_dim)``, with the seed.
+            `nn.UniformRows`, so that they follow from the id. Or a function of ``torch.nn.init``,
+            or `functools.partial` of one, whose numbers follow from PyTorch's generator and not
+            from the id. None: uniform numbers below ``1 / sqrt(embedding_dim)``, with the seed.
         dtype: of the table; None: PyTorch's default.
-        after, chance, full: as `nn.IdMap`.
+        after, chance, full, pending: as `nn.IdMap`.
         seed: of the default weights and of admission, as `nn.IdMap`; None: drawn from PyTorch's
             generator, with ``comm`` by rank 0.
         comm: the processes that own the ids; None: this one.
@@ -78,7 +85,7 @@ class GrowingEmbedding(nn.Embedding):
 
     ``state_dict`` has copies of the rows that were handed out, the arrays of the map and the seed;
     it loads into a module of any capacity that has room for them. What an optimizer keeps is of the
-    capacity that it was made for: load both into a module of that one, then `grow`.
+    capacity that it was made for, and loads beside a table of that one or a larger one.
 
     `EmbeddingBags` adopts such modules. `averaged` has means of rows by id. In
     DistributedDataParallel a table needs ``comm`` and `hide_from_ddp`.
@@ -98,6 +105,7 @@ class GrowingEmbedding(nn.Embedding):
     _drawn: UniformRows | None = None  # the default of `initial`
     _seed_of_old_files = 0
     _as_copied = -1  # the version of the weight of a copy without ids
+    __prepare_scriptable__ = refuse_graph
 
     def __init__(
         self,
@@ -111,11 +119,12 @@ class GrowingEmbedding(nn.Embedding):
         chance: float = 1.0,
         seed: int | None = None,
         full: str = "reserved",
+        pending: int | None = None,
         comm: Communicator | None = None,
         average: bool = False,
     ) -> None:
         first = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
-        ids = IdMap(capacity, after=after, chance=chance, seed=first, full=full)
+        ids = IdMap(capacity, after=after, chance=chance, seed=first, full=full, pending=pending)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in DTYPES:
             reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
@@ -129,9 +138,17 @@ class GrowingEmbedding(nn.Embedding):
         if comm is not None:
             (first, *_) = map(int, gather_texts(comm, str(ids.seed)))
             ids._begin_seed(first if seed is None else ids.seed)
+            ids._is_part = comm.size > 1
         self.shard = None if comm is None else IdShard(ids, comm)
         if initial is None:
             initial = self._drawn = UniformRows(1.0 / math.sqrt(embedding_dim), ids.seed)
+        fill: Any = initial
+        of_torch = getattr(fill, "func", fill)
+        if getattr(of_torch, "__module__", "") == nn.init.__name__:
+            if (name := of_torch.__name__).startswith(_OF_ALL_ROWS):
+                expected = "a function that does not depend on how many rows are new"
+                reject(ValueError, _WHERE, "initial", "is not supported", expected, name)
+            initial = partial(_filled, fill)
         self.initial = initial
         self._seed_of_old_files = 0 if seed is None else ids.seed
         self.register_state_dict_post_hook(_handed_out)
@@ -141,12 +158,14 @@ class GrowingEmbedding(nn.Embedding):
         """The rows of ids of any shape: ``[*input.shape, embedding_dim]``.
 
         Raises:
-            TypeError: ids are not int64 on the host.
+            TypeError: ids are not int64, int32 or uint64 on the host.
             ValueError: more new ids than rows, with ``full="raise"``.
             RuntimeError: rows were given back, and no optimizer of `nn.torch` has the table; or a
                 wrapper of the model mixes up its rows.
             Nothing has changed then.
         """
+        if in_graph(self):
+            return F.embedding(rows_in_graph(self, input), self.weight, 0)
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, input)
         if self.shard is not None:
@@ -202,20 +221,36 @@ class GrowingEmbedding(nn.Embedding):
 
         return [*map(tensor_of, rows)], check
 
+    def _int64(self, ids: Any) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.device.type != "cpu":
+            got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
+            expected = "int64, int32 or uint64 on the host"
+            reject(TypeError, _WHERE, "ids", "have a wrong type", expected, got)
+        return ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.long()
+
     def _array(self, ids: Any) -> np.ndarray:
         """A copy of ids, if they are such."""
-        is_here = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.device.type == "cpu"
-        if not is_here:
-            got = f"{ids.dtype} on {ids.device}" if isinstance(ids, Tensor) else type(ids).__name__
-            reject(TypeError, _WHERE, "ids", "have a wrong type", "int64 on the host", got)
-        found: np.ndarray = array_of(ids.detach().clone(memory_format=torch.contiguous_format))
-        return found
+        found = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
+        return array_of(found)  # type: ignore[no-any-return]
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
         return self._array(ids), *self._admission()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":  # as FSDP does, in whose forward it is a table that is gone afterwards
+            self._mark()
+
+    def _mark(self) -> None:
+        """Let `Fused.load_state_dict` know the table, of which a copy has no mark."""
+        self.weight.can_grow = True
+        if local(self.weight) is not self.weight:
+            wrong, expected = "is a DTensor", "in ignored_params of fully_shard, and comm=..."
+            reject(RuntimeError, _WHERE, "the weight", wrong, expected, "cut by its rows")
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._mark()
         is_known = len(self.ids) or self.weight.is_inference()
         self._as_copied = -1 if is_known else version_of(self.weight)
 
@@ -231,13 +266,14 @@ class GrowingEmbedding(nn.Embedding):
 
     def _admission(self) -> tuple[int | None, Callable[[Admissions], None]]:
         """The step in which ids are admitted, or None, and what lets new rows begin anew."""
+        self._mark()
         if self.mixed_up:
             reject(RuntimeError, _WHERE, *self.mixed_up)
         if self._as_copied >= 0:
             self._warn_of_mean()
         optimizers, gradient = optimizers_of(self.weight), self.weight.grad
         # A backward that computes anew what it needs looks up ids that were admitted before.
-        are_admitted = self.training and _backward_of_now() < 0
+        are_admitted = self.training and self.weight.requires_grad and _backward_of_now() < 0
         if are_admitted and not optimizers and (self.ids.evictions or self.ids.full == "evict"):
             expected = "an optimizer of nn.torch: rows that are given back begin anew in it"
             reject(RuntimeError, _WHERE, "the table", "needs more", expected, "none")
@@ -280,15 +316,28 @@ class GrowingEmbedding(nn.Embedding):
         """
         where, optimizers = f"{_WHERE}.grow", optimizers_of(self.weight)
         n = more_rows(where, capacity, len(self.weight))
-        if self.weight.grad is not None or len(optimizers) > 1:
-            expected = "one without a gradient, of one optimizer"
+        if self.weight.grad is not None or len(optimizers) > 1 or is_bound(self.weight):
+            expected = "one without a gradient, of one optimizer, and no loss alive (del loss)"
             reject(RuntimeError, where, "the table", "cannot grow", expected, "another")
         if optimizers:
             optimizers[0].grow(self.weight, n)
         else:
-            self.weight.data = tensor_of(grown(array_of(self.weight.detach()), n, 0.0))
+            rebind(self.weight, tensor_of(grown(array_of(self.weight.detach()), n, 0.0)))
         self.ids.grow(capacity)
         self.num_embeddings = self.ids.capacity
+
+    def evict(self, *, keep: Tensor | None = None, **bounds: Any) -> Tensor:
+        """Give rows back, between steps: arguments, return value and errors of `nn.IdMap.evict`."""
+        kept = None if keep is None else self._array(keep)
+        return tensor_of(self.ids.evict(keep=kept, **bounds))
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The rows of ids, int32 of their shape; 0 for one that has none. Raises: as `forward`."""
+        return tensor_of(self.ids.find(self._array(ids)))
+
+    def statistics(self) -> Any:
+        """The numbers of `nn.IdMap.statistics`."""
+        return self.ids.statistics()
 
     def extra_repr(self) -> str:
         """The arguments that PyTorch shows."""
@@ -300,6 +349,7 @@ class GrowingEmbedding(nn.Embedding):
 
 def _handed_out(module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Leave the rows that were handed out in a state dict, beside the map and its seed."""
+    module._mark()
     own = module.ids.state_dict()
     state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(own["next_row"][0])].clone()
     own["seed"] = np.array([module.ids.seed])
@@ -340,6 +390,13 @@ def _taken_over(
 
 
 _backward_of_now = backward_of_now()
+
+
+def _filled(fill: Callable[[Tensor], Any], _: np.ndarray, shape: tuple[int, ...]) -> Any:
+    """New weights by a function of ``torch.nn.init``."""
+    made = torch.empty(shape, dtype=torch.float32, device="cpu")
+    fill(made)
+    return array_of(made)
 
 
 def _steps_of(optimizers: Sequence[Any]) -> int:

@@ -167,6 +167,8 @@ class Fused(TableOptimizer, _Base):
         Options of this package that it does not have, as one of PyTorch's, stay as they are.
         ``from_masters`` makes parameters their masters, rounded (ValueError: there are none); by
         default the weights stay, and a master that makes another one begins at it in the next step.
+        What is of fewer rows of a `GrowingEmbedding` begins anew for the others; of more rows, it
+        raises a ValueError.
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
@@ -176,7 +178,8 @@ class Fused(TableOptimizer, _Base):
 
         def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
             groups = [_with_dtype(group) for group in found["param_groups"]]
-            given.append(found := {**found, "param_groups": groups})
+            found = {**found, "state": {**found["state"]}, "param_groups": groups}
+            given.append(found)
             self._check_loaded(found)
             if from_masters:
                 check_masters(type(self).__name__, self.param_groups, found)

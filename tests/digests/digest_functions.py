@@ -93,6 +93,7 @@ def rows_anew(record: Record) -> None:
         record.attempt(opt.reset_rows, w, rows, nn.UniformRows(0.5, seed=3))
         record.attempt(opt.copy_rows, w, rows, rows - 1)
     record.attempt(nn.UniformRows, -1.0)
+    record.attempt(nn.NormalRows(0.5, seed=3), np.array([1, -7]), (2, 4))
     record.add(w, opt.state_dict(), opt.state_dict(flush=True), w)
     record.attempt(opt.grow, w, 12)
     record.add(opt.parameters, opt.state_dict())
@@ -238,7 +239,7 @@ def cases() -> Cases:
         **{f"nn.Parameter {t}": partial(held, data=normal(0, (4, 3), t)) for t in STORAGE_DTYPES},
         **dict.fromkeys(("nn.save_checkpoint", "nn.load_checkpoint"), saved),
         **dict.fromkeys(("nn.Formula", "nn.Rule", "nn.State"), own_rules),
-        "nn.UniformRows": rows_anew,
+        **dict.fromkeys(("nn.UniformRows", "nn.NormalRows"), rows_anew),
         "nn.IdMap": growing,
         **{f"nn.mxnet.{n}": registered for n in ("create", "register", "get_updater", "Updater")},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,23 @@ def test_bad_input() -> None:
         number.reset_rows(number.parameters[0], np.array([0]))
     with pytest.raises(ValueError, match="UniformRows: bound"):
         nn.UniformRows(-1.0)
+    with pytest.raises(ValueError, match="NormalRows: std"):
+        nn.NormalRows(-1.0)
+
+
+def test_normal_rows() -> None:
+    """They are normal and apart by id, column and seed, and follow from these, not from order."""
+    draw, n = nn.NormalRows(0.5, seed=3), 20_000
+    ids = np.random.default_rng(0).permutation(2 * n)[:n] - n
+    found = draw(ids, (n, 8)) / np.float32(0.5)
+    below = np.vectorize(NormalDist().cdf)(np.sort(found, axis=None)[::10])
+    assert abs(below - (np.arange(n * 8)[::10] + 0.5) / (n * 8)).max() < 1.6 / np.sqrt(n * 8)
+    others = nn.NormalRows(1.0, seed=4)(ids, (n, 8)), draw(ids + 1, (n, 8)), np.roll(found, 1, 1)
+    for other in others:
+        assert abs(np.corrcoef(found.ravel(), other.ravel())[0, 1]) < 4 / np.sqrt(n * 8)
+    order = np.random.default_rng(1).permutation(n)[: n // 3]
+    assert np.array_equal(draw(ids[order], (len(order), 2, 4)), draw(ids, (n, 2, 4))[order])
+    assert np.array_equal(draw(ids[5:6], (1, 8))[0] / np.float32(0.5), found[5])
 
 
 TORCH = {

@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ....kernels.cpu.rows.write import RowWrite
 from ....kernels.cpu.threads.parallel import commit
 from ....kernels.idle_table import SLEEP
 from ....kernels.keeping import COPY
-from ....kernels.private import version_of
+from ....kernels.private import is_bound, version_of
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER
 from ....kernels.storage import STORAGES, real_of
@@ -37,7 +38,7 @@ from ...engine.catch_up import (
     sleeping_table,
 )
 from ...engine.table_rows import TableRows
-from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
+from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray, grown
 from .declaration import Declaration
 from .files import map_scalars
 from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of
@@ -52,7 +53,7 @@ from .sleep import (
     watch_saves,
 )
 from .state import check_states, group_of, place_at, place_of, updates_of
-from .tensors import local
+from .tensors import local, rebind
 from .threads import as_torch
 
 _lock = threading.Lock()
@@ -272,14 +273,14 @@ class TableOptimizer(Declaration, TableRows):
                 torch.autograd.graph.increment_version(parameter)
 
     def _check_growth(self, call: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            expected = "one without a gradient and copies"
+        if parameter.grad is not None or is_bound(parameter):
+            expected = "one without a gradient, copies and a loss that is alive (del loss)"
             reject(RuntimeError, call, "parameter", "cannot grow", expected, "another")
 
     def _move(self, parameter: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
         if self._files is not None:
             self._files.files.write(MOVED, for_good=True)
-        parameter.data = tensor_of(arrays.pop(WEIGHTS.name))
+        rebind(parameter, tensor_of(arrays.pop(WEIGHTS.name)))
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
         if (known := self._tables.get(parameter)) is not None:
@@ -425,8 +426,29 @@ class TableOptimizer(Declaration, TableRows):
                 known.awake = None
             self._wake_late(parameter)
 
+    def _with_more_rows(self, group: Group, parameter: Tensor, state: Any) -> dict[str, Any]:
+        """A saved state of fewer rows than the table has, whose further rows begin anew."""
+        where, n, choice = type(self).__name__, len(parameter), self._choice(group)
+        # Two optimizers that go on from here count apart.
+        made = {role: deepcopy(x) if np.ndim(x) == 0 else x for role, x in state.items()}
+        declared = zip(choice.states, choice.rule.on(tuple(parameter.shape)).states, strict=True)
+        for role, own in (*declared, (LAST.name, LAST)):
+            x = state.get(role)
+            is_of_rows = own.per in ("row", "element") and isinstance(x, Tensor) and x.dim()
+            if not is_of_rows or len(x) == n:
+                continue
+            if len(x) > n:
+                label, fix = f"state {role!r} of a table", f"; call grow({len(x)}) before"
+                reject(ValueError, where, label, "has too many rows", f"at most {n}", len(x), fix)
+            initial = own.initial if own.initial == PARAMETER else self.initial(role, group)
+            if own is LAST:
+                initial = float(updates_of(where, state))
+            made[role] = tensor_of(grown(array_of(x.detach().cpu().contiguous()), n, initial))
+        return made
+
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse options and states of a state dict that the groups cannot have.
+        """Refuse options and states of a state dict that the groups cannot have, and give tables
+        that grow the rows that their states lack in it.
 
         Raises:
             TypeError: the states of a parameter are no dict.
@@ -441,9 +463,12 @@ class TableOptimizer(Declaration, TableRows):
             for k, parameter in enumerate(group["params"]):
                 check_rounding(where, known, method.rule, f"parameter {k}", parameter)
             rule = self._choice(known).rule
-            for parameter, key in zip(group["params"], saved["params"], strict=False):
+            pairs = [*zip(group["params"], saved["params"], strict=False)]
+            for parameter, key in pairs:
+                if key in states and getattr(parameter, "can_grow", False):
+                    states[key] = self._with_more_rows(known, parameter, states[key])
                 _check_asleep(where, rule, parameter, states.get(key, {}))
-            self._check_shapes(known, zip(group["params"], saved["params"], strict=False), states)
+            self._check_shapes(known, pairs, states)
 
 
 def _form(tensor: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ....kernels.cpu.headers.arrays import address_of
 from ....kernels.private import parts_of
@@ -110,6 +111,21 @@ def table_shape(gradient: Tensor) -> tuple[int, ...]:
     """The shape of a parameter as a table: sparse dimensions of a gradient number its rows."""
     n_sparse = gradient.sparse_dim()
     return math.prod(gradient.shape[:n_sparse]), *gradient.shape[n_sparse:]
+
+
+def rebind(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter memory of another shape. A backward through what it was raises."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("fusestep: a table has grown since the forward of this backward")
+
+    if parameter.requires_grad and not parameter.is_inference():
+        with torch.inference_mode(mode=False):
+            get_gradient_edge(parameter).node.register_prehook(refuse)
+    # What adds to ``.grad`` knows the shape. PyTorch makes it anew where the dtype changes.
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Any) -> None:

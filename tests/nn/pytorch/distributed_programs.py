@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine.tensors import local
 
 from torch_training import Tagger, assert_close, assert_same_bits, batch_of, loss_of, net, train
 
@@ -208,6 +209,34 @@ def stochastic() -> None:
         assert torch.equal(table.weight, whole[table.shard.begin : table.shard.end])
 
 
+def growing() -> None:
+    """A table that FSDP leaves out is saved and loaded; of what it would cut, all calls raise."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    def made() -> Any:
+        return nn.Sequential(fused.GrowingEmbedding(30, 4), nn.Linear(4, 2))
+
+    meshes = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("all", "one"))
+    for mesh in (meshes["all"], meshes["one"]):
+        models = made(), made()
+        for model in models:
+            fully_shard(model, mesh=mesh, ignored_params={model[0].weight})
+        models[0](torch.tensor([2**50, -3, 9])).sum().backward()
+        found = dcp.get_model_state_dict(models[0])
+        dcp.set_model_state_dict(models[1], found)
+        for state in (models[0].state_dict(), models[1].state_dict()):
+            assert [*found] == [*state] and state["0.weight"].shape == (4, 4)
+            assert all(torch.equal(*map(local, (x, state[name]))) for name, x in found.items())
+        with pytest.raises(RuntimeError, match="the weight is a DTensor: expected in ignored_par"):
+            fully_shard(made(), mesh=mesh)
+        model = distribute_module(made(), mesh)
+        for call in (model.state_dict, lambda: model(torch.arange(3))):  # noqa: B023
+            with pytest.raises(RuntimeError, match="the weight is a DTensor"):
+                call()
+
+
 def check_shards(model: Any, optimizer: Any, alone: Any, reference: Any) -> None:
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert p.to_local().shape != q.shape
@@ -223,7 +252,7 @@ def main() -> None:
     """The program of one rank."""
     dist.init_process_group("gloo")
     try:
-        for part in (ddp, checkpoint, fsdp, clip, stochastic):
+        for part in (ddp, checkpoint, fsdp, clip, stochastic, growing):
             part()
         Path(sys.argv[1], f"{dist.get_rank()}").write_text("done")
     finally:

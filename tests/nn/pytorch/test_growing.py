@@ -19,7 +19,7 @@ from fusestep.nn import torch as fused  # noqa: E402
 from thread_processes import in_threads  # noqa: E402
 
 D, N_IDS, CAPACITY = 4, 30, 64
-DRAW = nn.UniformRows(0.3, seed=5)
+DRAW, INIT = nn.UniformRows(0.3, seed=5), torch.nn.init
 EACH = torch.from_numpy(np.random.default_rng(8).integers(-(2**63), 2**63 - 1, N_IDS))
 OPTIMIZERS: dict[str, Any] = {
     "SparseAdam": {}, "Adagrad": {}, "AdamW": {"sparse": "touched"},
@@ -154,8 +154,8 @@ def test_features_of_a_table_keep_each_others_rows() -> None:
         assert torch.equal(out, given[..., 0].T.float())
     assert tables[0].ids.evictions > 100
     before = tables[0].ids.state_dict()
-    with pytest.raises(TypeError, match="int64 on the host, got"):
-        model([given[0] + 99, given[1], given[2].int()])
+    with pytest.raises(TypeError, match="int32 or uint64 on the host, got"):
+        model([given[0] + 99, given[1], given[2].short()])
     after = tables[0].ids.state_dict()
     assert all(np.array_equal(before[name], x) for name, x in after.items())
 
@@ -301,8 +301,8 @@ def test_processes_that_share_the_ids(name: str) -> None:
 
     def failing(comm: Any) -> str:
         table = growing(comm=comm)
-        with pytest.raises(TypeError, match=r"rank 1: .*, got torch.int32") as error:
-            table(EACH.int() if comm.rank else EACH)
+        with pytest.raises(TypeError, match=r"rank 1: .*, got torch.int16") as error:
+            table(EACH.short() if comm.rank else EACH)
         with pytest.raises(ValueError, match="is looked up by itself"):
             fused.EmbeddingBags([table])([EACH])
         return str(error.value)
@@ -361,8 +361,9 @@ def test_bad_input() -> None:
     step(table, optimizer, EACH[:3])
     before = {k: x.clone() for k, x in table.state_dict().items()}
     cases: list[tuple[Any, str, Any]] = [
-        (TypeError, "int64 on the host, got torch.int32", lambda: table(EACH.int())),
-        (TypeError, "int64 on the host, got list", lambda: table([3])),
+        (TypeError, "int32 or uint64 on the host, got torch.int16", lambda: table(EACH.short())),
+        (TypeError, "int32 or uint64 on the host, got list", lambda: table([3])),
+        (ValueError, "initial is not", lambda: fused.GrowingEmbedding(9, D, initial=INIT.eye_)),
         (ValueError, "do not fit: expected 1 new ids", lambda: table(EACH)),
         (RuntimeError, "cannot grow", lambda: table.grow(9)),
         (ValueError, "capacity is out of range", lambda: growing(1)),
