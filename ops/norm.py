@@ -14,6 +14,7 @@ from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
 from ..kernels.storage import Storage, real_of
 from .runtime import check, device_norm
 from .runtime.arrays import address_of, empty_like, native
+from .runtime.bags.tensor import BagTensor
 from .runtime.device import device_of, is_on_device
 from .runtime.errors import ConversionError, RejectedTypeError, reject
 from .runtime.row_forms import (
@@ -102,7 +103,7 @@ def clip_by_global_norm(
     limit = check.scalar(where, "clip_norm", clip_norm)
     check.in_range(where, "clip_norm", limit, limit > 0.0, "above 0")
     in_place = check.flag(where, "in_place", in_place)
-    gradients = _adopted(where, x)
+    gradients = [g.to_rows() if isinstance(g, BagTensor) else g for g in _adopted(where, x)]
     on_device = _are_on_device(where, gradients)
     if in_place:
         _check_in_place(where, x, gradients)
@@ -132,6 +133,8 @@ def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
 
 
 def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
+    if isinstance(gradient, BagTensor) and not is_on_device(gradient.values):
+        return gradient
     rows = as_rows(where, name, gradient)
     if rows is None:
         array = check.float_array_anywhere(where, name, gradient)

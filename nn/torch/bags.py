@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain, pairwise
 from operator import add, attrgetter, is_
@@ -20,15 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...kernels.private import backward_of_now, find, outside_of_graphs, watched
 from ...kernels.tables import LEFT_OUT
+from ...ops.runtime import check
 from ...ops.runtime.bags.ids import find_error, read, read_plain
 from ...ops.runtime.bags.pooled import Pooled, pool
 from ...ops.runtime.bags.pooling import Pooling, tables_of_features
 from ...ops.runtime.bags.tensor import BagTensor, joined
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
+from ..base.arguments import is_int
 from ..distributed.agreement import attempted
 from ..distributed.reduction import average_bags
 from ..distributed.torch_group import over_torch
+from .clipping import _norm, limit_of, number_of, within
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
 from .engine.sleep import changes_of, prepare_bags
 from .engine.threads import as_torch
@@ -114,6 +118,7 @@ class EmbeddingBags(nn.Module):
     """
 
     _updates: _Updates | None = None
+    _has_lost_updates = False  # of a copy: its gradients wait for somebody
     _known: Any = None
     _ddp: Any = None
     __prepare_scriptable__ = refuse_graph
@@ -148,7 +153,9 @@ class EmbeddingBags(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The optimizer has the parameters of this one, not those of a copy.
-        return {**vars(self), "_updates": None, "_known": None, "_ddp": None}
+        has_lost = self._has_lost_updates or self._updates is not None
+        none = {"_updates": None, "_known": None, "_ddp": None}
+        return {**vars(self), **none, "_has_lost_updates": has_lost}
 
     def extra_repr(self) -> str:
         """The options, for ``print``."""
@@ -179,7 +186,10 @@ class EmbeddingBags(nn.Module):
             return [m._parameters["weight"] for m in modules]
         return [m.weight for m in modules]
 
-    def update_in_backward(self, optimizer: Fused | None) -> None:
+    def update_in_backward(
+        self, optimizer: Fused | None, *, max_norm: float | None = None,
+        clip_value: float | None = None, norm: Callable[[float], float] | None = None,
+    ) -> None:  # fmt: skip
         """Let every backward from now on take a step of an optimizer; None: leave gradients again.
 
         The step is the end of the backward, and one for all calls of this in its forward. What lies
@@ -189,20 +199,28 @@ class EmbeddingBags(nn.Module):
 
         Learning-rate schedulers of the optimizer act. Calls of its ``step`` raise, and so do those
         of a ``GradScaler``: a gradient is used as it comes, so the loss must not be scaled.
-        ``clip_grad_norm_`` finds no gradient: there is none that outlives backward.
+        No gradient outlives backward: it is clipped here, as `clip_grad_norm_` or
+        `clip_grad_value_` of the gradients of all tables would, with all that acts in the step.
 
         In DistributedDataParallel the step is one with the mean over all processes, to the bits of
         `ShardedEmbedding` with ``average``. ``no_sync`` and ``join`` raise in backward.
 
-        A copy or a pickle of this leaves gradients: it has no optimizer. A weight that was replaced
-        raises in the next forward, unless the optimizer has the new one.
+        A copy or a pickle of this leaves gradients: it has no optimizer, and warns once, until this
+        is called. A weight that was replaced raises in the next forward, unless the optimizer has
+        the new one.
 
         Args:
             optimizer: one of `nn.torch` that has the tables as its parameters, and no others.
+            max_norm: the largest norm of the gradients of a step, at least 0. One that is not
+                finite makes them 0 or NaN, or skips the step with ``skip_nonfinite``.
+            clip_value: the largest magnitude of an element, at least 0; not beside ``max_norm``.
+            norm: a function that gets the norm of the tables and returns the one to clip by, of
+                dense parameters too, say. Each step calls it once; all processes get one result.
 
         Raises:
-            TypeError: it is none, or of a subclass with a step of its own.
-            ValueError: it has other parameters, or steps in the backward of another module.
+            TypeError: it is none, or of a subclass with a step of its own; a kind does not fit.
+            ValueError: it has other parameters, or steps in the backward of another module; a limit
+                is out of range, or there are two.
         """
         if optimizer is not None:
             if find("graph task") is None or _is_run is None:
@@ -221,12 +239,14 @@ class EmbeddingBags(nn.Module):
             if other is not None and other is not self:
                 wrong, expected = "steps in backward already", "one that no other module has"
                 reject(ValueError, _WHERE, "optimizer", wrong, expected, f"that of {other}")
+        elif max_norm is not None or clip_value is not None or norm is not None:
+            reject(TypeError, _WHERE, "optimizer", "is missing", "one that steps", None)
+        updates = optimizer and _Updates(optimizer, weights, max_norm, clip_value, norm)
         if self._updates is not None:
             self._updates.optimizer._in_backward = None
-            self._updates = None
+        self._updates, self._has_lost_updates = updates, False
         if optimizer is not None:
             optimizer._in_backward = weakref.ref(self)
-            self._updates = _Updates(optimizer, weights)
 
     def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Pool rows of all tables; see the class."""
@@ -392,8 +412,18 @@ _outside_of_graphs: Any = outside_of_graphs(EmbeddingBags.forward)
 class _Updates:
     """The steps of an optimizer in backward: one for each, with all that has come in it."""
 
-    def __init__(self, optimizer: Fused, weights: Sequence[Tensor]) -> None:
-        self.optimizer, self._weights = optimizer, weights
+    def __init__(
+        self, optimizer: Fused, weights: Sequence[Tensor], max_norm: Any, clip_value: Any, norm: Any
+    ) -> None:
+        self.optimizer, self._weights, self._norm = optimizer, weights, norm
+        if max_norm is not None and clip_value is not None:
+            reject(ValueError, _WHERE, "clip_value", "is beside max_norm", "one of them", "both")
+        if norm is not None and (max_norm is None or not callable(norm)):
+            expected, got = "a function, and max_norm", f"{type(norm).__name__}, {max_norm}"
+            reject(TypeError, _WHERE, "norm", "does not fit", expected, got)
+        self._is_by_value = clip_value is not None
+        name, limit = ("clip_value", clip_value) if self._is_by_value else ("max_norm", max_norm)
+        self.limit = None if limit is None else limit_of(_WHERE, name, limit)
         # Of threads, one at a time; hooks of a step may go backward themselves.
         self._lock = threading.RLock()
         self._steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
@@ -440,10 +470,8 @@ class _Updates:
                 found = dict(zip(mine, means, strict=True))
 
             def step(*_: Any, **__: Any) -> None:
-                every = _parameters_of(optimizer)
                 with torch.no_grad():
-                    given = tuple(_with_others(p, found.get(p)) for p in every)
-                    optimizer._step(None, 1.0, given)
+                    self._take(found)
                 for ctx in contexts:
                     ctx.is_taken = True
                 for weight in found:
@@ -454,6 +482,27 @@ class _Updates:
                 watched(step)(optimizer)
             else:
                 step()
+
+    def _take(self, found: dict[Tensor, Any]) -> None:
+        """One step with these gradients, clipped, and with what lies in ``.grad``."""
+        optimizer, limit, factor = self.optimizer, self.limit, 1.0
+        gradients = {p: _with_others(p, found.get(p)) for p in _parameters_of(optimizer)}
+        if limit is not None:
+            named = [("a gradient", p, g) for p, g in gradients.items() if g is not None]
+            if self._is_by_value or any(p.is_cuda for p in gradients):
+                named = [(name, p, _as_torch(g, p)) for name, p, g in named]
+            if self._is_by_value:
+                gradients |= {own[1]: within(limit, *own) for own in named}
+            else:
+                norm = _norm(named, 2.0)
+                if self._norm is not None:
+                    norm = number_of(_WHERE, "norm", self._norm(norm))
+                    check.in_range(_WHERE, "norm", norm, not norm < 0.0, "at least 0")
+                if optimizer.skip_nonfinite and not math.isfinite(norm):
+                    optimizer.skipped_steps += 1
+                    return
+                factor = min(limit / (norm + 1e-6), 1.0)  # as `clip_grad_norm_`
+        optimizer._step(None, factor, tuple(gradients.values()))
 
     def _found(
         self, calls: Sequence[tuple[Any, dict[Tensor, BagTensor]]], *, is_shared: bool = False
@@ -486,7 +535,7 @@ class _Updates:
         if len(calls) == 1:
             return calls[0][1]
         if any(is_on_device(own.values) for every in found.values() for own in every):
-            return {w: _sum(_as_torch(own, w) for own in every) for w, every in found.items()}
+            return {w: reduce(add, [_as_torch(g, w) for g in every]) for w, every in found.items()}
         return dict(zip(found, joined([*found.values()]), strict=True))
 
 
@@ -538,8 +587,8 @@ class _Pooling(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         weights, updates = ctx.weights, ctx.module._updates
-        for check in ctx.checks:
-            check()
+        for check_rows in ctx.checks:
+            check_rows()
         n, needs = len(weights), ctx.needs_input_grad[2:]
         if not any(needs):
             return (None,) * (2 + len(needs))
@@ -554,14 +603,13 @@ class _Pooling(torch.autograd.Function):
                 products = [torch.cat(products)]
             each = zip(products, ctx.factors, strict=True)
             factors = [x.reshape(shape).to(dtype) for x, (shape, dtype) in each]
-        are_left = are_taken = needs[:n]
-        if updates is None:
-            are_taken = (False,) * n
-        else:
-            _check_engine()
-            uses = [_use_of(node) for node, _ in ctx.next_functions[:n]]
-            are_left = [use == _RETURNED for use in uses]
-            are_taken = [use == _ACCUMULATED for use in uses]
+        are_left, are_taken = [*needs[:n]], [False] * n
+        if updates is not None:
+            are_left, are_taken = _uses_of(node for node, _ in ctx.next_functions[:n])
+        elif ctx.module._has_lost_updates:
+            ctx.module._has_lost_updates = False
+            text = "a copy leaves gradients; call its update_in_backward, with an optimizer or None"
+            warnings.warn(f"{_WHERE}: {text}", RuntimeWarning, stacklevel=2)
         tables: list[Any] = [None] * n
         if any(are_left) or any(are_taken):
             found = ctx.pooled.gradients(grad)
@@ -602,25 +650,11 @@ def _collect(
     step.calls.append((ctx, {weight: own for weight, own, is_taken in every if is_taken}))
 
 
-_ACCUMULATED, _RETURNED, _UNUSED = range(3)
-"""What a backward does with the gradient of a tensor."""
-
-
-def _use_of(node: Any) -> int:
-    """How the running backward uses the gradient that reaches a node."""
-    if node is None:
-        return _UNUSED
-    try:
-        return _ACCUMULATED if _is_run(node) else _UNUSED
-    except RuntimeError:  # of `torch.autograd.grad` for a leaf
-        return _RETURNED
-
-
-def _check_engine() -> None:
-    """Refuse a compiled backward, which calls nothing at its end.
+def _uses_of(nodes: Iterable[Any]) -> tuple[list[bool], list[bool]]:
+    """Which of the gradients that reach these nodes a backward returns, and which it accumulates.
 
     Raises:
-        RuntimeError: this is called in one.
+        RuntimeError: it is compiled, and calls nothing at its end.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and (
@@ -630,9 +664,15 @@ def _check_engine() -> None:
         wrong, expected = "is compiled", "one of PyTorch's engine, whose end is the step"
         fix = "; update_in_backward(None) leaves gradients"
         reject(RuntimeError, _WHERE, "backward", wrong, expected, "compiled autograd", fix)
+    uses: list[bool | None] = []
+    for node in nodes:
+        try:
+            uses.append(node is not None and _is_run(node))
+        except RuntimeError:  # of `torch.autograd.grad` for a leaf: it is returned
+            uses.append(None)
+    return [use is None for use in uses], [*map(bool, uses)]
 
 
-_sum = partial(reduce, add)
 _NO_BACKWARD = -1
 _backward, _is_run = backward_of_now(), find("engine node")
 _at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
@@ -653,8 +693,10 @@ def _versions(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), changes_of(weight)) for weight in weights]
 
 
-def _as_torch(gradient: BagTensor, weight: Tensor) -> Tensor:
+def _as_torch(gradient: Any, weight: Tensor) -> Any:
     """The gradient as PyTorch's, a row for each id; dense where it goes on from there."""
+    if not isinstance(gradient, BagTensor):
+        return gradient
     if is_on_device(gradient.values):
         indices, values = rows_of_bags(gradient, tensor_of)
     else:
@@ -708,9 +750,7 @@ def _with_others(weight: Tensor, gradient: Any) -> Any:
     """The gradient of a table with what lies in ``.grad``; None for one that rests."""
     if gradient is None or _is_empty(weight.grad):
         return gradient
-    if isinstance(gradient, BagTensor):
-        gradient = _as_torch(gradient, weight)
-    return weight.grad + gradient
+    return weight.grad + _as_torch(gradient, weight)
 
 
 def _empty(weight: Tensor) -> Tensor:
@@ -753,6 +793,9 @@ def _size(name: str, table: Any) -> tuple[int, int]:
     if not isinstance(table, list | tuple) or len(table) != 2:
         expected, got = "a module, or (num_embeddings, embedding_dim)", type(table).__name__
         reject(TypeError, _WHERE, f"table {name!r}", "has a wrong type", expected, got)
+    if not all(is_int(size) and size > 0 for size in table):
+        kind = ValueError if all(map(is_int, table)) else TypeError
+        reject(kind, _WHERE, f"the size of table {name!r}", "is wrong", "ints above 0", table)
     n, width = map(int, table)
     return n, width
 

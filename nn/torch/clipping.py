@@ -18,10 +18,12 @@ from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
 from ...ops.norm import global_norm
 from ...ops.runtime import check
+from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.device import refuse_captures
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ...ops.runtime.step import squares_at
+from .engine import table_rows
 from .engine.memory import (
     DTYPE_NAMES,
     DTYPES,
@@ -127,7 +129,8 @@ def clip_grad_norm_(
 
     Sparse gradients count as the dense ones that they stand for: rows of equal indices are summed
     first. Nothing dense is built; powers and sums are float64. With ``optimizer`` nothing is
-    written to gradients: its next step multiplies them on the way.
+    written to gradients: its next step multiplies them on the way. Tables that step in backward
+    have no gradient; a warning says so, unless `EmbeddingBags.update_in_backward` clips them.
 
     Args:
         parameters: a tensor or an iterable of tensors; each counts once. float32, float64, float16
@@ -149,8 +152,8 @@ def clip_grad_norm_(
             dtype, layout or device, no memory, or is part of a tensor, such as a table of several
             processes; it is to be written and shares memory with another; or, in the step, it is
             another one than was measured, while of those that were some are still there.
-        ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter with a gradient is
-            in none of the optimizers.
+        ValueError: ``max_norm`` or ``norm_type`` is out of range, a parameter with a gradient is in
+            none of the optimizers, or one of these steps in backward.
         TypeError: a kind does not fit; ``optimizer`` is none of this package.
         IndexError: an index of a sparse gradient is out of range.
         Nothing has changed then.
@@ -173,9 +176,8 @@ def clip_grad_norm_(
         options = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         return _norm_outside_of_graphs(parameters, max_norm, optimizer=optimizer, **options)
     del foreach
-    limit = _number(_NORM, "max_norm", max_norm)
-    check.in_range(_NORM, "max_norm", limit, limit >= 0.0, "at least 0")
-    order = _number(_NORM, "norm_type", norm_type)
+    limit = limit_of(_NORM, "max_norm", max_norm)
+    order = number_of(_NORM, "norm_type", norm_type)
     check.in_range(_NORM, "norm_type", order, order > 0.0, "above 0, such as 1, 2 or inf")
     every = _given(_NORM, parameters)
     measured = [own for own in every if own[2] is not None]
@@ -206,8 +208,7 @@ def clip_grad_norm_(
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    factor = limit / (norm + 1e-6)
-    factor = 1.0 if factor >= 1.0 else factor  # a NaN stays one
+    factor = min(limit / (norm + 1e-6), 1.0)  # a NaN stays one
     if optimizer is None and factor != 1.0:
         written = _writable(_NORM, measured, zeros_stay=math.isfinite(factor))
         check_apart(_NORM, [Stretch.of(_elements(g), name) for name, _, g in written])
@@ -234,7 +235,8 @@ def clip_grad_value_(
         g <- min(max(g, -clip_value), clip_value)
 
     Sparse gradients count as the dense ones that they stand for: rows of equal indices are summed
-    first (in float32 for 16 bits), and the gradient is coalesced afterwards.
+    first (in float32 for 16 bits), and the gradient is coalesced afterwards. Tables that step in
+    backward have none: see `clip_grad_norm_`.
 
     Args:
         parameters: a tensor or an iterable of tensors: float32, float64, float16 or bfloat16;
@@ -266,17 +268,14 @@ def clip_grad_value_(
         _values_outside_of_graphs(parameters, clip_value)
         return
     del foreach
-    limit = _number(_VALUE, "clip_value", clip_value)
-    check.in_range(_VALUE, "clip_value", limit, limit >= 0.0, "at least 0")
+    limit = limit_of(_VALUE, "clip_value", clip_value)
     every = [(*own[:2], _here(*own)) for own in _given(_VALUE, parameters) if own[2] is not None]
-    summed = {id(own[2]): _summed(_VALUE, *own) for own in every if own[2].is_sparse}
+    sparse = {id(own[2]): within(limit, *own) for own in every if own[2].is_sparse}
     for _, _, gradient in _writable(_VALUE, every, zeros_stay=True):
-        if (clipped := summed.get(id(gradient))) is None:
+        if (clipped := sparse.get(id(gradient))) is None:
             gradient.clamp_(-limit, limit)
-            continue
-        indices, values = clipped.indices(), clipped.values().clamp(-limit, limit)
-        known = {"is_coalesced": True, "check_invariants": False}
-        gradient.copy_(torch.sparse_coo_tensor(indices, values, clipped.shape, **known))
+        else:
+            gradient.copy_(clipped)
 
 
 _norm_outside_of_graphs = outside_of_graphs(clip_grad_norm_)
@@ -291,7 +290,24 @@ def _here(name: str, _: Tensor, gradient: Any) -> Tensor:
     return local(gradient)
 
 
-def _number(where: str, name: str, value: Any) -> float:
+def limit_of(where: str, name: str, value: Any) -> float:
+    """A number of at least 0."""
+    limit = number_of(where, name, value)
+    check.in_range(where, name, limit, limit >= 0.0, "at least 0")
+    return limit
+
+
+def within(limit: float, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient with every element in ``[-limit, limit]``; rows of equal indices are summed."""
+    if not gradient.is_sparse:
+        return gradient.clamp(-limit, limit)
+    summed = _summed(_VALUE, name, parameter, gradient)
+    values = summed.values().clamp(-limit, limit).to(gradient.dtype)
+    known = {"is_coalesced": True, "check_invariants": False}
+    return torch.sparse_coo_tensor(summed.indices(), values, summed.shape, **known)
+
+
+def number_of(where: str, name: str, value: Any) -> float:
     """A number, in a string or a tensor too, as PyTorch takes it."""
     try:
         return number(value)
@@ -327,6 +343,14 @@ def _given(where: str, parameters: Any) -> list[_Given]:
         if device.type == "cuda":
             refuse_captures([device])
         kinds.add(kind)
+    absent = {id(p) for _, p, g in found.values() if g is None and p.requires_grad}
+    for known in table_rows._alive if absent else ():
+        bags = getattr(known(), "_in_backward", None)
+        updates = bags and getattr(bags(), "_updates", None)
+        if updates and updates.limit is None and absent & {*map(id, updates._weights)}:
+            text = "tables of EmbeddingBags step in backward, before this, and are not clipped"
+            fix = "; update_in_backward(optimizer, max_norm=...), or clip_value, clips them"
+            warnings.warn(f"{where}: {text}{fix}", RuntimeWarning, stacklevel=4)
     return [*found.values()]
 
 
@@ -340,6 +364,9 @@ def _owners(given: Sequence[_Given], optimizer: Any) -> list[tuple[Any, list[_Gi
         if not isinstance(each, Fused):
             expected = "an optimizer of fusestep.nn.torch (not Thor), not what wraps one"
             reject(TypeError, _NORM, "optimizer", "has a wrong type", expected, type(each).__name__)
+        if each._in_backward is not None and each._in_backward() is not None:
+            expected, got = "update_in_backward(optimizer, max_norm=...)", type(each).__name__
+            reject(ValueError, _NORM, "optimizer", "steps in backward", expected, got)
         keys = [id(p) for group in each.param_groups for p in group["params"]]
         owners.append((each, [wanted[key] for key in keys if key in wanted]))
         found.update(keys)
@@ -408,6 +435,9 @@ def _euclidean(given: Sequence[_Given]) -> float:
     others: list[Any] = []
     keep = []  # until they are read
     for name, parameter, gradient in given:
+        if isinstance(gradient, BagTensor):
+            others.append(gradient)
+            continue
         if gradient.is_sparse:
             rows = rows_of(_NORM, name, parameter, gradient)
             indices, values = (

@@ -313,8 +313,7 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
     and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
     on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
-    ``differentiable`` raises, and ``capturable`` does on CUDA devices: learning rates and counts
-    are read by the host.
+    ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host.
 
     Raises:
         ValueError: an option is out of range.

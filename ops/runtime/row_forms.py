@@ -17,7 +17,7 @@ from .row_step import IndexList, RowGradient
 from .row_tensor import RowTensor
 
 Dense = dict[Storage, list[Any]]
-Rows = dict[Storage, dict[int, RowTensor]]
+Rows = dict[Storage, dict[int, Any]]
 
 
 def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
@@ -25,7 +25,7 @@ def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
     dense: Dense = {}
     rows: Rows = {}
     for i, gradient in enumerate(gradients):
-        if isinstance(gradient, RowTensor):
+        if isinstance(gradient, RowTensor | BagTensor):
             rows.setdefault(STORAGES[gradient.dtype], {})[i] = gradient
         elif gradient is not None:
             dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
@@ -34,7 +34,7 @@ def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
 
 def values_of(gradient: Any) -> Any:
     """The array of a dense gradient, or of the values of a `RowTensor`."""
-    return gradient.values if isinstance(gradient, RowTensor) else gradient
+    return gradient.values if isinstance(gradient, RowTensor | BagTensor) else gradient
 
 
 def values_by_storage(gradients: Sequence[Any]) -> Dense:
@@ -53,8 +53,10 @@ def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
     return RowTensor(own, values, rows.dense_shape, **batch)
 
 
-def row_gradient(rows: RowTensor) -> RowGradient:
+def row_gradient(rows: RowTensor | BagTensor) -> RowGradient:
     """A row-sparse gradient of contiguous, checked arrays, in the form of the kernels."""
+    if isinstance(rows, BagTensor):
+        return rows.gradient
     batch = () if rows.positions is None else (rows.positions, rows.batch_length)
     return RowGradient.of(rows.indices, rows.values, *batch)
 

@@ -25,7 +25,7 @@ from ...engine.tables import LAST
 from .binding import check_parameter
 from .files import ParameterFiles
 from .memory import DTYPES, NUMBERS, tensor_of
-from .options import OWN, check_own, check_rounding, check_rows
+from .options import check_group, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
 from .state import Making, beside_of, element_state, place_at, place_of, single
@@ -106,7 +106,7 @@ class Declaration(ABC):
         return self._counts_updates or is_counted or group["sparse"] == "catch_up"
 
     def _choice(self, group: Group) -> RuleChoice:
-        check_own(type(self).__name__, {**OWN, **group}, takes_sparse=self._takes_sparse)
+        check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
         choice = self.method(group).choice(group)
         if choice.sleeps:
             couples = choice.couples and bool(group.get("weight_decay"))
@@ -223,10 +223,6 @@ class Declaration(ABC):
             raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
         if choice.rule.is_row_wise:
             check_rows(where, name, parameter)
-        if group.get("capturable") and not parameter.is_cuda:
-            raise AssertionError(
-                "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
-            )
         return True
 
     def _check_sleep(  # noqa: B027

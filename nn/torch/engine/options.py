@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ....kernels.rule import Rule
 from ....kernels.tables import has_rows
@@ -88,7 +89,7 @@ def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
     if group.get("differentiable"):
         why = "the step writes in place, by compiled code that autograd does not see"
         raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")
-    if group.get("capturable") and any(getattr(p, "is_cuda", False) for p in group["params"]):
+    if group.get("capturable"):
         why = "the host reads learning rate and counts in every step"
         raise RuntimeError(f"{where}: capturable=True is not supported: {why}")
     if "skip_nonfinite" in group:
@@ -141,6 +142,9 @@ def check_copies(where: str, group: Group, rule: Rule) -> None:
 
 def check_rows(where: str, name: str, parameter: Tensor) -> None:
     """Refuse a parameter that has no rows to measure; a vector is one row."""
+    if is_lazy(parameter):
+        fix = "; call the model once before"
+        reject(ValueError, where, name, "is uninitialized", "one with a shape", "none", fix)
     shape = tuple(parameter.shape)
     if not has_rows(shape):
         expected = "at least 1 dimension, and rows with elements"

@@ -92,9 +92,9 @@ def _read_list(pooling: Pooling, name: str, ids: Any, offsets_name: str, offsets
     if not pools:
         return Ids(name, array, array.size, None, offsets_name, 0, array.size, 1)
     bounds = _integers(pooling, offsets_name, offsets)
-    if bounds.ndim != 1 or (len(bounds) == 0 and not is_open):
-        wrong, expected = "has a wrong shape", "(bags,)" if is_open else "(bags + 1,)"
-        reject(ValueError, where, offsets_name, wrong, expected, bounds.shape)
+    if bounds.ndim != 1 or (len(bounds) == 0 and (array.size or not is_open)):
+        expected = "(bags,), where each begins" if is_open else "(bags + 1,)"
+        reject(ValueError, where, offsets_name, "has a wrong shape", expected, bounds.shape)
     return Ids(name, array, len(bounds) - (not is_open), bounds, offsets_name, 0, array.size)
 
 

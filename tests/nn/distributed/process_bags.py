@@ -98,7 +98,7 @@ def wrapped(model: Any, comm: Communicator, shown: bool | None = None, **ddp: An
 
 def trained(
     comm: Communicator, make: Callable[[Any], Any], *, ddp: Any = None, weighted: bool = False,
-    updates: bool = True, shown: bool | None = None, **options: Any,
+    updates: bool = True, shown: bool | None = None, clip: float | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Four steps beside one process with the batches of all ranks."""
     model = Model(**options)
@@ -107,7 +107,7 @@ def trained(
     tables = [make(m.bags.parameters()) for m in (model, alone)]
     heads = [torch.optim.SGD(m.head.parameters(), lr=0.1) for m in (model, alone)]
     if updates:
-        model.bags.update_in_backward(tables[0])
+        model.bags.update_in_backward(tables[0], max_norm=clip)
     for step in range(4):
         given = batches(step, comm, model, weighted=weighted)
         for optimizer in (*tables, *heads):
@@ -115,6 +115,8 @@ def trained(
         loss_of(parallel(*given[comm.rank])).backward()
         loss_of(torch.cat([alone(*own) for own in given])).backward()
         assert all((w.grad is None) == updates for w in model.bags.weights)
+        if clip is not None:
+            fused.clip_grad_norm_(alone.bags.parameters(), clip)
         for optimizer in (*heads, *(tables[updates:])):
             optimizer.step()
     assert_everywhere(model)
@@ -140,6 +142,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 def optimizers(comm: Communicator, *_: Any) -> None:
     for make in OPTIMIZERS.values():
         trained(comm, make)
+        trained(comm, make, calls=2, clip=0.05)
 
 
 def forms(comm: Communicator, *_: Any) -> None:

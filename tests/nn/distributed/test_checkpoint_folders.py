@@ -150,7 +150,7 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
             lambda index: index["arrays"]["words"].pop("shape"),
             *(of_array("words", **{field: value}) for field, values in {
                 "order": ("unknown", None, 1, []), "dtype": ("float8", "", None, 4, ["float32"]),
-                "shape": ([10.0, 4], [True, 4], [10, -4], [], 10, "10", [10, None]),
+                "shape": ([10.5, 4], [1e30, 4], [True, 4], [10, -4], [], 10, "10", [10, None]),
             }.items() for value in values),
             *(of_array("bias", **{field: value}) for field, values in {
                 "rank": (0.0, True, "0", None, -1, 2, 10**30, float("nan")),

@@ -543,12 +543,12 @@ def test_what_fails_leaves_groups_as_they_were() -> None:
     with pytest.raises(ValueError, match="sparse"):
         optimizer.add_param_group({"params": [later], "sparse": "bogus"})
     optimizer.add_param_group({"params": [later], "sparse": "all"})
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0].update(differentiable=True, lr=5.0)
-    with pytest.raises(RuntimeError, match="differentiable"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert not optimizer.param_groups[0]["differentiable"]
+    for option in ("differentiable", "capturable"):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["param_groups"][0].update({option: True, "lr": 5.0})
+        with pytest.raises(RuntimeError, match=option):
+            optimizer.load_state_dict(saved)
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0][option]) == (0.1, False)
 
 
 def test_a_momentum_of_rows_from_pytorch() -> None:

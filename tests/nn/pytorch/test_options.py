@@ -208,6 +208,7 @@ def test_a_state_of_another_model() -> None:
         ({"skip_nonfinite": 1}, TypeError, "skip_nonfinite"),
         ({"state_dtype": torch.int8}, ValueError, "state_dtype"),
         ({"differentiable": True}, RuntimeError, "differentiable"),
+        ({"capturable": True}, RuntimeError, "Adam: capturable=True is not supported"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
         ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
     ],

@@ -102,6 +102,8 @@ def test_what_has_no_rows_and_states_of_other_shapes() -> None:
         for cls in (fused.RowWiseAdagrad, fused.RowWiseAdam):
             with pytest.raises(ValueError, match="has no rows: expected at least 1 dimension"):
                 cls([torch.nn.Parameter(torch.ones(shape))])
+    with pytest.raises(ValueError, match=r"RowWiseAdagrad: parameter 0 .* is uninitialized"):
+        fused.RowWiseAdagrad(torch.nn.LazyLinear(3).parameters())
     table = torch.nn.Parameter(torch.ones(4, 3))
     optimizer = fused.RowWiseAdam([table])
     with pytest.raises(ValueError, match="has no rows"):

@@ -365,6 +365,11 @@ def test_numbers_that_are_marked_as_negative() -> None:
         (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
         (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
         (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
+        *((kind, "the size of table '0' is wrong: expected ints above 0",
+           lambda size=size: fused.EmbeddingBags([size])) for size, kind in (
+            ((1.5, 4), TypeError), ((4, True), TypeError), ((0, 4), ValueError))),
+        (ValueError, r"offsets\[0\] has a wrong shape: expected .bags,., where each begins",
+         lambda: fused.EmbeddingBags([(2, 2)])([IDS[0][0]], [IDS[0][0, :0]])),
         (ValueError, "ids has a wrong shape",
          lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
         (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])([])),
