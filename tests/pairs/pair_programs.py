@@ -192,7 +192,9 @@ class Run:
         # Some ids come again after a pause.
         near = (draw.integers(0, IDS // 2, (plan.features, BATCH, LENGTH)) + 5 * (k // 2)) % IDS
         ids = POOL[near] if plan.table == "growing" else near
-        c = draw.choice([-2.0, -1.0, 1.0, 2.0], (BATCH, plan.features * WIDTH))
+        # Of one sign in a column: what is left of a sum that is nearly 0, Adam makes large.
+        signs = np.random.default_rng([self.seed, k]).choice([-1.0, 1.0], WIDTH)
+        c = draw.choice([1.0, 2.0], (BATCH, plan.features * WIDTH)) * np.tile(signs, plan.features)
         # Dense parameters have the same gradients in all processes, as those of a trainer have.
         draw = np.random.default_rng([self.seed, k, batch])
         d, e = (draw.choice([-2.0, -1.0, 1.0, 2.0], n) for n in (plan.features * WIDTH, 1))
