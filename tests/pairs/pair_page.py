@@ -10,29 +10,32 @@ import pair_parts
 PAGE = Path(__file__).parents[2] / "docs" / "together.md"
 _TEXT = """# What goes with what
 
-Each pair of features below was run as one short random program beside a reference in float64. The
-tests do so again (`pytest -m exhaustive tests/pairs`), and this page is made from what they expect.
-A dot is a pair whose numbers were right in every step. **R** is a pair that is refused, before
-anything is written, by the error below the table. **N** was not tried, for the reason there.
+Every pair of the features below was run as a short random program beside a reference in float64.
+The tests do so again (`pytest -m exhaustive tests/pairs`). This page is made from what they expect:
+a pair is **right** in every step, or **refused** by an error (R), before anything is written, or it
+was **not tried**, for a reason (N). Errors and reasons stand below each table.
 """
 
 
-def table(title: str, names: Iterable[str], refused: Mapping[frozenset[str], str],
-          others: Mapping[frozenset[str], str]) -> str:  # fmt: skip
+def table(
+    title: str, names: Iterable[str], refused: Mapping[frozenset[str], str],
+    others: Mapping[frozenset[str], str],
+) -> str:  # fmt: skip
     """A section of the page: the pairs of a front end."""
-    rows, marks = [*names], dict[str, str]()
+    names, marks, cells = [*names], dict[str, str](), []
     for letter, texts in (("R", refused), ("N", others)):
-        for n, text in enumerate(dict.fromkeys(texts.values()), 1):
-            marks[text] = f"{letter}{n}"
-    lines = [f"\n## {title}\n", "| | " + " | ".join(map(str, range(1, len(rows)))) + " |"]
-    lines.append("| --- |" + " :-: |" * (len(rows) - 1))
-    for k, name in enumerate(rows):
-        pairs = [frozenset((name, other)) for other in rows[:k]]
-        cells = [marks.get(refused.get(own, others.get(own, "")), "·") for own in pairs]
-        lines.append(f"| {k + 1} {name} | " + " | ".join(cells + [""] * (len(rows) - 1 - k)) + " |")
-    lines.append("")
-    for text, mark in marks.items():
-        lines.append(f"- {mark}: " + (f"`{text}`" if mark[0] == "R" else text))
+        marks |= {text: f"{letter}{n}" for n, text in enumerate(dict.fromkeys(texts.values()), 1)}
+    for name in names:
+        each = [
+            [(b, texts[pair]) for b in names if (pair := frozenset((name, b))) in texts]
+            for texts in (refused, others)
+        ]
+        n = len(names) - 1 - sum(map(len, each))
+        lists = [", ".join(f"{b} ({marks[text]})" for b, text in own) for own in each]
+        cells.append((name, f"{n} of {len(names) - 1}", *lists))
+    lines = [f"\n## {title}\n", "| | right with | refused with | not tried with |"]
+    lines += ["| --- | --- | --- | --- |", *(f"| {' | '.join(own)} |" for own in cells), ""]
+    lines += [f"- {m}: " + (f"`{text}`" if m[0] == "R" else text) for text, m in marks.items()]
     return "\n".join(lines) + "\n"
 
 
