@@ -178,7 +178,7 @@ class Fused(TableOptimizer, _Base):
 
         def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
             groups = [_with_dtype(group) for group in found["param_groups"]]
-            found = {**found, "state": {**found["state"]}, "param_groups": groups}
+            found = without_states({**found, "param_groups": groups}, (COPY.name,))
             given.append(found)
             self._check_loaded(found)
             if from_masters:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import gt
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -134,6 +135,9 @@ class averaged(AveragedModel):  # noqa: N801
         state = theirs.ids.state_dict()
         rows, before = (tensor_of(x).long() for x in (state["rows"], mine.ids.find(state["ids"])))
         found, times = theirs.weight[rows], times[before]
+        # Ids that have come back since the last update begin anew.
+        lost = state["removed"][state["removed_steps"] > mine.ids.step]
+        times[tensor_of(np.isin(state["ids"], lost))] = 0
         for n in times.unique():
             at = times == n
             old, new = mine.weight[before[at]], found[at]

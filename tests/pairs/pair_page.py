@@ -42,7 +42,10 @@ def table(
 def page() -> str:
     """All of it."""
     torch = pair_parts.PARTS, pair_parts.REFUSED, pair_parts.NOT_APPLICABLE
-    return _TEXT + table("fusestep.nn.torch", *torch)
+    of_three = pair_parts.OF_THREE.items()
+    three = [f"- {' + '.join(sorted(names))}: `{text}`" for names, text in of_three]
+    head = "\nThree to five of them together are right too, in random programs, but for:\n\n"
+    return _TEXT + table("fusestep.nn.torch", *torch) + head + "\n".join(three) + "\n"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -205,6 +206,7 @@ PARTS |= {
 PAIRS = [*combinations(PARTS, 2)]
 _ROUNDINGS = "master weights", "Kahan sums", "stochastic rounding"
 _EXCHANGES = "DDP", "FSDP2", "ShardedEmbedding"
+_DCP = "DCP", "DCP, full", "DCP, flat"
 
 
 def _each(names: Iterable[str], others: Iterable[str], text: str) -> dict[frozenset[str], str]:
@@ -237,6 +239,30 @@ NOT_APPLICABLE: dict[frozenset[str], str] = {
     **_each(["fork"], _EXCHANGES, "a child has no threads of the process group"),
 }  # fmt: skip
 """Why others are not tried."""
+OF_THREE: dict[frozenset[str], str] = {
+    frozenset(("growing ids", "DDP", other)): text
+    for other, text in (
+        *((name, "ids of several processes share names in a state dict") for name in _DCP),
+        ("clipping by norm", "is distributed: expected a tensor of one"),
+        ("skip_nonfinite", "skip_nonfinite takes no distributed parameters"),
+        ("bags, step in backward", "is looked up by itself: expected one without comm"),
+    )
+} | {
+    frozenset(("bags, step in backward", "clipping by norm", "clipping by value")):
+        "clip_value is beside max_norm",
+}  # fmt: skip
+"""What an error says of three, each pair of which is right."""
+
+
+def programs(n: int, seed: int) -> list[list[str]]:
+    """Programs of three to five parts that have a meaning."""
+    draw, made = random.Random(seed), list[list[str]]()
+    known = NOT_APPLICABLE.keys() | REFUSED.keys() | OF_THREE.keys()
+    while len(made) < n:
+        names = draw.sample([*PARTS], draw.randint(3, 5))
+        if not any(names_of <= {*names} for names_of in known):
+            made.append(names)
+    return made
 
 
 def plan_of(*names: str) -> Plan:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fusestep
 from fusestep.nn import distributed
@@ -153,7 +154,8 @@ class Run:
                     maker = fusestep.states_in(fusestep.MappedFiles(folder, fill=True))
                 with maker:
                     self.optimizers.append(getattr(fused, plan.kind)(own, **options))
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if plan.scaler else None
+        scaler = torch.amp.GradScaler if plan.processes == 1 else ShardedGradScaler
+        self.scaler = scaler("cpu", init_scale=4.0) if plan.scaler else None
         self.schedulers = [
             torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
             for optimizer in self.optimizers if plan.schedule
@@ -167,6 +169,8 @@ class Run:
         """Wrap the model, and let bags step in backward."""
         plan, wrapped = self.plan, self.model
         if plan.wrap == "ddp":
+            for parameter in self.model.parameters():  # PyTorch leaves out what is frozen now
+                parameter.requires_grad_()
             wrapped = nn.parallel.DistributedDataParallel(
                 fused.hide_from_ddp(self.model), find_unused_parameters=bool(plan.frozen)
             )
@@ -206,7 +210,8 @@ class Run:
         """One step of the program, and of the reference."""
         plan, reference = self.plan, self.reference
         if plan.is_late and self.k == LATE:
-            self.optimizers[-1].add_param_group({"params": [self.model.scale]})
+            late = {"initial_lr": RATE} if plan.schedule else {}
+            self.optimizers[-1].add_param_group({"params": [self.model.scale], **late})
         self._freeze()
         self.model.zero_grad()
         rests = "table" in plan.frozen and self.k in FROZEN

@@ -16,17 +16,20 @@ pytest.importorskip("torch")
 from pair_page import PAGE, page
 from pair_parts import (
     NOT_APPLICABLE,
+    OF_THREE,
     PAIRS,
     PARTS,
     REFUSED,
     outcome,
     plan_of,
+    programs,
 )
 from subprocesses import ENVIRONMENT
 
 TRIED = [pair for pair in PAIRS if frozenset(pair) not in NOT_APPLICABLE]
 ALONE = [pair for pair in TRIED if plan_of(*pair).processes == 1]
 TOGETHER = [pair for pair in TRIED if pair not in ALONE]
+OF_THREE_TOGETHER = [[*names] for names in OF_THREE if plan_of(*names).processes > 1]
 PROGRAM = Path(__file__).with_name("pair_processes.py")
 
 
@@ -41,7 +44,7 @@ def _strict() -> Iterator[None]:
 
 def assert_as_known(pair: tuple[str, ...], result: str) -> None:
     """The pair is right, or refused by its error."""
-    text = REFUSED.get(frozenset(pair))
+    text = (REFUSED | OF_THREE).get(frozenset(pair))
     assert result == "right" if text is None else text in result, f"{' + '.join(pair)}: {result}"
 
 
@@ -59,19 +62,35 @@ def test_all_pairs_of_a_feature(name: str, tmp_path: Path) -> None:
             assert_as_known(pair, outcome(plan_of(*pair), folder, seed))
 
 
-@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_pairs_in_two_processes(step: int, tmp_path: Path) -> None:
-    (pairs := tmp_path / "pairs").write_text(json.dumps(TOGETHER[::step]))
+@pytest.mark.parametrize("names", [p for p in programs(24, 1) if plan_of(*p).processes == 1])
+def test_more_parts(names: list[str], tmp_path: Path) -> None:
+    assert_as_known(tuple(names), outcome(plan_of(*names), tmp_path, 1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(2, 22))
+def test_many_more_parts(seed: int, tmp_path: Path) -> None:
+    for n, names in enumerate(programs(50, seed)):
+        if plan_of(*names).processes == 1:
+            (folder := tmp_path / str(n)).mkdir()
+            assert_as_known(tuple(names), outcome(plan_of(*names), folder, seed))
+
+
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_two_processes(step: int, tmp_path: Path) -> None:
+    more = [names for names in programs(200, 3) if plan_of(*names).processes > 1]
+    pairs = [*TOGETHER, *OF_THREE_TOGETHER, *more][::step]
+    (told := tmp_path / "pairs").write_text(json.dumps(pairs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(PROGRAM), str(tmp_path), str(pairs)]
+    command += ["--nproc-per-node", "2", str(PROGRAM), str(tmp_path), str(told)]
     done = subprocess.run(
         command, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     results = json.loads((tmp_path / "outcomes").read_text())
-    assert len(results) == len(TOGETHER[::step]), done.stderr
-    for pair, result in zip(TOGETHER[::step], results, strict=True):
-        assert_as_known(pair, result)
+    assert len(results) == len(pairs), done.stderr
+    for names, result in zip(pairs, results, strict=True):
+        assert_as_known(tuple(names), result)
 
 
 def test_documentation_says_the_same() -> None:

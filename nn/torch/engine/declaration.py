@@ -268,10 +268,12 @@ class Declaration(ABC):
             reject(ValueError, where, "states_in", wrong, "another class", where)
 
     def _made(self, parameter: Tensor, role: str, like: Tensor) -> Tensor:
-        """A state where `states_in` says, of a shape; a single number, in float32, begins so."""
+        """A state where `states_in` says, of a shape; a single number begins so."""
         initial, dtype = 0.0, like.dtype
         if like.dim() == 0:
-            initial, dtype = like.item(), torch.float32
+            initial = like.item()
+            if parameter.dim() or role == "step":
+                dtype = torch.float32
         make = self._making(parameter, role)
         assert make is not None
         return tensor_of(make(tuple(like.shape), NUMBERS[dtype], initial))
