@@ -82,6 +82,10 @@ NAMES = {
         "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
         "hide_from_ddp raises",
     ),
+    "outside of a trace": Name(
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "programs of torch.export copy all ids of a growing table in each call",
+    ),
     "outside of graphs": Name("torch:_disable_dynamo", "the import takes seconds longer"),
 }
 _found: dict[str, Any] = {}

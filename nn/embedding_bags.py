@@ -245,7 +245,7 @@ class EmbeddingBags:
 
 def _place(parameter: Any, k: int, optimizer: FusedOptimizer) -> int:
     """The number of a parameter among those of the optimizer."""
-    found = [i for i, p in enumerate(optimizer.parameters) if p is parameter or p.data is parameter]
+    found = [i for i, p in enumerate(optimizer.parameters) if p.is_of(parameter)]
     if not found:
         wrong, expected = "is none of the optimizer's", "a parameter or an array that it has"
         reject(ValueError, _NAME, f"parameters[{k}]", wrong, expected, type(parameter).__name__)

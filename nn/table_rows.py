@@ -258,7 +258,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     def _number_of(self, parameter: Any) -> int:
         """The number of a parameter among those of the optimizer."""
         for i, p in enumerate(self.parameters):
-            if p is parameter or p.array is parameter or p.data is parameter:
+            if p.is_of(parameter):
                 return i
         wrong, got = "is none of the optimizer's", type(parameter).__name__
         expected = "a parameter or an array that it has"

@@ -440,13 +440,14 @@ class IdMap:
                 is_old &= counts < seen_less_than
             if unused_for is None and seen_less_than is None:
                 chosen = chosen[:0]
+            is_old |= forget_pending
             if kept is not None:
                 chosen = chosen[~np.isin(self._row_ids[chosen], kept)]
                 is_old &= ~np.isin(waiting, kept)
             if len(chosen):
                 self.evictions += 1
                 self._free_rows(chosen, self.step + 1)
-            self._remove(waiting[is_old | forget_pending])
+            self._remove(waiting[is_old])
         return chosen
 
     def _rows_in_use(self) -> np.ndarray:

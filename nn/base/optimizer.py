@@ -261,7 +261,10 @@ class Optimizer(CheckedAttributes):
 
     @global_step.setter
     def global_step(self, value: Any) -> None:
-        self._global_step[0] = steps_done(self._name, value)
+        step = steps_done(self._name, value)
+        if self._files is not None:
+            self._files.check_alone()
+        self._global_step[0] = step
 
     @property
     def _step(self) -> int:

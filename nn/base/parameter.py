@@ -85,6 +85,13 @@ class Parameter:
         for owner in owners:
             owner.forget_addresses()
 
+    def is_of(self, value: Any) -> bool:
+        """Whether a value is this parameter, its array, or a view of all of it of another class."""
+        if value is self or value is self._data or value is self.data:
+            return True
+        is_array = isinstance(value, np.ndarray) and isinstance(self._data, np.ndarray)
+        return is_array and value.__array_interface__ == self._data.__array_interface__
+
     @property
     def is_shared(self) -> bool:
         """Whether several optimizers have it."""

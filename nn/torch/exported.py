@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from ...kernels.private import find
 from ...ops.runtime.errors import reject
 
 
@@ -36,8 +38,11 @@ def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
     known, rows, *_ = table.ids.rows_of_ids()
     rows[known == table.padding_idx] = 0
     order, ids = np.argsort(known), table._int64(ids)
-    # One more, for ids above all.
-    keys, places = (torch.from_numpy(np.append(x[order], x.dtype.type(0))) for x in (known, rows))
+    # One more, for ids above all. Tensors that are made in a trace are copied in each call.
+    with (find("outside of a trace") or nullcontext)():
+        keys, places = (
+            torch.from_numpy(np.append(x[order], x.dtype.type(0))) for x in (known, rows)
+        )
     k = torch.searchsorted(keys[:-1], ids)
     return torch.where(keys[k] == ids, places[k], 0)
 

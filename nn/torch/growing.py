@@ -196,7 +196,11 @@ class GrowingEmbedding(nn.Embedding):
         return found
 
     def _go_on(self, *_: Any) -> None:
-        self._is_next, self._n_taken = True, _steps_of(optimizers_of(self.weight))
+        def end() -> None:
+            self._is_next, self._n_taken = True, _steps_of(optimizers_of(self.weight))
+
+        # Until its end a backward exchanges ``.grad``, which no other thread may read meanwhile.
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def rows(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., None]]:
         """The rows of the ids of each feature, int32 of their shape, admitted together in training
@@ -207,11 +211,13 @@ class GrowingEmbedding(nn.Embedding):
         if self.shard is not None:
             wrong, expected = "is looked up by itself", "one without comm"
             reject(ValueError, _WHERE, "the module", wrong, expected, "several processes")
-        arrays, (step, begin) = [*map(self._array, features)], self._admission()
+        arrays = [*map(self._array, features)]
         padding = [self.padding_idx] * len(arrays)
-        rows, found = rows_together(self.ids, arrays, padding, 0, step, begin)
-        if step is not None:
-            self._is_next = False
+        with self.ids._lock:  # the step is that of no other thread then
+            step, begin = self._admission()
+            rows, found = rows_together(self.ids, arrays, padding, 0, step, begin)
+            if step is not None:
+                self._is_next = False
 
         def check(*_: Any) -> None:
             self._go_on()
@@ -271,17 +277,18 @@ class GrowingEmbedding(nn.Embedding):
             reject(RuntimeError, _WHERE, *self.mixed_up)
         if self._as_copied >= 0:
             self._warn_of_mean()
-        optimizers, gradient = optimizers_of(self.weight), self.weight.grad
+        optimizers = optimizers_of(self.weight)
         # A backward that computes anew what it needs looks up ids that were admitted before.
         are_admitted = self.training and self.weight.requires_grad and _backward_of_now() < 0
         if are_admitted and not optimizers and (self.ids.evictions or self.ids.full == "evict"):
             expected = "an optimizer of nn.torch: rows that are given back begin anew in it"
             reject(RuntimeError, _WHERE, "the table", "needs more", expected, "none")
-        is_pending = gradient is not None and _steps_of(optimizers) == self._n_taken
+        waits = bool(optimizers) and _steps_of(optimizers) == self._n_taken
+        gradient = self.weight.grad if waits else None
 
         def begin(new: Admissions) -> None:
             # What an evicted id has collected is not for the id that gets its row.
-            if is_pending and self.ids.evictions:
+            if gradient is not None and self.ids.evictions:
                 self.weight.grad = _without(gradient, new.rows)
             for optimizer in optimizers:
                 optimizer.reset_rows(self.weight, new.rows, self.initial, ids=new.ids)
@@ -293,7 +300,7 @@ class GrowingEmbedding(nn.Embedding):
                 torch.autograd.graph.increment_version(self.weight)
 
         # Gradients may be summed over several batches: all of them belong to one step.
-        is_next = self._is_next and not (optimizers and is_pending)
+        is_next = self._is_next and gradient is None
         return self.ids.step + is_next if are_admitted else None, begin
 
     def _begin_seed(self, seed: int) -> None:

@@ -172,6 +172,8 @@ class Fused(TableOptimizer, _Base):
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
+        if self._files is not None:
+            self._files.files.check_alone()
         own_names = *OWN, *self._more_options
         before = [{name: group[name] for name in own_names} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
