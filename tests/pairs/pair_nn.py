@@ -46,36 +46,32 @@ class Run:
         self.events = [event for name, event in _EVENTS.items() if name in plan]
         self.k, self.n_made, self.n_steps, self.has_ids = 0, 0, 0, "growing ids" in plan
         self.n_ids, self.n_rows = IDS, IDS + self.has_ids
-        mode = "own" if "rowwise_bias_correction" in self.options else "touched"
-        self.reference = Reference(DENSE, None if self.has_ids else range(IDS), mode)
+        self.dtype = BFLOAT16 if "rounding" in self.options else np.dtype(np.float32)
+        counts = "own" if "rowwise_bias_correction" in self.options else "touched"
+        self.reference = Reference(DENSE, None if self.has_ids else range(IDS), counts)
         self.make()
 
     def make(self) -> None:
         """Make parameters and optimizer anew."""
         plan, n, self.n_made = self.plan, self.n_rows, self.n_made + 1
         table = np.zeros((n, WIDTH)) if self.has_ids else begin(np.arange(n), (n, WIDTH))
-        self.dtype = BFLOAT16 if "rounding" in self.options else np.dtype(np.float32)
-        named = {"table": table, **DENSE}.items()
-        groups: Any = [{"params": [nn.Parameter(x.astype(self.dtype), k)]} for k, x in named]
-        for group in groups if "centralized gradients" in plan else ():
-            group["grad_centralization"] = True
+        named = [(x.astype(self.dtype), name) for name, x in {"table": table, **DENSE}.items()]
+        own = {"grad_centralization": True} if "centralized gradients" in plan else {}
+        groups: Any = [{"params": [nn.Parameter(*x)], **own} for x in named]
         groups[1] |= {"lr": OWN_RATE, "weight_decay": 0.0} if "groups" in plan else {}
         groups[0] |= {"copies": [table.astype(BFLOAT16)]} if "copies" in plan else {}
         given = groups if max(map(len, groups)) > 1 else [p for x in groups for p in x["params"]]
         options = {"learning_rate": RATE, "sparse_update": "lazy", "eps_hat": False, **self.options}
         maker: Any = nullcontext()
         if "states in files" in plan:
-            files = fusestep.MappedFiles(f"{self.path}states{self.n_made}", fill=True)
-            maker = fusestep.states_in(files)
+            maker = fusestep.states_in(fusestep.MappedFiles(f"{self.path}{self.n_made}", fill=True))
         with maker:
             self.opt = (nn.AdamOffload if "AdamOffload" in plan else nn.LazyAdam)(given, **options)
-        self.ids, (table, *_) = nn.IdMap(n), self.opt.parameters
-        maps = [self.ids] if self.has_ids else None
+        self.ids, self.bags, tables = nn.IdMap(n), None, self.opt.parameters[:1]
         if "bags" in plan:
-            self.bags = nn.EmbeddingBags([table], self.opt, maps=maps, new_rows=begin)
+            maps = [self.ids] if self.has_ids else None
+            self.bags = nn.EmbeddingBags(tables, self.opt, maps=maps, new_rows=begin)
         self.join()
-
-    bags: nn.EmbeddingBags | None = None
 
     def join(self) -> None:
         """Let the optimizer step with those of other processes, of which there are none."""
@@ -93,7 +89,7 @@ class Run:
                     self.events.pop(0)(self)
                 self._step()
         finally:  # an error has written nothing
-            self.compare_all()
+            self._compare_all()
         for text in (end() for end in self.ends):
             assert text == "right", text
 
@@ -126,26 +122,25 @@ class Run:
         for key, row in zip(ids.ravel().tolist(), np.repeat(c, LENGTH, 0), strict=True):
             sums[key] = sums.get(key, 0.0) + row
         if self.bags is not None:
-            found, axis = self.bags([ids], step=k if self.has_ids else None), 1
-        else:
-            reset = lambda new: opt.reset_rows(table, new.rows, begin, ids=new.ids)  # noqa: E731
-            rows, axis = self.ids(ids, k, begin=reset) if self.has_ids else ids, ()
-            opt.prepare(table, rows)
-            found = table.data[rows]
-        self.reference.admit(sums, k)
-        self.compare("looked up", found, self.reference.look_up(ids).sum(axis))
-        if self.bags is not None:
+            pooled = self.bags([ids], step=k if self.has_ids else None)
+            self.reference.admit(sums, k)
+            self._compare("pooled", pooled, self.reference.look_up(ids).sum(1), LENGTH)
             return self.bags.gradients(self._scaled(c))[0]
+        reset = lambda new: opt.reset_rows(table, new.rows, begin, ids=new.ids)  # noqa: E731
+        rows = self.ids(ids, k, begin=reset) if self.has_ids else ids
+        self.reference.admit(sums, k)
+        opt.prepare(table, rows)
+        self._compare("rows", table.data[rows], self.reference.look_up(ids))
         return nn.RowTensor(rows.ravel(), np.repeat(self._scaled(c), LENGTH, 0), table.shape)
 
     def _step_of_reference(self, sums: Any, right: dict[str, Any], rests: Iterable[str]) -> None:
-        reference = self.reference
+        reference, fades = self.reference, "learning_rate" in self.options
         keys = [*(reference.rows if "sparse_update" in self.options else sums)]
         g = {"table": np.array([sums.get(key, np.zeros(WIDTH)) for key in keys]), **right}
         w = {"table": reference.look_up(keys), **{k: x.w for k, x in reference.dense.items()}}
         made = {k: self._conditioned(k, x, w[k]) for k, x in g.items() if k not in rests}
         table = dict(zip(keys, made.pop("table"), strict=True)) if "table" in made else None
-        rate = RATE * (FADE**self.n_steps if "learning_rate" in self.options else 1.0)
+        rate = RATE * FADE**self.n_steps if fades else RATE
         factors = {"head": OWN_RATE / rate} if "groups" in self.plan else {}
         reference.step(table, made, rate, factors)
         self.n_steps += 1
@@ -162,20 +157,18 @@ class Run:
         g = np.clip(g, -bound, bound)
         return g * min(1.0, limit / np.linalg.norm(g)) + late
 
-    def compare(self, what: str, value: Any, right: Any) -> None:
-        """Raise if numbers are further from the right ones than their storage type explains."""
+    def _compare(self, what: str, value: Any, right: Any, terms: float = 1.0) -> None:
         difference = np.abs(np.asarray(value, float) - right).max()
-        limit = max(_TOLERANCES.get(name, 3e-5) for name in self.plan) * (1 + 2 * (what == "looked up"))
-        assert difference <= limit, f"{what}: {difference:.2g} off in step {self.k}"
+        is_right = difference <= terms * max(_TOLERANCES.get(name, 3e-5) for name in self.plan)
+        assert is_right, f"{what}: {difference:.2g} off in step {self.k}"
 
-    def compare_all(self) -> None:
-        """Raise if any weight is not the reference's."""
+    def _compare_all(self) -> None:
         keys, (table, *dense) = np.array([*self.reference.rows], np.int64), self.opt.parameters
         rows = self.ids.find(keys) if self.has_ids else keys
         self.opt.prepare(table, rows)
-        self.compare("table", table.data[rows], self.reference.look_up(keys))
+        self._compare("table", table.data[rows], self.reference.look_up(keys))
         for p, weight in zip(dense, self.reference.dense.values(), strict=True):
-            self.compare(str(p.name), p.data, weight.w)
+            self._compare(str(p.name), p.data, weight.w)
         assert not (self.has_ids and table.data[0].any()), "the reserved row was written"
         for own in self.opt.copies[: "copies" in self.plan]:
             assert (own[rows] == table.data[rows].astype(BFLOAT16)).all(), "a wrong copy"
@@ -211,9 +204,9 @@ def _resume(run: Run, how: str) -> None:
     saved: Any = [run.opt.state_dict(flush=how == "flushed")]
     saved += [{p.name: p.data for p in run.opt.parameters}, run.ids.state_dict()]
     if how == "shards":
-        distributed.save_checkpoint(run.path, run.stepper, ALONE, shards)
+        distributed.save_checkpoint(f"{run.path}shards", run.stepper, ALONE, shards)
     if how == "files":
-        files = [f"{run.path}{k}" for k in range(3)]
+        files = [f"{run.path}{name}" for name in ("state", "weights", "ids")]
         for x, file in zip((run.opt, run.opt.parameters, run.ids), files, strict=True):
             nn.save_checkpoint(x, file)
         saved = map(nn.load_checkpoint, files)
@@ -221,7 +214,7 @@ def _resume(run: Run, how: str) -> None:
     state, weights, ids = saved
     run.ids.load_state_dict(ids)
     if how == "shards":
-        distributed.load_checkpoint(run.path, run.stepper, ALONE, shards)
+        distributed.load_checkpoint(f"{run.path}shards", run.stepper, ALONE, shards)
     else:
         for p in run.opt.parameters:
             p.data[...] = weights[p.name]
@@ -234,6 +227,7 @@ def _fork(run: Run) -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     context.Process(target=lambda: theirs.send(_said(run.go, EVENT))).start()
+    theirs.close()  # so that a child that dies is noticed
     run.ends.append(ours.recv)
 
 
@@ -267,18 +261,19 @@ PARTS: dict[str, Callable[[Plan], None]] = {
 PAIRS = [*combinations(PARTS, 2)]
 REFUSED: dict[frozenset[str], str] = {
     frozenset((name, other)): text
-    for name, others, text in (
-        ("row-wise bias correction", ["AdamOffload"], "'rowwise_bias_correction' is unknown"),
-        ("row-wise bias correction", ["catch-up"], "expected a rule whose steps"),
-        ("catch-up", ["weight decay"], "expected a decoupled weight decay"),
-        ("catch-up", ["stochastic rounding"], "excludes random bits"),
-        ("catch-up", ["ShardedStates"], "parameters are sent after each step"),
-        ("copies", _ROUNDINGS, "bfloat16 of a float32 parameter"),
-        ("grow", ["copies", "together", "ShardedStates"], "cannot grow"),
-        ("together", ["stochastic rounding"], "rounds at random"),
-        ("together", ["clipnorm"], "clips by norms"),
-        ("states in files", ["fork"], "the folder is another one's"),
-        ("clipnorm", ["clipvalue"], "clipnorm excludes clipvalue"),
+    for text, name, *others in (
+        ("'rowwise_bias_correction' is unknown", "row-wise bias correction", "AdamOffload"),
+        ("expected a rule whose steps", "row-wise bias correction", "catch-up"),
+        ("expected a decoupled weight decay", "weight decay", "catch-up"),
+        ("excludes random bits", "stochastic rounding", "catch-up"),
+        ("parameters are sent after each step", "ShardedStates", "catch-up"),
+        ("bfloat16 of a float32 parameter", "copies", *_ROUNDINGS),
+        ("expected one without copies", "grow", "copies"),
+        ("one that several processes step", "grow", "together", "ShardedStates"),
+        ("rounds at random", "together", "stochastic rounding"),
+        ("clips by norms", "together", "clipnorm"),
+        ("the folder is another one's", "states in files", "fork"),
+        ("clipnorm excludes clipvalue", "clipnorm", "clipvalue"),
     )
     for other in others
 }
