@@ -263,7 +263,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset((name, other)): text
     for text, name, *others in (
         ("'rowwise_bias_correction' is unknown", "row-wise bias correction", "AdamOffload"),
-        ("expected a rule whose steps", "row-wise bias correction", "catch-up"),
+        ("whose steps without a gradient can be summed", "row-wise bias correction", "catch-up"),
         ("expected a decoupled weight decay", "weight decay", "catch-up"),
         ("excludes random bits", "stochastic rounding", "catch-up"),
         ("parameters are sent after each step", "ShardedStates", "catch-up"),
