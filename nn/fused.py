@@ -553,7 +553,8 @@ class FusedOptimizer(TableOptimizer, ABC):
     def keep_states(self, of: Sequence[bool]) -> None:
         """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
         if self._missed is not None:
-            wrong, expected = "is impossible", "another one: parameters are sent after each step"
+            wrong = "is impossible in ShardedStates"
+            expected = "another one: parameters are sent after each step, with all rows up to date"
             reject(ValueError, self._name, "sparse_update='catch_up'", wrong, expected, "it")
         # Parameters come from the processes that step them, and nobody would write their copies.
         if any(own is COPY and not keeps for own, keeps in zip(self.keepings, of, strict=True)):

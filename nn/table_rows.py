@@ -221,7 +221,8 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     def _check_growth(self, call: str, i: int) -> None:
         p = self.parameters[i]
         if p.is_shared or self.together is not None:
-            expected, got = "one of this optimizer alone, without copies", "another"
+            expected = "one of this optimizer alone, in one process"
+            got = "another optimizer's too" if p.is_shared else "one that several processes step"
             reject(RuntimeError, call, f"parameter {p.name!r}", "cannot grow", expected, got)
 
     def prepare(self, parameter: Any, ids: Any) -> None:

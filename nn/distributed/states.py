@@ -114,7 +114,8 @@ class ShardedStates:
             packed = np.concatenate(arrays)
             self.comm.broadcast(packed, owner).wait()
             first = 0
-            for array in arrays:
+            # An owner has its parameters: another thread may be in its next step with them.
+            for array in arrays if owner != self.comm.rank else ():
                 array[:] = packed[first : first + len(array)]
                 first += len(array)
         for transfer in transfers:

@@ -187,8 +187,8 @@ class TableRows(ABC):
             n = more_rows(table.where, rows, len(table.weights))
             self._check_growth(table.where, key)
             if COPY.name in table.arrays:
-                expected = "one without copies"
-                reject(RuntimeError, table.where, "parameter", "cannot grow", expected, "another")
+                expected, got = "one without copies", "one with copies"
+                reject(RuntimeError, table.where, "parameter", "cannot grow", expected, got)
             if self._missed is not None:
                 self._table_at_step(key)  # which checks the last steps too
             moved = self._move(key, table.grown(n))
