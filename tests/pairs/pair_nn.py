@@ -16,11 +16,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from pair_reference import RATE, WIDTH, Reference, Weight, begin
 
 import fusestep
 from fusestep import nn
 from fusestep.nn import distributed
+
+from pair_reference import RATE, WIDTH, Reference, Weight, begin
 
 STEPS, EVENT, BAD, IDS, MORE_IDS, LENGTH, FADE, OWN_RATE = 9, 4, 6, 24, 30, 3, 0.8, 0.02
 RESTS = {"table": (3, 4), "head": (5, 6, 7), "bias": ()}  # steps

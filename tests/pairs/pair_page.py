@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pair_nn
 import pair_parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "together.md"
@@ -41,11 +42,14 @@ def table(
 
 def page() -> str:
     """All of it."""
-    torch = pair_parts.PARTS, pair_parts.REFUSED, pair_parts.NOT_APPLICABLE
+    sections = [
+        table(name, own.PARTS, own.REFUSED, own.NOT_APPLICABLE)
+        for name, own in (("fusestep.nn.torch", pair_parts), ("fusestep.nn", pair_nn))
+    ]
     of_three = pair_parts.OF_THREE.items()
     three = [f"- {' + '.join(sorted(names))}: `{text}`" for names, text in of_three]
     head = "\nThree to five of them together are right too, in random programs, but for:\n\n"
-    return _TEXT + table("fusestep.nn.torch", *torch) + head + "\n".join(three) + "\n"
+    return _TEXT + sections[0] + head + "\n".join(three) + "\n" + sections[1]
 
 
 if __name__ == "__main__":
