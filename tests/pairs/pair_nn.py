@@ -260,24 +260,30 @@ PARTS: dict[str, Callable[[Plan], None]] = {
     name: methodcaller("update", {name: options}) for name, options in _OPTIONS.items()
 }
 PAIRS = [*combinations(PARTS, 2)]
+_IMPOSSIBLE = "sparse_update='catch_up' is impossible"
+_ALONE = "expected one of this optimizer alone, in one process, got one that several processes step"
 REFUSED: dict[frozenset[str], str] = {
     frozenset((name, other)): text
     for text, name, *others in (
-        ("'rowwise_bias_correction' is unknown", "row-wise bias correction", "AdamOffload"),
-        ("whose steps without a gradient can be summed", "row-wise bias correction", "catch-up"),
-        ("expected a decoupled weight decay", "weight decay", "catch-up"),
-        ("excludes random bits", "stochastic rounding", "catch-up"),
-        ("parameters are sent after each step", "ShardedStates", "catch-up"),
-        ("bfloat16 of a float32 parameter", "copies", *_ROUNDINGS),
-        ("expected one without copies", "grow", "copies"),
-        ("one that several processes step", "grow", "together", "ShardedStates"),
-        ("rounds at random", "together", "stochastic rounding"),
-        ("clips by norms", "together", "clipnorm"),
-        ("the folder is another one's", "states in files", "fork"),
-        ("clipnorm excludes clipvalue", "clipnorm", "clipvalue"),
+        ("argument 'rowwise_bias_correction' is unknown", "row-wise bias correction",
+         "AdamOffload"),
+        (f"{_IMPOSSIBLE}: expected a rule whose steps without a gradient can be summed",
+         "row-wise bias correction", "catch-up"),
+        (f"{_IMPOSSIBLE}: expected a decoupled weight decay", "weight decay", "catch-up"),
+        ("sparse_update='catch_up' excludes random bits", "stochastic rounding", "catch-up"),
+        (f"{_IMPOSSIBLE} in ShardedStates", "ShardedStates", "catch-up"),
+        ("expected float16 or bfloat16 of a float32 parameter", "copies", *_ROUNDINGS),
+        ("parameter cannot grow: expected one without copies", "grow", "copies"),
+        (f"cannot grow: {_ALONE}", "grow", "together", "ShardedStates"),
+        ("optimizer rounds at random: expected one that does not", "together",
+         "stochastic rounding"),
+        ("optimizer clips by norms: expected one that does not", "together", "clipnorm"),
+        ("the folder is another one's: expected the process that made the optimizer",
+         "states in files", "fork"),
+        ("clipnorm excludes clipvalue: expected at most one of them", "clipnorm", "clipvalue"),
     )
     for other in others
-}
+}  # fmt: skip
 """What an error says, by pairs that have no meaning."""
 NOT_APPLICABLE: dict[frozenset[str], str] = {
     frozenset(pair): "values of one option"

@@ -217,10 +217,25 @@ REFUSED: dict[frozenset[str], str] = {
     **_each(_ROUNDINGS, ["copies"], "expected float16 or bfloat16 of a float32 parameter"),
     **_each(["stochastic rounding"], ["catch-up"], "sparse='catch_up' excludes random bits"),
     **_each(["catch-up"], ["row-wise bias correction"], "sparse='catch_up' is impossible"),
-    **_each(["states in files"], ["fork"], "the folder is another one's"),
-    **_each(["states in files"], _EXCHANGES[1:], "is elsewhere: expected whole parameters"),
-    **_each(["bags, step in backward"], ["ShardedEmbedding"], "table '0' has a wrong type"),
-    **_each(["clipping by norm"], _EXCHANGES[1:], "is distributed: expected a tensor of one"),
+    **_each(
+        ["states in files"],
+        ["fork"],
+        "the folder is another one's: expected the process that made the optimizer",
+    ),
+    **_each(
+        ["states in files"],
+        _EXCHANGES[1:],
+        "is elsewhere: expected whole parameters on the host, as states_in needs them",
+    ),
+    **_each(
+        ["bags, step in backward"],
+        ["ShardedEmbedding"],
+        "has a wrong type: expected a "
+        "module, or (num_embeddings, embedding_dim), got ShardedEmbedding",
+    ),
+    **_each(
+        ["clipping by norm"], _EXCHANGES[1:], "is distributed: expected a tensor of one process"
+    ),
     **_each(["skip_nonfinite"], _EXCHANGES[1:], "skip_nonfinite takes no distributed parameters"),
     **_each(["pickle"], ["ShardedEmbedding"], "the communicator is of these processes alone"),
 }
@@ -243,7 +258,7 @@ OF_THREE: dict[frozenset[str], str] = {
     frozenset(("growing ids", "DDP", other)): text
     for other, text in (
         *((name, "ids of several processes share names in a state dict") for name in _DCP),
-        ("clipping by norm", "is distributed: expected a tensor of one"),
+        ("clipping by norm", "is distributed: expected a tensor of one process"),
         ("skip_nonfinite", "skip_nonfinite takes no distributed parameters"),
         ("bags, step in backward", "is looked up by itself: expected one without comm"),
     )
