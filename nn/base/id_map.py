@@ -184,10 +184,8 @@ class IdMap:
             if name not in STATE:
                 raise AttributeError(f"IdMap has no attribute {name!r}")
             if self._is_part:
-                wrong = "the ids of several processes have the same names in a state dict"
-                raise RuntimeError(
-                    f"IdMap: {wrong}: save that of each process in a file of its own"
-                )
+                wrong, fix = "ids of several processes share names", "save each process's by itself"
+                raise RuntimeError(f"IdMap: {wrong} in a state dict: {fix}, in a file of its own")
             return self.state_dict()[name]
 
     def __getstate__(self) -> dict[str, Any]:

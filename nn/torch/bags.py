@@ -34,7 +34,7 @@ from ..distributed.reduction import average_bags
 from ..distributed.torch_group import over_torch
 from .clipping import _norm, limit_of, number_of, within
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
-from .engine.sleep import changes_of, prepare_bags
+from .engine.sleep import changes_of, prepare_bags, prepare_rows
 from .engine.threads import as_torch
 from .exported import bags_in_graph, in_graph, refuse_graph
 from .growing import GrowingEmbedding
@@ -91,7 +91,7 @@ class EmbeddingBags(nn.Module):
     After `update_in_backward` it takes the step of an optimizer instead, which reads the gradient
     of the output in place.
 
-    A `GrowingEmbedding` takes int64 ids and admits them; those without a row count as zeros.
+    A `GrowingEmbedding` admits its ids of 64 bits; those without a row count as zeros.
 
     On a CUDA device tables, ids and offsets lie there, and forward and backward are enqueued. A bad
     id or offset is told by `fusestep.synchronize`: the output is 0 then, and no step writes. The
@@ -215,7 +215,8 @@ class EmbeddingBags(nn.Module):
                 finite makes them 0 or NaN, or skips the step with ``skip_nonfinite``.
             clip_value: the largest magnitude of an element, at least 0; not beside ``max_norm``.
             norm: a function that gets the norm of the tables and returns the one to clip by, of
-                dense parameters too, say. Each step calls it once; all processes get one result.
+                dense parameters too, say. Each step calls it once. Of several processes, all have
+                to return the same number.
 
         Raises:
             TypeError: it is none, or of a subclass with a step of its own; a kind does not fit.
@@ -283,6 +284,11 @@ class EmbeddingBags(nn.Module):
         if not isinstance(parts, list | tuple) or len(parts) != len(tables):
             return ids, checks  # which is refused as it is
         found = [*parts]
+        for k, (table, own) in enumerate(
+            zip(tables, parts, strict=True)
+        ):  # before ids are admitted
+            if not isinstance(table, GrowingEmbedding) and isinstance(own, Tensor):
+                prepare_rows(table.weight, own, f"{_WHERE}: ids[{k}]")
         for table in dict.fromkeys(tables):
             if isinstance(table, GrowingEmbedding):
                 each = [f for f, own in enumerate(tables) if own is table]

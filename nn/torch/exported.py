@@ -13,11 +13,14 @@ from torch.nn import functional as F  # noqa: N812
 from ...kernels.private import find
 from ...ops.runtime.errors import reject
 
+_outside_of_traces = find("outside of a trace") or nullcontext
+
 
 def refuse_graph(module: nn.Module) -> NoReturn:
     """Refuse to be traced, as ``__prepare_scriptable__`` too: rows of other ids would be wrong."""
     expected = "torch.export.export of the model in eval mode, with strict=False"
-    reject(RuntimeError, type(module).__name__, "the module", "is traced", expected, "another way")
+    got = "training mode" if module.training else "another way"
+    reject(RuntimeError, type(module).__name__, "the module", "is traced", expected, got)
 
 
 def in_graph(module: nn.Module) -> bool:
@@ -39,7 +42,7 @@ def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
     rows[known == table.padding_idx] = 0
     order, ids = np.argsort(known), table._int64(ids)
     # One more, for ids above all. Tensors that are made in a trace are copied in each call.
-    with (find("outside of a trace") or nullcontext)():
+    with _outside_of_traces():
         keys, places = (
             torch.from_numpy(np.append(x[order], x.dtype.type(0))) for x in (known, rows)
         )
