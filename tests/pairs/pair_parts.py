@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -138,6 +139,7 @@ def _fork(run: Run) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
         torch.set_num_threads(1)  # those of OpenMP are not in the child
         try:
             for k in range(EVENT, STEPS + 1):
@@ -151,7 +153,7 @@ def _fork(run: Run) -> None:
     os.close(write)
 
     def is_well() -> None:
-        os.waitpid(child, 0)
+        assert os.waitpid(child, 0)[1] == 0, "the child of a fork did not end"
         with os.fdopen(read) as told:
             if text := told.read():
                 raise (AssertionError if text.startswith("Assert") else RuntimeError)(text)
@@ -252,6 +254,7 @@ NOT_APPLICABLE: dict[frozenset[str], str] = {
     **_each(["FSDP2"], ["GradScaler"], "PyTorch's scaler takes no mixture of tensors and DTensors"),
     **_each(["threads"], _EXCHANGES, "exchanges of two threads have no common order"),
     **_each(["fork"], _EXCHANGES, "a child has no threads of the process group"),
+    **_each(["fork"], ["threads"], "a child may wait for locks of PyTorch that other threads held"),
 }  # fmt: skip
 """Why others are not tried."""
 OF_THREE: dict[frozenset[str], str] = {
@@ -261,6 +264,8 @@ OF_THREE: dict[frozenset[str], str] = {
         ("clipping by norm", "is distributed: expected a tensor of one process"),
         ("skip_nonfinite", "skip_nonfinite takes no distributed parameters"),
         ("bags, step in backward", "is looked up by itself: expected one without comm"),
+        ("states in files", "is elsewhere: expected whole parameters on the host"),
+        ("pickle", "the communicator is of these processes alone"),
     )
 } | {
     frozenset(("bags, step in backward", "clipping by norm", "clipping by value")):
