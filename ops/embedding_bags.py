@@ -87,14 +87,10 @@ class EmbeddingBags:
     name = "EmbeddingBags"
 
     def __init__(
-        self,
-        pooling: str = "sum",
-        *,
-        features: Sequence[int] | None = None,
-        padding_idx: int | Sequence[int | None] | None = None,
-        out_of_range: str = "raise",
+        self, pooling: str = "sum", *, features: Sequence[int] | None = None,
+        padding_idx: int | Sequence[int | None] | None = None, out_of_range: str = "raise",
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         reject_unknown(self.name, unknown, EmbeddingBags)
         self.pooling, self.features = pooling, features
         self.padding_idx, self.out_of_range = padding_idx, out_of_range

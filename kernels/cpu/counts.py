@@ -58,11 +58,9 @@ class Count:
     """Adding 1 to int64 counts (all, or those at positions) and to an int32 total; see `loops`."""
 
     def __init__(
-        self,
-        counts: np.ndarray,
-        positions: np.ndarray | None = None,
+        self, counts: np.ndarray, positions: np.ndarray | None = None,
         total: np.ndarray | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         n = len(counts if positions is None else positions)
         self._call = Arguments(CountCall(counts, positions, n, total))
         self.loops = (Loop(_count_up.address, 1, self._call.address, 1),)

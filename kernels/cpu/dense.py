@@ -56,17 +56,9 @@ class DenseCall(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        block: NativeFunction,
-        g: Storage,
-        table: TensorTable,
-        gradients: np.ndarray,
-        hp: np.ndarray,
-        hp_of: np.ndarray,
-        chunk: int,
-        *,
-        by_rows: bool = False,
-    ) -> DenseCall:
+        cls, block: NativeFunction, g: Storage, table: TensorTable, gradients: np.ndarray,
+        hp: np.ndarray, hp_of: np.ndarray, chunk: int, *, by_rows: bool = False,
+    ) -> DenseCall:  # fmt: skip
         """A call of ``block`` on tensors, ``chunk`` elements at a time or so."""
         widths = table.widths if by_rows else None
         tensors = table.addresses, table.addresses.strides[0], gradients, table.first, widths

@@ -80,13 +80,9 @@ class Optimizer(CheckedAttributes):
         cls._name = vars(cls).get("_name", cls.__name__)
 
     def __init__(
-        self,
-        learning_rate: Any,
-        parameters: Any,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
+        self, learning_rate: Any, parameters: Any, weight_decay: Any = 0.0, loss_scale: Any = 1.0,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         reject_unknown(self._name, unknown, Optimizer)
         self._loss_scale = loss_scale_of(self._name, loss_scale)
         self._groups: Groups = read_groups(

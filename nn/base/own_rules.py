@@ -39,13 +39,9 @@ def is_own(function: Any) -> bool:
 
 
 def check_rule(
-    where: str,
-    rule: Any,
-    states: Mapping[str, float] | None,
-    sparse_update: str | None,
-    *,
+    where: str, rule: Any, states: Mapping[str, float] | None, sparse_update: str | None, *,
     couples: bool | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse a rule whose parts do not fit together, or do not fit the named states.
 
     ``couples`` says whether a weight decay is added to the gradient; by default it is, unless the

@@ -30,12 +30,9 @@ def attempted(check: Callable[..., Any], *arguments: Any) -> tuple[Any, Exceptio
 
 
 def agree(
-    comm: Communicator,
-    where: str,
-    subject: Mapping[str, Any],
-    error: Exception | None = None,
+    comm: Communicator, where: str, subject: Mapping[str, Any], error: Exception | None = None,
     told: Any = _NOTHING,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """One round: the numbers that each process has told this one, int64 ``[P, 2]``.
 
     Args:

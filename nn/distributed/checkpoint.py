@@ -55,11 +55,9 @@ class _Array(NamedTuple):
 
 
 def save_checkpoint(
-    folder: str | os.PathLike[str],
-    optimizer: Optimizer | ShardedStates,
-    comm: Communicator,
+    folder: str | os.PathLike[str], optimizer: Optimizer | ShardedStates, comm: Communicator,
     shards: Mapping[str, RowShard] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write parameters and states of all processes to a folder; all processes call this.
 
     Each process writes its rows and the states that it keeps; what all have, and have to have
@@ -189,11 +187,9 @@ def _remove(parts: Iterable[Path]) -> None:
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str],
-    optimizer: Optimizer | ShardedStates,
-    comm: Communicator,
+    folder: str | os.PathLike[str], optimizer: Optimizer | ShardedStates, comm: Communicator,
     shards: Mapping[str, RowShard] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Read what `save_checkpoint` has written; any number of processes do, and all call this.
 
     Each process reads the rows that it owns now, in either order of rows. Everything is checked

@@ -36,12 +36,9 @@ class MpiCommunicator:
         return self
 
     def all_to_all(
-        self,
-        sent: np.ndarray,
-        counts: Sequence[int],
-        received: np.ndarray,
+        self, sent: np.ndarray, counts: Sequence[int], received: np.ndarray,
         received_counts: Sequence[int],
-    ) -> MpiTransfer:
+    ) -> MpiTransfer:  # fmt: skip
         """See `Communicator`."""
         # In rows: counts of bytes may be too large for MPI.
         row = MPI.BYTE.Create_contiguous(row_bytes(sent)).Commit()

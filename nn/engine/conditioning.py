@@ -33,12 +33,9 @@ class Conditioning:
     bound = 0.0  # the bound of elements that are clipped
 
     def __init__(
-        self,
-        options: Sequence[ParameterOptions],
-        loss_scale: float | DeviceArray,
-        *,
+        self, options: Sequence[ParameterOptions], loss_scale: float | DeviceArray, *,
         coupled: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._options, self.loss_scale, self._is_coupled = options, loss_scale, coupled
         # The prologue is compiled with the rule. Whether a decay acts is decided once for all
         # parameters; otherwise each subset that has a gradient would need a kernel of its own.
@@ -101,14 +98,9 @@ class Clipping(Conditioning):
     """
 
     def __init__(
-        self,
-        options: Sequence[ParameterOptions],
-        loss_scale: float | DeviceArray,
-        *,
-        coupled: bool,
-        bound: float | None,
-        limit: float | None,
-    ) -> None:
+        self, options: Sequence[ParameterOptions], loss_scale: float | DeviceArray, *,
+        coupled: bool, bound: float | None, limit: float | None,
+    ) -> None:  # fmt: skip
         self.bound, self.limit = bound or 0.0, limit or 0.0
         self.is_measured = self.measures_rows = limit is not None
         super().__init__(options, loss_scale, coupled=coupled)

@@ -99,15 +99,9 @@ class Plan(NamedTuple):
 
 
 def calls_of(
-    given: Gradients,
-    method: Method,
-    conditioning: Conditioning,
-    classes: Classes,
-    numbers: tuple[Sequence[Any], Sequence[float]],
-    steps: np.ndarray,
-    *,
-    touched_only: bool,
-) -> list[KernelCall]:
+    given: Gradients, method: Method, conditioning: Conditioning, classes: Classes,
+    numbers: tuple[Sequence[Any], Sequence[float]], steps: np.ndarray, *, touched_only: bool,
+) -> list[KernelCall]:  # fmt: skip
     """The kernel calls of a step, with their scalars.
 
     ``numbers`` are the learning rates and weight decays of the classes, ``steps`` (int64 ``[P]``)

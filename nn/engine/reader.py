@@ -126,17 +126,11 @@ class GradientReader:
     """
 
     def __init__(
-        self,
-        where: str,
-        parameters: Sequence[Parameter],
-        states: Sequence[tuple[Any, ...]],
-        sparse_update: str | None,
-        rows_need: tuple[str, str | None] = ("", None),
-        centralized: Sequence[int] = (),
-        *,
-        row_wise: bool = False,
+        self, where: str, parameters: Sequence[Parameter], states: Sequence[tuple[Any, ...]],
+        sparse_update: str | None, rows_need: tuple[str, str | None] = ("", None),
+        centralized: Sequence[int] = (), *, row_wise: bool = False,
         keepings: Sequence[Keeping | None] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._keepings = keepings or [None] * len(parameters)
         self._where, self._parameters, self._states = where, parameters, states
         self._sparse_update, self._rows_need = sparse_update, rows_need

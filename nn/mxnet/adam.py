@@ -81,15 +81,10 @@ class Adam(AdamFamily):
     lazy_update = Checked(check.flag)
 
     def __init__(
-        self,
-        learning_rate: float | None = None,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-8,
-        lazy_update: bool | None = None,
-        use_fused_step: bool = True,
+        self, learning_rate: float | None = None, beta1: float = 0.9, beta2: float = 0.999,
+        epsilon: float = 1e-8, lazy_update: bool | None = None, use_fused_step: bool = True,
         **base: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(learning_rate, use_fused_step, beta1, beta2, epsilon, **base)
         self.lazy_update = self.compat == "1.9" if lazy_update is None else lazy_update
         if self.use_fused_step:
@@ -144,15 +139,9 @@ class AdamW(AdamFamily):
     rescale_grad = Checked(rescale_factor)
 
     def __init__(
-        self,
-        learning_rate: float | None = None,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-6,
-        correct_bias: bool = True,
-        use_fused_step: bool = True,
-        **base: Any,
-    ) -> None:
+        self, learning_rate: float | None = None, beta1: float = 0.9, beta2: float = 0.999,
+        epsilon: float = 1e-6, correct_bias: bool = True, use_fused_step: bool = True, **base: Any,
+    ) -> None:  # fmt: skip
         super().__init__(learning_rate, use_fused_step, beta1, beta2, epsilon, **base)
         self.correct_bias = correct_bias
         if self.compat != "2.0":

@@ -72,13 +72,9 @@ class Bindings:
         self._n_weights = 0
 
     def read(
-        self,
-        indices: Sequence[Any],
-        names: Callable[[Any], str],
-        variables: Variables,
-        sparse_update: str,
-        gradients: Sequence[Any],
-    ) -> tuple[BoundWeights, Gradients]:
+        self, indices: Sequence[Any], names: Callable[[Any], str], variables: Variables,
+        sparse_update: str, gradients: Sequence[Any],
+    ) -> tuple[BoundWeights, Gradients]:  # fmt: skip
         """The checked weights of a call, known where they are as they were; and its gradients."""
         key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)

@@ -54,13 +54,9 @@ class LRScheduler:
     """
 
     def __init__(
-        self,
-        base_lr: float = 0.01,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
-        **unknown: Any,
-    ) -> None:
+        self, base_lr: float = 0.01, warmup_steps: int = 0, warmup_begin_lr: float = 0,
+        warmup_mode: str = "linear", **unknown: Any,
+    ) -> None:  # fmt: skip
         reject_unknown(self._name, unknown, arguments_of(type(self)))
         self.base_lr = check.scalar_at_least_0(self._name, "base_lr", base_lr)
         self.warmup_steps = count(self._name, "warmup_steps", warmup_steps)
@@ -135,16 +131,10 @@ class FactorScheduler(LRScheduler):
     """
 
     def __init__(
-        self,
-        step: int,
-        factor: float = 1,
-        stop_factor_lr: float = 1e-8,
-        base_lr: float = 0.01,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
+        self, step: int, factor: float = 1, stop_factor_lr: float = 1e-8, base_lr: float = 0.01,
+        warmup_steps: int = 0, warmup_begin_lr: float = 0, warmup_mode: str = "linear",
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.step = positive_int(self._name, "step", step)
         self.factor = _factor(self._name, factor)
@@ -182,15 +172,9 @@ class MultiFactorScheduler(LRScheduler):
     """
 
     def __init__(
-        self,
-        step: list[int],
-        factor: float = 1,
-        base_lr: float = 0.01,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
-        **unknown: Any,
-    ) -> None:
+        self, step: list[int], factor: float = 1, base_lr: float = 0.01, warmup_steps: int = 0,
+        warmup_begin_lr: float = 0, warmup_mode: str = "linear", **unknown: Any,
+    ) -> None:  # fmt: skip
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.step = _increasing(self._name, step)
         self.factor = _factor(self._name, factor)
@@ -206,15 +190,9 @@ class _Falling(LRScheduler):
     """From ``base_lr`` at the end of the warm-up to ``final_lr`` at ``max_update``."""
 
     def __init__(
-        self,
-        max_update: int,
-        base_lr: float = 0.01,
-        final_lr: float = 0,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
-        **unknown: Any,
-    ) -> None:
+        self, max_update: int, base_lr: float = 0.01, final_lr: float = 0, warmup_steps: int = 0,
+        warmup_begin_lr: float = 0, warmup_mode: str = "linear", **unknown: Any,
+    ) -> None:  # fmt: skip
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.max_update = positive_int(self._name, "max_update", max_update)
         self.final_lr = check.scalar_at_least_0(self._name, "final_lr", final_lr)
@@ -256,16 +234,10 @@ class PolyScheduler(_Falling):
     """
 
     def __init__(
-        self,
-        max_update: int,
-        base_lr: float = 0.01,
-        pwr: float = 2,
-        final_lr: float = 0,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
+        self, max_update: int, base_lr: float = 0.01, pwr: float = 2, final_lr: float = 0,
+        warmup_steps: int = 0, warmup_begin_lr: float = 0, warmup_mode: str = "linear",
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             max_update, base_lr, final_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
         )

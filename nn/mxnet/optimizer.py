@@ -98,23 +98,13 @@ class Optimizer(CheckedAttributes):
     param_dict = Checked(arguments.parameters)
 
     def __init__(
-        self,
-        rescale_grad: float = 1.0,
-        param_idx2name: Mapping[Any, str] | None = None,
-        wd: float = 0.0,
-        clip_gradient: float | None = None,
-        learning_rate: float | None = None,
-        lr_scheduler: Any = None,
-        sym: None = None,
-        begin_num_update: int = 0,
-        multi_precision: bool = False,
-        param_dict: Mapping[Any, Any] | None = None,
-        aggregate_num: float | None = None,
-        use_fused_step: bool | None = None,
-        *,
-        compat: str = "2.0",
-        **unknown: Any,
-    ) -> None:
+        self, rescale_grad: float = 1.0, param_idx2name: Mapping[Any, str] | None = None,
+        wd: float = 0.0, clip_gradient: float | None = None, learning_rate: float | None = None,
+        lr_scheduler: Any = None, sym: None = None, begin_num_update: int = 0,
+        multi_precision: bool = False, param_dict: Mapping[Any, Any] | None = None,
+        aggregate_num: float | None = None, use_fused_step: bool | None = None, *,
+        compat: str = "2.0", **unknown: Any,
+    ) -> None:  # fmt: skip
         reject_unknown(self._name, unknown, arguments_of(type(self)))
         self.compat = compat
         if sym is not None:

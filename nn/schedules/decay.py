@@ -263,13 +263,9 @@ class PolynomialDecayLR(StepSchedule):
     """
 
     def __init__(
-        self,
-        learning_rate: float,
-        end_learning_rate: float,
-        decay_steps: int,
-        power: float,
+        self, learning_rate: float, end_learning_rate: float, decay_steps: int, power: float,
         update_decay_steps: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         where = type(self).__name__
         self.learning_rate = positive_float(where, "learning_rate", learning_rate, np.float64)
         self.end_learning_rate = non_negative_float(where, "end_learning_rate", end_learning_rate)

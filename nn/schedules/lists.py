@@ -53,13 +53,9 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
 
 
 def exponential_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
+    learning_rate: float, decay_rate: float, total_step: int, step_per_epoch: int, decay_epoch: int,
     is_stair: bool = False,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """`ExponentialDecayLR` by epochs.
 
     At step i, with the epoch e = floor(i / step_per_epoch)::
@@ -88,13 +84,9 @@ def exponential_decay_lr(
 
 
 def natural_exp_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
+    learning_rate: float, decay_rate: float, total_step: int, step_per_epoch: int, decay_epoch: int,
     is_stair: bool = False,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """`NaturalExpDecayLR` by epochs.
 
     At step i, with the epoch e = floor(i / step_per_epoch)::
@@ -124,13 +116,9 @@ def natural_exp_decay_lr(
 
 
 def inverse_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
+    learning_rate: float, decay_rate: float, total_step: int, step_per_epoch: int, decay_epoch: int,
     is_stair: bool = False,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """`InverseDecayLR` by epochs.
 
     At step i, with the epoch e = floor(i / step_per_epoch)::
@@ -188,14 +176,9 @@ def cosine_decay_lr(
 
 
 def polynomial_decay_lr(
-    learning_rate: float,
-    end_learning_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    power: float,
-    update_decay_epoch: bool = False,
-) -> list[float]:
+    learning_rate: float, end_learning_rate: float, total_step: int, step_per_epoch: int,
+    decay_epoch: int, power: float, update_decay_epoch: bool = False,
+) -> list[float]:  # fmt: skip
     """`PolynomialDecayLR` by epochs.
 
     At step i, with the epoch e = floor(i / step_per_epoch)::

@@ -54,14 +54,9 @@ class ThorConv2d(ThorLayer):
     _FORM = (4,), "(out, channels, kh, kw)"
 
     def __init__(
-        self,
-        weight: Any,
-        bias: Any = None,
-        stride: int | Pair = 1,
-        padding: int | Pair | str = 0,
-        dilation: int | Pair = 1,
-        groups: int = 1,
-    ) -> None:
+        self, weight: Any, bias: Any = None, stride: int | Pair = 1, padding: int | Pair | str = 0,
+        dilation: int | Pair = 1, groups: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__(weight, bias)
         self.stride = self._pair("stride", stride, 1)
         self.padding: str | Pair = self._read_padding(padding)

@@ -15,24 +15,12 @@ __all__ = ["Thor", "thor"]
 
 
 def thor(
-    net: Any,
-    learning_rate: Any,
-    damping: Any,
-    momentum: float,
-    weight_decay: Any = 0.0,
-    loss_scale: Any = 1.0,
-    batch_size: int = 32,
-    use_nesterov: bool = False,
-    decay_filter: Callable[[Parameter], bool] = every_parameter,
-    split_indices: Any = None,
-    enable_clip_grad: bool = False,
-    frequency: int = 100,
-    *,
-    compat: str | None = None,
-    block_size: int | None = BLOCK_SIZE,
-    bad_factor: str = "raise",
-    **unknown: Any,
-) -> Thor:
+    net: Any, learning_rate: Any, damping: Any, momentum: float, weight_decay: Any = 0.0,
+    loss_scale: Any = 1.0, batch_size: int = 32, use_nesterov: bool = False,
+    decay_filter: Callable[[Parameter], bool] = every_parameter, split_indices: Any = None,
+    enable_clip_grad: bool = False, frequency: int = 100, *, compat: str | None = None,
+    block_size: int | None = BLOCK_SIZE, bad_factor: str = "raise", **unknown: Any,
+) -> Thor:  # fmt: skip
     """Second-order optimization: THOR, natural gradient descent with Kronecker factors.
 
     In the steps 0, ``frequency``, ``2*frequency``, ... each layer's factors are computed from the

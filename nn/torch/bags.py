@@ -124,13 +124,9 @@ class EmbeddingBags(nn.Module):
     __prepare_scriptable__ = refuse_graph
 
     def __init__(
-        self,
-        tables: Any,
-        mode: str | None = None,
-        *,
-        include_last_offset: bool | None = None,
+        self, tables: Any, mode: str | None = None, *, include_last_offset: bool | None = None,
         features: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         named = _named(tables)
         self._features = [*range(len(named))]

@@ -83,16 +83,10 @@ class ShardedEmbedding(nn.Module):
     mixed_up: tuple[str, ...] = ()  # what a wrapper does to the rows: see `wrappers`
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        comm: Communicator | None = None,
-        *,
-        order: str = "range",
-        average: bool = False,
-        dtype: torch.dtype | None = None,
+        self, num_embeddings: int, embedding_dim: int, comm: Communicator | None = None, *,
+        order: str = "range", average: bool = False, dtype: torch.dtype | None = None,
         seed: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         comm = over_torch() if comm is None else comm
         self.shard = RowShard(num_embeddings, comm, order=order)

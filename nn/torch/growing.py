@@ -108,21 +108,12 @@ class GrowingEmbedding(nn.Embedding):
     __prepare_scriptable__ = refuse_graph
 
     def __init__(
-        self,
-        capacity: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        *,
+        self, capacity: int, embedding_dim: int, padding_idx: int | None = None, *,
         initial: float | Callable[[np.ndarray, tuple[int, ...]], Any] | None = None,
-        dtype: torch.dtype | None = None,
-        after: int = 1,
-        chance: float = 1.0,
-        seed: int | None = None,
-        full: str = "reserved",
-        pending: int | None = None,
-        comm: Communicator | None = None,
-        average: bool = False,
-    ) -> None:
+        dtype: torch.dtype | None = None, after: int = 1, chance: float = 1.0,
+        seed: int | None = None, full: str = "reserved", pending: int | None = None,
+        comm: Communicator | None = None, average: bool = False,
+    ) -> None:  # fmt: skip
         first = int(torch.randint(2**63 - 1, (), device="cpu")) if seed is None else seed
         ids = IdMap(capacity, after=after, chance=chance, seed=first, full=full, pending=pending)
         dtype = torch.get_default_dtype() if dtype is None else dtype

@@ -271,12 +271,9 @@ def check_lists(where: str, lists: Iterable[IndexList]) -> None:
 
 
 def row_squares(
-    where: str,
-    lists: Sequence[IndexList],
-    tables: Sequence[tuple[tuple[int, ...], RowGradient]],
-    g: Storage,
-    real: Storage,
-) -> float:
+    where: str, lists: Sequence[IndexList], tables: Sequence[tuple[tuple[int, ...], RowGradient]],
+    g: Storage, real: Storage,
+) -> float:  # fmt: skip
     """The sum of squares of row-sparse gradients on the host, whose duplicates are summed first.
 
     ``lists`` are their indices, ``tables`` the shapes with the gradients; ``real`` is that of sums.

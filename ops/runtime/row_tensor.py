@@ -50,14 +50,9 @@ class RowTensor:
     __slots__ = ("batch_length", "dense_shape", "indices", "positions", "values")
 
     def __init__(
-        self,
-        indices: Any,
-        values: Any,
-        dense_shape: tuple[int, ...],
-        *,
-        positions: Any = None,
+        self, indices: Any, values: Any, dense_shape: tuple[int, ...], *, positions: Any = None,
         batch_length: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.indices, self.values, self.dense_shape = indices, values, dense_shape
         put = super().__setattr__
         put("positions", None)

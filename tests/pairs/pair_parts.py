@@ -270,6 +270,8 @@ OF_THREE: dict[frozenset[str], str] = {
 } | {
     frozenset(("bags, step in backward", "clipping by norm", "clipping by value")):
         "clip_value is beside max_norm",
+    frozenset(("bags, step in backward", "DDP", "frozen table")):
+        "Expected sparse gradient to be defined",  # PyTorch's
 }  # fmt: skip
 """What an error says of three, each pair of which is right."""
 

@@ -171,13 +171,9 @@ class RowWiseStep:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        addresses: np.ndarray,
-        gradients: np.ndarray,
-        sizes: np.ndarray,
+        self, kernel: Kernel, addresses: np.ndarray, gradients: np.ndarray, sizes: np.ndarray,
         widths: np.ndarray,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._update = row_wise_kernel(kernel)
         length, n, n_rows = length_of(kernel), len(sizes), sizes // widths
         lanes = (tile_grid(width, length, THREADS)[0] for width in widths.tolist())

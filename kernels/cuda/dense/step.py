@@ -139,13 +139,9 @@ class DenseStep:
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        addresses: np.ndarray,
-        gradients: np.ndarray,
-        sizes: np.ndarray,
+        self, kernel: Kernel, addresses: np.ndarray, gradients: np.ndarray, sizes: np.ndarray,
         constants: Constants = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
         self._table, self.n_words, places = 0, self._chunks.n_words, Places()
         self._update, self._measure = dense_kernel(kernel), None

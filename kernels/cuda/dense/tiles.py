@@ -205,11 +205,9 @@ def measured_summed_tile(kernel: Kernel, length: int) -> Any:
 
 
 def with_sum(
-    kernel: Kernel,
-    gradient: Callable[[int], Any],
-    make_tile: Callable[[Kernel, int], Any],
+    kernel: Kernel, gradient: Callable[[int], Any], make_tile: Callable[[Kernel, int], Any],
     length: int,
-) -> Any:
+) -> Any:  # fmt: skip
     """``run(column, first, arrays, source, *rest)``: a function of a tile whose gradient is summed.
 
     ``gradient(length)`` is ``load(total, column, first, *source)``, for columns of the row whose

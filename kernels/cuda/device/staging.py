@@ -47,11 +47,9 @@ class Staging:
         self._lock = threading.Lock()
 
     def run(
-        self,
-        chunks: Sequence[Sequence[Piece]],
-        work: Callable[[int, list[np.ndarray]], None],
+        self, chunks: Sequence[Sequence[Piece]], work: Callable[[int, list[np.ndarray]], None],
         stream: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Bring each chunk of pieces to the host, work on it, and send back what goes back.
 
         ``work`` is called with the number of a chunk and its pieces as arrays. What is enqueued on

@@ -266,10 +266,9 @@ def _has_rows(name: str, x: Any) -> bool:
 
 
 def with_rows(
-    convert: Callable[[Tensor, RowShard], Tensor],
-    state_dict: dict[str, Any],
+    convert: Callable[[Tensor, RowShard], Tensor], state_dict: dict[str, Any],
     groups: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """A state dict whose states of tables that several processes own are converted."""
     states = dict(state_dict["state"])
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ....kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from ....kernels.cpu.rows.write import RowWrite
 from ....kernels.cpu.threads.parallel import commit
-from ....kernels.idle_table import SLEEP
+from ....kernels.idle_table import NO_STEP, SLEEP
 from ....kernels.keeping import COPY
 from ....kernels.private import is_bound, version_of
 from ....kernels.rule import Rule
@@ -309,8 +309,11 @@ class TableOptimizer(Declaration, TableRows):
         if check.flag(type(self).__name__, "flush", flush):
             self.flush()
         elif self._saves_awake:
-            for parameter in [*self.state]:
-                self.flush_table(parameter)
+            for parameter in self._missed.tables.keys() & self.state.keys():
+                step = updates_of(type(self).__name__, self.state[parameter])
+                # Else no row has missed a step, or somebody is writing a count that was saved.
+                if self._missed.tables[parameter].given[step % SLEEP, -1] != NO_STEP:
+                    self.flush_table(parameter)
 
     # Steps
 

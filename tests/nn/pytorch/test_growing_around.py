@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,36 @@ def test_frozen_tables_and_what_new_rows_begin_with() -> None:
         made = copy.deepcopy(fused.GrowingEmbedding(40_000, D, initial=draw))
         found.append(made(torch.arange(30_000)).detach())
     assert torch.equal(*found) and abs(found[0].std() - 0.5) < 0.01
+
+
+def test_ids_that_wait_and_numbers_of_all() -> None:
+    table = fused.GrowingEmbedding(10, 2, after=2, pending=3)
+    optimizer = fused.SparseAdam(table.parameters())
+    for ids in ([1, 1, 2, 3, 4, 5], [1, 6], [1, 7]):
+        table(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = table.statistics()
+    assert (found["admitted"], found["evicted"], found["pending"]) == (1, 0, 3)
+    assert found["dropped"] == 3 and found == table.ids.statistics()
+    assert table.evict(unused_for=0).tolist() == [1]
+    assert table.find(torch.tensor([1])).tolist() == [0]
+    assert table.statistics()["evicted"] == 1
+
+
+def test_forwards_beside_a_backward_of_another_thread() -> None:
+    """They read no gradient that is being exchanged, and number their steps in one order."""
+    table = fused.GrowingEmbedding(4_000, 4)
+    optimizer, lock = fused.SparseAdam(table.parameters(), lr=0.01), threading.Lock()
+
+    def train(seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(60):
+            loss = table(torch.randint(-3_000, 3_000, (40,), generator=draw)).square().sum()
+            with lock:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(train, range(3))] == [None] * 3
