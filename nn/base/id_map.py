@@ -316,7 +316,8 @@ class IdMap:
                 begin(self.last)
         except BaseException:  # nobody has got them
             self._queue, new = (_NO_ROWS, _NO_ROWS), handed[: int(told[3])]
-            self._free_rows(new[self._counts[new] > 0], step)
+            self._free_rows(new := new[self._counts[new] > 0], step)
+            self._n_removed[1] -= len(new)
             raise
         return rows
 

@@ -38,10 +38,9 @@ class MappedFiles:
     included. It takes over all files or none: ``manifest.json`` tells which belong together, and to
     what optimizer. Each is a safetensors file of one array.
 
-    Pages go to the disk when the system
-    writes them: after a crash of the process everything is there that a step has written, after one
-    of the machine any part. One optimizer at a time has a folder, which is free again when that is
-    deleted or its process has ended.
+    Pages go to the disk when the system writes them: after a crash of the process everything is
+    there that a step has written, after one of the machine any part. One optimizer at a time has a
+    folder, which is free again when that is deleted or its process has ended.
 
     Args:
         folder: made if it is not there.

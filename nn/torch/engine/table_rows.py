@@ -121,7 +121,9 @@ class TableOptimizer(Declaration, TableRows):
         Every ``nn.Embedding`` and ``nn.EmbeddingBag`` in ``module`` gets a forward pre-hook. A
         lookup by ``torch.nn.functional`` is seen by nobody: call `prepare` before it. Before
         ``state_dict`` of a module with a table of the optimizer, and of the optimizer itself, all
-        rows of the table are brought up to date, so that the two fit in either order.
+        rows of the table are brought up to date, so that the two fit in either order. A run that
+        goes on from them has the bits of the one that has saved them; one that saves at other
+        times differs by roundings.
 
         Args:
             module: a module, or one that contains them.
