@@ -78,6 +78,7 @@ CHECKED = {
     },
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",
+        "nn/base/parameter.py": "Parameter.is_of",
         "nn/torch/bags.py": "EmbeddingBags._now, _versions",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
         "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy, _Simulator (each "
