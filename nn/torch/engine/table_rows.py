@@ -118,8 +118,9 @@ class TableOptimizer(Declaration, TableRows):
     def watch(self, module: nn.Module) -> list[Any]:
         """Let lookups of ``nn.Embedding`` and ``nn.EmbeddingBag`` bring their rows up to date.
 
-        Every ``nn.Embedding`` and ``nn.EmbeddingBag`` in ``module`` gets a forward pre-hook. A
-        lookup by ``torch.nn.functional`` is seen by nobody: call `prepare` before it. Before
+        Every ``nn.Embedding`` and ``nn.EmbeddingBag`` in ``module`` gets a forward pre-hook; what
+        ``torch.compile`` has made before is compiled anew. A lookup by ``torch.nn.functional`` is
+        seen by nobody: call `prepare` before it. Before
         ``state_dict`` of a module with a table of the optimizer, and of the optimizer itself, all
         rows of the table are brought up to date, so that the two fit in either order. A run that
         goes on from them has the bits of the one that has saved them; one that saves at other
