@@ -33,10 +33,10 @@ from ..distributed.agreement import attempted
 from ..distributed.reduction import average_bags
 from ..distributed.torch_group import over_torch
 from .clipping import _norm, limit_of, number_of, within
+from .engine.exported import bags_in_graph, in_graph, refuse_graph
 from .engine.memory import NUMBERS, array_of, in_memory, tensor_of
 from .engine.sleep import changes_of, prepare_bags, prepare_rows
 from .engine.threads import as_torch
-from .exported import bags_in_graph, in_graph, refuse_graph
 from .growing import GrowingEmbedding
 from .optimizer import Fused, _is_watched
 

@@ -23,7 +23,6 @@ from ...ops.runtime.device import refuse_captures
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ...ops.runtime.step import squares_at
-from .engine import table_rows
 from .engine.memory import (
     DTYPE_NAMES,
     DTYPES,
@@ -36,6 +35,7 @@ from .engine.memory import (
     is_zerotensor,
 )
 from .engine.part import number
+from .engine.table_rows import optimizers
 from .engine.tensors import is_part, local, rows_of, table_shape
 from .engine.threads import as_torch
 from .optimizer import Fused
@@ -344,8 +344,8 @@ def _given(where: str, parameters: Any) -> list[_Given]:
             refuse_captures([device])
         kinds.add(kind)
     absent = {id(p) for _, p, g in found.values() if g is None and p.requires_grad}
-    for known in table_rows._alive if absent else ():
-        bags = getattr(known(), "_in_backward", None)
+    for each in optimizers() if absent else ():
+        bags = getattr(each, "_in_backward", None)
         updates = bags and getattr(bags(), "_updates", None)
         if updates and updates.limit is None and absent & {*map(id, updates._weights)}:
             text = "tables of EmbeddingBags step in backward, before this, and are not clipped"

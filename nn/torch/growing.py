@@ -30,11 +30,11 @@ from ..distributed.id_shard import IdShard
 from ..engine.bag_maps import id_of_64_bits, rows_together
 from ..engine.tables import WEIGHTS, StatefulTable, TableArray, grown, more_rows
 from .embedding import looked_up
+from .engine.exported import in_graph, refuse_graph, rows_in_graph
 from .engine.memory import DTYPES, array_of, tensor_of
 from .engine.sleep import prepare_rows
 from .engine.table_rows import optimizers_of
 from .engine.tensors import local, rebind
-from .exported import in_graph, refuse_graph, rows_in_graph
 
 _WHERE = "GrowingEmbedding"
 _IDS = torch.int64, torch.int32, torch.uint64

@@ -28,6 +28,8 @@ from .engine.options import (
     check_own,
     check_rounding,
     check_rows,
+    loaded_group,
+    saved_group,
     shown_constructor,
 )  # fmt: skip
 from .engine.part import number, state_dtype_of
@@ -157,7 +159,7 @@ class Fused(TableOptimizer, _Base):
         self._flush_before_saving(flush)
         self._save_scalars()
         found = with_rows(whole_table, super().state_dict(), self.param_groups)
-        found["param_groups"] = [_with_name(group) for group in found["param_groups"]]
+        found["param_groups"] = [saved_group(group) for group in found["param_groups"]]
         left = (COPY.name, LAST.name, SCALARS) if flush else (COPY.name,)
         return without_states(found, left)
 
@@ -179,7 +181,7 @@ class Fused(TableOptimizer, _Base):
         given = [state_dict]  # a hook of the user may give another one
 
         def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-            groups = [_with_dtype(group) for group in found["param_groups"]]
+            groups = [loaded_group(group) for group in found["param_groups"]]
             found = without_states({**found, "param_groups": groups}, (COPY.name,))
             given.append(found)
             self._check_loaded(found)
@@ -353,19 +355,6 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     def __subclasshook__(cls, other: type) -> bool:
         """Every class of this package is one, but for `Thor`."""
         return True if cls is FusedOptimizer and Fused in other.__mro__ else NotImplemented
-
-
-def _with_name(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with the name of a dtype, which every way to save a state dict takes."""
-    dtype = group["state_dtype"]
-    return {**group, "state_dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
-
-
-def _with_dtype(group: Mapping[str, Any]) -> dict[str, Any]:
-    name = group.get("state_dtype")
-    return (
-        {**group, "state_dtype": getattr(torch, name, name)} if isinstance(name, str) else {**group}
-    )
 
 
 _is_watched = watching()

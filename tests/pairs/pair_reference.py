@@ -94,3 +94,17 @@ class Reference:
         """Take all values into means."""
         for weight in (*self.rows.values(), *self.dense.values()):
             weight.average()
+
+
+def assert_as_known(
+    names: Iterable[str], result: str, refused: Mapping[frozenset[str], str]
+) -> None:
+    """A program is right, or refused by its error."""
+    text = refused.get(frozenset(names))
+    assert result == "right" if text is None else text in result, f"{' + '.join(names)}: {result}"
+
+
+def assert_of_pairs(pairs: Iterable[Iterable[str]], refused: Any, others: Any) -> None:
+    """Each verdict is that of a pair, and no pair has two."""
+    assert {*refused, *others} <= {*map(frozenset, pairs)}
+    assert refused.keys().isdisjoint(others)

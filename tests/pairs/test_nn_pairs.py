@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pair_nn import NOT_APPLICABLE, PAIRS, PARTS, REFUSED, outcome, plan_of
+from pair_reference import assert_as_known, assert_of_pairs
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -19,10 +20,8 @@ def test_all_pairs_of_a_feature(name: str, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
             result = outcome(plan_of(*pair), folder, n)
-        text = REFUSED.get(frozenset(pair))
-        assert result == "right" if text is None else text in result, f"{pair}: {result}"
+        assert_as_known(pair, result, REFUSED)
 
 
 def test_every_verdict_is_of_a_pair() -> None:
-    assert {*REFUSED, *NOT_APPLICABLE} <= {*map(frozenset, PAIRS)}
-    assert REFUSED.keys().isdisjoint(NOT_APPLICABLE)
+    assert_of_pairs(PAIRS, REFUSED, NOT_APPLICABLE)

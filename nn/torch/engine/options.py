@@ -166,6 +166,19 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
         check.flag(where, name, own[name])
 
 
+def saved_group(group: Group) -> dict[str, Any]:
+    """A group of a state dict, with the name of its dtype, which every way to save takes."""
+    dtype = group["state_dtype"]
+    return {**group, "state_dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
+
+
+def loaded_group(group: Group) -> dict[str, Any]:
+    """A group of a state dict with the dtype of that name; one that is unknown stays a name."""
+    dtype = group.get("state_dtype")
+    named = {"state_dtype": getattr(torch, dtype, dtype)} if isinstance(dtype, str) else {}
+    return {**group, **named}
+
+
 def not_negative(**values: Any) -> None:
     """Refuse hyper-parameters below 0, in PyTorch's words."""
     names = {"lr": "learning rate", "eps": "epsilon value"}

@@ -60,10 +60,15 @@ _lock = threading.Lock()
 _alive: list[weakref.ref[TableOptimizer]] = []  # exchanged, never changed: readers take no lock
 
 
+def optimizers() -> list[TableOptimizer]:
+    """All optimizers that are alive."""
+    every = [optimizer() for optimizer in _alive]
+    return [o for o in every if o is not None]
+
+
 def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
     """The optimizers of a parameter."""
-    every = [optimizer() for optimizer in _alive]
-    return [o for o in every if o is not None and place_of(o.param_groups, parameter) is not None]
+    return [o for o in optimizers() if place_of(o.param_groups, parameter) is not None]
 
 
 class _CheckedTable(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from ...kernels.private import find
-from ...ops.runtime.errors import reject
+from ....kernels.private import find
+from ....ops.runtime.errors import reject
 
 _outside_of_traces = find("outside of a trace") or nullcontext
 
@@ -38,13 +38,13 @@ def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
     if table.shard is not None and table.shard.comm.size > 1:
         expected, got = "the table of one process", "a part of it"
         reject(RuntimeError, type(table).__name__, "the module", "is exported", expected, got)
-    known, rows, *_ = table.ids.rows_of_ids()
-    rows[known == table.padding_idx] = 0
-    order, ids = np.argsort(known), table._int64(ids)
+    admitted, rows, *_ = table.ids.rows_of_ids()
+    rows[admitted == table.padding_idx] = 0
+    order, ids = np.argsort(admitted), table._int64(ids)
     # One more, for ids above all. Tensors that are made in a trace are copied in each call.
     with _outside_of_traces():
         keys, places = (
-            torch.from_numpy(np.append(x[order], x.dtype.type(0))) for x in (known, rows)
+            torch.from_numpy(np.append(x[order], x.dtype.type(0))) for x in (admitted, rows)
         )
     k = torch.searchsorted(keys[:-1], ids)
     return torch.where(keys[k] == ids, places[k], 0)
@@ -60,7 +60,7 @@ def bags_in_graph(module: Any, ids: Any, offsets: Any, factors: Any) -> Tensor:
         expected = "a list of ids, no per_sample_weights, tables of one dtype, of 16 bits with max"
         reject(RuntimeError, "EmbeddingBags", "the module", "is exported", expected, "others")
     ids, offsets = (x if isinstance(x, list | tuple) else [x] * len(tables) for x in (ids, offsets))
-    found = []
+    outputs = []
     for table, rows, begins in zip(tables, ids, offsets, strict=True):
         options: dict[str, Any] = {"mode": module.mode}
         if hasattr(table, "ids"):
@@ -71,5 +71,5 @@ def bags_in_graph(module: Any, ids: Any, offsets: Any, factors: Any) -> Tensor:
             rows = rows[:, None]
         if begins is not None:
             options["include_last_offset"] = module.include_last_offset
-        found.append(F.embedding_bag(rows, table.weight, begins, **options))
-    return torch.cat(found, 1)
+        outputs.append(F.embedding_bag(rows, table.weight, begins, **options))
+    return torch.cat(outputs, 1)
