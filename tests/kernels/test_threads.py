@@ -367,14 +367,22 @@ INTERRUPTS = """
             os.kill(os.getpid(), signal.SIGINT)
     for _ in range(3):  # all is compiled then
         step(0)
+    def raise_once(*of_signal):  # not where no step is run, nor again before it is caught
+        global running
+        if running:
+            running = False
+            raise KeyboardInterrupt
     thread = threading.Thread(target=interrupt)
-    interrupted = 0
+    interrupted, running = 0, False
+    signal.signal(signal.SIGINT, raise_once)
     thread.start()
     while thread.is_alive():
         try:
+            running = True
             begun.set()
             while thread.is_alive():
                 step(2)
+            running = False
         except KeyboardInterrupt:
             interrupted += 1
     thread.join()
