@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -37,7 +37,6 @@ class Name(NamedTuple):
 # Without these nothing can be compiled.
 NEEDED = ("numba.np.arrayobj:populate_array",)
 _FORK = "a child of a fork may wait for ever for another thread of its parent"
-_TENSORS = "each step reads its tensors through Python, and is slower"
 _ROWS = "PyTorch coalesces each sparse gradient first"
 _BAGS = "EmbeddingBags step in no backward"
 _HOOKS = "each step looks for hooks through Python, and is slower"
@@ -57,15 +56,10 @@ NAMES = {
         "numba.cuda.codegen:CUDACodeLibrary.get_cubin",
         "a launch on a device takes the host longer, and each process compiles its kernels",
     ),
-    "keys": Name("torch._C:_dispatch_keys", _TENSORS),
-    "tensor address": Name("torch:Tensor._cdata", _TENSORS),
-    "storage address": Name("torch:UntypedStorage._cdata", _TENSORS),
     "version": Name(
         "torch:Tensor._version",
-        f"{_TENSORS}; what changes tensors between clip and step, or forward and backward, is not "
-        "noticed",
+        "what changes tensors between clip and step, or forward and backward, is not noticed",
     ),
-    "lazy clone": Name("torch:_lazy_clone", _TENSORS),
     "zero tensor": Name("torch:Tensor._is_zerotensor", "tensors are asked for their memory"),
     "indices": Name("torch:Tensor._indices", _ROWS),
     "values": Name("torch:Tensor._values", _ROWS),
@@ -183,6 +177,22 @@ def zero_tensors() -> Callable[[Any], bool]:
 def version_of(tensor: Any) -> int:
     """How often PyTorch has counted a change of a tensor; 0 where it does not say."""
     return 0 if find("version") is None else int(tensor._version)
+
+
+def counting_changes() -> Callable[[Sequence[Any]], None]:
+    """A function that has autograd count a change of each of some tensors of PyTorch."""
+    torch = import_module("torch")
+    count: Callable[[Any], None] = torch.autograd.graph.increment_version
+
+    def count_each(tensors: Sequence[Any]) -> None:
+        for tensor in tensors:
+            count(tensor)
+
+    try:
+        count([torch.zeros(())])
+    except TypeError:  # older versions take one tensor
+        return count_each
+    return count
 
 
 def is_bound(parameter: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import warnings
-from importlib import import_module
 
 import llvmlite
 import numba
@@ -55,7 +54,6 @@ def facts() -> dict[str, str]:
         "threading layer": layer,
         "PyTorch threads": shared,
         "array headers": _way(arrays.why_not),
-        "tensor headers": _tensor_headers(),
         "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),
     }
@@ -63,16 +61,6 @@ def facts() -> dict[str, str]:
 
 def _way(reason: str) -> str:
     return f"read through Python (slower): {reason}" if reason else "read directly"
-
-
-def _tensor_headers() -> str:
-    from .headers.tensor_fields import layout_or_obstacle
-
-    try:
-        found = layout_or_obstacle(import_module("torch"))
-    except (ImportError, OSError) as error:
-        return f"none: {str(error).splitlines()[0]}"
-    return _way(found if isinstance(found, str) else "")
 
 
 def _cache_state() -> str:

@@ -25,7 +25,7 @@ from .blocks import blocks
 from .compiler import machine
 from .compiler.compile import PARTS, NativeFunction
 from .counts import are_equal_at
-from .headers import arrays, id_lists, tensors
+from .headers import arrays, id_lists
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
 from .rows import arguments as row_arguments
@@ -53,7 +53,7 @@ def all_rules() -> dict[str, Rule]:
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """Loops that depend on no rule, and gain nothing from vectors that Numba makes of them."""
     yield from (*LOOPS, *SHARED_LOOPS)
-    yield from (*arrays.READERS, *tensors.READERS, *id_lists.READERS, layers.available_threads)
+    yield from (*arrays.READERS, *id_lists.READERS, layers.available_threads)
     yield from row_arguments.WRITERS
     yield from (are_equal_at, are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)

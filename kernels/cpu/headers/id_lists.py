@@ -1,4 +1,4 @@
-"""Lists of ids and their offsets, read from arrays or tensors in one call."""
+"""Lists of ids and their offsets, read from arrays in one call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ..compiler.machine import PythonEntry
 from ..compiler.records import index_at, records
 from . import arrays
 from .arrays import C_CONTIGUOUS_ALIGNED, ITEMS, header_at, item_of, read_array
-from .tensor_fields import keys_of, layout_of
-from .tensors import fields_at, place_of, read_tensor, tensor_in
 
 FIXED, LISTED, OPEN, JOINED, SINGLE = range(5)
 """Forms of the objects. `FIXED`: ids ``[bags, length]`` of each feature. `LISTED`: ids, then
@@ -47,12 +45,9 @@ class _Kinds(NamedTuple):
 
     type: int
     real_bytes: int
-    int32: int  # this dtype, as an identity or a number of PyTorch
+    int32: int  # identities of dtypes
     int64: int
     real: int
-    fields: int = 0  # of tensors: the address of their `Fields`; 0: arrays are read
-    keys: int = 0  # for tensors: the dispatch keys that they may have
-    inference_keys: int = 0
 
 
 class _Question(NamedTuple):
@@ -83,33 +78,9 @@ def _look_at_array(c, thing, dim):
 
 
 @njit
-def _look_at_tensor(c, thing, dim):
-    """Kind, address and sizes of a tensor; as `_look_at_array`."""
-    f = fields_at(c.fields, 1)[0]
-    tensor = tensor_in(f, thing, c.type)
-    if tensor == 0:
-        return _NONE
-    (dtype, keys, own), sizes, strides = read_tensor(f, tensor)
-    if own != dim or (keys != c.keys and keys != c.inference_keys):
-        return _NONE
-    first, second = load_int64(sizes), load_int64(sizes + 8) if dim > 1 else 1
-    # The stride of a single element means nothing.
-    if second > 1 and load_int64(strides + 8) != 1:
-        return _NONE
-    if first > 1 and load_int64(strides) != second:
-        return _NONE
-    kind = _kind(c, dtype)
-    size = c.real_bytes if kind == _REAL else kind
-    at = place_of(f, tensor, size, first * second * size)
-    # An empty tensor needs no memory.
-    return (kind if at != 0 or first * second == 0 else 0), at, first, second
-
-
-@njit
 def _look(c, objects, k, dim):
     """Kind, address and sizes of element ``k`` of a tuple."""
-    thing = item_of(objects, k)
-    return _look_at_array(c, thing, dim) if c.fields == 0 else _look_at_tensor(c, thing, dim)
+    return _look_at_array(c, item_of(objects, k), dim)
 
 
 @njit
@@ -184,38 +155,28 @@ _LENGTHS = {FIXED: 1, LISTED: 2, OPEN: 2, SINGLE: 1}  # objects of a feature, wi
 
 
 @cache
-def _kinds(torch: Any, real: np.dtype[Any]) -> tuple[array[int], Any] | None:
-    """The `_Kinds` of arrays or of tensors, and what these point to; None: they are not read."""
-    if torch is None:
-        known = np.dtype(np.int32), np.dtype(np.int64), real
-        return array("q", _Kinds(arrays.ARRAY_TYPE, real.itemsize, *map(id, known))), known
-    layout = layout_of(torch)
-    if layout is None:
-        return None
-    codes = [layout.codes[dtype] for dtype in (torch.int32, torch.int64, getattr(torch, real.name))]
-    keys = []
-    for is_inference in (False, True):
-        with torch.inference_mode(is_inference):
-            keys.append(keys_of(torch.zeros(1)))
-    fields = array("q", layout.fields)
-    places = fields.buffer_info()[0], *keys
-    return array("q", _Kinds(id(torch.Tensor), real.itemsize, *codes, *places)), fields
+def _kinds(real: np.dtype[Any]) -> tuple[array[int], Any]:
+    """The `_Kinds` of arrays, and the dtypes that these point to."""
+    known = np.dtype(np.int32), np.dtype(np.int64), real
+    return array("q", _Kinds(arrays.ARRAY_TYPE, real.itemsize, *map(id, known))), known
 
 
 def read(
-    objects: tuple[Any, ...], form: int, n: int, real: np.dtype[Any], *, is_weighted: bool,
-    torch: Any = None,
-) -> np.ndarray | None:  # fmt: skip
+    objects: tuple[Any, ...], form: int, n: int, real: np.dtype[Any], *, is_weighted: bool
+) -> np.ndarray | None:
     """int64 ``[n, fields of IdList]``; None where Python has to look at the objects.
 
-    Objects are read if they are plain, contiguous arrays, or tensors on the host where ``torch`` is
-    given, of int32 or int64 (weights: of ``real``), and if their lengths fit each other.
+    Objects are read if they are plain, contiguous arrays of int32 or int64 (weights: of ``real``),
+    and if their lengths fit each other.
     """
-    own = 2 + is_weighted if form == JOINED else n * (_LENGTHS[form] + is_weighted)
-    kinds = _kinds(torch, real)
-    if not arrays.usable or len(objects) != own or kinds is None:
+    if not arrays.usable or len(objects) != n_objects(form, n, is_weighted=is_weighted):
         return None
     found = np.empty((n, len(IdList._fields)), np.int64)
-    question = array("q", _Question(form, n, is_weighted, kinds[0].buffer_info()[0]))
+    question = array("q", _Question(form, n, is_weighted, _kinds(real)[0].buffer_info()[0]))
     fits = _read.call(question.buffer_info()[0], id(objects), id(found))
     return found if fits else None
+
+
+def n_objects(form: int, n: int, *, is_weighted: bool) -> int:
+    """The number of objects that ``n`` features have in a form."""
+    return 2 + is_weighted if form == JOINED else n * (_LENGTHS[form] + is_weighted)

@@ -28,7 +28,7 @@ from .memory import DTYPES, NUMBERS, tensor_of
 from .options import check_group, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import Making, beside_of, element_state, place_at, place_of, single
+from .state import Making, beside_of, element_state, name_of, single
 from .tensors import is_part, local, wide_dtype
 
 
@@ -114,19 +114,16 @@ class Declaration(ABC):
         return choice
 
     def _entry(
-        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...],
-        choices: Sequence[RuleChoice], new: dict[Tensor, Any], i: int,
+        self, parameter: Tensor, gradient: Any, k: int, name: str, asked: RuleChoice,
+        new: dict[Tensor, Any],
     ) -> CheckedParameter | None:  # fmt: skip
-        """The checked parameter ``i``, which is to be recorded; None if its class leaves it out.
+        """The checked parameter of group ``k``, which is to be recorded; None if its class leaves
+        it out.
 
         A state that it lacks is made, and put into ``new``.
         """
-        where, parameter, number = type(self).__name__, parameters[i], i
-        if len(parameters) == 1:
-            number = place_of(self.param_groups, parameter) or 0
-        k, name = place_at(self.param_groups, number)
-        group, choice = self.param_groups[k], choices[k].of(parameter)
-        is_active = self._check(group, choice, name, parameter, gradients[i])
+        where, group, choice = type(self).__name__, self.param_groups[k], asked.of(parameter)
+        is_active = self._check(group, choice, name, parameter, gradient)
         copied = self._copies.get(parameter)
         if copied is not None:
             choice = choice.with_copy()
@@ -164,7 +161,8 @@ class Declaration(ABC):
         self._check_complete(name, state, roles)
         if self._files is not None:
             self._files.note(parameter, name, group, choice)
-        entry = CheckedParameter(parameter, k, name, state, choice, shapes, numbers, is_new)
+        own = state, asked, choice, shapes, numbers, is_new
+        entry = CheckedParameter(parameter, k, name, *own)
         return entry if is_active else None
 
     def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
@@ -288,7 +286,7 @@ class Declaration(ABC):
         """The function that makes a state of a parameter; None where no `states_in` says it."""
         if self._maker is None:
             return None
-        _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
+        name = name_of(self.param_groups, parameter)
         if self._files is not None:
             name = self._files.owner_of(parameter, name)
         where = type(self).__name__

@@ -18,7 +18,7 @@ from ...engine.catch_up import SCALARS, check_missed
 from ...engine.tables import LAST
 from .memory import DTYPES, array_of
 from .part import RuleChoice, number
-from .state import place_at
+from .state import names_of
 
 _RENUMBERED = "parameters whose numbers have changed"
 _MOST_STEPS = 1 << 24  # that float32 counts
@@ -88,9 +88,10 @@ class ParameterFiles:
 
     def check_numbers(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note it if the next process would take files for those of another parameter."""
-        for n, parameter in enumerate(chain.from_iterable(group["params"] for group in groups)):
+        every = chain.from_iterable(group["params"] for group in groups)
+        for parameter, name in zip(every, names_of(groups), strict=True):
             known, owner = self._owners.get(id(parameter), (None, ""))
-            if known is not None and known() is parameter and owner != place_at(groups, n)[1]:
+            if known is not None and known() is parameter and owner != name:
                 self.files.write(_RENUMBERED, for_good=True)
 
     def write(self, groups: Any, states: Mapping[Tensor, Any]) -> None:
@@ -115,12 +116,11 @@ class ParameterFiles:
         if not files.left:
             return
         waiting = {name.partition(".")[2] for name in files.left}
-        parameters = [*chain.from_iterable(group["params"] for group in groups)]
-        for n, parameter in enumerate(parameters):
-            k, label = place_at(groups, n)
+        parameters = [(p, group) for group in groups for p in group["params"]]
+        for (parameter, group), label in zip(parameters, names_of(groups), strict=True):
             if label in waiting and not optimizer.state.get(parameter):
                 waiting.discard(label)
-                states[parameter] = self._state(optimizer, groups[k], label, parameter)
+                states[parameter] = self._state(optimizer, group, label, parameter)
         if waiting and len(parameters) >= files.parameters.get("n", 0):
             expected, got = "files of the optimizer's parameters", f"those of {min(waiting)!r}"
             reject(ValueError, files.where, "the folder", "is another one's", expected, got)

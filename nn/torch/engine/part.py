@@ -1,4 +1,4 @@
-"""Parts of a step: the parameters of one kernel call, and the tensors that it is given."""
+"""Parts of a step: the options of groups, and the parameters of one kernel call."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.headers.arrays import Expected
 from ....kernels.formula import TYPECODES, Numbers
 from ....kernels.keeping import COPY, KEEPINGS, random_scalars
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ....ops.runtime.row_step import RowGradient, Update
+from ....ops.runtime.row_step import Update
 from ...engine.layout import Batch
 from .tensors import local
 
@@ -186,18 +185,16 @@ class ParameterBatch:
 
     choice: RuleChoice
     rule: Rule  # that of tensors of these shapes
-    batch: Batch
-    columns: np.ndarray  # int64 [T, 1 + states]: the places of their tensors in a look
-    group_of: np.ndarray  # int64 [T]: the number of the group of each tensor
+    batch: Batch  # whose positions are those among the parameters with a gradient
+    group_of: list[int]  # [T]: the number of the group of each tensor
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
     device: int | None  # the number of the CUDA device; None for the host
-    places: list[int]  # [T]: of each tensor among all that have a gradient
     draws: RandomBits | None  # of a rule that rounds at random
 
     def __post_init__(self) -> None:
-        groups = self.group_of.tolist()
-        self.groups = sorted({*groups})  # those that have parameters here
-        self.row_of = np.searchsorted(self.groups, groups)
+        self.groups = sorted({*self.group_of})  # those that have parameters here
+        self.places: list[int] = self.batch.positions.tolist()
+        self.row_of = np.searchsorted(self.groups, self.group_of)
         self.is_measured = self.rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
         is_fixed = self.device is not None or self.rule.is_two_stage or self.draws is not None
@@ -213,76 +210,14 @@ class ParameterBatch:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The scalars of each tensor, with those that its random bits follow from."""
         assert self.draws is not None
-        seeds = [groups[k]["rounding_seed"] for k in self.group_of.tolist()]
+        seeds = [groups[k]["rounding_seed"] for k in self.group_of]
         counts = steps if isinstance(steps, float) else [steps[k] for k in self.places]
         drawn = random_scalars(seeds, self.draws.keys, counts, self.draws.begins)
         return np.concatenate((hp[hp_of], drawn), axis=1), np.arange(len(drawn))
 
-    def update(self, given: StepInputs, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
+    def update(self, gradients: Any, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
         """The update of its parameters, with rows of scalars and the row of each tensor."""
         if self.is_measured:  # each tensor has a row of scalars of its own
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
-        own = self.rule, before.prologue, self.gradients(given), hp, hp_of
+        own = self.rule, before.prologue, gradients, hp, hp_of
         return self.batch.update(*own, touched_only=bool(self.choice.touched_only))
-
-    def gradients(self, given: StepInputs) -> Any:
-        """The gradients of its parameters: addresses, or rows."""
-        if self.batch.row_sparse:
-            return [*map(given.rows.__getitem__, self.batch.positions.tolist())]
-        return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
-
-
-@dataclass(eq=False)
-class Chosen:
-    """The parameters that have a gradient in a step, and its kernel calls."""
-
-    active: list[int]
-    parts: Sequence[ParameterBatch]
-    rows: Sequence[int]  # those whose gradients are sparse
-    counted: Sequence[int]  # those whose updates are counted
-    own_counts: Sequence[int]  # those among them whose count is no tensor of the host
-    n_counts: int  # counts that compiled code writes, of all of them or of none
-    n_versions: int
-    expected: Expected | None = None  # the parts of the sparse gradients, if all are plain
-
-
-class StepInputs(NamedTuple):
-    """The tensors of one step: parameters, gradients and states, read and checked.
-
-    ``held`` keeps alive the memory that compiled code reads and writes: while the step runs,
-    another thread may drop a state or replace a gradient. ``held[i]`` is the dict of states of
-    parameter ``i``, where it is needed; its states follow from ``held[begins[i]]`` on.
-    """
-
-    chosen: Chosen
-    parameters: tuple[Tensor, ...]
-    gradients: tuple[Any, ...]
-    held: list[Any]
-    records: Sequence[Any]  # the `Record` of each parameter
-    begins: Sequence[int]
-    addresses: np.ndarray  # int64 [P]: of the dense gradients
-    rows: dict[int, RowGradient]  # the sparse ones, by parameter
-    new: Mapping[Tensor, Any] = MappingProxyType({})  # the states of parameters that had none
-    are_new: Sequence[bool] = ()  # of each active one, whether it had none; empty: all had
-    copies: Sequence[tuple[Tensor, Tensor]] = ()  # what is updated in copies, and the copies
-    unseen: Sequence[Tensor] = ()  # what is written where compiled code counts no changes
-
-    def tensors(self, i: int) -> list[Tensor]:
-        """A parameter and what a step writes of its states."""
-        begin = self.begins[i]
-        return [self.parameters[i], *self.held[begin : begin + len(self.records[i].places)]]
-
-    def step(self, i: int) -> Any:
-        """The count of updates of a parameter whose updates are counted."""
-        record = self.records[i]
-        if record.has_own_count:
-            return self.held[i]["step"]
-        return self.held[self.begins[i] + record.places["step"] - 1]
-
-    def states(self, i: int) -> dict[str, Any]:
-        """The states of a parameter that a step writes, by name."""
-        record, tensors = self.records[i], self.tensors(i)
-        found = {name: tensors[k] for name, k in record.places.items()}
-        if record.has_own_count:
-            found["step"] = self.held[i]["step"]
-        return found

@@ -183,15 +183,18 @@ def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             state[name] = state[name].to_dense()
 
 
-def place_at(groups: Sequence[Mapping[str, Any]], number: int) -> tuple[int, str]:
-    """The group and the name of a parameter, by its number among those of all groups."""
-    j = number
-    for k, group in enumerate(groups):
-        if j < len(group["params"]):
-            names = group.get("param_names") or ()
-            return k, f"parameter {names[j] if names else number}"
-        j -= len(group["params"])
-    raise IndexError(number)
+def names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the parameters of all groups, in order: their own, or their numbers."""
+    names: list[str] = []
+    for group in groups:
+        own = group.get("param_names") or range(len(names), len(names) + len(group["params"]))
+        names += [f"parameter {name}" for name in own]
+    return names
+
+
+def name_of(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> str:
+    """The name of a parameter; that of the first where it is in no group."""
+    return names_of(groups)[place_of(groups, parameter) or 0]
 
 
 def place_of(groups: Sequence[Mapping[str, Any]], parameter: Tensor) -> int | None:

@@ -43,7 +43,7 @@ from .declaration import Declaration
 from .files import map_scalars
 from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of
 from .options import check_group, check_rounding
-from .part import Group, ParameterBatch, RuleChoice, StepInputs
+from .part import Group, ParameterBatch, RuleChoice
 from .sleep import (
     look_after,
     prepare_rows,
@@ -52,7 +52,7 @@ from .sleep import (
     watch_lookups,
     watch_saves,
 )
-from .state import check_states, group_of, place_at, place_of, updates_of
+from .state import check_states, group_of, name_of, place_of, updates_of
 from .tensors import local, rebind
 from .threads import as_torch
 
@@ -333,12 +333,10 @@ class TableOptimizer(Declaration, TableRows):
         found = []
         for part, update in updates:
             gradients: Any = update.gradients if part.batch.row_sparse else repeat(None)
-            each = zip(part.batch.positions.tolist(), part.places, scalars_of(update), gradients,
-                       strict=False)  # fmt: skip
-            for i, place, own, g in each:
-                parameter = given.parameters[i]
+            for i, own, g in zip(part.places, scalars_of(update), gradients, strict=False):
+                parameter = given.chosen.parameters[i]
                 state = given.new.get(parameter) or self.state[parameter]
-                now = int(steps if isinstance(steps, float) else steps[place]) - 1
+                now = int(steps if isinstance(steps, float) else steps[i]) - 1
                 table = self._at_step(parameter, state, (part.choice, part.rule), now)
                 found.append(NextStep(table, own, g and g.source))
         return self._missed.before(found)
@@ -346,7 +344,7 @@ class TableOptimizer(Declaration, TableRows):
     def warn_of_stale(self, done: Sequence[tuple[Any, CatchUp]]) -> None:
         """Warn, once for each table, of a gradient that follows from rows that slept."""
         for parameter in self._missed.stale(done):
-            _, name = place_at(self.param_groups, place_of(self.param_groups, parameter) or 0)
+            name = name_of(self.param_groups, parameter)
             warnings.warn(
                 f"{type(self).__name__}: the gradient of {name} follows from rows that slept, some "
                 "steps behind, when they were read: call optimizer.watch(model) once, or "

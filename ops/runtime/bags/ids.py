@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add, attrgetter, ge, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from ..arrays import address_of
 from ..errors import reject
 from .given import Ids, read_lists, read_weights
 from .pooling import Pooling
+
+_dtype_of, _layout_of, _shape_of = map(attrgetter, ("dtype", "layout", "shape"))
 
 
 class HostIds(NamedTuple):
@@ -54,7 +57,7 @@ def read_plain(
     pooling: Pooling, ids: Any, offsets: Any, weights: Any, torch: Any = None, *,
     singles: bool = False,
 ) -> HostIds | None:  # fmt: skip
-    """The ids of plain arrays or, with ``torch``, tensors, read in one compiled call; else None.
+    """The ids of plain arrays, read in one compiled call, or, with ``torch``, tensors; else None.
 
     With ``singles`` each id of one dimension is a bag.
     """
@@ -75,7 +78,10 @@ def read_plain(
         objects = (*ids, *(offsets or ()), *(weights or ()))
     if not pooling.pools and form != SINGLE:
         return None
-    lists = id_lists.read(objects, form, n, pooling.real, is_weighted=is_weighted, torch=torch)
+    if torch is None:
+        lists = id_lists.read(objects, form, n, pooling.real, is_weighted=is_weighted)
+    else:
+        lists = _read_tensors(objects, form, n, pooling.real, torch, is_weighted=is_weighted)
     if lists is None:
         return None
     given = HostIds(lists, pooling.real, is_weighted, objects)
@@ -84,6 +90,73 @@ def read_plain(
         if bags[0] == 0 or (bags != bags[0]).any():
             return None
     return given
+
+
+def _read_tensors(
+    objects: tuple[Any, ...], form: int, n: int, real: np.dtype[Any], torch: Any, *,
+    is_weighted: bool,
+) -> np.ndarray | None:  # fmt: skip
+    """As `id_lists.read`, of tensors on the host, by questions that `map` asks all of them."""
+    tensor, n_ids = torch.Tensor, 1 if form == JOINED else n
+    is_whole = len(objects) == id_lists.n_objects(form, n, is_weighted=is_weighted)
+    if not is_whole or {*map(type, objects)} != {tensor}:
+        return None
+    weights = objects[-n_ids:] if is_weighted else ()
+    integers = objects[: len(objects) - len(weights)]
+    if not (
+        {*map(tensor.get_device, objects)} == {-1}
+        and {*map(_layout_of, objects)} == {torch.strided}
+        and all(map(tensor.is_contiguous, objects))
+        and {*map(_dtype_of, integers)} <= {torch.int32, torch.int64}
+        and {*map(_dtype_of, weights)} <= {getattr(torch, real.name)}
+        and not any(map(tensor.is_neg, objects))
+    ):
+        return None
+    numels, itemsizes = [*map(tensor.numel, objects)], [*map(tensor.element_size, objects)]
+    offsets = map(add, map(tensor.storage_offset, objects), numels)
+    in_storages = map(torch.UntypedStorage.nbytes, map(tensor.untyped_storage, objects))
+    addresses = [*map(tensor.data_ptr, objects)]
+    if not all(map(ge, in_storages, map(mul, offsets, itemsizes))):
+        return None
+    shapes = [*map(_shape_of, objects)]
+    ids_dim = 2 if form == FIXED else 1
+    if {*map(len, shapes[:n_ids])} != {ids_dim} or {*map(len, shapes[n_ids:])} - {1}:
+        return None
+    found = np.zeros((n, len(IdList._fields)), np.int64)
+    columns = dict(zip(IdList._fields, found.T, strict=True))
+    columns["offset_bytes"][:] = 4
+    columns["ids"][:], columns["id_bytes"][:] = addresses[:n_ids], itemsizes[:n_ids]
+    if form == JOINED:
+        n_bags = (numels[1] - 1) // n
+        if n_bags < 1 or n_bags * n != numels[1] - 1 or (is_weighted and numels[2] != numels[0]):
+            return None
+        bounds = objects[1][::n_bags].tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] != numels[0]:
+            return None
+        columns["begin"][:], columns["end"][:], columns["bags"][:] = bounds[:-1], bounds[1:], n_bags
+        columns["n"][:] = columns["end"] - columns["begin"]
+        columns["n_offsets"][:], columns["offset_bytes"][:] = n_bags + 1, itemsizes[1]
+        columns["offsets"][:] = addresses[1] + np.arange(n) * n_bags * itemsizes[1]
+        if is_weighted:
+            columns["weights"][:] = addresses[2] + columns["begin"] * itemsizes[2]
+        return found
+    columns["n"][:] = columns["end"][:] = numels[:n]
+    if form in (LISTED, OPEN):
+        own = slice(n, 2 * n)
+        columns["offsets"][:], columns["n_offsets"][:] = addresses[own], numels[own]
+        columns["offset_bytes"][:] = itemsizes[own]
+        columns["bags"][:] = columns["n_offsets"] - (form == LISTED)
+    else:
+        columns["bags"][:] = [own[0] for own in shapes[:n]]
+        columns["length"][:] = [own[1] for own in shapes[:n]] if form == FIXED else 1
+    bags = columns["bags"]
+    if form != SINGLE and (bags[0] < 1 or (bags != bags[0]).any()):
+        return None
+    if is_weighted:
+        if numels[-n:] != numels[:n]:
+            return None
+        columns["weights"][:] = addresses[-n:]
+    return found
 
 
 def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,32 +12,10 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import Parameter  # noqa: E402
 
-from fusestep.kernels.cpu.headers import tensor_fields  # noqa: E402
-from fusestep.kernels.cpu.headers.arrays import PLAIN, ROWS  # noqa: E402
-from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
-    FITS,
-    FOREIGN,
-    MOVED,
-    OTHER,
-    OTHER_GRADIENT,
-    OTHERS,
-    REORDERED,
-    UNLIKE,
-    RecordedTensors,
-    TensorLook,
-    form_of,
-)
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.optimizer import Fused  # noqa: E402
 
 from torch_training import assert_equal_models, everything, net, refused, train  # noqa: E402
-
-
-@pytest.fixture(params=["fields", "python"])
-def _look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of looking at tensors."""
-    if request.param == "python":
-        monkeypatch.setattr("fusestep.kernels.cpu.headers.tensors.layout_of", lambda _: None)
 
 
 @pytest.fixture
@@ -50,45 +27,15 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def test_the_fields_of_tensors_are_known_here() -> None:
-    """Of every PyTorch that the tests run with; steps take a fifth longer without."""
-    layout = tensor_fields.layout_of(torch)
-    assert layout is not None
-    assert layout.fields.inline >= 5
-    assert len(set(layout.codes.values())) == 6
-
-
 def test_a_first_step_in_inference_mode() -> None:
     """Tensors that are made there have no counts of changes."""
-    tensor_fields.layout_of.cache_clear()
-    tensor_fields.layout_or_obstacle.cache_clear()
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
+    optimizer = fused.Adam([parameter], lr=1.0)
     with torch.inference_mode():
-        fused.SGD([parameter], lr=1.0).step()
-    assert tensor_fields.layout_of(torch) is not None
-
-
-@pytest.mark.parametrize("place", [8, 12, 20])
-def test_a_wrong_place_of_the_count_of_changes_is_found_out(place: int) -> None:
-    fields = tensor_fields.layout_of(torch).fields  # type: ignore[union-attr]
-    assert tensor_fields._counts_changes(torch, fields)
-    assert not tensor_fields._counts_changes(torch, fields._replace(changes=place))
-    assert tensor_fields._counts_changes(torch, fields)
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "text"),
-    [("_found", None, "were not found"), ("_counts_changes", False, "changes are not counted")],
-)
-def test_tensors_are_not_read_where_fields_lie_elsewhere(
-    name: str, found: Any, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_fields, name, lambda *_: found)
-    looked_for = tensor_fields.layout_or_obstacle.__wrapped__
-    monkeypatch.setattr(tensor_fields, "layout_or_obstacle", looked_for)
-    with pytest.warns(RuntimeWarning, match=f"reads tensors through Python, .*{text}"):
-        assert tensor_fields.layout_of.__wrapped__(torch) is None
+        optimizer.step()
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].item() == 2.0
 
 
 # -- what a gradient may be in a later step -------------------------------------------------------
@@ -158,7 +105,6 @@ REFUSED: list[tuple[str, Callable[[Any, Any], Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("_look")
 @pytest.mark.parametrize(("text", "change"), REFUSED)
 def test_what_no_step_can_take(text: str, change: Callable[[Any, Any], None]) -> None:
     parameter, optimizer, state = stepped((8, 2), "NAdam", 2)
@@ -196,7 +142,6 @@ def test_a_wrapper_of_tensors() -> None:
         fused.Adam([parameter], foreach=False).step()
 
 
-@pytest.mark.usefixtures("_look")
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_state_of_another_dtype(name: str) -> None:
     parameter, optimizer, state = stepped((8, 2), steps=2)
@@ -399,7 +344,6 @@ def test_a_gradient_in_the_end_of_a_parameter_around_another_is_refused() -> Non
     assert torch.equal(memory, before)
 
 
-@pytest.mark.usefixtures("_look")
 @pytest.mark.parametrize("how", ["plain", "strided", "rows"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adafactor"])
 def test_autograd_sees_that_states_have_changed(name: str, how: str) -> None:
@@ -567,160 +511,7 @@ def test_a_momentum_of_rows_from_pytorch() -> None:
     torch.testing.assert_close(*results)
 
 
-# -- the comparison itself ------------------------------------------------------------------------
-
-
-def recorded(parameter: Any, gradient: Any, **states: Any) -> RecordedTensors:
-    """A parameter with states, and a gradient of this kind, as they are."""
-    own = [parameter, *states.values()]
-    forms = [form_of(torch, tensor, PLAIN, n_bytes=tensor.nbytes) for tensor in own]
-    is_sparse = gradient.layout == torch.sparse_coo
-    n_bytes = 0 if is_sparse else gradient.nbytes
-    forms.append(form_of(torch, gradient, ROWS if is_sparse else PLAIN, n_bytes=n_bytes))
-    strides = [0] * gradient.dim() if is_sparse else gradient.stride()
-    dims = [(*t.shape, *t.stride()) for t in own] + [(*gradient.shape, *strides)]
-    types = [*map(type, own), type(gradient)]
-    return RecordedTensors(forms, dims, [None, *states, None], -1, types, True)
-
-
-class Looked:
-    """A look at parameters, which knows some of them; what it finds, in words of the module."""
-
-    def __init__(self, parameters: tuple[Any, ...], known: dict[int, RecordedTensors]) -> None:
-        self.look, self.parameters = TensorLook(torch, len(parameters)), parameters
-        for k, own in known.items():
-            self.look.record(k, len(own.forms), own)
-
-    def __call__(self, gradients: Any, states: Any = None, parameters: Any = None) -> int:
-        self.held = [None] * self.look.n_held
-        given = self.parameters if parameters is None else parameters, tuple(gradients)
-        return self.look.look(*given, {} if states is None else states, self.held)
-
-    @property
-    def status(self) -> list[int]:
-        return self.look.status.tolist()
-
-
-def test_six_dimensions() -> None:
-    parameter = torch.zeros(1, 2, 3, 1, 2, 2)
-    look = Looked((parameter,), {0: recorded(parameter, torch.ones_like(parameter))})
-    assert look([torch.ones_like(parameter)]) == MOVED | OTHERS
-    for gradient, flags in (
-        (torch.ones_like(parameter), 0),
-        (torch.ones(1, 3, 2, 1, 2, 2), UNLIKE),
-        (torch.ones(2, 3, 1, 2, 2), UNLIKE),
-    ):
-        assert look([gradient]) == flags
-        assert look.status == [OTHER_GRADIENT if flags else FITS]
-    parameter.data = torch.zeros_like(parameter)
-    assert look([torch.ones_like(parameter)]) == MOVED
-    parameter.data = torch.zeros(1, 3, 2, 1, 2, 2)
-    assert look([torch.ones_like(parameter)]) == UNLIKE
-    assert look.status == [OTHER]
-
-
-def test_other_parameters() -> None:
-    one, other, gradient = torch.zeros(3), torch.zeros(3), torch.ones(3)
-    look = Looked((one, other), {0: recorded(one, gradient)})
-    assert look([gradient, None]) == MOVED | OTHERS
-    assert look([gradient, gradient]) == OTHERS | UNLIKE
-    assert look.status == [FITS, OTHER]  # nothing is known of it
-    for parameters, gradients in (
-        ((), (None, None)), ((one,), (None,)), ((one, other), (None,)), ((other, one), ()),
-    ):  # fmt: skip
-        assert look(gradients, parameters=parameters) == FOREIGN
-    assert look([gradient, None], parameters=(other, one)) == MOVED | OTHERS
-    assert look([gradient, None], parameters=(torch.zeros(4), one)) == UNLIKE
-
-
-def test_other_states() -> None:
-    """Whatever else a user keeps there, and in whatever order parameters come."""
-    one, other, third = (torch.zeros(3) for _ in range(3))
-    own = {"mine": 1, "sum": torch.zeros(3), "square": torch.zeros(3)}
-    known = recorded(one, one, **{name: own[name] for name in ("sum", "square")})
-    look = Looked((one, other), {0: known, 1: recorded(other, other)})
-    given = torch.ones(3), torch.ones(3)
-    states = {one: own, other: {}}
-    assert [look(given, states) for _ in range(2)] == [MOVED | OTHERS, 0]
-    assert look.held[:2] == [own, {}]
-    places = look.look.addresses[[1, 2, 3, 5]].tolist()
-    assert places == [x.data_ptr() for x in (one, own["sum"], own["square"], other)]
-    more = {"first": 0, **own, "last": None}
-    for fine in (
-        {one: more, other: {"sum": None}}, {one: own}, {other: {}, one: own},
-        {other: None, one: own}, {"of the user": 3, one: own, third: {}},
-    ):  # fmt: skip
-        assert look(given, fine) == 0, fine
-        assert look.held[2:] == [own["sum"], own["square"]]
-    for wrong in (
-        {}, {other: {}}, {one: {}, other: own}, {one: None, other: {}},
-        {one: dict(reversed(own.items())), other: {}}, {third: own, other: {}},
-        {one: {"sum": own["sum"], "cube": own["square"]}, other: {}},
-        {one: {**own, "square": 3}, other: {}}, {one: {**own, "square": None}, other: {}},
-        {one: {**own, "sum": torch.zeros(4)}, other: {}}, {one: 3},
-    ):  # fmt: skip
-        assert look(given, wrong) == UNLIKE, wrong
-        assert look.status == [OTHER, FITS]
-    assert look(given, {one: {**own, "sum": torch.zeros(3)}, other: {}}) == MOVED
-
-
-def test_a_state_that_is_gone() -> None:
-    """What was last found in a dict is not taken for what is in it now."""
-    one, state = torch.zeros(3), torch.zeros(3)
-    look = Looked((one,), {0: recorded(one, one, sum=state)})
-    assert look([one + 1], {one: {"sum": state}}) == MOVED | OTHERS
-    assert look([one + 1], {one: {}}) == UNLIKE
-    assert look([one + 1], {one: {"other": state}}) == UNLIKE
-
-
-class Restless(dict[Any, Any]):
-    """States that never come in the order in which they are listed."""
-
-    def __iter__(self) -> Any:
-        return iter([*self.keys()][::-1])
-
-
-def test_states_whose_order_cannot_be_found() -> None:
-    one, other = torch.zeros(3), torch.zeros(3)
-    look = Looked((one, other), {})
-    assert look([None, None], Restless({one: {}, other: {}})) == REORDERED
-
-
-def test_what_was_found_is_held() -> None:
-    """Another thread may drop a state while a step runs."""
-    one, states = torch.zeros(3), {}
-    states[one] = {"sum": torch.zeros(3)}
-    look = Looked((one,), {0: recorded(one, one, **states[one])})
-    was = weakref.ref(states[one]["sum"])
-    assert look([torch.ones(3)], states) == MOVED | OTHERS
-    del states[one]
-    assert was() is not None
-    del look.held
-    assert was() is None
-
-
-def test_records_that_are_exchanged() -> None:
-    """Of more and of fewer tensors, and of parameters that come later."""
-    parameters = tuple(torch.zeros(3) for _ in range(9))
-    look, gradients, states = Looked(parameters, {}), [None] * 9, {}
-    for k in (4, 1, 8, 1, 4, 2, 1):
-        own = {f"{j}": torch.zeros(3) for j in range(len(states) % 3)}
-        states[parameters[k]], gradients[k] = own, torch.ones(3)
-        made = recorded(parameters[k], gradients[k], **own)
-        look.look.record(k, len(made.forms), made)
-        look(gradients, states)
-        assert look(gradients, states) == 0
-        first = int(look.look.first[k])
-        places = look.look.addresses[first : first + len(own) + 1].tolist()
-        assert places == [x.data_ptr() for x in (parameters[k], *own.values())]
-        assert look.look.gradients[k] == gradients[k].data_ptr()
-        assert look.look.active[: look.look.found[0]].tolist() == [
-            j for j, gradient in enumerate(gradients) if gradient is not None
-        ]
-
-
-def test_what_is_fetched_may_be_gone(bound: list[int]) -> None:
-    """Where tensors were is fetched before it is known whether they are still there."""
+def test_states_and_memory_that_are_exchanged_here_and_there(bound: list[int]) -> None:
     results = []
     for package in (fused, torch.optim):
         parameters = [torch.nn.Parameter(torch.full((3, k + 1), 1.0)) for k in range(40)]
@@ -739,14 +530,3 @@ def test_what_is_fetched_may_be_gone(bound: list[int]) -> None:
         results.append(everything(optimizer))
     torch.testing.assert_close(*results)
     assert len(bound) == 40
-
-
-def test_fetching_without_tensors() -> None:
-    states = {torch.zeros(3): {"sum": torch.zeros(3)} for _ in range(50)}
-    known = {k: recorded(p, p, **state) for k, (p, state) in enumerate(states.items())}
-    look = Looked(tuple(states), known)
-    look.look.fetch()  # nothing has been seen yet
-    assert look([torch.ones(3)] * 50, states) == MOVED | OTHERS
-    del states, known
-    for _ in range(3):
-        look.look.fetch()

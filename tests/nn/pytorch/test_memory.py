@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copy
 import gc
 import mmap
 import os
@@ -56,7 +57,7 @@ def _gradient(kind: str, parameter: Any) -> Any:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_parameters_that_leave_are_let_go(alone: bool) -> None:
-    """With their states, at once, and without a collection of cycles."""
+    """With their states, by the next step, and without a collection of cycles."""
     kept, leaving = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = fused.Adam([{"params": [kept]}, {"params": [leaving]}])
     gc.disable()
@@ -70,8 +71,8 @@ def test_parameters_that_leave_are_let_go(alone: bool) -> None:
         found = [weakref.ref(leaving), weakref.ref(optimizer.state[leaving]["exp_avg"])]
         optimizer.param_groups.pop()
         del optimizer.state[leaving], leaving, parameter
-        assert [ref() for ref in found] == [None, None]
         optimizer.step()
+        assert [ref() for ref in found] == [None, None]
     finally:
         gc.enable()
 
@@ -92,9 +93,8 @@ def test_what_is_kept_of_parameters_that_were_replaced() -> None:
         parameter = new
     del new
     assert [k for k, parameter in enumerate(known) if parameter() is not None] == [39]
-    # A parameter may have the address of one that is gone, and its bindings.
-    assert len(optimizer._steps.bindings) <= 3
-    assert max(map(len, optimizer._steps.bindings.values())) <= 4
+    (binding,) = optimizer._steps.known
+    assert len(binding.records) == 1
 
 
 def test_what_is_known_of_single_parameters_goes_with_them() -> None:
@@ -105,7 +105,27 @@ def test_what_is_known_of_single_parameters_goes_with_them() -> None:
         optimizer.param_groups[0]["params"][0] = parameter
         parameter.grad = torch.ones(3)
         optimizer.step(param=parameter)
-    assert optimizer._steps.bindings.keys() == {id(parameters[-1])}
+    (binding,) = optimizer._steps.known
+    assert [record.parameter for record in binding.records.values()] == parameters[-1:]
+
+
+@pytest.mark.parametrize("how", ["clear", "load", "exchange"])
+def test_states_are_let_go_by_the_next_step(how: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = fused.Adam([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    known = weakref.ref(optimizer.state[parameter]["exp_avg"])
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "load":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        state = optimizer.state[parameter]
+        state["exp_avg"] = state["exp_avg"].clone()
+    optimizer.step()
+    assert known() is None
+    assert optimizer.state[parameter]["step"].item() == (1.0 if how == "clear" else 2.0)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux has large pages")
