@@ -152,17 +152,19 @@ def cubin_of(loop: Any) -> tuple[str, bytes] | None:
         return None
 
 
+def part_readers() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Functions for the indices and the values of a sparse gradient, coalesced or not."""
+    # The documented accessors refuse a gradient that is not.
+    indices, values = find("indices"), find("values")
+    if indices is None or values is None:
+        return lambda x: x.coalesce().indices(), lambda x: x.coalesce().values()
+    return indices, values
+
+
 def parts_of(gradient: Any) -> tuple[Any, Any]:
     """Indices and values of a sparse gradient of PyTorch, whether it is coalesced or not."""
-    # The documented accessors refuse a gradient that is not.
-    try:
-        return gradient._indices(), gradient._values()
-    except AttributeError:
-        for name in ("indices", "values"):
-            if not hasattr(gradient, f"_{name}"):
-                lose(name)
-    gradient = gradient.coalesce()
-    return gradient.indices(), gradient.values()
+    indices_of, values_of = part_readers()
+    return indices_of(gradient), values_of(gradient)
 
 
 def zero_tensors() -> Callable[[Any], bool]:

@@ -23,6 +23,7 @@ from .blocks import blocks
 from .compiler.compile import NativeFunction, part
 from .compiler.intrinsics import as_pointer, call_address
 from .compiler.records import int64s, last_at_most, records
+from .headers.arrays import address_of
 from .threads.parallel import Arguments, Loop, get_num_threads, run, run_all
 
 # Elements of a part: few enough to balance the threads, and more in long tensors.
@@ -66,7 +67,9 @@ class DenseCall(NamedTuple):
         return cls(block.address, len(gradients), *tensors, *scalars, g.itemsize, chunk)
 
 
-_CHUNK = DenseCall._fields.index("chunk")
+_N_TENSORS, _ADDRESSES, _FIRST, _WIDTHS, _CHUNK = map(
+    DenseCall._fields.index, ("n_tensors", "addresses", "first", "widths", "chunk")
+)
 
 _call_at = records(DenseCall)
 
@@ -113,8 +116,8 @@ class DenseStep:
 
     Asking for the addresses of arrays and writing the loop's arguments takes longer than a step on
     a small tensor. So both are done once, and the object is used for many steps, one at a time;
-    ``give`` hands it on to a later step. The caller writes ``gradients`` and ``hp``; ``scalars`` is
-    the memory of ``hp``.
+    ``give`` hands it on to a later step. The caller writes ``gradients`` and ``hp``, of each tensor
+    or of the first ones; ``scalars`` is the memory of ``hp``.
     """
 
     def __init__(
@@ -129,10 +132,22 @@ class DenseStep:
         self.hp_of = np.zeros(n_tensors, np.int64)  # the row of ``hp`` that a tensor uses
         tensors = table, self.gradients, self.hp, self.hp_of
         self._cut_for = 0, 0  # elements and threads
-        block, by_rows = blocks(kernel).update, kernel.rule.is_row_wise
-        call = DenseCall.of(block, kernel.g, *tensors, chunk=0, by_rows=by_rows)
+        block, self._by_rows = blocks(kernel).update, kernel.rule.is_row_wise
+        call = DenseCall.of(block, kernel.g, *tensors, chunk=0, by_rows=self._by_rows)
         self._call = Arguments(call)
         self.loops = (Loop(_run_chunk.address, 1, self._call.address, 1),)
+
+    def attach(self, table: TensorTable) -> bool:
+        """Take the tensors of another table; whether there are not more than it was made for."""
+        if len(table.addresses) > len(self.gradients):
+            return False
+        self.table, self._cut_for, words = table, (0, 0), self._call.words
+        words[_N_TENSORS] = len(table.addresses)
+        words[_ADDRESSES] = address_of(table.addresses)
+        words[_FIRST] = address_of(table.first)
+        if self._by_rows and table.widths is not None:
+            words[_WIDTHS] = address_of(table.widths)
+        return True
 
     def prepare(self) -> None:
         """Cut the tensors into parts for this step; then `loops` can be run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -25,6 +26,8 @@ from . import cuda, locks
 from .arrays import address_of
 from .device import DeviceArray, Launch
 from .launch import launch_on
+
+_KEPT_STEPS = 4  # of a kernel, which as many calls at a time may use
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +95,7 @@ class Variables:
         return MatrixTable(self.as_matrices)
 
     @lazy
-    def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
+    def steps(self) -> dict[tuple[Rule, Prologue, Storage], deque[DenseStep]]:
         """The steps on these tensors, by rule, gradient transforms and storage of the gradients."""
         return {}
 
@@ -101,12 +104,10 @@ class Variables:
         """The parts of steps on a device, by rule, gradient transforms, storage and constants."""
         return {}
 
-    def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
+    def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> deque[DenseStep]:
         """Make an item of `steps`."""
-        compiled = kernel(rule, prologue, self.w, g, self.s)
-        table = self.table  # a pool that referred to the tensors would keep them alive
-        pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, table, pool.give))
-        return self.steps.setdefault((rule, prologue, g), pool)
+        free = _free_steps(kernel(rule, prologue, self.w, g, self.s))
+        return self.steps.setdefault((rule, prologue, g), free)
 
 
 class DenseUpdate(NamedTuple):
@@ -135,18 +136,22 @@ class DenseUpdate(NamedTuple):
     def prepared(self) -> Prepared:
         """The step on the host, ready for `commit`."""
         rule, prologue, variables, gradients, g, hp, hp_of, _ = self
-        pool = variables.steps.get((rule, prologue, g)) or variables.new_steps(rule, prologue, g)
+        free, n, table = variables.steps.get((rule, prologue, g)), len(gradients), variables.table
+        if free is None:
+            free = variables.new_steps(rule, prologue, g)
         try:
-            step = pool.free.pop()
+            step = free.pop()
+            is_attached = step.table is table or step.attach(table)
         except IndexError:
-            step = pool.take()
-        step.gradients[:] = gradients
+            is_attached = False
+        if not is_attached:
+            step = DenseStep(self.kernel, table, free.append)
+        step.gradients[:n] = gradients
         if type(hp) is array:
             step.scalars[: len(hp)] = hp
         else:
             step.hp[: len(hp)] = hp
-        if len(hp_of) > 1:  # a single tensor has the only row
-            step.hp_of[:] = hp_of
+        step.hp_of[:n] = hp_of
         step.prepare()
         return step
 
@@ -186,6 +191,12 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
     hp_of = np.zeros(len(addresses), np.int64)
     sums: np.ndarray = measure(compiled, table, addresses, hp, hp_of)[:, 0]
     return sums
+
+
+@cache
+def _free_steps(kernel: Kernel) -> deque[DenseStep]:  # noqa: ARG001  (the key)
+    """Steps of a kernel that no call uses: each is attached to the tensors of its next call."""
+    return deque(maxlen=_KEPT_STEPS)
 
 
 @cache

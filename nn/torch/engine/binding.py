@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate, chain, repeat
-from operator import is_
+from itertools import accumulate, chain, count, repeat
+from operator import attrgetter, is_
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,9 +23,9 @@ from ...engine.device import are_finite
 from ...engine.layout import Batch
 from ...engine.reader import by_storage
 from .chosen import Chosen, StepInputs
-from .memory import DTYPE_NAMES, DTYPES, array_of
+from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
 from .part import Group, ParameterBatch, RandomBits, RuleChoice
-from .record import CheckedParameter, Kind, Record
+from .record import CheckedParameter, Kind, Record, Traits
 from .state import names_of
 
 _count_changes = counting_changes()
@@ -36,10 +36,10 @@ _TRIALS = 6  # to find states as they were recorded, which another thread may ch
 States = Mapping[Any, Any]
 """The states of parameters by their names."""
 EntryMaker = Callable[
-    [Tensor, Any, int, str, RuleChoice, dict[Tensor, Any]], CheckedParameter | None
+    [Tensor, Any, int, str, RuleChoice, dict[Tensor, Any], CheckedParameter | None],
+    CheckedParameter | None,
 ]
-"""Checks a parameter with its gradient, its group, its name and the choice of the group. A state
-that it lacks is made, and put into the last argument; None: its class leaves it out."""
+"""`Declaration._entry`, of an optimizer."""
 
 
 class Binding:
@@ -60,10 +60,15 @@ class Binding:
         self._sizes: Sequence[int] = ()
         self._choices: Sequence[RuleChoice] = ()
         self._names: list[str] = []
+        self._numbers: dict[int, int] = {}  # of parameters, by their identities
         self.records: dict[int, Record] = {}
         self._kinds: dict[Kind, Kind] = {}
+        self._traits: dict[Traits, Traits] = {}
+        self._shared = set[int]()  # identities of these
         self._sets: dict[tuple[int, ...], Chosen] = {}
         self._n_kept = 0  # parameters in these sets
+        self._memory: Written | None = None  # of the records
+        self._examples: dict[Any, Record] = {}  # by group, dtypes and form
         self._last: Chosen | None = None
 
     # What follows from the records
@@ -81,13 +86,16 @@ class Binding:
             and all(map(is_, parameters, self._parameters))
         ):
             return False
+        if choices != self._choices:
+            self._examples = {}
         self._parameters, self._sizes, self._choices = parameters, sizes, choices
         self._names, gone = names_of(groups), {*self.records}
+        self._numbers = dict(zip(map(id, parameters), count()))
         gone -= {*map(id, parameters), *map(id, [*states])}
         groups_of = chain.from_iterable(map(repeat, range(len(sizes)), sizes))
         for p, k, name in zip(parameters, groups_of, self._names, strict=True):
-            entry = self.records[id(p)].entry if id(p) in self.records else None
-            if entry and (entry.group, entry.name, entry.asked) != (k, name, choices[k]):
+            own = self.records[id(p)].checked if id(p) in self.records else None
+            if own and (own.group, own.name, own.asked) != (k, name, choices[k]):
                 gone.add(id(p))
         self._forget(gone)
         return True
@@ -98,7 +106,7 @@ class Binding:
             del self.records[key]
         if keys:
             self._sets = {key: own for key, own in self._sets.items() if keys.isdisjoint(key)}
-            self._last = None
+            self._last = self._memory = None
 
     def _known(self, active: Sequence[Tensor]) -> Chosen | None:
         """The calls for these parameters, if they have been chosen before."""
@@ -112,12 +120,22 @@ class Binding:
         keys = tuple(map(id, active))
         if len({*keys}) < len(keys):
             self._refuse_twice(keys)
-        records, places = [*map(self.records.__getitem__, keys)], dict[int, list[int]]()
-        for i, record in enumerate(records):
-            places.setdefault(id(record.kind), []).append(i)
-        parts = [self._part(records, own) for own in places.values()]
+        records = [*map(self.records.__getitem__, keys)]
+        kinds = [*map(id, map(attrgetter("traits.kind"), records))]
+        each = [*dict.fromkeys(kinds)]
+        all_places = [*range(len(kinds))]
+        if len(each) > 1:
+            places = [[i for i in all_places if kinds[i] == kind] for kind in each]
+        else:
+            places = [all_places] if each else []
+        parts = [self._part(records, own) for own in places]
         parts.sort(key=lambda part: not part.batch.row_sparse)
-        found = Chosen(self._where, records, parts)
+        if self._memory is None:
+            known = self.records.values()
+            places = [(*record.places, *record.single_places) for record in known]
+            sizes = [record.n_bytes for record in known]
+            self._memory = Written(*map(list, map(chain.from_iterable, (places, sizes))))
+        found = Chosen(self._where, records, parts, self._memory)
         self._n_kept += len(keys)
         if self._n_kept > _KEPT_SETS * len(self._parameters):
             self._sets, self._n_kept = {}, len(keys)
@@ -134,25 +152,26 @@ class Binding:
     def _part(self, every: Sequence[Record], places: list[int]) -> ParameterBatch:
         """The kernel call for parameters of a kind, by their places among all of a step."""
         records = [every[i] for i in places]
-        kind, n, positions = records[0].kind, len(records[0].kind.dtypes), np.array(places)
+        traits, positions = records[0].traits, np.array(places)
+        kind = traits.kind
         w, *s = map(storage_of, kind.dtypes)
         first = np.zeros(len(places) + 1, np.int64)
-        np.cumsum([record.size for record in records], out=first[1:])
-        addresses = np.array([record.addresses[:n] for record in records], np.int64)
-        table = TensorTable(addresses, first, np.array([record.width for record in records]))
-        variables = Variables(tuple([(record,) for record in records]), w, tuple(s), table)
+        np.cumsum([*map(attrgetter("size"), records)], out=first[1:])
+        addresses = np.array([*map(attrgetter("places"), records)], np.int64)
+        table = TensorTable(addresses, first, np.array([*map(attrgetter("width"), records)]))
+        variables = Variables(tuple(zip(records)), w, tuple(s), table)
         labels = tuple([f"{self._where}: {r.label}" for r in records]) if kind.is_sparse else ()
         batch = Batch(
             positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions,
             len(places) == len(every), real_of(w).carrier, labels,
         )  # fmt: skip
-        numbers = tuple(name for name in records[0].numbers if name != "step")
+        numbers = tuple(name for name in traits.numbers if name != "step")
         draws = None
         if kind.rule.keeping is not None and kind.rule.keeping.hp:
             keys = np.array([key_of(record.name) for record in records], np.uint64)
             draws = RandomBits(keys, np.array([record.begin for record in records]))
         return ParameterBatch(
-            kind.choice, kind.rule, batch, [record.group for record in records], numbers,
+            kind.choice, kind.rule, batch, [*map(attrgetter("checked.group"), records)], numbers,
             kind.device.index if kind.device.type == "cuda" else None, draws,
         )  # fmt: skip
 
@@ -171,10 +190,9 @@ class Binding:
         for _ in range(_TRIALS):
             chosen = self._known(active)
             if chosen is None:
-                missing = [i for i, p in enumerate(active) if id(p) not in self.records]
-                left, more = self._record(missing, active, gradients, entry_of, new)
-                began = {*began, *more}
-                if left:
+                if not all(map(self.records.__contains__, map(id, active))):
+                    left, more = self._record(active, gradients, entry_of, new)
+                    began = {*began, *more}
                     active, gradients = (
                         tuple([x for i, x in enumerate(every) if i not in left])
                         for every in (active, gradients)
@@ -184,7 +202,7 @@ class Binding:
             if new:
                 found = [new.get(p, own) for p, own in zip(active, found, strict=True)]
             if not chosen.is_still(found):
-                self._renew(chosen.stale(found), active, gradients, found)
+                self._renew(chosen.stale(found), active, found)
                 continue
             own = chosen.read(gradients)
             if own is None:
@@ -199,40 +217,60 @@ class Binding:
         return None
 
     def _record(
-        self, places: Sequence[int], active: Sequence[Tensor], gradients: Sequence[Any],
-        entry_of: EntryMaker, new: dict[Tensor, Any],
+        self, active: Sequence[Tensor], gradients: Sequence[Any], entry_of: EntryMaker,
+        new: dict[Tensor, Any],
     ) -> tuple[set[int], set[int]]:  # fmt: skip
-        """Record parameters; the places of those that their class leaves out, and the identities of
-        those that had no state.
+        """Record parameters that are not; the places of those that their class leaves out, and the
+        identities of those that had no state.
         """
         left, began, ends = set[int](), set[int](), [*accumulate(self._sizes)]
-        numbers = {id(p): n for n, p in enumerate(self._parameters)} if places else {}
-        for i in places:
-            n = numbers[id(active[i])]
+        for i, key in enumerate(map(id, active)):
+            if key in self.records:
+                continue
+            n = self._numbers[key]
             k = bisect_right(ends, n)
-            entry = entry_of(active[i], gradients[i], k, self._names[n], self._choices[k], new)
-            if entry is None:
+            p, gradient, name = active[i], gradients[i], self._names[n]
+            form = k, p.shape, p.dtype, p.get_device(), type(gradient), gradient.dtype
+            example = self._examples.get(form)
+            if example and not (
+                type(p) in PLAIN_TYPES
+                and p.is_contiguous()
+                and not hasattr(p, "row_shard")
+                and example.takes(gradient)
+            ):
+                example = None
+            like = example and example.checked
+            checked = entry_of(p, gradient, k, name, self._choices[k], new, like)
+            made = example and checked and example.of(p, name, checked.state)
+            if like and not made:  # one of its states lies in another way
+                checked = entry_of(p, gradient, k, name, self._choices[k], new, None)
+            if checked is None:
                 left.add(i)
                 continue
-            if entry.is_new:
-                began.add(id(active[i]))
-            self._add(Record(self._where, entry, gradients[i]))
+            if checked.is_new:
+                began.add(key)
+            self._add(made or Record(self._where, checked, gradient))
+            if example is None:
+                self._examples[form] = self.records[key].example()
         return left, began
 
     def _add(self, record: Record) -> None:
-        record.kind = self._kinds.setdefault(record.kind, record.kind)
-        self.records[id(record.parameter)] = record
+        own = record.traits
+        if id(own) not in self._shared:  # that of an example is
+            kind = self._kinds.setdefault(own.kind, own.kind)
+            own = own._replace(kind=kind)
+            record.traits = own = self._traits.setdefault(own, own)
+            self._shared.add(id(own))
+        self.records[id(record.parameter)], self._memory = record, None
 
     def _renew(
-        self, places: Sequence[int], active: Sequence[Tensor], gradients: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
+        self, places: Sequence[int], active: Sequence[Tensor], states: Sequence[Any]
+    ) -> None:
         """Record parameters anew that lie elsewhere; forget those of which more has changed."""
         known = [self.records[id(active[i])] for i in places]
         self._forget({id(active[i]) for i in places})
         for i, record in zip(places, known, strict=True):
-            renewed = record.renewed(states[i] or {}, gradients[i])
-            if renewed is not None:
+            if renewed := record.of(record.parameter, record.name, states[i] or {}):
                 self._add(renewed)
 
 
@@ -264,7 +302,7 @@ def on_devices(
         (
             parts,
             [(part.batch, given.of(part)) for part in parts],
-            [array_of(records[parts[0].places[0]].here[0])],
+            [array_of(records[parts[0].places[0]].arrays[0])],
         )
         for parts in found.values()
     ]

@@ -115,20 +115,25 @@ class Declaration(ABC):
 
     def _entry(
         self, parameter: Tensor, gradient: Any, k: int, name: str, asked: RuleChoice,
-        new: dict[Tensor, Any],
+        new: dict[Tensor, Any], like: CheckedParameter | None,
     ) -> CheckedParameter | None:  # fmt: skip
-        """The checked parameter of group ``k``, which is to be recorded; None if its class leaves
+        """The checked parameter of group ``k``, whose choice is ``asked``; None if its class leaves
         it out.
 
-        A state that it lacks is made, and put into ``new``.
+        A state that it lacks is made, and put into ``new``. ``like`` is one of the group that was
+        found right, and has the same form and a gradient of the same kind.
         """
         where, group, choice = type(self).__name__, self.param_groups[k], asked.of(parameter)
-        is_active = self._check(group, choice, name, parameter, gradient)
         copied = self._copies.get(parameter)
-        if copied is not None:
-            choice = choice.with_copy()
-        shapes = self.shapes(choice, parameter)
-        numbers = ("step",) * self._counts(group) + tuple(self.numbers(group))
+        if like is not None and not self._copies:
+            self._check_sleep(group, choice, name, parameter)
+            is_active, shapes, numbers = True, like.shapes, like.numbers
+        else:
+            is_active = self._check(group, choice, name, parameter, gradient)
+            if copied is not None:
+                choice = choice.with_copy()
+            shapes = self.shapes(choice, parameter)
+            numbers = ("step",) * self._counts(group) + tuple(self.numbers(group))
         known, roles = self.state.get(parameter, {}), (*shapes, *numbers)
         if not isinstance(known, dict):
             expected, got = "a dict", type(known).__name__
@@ -161,9 +166,8 @@ class Declaration(ABC):
         self._check_complete(name, state, roles)
         if self._files is not None:
             self._files.note(parameter, name, group, choice)
-        own = state, asked, choice, shapes, numbers, is_new
-        entry = CheckedParameter(parameter, k, name, *own)
-        return entry if is_active else None
+        own = parameter, name, state, is_new, k, asked, choice, shapes, numbers
+        return CheckedParameter(*own) if is_active else None
 
     def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
         """Raise if a state lacks some of its tensors: they would begin anew beside old ones."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
+from operator import add, attrgetter, ge, gt, mul, not_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +29,14 @@ NUMBERS = DTYPES | {getattr(torch, dtype.name): dtype for dtype in check.INDEX_D
 _WHERE = "fusestep.nn.torch"
 _MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
 
+
+PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+"""Types of tensors that answer by PyTorch's own functions."""
+# Of many tensors the same is asked, one question after the other: `map` calls these from C.
+address_of, numel_of, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+dtype_of, shape_of = attrgetter("dtype"), attrgetter("shape")
+_storage_of, _bytes_of = Tensor.untyped_storage, torch.UntypedStorage.nbytes
+_offset_of, _itemsize_of = Tensor.storage_offset, Tensor.element_size
 
 is_zerotensor = zero_tensors()
 """Whether a tensor is one of zeros without memory."""
@@ -115,6 +126,39 @@ def in_memory(tensor: Tensor, where: str = _WHERE, name: str = "a tensor") -> Te
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     check_there(where, name, tensor)  # before PyTorch copies what is not there
     return tensor.contiguous().resolve_neg()
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The bytes of the elements of each tensor."""
+    return [*map(mul, map(numel_of, tensors), map(_itemsize_of, tensors))]
+
+
+def are_there(tensors: Sequence[Tensor], places: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether contiguous tensors of so many bytes lie in their storages, which may be cut."""
+    offsets = [*map(_offset_of, tensors)]
+    ends = map(add, sizes, map(mul, offsets, map(_itemsize_of, tensors))) if any(offsets) else sizes
+    if not all(places) and any(compress(sizes, map(not_, places))):
+        return False
+    return all(map(ge, map(_bytes_of, map(_storage_of, tensors)), ends))
+
+
+class Written:
+    """Memory that a step may write, in the order of where it begins."""
+
+    def __init__(self, places: Sequence[int] = (), sizes: Sequence[int] = ()) -> None:
+        begins, n_bytes = np.array(places, np.int64), np.array(sizes, np.int64)
+        begins, ends = (x[n_bytes > 0] for x in (begins, begins + n_bytes))
+        order = begins.argsort(kind="stable")
+        begins, reach = begins[order], np.maximum.accumulate(ends[order])
+        # Of what begins before a place, how far the furthest reaches.
+        self._begins, self._reach = begins.tolist(), [0, *reach.tolist()]
+        # A stretch from the first to the last element may have gaps, in which others lie.
+        self.lies_apart = not (begins[1:] < reach[:-1]).any()
+
+    def overlaps(self, begins: Sequence[int], sizes: Iterable[int]) -> bool:
+        """Whether any of these stretches of memory overlaps it."""
+        places = map(bisect_left, repeat(self._begins), map(add, begins, sizes))
+        return any(map(gt, map(self._reach.__getitem__, places), begins))
 
 
 class Stretch(NamedTuple):

@@ -194,7 +194,8 @@ class ParameterBatch:
     def __post_init__(self) -> None:
         self.groups = sorted({*self.group_of})  # those that have parameters here
         self.places: list[int] = self.batch.positions.tolist()
-        self.row_of = np.searchsorted(self.groups, self.group_of)
+        numbers = {k: number for number, k in enumerate(self.groups)}
+        self.row_of = np.array([numbers[k] for k in self.group_of])
         self.is_measured = self.rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
         is_fixed = self.device is not None or self.rule.is_two_stage or self.draws is not None

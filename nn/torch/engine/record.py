@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,33 +20,39 @@ from ...engine.reader import is_row_sparse
 from .memory import (
     DTYPES,
     NUMBERS,
+    PLAIN_TYPES,
+    are_there,
+    address_of,
+    bytes_of,
     check_single,
     check_there,
+    dtype_of,
     extent,
     fits_order,
     is_as_it_lies,
+    is_contiguous,
     is_zerotensor,
+    numel_of,
     order_of,
+    shape_of,
 )  # fmt: skip
 from .part import RuleChoice
 from .tensors import first_element, local, reject_shape, rows_of, table_shape, wide_dtype
 
-address_of, numel_of, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
-dtype_of, shape_of = attrgetter("dtype"), attrgetter("shape")
 
 
 class CheckedParameter(NamedTuple):
     """A parameter that has a gradient, checked, with its state; a `Record` is made from it."""
 
     parameter: Tensor
-    group: int
     name: str
     state: Mapping[str, Any]
+    is_new: bool  # it had no state
+    group: int
     asked: RuleChoice  # of its group
     choice: RuleChoice
     shapes: Mapping[str, tuple[int, ...]]  # of its states, in the order of the rule
     numbers: tuple[str, ...]  # its states that are single numbers
-    is_new: bool = False  # it had no state
 
 
 class Kind(NamedTuple):
@@ -61,111 +66,158 @@ class Kind(NamedTuple):
     dtypes: tuple[np.dtype[Any], ...]  # of parameter and states
 
 
+class Traits(NamedTuple):
+    """Properties of records beside tensors and sizes; records that are alike share them."""
+
+    kind: Kind  # decides with which other parameters one is updated
+    # Of the states that a step writes: of the rule in its order, then single numbers on the host.
+    names: tuple[str, ...]
+    numbers: tuple[str, ...]  # those of the single numbers
+    # The place among the singles of the float32 count of updates, which compiled code counts; -1:
+    # there is none.
+    count: int
+    is_counted: bool  # its updates are counted
+    has_own_count: bool  # the count is no tensor of the host
+    is_plain: bool  # one process has all of it, contiguous and as it lies
+    is_distributed: bool
+    has_rows: bool  # shapes tell more than sizes
+    is_bags: bool  # the gradient is that of pooled rows
+    n_sparse: int  # sparse dimensions of the gradient; 0: it is dense, or that of pooled rows
+    gradient: Any  # PyTorch's dtype of it
+    single_dtypes: tuple[torch.dtype, ...]
+    copied: tuple[int, ...]  # the arrays that do not lie as the kernels need it, and are copied
+    is_inference: bool  # autograd counts no changes of some of its tensors
+
+
 class Record:
     """A parameter, its states and the kind of its gradient, checked.
 
-    The tensors of a step are the parameter, then the states of the rule in its order, then those
-    that are single numbers on the host.
-
     Attributes:
-        entry: what was checked, without the state.
-        kind: decides with which other parameters it is updated.
-        names: those of the states that a step writes.
-        n_arrays: how many of the tensors the rule takes.
-        count: the place among the tensors of the float32 count of updates, which compiled code
-            counts; -1: it has none.
-        is_counted, has_own_count: whether its updates are counted, and whether the count is no
-            tensor of the host.
+        checked: what was checked of the parameter, without its state.
+        traits: what it has in common with others.
+        states: those of `Traits.names`.
+        arrays, singles: the parameter with the states of the rule, and the single numbers, as they
+            lie in this process: shards of distributed ones.
+        places, single_places, n_bytes: their addresses, and the bytes from the first to the last
+            element of all.
         begin: the place of its first element in the whole parameter, where other processes have the
             rest, if it is rounded at random; else 0.
-        copied: those of the tensors that do not lie as the kernels need it, which are updated in
-            copies.
         shape: that of the parameter, or of the table whose rows a sparse gradient numbers.
         size, width: its elements, and those of a row.
-        here: the tensors as they lie in this process: shards of distributed ones.
-        addresses, n_bytes: of these, from the first to the last element.
-        arrays, is_array: those of them that the rule takes, and whether each is one.
-        numels, are_contiguous, dtypes, layouts: of the arrays; `layout_of` where it says more.
-        device: the number of the device; -1 is the host.
-        gradient_dtype, gradient_stride: of its gradients; None: these are contiguous.
-        has_rows, shapes: whether shapes tell more than sizes, and those of the arrays.
-        has_plain_rows: whether of its sparse gradient only indices and values may be others.
+        numels, are_contiguous, dtypes, shapes: of the arrays.
+        layouts: their `layout_of`; nothing where shapes tell it.
+        device: its number; -1 is the host.
+        gradient_stride: of dense gradients; None: these are contiguous.
     """
 
-    def __init__(self, where: str, entry: CheckedParameter, gradient: Any) -> None:
-        self._where, self.entry = where, entry._replace(state={})
-        self.parameter, self.name, self.group = entry.parameter, entry.name, entry.group
-        self.label, state, roles = f"the gradient of {entry.name}", entry.state, (*entry.shapes,)
-        parameter, given = local(entry.parameter), local(gradient)
-        self.is_distributed = parameter is not entry.parameter
-        rule = entry.choice.rule.on(tuple(entry.parameter.shape))
-        if self.is_distributed and (rule.measure or not rule.is_elementwise):
+    def __init__(self, where: str, checked: CheckedParameter, gradient: Any) -> None:
+        self._where, self.checked, state = where, checked._replace(state={}), checked.state
+        self.parameter, self.name, roles = checked.parameter, checked.name, (*checked.shapes,)
+        self.label, parameter = f"the gradient of {checked.name}", local(checked.parameter)
+        given, is_distributed = local(gradient), parameter is not checked.parameter
+        rule = checked.choice.rule.on(tuple(checked.parameter.shape))
+        if is_distributed and (rule.measure or not rule.is_elementwise):
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
-            reject(RuntimeError, where, entry.name, wrong, expected, type(entry.parameter).__name__)
-        self.is_bags = isinstance(given, BagTensor)
-        is_sparse = is_row_sparse(given)
-        check_written(where, parameter, entry.name)
+            reject(RuntimeError, where, self.name, wrong, expected, type(self.parameter).__name__)
+        is_bags, is_sparse = isinstance(given, BagTensor), is_row_sparse(given)
+        check_written(where, parameter, self.name)
         order, plain = order_of(parameter), (*range(parameter.dim()),)
-        self.has_rows = is_sparse or rule.is_row_wise or not rule.is_elementwise
-        is_copied = order is None or not is_as_it_lies(parameter)
-        is_copied = is_copied or (self.has_rows and order != plain)
+        has_rows = is_sparse or rule.is_row_wise or not rule.is_elementwise
+        is_copied = order is None or not is_as_it_lies(parameter) or (has_rows and order != plain)
         self._order = plain if is_copied or order is None else order
         self.shape = self._shape = tuple(parameter.shape)
         self._declared = (None, *rule.states)
-        self.copied, self.here = [0] * is_copied, [parameter]
+        self.arrays: tuple[Tensor, ...] = (parameter,)
+        self._copied = [0] * is_copied
         for k, role in enumerate(roles, start=1):
             own, is_other = self._state(k, state.get(role), role)
-            self.here.append(own)
-            self.copied += [k] * is_other
-        self.numbers = self._numbers_of(state)
-        self.names, self.n_arrays = (*roles, *self.numbers), 1 + len(roles)
-        self.tensors = (entry.parameter, *[state[name] for name in self.names])
-        self.here += self.tensors[self.n_arrays :]
-        is_step = "step" in self.numbers
-        is_float = is_step and state["step"].dtype == torch.float32
-        self.count = 1 + self.names.index("step") if is_float else -1
-        self.is_counted = "step" in entry.numbers
-        self.has_own_count = self.is_counted and not is_step
-        self.addresses = [*map(address_of, self.here)]
-        self.n_bytes = [extent(t) * t.element_size() for t in self.here]
-        self.arrays = self.here[: self.n_arrays]
-        self.is_array = [True] * self.n_arrays + [False] * len(self.numbers)
-        self.numels, self.shapes = ([*map(f, self.arrays)] for f in (numel_of, shape_of))
-        self.are_contiguous = [*map(is_contiguous, self.arrays)]
-        self.dtypes = [*map(dtype_of, self.arrays)]
-        is_plain = self.are_contiguous if not self.copied else [False] * self.n_arrays
-        each = zip(self.arrays, is_plain, strict=True)
-        self.layouts = [None if is_one else layout_of(x) for x, is_one in each]
+            self.arrays = (*self.arrays, own)
+            self._copied += [k] * is_other
+        numbers = self._numbers_of(state)
+        names = (*roles, *numbers)
+        self.states = tuple([state[name] for name in names])
+        self.singles = self.states[len(roles) :]
+        self._place()
+        self.numels, self.are_contiguous, self.dtypes, self.shapes = (
+            tuple(map(f, self.arrays)) for f in (numel_of, is_contiguous, dtype_of, shape_of)
+        )
+        is_whole = not (is_distributed or hasattr(self.parameter, "row_shard"))
+        is_plain = is_whole and all(self.are_contiguous) and not self._copied
+        self.layouts = () if is_plain else tuple(map(layout_of, self.arrays))
+        self.device = parameter.get_device()
         self.gradient_stride = None if self._order == plain else parameter.stride()
-        self.device, self.gradient_dtype = parameter.get_device(), given.dtype
-        self.n_sparse = 0
+        n_sparse = given.sparse_dim() if is_sparse and not is_bags else 0
         if is_sparse:
             self.rows(gradient)
-            if not self.is_bags:
+            if not is_bags:
                 self._check_rows(given)
         else:
             self._check_dense(given)
         self.size, self.width = math.prod(self.shape), row_width(self.shape)
-        dtype = given.dtype if self.is_bags else DTYPES[given.dtype]
+        dtype = given.dtype if is_bags else DTYPES[given.dtype]
         is_random = rule.keeping is not None and bool(rule.keeping.hp)
-        self.begin = first_element(where, entry.name, entry.parameter) if is_random else 0
-        dtypes = [NUMBERS[self._dtype(k, x)] for k, x in enumerate(self.arrays)]
-        self.kind = Kind(entry.choice, rule, parameter.device, is_sparse, dtype, tuple(dtypes))
-        is_here = parameter.device.type == "cpu" and not hasattr(entry.parameter, "row_shard")
-        self.has_plain_rows = is_here and self.n_sparse == 1 and not self.is_distributed
+        self.begin = first_element(where, self.name, self.parameter) if is_random else 0
+        dtypes = tuple([NUMBERS[self._dtype(k, x)] for k, x in enumerate(self.arrays)])
+        is_counted, is_step = "step" in checked.numbers, "step" in numbers
+        is_float = is_step and state["step"].dtype == torch.float32
+        self.traits = Traits(
+            Kind(checked.choice, rule, parameter.device, is_sparse, dtype, dtypes),
+            names, numbers, numbers.index("step") if is_float else -1, is_counted,
+            is_counted and not is_step, is_plain, is_distributed, has_rows, is_bags, n_sparse,
+            given.dtype, tuple(map(dtype_of, self.singles)), tuple(self._copied),
+            any(map(Tensor.is_inference, (*self.arrays, *self.singles))),
+        )  # fmt: skip
 
-    def renewed(self, state: Mapping[str, Any], gradient: Any) -> Record | None:
-        """The record where only memory and states are others; None where more may have changed."""
-        entry, own = self.entry, local(self.parameter)
-        is_same = own.dtype == self.dtypes[0] and own.get_device() == self.device
-        is_same = is_same and own.shape == self._shape
-        if not is_same or any(state.get(name) is None for name in (*entry.shapes, *entry.numbers)):
+    def _place(self) -> None:
+        """Take over where the tensors lie."""
+        self.places = tuple(map(address_of, self.arrays))
+        self.single_places = tuple(map(address_of, self.singles))
+        every = *self.arrays, *self.singles
+        self.n_bytes = tuple([extent(t) * t.element_size() for t in every])
+
+    def of(self, parameter: Tensor, name: str, state: Mapping[str, Any]) -> Record | None:
+        """A record of tensors that lie as these did, of this or of another parameter of the group
+        with a gradient of this kind; None: they may differ.
+        """
+        traits, n_states = self.traits, len(self.shapes) - 1
+        states = tuple(map(state.get, traits.names))
+        arrays, singles = (parameter, *states[:n_states]), states[n_states:]
+        every = arrays + singles
+        if not traits.is_plain or not {*map(type, every)} <= PLAIN_TYPES:
             return None
-        return Record(self._where, entry._replace(state=state), gradient)
+        places = tuple(map(address_of, every))
+        if not (
+            tuple(map(shape_of, arrays)) == self.shapes
+            and tuple(map(dtype_of, every)) == self.dtypes + traits.single_dtypes
+            and all(map(is_contiguous, every))
+            and not any(map(Tensor.is_neg, every))
+            and {*map(Tensor.get_device, arrays)} == {self.device}
+            and {*map(Tensor.get_device, singles)} <= {-1}
+            and {*map(numel_of, singles)} <= {1}
+            and any(map(Tensor.is_inference, every)) == traits.is_inference
+            and are_there(every, places, bytes_of(every))
+            and (not traits.has_own_count or is_count(state.get("step")))
+        ):
+            return None
+        made = Record.__new__(Record)
+        vars(made).update(vars(self))
+        made.parameter, made.states, made.arrays, made.singles = parameter, states, arrays, singles
+        made.name, made.label = name, f"the gradient of {name}"
+        made.checked = self.checked._replace(parameter=parameter, name=name)
+        made.places, made.single_places = places[: n_states + 1], places[n_states + 1 :]
+        return made
+
+    def example(self) -> Record:
+        """A record without tensors, for `of`."""
+        made = Record.__new__(Record)
+        vars(made).update(vars(self))
+        made.checked = self.checked._replace(parameter=torch.empty(0))
+        made.parameter, made.states, made.arrays, made.singles = made.checked.parameter, (), (), ()
+        return made
 
     def labels(self) -> list[str]:
         """How errors name its tensors."""
-        return [self.name, *(f"state {name!r} of {self.name}" for name in self.names)]
+        return [self.name, *(f"state {name!r} of {self.name}" for name in self.traits.names)]
 
     # Checks
 
@@ -175,8 +227,8 @@ class Record:
         if not isinstance(state, Tensor):
             got, fix = type(state).__name__, "; the state is of another optimizer or other options"
             reject(RuntimeError, where, label, "is missing", "a tensor", got, fix)
-        found, parameter, declared = local(state), self.here[0], self._declared[k]
-        shape = self.entry.shapes[role] if found is state else self.shape
+        found, parameter, declared = local(state), self.arrays[0], self._declared[k]
+        shape = self.checked.shapes[role] if found is state else self.shape
         if tuple(found.shape) != shape:
             reject_shape(where, label, shape, found)
         wide = wide_dtype(declared, parameter.dtype)
@@ -193,7 +245,7 @@ class Record:
     def _numbers_of(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """The states that are single numbers and are written with the step."""
         names = []
-        for name in self.entry.numbers:
+        for name in self.checked.numbers:
             found, label = state[name], f"state {name!r} of {self.name}"
             if name == "step" and is_count(found):
                 continue
@@ -209,14 +261,14 @@ class Record:
 
     def _check_rows(self, gradient: Tensor) -> None:
         """Take over which rows the sparse dimensions of a gradient number."""
-        self.n_sparse, self.shape = gradient.sparse_dim(), table_shape(gradient)
-        if self.entry.choice.rule.is_row_wise and (self.n_sparse != 1 or gradient.dim() < 2):
+        n_sparse, self.shape = gradient.sparse_dim(), table_shape(gradient)
+        if self.checked.choice.rule.is_row_wise and (n_sparse != 1 or gradient.dim() < 2):
             expected = "1 sparse dimension of a parameter of at least 2: a vector is one row"
-            got = f"{self.n_sparse} of {gradient.dim()}"
+            got = f"{n_sparse} of {gradient.dim()}"
             reject(RuntimeError, self._where, self.label, "has other rows", expected, got)
 
     def _check_dense(self, gradient: Tensor) -> None:
-        where, label, parameter = self._where, self.label, self.here[0]
+        where, label, parameter = self._where, self.label, self.arrays[0]
         if gradient.layout != torch.strided:
             expected = "torch.strided or torch.sparse_coo"
             reject(RuntimeError, where, label, "has a wrong layout", expected, gradient.layout)
@@ -235,14 +287,12 @@ class Record:
     def takes(self, gradient: Any) -> bool:
         """Whether a gradient is of this kind, so that nothing else has to be found anew."""
         given = gradient if type(gradient) is Tensor else local(gradient)
-        if self.is_bags or isinstance(given, BagTensor):
-            is_bags = self.is_bags and isinstance(given, BagTensor)
-            return is_bags and given.dtype == self.kind.gradient
-        if DTYPES.get(given.dtype) != self.kind.gradient:
+        traits = self.traits
+        if given.dtype != traits.gradient or isinstance(given, BagTensor) != traits.is_bags:
             return False
-        if not self.kind.is_sparse:
-            return bool(given.layout == torch.strided)
-        return bool(given.layout == torch.sparse_coo and given.sparse_dim() == self.n_sparse)
+        if traits.is_bags or not traits.kind.is_sparse:
+            return traits.is_bags or bool(given.layout == torch.strided)
+        return bool(given.layout == torch.sparse_coo and given.sparse_dim() == traits.n_sparse)
 
     def dense(self, gradient: Any) -> Tensor:
         """A dense gradient, checked, as the kernels need it: itself, or a copy.
@@ -256,14 +306,14 @@ class Record:
 
     def rows(self, gradient: Any) -> RowGradient:
         """A row-sparse gradient, checked; as `rows_of`."""
-        return rows_of(self._where, self.label, self.here[0], local(gradient))
+        return rows_of(self._where, self.label, self.arrays[0], local(gradient))
 
     # Copies
 
     def _new(self, dtype: torch.dtype) -> Tensor:
         """A tensor of the parameter's shape that lies as the kernels need it."""
-        parameter = self.here[0]
-        if 0 in self.copied:
+        parameter = self.arrays[0]
+        if 0 in self._copied:
             return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
@@ -271,15 +321,15 @@ class Record:
         """The dtype with which the kernels read one of its tensors, or its copy."""
         declared = self._declared[k]
         is_own = declared is None or declared.per == "element"
-        return tensor.dtype if is_own else wide_dtype(declared, self.here[0].dtype)
+        return tensor.dtype if is_own else wide_dtype(declared, self.arrays[0].dtype)
 
     def copies(self) -> list[tuple[int, Tensor, Tensor]]:
         """Number, tensor and copy for a step of each of its tensors that is copied."""
         made = []
-        for k in self.copied:
-            tensor = self.here[k]
+        for k in self._copied:
+            tensor = self.arrays[k]
             dtype = self._dtype(k, tensor)
-            if tensor.shape == self.here[0].shape:
+            if tensor.shape == self.arrays[0].shape:
                 copy = self._new(dtype)
             else:
                 copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)

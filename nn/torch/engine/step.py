@@ -64,16 +64,17 @@ class Steps:
         if options is None or optimizer._chooses_anew or not options.are_still(groups):
             options = self._options = GroupOptions(groups, optimizer._choice)
         plain, choices = options.plain or groups, options.choices
-        arranged = parameters, [*map(len, lists)], choices, groups, optimizer.state
-        if binding.arrange(*arranged):
+        if binding.arrange(parameters, [*map(len, lists)], choices, groups, optimizer.state):
             self._devices = [*{p.device for p in parameters if p.is_cuda}]
             if optimizer._files is not None:
                 optimizer._files.check_numbers(groups)
         if self._devices:
             refuse_captures(self._devices)
-        active = parameters if param is None else (param,)
-        if param is not None and not any(map(is_, parameters, repeat(param))):
-            reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
+        active = parameters
+        if param is not None:
+            active = (param,)
+            if not any(map(is_, parameters, repeat(param))):
+                reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
         if gradients is None:
             gradients = tuple(map(_grad_of, active))
         are_there = [*map(is_not, gradients, repeat(None))]

@@ -384,6 +384,8 @@ class TableOptimizer(Declaration, TableRows):
 
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
+        if not (self._tables or self._missed.tables or self.state.get(parameter)):
+            return
         for name in (LAST.name, SCALARS):
             self.state.get(parameter, {}).pop(name, None)
         self._tables.pop(parameter, None)
