@@ -184,6 +184,7 @@ def version_of(tensor: Any) -> int:
 def counting_changes() -> Callable[[Sequence[Any]], None]:
     """A function that has autograd count a change of each of some tensors of PyTorch."""
     torch = import_module("torch")
+    find("version")  # which tells of changes, as it is counted here
     count: Callable[[Any], None] = torch.autograd.graph.increment_version
 
     def count_each(tensors: Sequence[Any]) -> None:

@@ -27,9 +27,8 @@ CHECKED = {
         "ops/runtime/frameworks.py": "check_there, _Torch.place",
         "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
         "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
-        "nn/torch/engine/binding.py": "Binding._fill (by check_written), Binding._read_dense (by "
-                                      "Record.dense), Binding._check_apart (compared only), "
-                                      "Binding._copied (made there)",
+        "nn/torch/engine/chosen.py": "Chosen.read_each (by Record.dense), Chosen.copied (made "
+                                     "there)",
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
         "nn/torch/engine/table_rows.py": "_form",
         "nn/torch/clipping.py": "_euclidean (by in_memory)",
@@ -44,9 +43,8 @@ CHECKED = {
                                      "_CuPy.stream, _Simulator.place",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
-    "place_of compares the size of the storage with what is needed": {
-        "kernels/cpu/headers/tensors.py": "_look_at_written, _fits_gradient, _where_it_is",
-        "kernels/cpu/headers/id_lists.py": "_look_at_tensor",
+    "the sizes of all storages are compared with what is needed": {
+        "ops/runtime/bags/ids.py": "_read_tensors",
     },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
         "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_by_form, "
@@ -70,11 +68,6 @@ CHECKED = {
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
         "examples/click_model/training.py": "Training.measure",
         "examples/click_model/sharded_training.py": "ShardedTraining._sums",
-    },
-    "fields of samples that are made here": {
-        "kernels/cpu/headers/tensor_fields.py": "_all_of, _counts_changes, _dims, _dtypes, "
-                                                "_find_dims, _found, _lazy, _values, _versions, "
-                                                "_words",
     },
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",

@@ -137,9 +137,9 @@ WAYS = {
     lazy_adam: (13, 22, 45),
     fused_sparse_adam: (11, 21, 40),
     mxnet_updater: (12, 20, 44),
-    torch_adamw: (12, 18, 28),
-    torch_sparse: (14, 24, 39),
-    sharded_embedding: (29, 104, 340),
+    torch_adamw: (15, 24, 36),
+    torch_sparse: (17, 30, 53),
+    sharded_embedding: (30, 110, 360),
 }
 
 

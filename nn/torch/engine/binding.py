@@ -124,17 +124,15 @@ class Binding:
         kinds = [*map(id, map(attrgetter("traits.kind"), records))]
         each = [*dict.fromkeys(kinds)]
         all_places = [*range(len(kinds))]
-        if len(each) > 1:
-            places = [[i for i in all_places if kinds[i] == kind] for kind in each]
-        else:
-            places = [all_places] if each else []
+        places = [all_places] if len(each) == 1 else [
+            [i for i in all_places if kinds[i] == kind] for kind in each
+        ]  # fmt: skip
         parts = [self._part(records, own) for own in places]
         parts.sort(key=lambda part: not part.batch.row_sparse)
         if self._memory is None:
             known = self.records.values()
-            places = [(*record.places, *record.single_places) for record in known]
-            sizes = [record.n_bytes for record in known]
-            self._memory = Written(*map(list, map(chain.from_iterable, (places, sizes))))
+            starts = [x for record in known for x in (*record.places, *record.single_places)]
+            self._memory = Written(starts, [n for record in known for n in record.n_bytes])
         found = Chosen(self._where, records, parts, self._memory)
         self._n_kept += len(keys)
         if self._n_kept > _KEPT_SETS * len(self._parameters):
@@ -213,9 +211,12 @@ class Binding:
             self._last = chosen
             copies = chosen.copied() if chosen.has_copies else ()
             are_new = [id(p) in began for p in active] if began else ()
-            return StepInputs(chosen, gradients, *own, found, new, are_new, copies)
+            addresses, rows, held = own
+            given = chosen, gradients, addresses, rows, held, found, new, are_new, copies
+            return StepInputs(*given)
         return None
 
+    @torch.no_grad()
     def _record(
         self, active: Sequence[Tensor], gradients: Sequence[Any], entry_of: EntryMaker,
         new: dict[Tensor, Any],
@@ -239,7 +240,7 @@ class Binding:
                 and example.takes(gradient)
             ):
                 example = None
-            like = example and example.checked
+            like = None if example is None else example.checked
             checked = entry_of(p, gradient, k, name, self._choices[k], new, like)
             made = example and checked and example.of(p, name, checked.state)
             if like and not made:  # one of its states lies in another way
@@ -263,6 +264,7 @@ class Binding:
             self._shared.add(id(own))
         self.records[id(record.parameter)], self._memory = record, None
 
+    @torch.no_grad()
     def _renew(
         self, places: Sequence[int], active: Sequence[Tensor], states: Sequence[Any]
     ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter, mul
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, is_, itemgetter, methodcaller, mul
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from .part import ParameterBatch
 from .record import Record, is_count, layout_of
 from .tensors import local
 
-_indices_of, _values_of = part_readers()
+_indices_of, _values_of, _to_local = *part_readers(), methodcaller("to_local")
 _is_negated, _device_of, _traits_of = Tensor.is_neg, Tensor.get_device, attrgetter("traits")
 Found = tuple[np.ndarray, Mapping[int, RowGradient], Sequence[Any]]
 """The gradients of a step as the first fields of `StepInputs` have them."""
@@ -91,24 +91,28 @@ class Expected:
         places = self._every("places") + self._every("single_places")
         forms = chain.from_iterable(map(self._every, ("numels", "are_contiguous", "dtypes")))
         self._forms = [*places, *forms]
-        self._is_plain = all([
+        self._is_plain = all(
             own.is_plain and not own.has_rows and not own.has_own_count for own in self.traits
-        ])
-        self._whole: list[Tensor] = []  # where some are distributed
+        )
+        self._whole: list[Tensor] = []  # parameters and states, where some are distributed
         if not self._is_plain:
             self._counts = self.places("has_own_count")
-            layouts = [r.layouts or repeat(None, len(r.arrays)) for r in records]
+            layouts = [r.layouts or (None,) * len(r.arrays) for r in records]
             each = enumerate(chain.from_iterable(layouts))
             self._layouts = [(k, own) for k, own in each if own is not None]
             tables = [records[i] for i in self.places("has_rows")]
             self._tables = [x for record in tables for x in record.arrays]
             self._shapes = [x for record in tables for x in record.shapes]
-            if self.places("is_distributed"):
+            self._parts = [records[i].parameter for i in self.places("is_distributed")]
+            if self._parts:
                 whole = [(r.parameter, *r.states[: len(r.arrays) - 1]) for r in records]
                 self._whole = [*chain.from_iterable(whole)]
+                firsts = accumulate(map(len, map(attrgetter("arrays"), records)), initial=0)
+                every = [*firsts]
+                self._part_places = [every[i] for i in self.places("is_distributed")]
 
     def _every(self, name: str) -> list[Any]:
-        """What all records have of something, one after the other."""
+        """Join an attribute of all records, one after the other."""
         return [*chain.from_iterable(map(attrgetter(name), self._records))]
 
     def places(self, trait: str) -> list[int]:
@@ -120,7 +124,7 @@ class Expected:
 
     @property
     def written(self) -> list[Tensor]:
-        """The tensors that a step writes and whose changes autograd counts."""
+        """Tensors that a step writes and whose changes autograd counts."""
         every = (self._whole or self._arrays) + self._singles
         if self.places("is_inference"):
             return [tensor for tensor in every if not tensor.is_inference()]
@@ -138,7 +142,10 @@ class Expected:
                     return False
             arrays, singles = self._arrays, self._singles
             if self._whole:
-                arrays = [*map(local, self._whole)]
+                arrays = [*arrays]
+                with torch.no_grad():  # the shard of a parameter may be exchanged, as by FSDP
+                    for k, own in zip(self._part_places, map(_to_local, self._parts), strict=True):
+                        arrays[k] = own
             found = [
                 *map(address_of, arrays), *map(address_of, singles), *map(numel_of, arrays),
                 *map(is_contiguous, arrays), *map(dtype_of, arrays),
@@ -151,8 +158,8 @@ class Expected:
         """Whether shapes and layouts that matter are still those, and counts are numbers."""
         return (
             [*map(shape_of, self._tables)] == self._shapes
-            and all([layout_of(arrays[k]) == own for k, own in self._layouts])
-            and all([is_count(states[i]["step"]) for i in self._counts])
+            and all(layout_of(arrays[k]) == own for k, own in self._layouts)
+            and all(is_count(states[i]["step"]) for i in self._counts)
         )
 
 
@@ -173,20 +180,26 @@ class Chosen:
         self._where, self.records, self.parts, self._memory = where, records, parts, memory
         self.parameters = tuple(map(attrgetter("parameter"), records))
         expected = Expected(records)
-        self.counted, self.has_copies = expected.places("is_counted"), bool(expected.places("copied"))
+        self.counted, self.has_copies = (
+            expected.places("is_counted"),
+            bool(expected.places("copied")),
+        )
         self.written, self.is_still = expected.written, expected.is_still
-        counts = [own.count for own in expected.traits]
+        counts = [own.count_place for own in expected.traits]
         places = [*map(attrgetter("single_places"), records)]
         if -1 in counts or not counts:
             self.count = TensorCount(())
         elif len({*counts}) == 1:
             self.count = TensorCount([*map(itemgetter(counts[0]), places)])
         else:
-            self.count = TensorCount([own[r.traits.count] for r, own in zip(records, places)])
+            self.count = TensorCount(
+                [own[r.traits.count_place] for r, own in zip(records, places, strict=True)]
+            )
         self._expect_gradients([i for p in parts if p.batch.row_sparse for i in p.places], expected)
         if not memory.lies_apart:
             self._check_apart(())
 
+    @torch.no_grad()
     def stale(self, states: Sequence[Any]) -> list[int]:
         """The places of parameters that are not as they were, or their states are not."""
         pairs = enumerate(zip(self.records, states, strict=True))
@@ -223,15 +236,16 @@ class Chosen:
             tables = [every[i] for i in rows]
             traits = [*map(_traits_of, tables)]
             self._dtypes = [own.gradient for own in traits]
-            self._are_bags = {BagTensor} if any([own.is_bags for own in traits]) else set()
-            self._are_plain = all([own.n_sparse == 1 and own.is_plain for own in traits])
+            self._are_bags = {BagTensor} if any(own.is_bags for own in traits) else set()
+            self._are_plain = all(own.n_sparse == 1 and own.is_plain for own in traits)
             self._widths = [math.prod(record.shape[1:]) for record in tables]
             self._owners = [record.parameter for record in tables]
             self._table_shapes = [record.shapes[0] for record in tables]
 
     def read(self, gradients: Sequence[Any]) -> Found | None:
         """The gradients of a step, if they lie as the kernels need it."""
-        dense, rows, held = gradients, _NO_ROWS, ()
+        dense, rows = gradients, _NO_ROWS
+        held: Sequence[Any] = ()
         if self._rows:
             dense = [gradients[i] for i in self._dense]
             found = self._read_rows([gradients[i] for i in self._rows])
@@ -242,7 +256,8 @@ class Chosen:
             given = [getattr(g, "placements", None) for g in dense]
             if [own for own in given if own is not None] != self._placements:
                 return None
-            dense = held = [*map(local, dense)]
+            with torch.no_grad():
+                dense = held = [*map(local, dense)]
         return (self._found, rows, held) if self._fit(dense) else None
 
     def _fit(self, gradients: Sequence[Tensor]) -> bool:
@@ -258,7 +273,7 @@ class Chosen:
             *map(_is_negated, gradients),
         ]  # fmt: skip
         is_like = forms == self._forms and (
-            not self._strides or all([gradients[k].stride() == own for k, own in self._strides])
+            not self._strides or all(gradients[k].stride() == own for k, own in self._strides)
         )
         if not is_like or found == self._last:
             return is_like
@@ -289,7 +304,7 @@ class Chosen:
         except RuntimeError:  # it is dense now
             return None
         every, lengths = indices + values, [*map(numel_of, indices)]
-        numels = lengths + [*map(mul, lengths, self._widths)]
+        numels = [*lengths, *map(mul, lengths, self._widths)]
         if not (
             [*map(shape_of, gradients)] == self._table_shapes
             and [*map(numel_of, every)] == numels
@@ -311,6 +326,7 @@ class Chosen:
         pairs = enumerate(zip(self.records, gradients, strict=True))
         return [i for i, (record, gradient) in pairs if not record.takes(gradient)]
 
+    @torch.no_grad()
     def read_each(self, gradients: Sequence[Any]) -> Found:
         """The gradients of a step, which may lie anyhow, but not in what is written."""
         rows, held, spans = dict[int, RowGradient](), [], list[Stretch]()
@@ -327,6 +343,7 @@ class Chosen:
             self._check_apart(spans)
         return self._found, rows, held
 
+    @torch.no_grad()
     def copied(self) -> list[tuple[Tensor, Tensor]]:
         """Copies of what does not lie as the kernels need it; the step is one of these."""
         made = []

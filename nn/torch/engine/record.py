@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ....kernels.rule import Rule
-from ....kernels.state import State
 from ....kernels.tables import row_width
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
@@ -21,8 +20,8 @@ from .memory import (
     DTYPES,
     NUMBERS,
     PLAIN_TYPES,
-    are_there,
     address_of,
+    are_there,
     bytes_of,
     check_single,
     check_there,
@@ -37,8 +36,15 @@ from .memory import (
     shape_of,
 )  # fmt: skip
 from .part import RuleChoice
-from .tensors import first_element, local, reject_shape, rows_of, table_shape, wide_dtype
-
+from .tensors import (
+    first_element,
+    gradient_here,
+    local,
+    reject_shape,
+    rows_of,
+    table_shape,
+    wide_dtype,
+)
 
 
 class CheckedParameter(NamedTuple):
@@ -75,7 +81,7 @@ class Traits(NamedTuple):
     numbers: tuple[str, ...]  # those of the single numbers
     # The place among the singles of the float32 count of updates, which compiled code counts; -1:
     # there is none.
-    count: int
+    count_place: int
     is_counted: bool  # its updates are counted
     has_own_count: bool  # the count is no tensor of the host
     is_plain: bool  # one process has all of it, contiguous and as it lies
@@ -114,7 +120,8 @@ class Record:
         self._where, self.checked, state = where, checked._replace(state={}), checked.state
         self.parameter, self.name, roles = checked.parameter, checked.name, (*checked.shapes,)
         self.label, parameter = f"the gradient of {checked.name}", local(checked.parameter)
-        given, is_distributed = local(gradient), parameter is not checked.parameter
+        given = gradient_here(checked.parameter, gradient)
+        is_distributed = parameter is not checked.parameter
         rule = checked.choice.rule.on(tuple(checked.parameter.shape))
         if is_distributed and (rule.measure or not rule.is_elementwise):
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
@@ -142,8 +149,9 @@ class Record:
             tuple(map(f, self.arrays)) for f in (numel_of, is_contiguous, dtype_of, shape_of)
         )
         is_whole = not (is_distributed or hasattr(self.parameter, "row_shard"))
-        is_plain = is_whole and all(self.are_contiguous) and not self._copied
+        is_plain = all(self.are_contiguous) and not self._copied
         self.layouts = () if is_plain else tuple(map(layout_of, self.arrays))
+        is_plain = is_plain and is_whole
         self.device = parameter.get_device()
         self.gradient_stride = None if self._order == plain else parameter.stride()
         n_sparse = given.sparse_dim() if is_sparse and not is_bags else 0
@@ -249,7 +257,12 @@ class Record:
             found, label = state[name], f"state {name!r} of {self.name}"
             if name == "step" and is_count(found):
                 continue
-            if not isinstance(found, Tensor) or found.numel() != 1 or found.dtype not in NUMBERS or found.is_cuda:
+            if (
+                not isinstance(found, Tensor)
+                or found.numel() != 1
+                or found.dtype not in NUMBERS
+                or found.is_cuda
+            ):
                 expected = "a tensor of one element, on the host"
                 reject(RuntimeError, self._where, label, "is no number", expected, repr(found))
             if not is_as_it_lies(found):
@@ -300,7 +313,7 @@ class Record:
         Raises:
             RuntimeError: it does not fit, or has no memory.
         """
-        given: Tensor = local(gradient)
+        given: Tensor = gradient_here(self.parameter, gradient)
         self._check_dense(given)
         return given if fits_order(given, self._order) else self._new(given.dtype).copy_(given)
 

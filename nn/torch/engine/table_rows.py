@@ -39,6 +39,7 @@ from ...engine.catch_up import (
 )
 from ...engine.table_rows import TableRows
 from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray, grown
+from .chosen import StepInputs
 from .declaration import Declaration
 from .files import map_scalars
 from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of

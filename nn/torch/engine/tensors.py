@@ -33,7 +33,23 @@ def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
 def local(tensor: Tensor) -> Tensor:
     """The shard of a distributed tensor that is here; any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    if to_local is None:
+        return tensor
+    found = to_local()
+    wait = getattr(found, "wait", None)  # for processes that are still to send some of it
+    return found if wait is None else wait()
+
+
+def gradient_here(parameter: Tensor, gradient: Any) -> Any:
+    """The part of a gradient that belongs to what is here of a parameter.
+
+    Where it is cut in another way, or is a sum that the processes have not taken, all of them make
+    it so, as operations of PyTorch on the two would.
+    """
+    wanted, given = (getattr(x, "placements", None) for x in (parameter, gradient))
+    if wanted is not None and given is not None and given != wanted:
+        gradient = gradient.redistribute(parameter.device_mesh, wanted)
+    return local(gradient)
 
 
 def is_part(parameter: Tensor) -> bool:

@@ -96,7 +96,9 @@ def _read_tensors(
     objects: tuple[Any, ...], form: int, n: int, real: np.dtype[Any], torch: Any, *,
     is_weighted: bool,
 ) -> np.ndarray | None:  # fmt: skip
-    """As `id_lists.read`, of tensors on the host, by questions that `map` asks all of them."""
+    """Read the ids of tensors on the host, by questions that `map` asks all of them; None where
+    one is of another kind, or their lengths do not fit.
+    """
     tensor, n_ids = torch.Tensor, 1 if form == JOINED else n
     is_whole = len(objects) == id_lists.n_objects(form, n, is_weighted=is_weighted)
     if not is_whole or {*map(type, objects)} != {tensor}:
