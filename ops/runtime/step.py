@@ -96,7 +96,7 @@ class Variables:
 
     @lazy
     def steps(self) -> dict[tuple[Rule, Prologue, Storage], deque[DenseStep]]:
-        """The steps on these tensors, by rule, gradient transforms and storage of the gradients."""
+        """The `_free_steps` of these tensors, by rule, gradient transforms and gradient storage."""
         return {}
 
     @lazy

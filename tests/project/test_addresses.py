@@ -47,9 +47,9 @@ CHECKED = {
         "ops/runtime/bags/ids.py": "_read_tensors",
     },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
-        "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_by_form, "
-                                         "expected_reader.read_expected (where it writes "
-                                         "addresses), _read_alike_arrays, _lies_as_expected",
+        "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_expected "
+                                         "(where it writes addresses), _read_alike_arrays, "
+                                         "_lies_as_expected",
         "kernels/cpu/headers/id_lists.py": "_look_at_array",
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
         "kernels/cuda/device/simulated.py": "address_of, copy_in, copy_out",

@@ -179,25 +179,6 @@ def limit_numba(typingctx, threads):
     return types.void(types.int64), codegen
 
 
-@int64_intrinsic(types.int32)
-def next_item(context, builder, mapping, cursor):
-    """``PyDict_Next``, under the GIL: whether a ``dict`` has another item.
-
-    A cursor is three words, at first 0: its position, and the identities of the last key and value.
-    An object that is no ``dict`` has no items.
-    """
-    places = [builder.add(cursor, ir.Constant(_I64, 8 * k)) for k in range(3)]
-    function = _declared(builder, "PyDict_Next", _I32, *[_I64] * 4)
-    return builder.call(function, [mapping, *places])
-
-
-@int64_intrinsic(types.void)
-def hold_item(context, builder, items, k, thing):
-    """Put an object into a ``list`` at place ``k``, under the GIL; the list keeps it alive."""
-    builder.call(_declared(builder, "Py_IncRef", ir.VoidType(), _I64), [thing])
-    builder.call(_declared(builder, "PyList_SetItem", _I32, *[_I64] * 3), [items, k, thing])
-
-
 @intrinsic
 def sleep(typingctx):
     """Yield the core for about 50 us, the shortest sleep of common systems."""

@@ -50,30 +50,28 @@ C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 
 # The place of a tuple's length, and the place where the pointers to its elements begin.
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
-PLAIN, ROWS, INDICES, OBJECT = range(4)
-"""Kinds of forms: of an array or tensor; of a row-sparse gradient, whose strides are not compared
-(of an array: of its values); of its indices, which come before and are as many; of any object."""
+PLAIN, ROWS, INDICES = range(3)
+"""Kinds of forms: of an array; of the values of a row-sparse gradient; of its indices, which come
+before and are as many."""
 OPEN = -1
 """As a size: any."""
 
 
 class Form(NamedTuple):
-    """Expected form, all ``int64``; the sizes, and of tensors the strides, lie behind it."""
+    """Expected form of an array, all ``int64``; the sizes lie behind it."""
 
     kind: int
-    type: int  # identity
-    dtype: int = 0  # its identity, or its number in PyTorch
-    marks: int = 0  # flags of an array, others do not matter; all dispatch keys of a tensor
-    dim: int = 0
-    itemsize: int = 0
-    n_bytes: int = 0  # from the first to the last element, with an open size taken as 1
+    dtype: int  # identity
+    flags: int  # others do not matter
+    dim: int
+    n_bytes: int  # of all elements, with an open size taken as 1
 
 
 forms_at, FORM_BYTES = records(Form), 8 * len(Form._fields)
 
 
 class _Query(NamedTuple):
-    """Question about a tuple of arrays or tensors, all ``int64``; addresses."""
+    """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
     forms: int  # [n + n_written]: addresses of the `Form` of each, then of those written
@@ -82,7 +80,7 @@ class _Query(NamedTuple):
     n_written: int
     written: int  # a tuple of further arrays
     places: int  # [n_written]: where these have to lie
-    fields: int  # of tensors: their `Fields`
+    type: int  # identity of that of arrays
 
 
 _query_at = records(_Query)
@@ -195,21 +193,13 @@ def item_of(items, k):
 
 
 @njit
-def fits(found, sizes, strides, expected, dims, begin):
-    """Whether dtype, marks and dimension, then sizes from ``begin`` on, are the expected ones.
-
-    The strides are compared with what lies behind the expected sizes, unless ``strides`` is 0.
-    """
+def fits(found, sizes, expected, dims, begin):
+    """Whether dtype, flags and dimension, then sizes from ``begin`` on, are the expected ones."""
     if found != expected:
         return False
-    dim = expected[2]
-    for d in range(begin, dim):
+    for d in range(begin, expected[2]):
         size = load_int64(dims + 8 * d)
         if size >= 0 and load_int64(sizes + 8 * d) != size:
-            return False
-        if strides == 0 or size == 1:  # of a single element the stride means nothing
-            continue
-        if load_int64(strides + 8 * d) != load_int64(dims + 8 * (dim + d)):
             return False
     return True
 
@@ -263,60 +253,38 @@ def read_array(thing, array_type, flags):
     return found, header.shape, header.data
 
 
-def expected_reader(read, place):
-    """A function that compares a tuple of arrays with their forms, for `ExpectedArrays`.
-
-    ``read(fields, thing, form)`` returns what `fits` compares, and where a thing is;
-    ``place(fields, thing, itemsize, n_bytes)`` the address of its first element, or 0.
-    """
-
-    def read_expected(query, things, addresses):
-        c = _query_at(query, 1)[0]
-        n, written, length = c.n, c.written, 1
-        if load_int64(things + LENGTH) != n:
+def _read_expected(query, things, addresses):
+    """Compare a tuple of arrays with their forms, for `Expected`."""
+    c = _query_at(query, 1)[0]
+    n, written, length = c.n, c.written, 1
+    if load_int64(things + LENGTH) != n:
+        return 0
+    out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
+    forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
+    for k in range(n + c.n_written):
+        at = forms[k]
+        form = forms_at(at, 1)[0]
+        thing = item_of(things, k) if k < n else item_of(written, k - n)
+        found, sizes, data = read_array(thing, c.type, form.flags)
+        if not fits(found, sizes, (form.dtype, form.flags, form.dim), at + FORM_BYTES, 0):
             return 0
-        out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
-        forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
-        for k in range(n + c.n_written):
-            at = forms[k]
-            form = forms_at(at, 1)[0]
-            thing = item_of(things, k) if k < n else item_of(written, k - n)
-            found, sizes, strides, there = read(c.fields, thing, form)
-            expected = form.dtype, form.marks, form.dim
-            if not fits(found, sizes, strides, expected, at + FORM_BYTES, 0):
+        n_bytes = form.n_bytes
+        if form.kind == INDICES:
+            length = load_int64(sizes + 8 * (form.dim - 1))
+        elif form.kind == ROWS and load_int64(sizes) != length:
+            return 0
+        if form.kind != PLAIN:
+            n_bytes *= length
+        if data == 0 and n_bytes > 0:
+            return 0
+        if k >= n:
+            if data != places[k - n]:
                 return 0
-            n_bytes = form.n_bytes
-            if form.kind == INDICES:
-                length = load_int64(sizes + 8 * (form.dim - 1))
-            elif form.kind == ROWS and load_int64(sizes) != length:
-                return 0
-            if form.kind != PLAIN:
-                n_bytes *= length
-            data = place(c.fields, there, form.itemsize, n_bytes)
-            # An empty tensor may lie nowhere.
-            if data == 0 and n_bytes > 0:
-                return 0
-            if k >= n:
-                if data != places[k - n]:
-                    return 0
-                continue
-            if overlaps(memory, data, data + n_bytes):
-                return 0
-            out[k] = data
-        return 1
-
-    return read_expected
-
-
-@njit
-def _read_by_form(fields, thing, form):
-    found, sizes, data = read_array(thing, form.type, form.marks)
-    return found, sizes, 0, data
-
-
-@njit
-def _where_it_is(fields, data, itemsize, n_bytes):
-    return data
+            continue
+        if overlaps(memory, data, data + n_bytes):
+            return 0
+        out[k] = data
+    return 1
 
 
 NOWHERE = np.zeros((2, 0), np.int64)
@@ -327,61 +295,41 @@ ArrayForm = tuple[np.dtype, tuple[int, ...]]
 and for its values behind them, which are as many."""
 
 
-class Forms(dict[Any, np.ndarray]):
-    """Forms, each made once and kept in memory."""
-
-    def at(self, form: Form, dims: tuple[int, ...]) -> int:
-        """The address of a form with these sizes, and strides, behind it."""
-        made = self.get((form, dims))
-        if made is None:
-            made = self[form, dims] = np.array([*form, *dims], np.int64)
-        return address_of(made)
-
-
 def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[Form, tuple[int, ...]]:
     is_open = shape[:1] == (OPEN,)
     kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
     n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
-    return Form(kind, ARRAY_TYPE, id(dtype), flags, len(shape), n_bytes=n_bytes), shape
+    return Form(kind, id(dtype), flags, len(shape), n_bytes), shape
 
 
 class Expected:
-    """Expected arrays or tensors of a tuple: of these forms, and outside of ``memory``.
+    """Expected arrays of a tuple: of these forms, and outside of ``memory``.
 
     ``memory`` is as for `overlaps`. The arrays ``written`` belong to no tuple: they have the last
-    of the forms, and must keep the address that they have now. ``alive`` are the types and dtypes
-    of the forms; ``fields`` those of tensors, and ``reader`` reads them.
+    of the forms, and must keep the address that they have now. ``alive`` are the dtypes of the
+    forms.
     """
 
     def __init__(
         self, forms: Sequence[tuple[Form, tuple[int, ...]]], memory: np.ndarray, alive: Any,
-        written: Sequence[np.ndarray] = (), fields: np.ndarray | None = None,
-        reader: NativeFunction | None = None,
+        written: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
-        kinds, held = Forms(), tuple(written)
-        found = [kinds.at(*form) for form in forms], addresses_of(held)
+        made = {own: np.array([*own[0], *own[1]], np.int64) for own in forms}  # each once
+        held = tuple(written)
+        found = [address_of(made[own]) for own in forms], addresses_of(held)
         kept = [np.array(each, np.int64) for each in found]
-        at_fields = 0 if fields is None else address_of(fields)
         # The identities and addresses in the query stay valid while these live.
-        self._alive, self._reader = (alive, kinds, held, kept, fields), reader or _read
+        self._alive = alive, made, held, kept, memory
         at_forms, places = map(address_of, kept)
-        own = len(forms) - len(held), at_forms, 0, 0, len(held), id(held), places, at_fields
+        apart = address_of(memory), memory.shape[1]
+        own = len(forms) - len(held), at_forms, *apart, len(held), id(held), places, ARRAY_TYPE
         self._query = array("q", _Query(*own))
         self._query_at, _ = self._query.buffer_info()
-        self.keep_apart(memory)
-
-    def keep_apart(self, memory: np.ndarray) -> None:
-        """Set the memory in which none may lie."""
-        self._memory = memory
-        self._query[_MEMORY], self._query[_MEMORY + 1] = address_of(memory), memory.shape[1]
 
     def addresses(self, things: tuple[Any, ...]) -> np.ndarray | None:
         """The int64 addresses of ``things``; None if any of them is not as expected."""
         addresses = np.empty(self._query[0], np.int64)
-        return addresses if self._reader.call(self._query_at, id(things), id(addresses)) else None
-
-
-_MEMORY = _Query._fields.index("memory")
+        return addresses if _read.call(self._query_at, id(things), id(addresses)) else None
 
 
 def expected_arrays(
@@ -423,7 +371,7 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
         own = _itemsize(kinds, is_index, dtype)
         if own == 0 or first[2] < has_rows:
             return 0
-        if not fits(found, sizes, 0, (dtype, flags, dim), shape, k >= n_alike):
+        if not fits(found, sizes, (dtype, flags, dim), shape, k >= n_alike):
             return 0
         if is_index:
             length = load_int64(sizes)
@@ -441,7 +389,7 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
 
 # The compiled code contains the place of a tuple's elements, which depends on Python's version.
 _read = NativeFunction(
-    expected_reader(_read_by_form, _where_it_is),
+    _read_expected,
     f"array headers {ITEMS}",
     PythonEntry(returns=True, holds_gil=True),
 )

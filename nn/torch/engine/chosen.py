@@ -103,13 +103,13 @@ class Expected:
             tables = [records[i] for i in self.places("has_rows")]
             self._tables = [x for record in tables for x in record.arrays]
             self._shapes = [x for record in tables for x in record.shapes]
-            self._parts = [records[i].parameter for i in self.places("is_distributed")]
-            if self._parts:
+            parts = self.places("is_distributed")
+            self._parts = [records[i].parameter for i in parts]
+            if parts:
                 whole = [(r.parameter, *r.states[: len(r.arrays) - 1]) for r in records]
                 self._whole = [*chain.from_iterable(whole)]
-                firsts = accumulate(map(len, map(attrgetter("arrays"), records)), initial=0)
-                every = [*firsts]
-                self._part_places = [every[i] for i in self.places("is_distributed")]
+                firsts = [*accumulate(map(len, map(attrgetter("arrays"), records)), initial=0)]
+                self._part_places = [firsts[i] for i in parts]
 
     def _every(self, name: str) -> list[Any]:
         """Join an attribute of all records, one after the other."""
@@ -180,10 +180,8 @@ class Chosen:
         self._where, self.records, self.parts, self._memory = where, records, parts, memory
         self.parameters = tuple(map(attrgetter("parameter"), records))
         expected = Expected(records)
-        self.counted, self.has_copies = (
-            expected.places("is_counted"),
-            bool(expected.places("copied")),
-        )
+        self.counted = expected.places("is_counted")
+        self.has_copies = any(own.copied for own in expected.traits)
         self.written, self.is_still = expected.written, expected.is_still
         counts = [own.count_place for own in expected.traits]
         places = [*map(attrgetter("single_places"), records)]

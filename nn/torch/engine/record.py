@@ -132,14 +132,14 @@ class Record:
         has_rows = is_sparse or rule.is_row_wise or not rule.is_elementwise
         is_copied = order is None or not is_as_it_lies(parameter) or (has_rows and order != plain)
         self._order = plain if is_copied or order is None else order
-        self.shape = self._shape = tuple(parameter.shape)
+        self.shape = tuple(parameter.shape)
         self._declared = (None, *rule.states)
         self.arrays: tuple[Tensor, ...] = (parameter,)
-        self._copied = [0] * is_copied
+        copied = [0] * is_copied
         for k, role in enumerate(roles, start=1):
             own, is_other = self._state(k, state.get(role), role)
             self.arrays = (*self.arrays, own)
-            self._copied += [k] * is_other
+            copied += [k] * is_other
         numbers = self._numbers_of(state)
         names = (*roles, *numbers)
         self.states = tuple([state[name] for name in names])
@@ -149,7 +149,7 @@ class Record:
             tuple(map(f, self.arrays)) for f in (numel_of, is_contiguous, dtype_of, shape_of)
         )
         is_whole = not (is_distributed or hasattr(self.parameter, "row_shard"))
-        is_plain = all(self.are_contiguous) and not self._copied
+        is_plain = all(self.are_contiguous) and not copied
         self.layouts = () if is_plain else tuple(map(layout_of, self.arrays))
         is_plain = is_plain and is_whole
         self.device = parameter.get_device()
@@ -172,7 +172,7 @@ class Record:
             Kind(checked.choice, rule, parameter.device, is_sparse, dtype, dtypes),
             names, numbers, numbers.index("step") if is_float else -1, is_counted,
             is_counted and not is_step, is_plain, is_distributed, has_rows, is_bags, n_sparse,
-            given.dtype, tuple(map(dtype_of, self.singles)), tuple(self._copied),
+            given.dtype, tuple(map(dtype_of, self.singles)), tuple(copied),
             any(map(Tensor.is_inference, (*self.arrays, *self.singles))),
         )  # fmt: skip
 
@@ -326,7 +326,7 @@ class Record:
     def _new(self, dtype: torch.dtype) -> Tensor:
         """A tensor of the parameter's shape that lies as the kernels need it."""
         parameter = self.arrays[0]
-        if 0 in self._copied:
+        if 0 in self.traits.copied:
             return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
@@ -339,7 +339,7 @@ class Record:
     def copies(self) -> list[tuple[int, Tensor, Tensor]]:
         """Number, tensor and copy for a step of each of its tensors that is copied."""
         made = []
-        for k in self._copied:
+        for k in self.traits.copied:
             tensor = self.arrays[k]
             dtype = self._dtype(k, tensor)
             if tensor.shape == self.arrays[0].shape:
