@@ -25,7 +25,7 @@ from ...engine.reader import by_storage
 from .chosen import Chosen, StepInputs
 from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
 from .part import Group, ParameterBatch, RandomBits, RuleChoice
-from .record import CheckedParameter, Kind, Record, Traits
+from .record import CheckedParameter, Kind, Record, RecordTraits
 from .state import names_of
 
 _count_changes = counting_changes()
@@ -63,7 +63,7 @@ class Binding:
         self._numbers: dict[int, int] = {}  # of parameters, by their identities
         self.records: dict[int, Record] = {}
         self._kinds: dict[Kind, Kind] = {}
-        self._traits: dict[Traits, Traits] = {}
+        self._traits: dict[RecordTraits, RecordTraits] = {}
         self._shared = set[int]()  # identities of these
         self._sets: dict[tuple[int, ...], Chosen] = {}
         self._n_kept = 0  # parameters in these sets

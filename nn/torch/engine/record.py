@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     dtypes: tuple[np.dtype[Any], ...]  # of parameter and states
 
 
-class Traits(NamedTuple):
+class RecordTraits(NamedTuple):
     """Properties of records beside tensors and sizes; records that are alike share them."""
 
     kind: Kind  # decides with which other parameters one is updated
@@ -101,7 +101,7 @@ class Record:
     Attributes:
         checked: what was checked of the parameter, without its state.
         traits: what it has in common with others.
-        states: those of `Traits.names`.
+        states: those of `RecordTraits.names`.
         arrays, singles: the parameter with the states of the rule, and the single numbers, as they
             lie in this process: shards of distributed ones.
         places, single_places, n_bytes: their addresses, and the bytes from the first to the last
@@ -168,7 +168,7 @@ class Record:
         dtypes = tuple([NUMBERS[self._dtype(k, x)] for k, x in enumerate(self.arrays)])
         is_counted, is_step = "step" in checked.numbers, "step" in numbers
         is_float = is_step and state["step"].dtype == torch.float32
-        self.traits = Traits(
+        self.traits = RecordTraits(
             Kind(checked.choice, rule, parameter.device, is_sparse, dtype, dtypes),
             names, numbers, numbers.index("step") if is_float else -1, is_counted,
             is_counted and not is_step, is_plain, is_distributed, has_rows, is_bags, n_sparse,
