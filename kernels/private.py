@@ -163,8 +163,12 @@ def part_readers() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 def parts_of(gradient: Any) -> tuple[Any, Any]:
     """Indices and values of a sparse gradient of PyTorch, whether it is coalesced or not."""
-    indices_of, values_of = part_readers()
-    return indices_of(gradient), values_of(gradient)
+    try:
+        # Of any class with these methods: what steps in NumPy needs no PyTorch.
+        return gradient._indices(), gradient._values()
+    except AttributeError:
+        indices_of, values_of = part_readers()
+        return indices_of(gradient), values_of(gradient)
 
 
 def zero_tensors() -> Callable[[Any], bool]:
