@@ -36,7 +36,7 @@ from .engine.memory import (
 )
 from .engine.part import number
 from .engine.table_rows import optimizers
-from .engine.tensors import is_part, local, rows_of, table_shape
+from .engine.tensors import is_part_of_table, local, of_mesh, rows_of, table_shape
 from .engine.threads import as_torch
 from .optimizer import Fused
 
@@ -108,8 +108,10 @@ class Clipping:
 
 
 def _version(tensor: Tensor) -> int:
-    # PyTorch counts no versions of inference tensors, and raises when asked.
-    return -1 if tensor.is_inference() else version_of(tensor)
+    # PyTorch counts no versions of inference tensors, and raises when asked. What is written to a
+    # DTensor is not counted in its shard.
+    every = {id(x): x for x in (tensor, local(tensor))}.values()
+    return sum(-1 if x.is_inference() else version_of(x) for x in every)
 
 
 # A name, a parameter, and its gradient, read once: another thread may exchange or free it.
@@ -130,7 +132,8 @@ def clip_grad_norm_(
     Sparse gradients count as the dense ones that they stand for: rows of equal indices are summed
     first. Nothing dense is built; powers and sums are float64. With ``optimizer`` nothing is
     written to gradients: its next step multiplies them on the way. Tables that step in backward
-    have no gradient; a warning says so, unless `EmbeddingBags.update_in_backward` clips them.
+    have no gradient; a warning says so, unless `EmbeddingBags.update_in_backward` clips them. The
+    norm of DTensors is that of all their parts: every process of their meshes calls.
 
     Args:
         parameters: a tensor or an iterable of tensors; each counts once. float32, float64, float16
@@ -149,9 +152,9 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; a gradient has another
-            dtype, layout or device, no memory, or is part of a tensor, such as a table of several
-            processes; it is to be written and shares memory with another; or, in the step, it is
-            another one than was measured, while of those that were some are still there.
+            dtype, layout or device, no memory, or is part of a table of several processes; it is
+            to be written and shares memory with another; or, in the step, it is another one than
+            was measured, while of those that were some are still there.
         ValueError: ``max_norm`` or ``norm_type`` is out of range, a parameter with a gradient is in
             none of the optimizers, or one of these steps in backward.
         TypeError: a kind does not fit; ``optimizer`` is none of this package.
@@ -213,7 +216,7 @@ def clip_grad_norm_(
         written = _writable(_NORM, measured, zeros_stay=math.isfinite(factor))
         check_apart(_NORM, [Stretch.of(_elements(g), name) for name, _, g in written])
         for _, _, gradient in written:
-            gradient.mul_(factor)
+            local(gradient).mul_(factor)
     already = {id(p): x for x, group in by_factor.items() for _, p, _ in group}
     for each, has in owners:
         clipping = each._clipping  # which a step of another thread may end
@@ -397,8 +400,8 @@ def _writable(where: str, given: Sequence[_Given], *, zeros_stay: bool) -> list[
 
 
 def _elements(gradient: Any) -> Tensor:
-    """The elements that a gradient has in memory: of a sparse one its values."""
-    values: Tensor = parts_of(gradient)[1] if gradient.is_sparse else gradient
+    """The elements that a gradient has in memory here: of a sparse one its values."""
+    values: Tensor = parts_of(gradient)[1] if gradient.is_sparse else local(gradient)
     return values
 
 
@@ -418,18 +421,36 @@ def _summed(where: str, name: str, parameter: Tensor, gradient: Any) -> Tensor:
 @as_torch
 @quiet
 def _norm(given: Sequence[_Given], order: float) -> float:
-    """The norm of all gradients."""
+    """The norm of all gradients, in all processes of their meshes."""
+    here: dict[Any, list[_Given]] = {}  # by mesh; None: this process has all of them
     for name, parameter, gradient in given:
-        is_dtensor = local(gradient) is not gradient
-        if is_dtensor or is_part(parameter):
-            wrong, expected = "is distributed", "a tensor of one process"
-            fix = "; torch.nn.utils.clip_grad_norm_ takes it" if is_dtensor else ""
-            got = type(gradient).__name__ if is_dtensor else "a part of a table"
-            reject(RuntimeError, _NORM, name, wrong, expected, got, fix)
-    return _euclidean(given) if order == 2.0 else _of_order(given, order)
+        if is_part_of_table(parameter):
+            expected, got = "a tensor of one process, or a DTensor", "a part of a table"
+            reject(RuntimeError, _NORM, name, "is distributed", expected, got)
+        mesh, is_counted = getattr(gradient, "device_mesh", None), True
+        if mesh is not None:
+            gradient = _summed_over(gradient)
+            at = zip(gradient.placements, mesh.get_coordinate(), strict=True)
+            is_counted = not any(k for own, k in at if own.is_replicate())  # one of the copies
+        here.setdefault(mesh, []).extend([(name, parameter, local(gradient))] * is_counted)
+    measure, norms = _euclidean if order == 2.0 else _of_order, list[float]()
+    for mesh, own in here.items():
+        norm = measure(own, order)
+        norms += [norm] if mesh is None else of_mesh(mesh, norm)
+    return norms[0] if len(norms) == 1 else float(np.linalg.norm(norms, order))
 
 
-def _euclidean(given: Sequence[_Given]) -> float:
+def _summed_over(gradient: Any) -> Any:
+    """A distributed gradient without sums that the processes have not taken."""
+    if not any(own.is_partial() for own in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    wanted = [Replicate() if own.is_partial() else own for own in gradient.placements]
+    return gradient.redistribute(placements=wanted)
+
+
+def _euclidean(given: Sequence[_Given], _: float) -> float:
     """Dense gradients on the host are read in one call a dtype."""
     spans: dict[torch.dtype, list[tuple[int, int]]] = {}
     others: list[Any] = []

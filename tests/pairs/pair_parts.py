@@ -236,9 +236,11 @@ REFUSED: dict[frozenset[str], str] = {
         "module, or (num_embeddings, embedding_dim), got ShardedEmbedding",
     ),
     **_each(
-        ["clipping by norm"], _EXCHANGES[1:], "is distributed: expected a tensor of one process"
+        ["clipping by norm"],
+        ["ShardedEmbedding"],
+        "is distributed: expected a tensor of one process",
     ),
-    **_each(["skip_nonfinite"], _EXCHANGES[1:], "skip_nonfinite takes no distributed parameters"),
+    **_each(["skip_nonfinite"], ["ShardedEmbedding"], "skip_nonfinite takes no part of a table"),
     **_each(["pickle"], ["ShardedEmbedding"], "the communicator is of these processes alone"),
 }
 """What an error says, by pairs that have no meaning."""
@@ -262,7 +264,7 @@ OF_THREE: dict[frozenset[str], str] = {
     for other, text in (
         *((name, "ids of several processes share names in a state dict") for name in _DCP),
         ("clipping by norm", "is distributed: expected a tensor of one process"),
-        ("skip_nonfinite", "skip_nonfinite takes no distributed parameters"),
+        ("skip_nonfinite", "skip_nonfinite takes no part of a table"),
         ("bags, step in backward", "is looked up by itself: expected one without comm"),
         ("states in files", "is elsewhere: expected whole parameters on the host"),
         ("pickle", "the communicator is of these processes alone"),

@@ -27,6 +27,7 @@ from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
 from .part import Group, ParameterBatch, RandomBits, RuleChoice
 from .record import CheckedParameter, Kind, Record, RecordTraits
 from .state import names_of
+from .tensors import of_mesh
 
 _count_changes = counting_changes()
 _KEPT_SETS = 16  # of parameters that had gradients: layers may take turns
@@ -279,13 +280,18 @@ class Binding:
 def has_finite(given: StepInputs) -> bool:
     """Whether no gradient has a NaN or an infinity: one read of all of them.
 
-    On a device the host waits for the answer.
+    On a device the host waits for the answer, and on a mesh all processes for each other.
     """
-    parts = given.chosen.parts
-    on_host = [(part.batch, given.of(part)) for part in parts if part.device is None]
-    return all(all_finite(*found) for found in by_storage(on_host)) and all(
+    chosen = given.chosen
+    on_host = [(part.batch, given.of(part)) for part in chosen.parts if part.device is None]
+    is_finite = all(all_finite(*found) for found in by_storage(on_host)) and all(
         are_finite(by_batch, arrays) for _, by_batch, arrays in on_devices(given)
     )
+    # Each asks of each mesh, whatever it has found: the others ask too.
+    parts: list[Any] = [r.parameter for r in chosen.records if r.traits.is_distributed]
+    for mesh in dict.fromkeys(part.device_mesh for part in parts):
+        is_finite = min(of_mesh(mesh, is_finite)) > 0.0
+    return is_finite
 
 
 def on_devices(

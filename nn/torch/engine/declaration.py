@@ -28,8 +28,8 @@ from .memory import DTYPES, NUMBERS, tensor_of
 from .options import check_group, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import Making, beside_of, element_state, name_of, single
-from .tensors import is_part, local, wide_dtype
+from .state import Making, beside_of, element_state, filled, name_of, single
+from .tensors import check_cuts, is_part, is_part_of_table, local, wide_dtype
 
 
 class Declaration(ABC):
@@ -207,9 +207,9 @@ class Declaration(ABC):
         check_rule(where, rule, states, group["sparse"], couples=choice.couples)
         check_compiled(where, rule, (DTYPES[parameter.dtype],))
         check_rounding(where, group, rule, name, parameter)
-        if self.skip_nonfinite and is_part(parameter):
+        if self.skip_nonfinite and is_part_of_table(parameter):
             why = "the other processes would not skip the step"
-            raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
+            raise RuntimeError(f"{where}: skip_nonfinite takes no part of a table: {why}")
         if is_row_sparse(gradient):
             if not self._takes_sparse:
                 raise RuntimeError(f"{where} does not support sparse gradients")
@@ -223,6 +223,8 @@ class Declaration(ABC):
         if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
             fix = "fusestep.nn has one that runs there"
             raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
+        if local(parameter) is not parameter:
+            check_cuts(where, name, parameter, rule.on(tuple(parameter.shape)))
         if choice.rule.is_row_wise:
             check_rows(where, name, parameter)
         return True
@@ -256,7 +258,7 @@ class Declaration(ABC):
                 if make is not None:
                     made[role] = tensor_of(make(shape, NUMBERS[own or parameter.dtype], value))
                 else:
-                    made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
+                    made[role] = filled(parameter, shape, value, own or parameter.dtype)
             elif role != COPY.name:
                 initial = self.initial(role, group)
                 made[role] = element_state(parameter, state, initial, dtype, make)

@@ -123,9 +123,6 @@ class Record:
         given = gradient_here(checked.parameter, gradient)
         is_distributed = parameter is not checked.parameter
         rule = checked.choice.rule.on(tuple(checked.parameter.shape))
-        if is_distributed and (rule.measure or not rule.is_elementwise):
-            wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
-            reject(RuntimeError, where, self.name, wrong, expected, type(self.parameter).__name__)
         is_bags, is_sparse = isinstance(given, BagTensor), is_row_sparse(given)
         check_written(where, parameter, self.name)
         order, plain = order_of(parameter), (*range(parameter.dim()),)
@@ -236,7 +233,9 @@ class Record:
             got, fix = type(state).__name__, "; the state is of another optimizer or other options"
             reject(RuntimeError, where, label, "is missing", "a tensor", got, fix)
         found, parameter, declared = local(state), self.arrays[0], self._declared[k]
-        shape = self.checked.shapes[role] if found is state else self.shape
+        shape = self.checked.shapes[role]
+        if found is not state:
+            shape = self.checked.choice.rule.shape_of(declared, self.shape)
         if tuple(found.shape) != shape:
             reject_shape(where, label, shape, found)
         wide = wide_dtype(declared, parameter.dtype)

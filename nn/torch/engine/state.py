@@ -40,6 +40,16 @@ def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Ten
     return made.fill_(value)
 
 
+def filled(parameter: Tensor, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+    """A state of another shape, cut as the parameter is."""
+    if local(parameter) is parameter:
+        return parameter.new_full(shape, value, dtype=dtype, requires_grad=False)
+    from torch.distributed.tensor import full
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return full(shape, value, dtype=dtype, device_mesh=mesh, placements=placements)
+
+
 def element_state(
     parameter: Tensor, state: State, value: float, asked: torch.dtype | None,
     make: Making | None = None,

@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ....kernels.cpu.headers.arrays import address_of
 from ....kernels.private import parts_of
+from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER, State
 from ....kernels.tables import RowSource
 from ....ops.runtime.bags.tensor import BagTensor
@@ -52,10 +53,38 @@ def gradient_here(parameter: Tensor, gradient: Any) -> Any:
     return local(gradient)
 
 
-def is_part(parameter: Tensor) -> bool:
-    """Whether other processes have the rest of it."""
+def is_part_of_table(parameter: Tensor) -> bool:
+    """Whether it has some rows of a table, and other processes the rest."""
     shard = getattr(parameter, "row_shard", None)
-    return local(parameter) is not parameter or (shard is not None and shard.comm.size > 1)
+    return shard is not None and shard.comm.size > 1
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether other processes have the rest of it, or copies."""
+    return local(parameter) is not parameter or is_part_of_table(parameter)
+
+
+def check_cuts(where: str, name: str, parameter: Any, rule: Rule) -> None:
+    """Refuse a distributed parameter of which a process has less than a rule measures at once."""
+    cuts = [p for p in parameter.placements if not p.is_replicate()]
+    if rule.is_elementwise and rule.measure is None:
+        return
+    if not rule.is_row_wise:
+        wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
+        reject(RuntimeError, where, name, wrong, expected, parameter.placements)
+    if not all(type(p).__name__ == "Shard" and p.dim == 0 < parameter.dim() - 1 for p in cuts):
+        wrong, expected = "is cut within rows", "whole rows, or copies, in each process"
+        reject(RuntimeError, where, name, wrong, expected, parameter.placements)
+
+
+def of_mesh(mesh: Any, value: float) -> list[float]:
+    """The numbers of all processes of a mesh, each of which gives one."""
+    found = torch.tensor([value], dtype=torch.float64, device=mesh.device_type)
+    for group in mesh.get_all_groups():
+        every = [torch.empty_like(found) for _ in range(group.size())]
+        torch.distributed.all_gather(every, found, group)
+        found = torch.cat(every)
+    return [*map(float, found.tolist())]
 
 
 def first_element(where: str, name: str, parameter: Tensor) -> int:

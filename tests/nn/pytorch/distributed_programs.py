@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def fsdp() -> None:
 
 
 def clip() -> None:
-    """PyTorch's clipping of shards is respected; what needs the norm of all of them is refused."""
+    """PyTorch's clipping of shards is respected; rules with norms of whole tensors are refused."""
     from torch.distributed.fsdp import fully_shard
 
     model, alone = net(), net()
@@ -169,8 +170,151 @@ def clip() -> None:
     for name in ("Lamb", "LARS", "Adafactor"):
         with pytest.raises(RuntimeError, match="is distributed"):
             getattr(fused, name)(model.parameters()).step()
-    with pytest.raises(RuntimeError, match="is distributed"):
-        fused.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class Cut:
+    """Parameters that ranks have in all ways, beside whole ones of one process."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        line, square = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (RANKS, 1))
+        self.partial, self.dtype = Partial, dtype
+        self.ways = [
+            (line, [Shard(0)]), (line, [Shard(1)]), (line, [Replicate()]),
+            (square, [Shard(0), Replicate()]), (square, [Replicate(), Shard(0)]), None,
+        ]  # fmt: skip
+        shapes = [(5, 4), (4, 3), (3, 2), (1, 6), (2, 2), (3, 3)]  # one rank has none of a row
+        self.alone = [nn.Parameter(self.random(s, k)) for k, s in enumerate(shapes)]
+        self.cut = [nn.Parameter(self.of(p.detach(), k)) for k, p in enumerate(self.alone)]
+
+    def random(self, shape: Any, seed: int) -> Any:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=self.dtype)
+
+    def of(self, whole: Any, k: int) -> Any:
+        from torch.distributed.tensor import distribute_tensor
+
+        way = self.ways[k]
+        return whole.clone() if way is None else distribute_tensor(whole.clone(), *way)
+
+    def backward(self, step: int) -> None:
+        """Gradients; one is a sum that ranks have not taken."""
+        from torch.distributed.tensor import DTensor
+
+        for k, (p, q) in enumerate(zip(self.cut, self.alone, strict=True)):
+            q.grad = self.random(q.shape, 7 * step + k)
+            p.grad = self.of(q.grad, k)
+        line, parts = self.ways[2][0], [self.random((3, 2), 90 + rank) for rank in range(RANKS)]
+        self.alone[2].grad = sum(parts)
+        self.cut[2].grad = DTensor.from_local(parts[dist.get_rank()], line, [self.partial()])
+
+    def check(self, tolerance: float = 1e-12) -> None:
+        wholes = [getattr(p, "full_tensor", p.clone)() for p in self.cut]
+        assert_close(wholes, self.alone, tolerance)
+
+
+def clip_over_meshes() -> None:
+    """The norm of DTensors is that of PyTorch and of one process, in place and in a step."""
+    for order in (1.0, 2.0, 3.5, float("inf")):
+        for in_step in (False, True):
+            found = Cut()
+            ours, reference = fused.AdamW(found.cut), fused.AdamW(found.alone)
+            for step in range(3):
+                found.backward(step)
+                # PyTorch adds no norms of several meshes.
+                line = torch.nn.utils.clip_grad_norm_(found.cut[:3], 1e9, order).full_tensor()
+                mine = fused.clip_grad_norm_(found.cut[:3], 1e9, order)
+                assert_close([mine], [line], 1e-6)
+                mine = fused.clip_grad_norm_(
+                    found.cut, 0.1, order, optimizer=ours if in_step else None
+                )
+                assert_close([mine], [fused.clip_grad_norm_(found.alone, 0.1, order)], 1e-12)
+                for optimizer in (ours, reference):
+                    optimizer.step()
+                found.check()
+    found.backward(0)
+    fused.clip_grad_norm_(found.cut, 0.1, optimizer=ours)
+    found.cut[0].grad.mul_(2.0)
+    with pytest.raises(RuntimeError, match="have changed since they were measured"):
+        ours.step()
+    if dist.get_rank():
+        found.cut[0].grad.to_local().fill_(float("nan"))
+    for order in (2.0, float("inf")):
+        assert fused.clip_grad_norm_(found.cut, 0.1, order, optimizer=ours).isnan()
+
+
+def skip_over_meshes() -> None:
+    """A gradient that is not finite in one process is skipped by all."""
+    for k in range(6):
+        found = Cut()
+        ours = fused.AdamW(found.cut, skip_nonfinite=True)
+        reference = fused.AdamW(found.alone)
+        for step in range(4):
+            found.backward(step)
+            if step == 2 and (k == 5 or dist.get_rank() == 0):
+                local(found.cut[k].grad).fill_(float("inf"))
+            ours.step()
+            if step != 2:
+                reference.step()
+            found.check()
+        assert ours.skipped_steps == 1
+
+
+def rows_over_meshes() -> None:
+    """Rows that are whole are stepped where they are; those that are cut are refused."""
+    classes: dict[str, dict[str, Any]] = {
+        "RowWiseAdagrad": {"weight_decay": 0.1},
+        "RowWiseAdam": {},
+        "LazyAdam": {"rowwise_bias_correction": True},
+    }
+    for name, options in classes.items():
+        found, kept = Cut(), [0, 2, 3, 4, 5]
+        ours, reference = (
+            getattr(fused, name)([every[k] for k in kept], **options)
+            for every in (found.cut, found.alone)
+        )
+        found.cut[1], found.alone[1], found.ways[1] = found.cut[5], found.alone[5], None
+        model = nn.ParameterList([found.cut[k] for k in kept])
+        for step in range(4):
+            found.backward(step)
+            ours.step()
+            reference.step()
+            found.check()
+            if step == 1:
+                saved = dcp.get_optimizer_state_dict(model, ours)
+                ours = getattr(fused, name)(model, **options)
+                dcp.set_optimizer_state_dict(model, ours, saved)
+        for k in kept:
+            mine, other = ours.state[found.cut[k]], reference.state[found.alone[k]]
+            assert mine.keys() == other.keys()
+            for role, state in other.items():
+                whole = getattr(mine[role], "full_tensor", lambda own=mine[role]: own)()
+                assert_close([whole], [state], 1e-12)
+        found = Cut()
+        found.backward(0)
+        one = getattr(fused, name)([found.cut[1]], **options)
+        with pytest.raises(RuntimeError, match="is cut within rows"):
+            one.step()
+
+
+def leaks() -> None:
+    """Steps of DTensors, measured and clipped, leave no objects and no memory behind."""
+    found = Cut(torch.float32)
+    optimizer = fused.AdamW(found.cut, skip_nonfinite=True)
+    counts, sizes = [], []
+    for step in range(2200):
+        found.backward(0)
+        fused.clip_grad_norm_(found.cut, 1.0, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (200, 2199):
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sizes.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    assert counts[1] - counts[0] < 200
+    assert sizes[1] - sizes[0] < 8 << 20
 
 
 def stochastic() -> None:
@@ -252,7 +396,10 @@ def main() -> None:
     """The program of one rank."""
     dist.init_process_group("gloo")
     try:
-        for part in (ddp, checkpoint, fsdp, clip, stochastic, growing):
+        for part in (
+            ddp, checkpoint, fsdp, clip, clip_over_meshes, skip_over_meshes, rows_over_meshes,
+            leaks, stochastic, growing,
+        ):  # fmt: skip
             part()
         Path(sys.argv[1], f"{dist.get_rank()}").write_text("done")
     finally:
