@@ -301,7 +301,9 @@ class FTRL(Fused, torch.optim.Optimizer):
         rule: Rule = sgd_rules.SGD if rests else picked
         return Method(rule, touches=True)
 
-    def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
+    def _new_state(
+        self, group: Group, parameter: Tensor, choice: RuleChoice, _: Any = None
+    ) -> dict[str, Any]:
         rule = ftrl_rules.FTRL
         if keeping := choice.rule.keeping:
             rule = rule.kept(keeping)

@@ -210,7 +210,7 @@ class Fused(TableOptimizer, _Base):
         self._begin_asleep(saved["state"], chain.from_iterable(pairs))
         if self._files is not None:
             self._files.write(self.param_groups, self.state)
-        self._steps = Steps()
+        self._steps.forget()
 
     # The step
 

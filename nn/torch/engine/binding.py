@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, chain, count, repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +22,7 @@ from ....ops.runtime.step import Variables
 from ...engine.device import are_finite
 from ...engine.layout import Batch
 from ...engine.reader import by_storage
-from .chosen import Chosen, StepInputs
+from .chosen import Chosen, Columns, StepInputs
 from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
 from .part import Group, ParameterBatch, RandomBits, RuleChoice
 from .record import CheckedParameter, Kind, Record, RecordTraits
@@ -101,6 +101,10 @@ class Binding:
         self._forget(gone)
         return True
 
+    def forget(self) -> None:
+        """Drop all records: other tensors stand in the place of theirs."""
+        self._forget({*self.records})
+
     def _forget(self, keys: set[int]) -> None:
         """Drop the records of parameters, by their identities."""
         for key in keys:
@@ -121,20 +125,23 @@ class Binding:
         keys = tuple(map(id, active))
         if len({*keys}) < len(keys):
             self._refuse_twice(keys)
-        records = [*map(self.records.__getitem__, keys)]
-        kinds = [*map(id, map(attrgetter("traits.kind"), records))]
-        each = [*dict.fromkeys(kinds)]
-        all_places = [*range(len(kinds))]
-        places = [all_places] if len(each) == 1 else [
-            [i for i in all_places if kinds[i] == kind] for kind in each
-        ]  # fmt: skip
-        parts = [self._part(records, own) for own in places]
+        columns, n = Columns([*map(self.records.__getitem__, keys)]), len(keys)
+        each = [*dict.fromkeys(id(own.kind) for own in columns.traits)]
+        if len(each) == 1:
+            parts = [self._part(columns, np.arange(n), n)]
+        else:
+            records, parts = columns.records, []
+            kinds = np.array([id(record.traits.kind) for record in records])
+            for kind in each:
+                places = np.flatnonzero(kinds == kind)
+                own = Columns([records[i] for i in places.tolist()])
+                parts.append(self._part(own, places, n))
         parts.sort(key=lambda part: not part.batch.row_sparse)
         if self._memory is None:
             known = self.records.values()
             starts = [x for record in known for x in (*record.places, *record.single_places)]
             self._memory = Written(starts, [n for record in known for n in record.n_bytes])
-        found = Chosen(self._where, records, parts, self._memory)
+        found = Chosen(self._where, columns, tuple(active), parts, self._memory)
         self._n_kept += len(keys)
         if self._n_kept > _KEPT_SETS * len(self._parameters):
             self._sets, self._n_kept = {}, len(keys)
@@ -148,21 +155,19 @@ class Binding:
         expected, got = "memory of its own", f"that of {one}"
         reject(RuntimeError, self._where, other, "shares memory", expected, got)
 
-    def _part(self, every: Sequence[Record], places: list[int]) -> ParameterBatch:
-        """The kernel call for parameters of a kind, by their places among all of a step."""
-        records = [every[i] for i in places]
-        traits, positions = records[0].traits, np.array(places)
-        kind = traits.kind
+    def _part(self, columns: Columns, positions: np.ndarray, n: int) -> ParameterBatch:
+        """The kernel call for parameters of a kind, by their places among the ``n`` of a step."""
+        records, traits = columns.records, columns.traits[0]
+        kind, n_arrays = traits.kind, len(traits.kind.dtypes)
         w, *s = map(storage_of, kind.dtypes)
-        first = np.zeros(len(places) + 1, np.int64)
-        np.cumsum([*map(attrgetter("size"), records)], out=first[1:])
-        addresses = np.array([*map(attrgetter("places"), records)], np.int64)
-        table = TensorTable(addresses, first, np.array([*map(attrgetter("width"), records)]))
+        first = np.fromiter(accumulate(columns.numels[::n_arrays], initial=0), np.int64)
+        addresses = np.fromiter(columns.places, np.int64).reshape(-1, n_arrays)
+        table = TensorTable(addresses, first, np.fromiter(columns.widths, np.int64))
         variables = Variables(tuple(zip(records)), w, tuple(s), table)
         labels = tuple([f"{self._where}: {r.label}" for r in records]) if kind.is_sparse else ()
         batch = Batch(
             positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions,
-            len(places) == len(every), real_of(w).carrier, labels,
+            len(records) == n, real_of(w).carrier, labels,
         )  # fmt: skip
         numbers = tuple(name for name in traits.numbers if name != "step")
         draws = None
@@ -170,7 +175,7 @@ class Binding:
             keys = np.array([key_of(record.name) for record in records], np.uint64)
             draws = RandomBits(keys, np.array([record.begin for record in records]))
         return ParameterBatch(
-            kind.choice, kind.rule, batch, [*map(attrgetter("checked.group"), records)], numbers,
+            kind.choice, kind.rule, batch, columns.groups, numbers,
             kind.device.index if kind.device.type == "cuda" else None, draws,
         )  # fmt: skip
 
@@ -226,6 +231,7 @@ class Binding:
         identities of those that had no state.
         """
         left, began, ends = set[int](), set[int](), [*accumulate(self._sizes)]
+        pending: dict[Any, list[tuple[int, CheckedParameter]]] = {}
         for i, key in enumerate(map(id, active)):
             if key in self.records:
                 continue
@@ -243,17 +249,32 @@ class Binding:
                 example = None
             like = None if example is None else example.checked
             checked = entry_of(p, gradient, k, name, self._choices[k], new, like)
-            made = example and checked and example.of(p, name, checked.state)
-            if like and not made:  # one of its states lies in another way
-                checked = entry_of(p, gradient, k, name, self._choices[k], new, None)
             if checked is None:
                 left.add(i)
                 continue
             if checked.is_new:
                 began.add(key)
-            self._add(made or Record(self._where, checked, gradient))
-            if example is None:
-                self._examples[form] = self.records[key].example()
+            if example:
+                pending.setdefault(form, []).append((i, checked))
+            else:
+                self._add(made := Record(self._where, checked, gradient))
+                if made.traits.is_plain:
+                    self._examples[form] = made.example()
+        for form, entries in pending.items():
+            example, given = self._examples[form], [checked for _, checked in entries]
+            found: Sequence[Record | None] | None = example.alike(given)
+            if found is None:  # not all lie alike; some may
+                found = [next(iter(example.alike([own]) or ()), None) for own in given]
+            for (i, checked), record in zip(entries, found, strict=True):
+                if record is not None:
+                    self._add(record)
+                    continue
+                p, gradient = active[i], gradients[i]  # one of its states lies in another way
+                anew = entry_of(p, gradient, checked.group, checked.name, checked.asked, new, None)
+                if anew is None:
+                    left.add(i)
+                else:
+                    self._add(Record(self._where, anew, gradient))
         return left, began
 
     def _add(self, record: Record) -> None:
@@ -262,6 +283,7 @@ class Binding:
             kind = self._kinds.setdefault(own.kind, own.kind)
             own = own._replace(kind=kind)
             record.traits = own = self._traits.setdefault(own, own)
+            record.collect()
             self._shared.add(id(own))
         self.records[id(record.parameter)], self._memory = record, None
 
@@ -273,7 +295,7 @@ class Binding:
         known = [self.records[id(active[i])] for i in places]
         self._forget({id(active[i]) for i in places})
         for i, record in zip(places, known, strict=True):
-            if renewed := record.of(record.parameter, record.name, states[i] or {}):
+            for renewed in record.alike([record.checked._replace(state=states[i] or {})]) or ():
                 self._add(renewed)
 
 

@@ -75,22 +75,48 @@ class StepInputs(NamedTuple):
         return self.addresses if part.batch.is_all else self.addresses[part.batch.positions]
 
 
+class Columns:
+    """The attributes of records one by one: those that are tuples joined, the others by record.
+
+    Attributes:
+        traits: each once.
+        is_one: whether all records share one, and each process has all of its parameters.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+        columns = [*zip(*map(attrgetter("columns"), records), strict=True)] or [()] * 9
+        self.arrays, self.singles, self.states, self.places, self.single_places, self.numels = (
+            [*chain.from_iterable(own)] for own in columns[:6]
+        )
+        self.widths, self.groups, traits = columns[6:]
+        self.traits = [*dict(zip(map(id, traits), traits, strict=True)).values()]
+        self.is_one = len(self.traits) == 1 and self.traits[0].is_plain
+
+    def of(self, name: str) -> list[Any]:
+        """Another attribute that is a tuple, joined."""
+        if self.is_one:  # then it is that of each
+            return [*getattr(self.records[0], name)] * len(self.records)
+        return [*chain.from_iterable(map(attrgetter(name), self.records))]
+
+
 class Expected:
     """The parameters and states of records, as they were."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self._records, traits = records, [*map(_traits_of, records)]
-        self.traits = [*dict(zip(map(id, traits), traits, strict=True)).values()]  # each once
+    def __init__(self, columns: Columns) -> None:
+        self._records = records = columns.records
+        self.traits = columns.traits
         # How to get states of those names, whether they are several, of whom, and what they were.
         self._states = []
         for names in {own.names for own in self.traits} - {()}:
-            places = [i for i, own in enumerate(traits) if own.names == names]
-            known = chain.from_iterable([records[i].states for i in places])
-            self._states.append((itemgetter(*names), len(names) > 1, places, [*known]))
-        self._arrays, self._singles = self._every("arrays"), self._every("singles")
-        places = self._every("places") + self._every("single_places")
-        forms = chain.from_iterable(map(self._every, ("numels", "are_contiguous", "dtypes")))
-        self._forms = [*places, *forms]
+            places, known = [*range(len(records))], columns.states
+            if len(self.traits) > 1:
+                places = [i for i, own in enumerate(records) if own.traits.names == names]
+                known = [*chain.from_iterable([records[i].states for i in places])]
+            self._states.append((itemgetter(*names), len(names) > 1, places, known))
+        self._arrays, self._singles = columns.arrays, columns.singles
+        self._forms = columns.places + columns.single_places + columns.numels
+        self._forms += columns.of("are_contiguous") + columns.of("dtypes")
         self._is_plain = all(
             own.is_plain and not own.has_rows and not own.has_own_count for own in self.traits
         )
@@ -110,10 +136,6 @@ class Expected:
                 self._whole = [*chain.from_iterable(whole)]
                 firsts = [*accumulate(map(len, map(attrgetter("arrays"), records)), initial=0)]
                 self._part_places = [firsts[i] for i in parts]
-
-    def _every(self, name: str) -> list[Any]:
-        """Join an attribute of all records, one after the other."""
-        return [*chain.from_iterable(map(attrgetter(name), self._records))]
 
     def places(self, trait: str) -> list[int]:
         """The places of records that have a trait."""
@@ -174,26 +196,23 @@ class Chosen:
     """
 
     def __init__(
-        self, where: str, records: Sequence[Record], parts: Sequence[ParameterBatch],
-        memory: Written,
+        self, where: str, columns: Columns, parameters: tuple[Tensor, ...],
+        parts: Sequence[ParameterBatch], memory: Written,
     ) -> None:  # fmt: skip
-        self._where, self.records, self.parts, self._memory = where, records, parts, memory
-        self.parameters = tuple(map(attrgetter("parameter"), records))
-        expected = Expected(records)
+        self._where, self.parameters, self.parts, self._memory = where, parameters, parts, memory
+        self.records, expected = columns.records, Expected(columns)
         self.counted = expected.places("is_counted")
         self.has_copies = any(own.copied for own in expected.traits)
         self.written, self.is_still = expected.written, expected.is_still
         counts = [own.count_place for own in expected.traits]
-        places = [*map(attrgetter("single_places"), records)]
         if -1 in counts or not counts:
-            self.count = TensorCount(())
-        elif len({*counts}) == 1:
-            self.count = TensorCount([*map(itemgetter(counts[0]), places)])
+            places = []
+        elif columns.is_one:
+            places = columns.single_places[counts[0] :: len(expected.traits[0].single_dtypes)]
         else:
-            self.count = TensorCount(
-                [own[r.traits.count_place] for r, own in zip(records, places, strict=True)]
-            )
-        self._expect_gradients([i for p in parts if p.batch.row_sparse for i in p.places], expected)
+            places = [record.single_places[record.traits.count_place] for record in self.records]
+        self.count = TensorCount(places)
+        self._expect_gradients(columns, expected)
         if not memory.lies_apart:
             self._check_apart(())
 
@@ -201,7 +220,7 @@ class Chosen:
     def stale(self, states: Sequence[Any]) -> list[int]:
         """The places of parameters that are not as they were, or their states are not."""
         pairs = enumerate(zip(self.records, states, strict=True))
-        return [i for i, (record, own) in pairs if not Expected([record]).is_still([own])]
+        return [i for i, (own, state) in pairs if not Expected(Columns([own])).is_still([state])]
 
     def _check_apart(self, gradients: Iterable[Stretch]) -> None:
         """Refuse tensors of a step that share memory which it writes to."""
@@ -213,21 +232,26 @@ class Chosen:
 
     # Gradients
 
-    def _expect_gradients(self, rows: list[int], expected: Expected) -> None:
-        every, dense = self.records, self.records
-        self._rows, self._dense = rows, [*range(len(every))]
+    def _expect_gradients(self, columns: Columns, expected: Expected) -> None:
+        every, dense, n = self.records, self.records, len(self.records)
+        self._rows = rows = [i for p in self.parts if p.batch.row_sparse for i in p.places]
+        self._dense, self._strides = [*range(n)], []
         if rows:
             sparse = {*rows}
             self._dense = [i for i in self._dense if i not in sparse]
             dense = [every[i] for i in self._dense]
         self._devices = [*map(attrgetter("device"), dense)]
-        strides = [*map(attrgetter("gradient_stride"), dense)]
-        self._forms = [
-            *map(attrgetter("size"), dense), *map(is_, strides, repeat(None)),
-            *map(attrgetter("traits.gradient"), dense), *repeat(False, len(dense)),
-        ]  # fmt: skip
-        self._strides = [(k, own) for k, own in enumerate(strides) if own]
-        self._last, self._found = [-1] * len(dense), np.zeros(len(every), np.int64)
+        if columns.is_one and not rows:
+            sizes, dtype = columns.numels[:: len(every[0].numels)], every[0].traits.gradient
+            self._forms = [*sizes, *[True] * n, *[dtype] * n, *[False] * n]
+        else:
+            strides = [*map(attrgetter("gradient_stride"), dense)]
+            self._forms = [
+                *map(attrgetter("size"), dense), *map(is_, strides, repeat(None)),
+                *map(attrgetter("traits.gradient"), dense), *repeat(False, len(dense)),
+            ]  # fmt: skip
+            self._strides = [(k, own) for k, own in enumerate(strides) if own]
+        self._last, self._found = [-1] * len(dense), np.zeros(n, np.int64)
         parts_of_others = expected.places("is_distributed")
         self._placements = [self.parameters[i].placements for i in parts_of_others]
         if rows:

@@ -146,7 +146,7 @@ class Declaration(ABC):
         if is_new and self._files is not None and self._files.begin(self, parameter, name):
             state, is_new = {**state, **self.state[parameter]}, False
             new[parameter] = state
-        if is_new and (made := self._new_state(group, parameter, choice)):
+        if is_new and (made := self._new_state(group, parameter, choice, shapes)):
             state = new[parameter] = {**state, **made}  # beside what a user may have there
         elif made := beside_of(parameter, choice.rule.beside, state):
             self._make_loaded(parameter, made)
@@ -241,11 +241,14 @@ class Declaration(ABC):
     def _new_step(self) -> Any:
         return single(0.0)
 
-    def _new_state(self, group: Group, parameter: Tensor, choice: RuleChoice) -> dict[str, Any]:
-        """The state of a parameter that has none."""
+    def _new_state(
+        self, group: Group, parameter: Tensor, choice: RuleChoice,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The state of a parameter that has none; ``shapes`` are those of it, if they are known."""
         made = {"step": self._new_step()} if self._counts(group) else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
-        dtype, shapes = state_dtype_of(group), self.shapes(choice, parameter)
+        dtype, shapes = state_dtype_of(group), shapes or self.shapes(choice, parameter)
         if self._maker is not None:
             for role, value in made.items():
                 made[role] = self._made(parameter, role, torch.as_tensor(value))

@@ -186,7 +186,7 @@ class ParameterBatch:
     choice: RuleChoice
     rule: Rule  # that of tensors of these shapes
     batch: Batch  # whose positions are those among the parameters with a gradient
-    group_of: list[int]  # [T]: the number of the group of each tensor
+    group_of: Sequence[int]  # [T]: the number of the group of each tensor
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
     device: int | None  # the number of the CUDA device; None for the host
     draws: RandomBits | None  # of a rule that rounds at random
@@ -194,8 +194,9 @@ class ParameterBatch:
     def __post_init__(self) -> None:
         self.groups = sorted({*self.group_of})  # those that have parameters here
         self.places: list[int] = self.batch.positions.tolist()
-        numbers = {k: number for number, k in enumerate(self.groups)}
-        self.row_of = np.array([numbers[k] for k in self.group_of])
+        self.row_of = np.zeros(len(self.group_of), np.int64)
+        if len(self.groups) > 1:
+            self.row_of[:] = np.searchsorted(self.groups, self.group_of)
         self.is_measured = self.rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
         is_fixed = self.device is not None or self.rule.is_two_stage or self.draws is not None

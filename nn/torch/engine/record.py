@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,10 @@ class CheckedParameter(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]  # of its states, in the order of the rule
     numbers: tuple[str, ...]  # its states that are single numbers
 
+    def alone(self) -> CheckedParameter:
+        """The same without the state."""
+        return self._replace(state={})
+
 
 class Kind(NamedTuple):
     """Properties that the parameters of one kernel call have in common."""
@@ -100,6 +105,7 @@ class Record:
 
     Attributes:
         checked: what was checked of the parameter, without its state.
+        columns: attributes that steps join; see `Columns`.
         traits: what it has in common with others.
         states: those of `RecordTraits.names`.
         arrays, singles: the parameter with the states of the rule, and the single numbers, as they
@@ -117,7 +123,7 @@ class Record:
     """
 
     def __init__(self, where: str, checked: CheckedParameter, gradient: Any) -> None:
-        self._where, self.checked, state = where, checked._replace(state={}), checked.state
+        self._where, self.checked, state = where, checked.alone(), checked.state
         self.parameter, self.name, roles = checked.parameter, checked.name, (*checked.shapes,)
         self.label, parameter = f"the gradient of {checked.name}", local(checked.parameter)
         given = gradient_here(checked.parameter, gradient)
@@ -172,6 +178,14 @@ class Record:
             given.dtype, tuple(map(dtype_of, self.singles)), tuple(copied),
             any(map(Tensor.is_inference, (*self.arrays, *self.singles))),
         )  # fmt: skip
+        self.collect()
+
+    def collect(self) -> None:
+        """Make `columns` of the other attributes."""
+        self.columns = (
+            self.arrays, self.singles, self.states, self.places, self.single_places, self.numels,
+            self.width, self.checked.group, self.traits,
+        )  # fmt: skip
 
     def _place(self) -> None:
         """Take over where the tensors lie."""
@@ -180,44 +194,53 @@ class Record:
         every = *self.arrays, *self.singles
         self.n_bytes = tuple([extent(t) * t.element_size() for t in every])
 
-    def of(self, parameter: Tensor, name: str, state: Mapping[str, Any]) -> Record | None:
-        """A record of tensors that lie as these did, of this or of another parameter of the group
-        with a gradient of this kind; None: they may differ.
+    def alike(self, given: Sequence[CheckedParameter]) -> list[Record] | None:
+        """Records of tensors that lie as these did, of this or of other parameters of the group
+        with gradients of this kind; None: some may differ.
         """
-        traits, n_states = self.traits, len(self.shapes) - 1
-        states = tuple(map(state.get, traits.names))
-        arrays, singles = (parameter, *states[:n_states]), states[n_states:]
-        every = arrays + singles
+        traits, n_arrays, n = self.traits, len(self.shapes), len(given)
+        states = [tuple(map(own.state.get, traits.names)) for own in given]
+        arrays = [(own.parameter, *x[: n_arrays - 1]) for own, x in zip(given, states, strict=True)]
+        singles = [own[n_arrays - 1 :] for own in states]
+        whole, alone = [*chain.from_iterable(arrays)], [*chain.from_iterable(singles)]
+        every = whole + alone
         if not traits.is_plain or not {*map(type, every)} <= PLAIN_TYPES:
             return None
-        places = tuple(map(address_of, every))
+        places = [*map(address_of, every)]
         if not (
-            tuple(map(shape_of, arrays)) == self.shapes
-            and tuple(map(dtype_of, every)) == self.dtypes + traits.single_dtypes
+            [*map(shape_of, whole)] == [*self.shapes] * n
+            and [*map(dtype_of, whole)] == [*self.dtypes] * n
+            and [*map(dtype_of, alone)] == [*traits.single_dtypes] * n
             and all(map(is_contiguous, every))
             and not any(map(Tensor.is_neg, every))
-            and {*map(Tensor.get_device, arrays)} == {self.device}
-            and {*map(Tensor.get_device, singles)} <= {-1}
-            and {*map(numel_of, singles)} <= {1}
-            and any(map(Tensor.is_inference, every)) == traits.is_inference
+            and {*map(Tensor.get_device, whole)} == {self.device}
+            and {*map(Tensor.get_device, alone)} <= {-1}
+            and {*map(numel_of, alone)} <= {1}
+            and {*map(Tensor.is_inference, every)} == {traits.is_inference}
             and are_there(every, places, bytes_of(every))
-            and (not traits.has_own_count or is_count(state.get("step")))
+            and (not traits.has_own_count or all(is_count(own.state.get("step")) for own in given))
         ):
             return None
-        made = Record.__new__(Record)
-        vars(made).update(vars(self))
-        made.parameter, made.states, made.arrays, made.singles = parameter, states, arrays, singles
-        made.name, made.label = name, f"the gradient of {name}"
-        made.checked = self.checked._replace(parameter=parameter, name=name)
-        made.places, made.single_places = places[: n_states + 1], places[n_states + 1 :]
+        at, at_alone, made = iter(places), iter(places[len(whole) :]), []
+        for checked, own, tensors, numbers in zip(given, states, arrays, singles, strict=True):
+            record = Record.__new__(Record)
+            vars(record).update(vars(self))
+            record.parameter, record.states = checked.parameter, own
+            record.arrays, record.singles, record.name = tensors, numbers, checked.name
+            record.label, record.checked = f"the gradient of {checked.name}", checked.alone()
+            record.places = tuple(islice(at, n_arrays))
+            record.single_places = tuple(islice(at_alone, len(numbers)))
+            record.collect()
+            made.append(record)
         return made
 
     def example(self) -> Record:
-        """A record without tensors, for `of`."""
+        """A record without tensors, for `alike`."""
         made = Record.__new__(Record)
         vars(made).update(vars(self))
         made.checked = self.checked._replace(parameter=torch.empty(0))
         made.parameter, made.states, made.arrays, made.singles = made.checked.parameter, (), (), ()
+        made.collect()
         return made
 
     def labels(self) -> list[str]:

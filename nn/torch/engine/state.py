@@ -28,16 +28,16 @@ Making = Callable[[tuple[int, ...], np.dtype[Any], Any], np.ndarray]
 def single(value: float) -> Tensor:
     """A state that is a single number, of the type that PyTorch gives it."""
     is_double = torch.get_default_dtype() == torch.float64
-    return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
+    return torch.full((), value, dtype=torch.float64 if is_double else torch.float32)
 
 
 def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Tensor:
     """A state of a parameter's shape and strides, filled, on large pages where it is large."""
     made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    here = local(made)
-    if here.device.type == "cpu":
+    here = made if type(made) is Tensor else local(made)
+    if not here.is_cuda:
         allocation.on_large_pages(here.data_ptr(), here.nbytes)
-    return made.fill_(value)
+    return made.fill_(value) if value else made.zero_()
 
 
 def filled(parameter: Tensor, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:

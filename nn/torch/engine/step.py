@@ -45,6 +45,11 @@ class Steps:
         self._devices: Sequence[Any] = ()  # of CUDA, of all parameters
         self._options: GroupOptions | None = None  # of the last step
 
+    def forget(self) -> None:
+        """Let go of all tensors: others were loaded in their place."""
+        for binding in [*self.known]:
+            binding.forget()
+
     def take(
         self, optimizer: TableOptimizer, param: Tensor | None, factor: float,
         gradients: tuple[Any, ...] | None,

@@ -385,12 +385,12 @@ class TableOptimizer(Declaration, TableRows):
 
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
-        if not (self._tables or self._missed.tables or self.state.get(parameter)):
-            return
-        for name in (LAST.name, SCALARS):
-            self.state.get(parameter, {}).pop(name, None)
-        self._tables.pop(parameter, None)
-        self._missed.drop(parameter)
+        if known := self.state.get(parameter):
+            for name in (LAST.name, SCALARS):
+                known.pop(name, None)
+        if self._tables or self._missed.tables or self._missed.mapped:
+            self._tables.pop(parameter, None)
+            self._missed.drop(parameter)
 
     def _look_after_all(self) -> None:
         for parameter, state in self.state.items():
