@@ -28,7 +28,7 @@ from .memory import DTYPES, NUMBERS, tensor_of
 from .options import check_group, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import Making, beside_of, element_state, name_of, single
+from .state import Making, beside_of, element_state, name_of, numbers_here, single
 from .tensors import is_part, local, wide_dtype
 
 
@@ -139,6 +139,9 @@ class Declaration(ABC):
             expected, got = "a dict", type(known).__name__
             reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
         state = dict(known)  # a copy, since another thread may change the dict
+        given = {"state": {parameter: state}, "param_groups": ()}
+        if (here := numbers_here(given, numbers)["state"][parameter]) is not state:
+            state = new[parameter] = here
         # A rule that rests has no roles, and may still begin a state.
         if copied is not None and state.get(COPY.name) is not copied:
             state = new[parameter] = {**state, COPY.name: copied}
