@@ -169,7 +169,7 @@ def _moved(
         for (every, key, name, x), value in zip(found, moved.unbind(), strict=True):
             every[key] = {**every[key], name: value.reshape(x.shape)}
             if x.is_cuda:
-                vars(every[key][name])[_PLACE] = x.device
+                vars(every[key][name])[_PLACE] = str(x.device)
     return {**state_dict, "state": states, "param_groups": [*groups.values()]}
 
 
@@ -240,7 +240,7 @@ def keep_dtypes(parameter: Tensor, state: dict[str, Any], saved: Mapping[str, An
         if isinstance(loaded, LeftHere):
             state[name] = value
             if hasattr(value, _PLACE):
-                vars(value)[_PLACE] = parameter.device
+                vars(value)[_PLACE] = str(parameter.device)
             continue
         if not isinstance(loaded, Tensor) or name == "step":
             continue
