@@ -160,8 +160,8 @@ class Fused(TableOptimizer, _Base):
 
         Copies of parameters are not in it. With ``flush`` all rows are brought up to date first
         (`flush`), for readers that know no ``sparse="catch_up"``; so are rows of an optimizer that
-        has `watch`ed a module. Otherwise nothing is written. Counts that were loaded from a device
-        are there again.
+        has `watch`ed a module. Otherwise nothing is written. Counts and rates that were loaded
+        from a device are there again.
         """
         self._flush_before_saving(flush)
         self._save_scalars()
@@ -326,7 +326,8 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
     and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
     on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
-    ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host.
+    ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host. To
+    it they come when a state dict is loaded, which may be one with ``capturable=True``.
 
     Raises:
         ValueError: an option is out of range.

@@ -219,6 +219,20 @@ def of_kind(torch: Any, kind: str, value: float) -> Any:
     return torch.tensor(float(value), dtype=dtype, device=device)
 
 
+def test_a_number_on_the_host_is_saved_there(torch: Any) -> None:
+    """Where its parameter is, as PyTorch loads it; other counts of the file go to the device."""
+    from fusestep.nn import torch as fused
+
+    file = file_of(torch, [torch.tensor(3.0, device="cuda") for _ in range(2)], fused=True)
+    file["state"][1] |= {name: torch.tensor(1.0) for name in MOMENTS}
+    optimizer = fused.AdamW([*parameters(torch, 1), torch.nn.Parameter(torch.tensor(1.0))])
+    optimizer.load_state_dict(file)
+    optimizer.param_groups[0]["params"][1].grad = torch.tensor(1.0)
+    optimizer.step()
+    counts = [state["step"] for state in optimizer.state_dict()["state"].values()]
+    assert [(count.is_cuda, float(count)) for count in counts] == [(True, 4.0), (False, 4.0)]
+
+
 def test_dtypes_and_shapes_stay(torch: Any) -> None:
     """Of each dtype there is one transfer; numbers that float32 cannot hold stay exact."""
     from fusestep.nn import torch as fused
