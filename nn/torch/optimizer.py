@@ -326,8 +326,8 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
     and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
     on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
-    ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host. To
-    it they come when a state dict is loaded, which may be one with ``capturable=True``.
+    ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host.
+    A state dict with ``capturable=True`` loads: they come to the host then.
 
     Raises:
         ValueError: an option is out of range.

@@ -98,7 +98,8 @@ def test_one_transfer_and_no_wait(torch: Any, flags: Any, monkeypatch: pytest.Mo
 
     counts = [torch.tensor(float(k % 7), device="cuda") for k in range(MANY)]
     if "capturable" in flags:
-        flags = {**flags, "lr": torch.tensor(0.5, device="cuda")}
+        rates = {name: torch.tensor(0.5, device="cuda") for name in ("lr", "initial_lr")}
+        flags = {**flags, **rates}
     file = file_of(torch, counts, **flags)
     before, optimizer = places(torch, file), fused.AdamW(parameters(torch))
     with traffic(torch) as load:

@@ -113,7 +113,7 @@ def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | N
             state[name] = value.to(dtype)
 
 
-_PLACE = "place_in_file"  # an attribute of numbers that were on a device
+_CAME_FROM = "came_from"  # the device of a number in a file, as its attribute
 _OF_GROUPS = "lr", "initial_lr"  # tensors there, in a run that can be captured
 
 
@@ -148,7 +148,7 @@ def numbers_here(state_dict: Mapping[str, Any], names: Collection[str]) -> dict[
 
 def numbers_there(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict whose numbers that came from devices are there again."""
-    return _moved(state_dict, None, lambda x: getattr(x, _PLACE, None))
+    return _moved(state_dict, None, lambda x: getattr(x, _CAME_FROM, None))
 
 
 def _moved(
@@ -169,7 +169,7 @@ def _moved(
         for (every, key, name, x), value in zip(found, moved.unbind(), strict=True):
             every[key] = {**every[key], name: value.reshape(x.shape)}
             if x.is_cuda:
-                vars(every[key][name])[_PLACE] = str(x.device)
+                vars(every[key][name])[_CAME_FROM] = str(x.device)
     return {**state_dict, "state": states, "param_groups": [*groups.values()]}
 
 
@@ -239,8 +239,8 @@ def keep_dtypes(parameter: Tensor, state: dict[str, Any], saved: Mapping[str, An
         loaded = state.get(name)
         if isinstance(loaded, LeftHere):
             state[name] = value
-            if hasattr(value, _PLACE):
-                vars(value)[_PLACE] = str(parameter.device)
+            if hasattr(value, _CAME_FROM):
+                vars(value)[_CAME_FROM] = str(parameter.device)
             continue
         if not isinstance(loaded, Tensor) or name == "step":
             continue
