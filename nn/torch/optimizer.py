@@ -29,6 +29,7 @@ from .engine.options import (
     check_rounding,
     check_rows,
     loaded_group,
+    refuse_capturable,
     saved_group,
     shown_constructor,
 )  # fmt: skip
@@ -38,6 +39,9 @@ from .engine.state import (
     check_masters,
     has_master,
     keep_dtypes,
+    left_here,
+    numbers_here,
+    numbers_there,
     own_rows,
     whole_table,
     with_rows,
@@ -121,11 +125,13 @@ class Fused(TableOptimizer, _Base):
         self._steps = Steps()
         if "sparse" not in self.defaults:
             super().add_param_group(param_group)  # the constructor completes it
+            refuse_capturable(type(self).__name__, self.param_groups[-1])
             return
         n_groups = len(self.param_groups)
         with as_before_after_errors([param_group]):
             try:
                 super().add_param_group(param_group)
+                refuse_capturable(type(self).__name__, self.param_groups[-1])
                 self._complete(self.param_groups[-1])
                 if self._files is not None:
                     self._files.take_over(self)
@@ -154,14 +160,15 @@ class Fused(TableOptimizer, _Base):
 
         Copies of parameters are not in it. With ``flush`` all rows are brought up to date first
         (`flush`), for readers that know no ``sparse="catch_up"``; so are rows of an optimizer that
-        has `watch`ed a module. Otherwise nothing is written.
+        has `watch`ed a module. Otherwise nothing is written. Counts and rates that were loaded
+        from a device are there again.
         """
         self._flush_before_saving(flush)
         self._save_scalars()
         found = with_rows(whole_table, super().state_dict(), self.param_groups)
         found["param_groups"] = [saved_group(group) for group in found["param_groups"]]
         left = (COPY.name, LAST.name, SCALARS) if flush else (COPY.name,)
-        return without_states(found, left)
+        return without_states(numbers_there(found), left)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, from_masters: bool = False) -> None:
         """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
@@ -177,17 +184,19 @@ class Fused(TableOptimizer, _Base):
         if self._files is not None:
             self._files.files.check_alone()
         own_names = *OWN, *self._more_options
+        numbers = {"step", *chain.from_iterable(map(self.numbers, self.param_groups))}
         before = [{name: group[name] for name in own_names} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
 
         def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
             groups = [loaded_group(group) for group in found["param_groups"]]
             found = without_states({**found, "param_groups": groups}, (COPY.name,))
+            found = numbers_here(found, numbers)
             given.append(found)
             self._check_loaded(found)
             if from_masters:
                 check_masters(type(self).__name__, self.param_groups, found)
-            return found
+            return left_here(found, numbers)
 
         last = self.register_load_state_dict_pre_hook(look)
         try:
@@ -202,7 +211,7 @@ class Fused(TableOptimizer, _Base):
             group.update({name: x for name, x in own.items() if name not in loaded})
             for parameter, key in zip(group["params"], loaded["params"], strict=True):
                 state = self.state.get(parameter, {})
-                keep_dtypes(state, saved["state"].get(key, {}))
+                keep_dtypes(parameter, state, saved["state"].get(key, {}))
                 self._make_loaded(parameter, state)
                 if from_masters and has_master(group, state):
                     parameter.detach().copy_(state[MASTER.name])
@@ -318,6 +327,7 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
     on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
     ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host.
+    A state dict with ``capturable=True`` loads: they come to the host then.
 
     Raises:
         ValueError: an option is out of range.

@@ -28,7 +28,15 @@ from .memory import DTYPES, NUMBERS, tensor_of
 from .options import check_group, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import Making, beside_of, element_state, filled, name_of, single
+from .state import (
+    Making,
+    beside_of,
+    element_state,
+    filled,
+    name_of,
+    numbers_here,
+    single,
+)  # fmt: skip
 from .tensors import check_cuts, is_part, is_part_of_table, local, wide_dtype
 
 
@@ -139,6 +147,9 @@ class Declaration(ABC):
             expected, got = "a dict", type(known).__name__
             reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
         state = dict(known)  # a copy, since another thread may change the dict
+        if any(getattr(state.get(name), "is_cuda", False) for name in numbers):
+            found = numbers_here({"state": {parameter: state}, "param_groups": ()}, numbers)
+            state = new[parameter] = found["state"][parameter]
         # A rule that rests has no roles, and may still begin a state.
         if copied is not None and state.get(COPY.name) is not copied:
             state = new[parameter] = {**state, COPY.name: copied}

@@ -89,12 +89,16 @@ def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
     if group.get("differentiable"):
         why = "the step writes in place, by compiled code that autograd does not see"
         raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")
-    if group.get("capturable"):
-        why = "the host reads learning rate and counts in every step"
-        raise RuntimeError(f"{where}: capturable=True is not supported: {why}")
     if "skip_nonfinite" in group:
         reject(ValueError, where, "skip_nonfinite", "is no option of groups", "none", "one")
     check_own(where, {**OWN, **group}, takes_sparse=takes_sparse)
+
+
+def refuse_capturable(where: str, group: Group) -> None:
+    """Refuse a group that is to be captured; one that was, in a file, goes on."""
+    if group.get("capturable"):
+        why = "the host reads learning rate and counts in every step"
+        raise RuntimeError(f"{where}: capturable=True is not supported: {why}")
 
 
 def check_rounding(where: str, group: Group, rule: Rule, name: str, parameter: Tensor) -> None:

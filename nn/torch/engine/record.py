@@ -88,7 +88,7 @@ class RecordTraits(NamedTuple):
     # there is none.
     count_place: int
     is_counted: bool  # its updates are counted
-    has_own_count: bool  # the count is no tensor of the host
+    has_own_count: bool  # the count is no tensor
     is_plain: bool  # one process has all of it, contiguous and as it lies
     is_distributed: bool
     has_rows: bool  # shapes tell more than sizes
@@ -279,12 +279,7 @@ class Record:
             found, label = state[name], f"state {name!r} of {self.name}"
             if name == "step" and is_count(found):
                 continue
-            if (
-                not isinstance(found, Tensor)
-                or found.numel() != 1
-                or found.dtype not in NUMBERS
-                or found.is_cuda
-            ):
+            if not isinstance(found, Tensor) or found.numel() != 1 or found.dtype not in NUMBERS:
                 expected = "a tensor of one element, on the host"
                 reject(RuntimeError, self._where, label, "is no number", expected, repr(found))
             if not is_as_it_lies(found):
@@ -378,8 +373,8 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a count of updates that is no tensor of the host."""
-    return value.is_cuda if isinstance(value, Tensor) else isinstance(value, int | float)
+    """Whether it is a count of updates that is no tensor."""
+    return isinstance(value, int | float)
 
 
 def check_written(where: str, tensor: Tensor, name: str) -> None:

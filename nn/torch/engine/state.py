@@ -123,6 +123,66 @@ def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | N
             state[name] = value.to(dtype)
 
 
+_CAME_FROM = "came_from"  # the device of a number in a file, as its attribute
+_OF_GROUPS = "lr", "initial_lr"  # tensors there, in a run that can be captured
+
+
+class LeftHere(Tensor):
+    """A single number that PyTorch's load leaves where it is."""
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        """The number itself."""
+        return self
+
+
+def left_here(state_dict: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A state dict with the numbers of these names as PyTorch's load leaves them."""
+    states = {
+        key: {
+            name: x.as_subclass(LeftHere) if name in names and type(x) is Tensor else x
+            for name, x in state.items()
+        }
+        for key, state in state_dict["state"].items()
+        if isinstance(state, Mapping)
+    }
+    return {**state_dict, "state": {**state_dict["state"], **states}}
+
+
+def numbers_here(state_dict: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A state dict whose numbers of these names, and rates, have come from devices to the host.
+
+    `numbers_there` gives them back.
+    """
+    return _moved(state_dict, names, lambda x: "cpu" if x.is_cuda and x.numel() == 1 else None)
+
+
+def numbers_there(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose numbers that came from devices are there again."""
+    return _moved(state_dict, None, lambda x: getattr(x, _CAME_FROM, None))
+
+
+def _moved(
+    state_dict: Mapping[str, Any], names: Collection[str] | None, place_of: Callable[[Tensor], Any]
+) -> dict[str, Any]:
+    """A state dict some of whose numbers have moved: by one transfer for each device and dtype."""
+    states, groups = dict(state_dict["state"]), dict(enumerate(state_dict["param_groups"]))
+    moving: dict[Any, list[tuple[dict[Any, Any], Any, str, Tensor]]] = {}
+    for every, known in ((states, names), (groups, _OF_GROUPS)):
+        for key, own in every.items():
+            for name, x in own.items() if isinstance(own, Mapping) else ():
+                is_known = isinstance(x, Tensor) and (known is None or name in known)
+                if is_known and (place := place_of(x)) is not None:
+                    moving.setdefault((place, x.device, x.dtype), []).append((every, key, name, x))
+    for (place, *_), found in moving.items():
+        with torch.no_grad():
+            moved = torch.stack([local(x).reshape(()) for *_, x in found]).to(place)
+        for (every, key, name, x), value in zip(found, moved.unbind(), strict=True):
+            every[key] = {**every[key], name: value.reshape(x.shape)}
+            if x.is_cuda:
+                vars(every[key][name])[_CAME_FROM] = str(x.device)
+    return {**state_dict, "state": states, "param_groups": [*groups.values()]}
+
+
 def updates_of(where: str, state: Mapping[str, Any]) -> int:
     """The count of updates of a parameter whose rows sleep.
 
@@ -180,10 +240,18 @@ def check_masters(
         reject(ValueError, where, "from_masters", "is impossible", expected, "a state without")
 
 
-def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a state that was loaded the dtypes it was saved with: PyTorch takes the parameter's."""
+def keep_dtypes(parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a state that was loaded the dtypes it was saved with: PyTorch takes the parameter's.
+
+    Numbers that were on a device go back to that of the parameter.
+    """
     for name, value in saved.items():
         loaded = state.get(name)
+        if isinstance(loaded, LeftHere):
+            state[name] = value
+            if hasattr(value, _CAME_FROM):
+                vars(value)[_CAME_FROM] = str(parameter.device)
+            continue
         if not isinstance(loaded, Tensor) or name == "step":
             continue
         if isinstance(value, Tensor) and loaded.dtype != value.dtype:

@@ -161,9 +161,7 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
             run_updates([launched[part] for part in parts], arrays)
     commit(ready, count)
     for parameter, step in counted:
-        if isinstance(step, Tensor):
-            step.add_(1)
-        elif own := optimizer.state.get(parameter):
+        if own := optimizer.state.get(parameter):
             own["step"] = step + 1
     if together:
         optimizer.take_over(values)
@@ -173,11 +171,11 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
 
 
 def _counted(given: StepInputs, numbers: list[Number]) -> list[tuple[Tensor, Any]]:
-    """The counts that are no tensors of the host, by parameter; others join ``numbers``."""
+    """The counts that are no tensors, by parameter; others join ``numbers``."""
     others = []
     for i in given.chosen.counted:
         step = given.step(i)
-        if isinstance(step, Tensor) and not step.is_cuda:
+        if isinstance(step, Tensor):
             numbers.append(single_of(step, float(step) + 1.0))
         else:
             others.append((given.chosen.parameters[i], step))

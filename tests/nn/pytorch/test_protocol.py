@@ -320,6 +320,46 @@ def test_copies_go_on_as_the_original(name: str, copied: str) -> None:
     assert optimizer_2.param_groups[0].keys() == optimizer.param_groups[0].keys()
 
 
+@pytest.mark.parametrize("flag", ["fused", "capturable"])
+def test_fused_and_captured_runs_go_on(flag: str) -> None:
+    """As PyTorch's own, and back to it; hooks see the flags, and what they write stays."""
+    runs: dict[Any, Any] = {}
+    for package in (torch.optim, fused):
+        parameter = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12))
+        first = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+        runs[package] = parameter, package.AdamW([parameter])
+        for k in range(3):
+            parameter.grad = torch.cos(parameter.detach() * k)
+            first.step()
+        saved = copy.deepcopy(first.state_dict())
+        saved["param_groups"][0]["fused"] = True if flag == "fused" else None
+        saved["param_groups"][0]["capturable"] = flag == "capturable" and package is fused
+        seen: list[Any] = []
+
+        def hook(optimizer: Any, seen: list[Any] = seen) -> None:
+            seen.append(optimizer.param_groups[0][flag])
+            (state,) = optimizer.state.values()
+            state["step"] = torch.tensor(float(state["step"]) + 4.0)
+
+        runs[package][1].register_load_state_dict_post_hook(hook)
+        runs[package][1].load_state_dict(saved)
+        assert seen == [saved["param_groups"][0][flag]]
+    for _ in range(2):
+        for k in range(3):
+            for p, optimizer in runs.values():
+                p.grad = torch.sin(p.detach() + k)
+                optimizer.step()
+        (p, theirs), (q, ours) = runs.values()
+        torch.testing.assert_close(q, p)
+        of_theirs, of_ours = theirs.state_dict(), ours.state_dict()
+        torch.testing.assert_close(of_ours["state"], of_theirs["state"])
+        found, expected = of_ours["param_groups"][0], of_theirs["param_groups"][0]
+        assert found[flag] is True
+        assert {**found, **expected, flag: True} == found
+        theirs.load_state_dict({**of_ours, "param_groups": [expected]})
+        ours.load_state_dict({**of_theirs, "param_groups": [found]})
+
+
 def entries_of_others() -> dict[str, Any]:
     rows = torch.sparse_coo_tensor([[1]], torch.ones(1), (3,), check_invariants=True)
     return {"number": 3, "none": None, "list": [1.0, torch.ones(2, dtype=torch.float16)],
