@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ NEEDED = ("numba.np.arrayobj:populate_array",)
 _FORK = "a child of a fork may wait for ever for another thread of its parent"
 _ROWS = "PyTorch coalesces each sparse gradient first"
 _BAGS = "EmbeddingBags step in no backward"
+_TABLES = "EmbeddingBags look for their tables through Python, and are slower"
+_UNSEEN = "hooks that EmbeddingBags do not call are not refused"
 _HOOKS = "each step looks for hooks through Python, and is slower"
 NAMES = {
     # What is around these locks in Python can be interrupted; a fork waits for those inside.
@@ -72,6 +74,23 @@ NAMES = {
     ),
     "graph task": Name("torch._C:_current_graph_task_id", _BAGS),
     "engine node": Name("torch._C:_will_engine_execute_node", _BAGS),
+    "end of backward": Name("torch.autograd:Variable._execution_engine.queue_callback", _BAGS),
+    "active wrapper": Name(
+        "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module", _BAGS
+    ),
+    "compiled backward": Name(
+        "torch._dynamo.compiled_autograd:in_compiled_autograd_region",
+        "EmbeddingBags that step in backward do not refuse one that is compiled",
+    ),
+    "modules": Name("torch.nn:Module._modules", _TABLES),
+    "parameters of modules": Name("torch.nn:Module._parameters", _TABLES),
+    "hooks of modules": Name("torch.nn:Module._forward_hooks", _UNSEEN),
+    "hooks of tensors": Name("torch:Tensor._backward_hooks", _UNSEEN),
+    "hooks of gradients": Name("torch:Tensor._post_accumulate_grad_hooks", _UNSEEN),
+    "store": Name(
+        "torch.distributed.distributed_c10d:_get_process_group_store",
+        "errors of lost processes do not name these",
+    ),
     "hide": Name(
         "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
         "hide_from_ddp raises",
@@ -219,6 +238,77 @@ def is_bound(parameter: Any) -> bool:
 def backward_of_now() -> Callable[[], int]:
     """A function that gives the number of the backward that it is called in, or -1."""
     return find("graph task") or (lambda: -1)
+
+
+def at_the_end_of_backward() -> Callable[[Callable[[], Any]], Any]:
+    """A function that has the backward it is called in call another one at its end.
+
+    Where PyTorch has none, that one is called at once.
+    """
+    return find("end of backward") or (lambda act: act())
+
+
+def is_backward_compiled() -> bool:
+    """Whether PyTorch compiles the backward of now."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    try:
+        return compiled is not None and bool(
+            compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+        )
+    except AttributeError:
+        lose("compiled backward")
+        return False
+
+
+def modules_of(module: Any) -> Any:
+    """The modules that one has as attributes."""
+    try:
+        return module._modules.values()
+    except AttributeError:
+        lose("modules")
+        return [*module.children()]
+
+
+def weights_of(modules: Any) -> list[Any]:
+    """The weight of each of some modules."""
+    try:
+        # As attributes they are found in ten times the time.
+        return [module._parameters["weight"] for module in modules]
+    except KeyError:  # it is computed
+        pass
+    except AttributeError:
+        lose("parameters of modules")
+    return [module.weight for module in modules]
+
+
+def hooks_of_modules() -> Callable[[Any], Iterable[Any]]:
+    """A function of a module: all kinds of its hooks."""
+    hooks = attrgetter(
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    )
+    try:
+        hooks(import_module("torch").nn.Module())
+    except AttributeError:
+        lose("hooks of modules")
+        return lambda _: ()
+    return hooks
+
+
+def hooks_of_tensors() -> Callable[[Any], Iterable[Any]]:
+    """A function of a tensor: all kinds of hooks on its gradient."""
+    if None in [*map(find, ("hooks of tensors", "hooks of gradients"))]:
+        return lambda _: ()
+    return attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hider() -> Callable[[Any, Sequence[str]], None] | None:
+    """A function that hides parameters of a model, by name, from PyTorch's wrapper; or None."""
+    hide = find("hide")
+
+    def hide_too(model: Any, names: Sequence[str]) -> None:
+        hide(model, [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names])
+
+    return hide and hide_too
 
 
 def watching() -> Callable[[Any], bool]:

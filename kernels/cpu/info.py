@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import platform
 import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 import llvmlite
 import numba
@@ -52,11 +54,20 @@ def facts() -> dict[str, str]:
         **found,
         "threads": "; ignored: ".join((count, *layers.ignored_variables())),
         "threading layer": layer,
+        "PyTorch": _pytorch(arrays.untried),
         "PyTorch threads": shared,
         "array headers": _way(arrays.why_not),
         "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),
     }
+
+
+def _pytorch(untried: Callable[..., str]) -> str:
+    try:
+        found = version("torch")  # which need not be imported
+    except PackageNotFoundError:
+        return "none"
+    return ": ".join(filter(None, (found, untried(PyTorch=found))))
 
 
 def _way(reason: str) -> str:

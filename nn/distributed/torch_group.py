@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...kernels.private import find
 from ...ops.runtime import check, cuda
 from ...ops.runtime.device import DeviceArray, launching
 from ...ops.runtime.errors import reject
@@ -34,7 +35,8 @@ class TorchCommunicator:
         self._group, self._timeout = weakref.ref(group), timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.moves_device_arrays = "cuda" in dist.get_backend_config(group)
-        self._store = dist.distributed_c10d._get_process_group_store(group)
+        store_of = find("store")
+        self._store: Any = store_of and store_of(group)
         self._lost: LostProcessError | None = None
 
     @property
@@ -110,16 +112,7 @@ class TorchCommunicator:
     # mark in the store of the group; who leaves none does not live any more.
 
     def _failed(self, error: RuntimeError) -> LostProcessError:
-        try:
-            self._store.set(_FAILED, "")
-            living = self._marked("alive", range(self.size))
-            lost = [rank for rank in range(self.size) if rank not in living]
-        except RuntimeError:  # of the store itself
-            lost = [] if _is_of_agent() else [dist.get_group_rank(self.group, 0)]
-        else:
-            # The store is gone with the process that has it, which may be the first to be told.
-            with suppress(RuntimeError):
-                self._marked("told", living)
+        lost = [] if self._store is None else self._missing()
         cause = str(error).partition("\n")[0].partition(". ")[0]
         which = " and ".join(f"rank {rank}" for rank in lost)
         wrong = (
@@ -128,6 +121,17 @@ class TorchCommunicator:
         message = f"{_WHERE}: {wrong} ({cause})"
         self._lost = LostProcessError(message, lost)
         return self._lost
+
+    def _missing(self) -> list[int]:
+        try:
+            self._store.set(_FAILED, "")
+            living = self._marked("alive", range(self.size))
+        except RuntimeError:  # of the store itself
+            return [] if _is_of_agent() else [dist.get_group_rank(self.group, 0)]
+        # The store is gone with the process that has it, which may be the first to be told.
+        with suppress(RuntimeError):
+            self._marked("told", living)
+        return [rank for rank in range(self.size) if rank not in living]
 
     def _marked(self, name: str, ranks: Sequence[int]) -> list[int]:
         """Leave a mark; the ranks that have left theirs when all have, or the time is over."""
@@ -141,7 +145,7 @@ class TorchCommunicator:
 
     def _is_failing(self) -> bool:
         try:
-            return bool(self._store.check([_FAILED]))
+            return self._store is not None and bool(self._store.check([_FAILED]))
         except RuntimeError:  # of the store itself
             return True
 

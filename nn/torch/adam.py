@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ from .optimizer import Fused
 def moments_of(beta1: float, beta2: float) -> Numbers:
     """The scalars of Adam's two moments."""
     return rules.share_of(1.0 - beta1), 0.0, beta2, 1.0 - beta2
+
+
+# PyTorch's class takes it from 2.7 on.
+_DECOUPLED = dict.fromkeys(
+    {"decoupled_weight_decay"} - signature(torch.optim.Adam).parameters.keys(), False
+)
 
 
 class Adam(Fused, torch.optim.Adam):
@@ -85,7 +92,7 @@ class Adam(Fused, torch.optim.Adam):
     >>> optimizer.step()
     """
 
-    _more_options = EPS_HAT
+    _more_options = EPS_HAT | _DECOUPLED
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import warnings
 import weakref
@@ -19,7 +18,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from ...kernels.private import backward_of_now, find, outside_of_graphs, watched
+from ...kernels.private import (
+    at_the_end_of_backward,
+    backward_of_now,
+    find,
+    hooks_of_modules,
+    hooks_of_tensors,
+    is_backward_compiled,
+    modules_of,
+    outside_of_graphs,
+    parts_of,
+    watched,
+    weights_of,
+)  # fmt: skip
 from ...kernels.tables import LEFT_OUT
 from ...ops.runtime import check
 from ...ops.runtime.bags.ids import find_error, read, read_plain
@@ -46,9 +57,7 @@ _MODES = "sum", "mean", "max"
 _OPTIONS = "__class__", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse"
 _of_embedding = attrgetter(*_OPTIONS)
 _of_bag = attrgetter(*_OPTIONS, "mode", "include_last_offset")
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_hooks_of = attrgetter(*_HOOKS)
-_hooks_of_weight = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_hooks_of, _hooks_of_weight = hooks_of_modules(), hooks_of_tensors()
 
 
 class EmbeddingBags(nn.Module):
@@ -176,11 +185,7 @@ class EmbeddingBags(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The tables."""
-        modules = self._modules.values()
-        # As an attribute, which it is where it is computed, it is found in three times the time.
-        if all("weight" in m._parameters for m in modules):
-            return [m._parameters["weight"] for m in modules]
-        return [m.weight for m in modules]
+        return weights_of(modules_of(self))
 
     def update_in_backward(
         self, optimizer: Fused | None, *, max_norm: float | None = None,
@@ -220,7 +225,8 @@ class EmbeddingBags(nn.Module):
                 is out of range, or there are two.
         """
         if optimizer is not None:
-            if find("graph task") is None or _is_run is None:
+            needed = "graph task", "engine node", "end of backward", "active wrapper"
+            if None in [*map(find, needed)]:
                 raise RuntimeError(f"{_WHERE}: this PyTorch does not tell which backward runs")
             if not isinstance(optimizer, Fused):
                 expected, got = "an optimizer of nn.torch", type(optimizer).__name__
@@ -248,13 +254,13 @@ class EmbeddingBags(nn.Module):
     def forward(self, ids: Any, offsets: Any = None, per_sample_weights: Any = None) -> Tensor:
         """Pool rows of all tables; see the class."""
         if in_graph(self):
-            for name, table in self._modules.items():
+            for name, table in self.named_children():
                 _check_module(name, table)
             return bags_in_graph(self, ids, offsets, per_sample_weights)
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, ids, offsets, per_sample_weights)
         checks: list[Callable[[], None]] = []
-        if any(isinstance(m, GrowingEmbedding) for m in self._modules.values()):
+        if any(isinstance(m, GrowingEmbedding) for m in modules_of(self)):
             ids, checks = self._rows_of(ids, offsets)
         factors, weights = per_sample_weights, self.weights
         if isinstance(factors, Tensor):
@@ -269,7 +275,7 @@ class EmbeddingBags(nn.Module):
         """The ids with rows in place of those of growing tables, and what is to be called before
         there is a gradient.
         """
-        modules = [*self._modules.values()]
+        modules = [*modules_of(self)]
         tables = [modules[t] for t in self._features]
         checks: list[Callable[[], None]] = []
         parts = [ids] if isinstance(ids, Tensor) and len(tables) == 1 else ids
@@ -300,7 +306,7 @@ class EmbeddingBags(nn.Module):
         """The tables as they are: a key, how they are pooled, whether each table has one id a bag
         where no offsets are given, and ids of tables that have no gradient.
         """
-        modules = self._modules.values()
+        modules = modules_of(self)
         key = [
             (w.data_ptr(), w.shape, w.stride(), w.dtype,
              (_of_bag if isinstance(m, nn.EmbeddingBag) else _of_embedding)(m))
@@ -354,7 +360,7 @@ class EmbeddingBags(nn.Module):
 
     def _arrays(self, given: tuple[Any, Any, Any]) -> list[Any]:
         """The arrays of the arguments, in the form of `ops.EmbeddingBags`."""
-        modules = [*self._modules.values()]
+        modules = [*modules_of(self)]
         modules = [modules[t] for t in self._features]
         found: list[Any] = []
         for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
@@ -379,7 +385,7 @@ class EmbeddingBags(nn.Module):
 
     def _parallel(self) -> DistributedDataParallel | None:
         """The wrapper that calls this, or, where a backward computes anew, that has called it."""
-        active = DistributedDataParallel._active_ddp_module
+        active = _active_wrapper and _active_wrapper()
         known = None if self._ddp is None else self._ddp()
         if active is None:
             return known if known is not None and _backward() != _NO_BACKWARD else None
@@ -401,7 +407,7 @@ def _warn_of_exchange(parallel: DistributedDataParallel, weights: Sequence[Tenso
     if names:
         warnings.warn(
             f"{_WHERE}: DistributedDataParallel exchanges sparse gradients over gloo, which "
-            f"corrupts memory now and then in PyTorch 2.13: before you wrap the model, set "
+            f"corrupts memory now and then: before you wrap the model, set "
             f"model._ddp_params_and_buffers_to_ignore = {names}, and use update_in_backward",
             RuntimeWarning,
             stacklevel=2,
@@ -567,7 +573,7 @@ class _Pooling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: EmbeddingBags, given: Any, *tensors: Tensor) -> Tensor:
         given, ctx.checks = given
-        weights = tensors[: len(module._modules)]
+        weights = tensors[: len(modules_of(module))]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
         ctx.parallel, ctx.is_synced, ctx.step = module._parallel(), True, None
         if ctx.parallel is not None:
@@ -658,11 +664,7 @@ def _uses_of(nodes: Iterable[Any]) -> tuple[list[bool], list[bool]]:
     Raises:
         RuntimeError: it is compiled, and calls nothing at its end.
     """
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and (
-        getattr(compiled, "compiled_autograd_enabled", False)
-        or getattr(compiled, "in_compiled_autograd_region", False)
-    ):
+    if is_backward_compiled():
         wrong, expected = "is compiled", "one of PyTorch's engine, whose end is the step"
         fix = "; update_in_backward(None) leaves gradients"
         reject(RuntimeError, _WHERE, "backward", wrong, expected, "compiled autograd", fix)
@@ -677,7 +679,7 @@ def _uses_of(nodes: Iterable[Any]) -> tuple[list[bool], list[bool]]:
 
 _NO_BACKWARD = -1
 _backward, _is_run = backward_of_now(), find("engine node")
-_at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+_at_the_end_of_backward, _active_wrapper = at_the_end_of_backward(), find("active wrapper")
 
 
 def _parameters_of(optimizer: Fused) -> list[Tensor]:
@@ -761,7 +763,7 @@ def _empty(weight: Tensor) -> Tensor:
 
 
 def _is_empty(gradient: Tensor | None) -> bool:
-    return gradient is None or (gradient.is_sparse and gradient._nnz() == 0)
+    return gradient is None or (gradient.is_sparse and parts_of(gradient)[0].shape[1] == 0)
 
 
 def _named(tables: Any) -> dict[str, Any]:

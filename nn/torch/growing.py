@@ -15,7 +15,14 @@ from torch.nn import functional as F  # noqa: N812
 
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
-from ...kernels.private import backward_of_now, is_bound, outside_of_graphs, parts_of, version_of
+from ...kernels.private import (
+    at_the_end_of_backward,
+    backward_of_now,
+    is_bound,
+    outside_of_graphs,
+    parts_of,
+    version_of,
+)
 from ...kernels.state import PARAMETER
 from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
@@ -37,6 +44,7 @@ from .engine.table_rows import optimizers_of
 from .engine.tensors import local, rebind
 
 _WHERE = "GrowingEmbedding"
+_at_the_end_of_backward = at_the_end_of_backward()
 _IDS = torch.int64, torch.int32, torch.uint64
 _OF_ALL_ROWS = "xavier", "orthogonal", "eye", "dirac", "sparse"  # of `torch.nn.init`
 
@@ -191,7 +199,7 @@ class GrowingEmbedding(nn.Embedding):
             self._is_next, self._n_taken = True, _steps_of(optimizers_of(self.weight))
 
         # Until its end a backward exchanges ``.grad``, which no other thread may read meanwhile.
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        _at_the_end_of_backward(end)
 
     def rows(self, features: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., None]]:
         """The rows of the ids of each feature, int32 of their shape, admitted together in training

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from ...kernels.private import find
+from ...kernels.private import hider
 from ...ops.runtime.errors import reject
 from ..base.arguments import check_kind
 from .embedding import ShardedEmbedding
@@ -23,7 +23,7 @@ from .engine.sleep import sleeper_of
 from .growing import GrowingEmbedding
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_hide = find("hide")
+_hide = hider()
 
 
 def hide_from_ddp(model: _Model) -> _Model:
@@ -48,7 +48,7 @@ def hide_from_ddp(model: _Model) -> _Model:
     >>> table = GrowingEmbedding(1000, 4, comm=distributed.alone())
     >>> model = hide_from_ddp(nn.Sequential(table, nn.Linear(4, 1)))
     """
-    where, ignored = "hide_from_ddp", getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    where = "hide_from_ddp"
     check_kind(where, "model", model, nn.Module, "a module")
     if isinstance(model, DistributedDataParallel):
         reject(ValueError, where, "model", "is wrapped", "what is to be wrapped", "the wrapper")
@@ -59,7 +59,7 @@ def hide_from_ddp(model: _Model) -> _Model:
     every = model.named_parameters(remove_duplicate=False)
     names = [name for name, p in every if id(p) in weights]
     # The wrapper knows a parameter of the model itself by both names.
-    _hide(model, [*ignored, *names, *(f".{name}" for name in names if "." not in name)])
+    _hide(model, [*names, *(f".{name}" for name in names if "." not in name)])
     return model
 
 

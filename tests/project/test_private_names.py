@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,17 +100,33 @@ def step_of_nn():
 
 def step_of_nn_torch():
     import fusestep.nn.torch as optim
-    w, table = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(7, 3))
-    dense, lazy = optim.Adam([w], 0.1), optim.LazyAdam([table], 0.1)
+    import torch.distributed as dist
+    from fusestep.nn.distributed import over_torch
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    over_torch()
+    w, whole = torch.nn.Parameter(torch.ones(5)), torch.ones(4, 2)
+    shared = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    tables = [torch.nn.Parameter(torch.ones(7, 3)) for _ in range(2)]
+    torch.manual_seed(0)
+    bags = optim.EmbeddingBags([optim.GrowingEmbedding(7, 3), (7, 3)])
+    dense, sparse = optim.AdamW([w, shared], 0.1), optim.SparseAdam(tables[:1], 0.1)
+    lazy = optim.LazyAdam([tables[1], *bags.parameters()], 0.1)
     for k in range(4):
-        w.grad = torch.arange(5.0) - k
-        rows = torch.tensor([[5, k]])
+        w.grad, shared.grad = torch.arange(5.0) - k, shared.detach() + k
+        rows = torch.tensor([[5, k, 5]])
         known = {"is_coalesced": False, "check_invariants": False}
-        table.grad = torch.sparse_coo_tensor(rows, torch.full((2, 3), 0.5 + k), (7, 3), **known)
-        dense.step()
-        lazy.step()
-    digest.update(w.detach().numpy().tobytes() + table.detach().numpy().tobytes())
-    assert (w._version, table._version) == (4, 4) if hasattr(w, "_version") else True
+        for table in tables:
+            values = torch.full((3, 3), 0.5 + k)
+            table.grad = torch.sparse_coo_tensor(rows, values, (7, 3), **known)
+        bags([rows, rows.flip(1)]).sum().backward()
+        for optimizer in (dense, sparse, lazy):
+            optimizer.step()
+        bags.zero_grad()
+    for tensor in (w, shared.to_local(), *tables, *bags.parameters()):
+        digest.update(tensor.detach().numpy().tobytes())
+    assert (w._version, tables[1]._version) == (4, 4) if hasattr(w, "_version") else True
+    dist.destroy_process_group()
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -151,9 +169,16 @@ def assert_only_slower(names: list[str], **environment: str) -> None:
 
 # One is looked up where another layer runs.
 ALONE = {"omp": {"NUMBA_THREADING_LAYER": "omp"}}
-OF_OBJECTS = "hooks of one"
+# Of objects, whose class has none of them.
+OF_OBJECTS: dict[str, Callable[[Any], bool]] = {
+    "hooks of one": lambda other: private.watching()(other) is True,
+    "compiled backward": lambda _: private.is_backward_compiled() is False,
+    "modules": lambda other: private.modules_of(other) == [other],
+    "parameters of modules": lambda other: private.weights_of([other]) == [1.0],
+    "hooks of modules": lambda other: private.hooks_of_modules()(other) == (),
+}
 ON_DEVICES = "cubin"  # `tests/cuda/test_driver.py` does without it
-APART = {*ALONE, OF_OBJECTS, ON_DEVICES}
+APART = {*ALONE, *OF_OBJECTS, ON_DEVICES}
 TORCH = [name for name, (place, _) in NAMES.items() if place.startswith("torch")]
 NUMBA = [name for name in NAMES if name not in TORCH]
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
@@ -169,13 +194,18 @@ def test_without_all_names_of_torch() -> None:
 
 
 @needs_torch
-def test_without_the_hooks_of_an_optimizer_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_without_a_name_of_objects(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(weight=1.0, children=lambda: [other])
+    torch = SimpleNamespace(nn=SimpleNamespace(Module=SimpleNamespace))
     monkeypatch.setattr(private, "_found", {})
-    is_watched = private.watching()
-    place, without = NAMES[OF_OBJECTS]
+    if name == "hooks of modules":
+        monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", other)
+    place, without = NAMES[name]
     with pytest.warns(RuntimeWarning, match=f" has no {dotted(place)}: {without}"):
-        assert is_watched(object())
-    assert is_watched(object())
+        assert OF_OBJECTS[name](other)
+    assert OF_OBJECTS[name](other)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -241,16 +271,42 @@ def test_a_wrong_value_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 INSIDE = "numba.core", "numba.np", "llvmlite.binding."
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@cache
+def names_of_torch() -> set[str]:
+    """Private names that objects of PyTorch have; of `NAMES`, those of each version."""
+    found = {dotted(NAMES[name].place).split(".")[-1] for name in TORCH}
+    if HAS_TORCH:
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        module, optimizer = torch.nn.Module(), torch.optim.SGD([torch.zeros(1)])
+        every = {name for of in (module, optimizer, torch.Tensor, DTensor) for name in dir(of)}
+        found |= {*filter(is_private, every)}
+    return found
+
+
 def private_uses(path: Path) -> set[str]:
-    """Attributes with the names of `NAMES`, and imports from inside of Numba."""
-    last = {NAMES[name].place.replace(":", ".").split(".")[-1] for name in TORCH}
-    found = set()
+    """Private names of PyTorch, and imports from inside of it, of Numba and of llvmlite."""
+    found, of_torch = set(), {"torch"}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
-            found |= {node.attr} & {*last, "_C"}
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        found |= {m for m in modules if m.startswith(INSIDE)}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{name}" for name in modules if not node.level]
+            inside = [m for m in modules if m.startswith("torch.")]
+            found |= {m for m in inside if any(map(is_private, m.split(".")))}
+            found |= {m for m in modules if m.startswith(INSIDE)}
+            if inside:
+                of_torch |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) != "self":
+            is_inside = is_private(node.attr) and owner.split(".")[0] in of_torch
+            found |= {node.attr} if is_inside or node.attr in names_of_torch() else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # of getattr
+            found |= {node.value} & names_of_torch()
     return found
 
 

@@ -127,9 +127,7 @@ def is_switched_off() -> bool:
 
 
 def untried(**versions: str) -> str:
-    """Say which of these versions have not been tried; "" if all were, or the user insists."""
-    if os.environ.get(VARIABLE) == "1":
-        return ""
+    """Say which of these versions have not been tried; "" if all were."""
     minors = {name: ".".join(version.split(".")[:2]) for name, version in versions.items()}
     new = [f"{name} {minor}" for name, minor in minors.items() if minor not in TRIED[name]]
     return f"not tried with {' and '.join(new)}" if new else ""
@@ -146,7 +144,8 @@ def _why_not() -> str:
         or object.__basicsize__ != 16
     ):
         return "another kind of Python"
-    if new := untried(Python=platform.python_version(), NumPy=np.__version__):
+    new = untried(Python=platform.python_version(), NumPy=np.__version__)
+    if new and os.environ.get(VARIABLE) != "1":
         return new
     is_known = all(_lies_as_expected(array) for array in _test_arrays())
     return "" if is_known else f"they lie elsewhere in NumPy {np.__version__}"

@@ -25,11 +25,14 @@ def refuse_graph(module: nn.Module) -> NoReturn:
 
 def in_graph(module: nn.Module) -> bool:
     """Whether `torch.export` looks at a forward. Raises: as `refuse_graph`."""
-    is_exported = bool(torch.compiler.is_exporting())
-    is_other = module.training or torch.compiler.is_dynamo_compiling()
+    is_compiled = torch.compiler.is_dynamo_compiling()
+    # PyTorch says so from 2.7 on.
+    is_exporting = getattr(torch.compiler, "is_exporting", None)
+    is_exported = is_exporting() if is_exporting else torch.compiler.is_compiling() > is_compiled
+    is_other = module.training or is_compiled
     if torch.jit.is_tracing() or (is_exported and is_other):
         refuse_graph(module)
-    return is_exported
+    return bool(is_exported)
 
 
 def rows_in_graph(table: Any, ids: Tensor) -> Tensor:
