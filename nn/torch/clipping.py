@@ -418,6 +418,7 @@ def _summed(where: str, name: str, parameter: Tensor, gradient: Any) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, shape, **known).coalesce()
 
 
+@outside_of_graphs  # also where PyTorch's compiler has not seen the call, as with a generator
 @as_torch
 @quiet
 def _norm(given: Sequence[_Given], order: float) -> float:

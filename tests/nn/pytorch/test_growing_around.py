@@ -223,6 +223,7 @@ def test_exported_bags(mode: str, dtype: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 def test_what_is_not_exported() -> None:
     """Training mode, torch.jit and what PyTorch's bags round otherwise: errors say what to do."""
     bags, ids = torch.nn.Sequential(fused.EmbeddingBags([growing()])), ids_of(3, 2)
