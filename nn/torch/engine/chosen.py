@@ -94,7 +94,7 @@ class Columns:
         self.is_one = len(self.traits) == 1 and self.traits[0].is_plain
 
     def of(self, name: str) -> list[Any]:
-        """Another attribute that is a tuple, joined."""
+        """The joined tuples of an attribute."""
         if self.is_one:  # then it is that of each
             return [*getattr(self.records[0], name)] * len(self.records)
         return [*chain.from_iterable(map(attrgetter(name), self.records))]

@@ -62,7 +62,7 @@ class CheckedParameter(NamedTuple):
     numbers: tuple[str, ...]  # its states that are single numbers
 
     def alone(self) -> CheckedParameter:
-        """The same without the state."""
+        """The checked parameter without its state."""
         return self._replace(state={})
 
 
