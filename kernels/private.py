@@ -22,7 +22,7 @@ TRIED = {
     "NumPy": ("1.26", "2.0", "2.1", "2.2", "2.3", "2.4", "2.5"),
     "Numba": ("0.62", "0.63", "0.64", "0.65", "0.66", "0.67", "0.68"),
     "llvmlite": ("0.45", "0.46", "0.47", "0.48", "0.49", "0.50"),
-    "PyTorch": ("2.13",),
+    "PyTorch": ("2.6", "2.8", "2.11", "2.13", "2.14"),
 }
 """Minor versions that were tried, as the page on new versions says, and how the list grows."""
 
