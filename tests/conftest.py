@@ -5,7 +5,17 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
+
+from subprocesses import IGNORED
+
 MOST_WORKERS = 8  # each has several threads and compiles
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nothing is an error that an older PyTorch warns of."""
+    for text in IGNORED:
+        config.addinivalue_line("filterwarnings", text)
 
 
 def pytest_xdist_auto_num_workers() -> int:

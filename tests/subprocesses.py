@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
@@ -20,13 +21,30 @@ _threads._cores, _threads._quota = lambda: {}, lambda *_: None
 """
 
 
+try:
+    TORCH = tuple(map(int, version("torch").split(".")[:2]))
+except PackageNotFoundError:
+    TORCH = (0, 0)
+"""The version of PyTorch that is installed."""
+_WARNINGS = {
+    "TypedStorage is deprecated": (2, 9),
+    "Attempted to insert a get_attr Node": (2, 7),
+    "The epoch parameter in": (2, 9),
+    "torch.distributed is unavailable or uninitialized": (2, 7),
+    "Sparse invariant checks are implicitly disabled": (2, 13),
+}
+IGNORED = [f"ignore:{text}" for text, until in _WARNINGS.items() if (0, 0) < TORCH < until]
+"""Warnings that older versions of PyTorch give for what they do themselves."""
+
+
 def run_python(program, *arguments, timeout=300, **environment):
     """The completed process of ``python -c program`` with these environment variables."""
     program = textwrap.dedent(program)
     if "NUMBA_NUM_THREADS" in environment:
         program = _CORES.format(environment["NUMBA_NUM_THREADS"]) + program
+    filters = [part for one in ("error", *IGNORED) for part in ("-W", one)]
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
+        [sys.executable, *filters, "-c", program, *map(str, arguments)],
         env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,

@@ -275,7 +275,8 @@ class Fused(TableOptimizer, _Base):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as in ``torch.optim``, and give up a clipping of them."""
-        self._clipping = None
+        if self._clipping is not None:  # not written in compiled functions, which may not do so
+            self._clipping = None
         super().zero_grad(set_to_none)
 
     def _step(

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from pair_programs import EVENT, STEPS, Plan, Run
+from subprocesses import TORCH
 
 PARTS: dict[str, Callable[[Plan], None]] = {}
 
@@ -109,8 +110,8 @@ def _through_dcp(run: Run, **options: Any) -> None:
     kinds, folder = StateDictOptions(**options), run.folder / "dcp"
     rest = copy.deepcopy([x.state_dict() for x in _rest(run)])
     model, optimizers = get_state_dict(run.model, run.optimizers, options=kinds)
-    is_alone = run.plan.processes == 1
-    dcp.save({"model": model, "optimizers": optimizers}, checkpoint_id=folder, no_dist=is_alone)
+    alone: Any = {"no_dist": run.plan.processes == 1} if TORCH >= (2, 7) else {}
+    dcp.save({"model": model, "optimizers": optimizers}, checkpoint_id=folder, **alone)
     run.make()
     # Its states of parameters that are frozen, and steps of an optimizer, are none of PyTorch's.
     for parameter in run.model.parameters():
@@ -126,7 +127,7 @@ def _through_dcp(run: Run, **options: Any) -> None:
             ):
                 model[key] = torch.empty(known.size, dtype=known.properties.dtype)
     box = {"model": model, "optimizers": optimizers}
-    dcp.load(box, checkpoint_id=folder, no_dist=is_alone)
+    dcp.load(box, checkpoint_id=folder, **alone)
     set_state_dict(
         run.model, run.optimizers, model_state_dict=box["model"],
         optim_state_dict=box["optimizers"], options=kinds,

@@ -25,7 +25,7 @@ from pair_parts import (
     programs,
 )
 from pair_reference import assert_as_known, assert_of_pairs
-from subprocesses import ENVIRONMENT
+from subprocesses import ENVIRONMENT, TORCH
 
 TRIED = [pair for pair in PAIRS if frozenset(pair) not in NOT_APPLICABLE]
 ALONE = [pair for pair in TRIED if plan_of(*pair).processes == 1]
@@ -76,6 +76,8 @@ def test_many_more_parts(seed: int, tmp_path: Path) -> None:
 def test_two_processes(step: int, tmp_path: Path) -> None:
     more = [names for names in programs(200, 3) if plan_of(*names).processes > 1]
     pairs = [*TOGETHER, *OF_THREE_TOGETHER, *more][::step]
+    if TORCH < (2, 7):
+        pairs = [names for names in pairs if "FSDP2" not in names]  # it leaves out no parameters
     (told := tmp_path / "pairs").write_text(json.dumps(pairs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(PROGRAM), str(tmp_path), str(told)]

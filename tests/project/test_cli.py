@@ -11,7 +11,7 @@ import pytest
 import fusestep
 from fusestep import nn
 from fusestep.kernels import cache
-from fusestep.kernels.cpu import warmup
+from fusestep.kernels.cpu import info, warmup
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import _free_steps
@@ -48,6 +48,11 @@ def test_info_of_fields_that_are_not_read():
     done = command("info", FUSESTEP_READ_HEADERS="0")
     assert done.stderr == ""
     assert "array headers:   read through Python (slower): FUSESTEP_READ_HEADERS=0" in done.stdout
+
+
+def test_info_of_a_pytorch_that_was_not_tried(monkeypatch):
+    monkeypatch.setattr(info, "version", lambda _: "2.99.1+cpu")
+    assert info.facts()["PyTorch"] == "2.99.1+cpu: not tried with PyTorch 2.99"
 
 
 def test_info_of_a_layer_that_cannot_be_loaded():

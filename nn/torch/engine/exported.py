@@ -25,14 +25,15 @@ def refuse_graph(module: nn.Module) -> NoReturn:
 
 def in_graph(module: nn.Module) -> bool:
     """Whether `torch.export` looks at a forward. Raises: as `refuse_graph`."""
-    is_compiled = torch.compiler.is_dynamo_compiling()
-    # PyTorch says so from 2.7 on.
-    is_exporting = getattr(torch.compiler, "is_exporting", None)
-    is_exported = is_exporting() if is_exporting else torch.compiler.is_compiling() > is_compiled
-    is_other = module.training or is_compiled
-    if torch.jit.is_tracing() or (is_exported and is_other):
+    # There graphs break; PyTorch before 2.12 says of all that is compiled that it is exported.
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    # Its name before 2.7.
+    is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+    is_exported = bool(is_exporting())
+    if torch.jit.is_tracing() or (is_exported and module.training):
         refuse_graph(module)
-    return bool(is_exported)
+    return is_exported
 
 
 def rows_in_graph(table: Any, ids: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from fusestep.nn import torch as fused
 from fusestep.nn.torch.engine.tensors import local
 
+from subprocesses import TORCH
 from torch_training import Tagger, assert_close, assert_same_bits, batch_of, loss_of, net, train
 
 RANKS = 2
@@ -166,7 +167,8 @@ def clip() -> None:
             loss_of(one, step).backward()
             torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
             optimizer.step()
-    check_shards(model, ours, alone, reference)
+    # Before 2.9 PyTorch clips shards by a norm in float32.
+    check_shards(model, ours, alone, reference, 1e-11 if TORCH >= (2, 9) else 1e-6)
     for name in ("Lamb", "LARS", "Adafactor"):
         with pytest.raises(RuntimeError, match="is distributed"):
             getattr(fused, name)(model.parameters()).step()
@@ -381,10 +383,12 @@ def growing() -> None:
                 call()
 
 
-def check_shards(model: Any, optimizer: Any, alone: Any, reference: Any) -> None:
+def check_shards(
+    model: Any, optimizer: Any, alone: Any, reference: Any, bound: float = 1e-11
+) -> None:
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert p.to_local().shape != q.shape
-        assert_close([p.full_tensor()], [q], 1e-11)
+        assert_close([p.full_tensor()], [q], bound)
         states, expected = optimizer.state[p], reference.state[q]
         assert states.keys() == expected.keys()
         for role, tensor in expected.items():
@@ -396,10 +400,9 @@ def main() -> None:
     """The program of one rank."""
     dist.init_process_group("gloo")
     try:
-        for part in (
-            ddp, checkpoint, fsdp, clip, clip_over_meshes, skip_over_meshes, rows_over_meshes,
-            leaks, stochastic, growing,
-        ):  # fmt: skip
+        of_fsdp = (fsdp, clip, growing) if TORCH >= (2, 7) else ()  # which needed a GPU
+        of_meshes = clip_over_meshes, skip_over_meshes, rows_over_meshes, leaks
+        for part in (ddp, checkpoint, *of_fsdp, *of_meshes, stochastic):
             part()
         Path(sys.argv[1], f"{dist.get_rank()}").write_text("done")
     finally:

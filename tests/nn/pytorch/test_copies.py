@@ -18,6 +18,7 @@ from torch_training import (  # noqa: E402
     EVERY,
     FOLDERS,
     TABLES,
+    any_gradient,
     assert_same_bits,
     everything,
     refused,
@@ -44,7 +45,7 @@ def made(name: str, parameters: Any, copies: Any = None, **options: Any) -> Any:
 
 @EACH
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=["f16", "bf16"])
-@pytest.mark.parametrize("narrow", [more(False), True])
+@pytest.mark.parametrize("narrow", [more(False), pytest.param(True, marks=any_gradient)])
 def test_a_step_writes_them(name: str, dtype: Any, narrow: bool) -> None:
     """The bits of a step without copies, and its result rounded to the nearest."""
     parameters, copies = pair(name, dtype)

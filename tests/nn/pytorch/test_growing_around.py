@@ -17,13 +17,16 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint import state_dict as of_dcp  # noqa: E402
-from torch.export import Dim, export, load, save  # noqa: E402
+from torch.export import Dim, load, save  # noqa: E402
 
 from fusestep.nn import UniformRows  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 
+from subprocesses import TORCH  # noqa: E402
 from thread_processes import in_threads  # noqa: E402
 
+ALONE: Any = {"no_dist": True} if TORCH >= (2, 7) else {}
+export = partial(torch.export.export, strict=False)  # which older versions do not by default
 D, GENERATOR = 4, torch.Generator().manual_seed(3)
 KNOWN = torch.randint(-(2**63), 2**63 - 1, (25,), generator=GENERATOR)
 EACH = torch.cat((KNOWN, torch.tensor([7, 0, 2**63 - 1, -(2**63)]).repeat(3)))
@@ -153,10 +156,10 @@ def test_states_by_torch_distributed_checkpoint(is_compiled: bool, tmp_path: Pat
     assert are_same(of_dcp.get_state_dict(one, optimizer)[0], right)
     assert are_same(of_dcp.get_model_state_dict(one, options=whole), right)
     # As torchtitan does, but into tensors of the sizes that were saved.
-    dcp.save({"model": of_dcp.get_model_state_dict(one)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": of_dcp.get_model_state_dict(one)}, checkpoint_id=tmp_path, **ALONE)
     known = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     state: Any = {k: torch.empty(x.size, dtype=x.properties.dtype) for k, x in known.items()}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path, **ALONE)
     state = {name.removeprefix("model."): state[name] for name in state}
     for given, options in ((state, of_dcp.StateDictOptions(strict=False)), (dict(right), whole)):
         other = model()
@@ -194,7 +197,8 @@ def test_exported_tables(dtype: Any) -> None:
     check(table, (ids_of(4, 3),), (ids_of(9, 5),), (EACH[None],), dynamic_shapes=shapes)
     for given in (torch.arange(-1, 9, dtype=torch.int32), EACH.view(torch.uint64)):
         assert torch.equal(table(given), table(given.to(torch.int64)))
-        check(table, (given,))
+        if given.dtype != torch.uint64 or TORCH >= (2, 12):  # which PyTorch could not save
+            check(table, (given,))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -222,8 +226,7 @@ def test_exported_bags(mode: str, dtype: Any) -> None:
     check(fused.EmbeddingBags([rest]), (torch.arange(9).reshape(3, 3),))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # which is deprecated
 def test_what_is_not_exported() -> None:
     """Training mode, torch.jit and what PyTorch's bags round otherwise: errors say what to do."""
     bags, ids = torch.nn.Sequential(fused.EmbeddingBags([growing()])), ids_of(3, 2)

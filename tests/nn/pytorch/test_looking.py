@@ -15,7 +15,7 @@ from torch.nn import Parameter  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.optimizer import Fused  # noqa: E402
 
-from torch_training import assert_equal_models, everything, net, refused, train  # noqa: E402
+from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train  # noqa: E402
 
 
 @pytest.fixture
@@ -210,7 +210,12 @@ def test_exchanged_memory_is_no_new_binding(name: str, bound: list[int]) -> None
 
 @pytest.mark.parametrize(
     "fault",
-    [torch._neg_view(torch.ones(64)), torch.ones(128)[::2], torch.ones(64).double(), None],
+    [
+        torch._neg_view(torch.ones(64)),
+        torch.ones(128)[::2],
+        pytest.param(torch.ones(64).double(), marks=any_gradient),
+        None,
+    ],
     ids=["negative", "strided", "double", "none"],
 )
 def test_memory_that_moves_in_a_step_that_is_bound_anew(fault: Any) -> None:
@@ -401,7 +406,7 @@ def test_inference_tensors() -> None:
     assert plain.tolist() == parameter.tolist() == [-2.0] * 3
 
 
-@pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam"])
+@pytest.mark.parametrize("name", [pytest.param("Adam", marks=since(2, 7)), "NAdam", "RAdam"])
 def test_groups_of_both_weight_decays(name: str) -> None:
     models = net(), net()
     for model, package in zip(models, (fused, torch.optim), strict=True):

@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
 
+from torch_training import since  # noqa: E402
+
 STEPS = 20
 # Of the largest magnitude that an element had in any step.
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -276,6 +278,7 @@ def test_adafactor_leaves_empty_parameters(shape: tuple[int, ...]) -> None:
             module.Adafactor([p]).step()
 
 
+@since(2, 12)
 def test_accumulators_begin_alike_in_all_groups() -> None:
     """Of Adagrad the constructor's value counts, whatever groups say, and when they come."""
     found = []

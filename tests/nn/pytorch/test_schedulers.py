@@ -15,7 +15,7 @@ from torch.optim.swa_utils import SWALR  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 
 from subprocesses import output_of  # noqa: E402
-from torch_training import DENSE, assert_equal_models, loss_of, net  # noqa: E402
+from torch_training import DENSE, assert_equal_models, loss_of, net, since  # noqa: E402
 
 
 def cycles(optimizer: Any) -> bool:
@@ -67,7 +67,9 @@ def run(optimizer: Any, model: Any, scheduler: Any, steps: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("rate", ["float", "0-d", "one element"])
+@pytest.mark.parametrize(
+    "rate", ["float", *(pytest.param(rate, marks=since(2, 9)) for rate in ("0-d", "one element"))]
+)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("name", DENSE)
 def test_schedulers_do_what_they_do_to_pytorch(name: str, scheduler: str, rate: str) -> None:

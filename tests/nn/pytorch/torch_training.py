@@ -13,6 +13,18 @@ from torch import Tensor, nn
 
 from fusestep.nn import torch as fused
 
+from subprocesses import TORCH
+
+any_gradient = pytest.mark.skipif(
+    not hasattr(Tensor, "grad_dtype"), reason="gradients have the dtype of their parameters"
+)
+
+
+def since(*version: int) -> pytest.MarkDecorator:
+    """A mark of what PyTorch itself does from a version on."""
+    return pytest.mark.skipif(version > TORCH, reason=f"PyTorch is older than {version}")
+
+
 _CLASSES = {n: c for n in fused.__all__ if isinstance(c := getattr(fused, n), type)}
 EVERY = sorted(n for n, c in _CLASSES.items() if issubclass(c, fused.FusedOptimizer))
 EVERY.remove("FusedOptimizer")
