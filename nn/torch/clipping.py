@@ -177,7 +177,7 @@ def clip_grad_norm_(
     """
     if torch.compiler.is_dynamo_compiling():
         options = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        return _norm_outside_of_graphs(_each(parameters), max_norm, optimizer=optimizer, **options)
+        return _norm_outside_of_graphs(parameters, max_norm, optimizer=optimizer, **options)
     del foreach
     limit = limit_of(_NORM, "max_norm", max_norm)
     order = number_of(_NORM, "norm_type", norm_type)
@@ -268,7 +268,7 @@ def clip_grad_value_(
             [1.0000, 1.0000]])
     """
     if torch.compiler.is_dynamo_compiling():
-        _values_outside_of_graphs(_each(parameters), clip_value)
+        _values_outside_of_graphs(parameters, clip_value)
         return
     del foreach
     limit = limit_of(_VALUE, "clip_value", clip_value)
@@ -279,11 +279,6 @@ def clip_grad_value_(
             gradient.clamp_(-limit, limit)
         else:
             gradient.copy_(clipped)
-
-
-def _each(parameters: Any) -> Any:
-    """Parameters that leave a graph, which a generator cannot."""
-    return [*parameters] if isinstance(parameters, GeneratorType) else parameters
 
 
 _norm_outside_of_graphs = outside_of_graphs(clip_grad_norm_)

@@ -28,15 +28,7 @@ from .memory import DTYPES, NUMBERS, tensor_of
 from .options import check_group, check_rounding, check_rows
 from .part import Group, Method, RuleChoice, state_dtype_of
 from .record import CheckedParameter
-from .state import (
-    Making,
-    beside_of,
-    element_state,
-    filled,
-    name_of,
-    numbers_here,
-    single,
-)  # fmt: skip
+from .state import Making, beside_of, element_state, filled, name_of, numbers_here, single
 from .tensors import check_cuts, is_part, is_part_of_table, local, wide_dtype
 
 
