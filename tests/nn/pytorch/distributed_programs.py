@@ -393,7 +393,8 @@ def check_shards(
         assert states.keys() == expected.keys()
         for role, tensor in expected.items():
             found = states[role]
-            assert_close([found.full_tensor() if tensor.shape == q.shape else found], [tensor])
+            whole = found.full_tensor() if tensor.shape == q.shape else found
+            assert_close([whole], [tensor], bound)
 
 
 def main() -> None:
