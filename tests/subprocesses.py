@@ -32,6 +32,7 @@ _WARNINGS = {
     "The epoch parameter in": (2, 9),
     "torch.distributed is unavailable or uninitialized": (2, 7),
     "Sparse invariant checks are implicitly disabled": (2, 13),
+    "The given buffer is not writable": (2, 13),  # of the loader of exports
 }
 IGNORED = [f"ignore:{text}" for text, until in _WARNINGS.items() if (0, 0) < TORCH < until]
 """Warnings that older versions of PyTorch give for what they do themselves."""

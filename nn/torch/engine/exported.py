@@ -25,7 +25,7 @@ def refuse_graph(module: nn.Module) -> NoReturn:
 
 def in_graph(module: nn.Module) -> bool:
     """Whether `torch.export` looks at a forward. Raises: as `refuse_graph`."""
-    # There graphs break; PyTorch before 2.12 says of all that is compiled that it is exported.
+    # There graphs break; up to 2.11 PyTorch says of all that is compiled that it is exported.
     if torch.compiler.is_dynamo_compiling():
         return False
     # Its name before 2.7.

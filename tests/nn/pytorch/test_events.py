@@ -321,7 +321,7 @@ def play(name: str, seed: int, length: int) -> list[str]:
 )
 # PyTorch's Adagrad made its states once.
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=since(2, 12)) if n == "Adagrad" else n for n in DENSE]
+    "name", [pytest.param(n, marks=since(2, 13)) if n == "Adagrad" else n for n in DENSE]
 )
 def test_sequences(name: str, seed: int, length: int) -> None:
     assert set(STEPS) <= set(play(name, seed, length))

@@ -93,7 +93,7 @@ def test_the_step_unscales(name: str, is_fused: bool, clip: str) -> None:
     """With ``fused=True``: gradients come scaled, or were unscaled and clipped before."""
     pairs, scales = optimizers(name, fused=is_fused), []
     for model, optimizer in pairs:
-        takes_scaled = is_fused and (name != "Adagrad" or TORCH >= (2, 12))
+        takes_scaled = is_fused and (name != "Adagrad" or TORCH >= (2, 13))
         assert hasattr(optimizer, "_step_supports_amp_scaling") == takes_scaled
         clipped = CLIPS[clip] and partial(CLIPS[clip], [*model.parameters()], optimizer)
         scaler = scaler_of()

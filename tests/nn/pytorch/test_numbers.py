@@ -278,7 +278,7 @@ def test_adafactor_leaves_empty_parameters(shape: tuple[int, ...]) -> None:
             module.Adafactor([p]).step()
 
 
-@since(2, 12)
+@since(2, 13)
 def test_accumulators_begin_alike_in_all_groups() -> None:
     """Of Adagrad the constructor's value counts, whatever groups say, and when they come."""
     found = []

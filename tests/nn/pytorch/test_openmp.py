@@ -201,6 +201,10 @@ STEP = """
     from fusestep.kernels.cpu.threads import openmp
     from fusestep.nn import torch as fused
     openmp.is_awake = lambda size: True
+    from fusestep.nn.torch.engine import chosen
+    # `Tensor.is_neg` releases the GIL; in a daemon thread that takes it again when Python ends,
+    # PyTorch aborts. Its own optimizers do so, too; here the loops are tried.
+    chosen._is_negated = lambda gradient: False
     torch.set_num_threads(max(2, torch.get_num_threads()))
     parameters = [torch.nn.Parameter(torch.ones(1_000_000)) for _ in range(2)]
     opt = fused.SGD(parameters, lr=1.0)
