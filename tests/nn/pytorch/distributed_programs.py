@@ -295,9 +295,13 @@ def rows_over_meshes() -> None:
                 assert_close([whole], [state], 1e-12)
         found = Cut()
         found.backward(0)
-        one = getattr(fused, name)([found.cut[1]], **options)
-        with pytest.raises(RuntimeError, match="is cut within rows"):
-            one.step()
+        found.ways.append(found.ways[0])
+        vector = nn.Parameter(found.of(found.random((4,), 0), -1))  # it is one row
+        vector.grad = found.of(found.random((4,), 1), -1)
+        for cut in (found.cut[1], vector):
+            one = getattr(fused, name)([cut], **options)
+            with pytest.raises(RuntimeError, match="is cut within rows"):
+                one.step()
 
 
 def leaks() -> None:
