@@ -29,6 +29,7 @@ except PackageNotFoundError:
 _WARNINGS = {
     "TypedStorage is deprecated": (2, 9),
     "Attempted to insert a get_attr Node": (2, 7),
+    "Node lifted_tensor_": (2, 7),
     "The epoch parameter in": (2, 9),
     "torch.distributed is unavailable or uninitialized": (2, 7),
     "Sparse invariant checks are implicitly disabled": (2, 13),

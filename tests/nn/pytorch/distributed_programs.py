@@ -224,10 +224,11 @@ def clip_over_meshes() -> None:
             ours, reference = fused.AdamW(found.cut), fused.AdamW(found.alone)
             for step in range(3):
                 found.backward(step)
-                # PyTorch adds no norms of several meshes.
-                line = torch.nn.utils.clip_grad_norm_(found.cut[:3], 1e9, order).full_tensor()
-                mine = fused.clip_grad_norm_(found.cut[:3], 1e9, order)
-                assert_close([mine], [line], 1e-6)
+                # PyTorch adds no norms of several meshes; 2.8 adds norms for that of a sum.
+                if TORCH >= (2, 11):
+                    line = torch.nn.utils.clip_grad_norm_(found.cut[:3], 1e9, order).full_tensor()
+                    mine = fused.clip_grad_norm_(found.cut[:3], 1e9, order)
+                    assert_close([mine], [line], 1e-6)
                 mine = fused.clip_grad_norm_(
                     found.cut, 0.1, order, optimizer=ours if in_step else None
                 )
