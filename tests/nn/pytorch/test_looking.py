@@ -234,6 +234,17 @@ def test_memory_that_moves_in_a_step_that_is_bound_anew(fault: Any) -> None:
     assert all((old == -2.0).all() for old in kept)
 
 
+def test_a_gradient_of_nothing_beside_an_empty_one() -> None:
+    """Neither has an address; the one has elements all the same."""
+    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (4, 0)]
+    optimizer = fused.SGD(parameters, lr=1.0)
+    for gradients in ([1.0, 1.0], [1.0, 1.0], [0.0, 1.0]):
+        for p, x in zip(parameters, gradients, strict=True):
+            p.grad = torch.full_like(p, x) if x else torch._efficientzerotensor(p.shape)
+        optimizer.step()
+    assert parameters[0].tolist() == [-1.0] * 4
+
+
 def test_swapped_tensors() -> None:
     """PyTorch swaps none that has a weak reference."""
     results = []
