@@ -245,6 +245,19 @@ def test_a_gradient_of_nothing_beside_an_empty_one() -> None:
     assert parameters[0].tolist() == [-1.0] * 4
 
 
+def test_the_end_of_a_gradient_is_cut_off_beside_a_whole_one() -> None:
+    """The storage has as many bytes as the gradient, which begins behind its first."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = fused.SGD(parameters, lr=1.0)
+    for _ in range(2):
+        parameters[0].grad, parameters[1].grad = torch.ones(4), torch.ones(12)[8:]
+        optimizer.step()
+    cut(parameters[1].grad, 36)
+    with pytest.raises(RuntimeError, match="the gradient of parameter 1 has no memory"):
+        optimizer.step()
+    assert all((p == -1.0).all() for p in parameters)
+
+
 def test_swapped_tensors() -> None:
     """PyTorch swaps none that has a weak reference."""
     results = []
