@@ -386,10 +386,10 @@ class FusedOptimizer(TableOptimizer, ABC):
             given, method, conditioning, classes, (rates, decays), self._steps,
             touched_only=touched_only,
         )  # fmt: skip
-        return Plan(
-            given, method, conditioning, rates, decays, touched_only, self.skip_nonfinite,
-            self.use_locking, calls, self._behind(calls) if self._missed is not None else (),
-        )  # fmt: skip
+        behind = self._behind(calls) if self._missed is not None else ()
+        options = touched_only, self.skip_nonfinite, self.use_locking
+        found = given, method, conditioning, rates, decays, *options, calls, behind
+        return tuple.__new__(Plan, found)  # no call of Python
 
     def _follow_memory(self) -> None:
         """Take over where parameters and states lie whose memory a framework has exchanged.

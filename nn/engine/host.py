@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ class Host:
         return undo
 
 
+_prepared, _update_of = methodcaller("prepared"), attrgetter("update")
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
@@ -77,7 +79,7 @@ def _release_locks() -> None:
 def prepared(calls: Sequence[KernelCall], method: Method) -> list[Prepared]:
     """The updates of calls, ready for `commit`; what their rule measures is measured here."""
     if not method.rule.is_two_stage:
-        return [call.update.prepared() for call in calls]
+        return [*map(_prepared, map(_update_of, calls))]
     updates: list[Any] = [call.update for call in calls]  # all dense
     known = dict(method.constants)
     return [measured_step(update, [known] * len(update.gradients)) for update in updates]

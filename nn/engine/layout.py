@@ -53,10 +53,10 @@ class Batch:
         ``gradients`` are those of `KernelCall`, ``hp`` and ``hp_of`` those of `DenseUpdate`; with
         ``touched_only`` row-sparse gradients update only the rows that occur.
         """
-        own = rule, prologue, self.variables, gradients, self.g, hp
+        own = rule, prologue, self.variables, gradients, self.g, hp, hp_of
         if not self.row_sparse:
-            return DenseUpdate(*own, hp_of)
-        return RowUpdate.of(self.labels, *own, hp_of, touched_only)
+            return tuple.__new__(DenseUpdate, (*own, ()))  # no call of Python
+        return RowUpdate.of(self.labels, *own, touched_only=touched_only)
 
 
 class KernelCall(NamedTuple):

@@ -137,7 +137,7 @@ def calls_of(
             drawn = method.draws(batch.positions, steps[batch.positions] + 1)
             hp, hp_of = np.concatenate((hp[hp_of], drawn), 1), np.arange(len(hp_of))
         update = batch.update(rule, prologue, given.of(batch), hp, hp_of, touched_only=touched_only)
-        calls.append(KernelCall(batch, update, *measured))
+        calls.append(tuple.__new__(KernelCall, (batch, update, *measured)))  # no call of Python
     return calls
 
 

@@ -180,7 +180,7 @@ class GradientReader:
         if arrays is None or addresses is None:
             return None
         if not last.row_arrays:
-            return Gradients(last, addresses, [], arrays)
+            return tuple.__new__(Gradients, (last, addresses, [], arrays, ()))
         found, rows = addresses.tolist(), list[Any]()
         for k in last.row_arrays:
             if k < 0:
@@ -197,7 +197,7 @@ class GradientReader:
             rows = [row or next(others) for row in rows]
         # Selecting nothing with NumPy takes longer than everything else here.
         dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
-        return Gradients(last, dense, rows, arrays)
+        return tuple.__new__(Gradients, (last, dense, rows, arrays, ()))  # no call of Python
 
     def _read_on_device(self, last: _LastOnDevice, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients on a device if they are like the last ones (`read_like_last`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -68,6 +69,18 @@ class RowGradient(NamedTuple):
         )  # fmt: skip
         return cls(indices, values, source, None, rows, weights, winners)
 
+    @classmethod
+    def of_tables(
+        cls, indices: Sequence[Any], values: Sequence[Any], index_bytes: int,
+        lengths: Sequence[int], places: Sequence[int], value_places: Sequence[int],
+    ) -> list[RowGradient]:  # fmt: skip
+        """Gradients as those of `of`, one for each table; they lie at these addresses."""
+        new, nothing = tuple.__new__, [repeat(0)] * (len(RowSource._fields) - 4)
+        each = zip(places, repeat(index_bytes), lengths, value_places, *nothing)
+        sources = map(new, repeat(RowSource), each)  # without a call of Python for each
+        rest = [repeat(None)] * (len(cls._fields) - 3)
+        return [*map(new, repeat(cls), zip(indices, values, sources, *rest))]  # noqa: B905
+
     def with_arrays(self, *, indices: Any = None, values: Any = None) -> RowGradient:
         """This gradient with other indices or values of its occurrences, at the same places."""
         found = self
@@ -118,9 +131,10 @@ class RowUpdate(NamedTuple):
     @classmethod
     def of(
         cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
-        gradients: Sequence[RowGradient], g: Storage, *rest: Any,
+        gradients: Sequence[RowGradient], g: Storage, hp: np.ndarray, hp_of: Any,
+        touched_only: bool,
     ) -> RowUpdate:  # fmt: skip
-        """The update of variables by a rule behind a prologue; ``rest`` is from ``hp`` on.
+        """The update of variables by a rule behind a prologue.
 
         ``g`` is the storage of the gradients' values.
 
@@ -129,9 +143,8 @@ class RowUpdate(NamedTuple):
         """
         check_keys(where[0], variables.n_rows, sum(map(_length_of, gradients)))
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
-        hp, hp_of, *options = rest
-        of = np.asarray(hp_of, np.int64)
-        return cls(where, compiled, variables.rows, gradients, hp, of, *options)
+        rest = gradients, hp, np.asarray(hp_of, np.int64), touched_only, False
+        return tuple.__new__(cls, (where, compiled, variables.rows, *rest))  # no call of Python
 
     @property
     def tables(self) -> list[RowTable]:

@@ -133,13 +133,13 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 # At most so many files, those of checks too, switches from one to another, and calls of Python in
 # 3.11, where a comprehension is one.
 WAYS = {
-    adam: (12, 18, 35),
-    lazy_adam: (13, 22, 45),
-    fused_sparse_adam: (11, 21, 40),
-    mxnet_updater: (12, 20, 44),
-    torch_adamw: (15, 24, 36),
-    torch_sparse: (17, 30, 53),
-    sharded_embedding: (30, 110, 360),
+    adam: (12, 18, 30),
+    lazy_adam: (13, 22, 40),
+    fused_sparse_adam: (11, 20, 40),
+    mxnet_updater: (12, 20, 42),
+    torch_adamw: (12, 19, 27),
+    torch_sparse: (15, 24, 39),
+    sharded_embedding: (28, 101, 344),
 }
 
 

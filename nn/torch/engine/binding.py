@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ....kernels.cpu.dense import all_finite
 from ....kernels.keeping import key_of
-from ....kernels.private import counting_changes
 from ....kernels.storage import STORAGES, real_of, storage_of
 from ....kernels.tables import TensorTable
 from ....ops.runtime.errors import reject
@@ -29,7 +28,6 @@ from .record import CheckedParameter, Kind, Record, RecordTraits
 from .state import names_of
 from .tensors import of_mesh
 
-_count_changes = counting_changes()
 _KEPT_SETS = 16  # of parameters that had gradients: layers may take turns
 _TRIALS = 6  # to find states as they were recorded, which another thread may change meanwhile
 
@@ -113,13 +111,6 @@ class Binding:
             self._sets = {key: own for key, own in self._sets.items() if keys.isdisjoint(key)}
             self._last = self._memory = None
 
-    def _known(self, active: Sequence[Tensor]) -> Chosen | None:
-        """The calls for these parameters, if they have been chosen before."""
-        last = self._last
-        if last and len(last.records) == len(active) and all(map(is_, last.parameters, active)):
-            return last
-        return self._sets.get(tuple(map(id, active)))
-
     def _choose(self, active: Sequence[Tensor]) -> Chosen:
         """Choose the kernel calls for parameters that have a gradient; sparse ones come first."""
         keys = tuple(map(id, active))
@@ -192,7 +183,13 @@ class Binding:
         new: dict[Tensor, Any] = {}
         began: Collection[int] = ()  # parameters that had no state, by their identities
         for _ in range(_TRIALS):
-            chosen = self._known(active)
+            chosen = self._last
+            if (
+                chosen is None
+                or len(chosen.parameters) != len(active)
+                or not all(map(is_, chosen.parameters, active))
+            ):
+                chosen = self._sets.get(tuple(map(id, active)))
             if chosen is None:
                 if not all(map(self.records.__contains__, map(id, active))):
                     left, more = self._record(active, gradients, entry_of, new)
@@ -202,7 +199,10 @@ class Binding:
                         for every in (active, gradients)
                     )
                 chosen = self._choose(active)
-            found = [*map(states.get, active)]
+            if len(states) == len(active) and all(map(is_, states, active)):
+                found = [*states.values()]  # which hashes no tensor, a call of Python each
+            else:
+                found = [*map(states.get, active)]
             if new:
                 found = [new.get(p, own) for p, own in zip(active, found, strict=True)]
             if not chosen.is_still(found):
@@ -219,7 +219,7 @@ class Binding:
             are_new = [id(p) in began for p in active] if began else ()
             addresses, rows, held = own
             given = chosen, gradients, addresses, rows, held, found, new, are_new, copies
-            return StepInputs(*given)
+            return tuple.__new__(StepInputs, given)  # no call of Python
         return None
 
     @torch.no_grad()
@@ -336,15 +336,6 @@ def on_devices(
         )
         for parts in found.values()
     ]
-
-
-def finish(given: StepInputs) -> None:
-    """After a step: copy back what was updated in copies, and tell autograd."""
-    if given.copies:
-        with torch.inference_mode():  # which may write to every tensor
-            for tensor, copy in given.copies:
-                tensor.copy_(copy)
-    _count_changes(given.chosen.written)
 
 
 def check_parameter(where: str, name: str, parameter: Tensor) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ....kernels.cpu.tensor_counts import TensorCount
 from ....kernels.private import part_readers
-from ....kernels.tables import RowSource
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.row_step import RowGradient
 from .memory import (
@@ -180,8 +179,8 @@ class Expected:
         """Whether shapes and layouts that matter are still those, and counts are numbers."""
         return (
             [*map(shape_of, self._tables)] == self._shapes
-            and all(layout_of(arrays[k]) == own for k, own in self._layouts)
-            and all(is_count(states[i]["step"]) for i in self._counts)
+            and (not self._layouts or all(layout_of(arrays[k]) == own for k, own in self._layouts))
+            and (not self._counts or all(is_count(states[i]["step"]) for i in self._counts))
         )
 
 
@@ -269,8 +268,8 @@ class Chosen:
         dense, rows = gradients, _NO_ROWS
         held: Sequence[Any] = ()
         if self._rows:
-            dense = [gradients[i] for i in self._dense]
-            found = self._read_rows([gradients[i] for i in self._rows])
+            dense = [*map(gradients.__getitem__, self._dense)]
+            found = self._read_rows([*map(gradients.__getitem__, self._rows)])
             if found is None:
                 return None
             rows = dict(zip(self._rows, found, strict=True))
@@ -280,35 +279,31 @@ class Chosen:
                 return None
             with torch.no_grad():
                 dense = held = [*map(local, dense)]
-        return (self._found, rows, held) if self._fit(dense) else None
-
-    def _fit(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether dense gradients lie as expected; `_found` has their addresses then."""
-        if not {*map(type, gradients)} <= PLAIN_TYPES:
-            return False
+        if not {*map(type, dense)} <= PLAIN_TYPES:
+            return None
         try:
-            found = [*map(address_of, gradients)]
+            places = [*map(address_of, dense)]
         except RuntimeError:  # it is sparse now
-            return False
+            return None
         forms = [
-            *map(numel_of, gradients), *map(is_contiguous, gradients), *map(dtype_of, gradients),
-            *map(_is_negated, gradients),
+            *map(numel_of, dense), *map(is_contiguous, dense), *map(dtype_of, dense),
+            *map(_is_negated, dense),
         ]  # fmt: skip
-        is_like = forms == self._forms and (
-            not self._strides or all(gradients[k].stride() == own for k, own in self._strides)
-        )
-        if not is_like or found == self._last:
-            return is_like
-        sizes = bytes_of(gradients)
-        if not (
-            [*map(_device_of, gradients)] == self._devices
-            and are_there(gradients, found, sizes)
-            and not self._memory.overlaps(found, sizes)
+        if forms != self._forms or (
+            self._strides and any(dense[k].stride() != own for k, own in self._strides)
         ):
-            return False
-        self._last = found
-        self._found[self._dense] = found
-        return True
+            return None
+        if places != self._last:
+            sizes = bytes_of(dense)
+            if (
+                [*map(_device_of, dense)] != self._devices
+                or not are_there(dense, places, sizes)
+                or self._memory.overlaps(places, sizes)
+            ):
+                return None
+            self._last = places
+            self._found[self._dense] = places
+        return self._found, rows, held
 
     def _read_rows(self, gradients: Sequence[Any]) -> list[RowGradient] | None:
         """Sparse gradients whose parts lie as the kernels need it; None: some do not."""
@@ -340,8 +335,7 @@ class Chosen:
         if not are_there(every, found, sizes) or self._memory.overlaps(found, sizes):
             return None
         n = len(indices)
-        sources = map(RowSource, found[:n], repeat(8), lengths, found[n:])
-        return [*map(RowGradient, indices, values, sources)]
+        return RowGradient.of_tables(indices, values, 8, lengths, found[:n], found[n:])
 
     def unlike(self, gradients: Sequence[Any]) -> list[int]:
         """The places of gradients that are of another kind than those recorded."""

@@ -19,7 +19,6 @@ from ....kernels.formula import TYPECODES, Numbers
 from ....kernels.keeping import COPY, KEEPINGS, random_scalars
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ....ops.runtime.row_step import Update
 from ...engine.layout import Batch
 from .tensors import local
 
@@ -216,10 +215,3 @@ class ParameterBatch:
         counts = steps if isinstance(steps, float) else [steps[k] for k in self.places]
         drawn = random_scalars(seeds, self.draws.keys, counts, self.draws.begins)
         return np.concatenate((hp[hp_of], drawn), axis=1), np.arange(len(drawn))
-
-    def update(self, gradients: Any, before: GradientPrologue, hp: Any, hp_of: Any) -> Update:
-        """The update of its parameters, with rows of scalars and the row of each tensor."""
-        if self.is_measured:  # each tensor has a row of scalars of its own
-            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
-        own = self.rule, before.prologue, gradients, hp, hp_of
-        return self.batch.update(*own, touched_only=bool(self.choice.touched_only))

@@ -9,18 +9,20 @@ from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ....kernels.cpu.rows.write import NumberWrite
 from ....kernels.cpu.threads.parallel import Prepared, commit
 from ....kernels.formula import Numbers
+from ....kernels.private import counting_changes
 from ....kernels.rule import Rule
 from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
 from ....ops.runtime.measured_step import measured_step, measured_together
 from ....ops.runtime.row_step import Update, run_updates
 from ...base.own_rules import checked_scalars
-from .binding import Binding, finish, has_finite, on_devices
+from .binding import Binding, has_finite, on_devices
 from .chosen import StepInputs
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch
 from .state import Number, single_of
@@ -29,6 +31,7 @@ from .threads import as_torch
 
 # As code of C: that of Python has left the caches when a step begins.
 _params_of, _grad_of = itemgetter("params"), attrgetter("grad")
+_count_changes = counting_changes()
 Options = tuple[Sequence[Group], GradientPrologue]
 """The groups, with numbers for tensors, and the transform of their gradients."""
 
@@ -121,7 +124,11 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
         if part.draws is not None:
             hp, hp_of = part.drawn(groups, steps, hp, hp_of)
         numbers += after
-        updates.append(update := part.update(given.of(part), before, hp, hp_of))
+        if part.is_measured:  # each tensor has a row of scalars of its own
+            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
+        own = part.rule, before.prologue, given.of(part), hp, hp_of
+        update = part.batch.update(*own, touched_only=bool(part.choice.touched_only))
+        updates.append(update)
         if part.choice.sleeps:
             sleeping.append((part, update))
         if part.device is not None:
@@ -142,7 +149,8 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
         values, steps_together = found
         ready += steps_together
     behind = optimizer.behind(given, sleeping, steps) if sleeping else []
-    ready = [*[own for _, own in behind], *ready]
+    if behind:
+        ready = [*[own for _, own in behind], *ready]
     counted = [] if count.n else _counted(given, numbers)
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
@@ -165,7 +173,11 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
             own["step"] = step + 1
     if together:
         optimizer.take_over(values)
-    finish(given)
+    if given.copies:
+        with torch.inference_mode():  # which may write to every tensor
+            for tensor, copy in given.copies:
+                tensor.copy_(copy)
+    _count_changes(given.chosen.written)
     if behind:
         optimizer.warn_of_stale(behind)
 
@@ -208,7 +220,7 @@ def _rows(
         scalars = partial(_checked_scalars, optimizer, choice.rule)
     is_one = len(before.factors) == 1
     if isinstance(steps, float) and not names and is_one:
-        rows = [scalars(groups[k], steps) for k in part.groups]
+        rows = [*map(scalars, map(groups.__getitem__, part.groups), repeat(steps))]
         if before.prologue:
             more = [before.scalars(groups[k], choice) for k in part.groups]
             rows = [own + others for own, others in zip(rows, more, strict=True)]
