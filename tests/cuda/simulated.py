@@ -4,7 +4,7 @@ Kernels run as Python functions on host memory, so that their index arithmetic c
 a GPU. Addresses are those of the host. An address that a device refuses for the width of a load or
 store is refused here, too.
 """
-# ruff: noqa: D103 (the functions are described where they are real)
+# ruff: noqa: ARG001 (arguments are those of the real functions)
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from fusestep.kernels.storage import f16_to_f32, f32_to_f16
 from fusestep.kernels.cuda.device.geometry import ChunkGeometry, Geometry, SortGeometry
+from fusestep.kernels.storage import f16_to_f32, f32_to_f16
 
 GEOMETRY = Geometry(
     dense=ChunkGeometry(threads=4, tiles=1),

@@ -1,7 +1,8 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`simulated`, in the place of `kernels.cuda.device.backend`), device arrays lie
-on the host and are short. The simulator has to be switched on before Numba is imported: import this first.
+Blocks are small there (`simulated`, in the place of `kernels.cuda.device.backend`), arrays lie on
+the host and are short. The simulator has to be switched on before Numba is imported: import this
+first.
 
 The simulator's own threads of a block all run at once, are polled, and put their ``cuda`` into a
 module whenever they call a function of it. Here they take turns, each up to the next barrier. What
@@ -29,9 +30,10 @@ from numba.cuda.simulator import kernel
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
 
-import simulated
 from fusestep.kernels.cuda import device
 from fusestep.ops.runtime import frameworks
+
+import simulated
 
 sys.modules[f"{device.__name__}.backend"] = simulated
 device.backend = simulated  # type: ignore[attr-defined]

@@ -9,5 +9,5 @@ from numba import config
 if config.ENABLE_CUDASIM:
     raise ImportError("kernels do not run in Numba's simulator: unset NUMBA_ENABLE_CUDASIM")
 
-from .driver import *  # noqa: E402, F403
-from .intrinsics import *  # noqa: E402, F403
+from .driver import *  # noqa: F403
+from .intrinsics import *  # noqa: F403
