@@ -150,7 +150,8 @@ class Fused(TableOptimizer, _Base):
         self._look_after_all()
         for group in self.param_groups:
             self._complete(group)
-        self._steps = Steps()
+        if "_steps" not in vars(self):  # else a state dict is loaded
+            self._steps = Steps()
         self._join()
 
     # State
