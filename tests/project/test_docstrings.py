@@ -82,50 +82,47 @@ def test_a_docstring_is_read_alone(folder):
     assert [place for place, c, _ in classes if c.name in NO_NOUNS] == []
 
 
-def methods(cls: ast.ClassDef) -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
-    """The functions of a class, with the names of their decorators."""
-    for f in cls.body:
-        if isinstance(f, ast.FunctionDef):
-            yield f.name, f, [ast.unparse(name) for name in f.decorator_list]
+def methods(cls: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [f for f in cls.body if isinstance(f, ast.FunctionDef)]
 
 
 def test_public_methods_are_described():
-    """A method has a docstring, or a base class or a protocol that the class follows has one."""
-    paths = {"": ROOT.glob("*.py")}
-    paths |= {folder: (ROOT / folder).rglob("*.py") for folder in FOLDERS}
+    """A method has a docstring, or a base class or a protocol that its class follows has one."""
+    places = [*ROOT.glob("*.py"), *(path for f in FOLDERS for path in (ROOT / f).rglob("*.py"))]
     found = [
         (f"{path.relative_to(ROOT)}:{node.lineno}", node)
-        for path in sorted(path for each in paths.values() for path in each)
+        for path in sorted(places)
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     ]
-    described, bases, protocols = defaultdict(set), defaultdict(set), []
+    described, bases = defaultdict(set), {}
+    protocols = []
     for _, cls in found:
-        described[cls.name] |= {name for name, f, _ in methods(cls) if ast.get_docstring(f)}
+        texts = {f.name for f in methods(cls) if ast.get_docstring(f)}
+        described[cls.name] |= texts  # classes of the same name are taken for one
         own = {ast.unparse(base).split(".")[-1] for base in cls.bases} - {cls.name}
-        bases[cls.name] |= own
+        bases[cls.name] = bases.get(cls.name, set()) | own
         if "Protocol" in own:
-            calls = {name for name, _, marks in methods(cls) if "property" not in marks}
-            protocols.append((calls, described[cls.name]))
+            calls = {f.name for f in methods(cls) if not f.decorator_list}
+            protocols.append((calls, texts))
 
-    def above(name: str) -> set[str]:
-        every, new = set(), {name}
-        while new:
+    def inherited(cls: ast.ClassDef) -> set[str]:
+        names = {f.name for f in methods(cls)}
+        texts = {name for calls, own in protocols if calls <= names for name in own}
+        new, every = bases[cls.name], set()
+        while new := new - every:
             every |= new
-            new = {base for known in new for base in bases[known]} - every
-        return every
+            new = {base for name in new for base in bases.get(name, ())}
+        return texts.union(*(described[name] for name in every))
 
-    missing = []
-    for place, cls in found:
-        own = {name for name, _, _ in methods(cls)}
-        known = set().union(*(described[name] for name in above(cls.name)))
-        known = known.union(*(texts for calls, texts in protocols if calls <= own))
-        missing += [
-            f"{place}: {name}"
-            for name, f, marks in methods(cls)
-            if not (cls.name.startswith("_") or name.startswith("_") or name in known)
-            and not any(mark == "overload" or mark.endswith(".setter") for mark in marks)
-        ]
+    missing = [
+        f"{place}: {f.name}"
+        for place, cls in found
+        for f in methods(cls)
+        if not (cls.name.startswith("_") or f.name.startswith("_") or ast.get_docstring(f))
+        and f.name not in inherited(cls)
+        and not any(ast.unparse(x).endswith(("overload", ".setter")) for x in f.decorator_list)
+    ]
     assert missing == []
 
 
