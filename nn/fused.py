@@ -296,8 +296,9 @@ class FusedOptimizer(TableOptimizer, ABC):
             OverflowError: ``global_step`` has reached the end of int32.
             Nothing has changed then.
         """
-        if self.together is None:
-            gradients = gradients_of(self._name, gradients, len(self.parameters))
+        n = len(self.parameters)
+        if self.together is None and (type(gradients) is not tuple or len(gradients) != n):
+            gradients = gradients_of(self._name, gradients, n)
         return self.construct(gradients)
 
     def construct(self, gradients: Any) -> tuple[bool, ...]:

@@ -38,7 +38,8 @@ class Host:
 
         With locking, also what is measured is measured while no other such call writes.
         """
-        count = self.count(plan.given.layout)
+        known, layout = self._counted, plan.given.layout  # as in `count`, without a call
+        count = known[1] if known is not None and known[0] is layout else self.count(layout)
         if plan.use_locking:
             with locks.turn():
                 _write(plan, count)

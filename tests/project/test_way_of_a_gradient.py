@@ -133,8 +133,8 @@ IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
 # At most so many files, those of checks too, switches from one to another, and calls of Python in
 # 3.11, where a comprehension is one.
 WAYS = {
-    adam: (12, 18, 30),
-    lazy_adam: (13, 22, 40),
+    adam: (12, 16, 28),
+    lazy_adam: (13, 20, 38),
     fused_sparse_adam: (11, 20, 40),
     mxnet_updater: (12, 20, 42),
     torch_adamw: (12, 19, 27),
