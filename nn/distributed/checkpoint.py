@@ -128,7 +128,7 @@ def _common(arrays: dict[str, _Array], optimizer: Any) -> dict[str, Any]:
     return {
         "shards": {n: a.form for n, a in arrays.items() if a.shard is not None},
         "arrays without a shard": {
-            n: {**a.form, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)))}
+            n: {**a.form, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)).data)}
             for n, a in whole.items()
         },
     }
