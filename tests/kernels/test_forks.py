@@ -171,12 +171,13 @@ def test_first_steps_import_nothing_beside_a_lock():
         import sys
         import numpy as np
         from fusestep import nn
+        from fusestep.kernels.cpu.compiler.compile import _lock
         from fusestep.kernels.cpu.threads.layers import _start_lock
         from numba.core.compiler_lock import global_compiler_lock
 
         class Look:
             def find_spec(self, name, path=None, target=None):
-                held = (global_compiler_lock._lock, _start_lock)
+                held = (global_compiler_lock._lock, _lock, _start_lock)
                 if not any(lock._is_owned() for lock in held):
                     print(name)
 
@@ -307,6 +308,57 @@ def test_what_a_child_can_use_of_tbb():
     anew = "2 the cores of this process\n" * 2
     lost = "1 a fork while other threads had used tbb\n" * 2
     assert printed == anew + anew + lost + anew
+
+
+@pytest.mark.skipif("tbb" not in LAYERS, reason="there is no wheel of tbb for this system")
+def test_a_fork_of_which_tbb_hears_nothing():
+    """An interrupt while the fork waits for a lock: TBB has not ended, unlike at the fork before.
+
+    The child does without TBB, whose threads it does not have.
+    """
+    program = """
+        import os, signal, sys, threading
+        import numpy as np
+        from fusestep import get_num_threads, nn
+        from fusestep.kernels.cpu.process.forks import fork_between
+
+        sys.unraisablehook = lambda *_: None
+
+        class Interrupted:
+            is_next = False
+            def __enter__(self):
+                if self.is_next:
+                    raise KeyboardInterrupt
+            def __exit__(self, *_):
+                pass
+
+        def step():
+            array = np.ones(200_000, np.float32)
+            nn.SGD([array], 0.5)((np.ones_like(array),))
+            assert (array == 0.5).all()
+
+        def forked(program):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # ends a child that waits for a thread of its parent
+                program()
+                os._exit(get_num_threads())
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def step_and_fork():
+            step()
+            lock.is_next = True
+            print(forked(step), flush=True)
+            lock.is_next = False
+
+        lock = Interrupted()
+        fork_between(lock)
+        step()
+        print(forked(step_and_fork), flush=True)
+        step_and_fork()
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER="tbb")
+    assert printed == "1\n2\n1\n"
 
 
 @pytest.mark.parametrize("layer", LAYERS)
