@@ -236,7 +236,7 @@ counts = {"failed": 0, "done": 0}
 room = 0
 while counts["done"] < 3:
     opt, arrays = made()
-    workspace._blocks.free.clear()  # as in the first step of a process
+    workspace._blocks.clear()  # as in the first step of a process
     resource.setrlimit(resource.RLIMIT_AS, (used() + room, most))
     try:
         opt(gradients)

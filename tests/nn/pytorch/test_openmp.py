@@ -176,7 +176,7 @@ def test_a_worker_that_has_ended_is_looked_for_again() -> None:
 
 def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
     size, clock = 2, time.pthread_getcpuclockid(threading.get_ident())  # which runs now
-    openmp._team.size, openmp._team.patience = size, 0
+    openmp._team.size, openmp._team.patience, openmp._team.left_alone = size, 0, 0
 
     def loops_without() -> int:
         return next(k for k in range(1_000) if openmp.is_awake(size))
@@ -192,6 +192,23 @@ def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
         openmp.record_loop(clock, 0)
     assert late() == 8
     openmp._team.size = 0
+
+
+@pytest.mark.parametrize("can_start", [False, True])
+def test_each_python_thread_starts_a_team_of_its_own(
+    can_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is known of that of another thread. OpenMP ends the process if it cannot."""
+    openmp._team.size, openmp._team.left_alone = 2, 0
+    openmp.record_loop(time.pthread_getcpuclockid(threading.get_ident()), 0)
+    assert openmp.is_awake(2)
+    monkeypatch.setattr(openmp, "can_start", lambda _: can_start)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(openmp.is_awake(2)))
+    thread.start()
+    thread.join()
+    openmp._team.size = 0
+    assert found == [can_start]
 
 
 STEP = """
