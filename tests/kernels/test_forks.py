@@ -128,6 +128,31 @@ def test_what_surrounds_a_fork():
     assert output_of(program) == "[0] False []\n[0, 0] False []\n[0] False []\n"
 
 
+def test_a_fork_holds_its_locks_longest():
+    """Regions may begin before another fork does. Where nothing has run, nothing is compiled."""
+    program = """
+        import os
+        from fusestep.kernels.cpu.process.forks import fork_between
+        from fusestep.kernels.cpu.threads import layers, parallel
+
+        class Looking:
+            def __enter__(self):
+                seen.append(layers.regions.value)
+            def __exit__(self, *_):
+                seen.append(layers.regions.value)
+
+        seen = []
+        fork_between(Looking())
+        for step in (lambda: None, parallel.start_threads):
+            step()
+            if os.fork() == 0:
+                os._exit(0)
+            print(os.wait()[1], *seen, layers.add_atomically.is_loaded)
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="2")
+    assert printed == "0 0 0 False\n0 0 0 0 0 True\n"
+
+
 def test_a_child_of_a_fork_within_a_step_takes_the_next_one():
     """Its optimizer has a lock, which a thread held that the child does not have."""
     program = """

@@ -280,6 +280,39 @@ def test_workers_of_a_data_loader_step_on_their_own() -> None:
     assert second == "[-4.0, -4.0, -3.0, -3.0] -3.0"
 
 
+FORKING = """
+import os, signal
+import torch
+from fusestep.kernels.cpu.threads import openmp
+from fusestep.nn import torch as fused
+torch.set_num_threads(max(2, torch.get_num_threads()))
+p = torch.nn.Parameter(torch.zeros(300_000))
+p.grad = torch.ones_like(p)
+optimizer, children = fused.SGD([p], lr=1.0), []
+openmp.is_awake = lambda size: True
+optimizer.step()
+def is_awake(size):
+    signal.raise_signal(signal.SIGUSR1)
+    return True
+def fork(*_):
+    children.append(os.fork())
+    if 0 in children:
+        signal.alarm(60)  # ends a child that waits for a thread of its parent
+signal.signal(signal.SIGUSR1, fork)
+openmp.is_awake = is_awake
+optimizer.step()
+if 0 in children:
+    os._exit(set(p.tolist()) != {-2.0})
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], p[0].item())
+"""
+
+
+def test_a_signal_handler_forks_within_a_step() -> None:
+    """Child and parent both end the step, the child without threads that it does not have."""
+    several = fusestep.get_num_threads() > 1 and openmp.functions() is not None
+    assert output_of(FORKING, timeout=100).strip() == f"{[0] * several} -2.0"
+
+
 WANTED = """
 import torch
 from fusestep import threading_layer
