@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,8 @@ from ..base.checkpoint import check_savable, replace_file
 from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
 from .agreement import agree, attempted, gather_texts, jointly
-from .communicator import Communicator, LostProcessError
-from .index import FORMAT, INDEX, Index, checksum, file_digest, index_of, part_name
+from .communicator import Communicator, LostProcessError, as_bytes
+from .index import FORMAT, INDEX, Index, file_digest, index_of, part_name
 from .joint_step import check_on_host
 from .shard import RowShard
 from .states import ShardedStates
@@ -127,7 +128,8 @@ def _common(arrays: dict[str, _Array], optimizer: Any) -> dict[str, Any]:
     return {
         "shards": {n: a.form for n, a in arrays.items() if a.shard is not None},
         "arrays without a shard": {
-            n: {**a.form, "crc32": checksum(a.array)} for n, a in whole.items()
+            n: {**a.form, "crc32": zlib.crc32(as_bytes(np.ascontiguousarray(a.array)).data)}
+            for n, a in whole.items()
         },
     }
 
@@ -195,8 +197,7 @@ def load_checkpoint(
     Each process reads the rows that it owns now, in either order of rows. Everything is checked
     before anything is written; only a file that cannot be read any more then leaves tables half
     read. The index has a digest of itself and of every part: the processes deal out the parts, and
-    read each once from end to end before they read rows. Folders of older versions have no digests
-    of parts: dtypes and shapes are checked, and checksums of what was saved without a shard.
+    read each once from end to end before they read rows.
 
     Symbolic links are followed: the folder, the index and the parts may be links.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cpu.threads import allocation
+from fusestep.kernels.cpu.threads import allocation, workspace
 
 from helpers import BF16, assert_same_arrays
 
@@ -59,6 +60,20 @@ def test_states_stay_at_lines() -> None:
     assert offset(rows) == 0 and np.all(rows == 1.0)
     for array in nn.mxnet.Adam().create_state(0, np.ones(1000, np.float32)):
         assert offset(array) == 0
+
+
+def test_workspace_of_many_calls_at_once_is_not_kept() -> None:
+    """Calls give back what they borrow; the memory of a few is kept for the next."""
+    blocks = [workspace.borrow(1000) for _ in range(9)]
+    assert len({block.address for block in blocks}) == 9
+    alive = [weakref.ref(block.words) for block in blocks]
+    while blocks:
+        workspace.give_back(blocks.pop())
+    assert 0 < sum(words() is not None for words in alive) < 9
+    pool, objects = workspace.Pool(object), [object() for _ in range(9)]
+    for each in objects:
+        pool.give(each)
+    assert 0 < sum(pool.take() in objects for _ in range(9)) < 9
 
 
 def placed(array: np.ndarray, place: int) -> np.ndarray:

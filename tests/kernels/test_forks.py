@@ -128,6 +128,31 @@ def test_what_surrounds_a_fork():
     assert output_of(program) == "[0] False []\n[0, 0] False []\n[0] False []\n"
 
 
+def test_a_fork_holds_its_locks_longest():
+    """Regions may begin before another fork does. Where nothing has run, nothing is compiled."""
+    program = """
+        import os
+        from fusestep.kernels.cpu.process.forks import fork_between
+        from fusestep.kernels.cpu.threads import layers, parallel
+
+        class Looking:
+            def __enter__(self):
+                seen.append(layers.regions.value)
+            def __exit__(self, *_):
+                seen.append(layers.regions.value)
+
+        seen = []
+        fork_between(Looking())
+        for step in (lambda: None, parallel.start_threads):
+            step()
+            if os.fork() == 0:
+                os._exit(0)
+            print(os.wait()[1], *seen, layers.add_atomically.is_loaded)
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="2")
+    assert printed == "0 0 0 False\n0 0 0 0 0 True\n"
+
+
 def test_a_child_of_a_fork_within_a_step_takes_the_next_one():
     """Its optimizer has a lock, which a thread held that the child does not have."""
     program = """
@@ -171,12 +196,13 @@ def test_first_steps_import_nothing_beside_a_lock():
         import sys
         import numpy as np
         from fusestep import nn
+        from fusestep.kernels.cpu.compiler.compile import _lock
         from fusestep.kernels.cpu.threads.layers import _start_lock
         from numba.core.compiler_lock import global_compiler_lock
 
         class Look:
             def find_spec(self, name, path=None, target=None):
-                held = (global_compiler_lock._lock, _start_lock)
+                held = (global_compiler_lock._lock, _lock, _start_lock)
                 if not any(lock._is_owned() for lock in held):
                     print(name)
 
@@ -309,6 +335,57 @@ def test_what_a_child_can_use_of_tbb():
     assert printed == anew + anew + lost + anew
 
 
+@pytest.mark.skipif("tbb" not in LAYERS, reason="there is no wheel of tbb for this system")
+def test_a_fork_of_which_tbb_hears_nothing():
+    """An interrupt while the fork waits for a lock: TBB has not ended, unlike at the fork before.
+
+    The child does without TBB, whose threads it does not have.
+    """
+    program = """
+        import os, signal, sys, threading
+        import numpy as np
+        from fusestep import get_num_threads, nn
+        from fusestep.kernels.cpu.process.forks import fork_between
+
+        sys.unraisablehook = lambda *_: None
+
+        class Interrupted:
+            is_next = False
+            def __enter__(self):
+                if self.is_next:
+                    raise KeyboardInterrupt
+            def __exit__(self, *_):
+                pass
+
+        def step():
+            array = np.ones(200_000, np.float32)
+            nn.SGD([array], 0.5)((np.ones_like(array),))
+            assert (array == 0.5).all()
+
+        def forked(program):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(60)  # ends a child that waits for a thread of its parent
+                program()
+                os._exit(get_num_threads())
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def step_and_fork():
+            step()
+            lock.is_next = True
+            print(forked(step), flush=True)
+            lock.is_next = False
+
+        lock = Interrupted()
+        fork_between(lock)
+        step()
+        print(forked(step_and_fork), flush=True)
+        step_and_fork()
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER="tbb")
+    assert printed == "1\n2\n1\n"
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_signal_handler_forks_within_a_step(layer):
     """Parent and child both end the step, the child on the threads that it has."""
@@ -357,7 +434,7 @@ def test_a_fork_interrupted_at_any_moment(layer):
         parallel.start_threads()
         process, moment = os.getpid(), 0
         locks = compile._lock, *compiler_locks(), layers._workqueue_lock
-        sys.unraisablehook = lambda *_: None
+        sys.unraisablehook = (kept := []).append  # with what the frames of the hook hold
 
         def look(frame, event, _argument):
             global passed

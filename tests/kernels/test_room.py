@@ -138,6 +138,38 @@ def test_the_first_parallel_step_where_no_thread_can_be_started(layer):
 
 
 @ON_LINUX
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_step_after_a_fork_where_no_thread_can_be_started(layer):
+    """Threads end at a fork, in the child at least; a library would end the process, or wait."""
+    program = """
+        import os, resource, signal
+        import numpy as np
+        from fusestep import nn, set_num_threads
+
+        array, ones = np.ones(200_000, np.float32), np.ones(200_000, np.float32)
+        opt = nn.SGD([array], 0.5)
+        for n in (None, 1, None):  # nothing is compiled later
+            set_num_threads(n)
+            opt((ones,))
+
+        def step():
+            if os.geteuid() == 0:
+                os.setuid(65534)  # no limit holds for root
+            resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+            opt((ones,))
+            assert (array == -1).all()
+
+        if os.fork() == 0:
+            signal.alarm(60)
+            step()
+            os._exit(0)
+        assert os.wait()[1] == 0
+        step()
+    """
+    output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
+
+
+@ON_LINUX
 def test_a_kernel_that_there_is_no_room_to_compile():
     program = """
         import resource
@@ -204,7 +236,7 @@ counts = {"failed": 0, "done": 0}
 room = 0
 while counts["done"] < 3:
     opt, arrays = made()
-    workspace._blocks.free.clear()  # as in the first step of a process
+    workspace._blocks.clear()  # as in the first step of a process
     resource.setrlimit(resource.RLIMIT_AS, (used() + room, most))
     try:
         opt(gradients)

@@ -26,7 +26,8 @@ from .layers import threading_layer
 VARIABLE = "FUSESTEP_SHARE_OPENMP"
 _NOBODY = -1  # in place of a clock: OpenMP runs the loops of this thread on this thread alone
 _FIRST_PATIENCE, _MOST_PATIENCE = 8, 128  # loops
-_is_forked = False
+is_forked = ctypes.c_int64()  # whether a fork has left the threads behind
+IS_FORKED_AT = ctypes.addressof(is_forked)
 
 
 class Functions(NamedTuple):
@@ -45,7 +46,7 @@ def why_not() -> str:
         "looked for on Linux alone": sys.platform != "linux",
         f"NUMBA_THREADING_LAYER={wanted}": wanted != "default",  # the user wants that layer
         f"the threading layer is {layer or 'not started'}": layer != "tbb",  # workqueue has a lock
-        "a fork leaves them behind": _is_forked,
+        "a fork leaves them behind": bool(is_forked.value),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
@@ -116,6 +117,5 @@ def record_loop(clock: int, was_late: int) -> None:
 
 @in_child
 def _forget_threads() -> None:
-    global _is_forked
-    _is_forked = True
+    is_forked.value = 1
     functions.cache_clear()

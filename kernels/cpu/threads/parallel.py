@@ -212,13 +212,13 @@ def _join(region):
         r.was_late = 1
 
 
-def _call_shared(parallel, join, region, regions):
-    r = _regions_at(region, 1)[0]
-    if atomic_add(regions, 1) < CLOSED:
+def _call_shared(parallel, join, region, is_forked):
+    # A signal handler may have forked since the threads were looked for.
+    if load_int64(is_forked) == 0:
         call_address(parallel, join, region, 0, 0)
     else:
+        r = _regions_at(region, 1)[0]
         _each_serial(r.loops, r.n_loops)
-    atomic_add(regions, -1)
 
 
 def _call_serial(loops, n_loops):
@@ -446,7 +446,7 @@ def run_words(words: array[int]) -> None:
         asked = omp.thread_number, omp.team_size
         region = array("q", (address, n_loops, threads, *counting, *asked, 0, 0, 0))
         at, _ = region.buffer_info()
-        _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
+        _shared_loops.call(omp.parallel, _joined.address, at, openmp.IS_FORKED_AT)
         openmp.record_loop(*region[-2:])
         _caller.launcher = _OPENMP
         return

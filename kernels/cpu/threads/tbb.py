@@ -66,8 +66,6 @@ def _library() -> _Library | None:
         return None
     get.restype, finalize.restype = None, ctypes.c_bool
     get.argtypes, finalize.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_ssize_t]
-    if not _handle:
-        get(ctypes.byref(_handle))  # first, or the threads would end
     give_up(id(tbbpool))  # what Numba does when a process ends
     return _Library(get, finalize)
 

@@ -42,19 +42,17 @@ class Block(NamedTuple):
     address: int
 
 
-_blocks: Pool[Block] = Pool(lambda: _allocate(1))
+_blocks: deque[Block] = deque(maxlen=_KEPT)  # a block may be too small: no `Pool`
+give_back = _blocks.append
 
 
 def borrow(n_words: int) -> Block:
     """Borrow at least ``n_words`` uninitialised words for one call; see `give_back`."""
     try:
-        block = _blocks.free.pop()
+        block = _blocks.pop()
     except IndexError:
         return _allocate(n_words)
     return block if block.words.size >= n_words else _allocate(n_words)
-
-
-give_back = _blocks.give
 
 
 def _allocate(n_words: int) -> Block:

@@ -176,7 +176,7 @@ def test_a_worker_that_has_ended_is_looked_for_again() -> None:
 
 def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
     size, clock = 2, time.pthread_getcpuclockid(threading.get_ident())  # which runs now
-    openmp._team.size, openmp._team.patience = size, 0
+    openmp._team.size, openmp._team.patience, openmp._team.left_alone = size, 0, 0
 
     def loops_without() -> int:
         return next(k for k in range(1_000) if openmp.is_awake(size))
@@ -192,6 +192,23 @@ def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
         openmp.record_loop(clock, 0)
     assert late() == 8
     openmp._team.size = 0
+
+
+@pytest.mark.parametrize("can_start", [False, True])
+def test_each_python_thread_starts_a_team_of_its_own(
+    can_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is known of that of another thread. OpenMP ends the process if it cannot."""
+    openmp._team.size, openmp._team.left_alone = 2, 0
+    openmp.record_loop(time.pthread_getcpuclockid(threading.get_ident()), 0)
+    assert openmp.is_awake(2)
+    monkeypatch.setattr(openmp, "can_start", lambda _: can_start)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(openmp.is_awake(2)))
+    thread.start()
+    thread.join()
+    openmp._team.size = 0
+    assert found == [can_start]
 
 
 STEP = """
@@ -261,6 +278,39 @@ def test_workers_of_a_data_loader_step_on_their_own() -> None:
     first, second = output_of(WORKERS).splitlines()
     assert first == "[-3.0, -3.0, -2.0, -2.0] -2.0"
     assert second == "[-4.0, -4.0, -3.0, -3.0] -3.0"
+
+
+FORKING = """
+import os, signal
+import torch
+from fusestep.kernels.cpu.threads import openmp
+from fusestep.nn import torch as fused
+torch.set_num_threads(max(2, torch.get_num_threads()))
+p = torch.nn.Parameter(torch.zeros(300_000))
+p.grad = torch.ones_like(p)
+optimizer, children = fused.SGD([p], lr=1.0), []
+openmp.is_awake = lambda size: True
+optimizer.step()
+def is_awake(size):
+    signal.raise_signal(signal.SIGUSR1)
+    return True
+def fork(*_):
+    children.append(os.fork())
+    if 0 in children:
+        signal.alarm(60)  # ends a child that waits for a thread of its parent
+signal.signal(signal.SIGUSR1, fork)
+openmp.is_awake = is_awake
+optimizer.step()
+if 0 in children:
+    os._exit(set(p.tolist()) != {-2.0})
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], p[0].item())
+"""
+
+
+def test_a_signal_handler_forks_within_a_step() -> None:
+    """Child and parent both end the step, the child without threads that it does not have."""
+    several = fusestep.get_num_threads() > 1 and openmp.functions() is not None
+    assert output_of(FORKING, timeout=100).strip() == f"{[0] * several} -2.0"
 
 
 WANTED = """
