@@ -31,7 +31,7 @@ CHECKED = {
                                      "there)",
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
         "nn/torch/engine/table_rows.py": "_form",
-        "nn/torch/clipping.py": "_euclidean (by in_memory)",
+        "nn/torch/engine/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
         "ops/runtime/measured_step.py": "number_at (of states that a step writes)",
     },
@@ -64,7 +64,7 @@ CHECKED = {
         "kernels/cuda/device/memory.py": "_Pinned.begin",
         "kernels/cuda/device/simulated.py": "_at, reader, storer.store",
         "nn/torch/engine/state.py": "full_like",
-        "nn/torch/clipping.py": "_of_order",
+        "nn/torch/engine/clipping.py": "_of_order",
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
         "examples/click_model/training.py": "Training.measure",
         "examples/click_model/sharded_training.py": "ShardedTraining._sums",
@@ -72,7 +72,8 @@ CHECKED = {
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/base/parameter.py": "Parameter.is_of",
-        "nn/torch/bags.py": "EmbeddingBags._now, _versions",
+        "nn/torch/bags.py": "EmbeddingBags._now",
+        "nn/torch/engine/bags/gradients.py": "versions_of",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
         "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy, _Simulator (each "
                                      "by a form that its place has seen)",
