@@ -30,10 +30,11 @@ from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite
+from .engine.gradients import Gradients, by_storage
 from .engine.host import Host
 from .engine.offload import Offload
 from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
-from .engine.reader import GradientReader, Gradients, by_storage
+from .engine.reader import GradientReader
 from .engine.rounding import RoundedOptimizer
 from .table_rows import TableOptimizer
 

@@ -10,10 +10,10 @@ from ...ops.runtime import cuda, pending
 from ...ops.runtime.device import launching
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import run_updates
+from .gradients import by_storage
 from .host import Host
 from .layout import Batch
 from .plan import Plan
-from .reader import by_storage
 
 ByBatch = Sequence[tuple[Batch, Any]]
 """Batches with their gradients: addresses of dense ones, or the row-sparse ones."""

@@ -20,10 +20,10 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
+from .gradients import check_rows
 from .host import Host, prepared
 from .layout import NOTHING, Batch, KernelCall
 from .plan import Plan
-from .reader import check_rows
 
 CHUNK = 1 << 22
 """Elements of a chunk."""

@@ -19,8 +19,8 @@ from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import PerOwnerRates
 from .conditioning import Conditioning
+from .gradients import Gradients
 from .layout import NOTHING, Batch, KernelCall
-from .reader import Gradients
 
 
 class Method(NamedTuple):
