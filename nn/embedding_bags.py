@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.cpu.threads.allocation import read_at_random
-from ..ops.runtime.arrays import address_of
+from ..ops.runtime.arrays import addresses_of
 from ..ops.runtime.bags.device import DevicePooled
 from ..ops.runtime.bags.ids import read
 from ..ops.runtime.bags.pooled import Pooled, pool
@@ -24,6 +25,7 @@ from .engine.catch_up import spans_of
 from .fused import FusedOptimizer
 
 _NAME = "EmbeddingBags"
+_array_of, _shape_of = attrgetter("array"), attrgetter("shape")
 
 
 class _Forward(NamedTuple):
@@ -165,11 +167,11 @@ class EmbeddingBags:
 
     def _are_bound(self, known: Pooling) -> bool:
         """Whether the parameters still have these arrays, which nobody has resized in place."""
-        parameters = self.optimizer.parameters
-        each = zip(self._places, known.arrays, known.shapes, known.addresses, strict=True)
-        return all(
-            parameters[i].array is array and array.shape == shape and address_of(array) == address
-            for i, array, shape, address in each
+        arrays = map(_array_of, map(self.optimizer.parameters.__getitem__, self._places))
+        return (
+            all(map(is_, arrays, known.arrays))
+            and [*map(_shape_of, known.arrays)] == known.shapes
+            and addresses_of(known.arrays) == known.addresses
         )
 
     def gradients(self, grad_out: Any) -> tuple[BagTensor | None, ...]:
@@ -224,7 +226,7 @@ class EmbeddingBags:
             wrong = "has another thread's forward before it"
         elif not self._are_bound(last.pooling):
             wrong = "has tables that were rebound since the forward"
-        elif not all(own.are_current() for own in last.rows):
+        elif last.rows and not all(own.are_current() for own in last.rows):
             wrong = "has rows that were given back since the forward"
         if last is None or wrong:
             raise RuntimeError(f"{_NAME}: backward {wrong}: call the bags first")

@@ -7,6 +7,7 @@ so no later loop has to know them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from .headers.id_lists import IdList
 from .rows import sums
 from .rows.layout import PADDING
 from .threads import allocation
-from .threads.parallel import Arguments, Loop, get_num_threads, run_all
+from .threads.parallel import Arguments, get_num_threads, run_words
 
 MOST = 2**31 - 1
 """Most ids of a call, rows of a table and rows of a gradient: they are numbered in int32."""
@@ -402,41 +403,39 @@ class Bags:
             self._origins, out, winners, None, None, 0, 0, ends, 0,
         ))  # fmt: skip
         own = self._loops
-        lay_out = own.lay_out_and_pool if sums and at_once else own.lay_out
-        loops = [self._loop(lay_out), self._once(find_bad)]
+        loops = [own.lay_out_and_pool if sums and at_once else own.lay_out, find_bad]
         if leaves_out:
-            loops = [self._loop(count_kept), self._once(add_counts), *loops]
+            loops = [count_kept, add_counts, *loops]
         if sums and not at_once:
-            loops.append(self._loop(own.pool))
-        run_all(loops)
+            loops.append(own.pool)
+        self._run(*loops)
         self.is_bad = bool(self._call.words[_FIELDS["is_bad"]])
 
-    def _loop(self, function: NativeFunction) -> Loop:
-        return Loop.of(function, self._n_parts, self._call.address, self._threads)
-
-    def _once(self, function: NativeFunction) -> Loop:
-        return Loop.of(function, 1, self._call.address, 1)
+    def _run(self, *loops: NativeFunction) -> None:
+        """Run loops over the parts; those that look at all parts have one of their own."""
+        words, call = array("q"), self._call.address
+        for loop in loops:
+            n = 1 if loop is find_bad or loop is add_counts else self._n_parts
+            words.extend((loop.address, n, call, min(self._threads, n)))
+        run_words(words)
 
     def _set(self, **arguments: int | np.ndarray) -> None:
         for name, value in arguments.items():
             address = address_of(value) if isinstance(value, np.ndarray) else value
             self._call.words[_FIELDS[name]] = address
 
-    @property
-    def ids(self) -> np.ndarray:
-        """int32: the list of ids, without those that are ignored."""
-        return self._ids[: self.bounds[-1]]
-
-    def rows_of_gradient(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The row of the gradient for each id of the list, int32, and its weight or None."""
+    def rows_of_gradient(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The list of ids, without those that are ignored, int32; the row of the gradient for each,
+        int32, and its weight or None.
+        """
         n = int(self.bounds[-1])
         found = allocation.empty((n,), np.int32)
         if self._pooling == MEAN and self._weights is None:
             self._weights = allocation.empty((n,), self._real)
             self._set(weights=self._weights)
         self._set(gradient_rows=found)
-        run_all([self._loop(self._loops.number_rows)])
-        return found, None if self._weights is None else self._weights[:n]
+        self._run(self._loops.number_rows)
+        return self._ids[:n], found, None if self._weights is None else self._weights[:n]
 
     def multiply(self, gradient: np.ndarray, g: Storage, w: Sequence[Storage]) -> list[np.ndarray]:
         """The product of each id's row with the gradient of its bag: an array for each feature.
@@ -450,5 +449,5 @@ class Bags:
         each, real = zip(w, products, strict=True), real_of(w[0])
         dots = np.array([(sums.dot(own, g, real).address, address_of(x)) for own, x in each])
         self._set(dots=dots, gradient=gradient, g_bytes=g.itemsize)
-        run_all([self._loop(self._loops.multiply)])
+        self._run(self._loops.multiply)
         return products

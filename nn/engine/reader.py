@@ -107,7 +107,8 @@ class GradientReader:
             rows.append(RowGradient(indices, values, source))
         if last.has_pooled:
             pooled = [gradient.gradient for gradient in gradients if type(gradient) is BagTensor]
-            if last.shares_memory({span for g in pooled for span in g.spans}):
+            # All else of pooled rows is this package's own.
+            if last.shares_memory({(own.source.values, own.values.nbytes) for own in pooled}):
                 return None
             others = iter(pooled)
             rows = [row or next(others) for row in rows]
@@ -126,7 +127,7 @@ class GradientReader:
             if kind.pooled:
                 if type(gradient) is not BagTensor or gradient.dense_shape != shapes[0]:
                     return None
-                values, weights = gradient.values, gradient.weights
+                values, weights = gradient.gradient.values, gradient.gradient.weights
                 if type(values) is not np.ndarray or values.dtype is not kind.dtype:
                     return None
                 if weights is not None and weights.dtype is not real:

@@ -166,23 +166,7 @@ class _CuPy(Framework):
             return self._cupy.ascontiguousarray(value)
 
 
-class _Simulator(Framework):
-    """Arrays of Numba's simulator, which lie on the host."""
-
-    tells_device = True
-
-    def place(self, where: str, name: str, value: Any) -> Place:  # noqa: ARG002
-        array = value._ary
-        strides = None if array.flags.c_contiguous else array.strides
-        return Place(array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable)
-
-    form: Any = attrgetter("_ary.shape", "_ary.strides", "_ary.dtype", "_ary.flags.writeable")
-    address: Any = attrgetter("_ary.ctypes.data")
-
-
-_INTERFACE, _NUMBA, TORCH, _CUPY, _SIMULATOR = (
-    Framework(), _Numba(), _Torch(), _CuPy(), _Simulator()
-)  # fmt: skip
+_INTERFACE, _NUMBA, TORCH, _CUPY = Framework(), _Numba(), _Torch(), _CuPy()
 
 
 def carrier_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -233,10 +217,6 @@ def framework_of(value: Any) -> Framework | None:
             known = _of_types[kind] = TORCH
         elif isinstance(value, _class("cupy", "ndarray")):
             known = _of_types[kind] = _CUPY
-        elif kind.__module__.startswith("numba.cuda.simulator."):
-            if not hasattr(value, "_ary"):
-                return None
-            known = _of_types[kind] = _SIMULATOR
         elif getattr(value, "__cuda_array_interface__", None) is None:
             return None
         elif kind.__module__.startswith(("numba.", "numba_cuda.")):  # true of all of this class

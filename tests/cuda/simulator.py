@@ -1,7 +1,8 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`kernels.cuda.device.simulated`), device arrays lie on the host and are
-short. The simulator has to be switched on before Numba is imported: import this first.
+Blocks are small there (`simulated`, in the place of `kernels.cuda.device.backend`), arrays lie on
+the host and are short. The simulator has to be switched on before Numba is imported: import this
+first.
 
 The simulator's own threads of a block all run at once, are polled, and put their ``cuda`` into a
 module whenever they call a function of it. Here they take turns, each up to the next barrier. What
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +27,34 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 import numpy as np
 from numba.cuda.simulator import kernel
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
 
-from fusestep.kernels.cuda.device import simulated
+from fusestep.kernels.cuda import device
+from fusestep.ops.runtime import frameworks
+
+import simulated
+
+sys.modules[f"{device.__name__}.backend"] = simulated
+device.backend = simulated  # type: ignore[attr-defined]
+
+
+class _Simulator(frameworks.Framework):
+    """Arrays of the simulator."""
+
+    tells_device = True
+
+    def place(self, where: str, name: str, value: Any) -> frameworks.Place:  # noqa: ARG002
+        array = value._ary
+        strides = None if array.flags.c_contiguous else array.strides
+        form = array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable
+        return frameworks.Place(*form)
+
+    form: Any = attrgetter("_ary.shape", "_ary.strides", "_ary.dtype", "_ary.flags.writeable")
+    address: Any = attrgetter("_ary.ctypes.data")
+
+
+frameworks._of_types[FakeCUDAArray] = _Simulator()
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from devices import (
     told,
 )
 from helpers import at_once
-from simulator import give_out_tensors
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
@@ -111,6 +110,8 @@ CUPY = SimpleNamespace(
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of torch lie on the device, and CuPy is there."""
     current.torch = current.cupy = 0
+    from simulator import give_out_tensors
+
     give_out_tensors(monkeypatch, lambda device: current.torch + 100 * device)
     monkeypatch.setitem(sys.modules, "cupy", CUPY)
 

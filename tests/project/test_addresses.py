@@ -39,8 +39,7 @@ CHECKED = {
         "ops/runtime/arrays.py": "adopt",
     },
     "what exports it holds it; where that is not known, it is not 0": {
-        "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, "
-                                     "_CuPy.stream, _Simulator.place",
+        "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, _CuPy.stream",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
     "the sizes of all storages are compared with what is needed": {
@@ -52,7 +51,6 @@ CHECKED = {
                                          "_lies_as_expected",
         "kernels/cpu/headers/id_lists.py": "_look_at_array",
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
-        "kernels/cuda/device/simulated.py": "address_of, copy_in, copy_out",
     },
     "the size of the storage is compared with that of the array": {
         "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array",
@@ -62,7 +60,6 @@ CHECKED = {
         "kernels/cpu/rows/sort.py": "_finish",
         "kernels/tables.py": "RowTable.bounds",
         "kernels/cuda/device/memory.py": "_Pinned.begin",
-        "kernels/cuda/device/simulated.py": "_at, reader, storer.store",
         "nn/torch/engine/state.py": "full_like",
         "nn/torch/engine/clipping.py": "_of_order",
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
@@ -75,7 +72,7 @@ CHECKED = {
         "nn/torch/bags.py": "EmbeddingBags._now",
         "nn/torch/engine/bags/gradients.py": "versions_of",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
-        "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy, _Simulator (each "
+        "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy (each "
                                      "by a form that its place has seen)",
     },
 }  # fmt: skip

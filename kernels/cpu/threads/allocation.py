@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,14 +49,16 @@ def fill_part(index, slot, c):
         k += c.stride
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array at the start of a line, uninitialised."""
-    return _at_line(np.empty, shape, np.dtype(dtype))
+def _at_line(make: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    memory = make(math.prod(shape) * dtype.itemsize + LINE + _WORD, np.uint8)
+    return np.ndarray(shape, dtype, memory, -address_of(memory) % LINE)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array of zeros at the start of a line, whose pages are made at their first use."""
-    return _at_line(np.zeros, shape, np.dtype(dtype))
+empty = partial(_at_line, np.empty)
+"""``empty(shape, dtype)``: an array at the start of a line, uninitialised."""
+zeros = partial(_at_line, np.zeros)
+"""``zeros(shape, dtype)``: an array of zeros there, whose pages are made at their first use."""
 
 
 def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
@@ -107,10 +110,3 @@ def read_at_random(array: np.ndarray) -> None:
 def _advise(page: int, n_bytes: int, advice: int) -> None:
     """Tell the system how memory from the start of a page on is used; it may ignore that."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(page), ctypes.c_size_t(n_bytes), advice)
-
-
-def _at_line(make: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    n_bytes = math.prod(shape) * dtype.itemsize
-    memory = make(n_bytes + LINE + _WORD, np.uint8)
-    begin = -address_of(memory) % LINE
-    return np.ndarray(shape, dtype, memory, begin)

@@ -21,7 +21,8 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from itertools import compress, count
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -45,7 +46,7 @@ from ..compiler.intrinsics import (
 from ..compiler.lines import LINE
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
-from ..headers.arrays import address_of
+from ..headers.arrays import addresses_of
 from . import layers as layer
 from . import openmp
 from .layers import (
@@ -350,11 +351,14 @@ def share_openmp_threads(
 class Arguments:
     """The arguments of a loop in memory: addresses of arrays, which are kept alive; 0 for None."""
 
-    def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
+    def __init__(self, call: tuple[Any, ...]) -> None:
         self._call = call
-        self.words = array(
-            "q", [address_of(x) if isinstance(x, np.ndarray) else x or 0 for x in call]
-        )
+        are_arrays = [*map(np.ndarray.__instancecheck__, call)]
+        numbers = [0 if own else x or 0 for x, own in zip(call, are_arrays, strict=True)]
+        addresses = addresses_of([*compress(call, are_arrays)])
+        for k, address in zip(compress(count(), are_arrays), addresses, strict=True):
+            numbers[k] = address
+        self.words = array("q", numbers)
         self.address, _ = self.words.buffer_info()
 
 

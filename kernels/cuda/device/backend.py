@@ -1,12 +1,13 @@
-"""The device, or Numba's simulator of one: everything below the kernels, under the same names.
+"""Everything below the kernels: the driver, and the instructions that Numba has no name for.
 
-This is the only place that asks which of them it is.
+Raises:
+    ImportError: Numba's simulator is switched on, which has neither.
 """
 
 from numba import config
 
-if not config.ENABLE_CUDASIM:
-    from .driver import *  # noqa: F403
-    from .intrinsics import *  # noqa: F403
-else:
-    from .simulated import *  # noqa: F403
+if config.ENABLE_CUDASIM:
+    raise ImportError("kernels do not run in Numba's simulator: unset NUMBA_ENABLE_CUDASIM")
+
+from .driver import *  # noqa: F403
+from .intrinsics import *  # noqa: F403

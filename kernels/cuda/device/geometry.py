@@ -1,7 +1,7 @@
 """Geometry of launches: the numbers by which work is dealt to the threads of a device.
 
 The order of some sums follows from them, so they are the same on every device. `backend` has the
-one that is used; that of the simulator has small blocks.
+one that is used.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def read_plain(
         lists = _read_tensors(objects, form, n, pooling.real, torch, is_weighted=is_weighted)
     if lists is None:
         return None
-    given = HostIds(lists, pooling.real, is_weighted, objects)
+    given = tuple.__new__(HostIds, (lists, pooling.real, is_weighted, objects))
     if singles and form == SINGLE:
         bags = given.column("bags")
         if bags[0] == 0 or (bags != bags[0]).any():

@@ -12,7 +12,7 @@ from ....kernels.cpu import bags as kernels
 from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
 from ....kernels.tables import RowSource
-from ..arrays import address_of
+from ..arrays import address_of, addresses_of
 from ..errors import reject
 from ..row_step import RowGradient
 from . import device
@@ -49,6 +49,9 @@ class Pooled:
         out: the caller's arrays for the output, or None.
         sums: whether to pool; else only gradients can be asked for.
         multiplies: whether gradients of weights may be asked for; None: if there are weights.
+
+    Attributes:
+        batch: the number of bags of each pooled feature.
     """
 
     def __init__(
@@ -56,17 +59,18 @@ class Pooled:
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
         where, self._pooling, self._given = pooling.where, pooling, given
-        n = int(given.column("n").sum())
+        n, bags = sum(given.column("n").tolist()), given.column("bags").tolist()
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
-        self._shapes = pooling.output_shapes(given.column("bags").tolist())
+        self._shapes = pooling.output_shapes(bags)
+        self.batch = self._shapes[0][0]
         # Gradients of maxima need the winners, which only pooling finds.
         sums = sums or pooling.name == "max"
         self.out: Any = None
         features, base = pooling.records(sums=sums, weighted=given.is_weighted), 0
         if not pooling.pools:
             # The gradients of a table's features are joined, one below the other.
-            features, bags, before = features.copy(), given.column("bags"), self._bags_before()
+            features, before = features.copy(), self._bags_before()
             tables = np.array(pooling.ordered(pooling.of))
             features[:, _COLUMN] = np.cumsum(bags) - bags - before[tables]
         if sums:
@@ -83,12 +87,7 @@ class Pooled:
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
         # The ids have been copied: the caller may change, resize or free its arrays.
-        self._given = given._replace(keep=())
-
-    @property
-    def batch(self) -> int:
-        """The number of bags of each pooled feature."""
-        return self._shapes[0][0]
+        self._given = HostIds(given.lists, given.real, given.is_weighted, ())
 
     def _place_output(self, out: Any, features: np.ndarray) -> tuple[np.ndarray, int]:
         """Make or take the output; returns features with their places in it, and its address."""
@@ -124,29 +123,27 @@ class Pooled:
         """
         pooling, bags = self._pooling, self._bags
         arrays, unit = self._gradient_arrays(grad)
-        rows, weights = bags.rows_of_gradient()
+        ids, rows, weights = bags.rows_of_gradient()
         # Asking NumPy for addresses would take longer than everything else, so each array is asked
         # once.
-        ends = bags.bounds[self._bags_before()].tolist()
-        ids, winners = bags.ids, self._winners
-        at_ids, at_rows = address_of(ids), address_of(rows)
+        ends, winners = bags.bounds[self._bags_before()].tolist(), self._winners
+        at_ids, at_rows, values_at = addresses_of((ids, rows, arrays[0]))
         at_weights = 0 if weights is None else address_of(weights)
         at_winners = 0 if winners is None else address_of(winners)
         real_bytes = 0 if weights is None else pooling.real.itemsize
-        values_at = address_of(arrays[0])
-        values, found = arrays[0], []
+        values, found, new = arrays[0], [], tuple.__new__  # which is no call of Python
         for t, shape in enumerate(pooling.shapes):
             if arrays[t] is not values:
                 values, values_at = arrays[t], address_of(arrays[t])
             begin, end, step = ends[t], ends[t + 1], unit or shape[1]
             stride = step * values.itemsize
-            source = RowSource(
+            source = new(RowSource, (
                 at_ids + 4 * begin, 4, end - begin, values_at, 0, 0, at_rows + 4 * begin, stride,
                 at_weights + real_bytes * begin, at_winners, begin, values.nbytes // max(1, stride),
-            )  # fmt: skip
+            ))  # fmt: skip
             own_weights = None if weights is None else weights[begin:end]
             own = ids[begin:end], values, source, None, rows[begin:end], own_weights, winners
-            found.append(BagTensor(RowGradient(*own), step, shape))
+            found.append(BagTensor(new(RowGradient, own), step, shape))
         return found
 
     def _bags_before(self) -> np.ndarray:

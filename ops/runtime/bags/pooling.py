@@ -33,6 +33,11 @@ class Pooling:
         padding: the id of each feature that is ignored, or one for all features, or None.
         out_of_range: ``"raise"`` or ``"drop"``.
         open_ended: whether lists of offsets lack the end of the last bag.
+
+    Attributes:
+        pools: whether rows are pooled at all: several become one.
+        is_on_device: whether the tables lie on a CUDA device.
+        width: columns of the pooled output.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class Pooling:
         _check_tables(where, tables, self.of)
         if not isinstance(pooling, str) or pooling not in POOLINGS:
             reject(ValueError, where, "pooling", "is unknown", tuple(POOLINGS), pooling)
-        self.name, self.kind = pooling, POOLINGS[pooling]
+        self.name, self.kind, self.pools = pooling, POOLINGS[pooling], pooling != "none"
+        self.is_on_device = is_on_device(tables[0])
         self.drops = check.out_of_range_rule(where, out_of_range) == "drop"
         self.padding = self._padding(padding)
         self.leaves_out = self.drops or any(own is not None for own in self.padding)
@@ -56,28 +62,13 @@ class Pooling:
         self.columns = [0]
         for width in self.widths:
             self.columns.append(self.columns[-1] + width)
-        self.unit = math.gcd(*self.columns)
+        self.unit, self.width = math.gcd(*self.columns), self.columns[-1]
         self.order = sorted(range(len(self.of)), key=lambda f: self.of[f])
         # With one feature for each table, in their order, nothing has to be reordered.
         self.is_ordered = self.order == list(range(len(self.of)))
         counts = np.bincount(self.of, minlength=n)
         self.features_before = np.concatenate(([0], np.cumsum(counts)))  # each table; then in all
         self._records: dict[tuple[bool, bool], np.ndarray] = {}
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the tables lie on a CUDA device."""
-        return is_on_device(self.arrays[0])
-
-    @property
-    def pools(self) -> bool:
-        """Whether rows are pooled at all: several become one."""
-        return self.name != "none"
-
-    @property
-    def width(self) -> int:
-        """Columns of the pooled output."""
-        return self.columns[-1]
 
     def output_shapes(self, bags: Sequence[int]) -> list[tuple[int, int]]:
         """The shape of the output of each feature, for its bags in the order of the tables.

@@ -1,10 +1,10 @@
-"""The names of `driver` and `intrinsics` in plain Python, for Numba's simulator.
+"""The names of `kernels.cuda.device.backend` in plain Python, for Numba's simulator.
 
-With ``NUMBA_ENABLE_CUDASIM=1`` kernels run as Python functions on host memory, so that their index
-arithmetic can be tested without a GPU. Addresses are those of the host. An address that a device
-refuses for the width of a load or store is refused here, too.
+Kernels run as Python functions on host memory, so that their index arithmetic can be tested without
+a GPU. Addresses are those of the host. An address that a device refuses for the width of a load or
+store is refused here, too.
 """
-# ruff: noqa: D103 (the functions are described where they are real)
+# ruff: noqa: ARG001 (arguments are those of the real functions)
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from ...storage import f16_to_f32, f32_to_f16
-from .geometry import ChunkGeometry, Geometry, SortGeometry
+from fusestep.kernels.cuda.device.geometry import ChunkGeometry, Geometry, SortGeometry
+from fusestep.kernels.storage import f16_to_f32, f32_to_f16
 
 GEOMETRY = Geometry(
     dense=ChunkGeometry(threads=4, tiles=1),
