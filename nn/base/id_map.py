@@ -360,7 +360,8 @@ class IdMap:
             return found if seen_less_than is None else found & (counts < seen_less_than)
 
         with self._lock:
-            chosen, (waiting, counts, seen) = self._rows.in_use(), self._slots.pending(self.step)
+            chosen: np.ndarray = self._rows.in_use()
+            waiting, counts, seen = self._slots.pending(self.step)
             chosen = chosen[are_old(self._rows.last_uses[chosen], self._rows.counts[chosen])]
             is_old = are_old(seen, counts) & (unused_for is not None) | forget_pending
             if kept is not None:

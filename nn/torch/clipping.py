@@ -22,6 +22,7 @@ from ...kernels.private import outside_of_graphs, parts_of
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
 from ...ops.runtime.errors import reject
+from .engine import memory
 from .engine.clipping import (
     NORM,
     VALUE,
@@ -31,15 +32,6 @@ from .engine.clipping import (
     norm_of,
     number_of,
     within,
-)
-from .engine.memory import (
-    DTYPE_NAMES,
-    DTYPES,
-    Stretch,
-    check_apart,
-    check_there,
-    is_single,
-    is_zerotensor,
 )
 from .engine.table_rows import optimizers
 from .engine.tensors import local
@@ -142,7 +134,7 @@ def clip_grad_norm_(
     factor = min(limit / (norm + 1e-6), 1.0)  # a NaN stays one
     if optimizer is None and factor != 1.0:
         written = _writable(NORM, measured, zeros_stay=math.isfinite(factor))
-        check_apart(NORM, [Stretch.of(_elements(g), name) for name, _, g in written])
+        memory.check_apart(NORM, [memory.Stretch.of(_elements(g), name) for name, _, g in written])
         for _, _, gradient in written:
             local(gradient).mul_(factor)
     already = {id(p): x for x, group in by_factor.items() for _, p, _ in group}
@@ -241,8 +233,8 @@ def _given(where: str, parameters: Any) -> list[NamedGradient]:
             continue
         if layout not in (torch.strided, torch.sparse_coo):
             reject(RuntimeError, where, name, "has a wrong layout", "strided or sparse_coo", layout)
-        if dtype not in DTYPES:
-            reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, dtype)
+        if dtype not in memory.DTYPES:
+            reject(RuntimeError, where, name, "has a wrong dtype", memory.DTYPE_NAMES, dtype)
         if device.type not in ("cpu", "cuda"):
             expected = "the host or a CUDA device"
             reject(RuntimeError, where, name, "has a wrong device", expected, device)
@@ -292,13 +284,13 @@ def _writable(
     for own in given:
         name, _, gradient = own
         values = _elements(gradient)
-        if is_zerotensor(values):
+        if memory.is_zerotensor(values):
             if zeros_stay:
                 continue
             expected, got = "memory of its own", "zeros without memory"
             reject(RuntimeError, where, name, "cannot be written", expected, got)
-        check_there(where, name, values)
-        lies_on_itself = not is_single(values)
+        memory.check_there(where, name, values)
+        lies_on_itself = not memory.is_single(values)
         if lies_on_itself or (values.is_inference() and not torch.is_inference_mode_enabled()):
             got = "elements that share memory" if lies_on_itself else "an inference tensor"
             reject(RuntimeError, where, name, "cannot be written", "memory of its own", got)

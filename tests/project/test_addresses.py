@@ -26,11 +26,10 @@ CHECKED = {
     "check_there of ops.runtime.frameworks, before PyTorch or a loop reads": {
         "ops/runtime/frameworks.py": "check_there, _Torch.place",
         "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
-        "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
+        "nn/torch/engine/tensors.py": "rows_of (by in_memory), form_of",
         "nn/torch/engine/chosen.py": "Chosen.read_each (by Record.dense), Chosen.copied (made "
                                      "there)",
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
-        "nn/torch/engine/table_rows.py": "_form",
         "nn/torch/engine/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
         "ops/runtime/measured_step.py": "number_at (of states that a step writes)",
