@@ -33,7 +33,7 @@ from .engine.device import Device, are_finite
 from .engine.gradients import Gradients, by_storage
 from .engine.host import Host
 from .engine.offload import Offload
-from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
+from .engine.plan import Classes, Counts, Plan, StepAgreement, StepMethod, Stepper, calls_of
 from .engine.reader import GradientReader
 from .engine.rounding import RoundedOptimizer
 from .table_rows import TableOptimizer
@@ -189,9 +189,9 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
     def formula(self) -> Formula:
         """The formula that gives scalars from the learning rate and the number of the update."""
 
-    def _method(self) -> Method:
+    def _method(self) -> StepMethod:
         """The update of a step, with the present options."""
-        return Method(self._rule, self.formula(), draws=self._draws())
+        return StepMethod(self._rule, self.formula(), draws=self._draws())
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; since it may be an option, the next step asks `formula` anew.
@@ -268,7 +268,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         return self._step_with(gradients, self._conditioning)
 
     def _step_with(self, gradients: Any, conditioning: Conditioning) -> tuple[bool, ...]:
-        method: Method | None = vars(self)["_known_method"]
+        method: StepMethod | None = vars(self)["_known_method"]
         if method is None:
             method = self._method()
             formula = checked_formula(self._name, method.rule, method.formula)
@@ -292,7 +292,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         else:
             stepper.run(plan)
 
-    def _plan(self, gradients: Any, method: Method, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, method: StepMethod, conditioning: Conditioning) -> Plan | None:
         """The plan of the step, read and checked; None for a step that is to be skipped.
 
         All errors come from here, before anything has been written.

@@ -74,7 +74,7 @@ class KernelCall(NamedTuple):
         return self.update.gradients
 
 
-class Kind(NamedTuple):
+class GradientKind(NamedTuple):
     """The kind of a gradient: its dtype, and the dtype of its indices if it is row-sparse."""
 
     dtype: np.dtype[Any]
@@ -87,6 +87,8 @@ class Kind(NamedTuple):
         return self.index_dtype is not None
 
 
+GradientKinds = tuple[GradientKind | None, ...]
+"""The kind of each parameter's gradient; None where there is none."""
 Place = tuple[np.ndarray, int, tuple[int, ...], np.dtype[Any]]
 """An array, its address, shape and dtype."""
 
@@ -100,7 +102,7 @@ class Layout:
     active: np.ndarray  # int64: places of all parameters that have a gradient
     is_complete: bool  # whether these are all parameters
     dense_bytes: tuple[int, ...]  # sizes of the dense gradients, in order
-    kinds: tuple[Kind | None, ...]  # the kind of each parameter's gradient
+    kinds: GradientKinds  # the kind of each parameter's gradient
     # The expected headers of the gradients' arrays (for a row-sparse gradient the indices, then
     # the values) and of the variables, if every parameter has a gradient; else None.
     expected: headers.Expected | None
@@ -133,7 +135,7 @@ class Layout:
 
 
 def build_layout(
-    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[Any, ...]], labels: Sequence[str],
+    kinds: GradientKinds, tensors: Sequence[tuple[Any, ...]], labels: Sequence[str],
     keepings: Sequence[Keeping | None],
 ) -> Layout:  # fmt: skip
     """Group parameters (with their states) whose gradients are of these ``kinds``."""
@@ -189,7 +191,7 @@ def _place(array: np.ndarray) -> Place:
 
 
 def _array_forms(
-    gradients: Sequence[tuple[Kind, Any]],
+    gradients: Sequence[tuple[GradientKind, Any]],
 ) -> tuple[list[headers.ArrayForm], np.ndarray, tuple[int, ...]]:
     """The forms of gradient arrays, and the places of dense ones and of indices among them."""
     forms: list[headers.ArrayForm] = []

@@ -25,7 +25,7 @@ from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .device_gradients import LastOnDevice
 from .gradients import Gradients, check_rows
-from .layout import Kind, Layout, build_layout
+from .layout import GradientKind, GradientKinds, Layout, build_layout
 
 # A model whose layers take turns to have gradients needs several layouts. A model in which the
 # choice of layers never repeats must not keep all of them.
@@ -62,7 +62,7 @@ class GradientReader:
         """Drop all layouts: an address has changed."""
         # A new dict: a thread that is reading now writes its layout to the old one. The key None
         # has the last layout, if `read_like_last` can use it.
-        self._layouts: dict[tuple[Kind | None, ...] | None, Layout] = {}
+        self._layouts: dict[GradientKinds | None, Layout] = {}
         self._on_device: LastOnDevice | None = None
         # Of each framework a function, arrays of parameters and states, and its results for them.
         self._lay: list[tuple[Callable[[Any], int], list[Any], list[int]]] | None = None
@@ -182,9 +182,9 @@ class GradientReader:
 
     def _read_each(
         self, gradients: tuple[Any, ...], added: Callable[[int], float]
-    ) -> tuple[list[Any], list[Kind | None]]:
+    ) -> tuple[list[Any], list[GradientKind | None]]:
         read: list[Any] = []
-        kinds: list[Kind | None] = []
+        kinds: list[GradientKind | None] = []
         for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             if gradient is None:
                 kinds.append(None)
@@ -204,10 +204,10 @@ class GradientReader:
             index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
             is_pooled = isinstance(found, RowGradient) and found.rows is not None
             read.append(found)
-            kinds.append(Kind(found.dtype, index_dtype, is_pooled))
+            kinds.append(GradientKind(found.dtype, index_dtype, is_pooled))
         return read, kinds
 
-    def _check_variables(self, kinds: Sequence[Kind | None]) -> None:
+    def _check_variables(self, kinds: Sequence[GradientKind | None]) -> None:
         """Refuse variables that were changed in place since construction.
 
         Raises:
@@ -226,9 +226,7 @@ class GradientReader:
                     wrong = "has another shape than at construction"
                     reject(ValueError, self._where, name, wrong, shape, array.shape)
 
-    def _layout(
-        self, layouts: dict[tuple[Kind | None, ...] | None, Layout], kinds: tuple[Kind | None, ...]
-    ) -> Layout:
+    def _layout(self, layouts: dict[GradientKinds | None, Layout], kinds: GradientKinds) -> Layout:
         layout = layouts.get(kinds)
         if layout is not None and not layout.is_in_place:
             layouts.clear()

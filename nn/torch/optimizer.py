@@ -180,10 +180,8 @@ class Fused(TableOptimizer, _Base):
             last.remove()
         if self._files is not None:
             self._files.begin_anew(self._missed)
-        saved, keys = given[-1], list[tuple[Tensor, Any]]()
-        for group, loaded, own in zip(
-            self.param_groups, saved["param_groups"], before, strict=True
-        ):
+        groups, saved, keys = self.param_groups, given[-1], list[tuple[Tensor, Any]]()
+        for group, loaded, own in zip(groups, saved["param_groups"], before, strict=True):
             group.update({name: x for name, x in own.items() if name not in loaded})
             for parameter, key in zip(group["params"], loaded["params"], strict=True):
                 keys.append((parameter, key))
