@@ -30,8 +30,8 @@ from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite
-from .engine.gradients import Gradients, by_storage
 from .engine.host import Host
+from .engine.layout import Gradients, by_storage
 from .engine.offload import Offload
 from .engine.plan import Classes, Counts, Plan, StepAgreement, StepMethod, Stepper, calls_of
 from .engine.reader import GradientReader

@@ -11,8 +11,7 @@ import numpy as np
 from ...ops.runtime.device import DeviceArray, DeviceForm, lie_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.row_tensor import RowTensor
-from .gradients import Gradients
-from .layout import Layout
+from .layout import Gradients, Layout
 
 
 class _RowLook(NamedTuple):

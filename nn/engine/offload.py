@@ -20,9 +20,8 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
-from .gradients import check_rows
 from .host import Host, prepared
-from .layout import NOTHING, Batch, KernelCall
+from .layout import NOTHING, Batch, KernelCall, check_rows
 from .plan import Plan
 
 CHUNK = 1 << 22

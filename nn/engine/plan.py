@@ -19,8 +19,7 @@ from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import PerOwnerRates
 from .conditioning import Conditioning
-from .gradients import Gradients
-from .layout import NOTHING, Batch, KernelCall
+from .layout import NOTHING, Batch, Gradients, KernelCall
 
 
 class StepMethod(NamedTuple):

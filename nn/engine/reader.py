@@ -24,8 +24,7 @@ from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .device_gradients import LastOnDevice
-from .gradients import Gradients, check_rows
-from .layout import GradientKind, GradientKinds, Layout, build_layout
+from .layout import GradientKind, GradientKinds, Gradients, Layout, build_layout, check_rows
 
 # A model whose layers take turns to have gradients needs several layouts. A model in which the
 # choice of layers never repeats must not keep all of them.

@@ -19,8 +19,7 @@ from ....kernels.tables import TensorTable
 from ....ops.runtime.errors import reject
 from ....ops.runtime.step import Variables
 from ...engine.device import are_finite
-from ...engine.gradients import by_storage
-from ...engine.layout import Batch
+from ...engine.layout import Batch, by_storage
 from .chosen import Chosen, Columns, StepInputs
 from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
 from .part import Group, ParameterBatch, RandomBits, RuleChoice
