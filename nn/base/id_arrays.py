@@ -28,6 +28,7 @@ OPTIONAL = frozenset(("pending_last_uses",))
 MOST_LOAD, FEWEST_SLOTS = 0.8, 1_024
 """Of the slots before there are more of them."""
 _LOAD, _MOMENTS = 0.55, 256
+_NO_IDS, _NO_ROWS = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 class Admissions(NamedTuple):
@@ -181,8 +182,8 @@ class UseQueue(NamedTuple):
     A row that was used since comes behind all of them, so the queue holds until it is empty.
     """
 
-    rows: np.ndarray
-    uses: np.ndarray
+    rows: np.ndarray = _NO_ROWS
+    uses: np.ndarray = _NO_ROWS
 
     @classmethod
     def of(cls, every: IdRows, step: int) -> UseQueue:
@@ -194,7 +195,7 @@ class UseQueue(NamedTuple):
 
     def take(self, n: int, every: IdRows) -> tuple[np.ndarray, UseQueue]:
         """So many rows, or fewer, that were not used since; and the queue that is left."""
-        (rows, uses), begin, found = self, 0, np.empty(0, np.int32)
+        (rows, uses), begin, found = self, 0, _NO_ROWS
         while len(found) < n and begin < len(rows):
             end = begin + 2 * n + FEWEST_SLOTS
             some = rows[begin:end]
@@ -208,14 +209,9 @@ class UseQueue(NamedTuple):
 class Removals(NamedTuple):
     """Ids that have lost their rows, and in which steps."""
 
-    ids: np.ndarray  # int64
-    steps: np.ndarray  # int64
-    forgotten: int  # the last step of those that are no more among them; -1: there are none
-
-    @classmethod
-    def none(cls) -> Removals:
-        """No ids."""
-        return cls(np.empty(0, np.int64), np.empty(0, np.int64), -1)
+    ids: np.ndarray = _NO_IDS  # int64
+    steps: np.ndarray = _NO_IDS  # int64
+    forgotten: int = -1  # the last step of those that are no more among them; -1: there are none
 
     def with_more(self, ids: np.ndarray, step: int, most: int) -> Removals:
         """These ids, and others behind them; of all no more than ``most``."""

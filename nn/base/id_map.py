@@ -107,7 +107,7 @@ class IdMap:
         self._rows = IdRows.empty(self.capacity)
         self.step, self.evictions = 0, 0
         self._n_removed, self._entries = np.zeros(2, np.int64), np.zeros(1, np.int64)
-        self._queue, self._removed = UseQueue(_NO_ROWS, _NO_ROWS), Removals.none()
+        self._queue, self._removed = UseQueue(), Removals()
         self._slots = IdSlots.empty()
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
         self.last = _NONE
@@ -197,11 +197,7 @@ class IdMap:
             return self._admit(found.reshape(-1), int(step), times, begin).reshape(found.shape)
 
     def check_step(self, step: Any) -> None:
-        """Refuse the number of a step that is none, or below that of the last call.
-
-        Raises:
-            TypeError, ValueError: it is such a one.
-        """
+        """Refuse the number of a step that is none, or below that of the last call."""
         count("IdMap", "step", step)
         is_next = self.step <= step <= _LARGEST
         check.in_range("IdMap", "step", step, is_next, f"from {self.step} to 2**31 - 1")
@@ -272,7 +268,7 @@ class IdMap:
             if begin is not None and len(new):
                 begin(self.last)
         except BaseException:  # nobody has got them
-            self._queue, new = UseQueue(_NO_ROWS, _NO_ROWS), handed[: int(told[3])]
+            self._queue, new = UseQueue(), handed[: int(told[3])]
             self._free_rows(new := new[self._rows.counts[new] > 0], step)
             self._n_removed[1] -= len(new)
             raise

@@ -207,11 +207,7 @@ class GradientReader:
         return read, kinds
 
     def _check_variables(self, kinds: Sequence[GradientKind | None]) -> None:
-        """Refuse variables that were changed in place since construction.
-
-        Raises:
-            ValueError: one is read-only or has another shape.
-        """
+        """Refuse variables that were changed in place since construction."""
         entries = zip(kinds, self._parameters, self.shapes, self._states, strict=True)
         for kind, p, shapes, states in entries:
             if kind is None:

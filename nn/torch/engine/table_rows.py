@@ -461,10 +461,6 @@ class TableOptimizer(Declaration, TableRows):
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse options and states of a state dict that the groups cannot have, and give tables
         that grow the rows that their states lack in it.
-
-        Raises:
-            TypeError: the states of a parameter are no dict.
-            ValueError: an option or a shape does not fit, or nothing tells what rows have missed.
         """
         where, states = type(self).__name__, state_dict["state"]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):

@@ -93,11 +93,7 @@ def _array(name: str, tensor: Any) -> Any:
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    """Refuse what is no tensor with numbers on the host or a CUDA device.
-
-    Raises:
-        TypeError, RuntimeError: it is such a one.
-    """
+    """Refuse what is no tensor with numbers on the host or a CUDA device."""
     if not isinstance(tensor, Tensor):
         reject(TypeError, WHERE, name, "has a wrong type", "a tensor", type(tensor).__name__)
     if tensor.device.type not in ("cpu", "cuda"):

@@ -91,11 +91,7 @@ class UpdatesInBackward:
         self._steps: weakref.WeakValueDictionary[int, StepAtEnd] = weakref.WeakValueDictionary()
 
     def check(self, weights: Sequence[Tensor]) -> None:
-        """Refuse tables that the optimizer does not have, or with hooks that would see nothing.
-
-        Raises:
-            ValueError: there are some.
-        """
+        """Refuse tables that the optimizer does not have, or with hooks that would see nothing."""
         if not all(map(is_, weights, self.weights)):
             own = {*map(id, parameters_of(self.optimizer))}
             for k, weight in enumerate(weights):
