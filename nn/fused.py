@@ -222,16 +222,11 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         self._bound = {}
         if self._device is not None:
             self._stepper = (Offload if self._works_on_host else Device)(self._host)
+        centralized = [i for i, option in enumerate(self._groups.options) if option.centralize]
         self._reader = self.reader_type(
-            self._name,
-            self.parameters,
-            self._states_of_each(),
-            self.sparse_update,
-            self._rows_need,
-            [i for i, option in enumerate(self._groups.options) if option.centralize],
-            row_wise=self._rule.is_row_wise,
-            keepings=self.keepings,
-        )
+            self._name, self.parameters, self._states_of_each(), self.sparse_update,
+            self._rows_need, centralized, row_wise=self._rule.is_row_wise, keepings=self.keepings,
+        )  # fmt: skip
 
     def _condition(self) -> None:
         make: Callable[..., Conditioning] = Conditioning
@@ -408,9 +403,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         if self._device is None:
             super()._move_to(target)
         if self._stays_on_host or target == "Ascend":
-            expected = (
-                "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
-            )
+            expected = "'CPU', where it works" if self._stays_on_host else "'CPU' or 'GPU'"
             reject(ValueError, self._name, "target", "is impossible", expected, target)
         # Locks are taken in the order of a step on a device, that of the optimizer first: otherwise
         # two threads could wait for each other.

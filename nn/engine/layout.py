@@ -151,19 +151,11 @@ def build_layout(
     for (row_sparse, dtype, *_), positions in groups.items():
         place = {i: k for k, i in enumerate(sparse if row_sparse else dense)}
         variables = Variables.of([tensors[i] for i in positions])
-        batches.append(
-            Batch(
-                np.array(positions),
-                variables,
-                STORAGES[dtype],
-                row_sparse,
-                np.array([place[i] for i in positions]),
-                len(positions) == len(kinds),
-                variables.real.carrier,
-                tuple(labels[i] for i in positions),
-                keepings[positions[0]],
-            )
-        )
+        places, are_all = np.array([place[i] for i in positions]), len(positions) == len(kinds)
+        batches.append(Batch(
+            np.array(positions), variables, STORAGES[dtype], row_sparse, places, are_all,
+            variables.real.carrier, tuple(labels[i] for i in positions), keepings[positions[0]],
+        ))  # fmt: skip
     written = [array for _, _, arrays in known for array in arrays]
     # An empty array overlaps nothing, whatever its address.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)

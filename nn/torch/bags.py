@@ -19,25 +19,8 @@ from ...ops.runtime.bags.pooled import Pooled, pool
 from ...ops.runtime.bags.pooling import Pooling, tables_of_features
 from ...ops.runtime.device import is_on_device
 from ...ops.runtime.errors import reject
-from .engine.bags.arguments import (
-    WHERE,
-    arrays_of,
-    check_tensor,
-    named_tables,
-    one_of,
-    size_of,
-    with_end,
-)
-from .engine.bags.gradients import no_rows, tensor_of_rows, versions_of, without_row
-from .engine.bags.updates import (
-    UpdatesInBackward,
-    can_step_in_backward,
-    is_in_backward,
-    parameters_of,
-    reject_others,
-    uses_of,
-    wrapper_of,
-)
+from .engine.bags import arguments, gradients, updates
+from .engine.bags.arguments import WHERE
 from .engine.exported import bags_in_graph, in_graph, refuse_graph
 from .engine.memory import array_of, in_memory, tensor_of
 from .engine.sleep import prepare_bags, prepare_rows
@@ -119,7 +102,7 @@ class EmbeddingBags(nn.Module):
     >>> out.sum().backward()
     """
 
-    _updates: UpdatesInBackward | None = None
+    _updates: updates.UpdatesInBackward | None = None
     _has_lost_updates = False  # of a copy: its gradients wait for somebody
     _known: Any = None
     _ddp: Any = None
@@ -130,21 +113,21 @@ class EmbeddingBags(nn.Module):
         features: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        named = named_tables(tables)
+        named = arguments.named_tables(tables)
         self._features = [*range(len(named))]
         if features is not None:
             self._features = tables_of_features(WHERE, features, len(named))
         bags = [m for m in named.values() if isinstance(m, nn.EmbeddingBag)]
         # Of modules that are made here, and where none has an option of its own.
-        self._mode = one_of("mode", {m.mode for m in bags}, mode, "sum")
+        self._mode = arguments.one_of("mode", {m.mode for m in bags}, mode, "sum")
         if self._mode not in _MODES:
             reject(ValueError, WHERE, "mode", "is not supported", _MODES, self._mode)
         lasts = {bool(m.include_last_offset) for m in bags}
-        self._last = one_of("include_last_offset", lasts, include_last_offset, False)
+        self._last = arguments.one_of("include_last_offset", lasts, include_last_offset, False)
         for name, table in named.items():
             if not isinstance(table, nn.EmbeddingBag | nn.Embedding):
                 options = {"mode": self._mode, "include_last_offset": self._last}
-                table = nn.EmbeddingBag(*size_of(name, table), **options)
+                table = nn.EmbeddingBag(*arguments.size_of(name, table), **options)
             table.sparse = True
             _check_module(name, table)
             self.add_module(name, table)
@@ -162,14 +145,14 @@ class EmbeddingBags(nn.Module):
     @property
     def mode(self) -> str:
         """How bags are pooled: as the modules say."""
-        found: str = one_of("mode", self._options("mode"), None, self._mode)
+        found: str = arguments.one_of("mode", self._options("mode"), None, self._mode)
         return found
 
     @property
     def include_last_offset(self) -> bool:
         """Whether the last of the offsets is the number of ids: as the modules say."""
         found = self._options("include_last_offset")
-        return bool(one_of("include_last_offset", found, None, self._last))
+        return bool(arguments.one_of("include_last_offset", found, None, self._last))
 
     def _options(self, name: str) -> set[Any]:
         """The values of an option that modules have."""
@@ -218,7 +201,7 @@ class EmbeddingBags(nn.Module):
                 is out of range, or there are two.
         """
         if optimizer is not None:
-            if not can_step_in_backward():
+            if not updates.can_step_in_backward():
                 raise RuntimeError(f"{WHERE}: this PyTorch does not tell which backward runs")
             if not isinstance(optimizer, Fused):
                 expected, got = "an optimizer of nn.torch", type(optimizer).__name__
@@ -226,19 +209,20 @@ class EmbeddingBags(nn.Module):
             if type(optimizer).step is not Fused.step:
                 wrong, expected = "has a step of its own", "that of nn.torch: it is not called"
                 reject(TypeError, WHERE, "optimizer", wrong, expected, type(optimizer).__name__)
-            own, weights = parameters_of(optimizer), self.weights
+            own, weights = updates.parameters_of(optimizer), self.weights
             if {*map(id, own)} != {*map(id, weights)}:
-                reject_others(len(weights), len(own))
+                updates.reject_others(len(weights), len(own))
             other = optimizer._in_backward and optimizer._in_backward()
             if other is not None and other is not self:
                 wrong, expected = "steps in backward already", "one that no other module has"
                 reject(ValueError, WHERE, "optimizer", wrong, expected, f"that of {other}")
         elif max_norm is not None or clip_value is not None or norm is not None:
             reject(TypeError, WHERE, "optimizer", "is missing", "one that steps", None)
-        updates = optimizer and UpdatesInBackward(optimizer, weights, max_norm, clip_value, norm)
+        clipping = max_norm, clip_value, norm
+        steps = optimizer and updates.UpdatesInBackward(optimizer, weights, *clipping)
         if self._updates is not None:
             self._updates.optimizer._in_backward = None
-        self._updates, self._has_lost_updates = updates, False
+        self._updates, self._has_lost_updates = steps, False
         if optimizer is not None:
             optimizer._in_backward = weakref.ref(self)
 
@@ -316,7 +300,7 @@ class EmbeddingBags(nn.Module):
             return known  # type: ignore[no-any-return]
         for k, (name, module) in enumerate(self._modules.items()):
             _check_module(name, module)
-            check_tensor(f"the weight of table {k}", weights[k])
+            arguments.check_tensor(f"the weight of table {k}", weights[k])
         padding = [
             _padding(k, m, len(w)) for k, (m, w) in enumerate(zip(modules, weights, strict=True))
         ]
@@ -340,17 +324,17 @@ class EmbeddingBags(nn.Module):
         _, pooling, are_single, dropped = self._now(weights)
         if pooling.is_on_device:
             if not self.include_last_offset and isinstance(given[1], list | tuple):
-                given = given[0], [*map(with_end, given[1], given[0])], given[2]
-            return pool(pooling, *arrays_of(given, self._of_features())), dropped
+                given = given[0], [*map(arguments.with_end, given[1], given[0])], given[2]
+            return pool(pooling, *arguments.arrays_of(given, self._of_features())), dropped
         arrays = None
         found = read_plain(pooling, *given, torch, singles=are_single)
         if found is None:
-            arrays = arrays_of(given, self._of_features())
+            arrays = arguments.arrays_of(given, self._of_features())
             found = read(pooling, *arrays)
         prepare_bags(pooling, found, weights)
         pooled = Pooled(pooling, found)
         if pooled.is_bad:
-            find_error(pooling, *(arrays or arrays_of(given, self._of_features()))[:2])
+            find_error(pooling, *(arrays or arguments.arrays_of(given, self._of_features()))[:2])
         return pooled, dropped
 
 
@@ -365,10 +349,10 @@ class _Pooling(torch.autograd.Function):
         given, ctx.checks = given
         weights = tensors[: len(modules_of(module))]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
-        ctx.parallel, ctx.is_synced, ctx.step = wrapper_of(module), True, None
+        ctx.parallel, ctx.is_synced, ctx.step = updates.wrapper_of(module), True, None
         if ctx.parallel is not None:
             ctx.is_synced = ctx.parallel.require_backward_grad_sync
-        if module._updates is not None and is_in_backward():
+        if module._updates is not None and updates.is_in_backward():
             # A backward that computes anew what it needs: the step is its end, not that of the one
             # within it.
             ctx.step = weakref.ref(module._updates.step())
@@ -376,7 +360,7 @@ class _Pooling(torch.autograd.Function):
         ctx.factors, ctx.versions = [(t.shape, t.dtype) for t in factors], None
         ctx.pooled, ctx.dropped = module._pooled(given, weights)
         if any(t.requires_grad for t in factors):  # whose gradients follow from the tables
-            ctx.versions = versions_of(weights)
+            ctx.versions = gradients.versions_of(weights)
         dtypes = {weight.dtype for weight in weights}
         out = tensor_of(ctx.pooled.out)
         return out.to(dtypes.pop()) if len(dtypes) == 1 else out
@@ -384,7 +368,7 @@ class _Pooling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        weights, updates = ctx.weights, ctx.module._updates
+        weights, steps = ctx.weights, ctx.module._updates
         for check_rows in ctx.checks:
             check_rows()
         n, needs = len(weights), ctx.needs_input_grad[2:]
@@ -393,7 +377,7 @@ class _Pooling(torch.autograd.Function):
         grad = array_of(in_memory(grads[0].detach()))
         factors: list[Any] = [None] * (len(needs) - n)
         if any(needs[n:]):
-            if ctx.versions != versions_of(weights):
+            if ctx.versions != gradients.versions_of(weights):
                 wrong = "the tables have changed since the forward"
                 raise RuntimeError(f"{WHERE}: no gradients of per_sample_weights: {wrong}")
             products = [tensor_of(x) for x in ctx.pooled.weight_gradients(grad)]
@@ -402,8 +386,8 @@ class _Pooling(torch.autograd.Function):
             each = zip(products, ctx.factors, strict=True)
             factors = [x.reshape(shape).to(dtype) for x, (shape, dtype) in each]
         are_left, are_taken = [*needs[:n]], [False] * n
-        if updates is not None:
-            are_left, are_taken = uses_of(node for node, _ in ctx.next_functions[:n])
+        if steps is not None:
+            are_left, are_taken = updates.uses_of(node for node, _ in ctx.next_functions[:n])
         elif ctx.module._has_lost_updates:
             ctx.module._has_lost_updates = False
             text = "a copy leaves gradients; call its update_in_backward, with an optimizer or None"
@@ -412,14 +396,14 @@ class _Pooling(torch.autograd.Function):
         if any(are_left) or any(are_taken):
             found = ctx.pooled.gradients(grad)
             for k, row in ctx.dropped.items():
-                found[k] = without_row(found[k], row)
+                found[k] = gradients.without_row(found[k], row)
             if any(are_taken):
-                updates.collect(ctx, found, are_taken)
+                steps.collect(ctx, found, are_taken)
             for k, weight in enumerate(weights):
                 if are_left[k]:
-                    tables[k] = tensor_of_rows(found[k], weight)
+                    tables[k] = gradients.tensor_of_rows(found[k], weight)
                 elif are_taken[k] and ctx.parallel is not None:  # which waits for one
-                    tables[k] = no_rows(weight)
+                    tables[k] = gradients.no_rows(weight)
         return None, None, *tables, *factors
 
 

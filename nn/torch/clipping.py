@@ -106,23 +106,18 @@ def clip_grad_norm_(
     measured = [own for own in every if own[2] is not None]
     owners = _owners(every, optimizer)
     by_factor: dict[float, list[NamedGradient]] = {}
-    if any(each._clipping for each, _ in owners):
-        before: dict[int, set[float]] = {}
-        for each, has in owners:
-            for _, p, gradient in has:
-                # In memory a gradient is still that of before an earlier call for the same step.
-                clipping = each._clipping
-                known = 1.0 if clipping is None else clipping.known(p, gradient)
-                before.setdefault(id(p), set()).add(1.0 if known is None else known)
-        for one in measured:
-            known_of_one = before[id(one[1])]
-            if len(known_of_one) > 1:
-                wrong, got = "were clipped apart", known_of_one
-                reject(ValueError, NORM, "optimizer", wrong, "one factor", got)
-            (factor,) = known_of_one
-            by_factor.setdefault(factor, []).append(one)
-    elif measured:
-        by_factor[1.0] = measured
+    before: dict[int, set[float]] = {}
+    for each, has in owners:
+        for _, p, gradient in has:
+            # In memory a gradient is still that of before an earlier call for the same step.
+            clipping = each._clipping
+            known = 1.0 if clipping is None else clipping.known(p, gradient)
+            before.setdefault(id(p), set()).add(1.0 if known is None else known)
+    for one in measured:
+        factor, *others = found = before.get(id(one[1]), {1.0})
+        if others:
+            reject(ValueError, NORM, "optimizer", "were clipped apart", "one factor", found)
+        by_factor.setdefault(factor, []).append(one)
     norms = [x * norm_of(group, order) for x, group in by_factor.items()]
     norm = norms[0] if len(norms) == 1 else float(np.linalg.norm(norms, order)) if norms else 0.0
     if error_if_nonfinite and not math.isfinite(norm):

@@ -37,36 +37,30 @@ class Clipping:
 
     def __init__(self) -> None:
         # By the identity of a parameter, which stays alive here. Its gradient does not: a training
-        # that goes on without a step would hold two of each.
-        self._measured: dict[int, tuple[Tensor, ref[Tensor], int, float]] = {}
-        self._absent: dict[int, Tensor] = {}  # parameters that had no gradient
+        # that goes on without a step would hold two of each. None: there was no gradient.
+        self._known: dict[int, tuple[Tensor, ref[Tensor] | None, int, float]] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor | None, factor: float) -> None:
         """Scale the gradient that a parameter has."""
-        key = id(parameter)
-        if gradient is None:
-            self._measured.pop(key, None)
-            self._absent[key] = parameter
-        else:
-            self._absent.pop(key, None)
-            self._measured[key] = parameter, ref(gradient), _version(gradient), factor
+        measured = (None, 0) if gradient is None else (ref(gradient), _version(gradient))
+        self._known[id(parameter)] = parameter, *measured, factor
 
     def known(self, parameter: Tensor, gradient: Tensor | None) -> float | None:
         """The factor for the gradient of a parameter; None: it is not the one measured."""
+        found = self._known.get(id(parameter))
+        if gradient is None or found is None:
+            return 1.0
         # By identity and version: another tensor is the gradient of another backward, and one that
         # was written meanwhile has another norm.
-        if gradient is None:
-            return 1.0
-        if (found := self._measured.get(id(parameter))) is None:
-            return None if id(parameter) in self._absent else 1.0
         _, measured, version, factor = found
-        return factor if measured() is gradient and _version(gradient) == version else None
+        is_same = measured is not None and measured() is gradient
+        return factor if is_same and _version(gradient) == version else None
 
     @property
     def is_over(self) -> bool:
         """Whether none of the gradients that were measured is left, as after a zero_grad."""
-        left = (measured() is not None for _, measured, _, _ in self._measured.values())
-        return bool(self._measured) and not any(left)
+        measured = [own for _, own, *_ in self._known.values() if own is not None]
+        return bool(measured) and not any(own() is not None for own in measured)
 
     def factors(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -90,9 +84,10 @@ class Clipping:
         """The clipping that is left after a step, of one parameter or of all."""
         if parameter is None:
             return None
-        self._absent.clear()  # a gradient that comes after a step is one of a later backward
-        self._measured.pop(id(parameter), None)
-        return self if self._measured and not self.is_over else None
+        # A gradient that comes after a step is one of a later backward.
+        left = {k: own for k, own in self._known.items() if own[1] and k != id(parameter)}
+        self._known = left
+        return self if left and not self.is_over else None
 
 
 def _version(tensor: Tensor) -> int:

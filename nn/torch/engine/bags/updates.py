@@ -17,15 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .....kernels.private import (
-    at_the_end_of_backward,
-    backward_of_now,
-    find,
-    hooks_of_tensors,
-    is_backward_compiled,
-    watched,
-    watching,
-)
+from .....kernels import private
+from .....kernels.private import find
 from .....ops.runtime import check
 from .....ops.runtime.bags.tensor import BagTensor, joined
 from .....ops.runtime.device import is_on_device
@@ -41,9 +34,9 @@ from .gradients import is_empty, tensor_of_rows, with_others
 Gradients = dict[Tensor, BagTensor]
 """The gradients of a call, by table."""
 
-_is_watched, _hooks_of = watching(), hooks_of_tensors()
-_backward_of_now, _is_run = backward_of_now(), find("engine node")
-_at_the_end_of_backward, _active_wrapper = at_the_end_of_backward(), find("active wrapper")
+_is_watched, _hooks_of = private.watching(), private.hooks_of_tensors()
+_backward_of_now, _is_run = private.backward_of_now(), find("engine node")
+_at_the_end_of_backward, _active_wrapper = private.at_the_end_of_backward(), find("active wrapper")
 
 
 def can_step_in_backward() -> bool:
@@ -114,11 +107,7 @@ class UpdatesInBackward:
         return found
 
     def collect(self, ctx: Any, found: Sequence[BagTensor], are_taken: Sequence[bool]) -> None:
-        """Give the gradients of a call to the step of this backward.
-
-        Raises:
-            RuntimeError: processes do not meet in it.
-        """
+        """Give the gradients of a call to the step of this backward; all processes meet there."""
         wrong = expected = got = fix = ""
         if not ctx.is_synced:
             wrong, got = "is called in no_sync", "one without an exchange"
@@ -162,7 +151,7 @@ class UpdatesInBackward:
 
             optimizer._opt_called = True  # schedulers ask whether a step came before theirs
             if _is_watched(optimizer):
-                watched(step)(optimizer)
+                private.watched(step)(optimizer)
             else:
                 step()
 
@@ -190,11 +179,7 @@ class UpdatesInBackward:
     def _found(
         self, calls: Sequence[tuple[Any, Gradients]], *, is_shared: bool = False
     ) -> dict[Tensor, Any]:
-        """The gradients of tables, of all calls together.
-
-        Raises:
-            RuntimeError, ValueError: there is no step with these.
-        """
+        """The gradients of tables, of all calls together, if there is a step with them."""
         known, found = {*map(id, parameters_of(self.optimizer))}, dict[Tensor, list[BagTensor]]()
         if len(known) > len(calls[0][0].weights):
             reject_others(len(calls[0][0].weights), len(known))
@@ -279,12 +264,8 @@ def _warn_of_exchange(parallel: DistributedDataParallel, weights: Sequence[Tenso
 
 
 def uses_of(nodes: Iterable[Any]) -> tuple[list[bool], list[bool]]:
-    """Which of the gradients that reach these nodes a backward returns, and which it accumulates.
-
-    Raises:
-        RuntimeError: it is compiled, and calls nothing at its end.
-    """
-    if is_backward_compiled():
+    """Which gradients that reach these nodes a backward returns, and which it accumulates."""
+    if private.is_backward_compiled():
         wrong, expected = "is compiled", "one of PyTorch's engine, whose end is the step"
         fix = "; update_in_backward(None) leaves gradients"
         reject(RuntimeError, WHERE, "backward", wrong, expected, "compiled autograd", fix)
