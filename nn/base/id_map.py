@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,7 +151,10 @@ class IdMap:
         # Also `copy.copy` makes a map of its own.
         with self._lock:
             kept = {k: x for k, x in vars(self).items() if k != "_lock"}
-            return deepcopy({**kept, "_bound": None})
+            arrays = {k: x.copy() for k, x in kept.items() if isinstance(x, np.ndarray)}
+            parts: Any = self._slots, self._rows
+            slots, rows = (own._make(map(copy, own)) for own in parts)
+        return {**kept, **arrays, "_slots": slots, "_rows": rows, "_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -314,8 +317,7 @@ class IdMap:
         if len(found) < n:
             # Rows of the same step may be those of other calls, before the same backward.
             found, self._queue = UseQueue.of(self._rows, step).take(n, self._rows)
-        found.sort()
-        return found
+        return np.sort(found)
 
     # Eviction
 
