@@ -69,8 +69,7 @@ class AdaFactor(FusedOptimizer):
     or more makes a whole matrix NaN.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`; needs ``relative_step=False``. None takes ``lr =
+        learning_rate: ... It needs ``relative_step=False``. None takes ``lr =
             min(1e-2, 1/sqrt(t))`` at call t. A list, array or schedule turns ``scale_parameter``
             off. The ``lr`` of a group counts for its parameters, with ``relative_step`` too.
         eps: two floats >= 0: what is added to the squared gradient, and the smallest size that
@@ -84,10 +83,8 @@ class AdaFactor(FusedOptimizer):
         relative_step: take the learning rate from the step.
         warmup_init: with ``relative_step``, begin with ``lr = 1e-6 * t``.
         compression: keep the second moment of parameters below two dimensions in float16.
-        loss_scale: see `Optimizer`.
         state_dtype: dtype of ``M`` and ``v``; default each parameter's. ``R`` and ``C`` are
             float32 (float64 for float64 parameters), as the arithmetic is.
-        use_locking, skip_nonfinite, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -206,7 +203,6 @@ class AdaFactor(FusedOptimizer):
             reject(ValueError, self._name, "beta1", wrong, expected, self.beta1)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
     def _method(self) -> StepMethod:

@@ -24,16 +24,9 @@ class Adagrad(FusedOptimizer):
     ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
         accum: float >= 0, with which ``A`` begins.
-        learning_rate: see `Optimizer`.
         update_slots: whether ``A`` is updated.
-        loss_scale, weight_decay: see `Optimizer`.
-        use_locking: concurrent calls act like some serial order of them.
-        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
-            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
-            by weight decay alone.
-        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update: ... ``"lazy"`` and ``"dense_equivalent"`` differ by weight decay alone.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -66,7 +59,6 @@ class Adagrad(FusedOptimizer):
         super().__init__(**base, rule=rule, states=states)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.adagrad_scalars)
 
     accum = StateOfEach("accum", "The accumulated squares of each parameter.")
@@ -86,15 +78,9 @@ class ProximalAdagrad(FusedOptimizer):
     ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
         accum: float >= 0, with which ``A`` begins.
-        learning_rate: see `Optimizer`.
         l1, l2: floats >= 0: strengths of the regularisation.
-        use_locking: concurrent calls act like some serial order of them.
-        loss_scale, weight_decay: see `Optimizer`.
-        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
-            default) or ``"dense_equivalent"`` (all rows: others are regularised too).
-        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update: ... With ``"dense_equivalent"`` rows that do not occur are regularised too.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -125,7 +111,6 @@ class ProximalAdagrad(FusedOptimizer):
         super().__init__(**base, rule=rules.PROXIMAL_ADAGRAD, states=states)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.proximal_adagrad_scalars, (self.l1, self.l2))
 
     accum = StateOfEach("accum", "The accumulated squares of each parameter.")
@@ -144,13 +129,8 @@ class Adadelta(FusedOptimizer):
     Weight decay is coupled: ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
         rho: float in [0, 1].
         epsilon: float >= 0; with 0 an element without any gradient becomes NaN.
-        loss_scale, weight_decay: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -179,7 +159,6 @@ class Adadelta(FusedOptimizer):
         super().__init__(**base, rule=rules.ADADELTA)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.adadelta_scalars, (self.rho, self.epsilon))
 
     accum = StateOfEach("accum", "The fading sum of the squares of each parameter's gradients.")

@@ -53,7 +53,6 @@ class _BiasCorrectedAdam(FusedOptimizer):
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         if self.rowwise_bias_correction:
             constants = self.beta1, self.beta2, self.eps, float(not self.eps_hat)
             return Formula(rules.by_row_scalars, constants)
@@ -84,22 +83,13 @@ class Adam(_BiasCorrectedAdam):
     decay is coupled: ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
-        beta1, beta2: floats in (0, 1).
-        eps: float > 0.
-        use_locking: concurrent calls act like some serial order of them.
         use_nesterov: Nesterov's step; not with ``use_amsgrad``.
-        weight_decay, loss_scale: see `Optimizer`.
         use_amsgrad: AMSGrad.
-        eps_hat: whether ``eps`` is added to the root that is not corrected; see the formulas.
         use_lazy: row-sparse gradients update only the rows that occur.
         use_offload: keep state and arithmetic on the host, also of parameters on a CUDA device
             (`AdamOffload`).
-        sparse_update: ``"lazy"`` or ``"dense_equivalent"`` for row-sparse gradients. Default
-            dense_equivalent, with ``use_lazy`` lazy; with ``use_amsgrad`` or ``use_offload``
-            there is none and such gradients raise.
-        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update: ... The default is ``"dense_equivalent"``, with ``use_lazy`` ``"lazy"``; with
+            ``use_amsgrad`` or ``use_offload`` there is none.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -177,14 +167,8 @@ class LazyAdam(_BiasCorrectedAdam):
     update everything, as in `Adam`.
 
     Args:
-        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, loss_scale, eps_hat: as
-            `Adam`.
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
-        sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
-        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
-            that of the parameter: otherwise the moments of a row that begins late are taken for
-            complete. A vector is one row. Not with ``sparse_update="catch_up"``.
-        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update: ... With ``"dense_equivalent"`` the steps are those of `Adam`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -234,12 +218,6 @@ class AdamOffload(_BiasCorrectedAdam):
     back while the next chunk is worked on. For parameters on the host it is `Adam`. Row-sparse
     gradients need ``sparse_update``.
 
-    Args:
-        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
-            loss_scale, eps_hat: as `Adam`.
-        sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
-
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
 
@@ -280,15 +258,6 @@ class AdaMax(FusedOptimizer):
 
     Weight decay is coupled: ``g + weight_decay * w``.
 
-    Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
-        beta1, beta2: floats in (0, 1).
-        eps: float > 0.
-        weight_decay, loss_scale: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
-
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
 
@@ -314,7 +283,6 @@ class AdaMax(FusedOptimizer):
         super().__init__(**base, rule=rules.ADAMAX)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.adamax_scalars, (self.beta1, self.beta2, self.eps), (self.beta1,))
 
     moment1 = StateOfEach("moment1", "The first moment of each parameter.")
@@ -338,14 +306,7 @@ class AdamWeightDecay(FusedOptimizer):
         w <- w - lr * (m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w)
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
-        beta1, beta2: floats in (0, 1).
-        eps: float > 0.
-        weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
         correct_bias: see the formulas.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -375,7 +336,6 @@ class AdamWeightDecay(FusedOptimizer):
         super().__init__(**base, rule=rules.ADAM_WEIGHT_DECAY)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         usual = rules.usual_adam_weight_decay_scalars
         scalars = usual if self.correct_bias else rules.adam_weight_decay_scalars
         return Formula(scalars, (self.beta1, self.beta2, self.eps))

@@ -26,15 +26,9 @@ class Adan(FusedOptimizer):
     It keeps four arrays for each parameter.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
         beta1, beta2, beta3: floats in (0, 1). (The paper's betas are 1 less these.)
-        eps: float > 0.
-        weight_decay: see `Optimizer`; a proximal step. Ungrouped it acts on every parameter,
-            whatever its name.
-        loss_scale: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
+        weight_decay: float or int >= 0, or a callable of the step; a proximal step. Ungrouped it
+            acts on every parameter, whatever its name.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is expected).
@@ -67,7 +61,6 @@ class Adan(FusedOptimizer):
         super().__init__(**base, rule=rules.ADAN)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.adan_scalars, (self.beta1, self.beta2, self.beta3, self.eps))
 
     exp_avg = StateOfEach("exp_avg", "The average of each parameter's gradients, ``m``.")

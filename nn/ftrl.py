@@ -41,18 +41,15 @@ class FTRL(FusedOptimizer):
     lazy step it acts on the rows that occur.
 
     Args:
-        params: `Parameter` or arrays, or group dicts without ``lr``; see `Optimizer`.
+        params: ... Groups have no ``lr``.
         initial_accum: float >= 0, with which ``A`` begins.
         learning_rate: float > 0.
         lr_power: float <= 0; -0.5 is the fast one, others call ``pow`` for each element.
         l1, l2: floats >= 0: strengths of the regularisation.
-        use_locking: concurrent calls act like some serial order of them.
-        loss_scale, weight_decay: see `Optimizer`.
+        weight_decay: float or int >= 0, or a callable of the step. Ungrouped it acts on every
+            parameter, whatever its name.
         beta: float >= 0, as in the paper; ``beta / learning_rate`` is within float32.
         l2_shrinkage: float >= 0: Keras's ``l2_shrinkage_regularization_strength``.
-        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
-            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
-        skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -113,7 +110,6 @@ class FTRL(FusedOptimizer):
         check.in_range(self._name, "l2_shrinkage", shrinkage, usable, expected)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return ftrl_formula(self.l1, self.l2, self.lr_power, self.beta, self.l2_shrinkage)
 
     def _check_used_rates(self, rates: Sequence[float]) -> None:

@@ -50,39 +50,17 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
     subclass defines `formula`.
 
     Args:
-        learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
+        parameters: as in `Optimizer`. A group may have ``rounding``, and ``copies``: an array of
+            float16 or bfloat16, or None, for each of its float32 parameters, of the same shape and
+            on the same device. A step writes it with the parameter, rounded to the nearest. Copies
+            are not in `state_dict`.
         rule: the update rule, a constant of a module.
         states: the names of its states in checkpoints, in its order, and their initial values; by
             default as the rule declares them.
-        use_locking: concurrent calls leave parameters, states and counters as some serial
-            order of the calls would.
-        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur),
-            ``"dense_equivalent"`` (all rows, others with ``g = 0``), or ``"catch_up"`` (the numbers
-            of the second at about the cost of the first: rows that do not occur sleep, and take
-            the steps that they have missed when they occur again; `prepare` them before they are
-            read); None: they raise.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
-            counted in ``skipped_steps``.
-        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32 (float64
-            for float64 parameters), rounded once at the store.
-        rounding: how parameters of 16 bits are kept, whose updates are often smaller than half a
-            unit of the last place. ``"nearest"``: rounded, so that such updates are lost.
-            ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
-            written in the same pass; ``state_dtype`` is float32 by default then. ``"kahan"``: a
-            16-bit state ``remainder`` has what rounding cuts off, and is added before the next
-            update (Kahan's compensated sum). ``"stochastic"``: each is rounded up or down at
-            random, so that its mean is the weight before rounding; see `rounding_seed`; on the host
-            only. Norms and decay are those of the whole weight. After
-            `load_state_dict` and a new ``Parameter.data``, a master that makes another weight
-            begins at that weight, with one warning.
-        clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
-        clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
-            with its own L2 norm; a norm that is not finite makes NaN. An extra pass reads the
-            gradient. Not for parameters on a CUDA device, unless the arithmetic is on the host.
 
-    A group may have ``rounding``, and ``copies``: an array of float16 or bfloat16, or None, for
-    each of its float32 parameters, of the same shape and on the same device. A step writes it with
-    the parameter, rounded to the nearest. Copies are not in `state_dict`.
+    Norms and decay are those of the whole weight with every ``rounding``, whose random bits follow
+    from `rounding_seed`. After `load_state_dict` and a new ``Parameter.data``, a master that makes
+    another weight begins at that weight, with one warning.
 
     ``clipvalue`` and ``clipnorm`` are Keras's, exclude each other, and are fixed at construction. A
     gradient is centralized, divided by the loss scale and clipped; then a coupled weight decay is

@@ -53,14 +53,7 @@ class Lamb(FusedOptimizer):
     loss scale: the direction does not depend on the gradient's, but for ``eps``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
-        beta1, beta2: floats in (0, 1).
-        eps: float > 0.
-        weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
         clip_ratio: the form of MindSpore 1.x.
-        use_locking, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -95,7 +88,6 @@ class Lamb(FusedOptimizer):
         super().__init__(**base, rule=rule, states={"lamb_m": 0.0, "lamb_v": 0.0})
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(lamb_rules.lamb_scalars, (self.beta1, self.beta2, self.eps))
 
 

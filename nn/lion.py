@@ -23,14 +23,8 @@ class Lion(FusedOptimizer):
     much larger.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
-        beta1, beta2: floats in (0, 1).
-        weight_decay: see `Optimizer`; decoupled. Ungrouped it acts on every parameter, whatever
-            its name.
-        loss_scale: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
+        weight_decay: float or int >= 0, or a callable of the step; decoupled. Ungrouped it acts on
+            every parameter, whatever its name.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is expected).
@@ -64,7 +58,6 @@ class Lion(FusedOptimizer):
         super().__init__(**base, rule=rules.LION)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.lion_scalars, (self.beta1, self.beta2))
 
     exp_avg = StateOfEach("exp_avg", "The average of each parameter's gradients.")

@@ -49,13 +49,11 @@ class Prodigy(FusedOptimizer):
     All parameters take two passes together, since d follows from all of them.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`. Groups may have a ``lr`` of
-            their own if that is 0: their states stay, and they go on along them.
-        learning_rate: a factor of the steps; see `Optimizer`. Usually 1, or a schedule from 1 to 0.
+        params: ... Groups may have a ``lr`` of their own if that is 0: their states stay, and they
+            go on along them.
+        learning_rate: ... It is a factor of the steps: usually 1, or a schedule from 1 to 0.
         beta1, beta2: floats in [0, 1).
         beta3: float in [0, 1): how ``N`` and ``s`` fade; None: ``sqrt(beta2)``.
-        eps: float > 0.
-        weight_decay: see `Optimizer`.
         decouple: whether the weight decay is decoupled, as in the formula; else it is added to the
             gradient, ``g + weight_decay*w``.
         use_bias_correction: see the formula.
@@ -64,9 +62,7 @@ class Prodigy(FusedOptimizer):
         d_coef: float > 0: a factor of the estimate.
         growth_rate: float > 0: d grows by this factor a step at most.
         fsdp_in_use, slice_p: must be False and 1.
-        loss_scale: see `Optimizer`.
         state_dtype: dtype of ``m``, ``v`` and ``s``; default each parameter's.
-        use_locking, skip_nonfinite, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Attributes:
         d: the estimate, a float.
@@ -166,7 +162,7 @@ class Prodigy(FusedOptimizer):
         return super()._method()._replace(constants=constants, numbers=self.numbers)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`; that of the next step."""
+        """The formula of the next step."""
         rates, step = self._rates_at(self._step), self._step + 1
         largest = max(rates)
         for rate in rates:

@@ -45,16 +45,10 @@ class RMSProp(FusedOptimizer):
     ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
         decay: float >= 0, of the running means; sensible below 1.
         momentum: float >= 0.
         epsilon: float > 0.
-        use_locking: concurrent calls act like some serial order of them.
         centered: divide by the root of a running variance.
-        loss_scale, weight_decay: see `Optimizer`.
-        sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -96,7 +90,6 @@ class RMSProp(FusedOptimizer):
             reject(ValueError, self._name, "momentum", wrong, expected, self.momentum)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         constants = self.decay, self.epsilon
         if "moment" in self._states:
             return Formula(rules.rmsprop_momentum_scalars, (*constants, self.momentum))

@@ -32,17 +32,11 @@ class RowWiseAdagrad(FusedOptimizer):
     has N*D.
 
     Args:
-        params: `Parameter` or arrays of at least one axis, or group dicts; see `Optimizer`.
+        params: ... Each has at least one axis.
         accum: float >= 0, with which ``s`` begins.
-        learning_rate: see `Optimizer`.
-        eps: float > 0.
-        loss_scale, weight_decay: see `Optimizer`.
         decoupled_weight_decay: False: weight decay is coupled, ``g + weight_decay * w``; True: the
             step takes ``lr * weight_decay * w`` too, and ``g`` has none.
-        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
-            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
-            by weight decay alone.
-        use_locking, skip_nonfinite, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
+        sparse_update: ... ``"lazy"`` and ``"dense_equivalent"`` differ by weight decay alone.
 
     ``s`` has the type of the arithmetic: float32, or float64 for float64 parameters.
 
@@ -81,7 +75,6 @@ class RowWiseAdagrad(FusedOptimizer):
         super().__init__(**base, rule=rule, states=states)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         if self.decoupled_weight_decay:
             return Formula(rules.adagrad_decoupled_scalars, (self.eps,))
         return Formula(rules.adagrad_scalars, (self.eps,))
@@ -105,18 +98,10 @@ class RowWiseAdam(FusedOptimizer):
     the updates of the parameter, not of a row.
 
     Args:
-        params: `Parameter` or arrays of at least one axis, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
-        beta1, beta2: floats in (0, 1).
-        eps: float > 0.
-        weight_decay: see `Optimizer`; decoupled.
-        rowwise_bias_correction: as `LazyAdam`.
-        loss_scale: see `Optimizer`.
-        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
-            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
+        params: ... Each has at least one axis.
+        weight_decay: ... It is decoupled.
         state_dtype: dtype of ``m``; default each parameter's. ``v`` has the type of the
             arithmetic: float32, or float64 for float64 parameters.
-        use_locking, skip_nonfinite, rounding, clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `RowWiseAdagrad`.
@@ -151,7 +136,6 @@ class RowWiseAdam(FusedOptimizer):
         super().__init__(**base, rule=rule)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         betas = self.beta1, self.beta2
         if self.rowwise_bias_correction:
             return Formula(rules.by_row_scalars, (*betas, self.eps, 0.0))

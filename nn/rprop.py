@@ -26,13 +26,9 @@ class Rprop(FusedOptimizer):
     Weight decay is coupled: ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`; where an element begins. Later ones do nothing.
+        learning_rate: ... It is the size with which an element begins; later rates do nothing.
         etas: two floats, in (0, 1) and above 1.
         step_sizes: two floats > 0, the first at most the second.
-        weight_decay: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published, a list).
@@ -72,7 +68,6 @@ class Rprop(FusedOptimizer):
         super().__init__(**base, rule=rules.RPROP)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         constants = self.etaminus, self.etaplus, self.step_size_min, self.step_size_max
         return Formula(rules.rprop_scalars, constants)
 

@@ -34,13 +34,7 @@ class Momentum(FusedOptimizer):
     Weight decay is coupled: ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
         momentum: float >= 0.
-        weight_decay, loss_scale: see `Optimizer`.
-        use_nesterov: Nesterov's step.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -74,7 +68,6 @@ class Momentum(FusedOptimizer):
         super().__init__(**base, rule=rule, states={"moments": 0.0})
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     moments = StateOfEach("moments", "The accumulated gradient of each parameter.")
@@ -96,15 +89,11 @@ class SGD(FusedOptimizer):
     ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
         momentum, dampening: floats or ints >= 0.
         weight_decay: a float or int >= 0; no schedule.
         nesterov: Nesterov's step; needs a momentum above 0 and no dampening.
-        loss_scale: see `Optimizer`.
-        use_locking, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: as `Momentum`.
-        sparse_update: as `Momentum`; without momentum the default is ``"lazy"``, which then
-            equals ``"dense_equivalent"`` but for weight decay.
+        sparse_update: ... Without momentum the default is ``"lazy"``, which then equals
+            ``"dense_equivalent"`` but for weight decay.
 
     Raises:
         TypeError, ValueError, KeyError: as `Momentum`.
@@ -152,7 +141,6 @@ class SGD(FusedOptimizer):
             check_kind(self._name, "weight_decay", option.decay, float, "a float or int")
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
         # Whether an update is the first, which is not dampened, MindSpore keeps for each element
@@ -189,14 +177,9 @@ class ASGD(FusedOptimizer):
     is coupled: ``g + weight_decay * w``.
 
     Args:
-        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
-        learning_rate: see `Optimizer`.
         lambd: float >= 0, a decay of the parameter.
         alpha: float, with which power ``eta`` falls.
         t0: float, the step at which averaging begins.
-        weight_decay: see `Optimizer`.
-        use_locking, sparse_update, skip_nonfinite, state_dtype, rounding, clipvalue, clipnorm: see
-            `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -231,7 +214,6 @@ class ASGD(FusedOptimizer):
         super().__init__(**base, rule=rules.ASGD)
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.asgd_scalars, (self.lambd, self.alpha, self.t0))
 
     ax = StateOfEach("ax_", "The average of each parameter.")

@@ -41,17 +41,14 @@ class Counted:
     def all_to_all(
         self, sent: np.ndarray, counts: _Counts, received: np.ndarray, received_counts: _Counts
     ) -> Transfer:
-        """See `Communicator`."""
         begin = partial(self._comm.all_to_all, sent, counts, received, received_counts)
         return self._begun((sum(counts) - counts[self.rank]) * row_bytes(sent), begin)
 
     def all_gather(self, sent: np.ndarray, received: np.ndarray) -> Transfer:
-        """See `Communicator`."""
         begin = partial(self._comm.all_gather, sent, received)
         return self._begun((self.size - 1) * sent.nbytes, begin)
 
     def broadcast(self, array: np.ndarray, root: int) -> Transfer:
-        """See `Communicator`."""
         return self._begun(0, partial(self._comm.broadcast, array, root))
 
     def _begun(self, n_bytes: int, begin: Callable[[], Transfer]) -> Transfer:

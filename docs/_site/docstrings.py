@@ -16,6 +16,7 @@ import griffe
 
 import fusestep
 from fusestep import nn, ops
+from fusestep.nn.base.docstrings import COMMON, completed, entries
 
 _SECTIONS = {
     "Args": "Arguments",
@@ -57,10 +58,21 @@ class Markdown(griffe.Extension):
             *_, text = ast.literal_eval(value.removeprefix("StateOfEach"))
             obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring:
-            text = "\n".join(_lines(obj.docstring.value.splitlines()))
+            text = obj.docstring.value
+            if isinstance(obj, griffe.Class) and obj.path.startswith("fusestep.nn."):
+                text = completed(text, [p.name for p in obj.parameters], _common(obj))
+            text = "\n".join(_lines(text.splitlines()))
             if ".nn.torch" in obj.path:  # some names are those of `nn` too
                 text = re.sub(r"\]\[fusestep\.nn\.(\w+)\]", _to_torch, text)
             obj.docstring.value = text
+
+
+def _common(cls: griffe.Class) -> dict[str, str]:
+    """The options that the classes of a front end share, as their docstrings describe them."""
+    if cls.path.startswith("fusestep.nn.torch."):
+        table = cls.package["nn.torch.engine.options.COMMON"].value
+        return entries(ast.literal_eval(str(table).removeprefix("entries")))
+    return {} if cls.path.startswith(("fusestep.nn.mxnet.", "fusestep.nn.mindspore.")) else COMMON
 
 
 def _lines(lines: list[str]) -> Iterator[str]:

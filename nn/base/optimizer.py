@@ -14,6 +14,7 @@ from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
 from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
+from .docstrings import COMMON, complete
 from .file_set import LOADED, FileSet
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import StepCount, check_place, loss_scale_of, number_of
@@ -31,18 +32,9 @@ class Optimizer(CheckedAttributes):
     the order of `parameters`. ``global_step`` counts the calls that succeeded.
 
     Args:
-        learning_rate: float or int >= 0, a 0-d or 1-d array or an iterable of floats (step s
-            uses element s), a `LearningRateSchedule`, a callable of the step 0, 1, 2, ..., or a
-            float32 or float64 array of one element on the CUDA device of the parameters, which
-            every step reads and waits for.
         parameters: a list of `Parameter` (arrays are wrapped), or of dicts with the keys
             ``params``, ``lr``, ``weight_decay``, ``grad_centralization``; a further dict with
             the only key ``order_params`` gives the order.
-        weight_decay: float or int >= 0, or a callable of the step. Ungrouped parameters whose
-            name contains "beta" or "gamma" do not decay; in groups the values of the groups
-            count alone.
-        loss_scale: float or int > 0, or such an array on a device; gradients are multiplied by
-            ``float32(1 / loss_scale)``.
 
     Attributes:
         parameters: the parameters in optimizer order.
@@ -78,6 +70,7 @@ class Optimizer(CheckedAttributes):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._name = vars(cls).get("_name", cls.__name__)
+        complete(cls, COMMON)
 
     def __init__(
         self, learning_rate: Any, parameters: Any, weight_decay: Any = 0.0, loss_scale: Any = 1.0,
@@ -444,3 +437,6 @@ class Optimizer(CheckedAttributes):
         self._global_step = writable(self._global_step)
         for parameter in self.parameters:
             parameter.watch(self)
+
+
+complete(Optimizer, COMMON)  # its subclasses are completed when they are made

@@ -74,8 +74,7 @@ class IdShard:
         return f"IdShard({self.ids}, rank {self.comm.rank} of {self.comm.size})"
 
     def route(
-        self, ids: Any, step: int | None = None,
-        begin: Callable[[Admissions], Any] | None = None,
+        self, ids: Any, step: int | None = None, begin: Callable[[Admissions], Any] | None = None,
     ) -> Route:  # fmt: skip
         """The way to the rows of ids and back; all processes call this.
 

@@ -39,7 +39,6 @@ class MpiCommunicator:
         self, sent: np.ndarray, counts: Sequence[int], received: np.ndarray,
         received_counts: Sequence[int],
     ) -> MpiTransfer:  # fmt: skip
-        """See `Communicator`."""
         # In rows: counts of bytes may be too large for MPI.
         row = MPI.BYTE.Create_contiguous(row_bytes(sent)).Commit()
         parts = [
@@ -49,12 +48,10 @@ class MpiCommunicator:
         return self._started(parts, self._communicator.Ialltoallv, row)
 
     def all_gather(self, sent: np.ndarray, received: np.ndarray) -> MpiTransfer:
-        """See `Communicator`."""
         arrays = as_bytes(sent), as_bytes(received)
         return self._started(arrays, self._communicator.Iallgather)
 
     def broadcast(self, array: np.ndarray, root: int) -> MpiTransfer:
-        """See `Communicator`."""
         row = MPI.BYTE.Create_contiguous(row_bytes(array)).Commit()
         content = [as_bytes(array), len(array) if array.ndim else 1, row]
         return self._started((content, root), self._communicator.Ibcast, row)
@@ -81,7 +78,6 @@ class MpiTransfer:
         self.request, self._keep = request, keep
 
     def wait(self) -> None:
-        """See `Transfer`."""
         try:
             self.request.Wait()
         except MPI.Exception as error:

@@ -62,20 +62,18 @@ class TorchCommunicator:
     def all_to_all(
         self, sent: Any, counts: Sequence[int], received: Any, received_counts: Sequence[int]
     ) -> TorchTransfer:
-        """See `Communicator`."""
         size = row_bytes(sent)
         there, here = ([int(n) * size for n in of] for of in (received_counts, counts))
         tensors = _tensor(received), _tensor(sent)
         return self._started((received, sent), dist.all_to_all_single, *tensors, there, here)
 
     def all_gather(self, sent: np.ndarray, received: np.ndarray) -> TorchTransfer:
-        """See `Communicator`; as an exchange, which gloo does in a third of the time."""
+        # As an exchange, which gloo does in a third of the time.
         repeated = np.tile(as_bytes(sent), self.size)
         tensors = _tensor(received), _tensor(repeated)
         return self._started((received, repeated), dist.all_to_all_single, *tensors)
 
     def broadcast(self, array: np.ndarray, root: int) -> TorchTransfer:
-        """See `Communicator`."""
         return self._started((array,), dist.broadcast, _tensor(array), group_src=root)
 
     def _started(
@@ -157,7 +155,6 @@ class TorchTransfer:
         self._communicator, self._work, self._arrays = communicator, work, arrays
 
     def wait(self) -> None:
-        """See `Transfer`."""
         if self._work is not None:
             self._communicator.finish(self._work, self._arrays)
             self._work, self._arrays = None, ()

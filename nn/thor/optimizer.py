@@ -121,7 +121,6 @@ class Thor(FusedOptimizer):
         return found
 
     def formula(self) -> Formula:
-        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     def _condition(self) -> None:

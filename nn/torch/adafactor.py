@@ -31,15 +31,9 @@ class Adafactor(Fused, torch.optim.Adafactor):
         w <- w - lr*weight_decay*w - max(eps2, |w|) * rho * u / max(1, |u| / d)
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         beta2_decay: at most 0.
         eps: ``eps1``, at least 0 or None (that of the dtype), and ``eps2``, at least 0.
         d: at least 1.
-        weight_decay: decoupled, at least 0.
-        foreach: changes no number.
-        maximize: go up, not down.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
         state_dtype: of the states; None: that of each parameter.
 
     Raises:
@@ -70,11 +64,9 @@ class Adafactor(Fused, torch.optim.Adafactor):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(TORCH_ADAFACTOR, couples=False)
 
     def shapes(self, choice: RuleChoice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
-        """See `FusedOptimizer`."""
         if choice.rule.on(tuple(parameter.shape)) is choice.rule:
             return super().shapes(choice, parameter)
         *first, height, width = parameter.shape
@@ -90,7 +82,6 @@ class Adafactor(Fused, torch.optim.Adafactor):
         return super()._check(group, choice, name, parameter, *rest) and parameter.numel() > 0
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         lr, fading = group["lr"], step ** group["beta2_decay"]
         epsilon = group["eps"][0]
         if epsilon is None:  # that of the first one counts, as in PyTorch
@@ -103,6 +94,5 @@ class Adafactor(Fused, torch.optim.Adafactor):
                 share_of(fading))  # fmt: skip
 
     def constants(self, group: Group) -> dict[str, float]:
-        """See `FusedOptimizer`."""
         sizes = {"epsilon2": group["eps"][1], "clip_threshold": group["d"]}
         return {**sizes, "scale_parameter": True}

@@ -30,31 +30,15 @@ class Adagrad(Fused, torch.optim.Adagrad):
         w <- w - lr / (1 + (t - 1)*lr_decay) * g / (sqrt(A) + eps)
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         lr_decay: at least 0; see the formula.
-        weight_decay: at least 0; see the formula.
         initial_accumulator_value: at least 0: what ``A`` begins with, in all groups.
-        eps: at least 0.
-        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
-            skipping to the step.
-        maximize: go up, not down.
-        differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur without decay, where both mean the same; else it
-            raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.Adagrad``: sparse gradients are taken with a weight decay too, where
-    ``sparse`` says what they update; ``foreach`` and ``fused`` change no number, and
-    ``differentiable`` raises. States, and numbers but for roundings, are the same.
+    Differs from ``torch.optim.Adagrad``: it takes sparse gradients with a weight decay too. States,
+    and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adagrad``; Duchi, Hazan and Singer (2011).
 
@@ -69,23 +53,19 @@ class Adagrad(Fused, torch.optim.Adagrad):
         self, params: ParamsT, lr: float | Tensor = 1e-2, lr_decay: float = 0,
         weight_decay: float = 0, initial_accumulator_value: float = 0, eps: float = 1e-10,
         foreach: bool | None = None, *, maximize: bool = False, differentiable: bool = False,
-        fused: bool | None = None,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        fused: bool | None = None, sparse: Sparse | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         return Method(rules.TORCH_ADAGRAD, touches=not group["weight_decay"])
 
     def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         # Not of the group: PyTorch's class takes the one of the constructor, of later groups too.
         return float(self.defaults["initial_accumulator_value"])
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         return group["lr"] / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
 
 
@@ -101,28 +81,14 @@ class Adadelta(Fused, torch.optim.Adadelta):
         w <- w - lr*u
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         rho: in [0, 1].
-        eps: at least 0.
-        weight_decay: at least 0; see the formula.
-        foreach: changes no number.
-        maximize: go up, not down.
-        capturable, differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.Adadelta``: sparse gradients are taken where ``sparse`` says what
-    they update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States,
-    and numbers but for roundings, are the same.
+    Differs from ``torch.optim.Adadelta``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.Adadelta``; Zeiler (2012), arXiv:1212.5701.
 
@@ -143,11 +109,9 @@ class Adadelta(Fused, torch.optim.Adadelta):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(plain_rules.ADADELTA, states=("square_avg", "acc_delta"))
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         rho = group["rho"]
         return group["lr"], rho, 1.0 - rho, group["eps"]
 
@@ -172,30 +136,16 @@ class RMSprop(Fused, torch.optim.RMSprop):
         w <- w - lr*u,   with momentum: b <- momentum*b + u,  w <- w - lr*b
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         alpha: at least 0.
-        eps: at least 0.
-        weight_decay: at least 0; see the formula.
         momentum: at least 0.
         centered: see the formula.
-        capturable, differentiable: must be False.
-        foreach: changes no number.
-        maximize: go up, not down.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.RMSprop``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
-    numbers but for roundings, are the same.
+    Differs from ``torch.optim.RMSprop``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.RMSprop``; Graves (2013), arXiv:1308.0850.
 
@@ -210,18 +160,15 @@ class RMSprop(Fused, torch.optim.RMSprop):
         self, params: ParamsT, lr: float | Tensor = 1e-2, alpha: float = 0.99, eps: float = 1e-8,
         weight_decay: float = 0, momentum: float = 0, centered: bool = False,
         capturable: bool = False, foreach: bool | None = None, maximize: bool = False,
-        differentiable: bool = False, *,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        differentiable: bool = False, *, sparse: Sparse | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         return Method(_RMSPROP[group["momentum"] > 0, bool(group["centered"])])
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
         scalars = group["lr"], alpha, 1.0 - alpha, group["eps"]
         scalars += (momentum,) if momentum > 0 else ()
@@ -243,20 +190,10 @@ class FTRL(Fused, torch.optim.Optimizer):
     With a learning rate of 0 nothing moves.
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         lr_power: at most 0.
         initial_accumulator_value: that of ``A``, at least 0.
         l1, l2: at least 0.
-        weight_decay: coupled, at least 0.
         beta, l2_shrinkage: at least 0, as in `nn.FTRL`.
-        maximize: go up, not down.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -294,7 +231,6 @@ class FTRL(Fused, torch.optim.Optimizer):
         not_negative(**{name: group[name] for name in KERAS})
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         # The rule divides by the rate; with 0 torch.distributed.checkpoint makes states.
         rests = number(group["lr"]) == 0.0
         picked = ftrl_rules.ftrl_rule(group["lr_power"], group["l2_shrinkage"])
@@ -311,11 +247,9 @@ class FTRL(Fused, torch.optim.Optimizer):
         return super()._new_state(group, parameter, own)
 
     def initial(self, role: str, group: Group) -> float:
-        """See `FusedOptimizer`."""
         return float(group["initial_accumulator_value"]) if role == "accum" else 0.0
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         lr = group["lr"]
         if lr == 0.0:
             return (0.0,)

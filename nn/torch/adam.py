@@ -54,34 +54,12 @@ class Adam(Fused, torch.optim.Adam):
     With ``eps_hat`` the last line is
     ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``.
 
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: at least 0; see the formula.
-        amsgrad: see the formula.
-        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
-            skipping to the step.
-        maximize: go up, not down.
-        capturable, differentiable: must be False.
-        decoupled_weight_decay: see the formula.
-        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
-            An option of groups too: so one optimizer has the numbers of two.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
-
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.Adam``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` and ``fused`` change no number, ``capturable`` and ``differentiable`` raise.
-    ``eps_hat`` is new. States, and numbers but for roundings, are the same.
+    Differs from ``torch.optim.Adam``: it takes sparse gradients, and ``eps_hat`` is new. States,
+    and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adam``; Kingma and Ba (2015), arXiv:1412.6980.
 
@@ -106,7 +84,6 @@ class Adam(Fused, torch.optim.Adam):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         is_coupled = not group.get("decoupled_weight_decay")
         if group.get("rowwise_bias_correction"):
             if group["amsgrad"]:
@@ -116,7 +93,6 @@ class Adam(Fused, torch.optim.Adam):
         return Method(rules.TORCH_AMSGRAD if group["amsgrad"] else rules.TORCH_ADAM, is_coupled)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         if group.get("rowwise_bias_correction"):
@@ -142,37 +118,12 @@ class AdamW(Fused, torch.optim.AdamW):
     With ``eps_hat`` the last line is
     ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``.
 
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: at least 0; decoupled.
-        amsgrad: see the formula.
-        maximize: go up, not down.
-        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
-            skipping to the step.
-        capturable, differentiable: must be False.
-        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
-            An option of groups too.
-        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
-            that of the parameter. A vector is one row. Not with ``sparse="catch_up"`` or
-            ``amsgrad``. An option of groups too.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
-
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.AdamW``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` and ``fused`` change no number, ``capturable`` and ``differentiable`` raise.
-    ``eps_hat`` and ``rowwise_bias_correction`` are new. States, and numbers but for roundings, are
-    the same.
+    Differs from ``torch.optim.AdamW``: it takes sparse gradients, and ``eps_hat`` and
+    ``rowwise_bias_correction`` are new. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.AdamW``; Loshchilov and Hutter (2019), arXiv:1711.05101.
 
@@ -188,10 +139,9 @@ class AdamW(Fused, torch.optim.AdamW):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
         foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
-        fused: bool | None = None, eps_hat: bool = False,
-        rowwise_bias_correction: bool = False, sparse: Sparse | None = None,
-        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
-        rounding: Rounding = "nearest",
+        fused: bool | None = None, eps_hat: bool = False, rowwise_bias_correction: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
@@ -214,21 +164,6 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         v <- beta2*v + (1 - beta2)*g*g
         w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
 
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        maximize: go up, not down.
-        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
-            that of the parameter. Not with ``sparse="catch_up"``. An option of groups too.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
-
     Raises:
         ValueError: an argument is out of range.
 
@@ -250,23 +185,20 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, maximize: bool = False, *,
-        rowwise_bias_correction: bool = False, sparse: Sparse | None = None,
-        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
-        rounding: Rounding = "nearest",
+        eps: float = 1e-8, maximize: bool = False, *, rowwise_bias_correction: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
     _more_options = ROWWISE
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         by_row = group["rowwise_bias_correction"]
         rule = rules.TORCH_ADAM_BY_ROW if by_row else rules.TORCH_ADAM
         return Method(rule, couples=False, touches=True)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
         if group["rowwise_bias_correction"]:
             moments = moments_of(beta1, beta2)
@@ -307,24 +239,7 @@ class LazyAdam(Fused, torch.optim.Optimizer):
     and with it the correction of the bias, is that of the whole table.
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
         weight_decay: coupled, of the rows that occur; at least 0.
-        amsgrad: see the formula.
-        maximize: go up, not down.
-        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
-            An option of groups too.
-        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
-            that of the parameter. A vector is one row. Not with ``sparse="catch_up"`` or
-            ``amsgrad``. An option of groups too.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -344,16 +259,14 @@ class LazyAdam(Fused, torch.optim.Optimizer):
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *,
         maximize: bool = False, eps_hat: bool = False, rowwise_bias_correction: bool = False,
-        sparse: Sparse | None = None,
-        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
-        rounding: Rounding = "nearest",
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
         super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         return Adam.method(self, group)._replace(touches=True)
 
     scalars = Adam.scalars

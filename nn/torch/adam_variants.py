@@ -32,30 +32,14 @@ class NAdam(Fused, torch.optim.NAdam):
         w <- w - lr * (1 - mu_t) / (1 - p) * g / d - lr * mu_(t+1) / (1 - p*mu_(t+1)) * m / d
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: at least 0; see the formula.
         momentum_decay: at least 0; see the formula.
-        decoupled_weight_decay: see the formula.
-        foreach: changes no number.
-        maximize: go up, not down.
-        capturable, differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.NAdam``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
-    numbers but for roundings, are the same.
+    Differs from ``torch.optim.NAdam``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.NAdam``; Dozat (2016).
 
@@ -77,20 +61,16 @@ class NAdam(Fused, torch.optim.NAdam):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         return Method(rules.TORCH_NADAM, not group.get("decoupled_weight_decay"))
 
     def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return {"mu_product": 1.0}
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
-        """See `FusedOptimizer`."""
         # In the type of the state, as PyTorch multiplies it.
         return {"mu_product": group["mu_product"] * _momentum(group, step)}
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         mu, mu_next = _momentum(group, step), _momentum(group, step + 1)
         product = number(self.next_numbers(group, step)["mu_product"])
@@ -120,30 +100,12 @@ class RAdam(Fused, torch.optim.RAdam):
             with c = sqrt((r - 4)*(r - 2)*r_inf / ((r_inf - 4)*(r_inf - 2)*r)), where r > 5
         w <- w - lr * m / (1 - beta1**t)       elsewhere
 
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: at least 0; see the formula.
-        decoupled_weight_decay: see the formula.
-        foreach: changes no number.
-        maximize: go up, not down.
-        capturable, differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
-
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.RAdam``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
-    numbers but for roundings, are the same.
+    Differs from ``torch.optim.RAdam``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.RAdam``; Liu et al. (2020), arXiv:1908.03265.
 
@@ -158,18 +120,15 @@ class RAdam(Fused, torch.optim.RAdam):
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 0, decoupled_weight_decay: bool = False, *,
         foreach: bool | None = None, maximize: bool = False, capturable: bool = False,
-        differentiable: bool = False,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        differentiable: bool = False, sparse: Sparse | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         return Method(rules.TORCH_RADAM, not group.get("decoupled_weight_decay"))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), 1.0 - beta2**step
@@ -192,29 +151,12 @@ class Adamax(Fused, torch.optim.Adamax):
         u <- max(beta2*u, |g| + eps)
         w <- w - lr / (1 - beta1**t) * m / u
 
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: at least 0; see the formula.
-        foreach: changes no number.
-        maximize: go up, not down.
-        capturable, differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
-
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.Adamax``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
-    numbers but for roundings, are the same.
+    Differs from ``torch.optim.Adamax``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.Adamax``; Kingma and Ba (2015), arXiv:1412.6980.
 
@@ -235,11 +177,9 @@ class Adamax(Fused, torch.optim.Adamax):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(rules.TORCH_ADAMAX)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
         scalars = group["lr"] / (1.0 - beta1**step), group["eps"]
         return (rules.share_of(1.0 - beta1), 0.0, beta2, *scalars)
@@ -252,19 +192,6 @@ class Lion(Fused, torch.optim.Optimizer):
 
         w <- w - lr * (sign(beta1*m + (1 - beta1)*g) + weight_decay*w)
         m <- beta2*m + (1 - beta2)*g
-
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        weight_decay: decoupled, at least 0.
-        maximize: go up, not down.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -291,11 +218,9 @@ class Lion(Fused, torch.optim.Optimizer):
         super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(lion_rules.LION, couples=False)
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
         options = group["lr"], group["weight_decay"], 0.0, 1.0
         return (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *options)
@@ -315,18 +240,7 @@ class Adan(Fused, torch.optim.Optimizer):
     The betas are those of PyTorch's habit: near 1, what stays of the past.
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         betas: three numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: decoupled, at least 0.
-        maximize: go up, not down.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -354,10 +268,8 @@ class Adan(Fused, torch.optim.Optimizer):
         super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(plain_rules.ADAN, couples=False)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         constants, decay = (*group["betas"], group["eps"]), group["weight_decay"]
         return plain_rules.adan_scalars(float, group["lr"], decay, int(step), constants, ())

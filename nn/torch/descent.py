@@ -26,31 +26,14 @@ class SGD(Fused, torch.optim.SGD):
         w <- w - lr*a,   nesterov: w - lr*(g + momentum*a),   without momentum: w - lr*g
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         momentum: at least 0.
-        dampening: of all updates but the first.
-        weight_decay: at least 0; see the formula.
-        nesterov: see the formula; needs a momentum, and no dampening.
-        maximize: go up, not down.
-        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
-            skipping to the step.
-        differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur without momentum and decay, where both mean the
-            same; else it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.SGD``: sparse gradients are taken with momentum and decay too, where
-    ``sparse`` says what they update; ``foreach`` and ``fused`` change no number, and
-    ``differentiable`` raises. States, and numbers but for roundings, are the same.
+    Differs from ``torch.optim.SGD``: it takes sparse gradients with momentum and decay too. States,
+    and numbers but for roundings, are the same.
 
     Source: ``torch.optim.SGD``.
 
@@ -73,14 +56,12 @@ class SGD(Fused, torch.optim.SGD):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         if not group["momentum"]:
             return Method(rules.SGD, touches=not group["weight_decay"])
         rule = rules.MOMENTUM_NESTEROV if group["nesterov"] else rules.MOMENTUM
         return Method(rule, states=("momentum_buffer",))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         lr, momentum = group["lr"], group["momentum"]
         if not momentum:
             return (lr,)
@@ -99,27 +80,14 @@ class ASGD(Fused, torch.optim.ASGD):
         eta <- lr / (1 + lambd*lr*t)**alpha,   mu <- 1 / max(1, t - t0)
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         lambd, alpha, t0: see the formula.
-        weight_decay: at least 0; see the formula.
-        foreach: changes no number.
-        maximize: go up, not down.
-        capturable, differentiable: must be False.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.ASGD``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
-    numbers but for roundings, are the same.
+    Differs from ``torch.optim.ASGD``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.ASGD``; Polyak and Juditsky (1992).
 
@@ -140,21 +108,17 @@ class ASGD(Fused, torch.optim.ASGD):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(rules.ASGD, states=("ax",))
 
     def numbers(self, group: Group) -> dict[str, float]:
-        """See `FusedOptimizer`."""
         return {"eta": number(group["lr"]), "mu": 1.0}
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
-        """See `FusedOptimizer`."""
         lr = group["lr"]
         eta = lr / (1.0 + group["lambd"] * lr * step) ** group["alpha"]
         return {"eta": eta, "mu": 1.0 / max(1.0, step - group["t0"])}
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         eta, mu = number(group["eta"]), number(group["mu"])
         return 1.0 - group["lambd"] * eta, eta, mu, 1.0
 
@@ -170,27 +134,15 @@ class Rprop(Fused, torch.optim.Rprop):
         w <- w - s*sign(g),   g_before <- g
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         etas: a number in (0, 1) and one above 1; see the formula.
         step_sizes: the smallest and the largest size.
-        capturable, differentiable: must be False.
-        foreach: changes no number.
-        maximize: go up, not down.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: it raises.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: an argument must be False.
 
-    Differs from ``torch.optim.Rprop``: sparse gradients are taken where ``sparse`` says what they
-    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
-    numbers but for roundings, are the same.
+    Differs from ``torch.optim.Rprop``: it takes sparse gradients. States, and numbers but for
+    roundings, are the same.
 
     Source: ``torch.optim.Rprop``; Riedmiller and Braun (1993).
 
@@ -211,13 +163,10 @@ class Rprop(Fused, torch.optim.Rprop):
         super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(TORCH_RPROP, couples=False)
 
     def initial(self, role: str, group: Group) -> float:
-        """See `FusedOptimizer`."""
         return number(group["lr"]) if role == "step_size" else 0.0
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return (*group["etas"], *group["step_sizes"], 0.0, 1.0)

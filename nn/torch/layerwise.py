@@ -26,18 +26,6 @@ class Lamb(Fused, torch.optim.Optimizer):
         u  = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w
         w <- w - lr * ratio * u,   ratio = |w| / |u|, or 1 where either norm is 0
 
-    Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
-        eps: at least 0.
-        weight_decay: at least 0.
-        maximize: go up, not down.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
-
     Raises:
         ValueError: an argument is out of range.
 
@@ -67,11 +55,9 @@ class Lamb(Fused, torch.optim.Optimizer):
         super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return Method(rules.LAMB, couples=False, states=("exp_avg", "exp_avg_sq"))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         beta1, beta2 = group["betas"]
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
         options = group["eps"], group["weight_decay"], group["lr"]
@@ -92,17 +78,8 @@ class LARS(Fused, torch.optim.Optimizer):
     A group with ``trust_coefficient=None``, for biases and norms, has ``c = 1``.
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         momentum, weight_decay, eps: at least 0.
-        dampening: of all updates but the first.
-        nesterov: see the formula; needs a momentum, and no dampening.
         trust_coefficient: at least 0, or None.
-        maximize: go up, not down.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -137,18 +114,15 @@ class LARS(Fused, torch.optim.Optimizer):
         super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         rule = lars_rules.TORCH_LARS_NESTEROV if group["nesterov"] else lars_rules.TORCH_LARS
         return Method(rule, couples=False, states=("momentum_buffer",))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         dampening = group["dampening"] if step > 1 else 0.0
         lr, momentum = group["lr"], group["momentum"]
         return lr, momentum, 1.0 - dampening, 1.0, group["weight_decay"]
 
     def constants(self, group: Group) -> dict[str, float]:
-        """See `FusedOptimizer`."""
         # What `Rule.factor` takes are numbers: NaN stands for None.
         coefficient = group["trust_coefficient"]
         return {

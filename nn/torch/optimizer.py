@@ -13,6 +13,7 @@ from ...kernels.keeping import COPY, MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
+from ..base.docstrings import complete
 from ..base.own_rules import is_own
 from ..base.state_files import maker_of_states
 from ..engine.catch_up import SCALARS, MissedSteps
@@ -76,6 +77,7 @@ class Fused(TableOptimizer, _Base):
         cls._chooses_anew = cls._chooses_anew or is_own(cls.method)
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
             cls.__init__ = options.shown_constructor(cls, Fused.__init__)  # type: ignore[method-assign]
+        complete(cls, options.COMMON)
 
     # Options
 
@@ -125,7 +127,8 @@ class Fused(TableOptimizer, _Base):
         self._look_after_all()
         for group in self.param_groups:
             self._complete(group)
-        self._steps = Steps()
+        if "_steps" not in vars(self):  # else a state dict is loaded
+            self._steps = Steps()
         self._join()
 
     # State
@@ -269,38 +272,21 @@ class FusedOptimizer(Fused, torch.optim.Optimizer):
     float32, rounded once. Results do not depend on the number of threads.
 
     Args:
-        params: as in ``torch.optim``; float32, float64, float16 or bfloat16.
         defaults: the options of groups, and how they begin.
-        sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
-            equal indices are summed first): ``"touched"``, the rows that occur, or ``"all"``,
-            every row, those that do not occur with a gradient of 0, or ``"catch_up"``: the numbers
-            of ``"all"``, but rows that do not occur sleep, and take the steps that they have missed
-            before they are read (`watch`, `prepare`) or written. None: the rows that occur, where
-            all mean the same or the class is made for it; other classes raise in the step.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
-            counted in ``skipped_steps``.
-        state_dtype: a dtype of PyTorch for the states; default each parameter's, float32 with
-            ``rounding="master"``.
-        rounding: what becomes of a weight of 16 bits, whose updates are often smaller than its last
-            place. ``"nearest"``: it is rounded to the nearest, and such updates are lost.
-            ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
-            written in the same pass. ``"kahan"``: a 16-bit state ``remainder`` has what rounding
-            cuts off, and is added before the next update (Kahan's compensated sum). Norms and decay
-            are those of the whole weight. ``"stochastic"``: it is rounded up or down at random, so
-            that its mean is the weight before rounding; on the host. The random bits follow from
-            the group's option ``rounding_seed`` (an int from 0 to 2**63 - 1; 0), the name or number
-            of the parameter, the number of its update and the place of the element: they are the
-            same for any number of threads and processes, and after a resume.
 
     A group may have ``copies``: a tensor of float16 or bfloat16, or None, for each of its float32
     parameters, on the same device. A step writes it with the parameter, rounded to the nearest.
     They are taken out of the group when it is added, and are not in the state dict.
 
-    These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
-    and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
-    on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
-    ``differentiable`` and ``capturable`` raise: learning rates and counts are read by the host.
-    A state dict with ``capturable=True`` loads: they come to the host then.
+    Norms and decay are those of the whole weight with every ``rounding``. The random bits of
+    ``"stochastic"`` follow from the group's option ``rounding_seed`` (an int from 0 to 2**63 - 1;
+    0), the name or number of the parameter, the number of its update and the place of the element:
+    they are the same for any number of threads and processes, and after a resume.
+
+    All but ``skip_nonfinite`` are options of groups too. Of PyTorch's options ``foreach`` and
+    ``fused`` change no number: every step is one call, with the numbers of PyTorch's default on the
+    CPU. ``differentiable`` and ``capturable`` raise; a state dict with ``capturable=True`` loads:
+    learning rates and counts come to the host then.
 
     Raises:
         ValueError: an option is out of range.

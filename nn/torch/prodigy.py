@@ -45,24 +45,17 @@ class Prodigy(Fused, torch.optim.Optimizer):
     all; gradients are read only, with a coupled decay too.
 
     Args:
-        params: tensors or groups, as in ``torch.optim``. A group's ``lr`` may be 0 where others' is
-            not: its states stay, and it goes on along them.
+        params: ... A group's ``lr`` may be 0 where others' is not: its states stay, and it goes on
+            along them.
         lr: a factor of the steps, above 0. Usually 1, or a schedule from 1 to 0.
-        betas: two numbers in [0, 1).
         beta3: in [0, 1): how ``N`` and ``s`` fade; None: ``sqrt(betas[1])``.
         eps: above 0.
-        weight_decay: at least 0.
         decouple: whether the weight decay is decoupled, as in the formula; else it is added to the
             gradient, ``g + weight_decay*w``.
         use_bias_correction, safeguard_warmup: see the formula.
         d0: above 0: what d begins with.
         d_coef, growth_rate: above 0: see the formula.
         fsdp_in_use, slice_p: must be False and 1.
-        maximize: go up, not down.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of the states; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -125,12 +118,10 @@ class Prodigy(Fused, torch.optim.Optimizer):
         )  # fmt: skip
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         has_average = group["betas"][0] > 0.0
         return Method(rules.RULES[has_average, group["decouple"]], couples=not group["decouple"])
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         first, (beta1, beta2) = self.param_groups[0], group["betas"]
         largest = max(number(each["lr"]) for each in self.param_groups)
         lr = group["lr"]
@@ -151,12 +142,10 @@ class Prodigy(Fused, torch.optim.Optimizer):
         return scalars
 
     def known_of_step(self) -> dict[str, float]:
-        """See `FusedOptimizer`."""
         first = self.param_groups[0]
         return {"beta3": _beta3(first), **{name: first[name] for name in (*_OF_ALL, *_CONSTANTS)}}
 
     def take_over(self, numbers: np.ndarray) -> None:
-        """See `FusedOptimizer`."""
         for group in self.param_groups:
             group.update(zip(_OF_ALL, numbers.tolist(), strict=True))
             group["k"] += 1

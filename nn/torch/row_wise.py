@@ -27,18 +27,10 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
     float32 (float64 for float64 parameters).
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
         eps: above 0.
         weight_decay: at least 0: added to the gradient, ``g + weight_decay*w``.
         initial_accumulator_value: at least 0: what ``s`` begins with.
         decoupled_weight_decay: the step takes ``lr*weight_decay*w`` instead.
-        maximize: go up, not down.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
 
     Raises:
         ValueError: an argument is out of range.
@@ -66,8 +58,7 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
         self, params: ParamsT, lr: float | Tensor = 1e-2, eps: float = 1e-10,
         weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
         decoupled_weight_decay: bool = False, *, maximize: bool = False,
-        sparse: Sparse | None = None, skip_nonfinite: bool = False,
-        rounding: Rounding = "nearest",
+        sparse: Sparse | None = None, skip_nonfinite: bool = False, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay,
                      initial_accumulator_value=initial_accumulator_value)  # fmt: skip
@@ -76,18 +67,15 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
         super().__init__(**with_defaults(locals()))
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         if group["decoupled_weight_decay"]:
             rule = rules.ROW_WISE_ADAGRAD_DECOUPLED
             return Method(rule, couples=False, touches=True, states=("sum",))
         return Method(rules.ROW_WISE_ADAGRAD, touches=True, states=("sum",))
 
     def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         return float(group["initial_accumulator_value"])
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `FusedOptimizer`."""
         lr = group["lr"]
         decay = (lr * group["weight_decay"],) if group["decoupled_weight_decay"] else ()
         return (group["eps"], lr, *decay)
@@ -109,20 +97,9 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
     the updates of the parameter, not of a row.
 
     Args:
-        params: tensors or groups, as in ``torch.optim``.
-        lr: learning rate, at least 0; a number or a tensor of one element.
-        betas: two numbers in [0, 1).
         eps: above 0.
-        weight_decay: at least 0; decoupled.
-        maximize: go up, not down.
-        rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
-            that of the parameter. Not with ``sparse="catch_up"``. An option of groups too.
-        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
-            every row; None: the rows that occur.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: of ``exp_avg``; None: that of each parameter, or float32 beside a master.
-        rounding: of 16-bit weights ``"nearest"``, or ``"master"`` (rounded copies of a float32
-            state), or ``"kahan"`` (the remainder is a 16-bit state).
+        state_dtype: of ``exp_avg``; None: that of each parameter, or float32 where ``rounding`` is
+            ``"master"``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -158,7 +135,6 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
     _more_options = ROWWISE
 
     def method(self, group: Group) -> Method:
-        """See `FusedOptimizer`."""
         states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
         if group["rowwise_bias_correction"]:
             rule, states = rules.ROW_WISE_ADAM_BY_ROW, (*states, "updates")
@@ -166,7 +142,6 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         return Method(rules.ROW_WISE_ADAM, couples=False, touches=True, states=states)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `FusedOptimizer`."""
         (beta1, beta2), lr = group["betas"], group["lr"]
         if group["rowwise_bias_correction"]:
             decay = lr * group["weight_decay"]

@@ -89,7 +89,6 @@ class DenseSquares:
         self.counts, self.n_parts = self._chunks.counts, self._chunks.n_blocks
 
     def enqueue(self, parts: int, stream: Any) -> None:
-        """See `Squares`."""
         chunks = self._chunks
         with room_of(stream) as room:
             place = room.take(8 * chunks.n_words)

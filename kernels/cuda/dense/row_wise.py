@@ -194,14 +194,13 @@ class RowWiseStep:
         self._rows = self._rows._replace(values=gradients, is_aligned=are_aligned(places))
 
     def words(self, place: int, hp: Any) -> np.ndarray:
-        """See `DevicePart`; behind the table lies what it points at."""
+        # Behind the table lies what it points at.
         self._table, n = place, self._n_tensors
         lists = place + n * size_of(RowsRow) + np.arange(n) * self._addresses.strides[0]
         table = table_of(self._rows._replace(hp=hp, arrays=lists), n)
         return np.concatenate([table, self._addresses.ravel()])
 
     def enqueue(self, call: LaunchContext) -> None:
-        """See `DevicePart`."""
         if self._n_blocks:
             loop = launcher(self._update, self._n_blocks, THREADS, call.stream)
             loop(self._table, self._n_tensors, call.guard)

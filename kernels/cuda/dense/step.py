@@ -159,12 +159,10 @@ class DenseStep:
         self._chunks.put(gradients, addresses)
 
     def words(self, place: int, hp: Any) -> np.ndarray:
-        """See `DevicePart`."""
         self._table = place
         return self._chunks.words(hp)
 
     def enqueue(self, call: LaunchContext) -> None:
-        """See `DevicePart`."""
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if not self._measure:
             chunks.launch(self._update, call.stream, *table, call.guard)

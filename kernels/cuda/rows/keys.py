@@ -245,11 +245,11 @@ class KeySort:
 
     @property
     def scratch_bytes(self) -> int:
-        """See `DevicePart`."""
+        """Bytes of memory that the launches need for the time of the call."""
         return self.places.size
 
     def words(self, place: int, hp: Sequence[int]) -> np.ndarray:
-        """See `DevicePart`; behind the table of tables lies what it points at."""
+        """The int64 tables, to lie at ``place``; behind that of tables lies what it points at."""
         if place != self.table:
             self.table = place
             self._rows[:, -2:] = place + self._at_lists
@@ -295,7 +295,7 @@ class KeySort:
         return place, self.n, self.bits
 
     def _sort_launches(self, call: LaunchContext) -> Iterator[Any]:
-        """See `Launches`. Positions are in order before and stay so."""
+        # Positions are in order before and stay so.
         keys, spare, scratch = (call.scratch + at for at in self._sections)
         stream, given = call.stream, self._key_arguments
         if self.n <= TILE:

@@ -97,7 +97,6 @@ class RowStep(_RowLoops):
             self.loops += [self._update] if touched_only else [rows.mark_kernel, self._update]
 
     def enqueue(self, call: LaunchContext) -> None:
-        """See `DevicePart`."""
         self.sort(call)
         self.update(call)
 
@@ -106,7 +105,6 @@ class RowStep(_RowLoops):
         self._updating.run(call, self.table)
 
     def _update_launches(self, call: LaunchContext) -> Iterator[Any]:
-        """See `Launches`."""
         yield from self._sum_hot(call)
         if self._touched_only:
             # Most keys of a long list are not the first of their row, and a thread that looks at
@@ -133,7 +131,6 @@ class RowSquares(_RowLoops):
         self._guard, self.n_parts = guard, -(-self.n // self._block[1]) * self._tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
-        """See `norm.Squares`."""
         call, hp_of = LaunchContext(stream, self._guard), [0] * self._n_tables
         loop = rows.row_squares_kernel(self._kernel.g, self._kernel.real, self._length)
         with placed(self, _NO_SCALARS, hp_of, call) as there:

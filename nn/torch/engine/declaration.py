@@ -139,13 +139,15 @@ class Declaration(ABC):
             expected, got = "a dict", type(known).__name__
             reject(RuntimeError, where, f"state of {name}", "has a wrong type", expected, got)
         state = dict(known)  # a copy, since another thread may change the dict
-        if any(getattr(state.get(name), "is_cuda", False) for name in numbers):
+        if state and any(getattr(state.get(name), "is_cuda", False) for name in numbers):
             found = numbers_here({"state": {parameter: state}, "param_groups": ()}, numbers)
             state = new[parameter] = found["state"][parameter]
         # A rule that rests has no roles, and may still begin a state.
         if copied is not None and state.get(COPY.name) is not copied:
             state = new[parameter] = {**state, COPY.name: copied}
-        is_new = all(state.get(role) is None for role in (roles or state) if role != COPY.name)
+        is_new = not state or all(
+            state.get(role) is None for role in (roles or state) if role != COPY.name
+        )
         if is_new and self._files is not None and self._files.begin(self, parameter, name):
             state, is_new = {**state, **self.state[parameter]}, False
             new[parameter] = state
