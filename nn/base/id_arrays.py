@@ -1,4 +1,4 @@
-"""What an `IdMap` has: slots, rows in the order of their uses, lost ids; and its state, checked."""
+"""Parts of an `IdMap`: slots of ids, rows of its table, lost ids; and its state, checked."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ class IdSlots(NamedTuple):
         return max(enough, int(max(1.5 * self.n, entries / MOST_LOAD + 1)))
 
     def resized(self, n: int) -> IdSlots:
-        """So many slots with the entries of these; as many, with twice as many behind them."""
+        """A copy with ``n`` slots; where there are ``n`` already, the tail is twice as long."""
         tail = (len(self.places) - self.n) * (1 + (n == self.n))
         return self.holding(n, tail, self[:3], self.steps)
 
     def at(self, step: int) -> IdSlots:
-        """These slots with a step, which is not below the last one, as the step of now."""
+        """The slots with a step, which is not below the last one, as the step of now."""
         steps, moments = self.steps, self.moments
         if step <= steps[-1]:
             return self
@@ -165,7 +165,7 @@ class IdRows(NamedTuple):
         return made
 
     def grown(self, capacity: int) -> IdRows:
-        """These rows and more."""
+        """A copy with more rows."""
         n, made = int(self.next_row[0]), self.empty(capacity)
         for new, old in zip(made[:4], self[:4], strict=True):
             new[:n] = old[:n]
@@ -194,7 +194,7 @@ class UseQueue(NamedTuple):
         return cls(rows, every.last_uses[rows])
 
     def take(self, n: int, every: IdRows) -> tuple[np.ndarray, UseQueue]:
-        """So many rows, or fewer, that were not used since; and the queue that is left."""
+        """At most ``n`` rows that were not used since; and the queue that is left."""
         (rows, uses), begin, found = self, 0, _NO_ROWS
         while len(found) < n and begin < len(rows):
             end = begin + 2 * n + FEWEST_SLOTS
@@ -214,7 +214,7 @@ class Removals(NamedTuple):
     forgotten: int = -1  # the last step of those that are no more among them; -1: there are none
 
     def with_more(self, ids: np.ndarray, step: int, most: int) -> Removals:
-        """These ids, and others behind them; of all no more than ``most``."""
+        """The ids with more behind them; of more than ``most`` the first are forgotten."""
         every = np.concatenate((self.ids, ids))
         steps = np.concatenate((self.steps, np.full(len(ids), step, np.int64)))
         more = max(0, len(every) - most)

@@ -93,11 +93,11 @@ class RoundedOptimizer(StatefulOptimizer):
 
     @property
     def _kept(self) -> list[tuple[State, ...]]:
-        """What lies beside each parameter."""
+        """The states that lie beside each parameter."""
         return [keeping.beside if keeping else () for keeping in self.keepings]
 
     def _draws(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
-        """What draws random bits in a step; None where no parameter needs them."""
+        """A function that draws the random bits of a step; None where no parameter needs them."""
         if STOCHASTIC not in self.keepings:
             return None
         keys = np.array([key_of(str(p.name)) for p in self.parameters], np.uint64)
