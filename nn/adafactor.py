@@ -15,7 +15,7 @@ from ..ops.runtime.errors import reject
 from .base.arguments import Fixed, base_arguments, non_negative_float, open_unit, positive_float
 from .base.file_set import MOVED
 from .base.groups import Groups
-from .engine.plan import Method
+from .engine.plan import StepMethod
 from .fused import FusedOptimizer, declared
 from .schedules.decay import LearningRateSchedule
 
@@ -205,7 +205,7 @@ class AdaFactor(FusedOptimizer):
     def formula(self) -> Formula:
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
-    def _method(self) -> Method:
+    def _method(self) -> StepMethod:
         sizes = {
             "epsilon2": self.eps[1],
             "clip_threshold": self.clip_threshold,

@@ -17,7 +17,8 @@ from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling, tables_of_features
 from ..ops.runtime.bags.tensor import BagTensor
 from ..ops.runtime.errors import reject
-from .base.id_map import Admissions, IdMap
+from .base.id_arrays import Admissions
+from .base.id_map import IdMap
 from .base.parameter import Parameter
 from .engine.bag_maps import BagMaps, FoundRows
 from .engine.catch_up import spans_of

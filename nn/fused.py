@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,27 +13,17 @@ import numpy as np
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
 from ..kernels.keeping import (
-    COPY,
-    KAHAN,
-    KEEPINGS,
-    MASTER,
-    MOST_OF_REMAINDER,
     STOCHASTIC,
-    key_of,
-    random_scalars,
-    whole_weight,
 )  # fmt: skip
-from ..kernels.quiet import quiet
-from ..kernels.rule import Keeping, Rule
+from ..kernels.rule import Rule
 from ..kernels.rules.gradient import CLIP
 from ..kernels.state import State
 from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
-from .base.arguments import Fixed, clip_limit, gradients_of, next_step, seed
-from .base.checkpoint import as_state
-from .base.groups import FUSED_KEYS, Groups, ParameterOptions
+from .base.arguments import Fixed, clip_limit, gradients_of, next_step
+from .base.groups import FUSED_KEYS
 from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
@@ -42,22 +31,18 @@ from .base.stateful import States
 from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite
 from .engine.host import Host
+from .engine.layout import Gradients, by_storage
 from .engine.offload import Offload
-from .engine.plan import Classes, Counts, Method, Plan, StepAgreement, Stepper, calls_of
-from .engine.reader import GradientReader, Gradients, by_storage
+from .engine.plan import Classes, Counts, Plan, StepAgreement, StepMethod, Stepper, calls_of
+from .engine.reader import GradientReader
+from .engine.rounding import RoundedOptimizer
 from .table_rows import TableOptimizer
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent", "catch_up")
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
-def _way_of_rounding(where: str, name: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in KEEPINGS:
-        reject(ValueError, where, name, "is unknown", tuple(KEEPINGS), value)
-    return value
-
-
-class FusedOptimizer(TableOptimizer, ABC):
+class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
     """The base class of optimizers whose step is an update rule, which a subclass gives.
 
     One kernel call updates all dense tensors of a dtype (two if the rule measures them first), and
@@ -105,11 +90,9 @@ class FusedOptimizer(TableOptimizer, ABC):
 
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
-    rounding = Fixed(_way_of_rounding)
     together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
-    keepings: tuple[Keeping | None, ...]  # how each parameter is kept
     _group_keys = FUSED_KEYS
     _rate_lag = 0  # a step uses the learning rate of so many steps before
     _stays_on_host = False  # whether `target` cannot be changed
@@ -173,44 +156,6 @@ class FusedOptimizer(TableOptimizer, ABC):
             reject(ValueError, self._name, "clipnorm", wrong, expected, f"CUDA device {device}")
         return device
 
-    def _check_groups(self, groups: Groups) -> None:
-        """Find how each parameter is kept, and refuse ways that do not fit it or the rule."""
-        self.keepings = tuple(map(self._keeping_of, groups.options))
-        for i, (option, keeping) in enumerate(zip(groups.options, self.keepings, strict=True)):
-            if keeping is None:
-                continue
-            way = "copies" if keeping is COPY else f"rounding={keeping.name!r}"
-            p, wrong = option.parameter, f"does not fit {way}"
-            label = f"parameter {p.name or i!r}"
-            if self._rule.lines or self._rule.matrix:
-                expected, got = "'nearest': it does not fit a rule on matrices", way
-                reject(ValueError, self._name, "rounding", "is impossible", expected, got)
-            if keeping is not COPY and p.dtype.itemsize != 2:
-                reject(ValueError, self._name, label, wrong, "float16 or bfloat16", p.dtype)
-            if keeping is STOCHASTIC and p.is_on_device and not self._stays_on_host:
-                reject(ValueError, self._name, label, wrong, "the host", "a CUDA device")
-        if self.sparse_update == "catch_up":
-            self._check_sleep(groups)
-        # States are memory of their own: parameters and copies are what users give.
-        if COPY in self.keepings:
-            arrays = [o.parameter.array for o in groups.options]
-            names = [f"parameter {o.parameter.name or i!r}" for i, o in enumerate(groups.options)]
-            copies = [o.copy for o in groups.options if o.copy is not None]
-            names += ["an array of copies"] * len(copies)
-            check.no_overlap(self._name, names, [*arrays, *copies])
-
-    def _keeping_of(self, option: ParameterOptions) -> Keeping | None:
-        rounding = option.rounding
-        if rounding is not None:
-            _way_of_rounding(self._name, "rounding of a group", rounding)
-        rounding = rounding or self.rounding
-        if option.copy is None:
-            return KEEPINGS[rounding]
-        if rounding != "nearest":
-            wrong = "excludes copies"
-            reject(ValueError, self._name, f"rounding={rounding!r}", wrong, "'nearest'", "both")
-        return COPY
-
     def _check_rows(self) -> None:
         """Refuse parameters without rows, or with rows without elements, if rows are measured."""
         for p in self.parameters if self._rule.is_row_wise else ():
@@ -222,13 +167,9 @@ class FusedOptimizer(TableOptimizer, ABC):
     def formula(self) -> Formula:
         """The formula that gives scalars from the learning rate and the number of the update."""
 
-    def _method(self) -> Method:
+    def _method(self) -> StepMethod:
         """The update of a step, with the present options."""
-        draws = None
-        if STOCHASTIC in self.keepings:
-            keys = np.array([key_of(str(p.name)) for p in self.parameters], np.uint64)
-            draws = partial(_drawn, self._seed, keys)
-        return Method(self._rule, self.formula(), draws=draws)
+        return StepMethod(self._rule, self.formula(), draws=self._draws())
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; since it may be an option, the next step asks `formula` anew.
@@ -259,16 +200,11 @@ class FusedOptimizer(TableOptimizer, ABC):
         self._bound = {}
         if self._device is not None:
             self._stepper = (Offload if self._works_on_host else Device)(self._host)
+        centralized = [i for i, option in enumerate(self._groups.options) if option.centralize]
         self._reader = self.reader_type(
-            self._name,
-            self.parameters,
-            self._states_of_each(),
-            self.sparse_update,
-            self._rows_need,
-            [i for i, option in enumerate(self._groups.options) if option.centralize],
-            row_wise=self._rule.is_row_wise,
-            keepings=self.keepings,
-        )
+            self._name, self.parameters, self._states_of_each(), self.sparse_update,
+            self._rows_need, centralized, row_wise=self._rule.is_row_wise, keepings=self.keepings,
+        )  # fmt: skip
 
     def _condition(self) -> None:
         make: Callable[..., Conditioning] = Conditioning
@@ -306,7 +242,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         return self._step_with(gradients, self._conditioning)
 
     def _step_with(self, gradients: Any, conditioning: Conditioning) -> tuple[bool, ...]:
-        method: Method | None = vars(self)["_known_method"]
+        method: StepMethod | None = vars(self)["_known_method"]
         if method is None:
             method = self._method()
             formula = checked_formula(self._name, method.rule, method.formula)
@@ -330,7 +266,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         else:
             stepper.run(plan)
 
-    def _plan(self, gradients: Any, method: Method, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, method: StepMethod, conditioning: Conditioning) -> Plan | None:
         """The plan of the step, read and checked; None for a step that is to be skipped.
 
         All errors come from here, before anything has been written.
@@ -432,36 +368,6 @@ class FusedOptimizer(TableOptimizer, ABC):
         self._found_inf = found
 
     @property
-    def rounding_seed(self) -> int:
-        """The seed of ``rounding="stochastic"``, an int from 0 to 2**63 - 1; 0 in the beginning.
-
-        A part of the state. The random bits of an element in an update follow from this seed, the
-        name of its parameter, the number of the update, and its place in the parameter, whatever
-        the number of threads.
-
-        Raises:
-            TypeError, ValueError: another value is assigned, or one with another ``rounding``.
-        """
-        return int(self._seed[0])
-
-    @rounding_seed.setter
-    def rounding_seed(self, value: int) -> None:
-        where, name = self._name, "rounding_seed"
-        if STOCHASTIC not in self.keepings:
-            wrong, got = "is of no use", f"rounding={self.rounding!r}"
-            reject(ValueError, where, name, wrong, f"rounding={STOCHASTIC.name!r}", got)
-        self._seed[0] = seed(where, name, value)
-
-    @property
-    def copies(self) -> tuple[Any, ...]:
-        """The arrays of 16 bits that a step writes beside the parameters; None where there is none.
-
-        Those of the groups; a copy of the optimizer has copies of them. No part of the state.
-        """
-        copies = self._states.get(COPY.name, (None,) * len(self.parameters))
-        return tuple(x.native() if isinstance(x, DeviceArray) else x for x in copies)
-
-    @property
     def skipped_steps(self) -> int:
         """Steps that were skipped."""
         return int(self._skipped[0])
@@ -476,9 +382,7 @@ class FusedOptimizer(TableOptimizer, ABC):
         if self._device is None:
             super()._move_to(target)
         if self._stays_on_host or target == "Ascend":
-            expected = (
-                "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
-            )
+            expected = "'CPU', where it works" if self._stays_on_host else "'CPU' or 'GPU'"
             reject(ValueError, self._name, "target", "is impossible", expected, target)
         # Locks are taken in the order of a step on a device, that of the optimizer first: otherwise
         # two threads could wait for each other.
@@ -503,45 +407,6 @@ class FusedOptimizer(TableOptimizer, ABC):
             return None
         return rule.shape_of(state, shape)
 
-    def _new_states(self, states: Sequence[State]) -> States:
-        """The states of the rule, then those that lie beside the weights of some parameters."""
-        made = super()._new_states(states)
-        kept = [keeping.beside if keeping else () for keeping in self.keepings]
-        for state in dict.fromkeys(state for beside in kept for state in beside):
-            if state.name in made:
-                wrong, expected = f"has a state {state.name!r}", "another name beside this rounding"
-                reject(ValueError, self._name, "rule", wrong, expected, state.name)
-            made[state.name] = tuple(
-                self._new_state(state, i) if state in beside else None
-                for i, beside in enumerate(kept)
-            )
-        return made
-
-    def _new_state(self, state: State, i: int) -> Any:
-        is_copy = state in COPY.beside
-        return self._groups.options[i].copy if is_copy else super()._new_state(state, i)
-
-    def _state_dtype_of(self, i: int) -> np.dtype[Any] | None:
-        # Moments of 16 bits would forget what the master has learnt to keep.
-        is_wide = self._state_dtype is None and self.keepings[i] is MASTER
-        return np.dtype(np.float32) if is_wide else self._state_dtype
-
-    def _saved_states(self) -> States:
-        return {role: arrays for role, arrays in self._states.items() if role != COPY.name}
-
-    def keep_states(self, of: Sequence[bool]) -> None:
-        """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
-        if self._missed is not None:
-            wrong = "is impossible in ShardedStates"
-            expected = "another one: parameters are sent after each step, with all rows up to date"
-            reject(ValueError, self._name, "sparse_update='catch_up'", wrong, expected, "it")
-        # Parameters come from the processes that step them, and nobody would write their copies.
-        if any(own is COPY and not keeps for own, keeps in zip(self.keepings, of, strict=True)):
-            wrong, expected = "are written where steps are taken", "parameters without copies"
-            reject(ValueError, self._name, "copies", wrong, expected, "copies")
-        super().keep_states(of)
-        self._read_anew()
-
     def take_arrays(
         self, parameters: Sequence[np.ndarray], states: States, global_step: np.ndarray
     ) -> None:
@@ -560,98 +425,6 @@ class FusedOptimizer(TableOptimizer, ABC):
         """Drop all that was derived from the addresses of parameters: one was rebound."""
         self._reader.forget()
         self._may_differ, self._bound = True, {}
-
-    def state_arrays(self) -> dict[str, Any]:
-        """The arrays of `StatefulOptimizer.state_arrays`, and a seed if there is one."""
-        arrays = super().state_arrays()
-        if STOCHASTIC in self.keepings:
-            arrays["rounding_seed"] = self._seed
-        return arrays
-
-    def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
-        """Take over a `state_dict`, after checking all of it (`Optimizer.load_state_dict`).
-
-        What lies beside the weights may be missing, as in a state of an optimizer that rounds to
-        the nearest: it begins anew, with one warning.
-
-        Args:
-            state: as `Optimizer.load_state_dict`.
-            from_masters: parameters become their masters, rounded. By default the weights stay, and
-                a master that makes another one begins at it.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `Optimizer.load_state_dict`, or there are no masters
-                for ``from_masters``. Nothing has changed then.
-        """
-        check.flag(self._name, "from_masters", from_masters)
-        given, own = as_state(self._name, state), self.state_arrays()
-        # Copies are not in `own`: they are missing in every state, and that is no reason to warn.
-        names = [
-            self._state_name(state.name, str(p.name))
-            for p, keeping in zip(self.parameters, self.keepings, strict=True)
-            for state in (keeping.beside if keeping else ())
-        ]
-        missing = [name for name in names if name not in given and name in own]
-        if missing:
-            given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
-        if STOCHASTIC in self.keepings:  # of an optimizer that rounded in another way
-            given.setdefault("rounding_seed", self._seed)
-        masters = self._beside(MASTER)
-        if from_masters and (missing or not masters):
-            wrong, expected = "is impossible", "a state with masters, of weights beside masters"
-            reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
-        super().load_state_dict(given)
-        self._may_differ = True
-        for p, master in masters if from_masters else ():
-            _assign(p.array, _on_host(master).astype(p.dtype))
-        if missing:
-            self._begin_at_weights(warns=False)
-            warnings.warn(f"{self._name}: {missing[0]} begins at the weight", stacklevel=2)
-
-    def widen(self) -> list[np.ndarray]:
-        """Go on without rounding to 16 bits: with whole weights in new arrays, which are returned.
-
-        The parameters are on the host, and no other optimizer's.
-        """
-        wholes = []
-        for i, (p, keeping) in enumerate(zip(self.parameters, self.keepings, strict=True)):
-            beside = [self._states[state.name][i] for state in keeping.beside] if keeping else []
-            whole = whole_weight(keeping, p.array, beside)
-            p.rebind(whole.copy())
-            wholes.append(whole)
-        kept = {state.name for keeping in self.keepings if keeping for state in keeping.beside}
-        self._states = {role: own for role, own in self._states.items() if role not in kept}
-        self.keepings = (None,) * len(self.parameters)
-        self._derive()
-        return wholes
-
-    @quiet
-    def _begin_at_weights(self, *, warns: bool = True) -> None:
-        """Let masters and remainders that make other weights than there are begin at these."""
-        self._may_differ = False
-        for keeping in (MASTER, KAHAN):
-            name = keeping.beside[0].name
-            for p, beside in self._beside(keeping):
-                weight, found = _on_host(p.array), _on_host(beside)
-                made, anew = found, weight
-                if keeping is KAHAN:
-                    anew, part = np.zeros_like(weight), np.float32(MOST_OF_REMAINDER)
-                    made = weight.astype(np.float32) + part * found.astype(np.float32)
-                rounded = made.astype(weight.dtype)
-                differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
-                if not differs.any():
-                    continue
-                _assign(beside, np.where(differs, anew.astype(found.dtype), found))
-                if warns:
-                    label, warns = self._state_name(name, str(p.name)), False
-                    what = "begins at the weight, which is not the one that it was made for"
-                    warnings.warn(f"{self._name}: {label} {what}", stacklevel=5)
-
-    def _beside(self, keeping: Keeping) -> list[tuple[Parameter, Any]]:
-        """The parameters that are kept in a way, and what lies beside each."""
-        states = self._states.get(keeping.beside[0].name, ())
-        each = zip(self.parameters, self.keepings, states, strict=False)
-        return [(p, x) for p, own, x in each if own is keeping and x is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         # The copied counts are those on the host, which calls on a device may still take back.
@@ -679,24 +452,6 @@ def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[Sta
         return tuple(dict.fromkeys((*matrix_states, *rule.states)))
     renamed = zip(rule.states, states.items(), strict=True)
     return tuple(state._replace(name=name, initial=x) for state, (name, x) in renamed)
-
-
-def _drawn(
-    seed: np.ndarray, keys: np.ndarray, positions: np.ndarray, steps: np.ndarray
-) -> np.ndarray:
-    return random_scalars(seed, keys[positions], steps, 0)
-
-
-def _on_host(array: Any) -> np.ndarray:
-    found: np.ndarray = array.numpy() if isinstance(array, DeviceArray) else array
-    return found
-
-
-def _assign(array: Any, numbers: np.ndarray) -> None:
-    if isinstance(array, DeviceArray):
-        array.assign(numbers)
-    else:
-        array[...] = numbers
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

@@ -22,7 +22,7 @@ from .base.arguments import (
     positive_float,
 )
 from .engine.conditioning import Conditioning
-from .engine.plan import Method, Plan
+from .engine.plan import Plan, StepMethod
 from .fused import FusedOptimizer
 
 _CONSTANTS = "beta3", "d0", "d_coef", "growth_rate"
@@ -149,7 +149,7 @@ class Prodigy(FusedOptimizer):
 
     # The step
 
-    def _plan(self, gradients: Any, method: Method, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, method: StepMethod, conditioning: Conditioning) -> Plan | None:
         # Before the checks, which is no write too early: until its first update is counted, each
         # attempt copies a parameter again.
         for i in np.flatnonzero(self._steps == 0).tolist():  # weights may be loaded until then
@@ -157,7 +157,7 @@ class Prodigy(FusedOptimizer):
                 self._states["p0"][i][...] = self.parameters[i].array
         return super()._plan(gradients, method._replace(formula=self.formula()), conditioning)
 
-    def _method(self) -> Method:
+    def _method(self) -> StepMethod:
         constants = tuple((name, getattr(self, name)) for name in _CONSTANTS)
         return super()._method()._replace(constants=constants, numbers=self.numbers)
 

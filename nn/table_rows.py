@@ -101,8 +101,11 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         missed.part()
         missed.begin(dict(enumerate(steps)))
 
-    def _check_sleep(self, groups: Groups) -> None:
+    def _check_groups(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""
+        super()._check_groups(groups)
+        if self.sparse_update != "catch_up":
+            return
         name, options = "sparse_update='catch_up'", groups.options
         decays = not self._rule.decays and any(o.decay != 0.0 for o in options)
         check_idle(self._name, name, self._rule, couples=decays)
@@ -280,6 +283,15 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             reject(ValueError, self._name, f"parameter {parameter.name!r}", wrong, expected, "some")
 
     # States
+
+    def keep_states(self, of: Sequence[bool]) -> None:
+        """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
+        if self._missed is not None:
+            wrong = "is impossible in ShardedStates"
+            expected = "another one: parameters are sent after each step, with all rows up to date"
+            reject(ValueError, self._name, "sparse_update='catch_up'", wrong, expected, "it")
+        super().keep_states(of)
+        self._read_anew()
 
     def _new_states(self, states: Sequence[State]) -> States:
         made = super()._new_states(states)

@@ -4,63 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from copy import copy
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...kernels.cpu import ids as kernels
 from ...kernels.cpu.threads.parallel import Arguments, Loop, get_num_threads, run_all
-from ...kernels.keeping import mixed, unmixed
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .arguments import count, positive_int
 from .arguments import seed as checked_seed
-from .id_arrays import STATE, checked_state, ids_of_64_bits, moments_of
+from .id_arrays import (
+    FEWEST_SLOTS,
+    MOST_LOAD,
+    STATE,
+    Changes,
+    IdRows,
+    IdSlots,
+    Removals,
+    TooManyChangesError,
+    UseQueue,
+    checked_state,
+    ids_of_64_bits,
+)
+from .id_arrays import Admissions as Admissions
 
 _FULL = ("reserved", "raise", "evict")
-_MOST_LOAD, _LOAD = 0.8, 0.55  # of the slots before they grow, and after
-_FEWEST_SLOTS = 1_024
 _SERIAL_BELOW = 8_192  # ids
-_LARGEST, _MOMENTS = (1 << 31) - 1, 256
+_LARGEST = (1 << 31) - 1
 _NO_ROWS = np.empty(0, np.int32)
-
-
-class Admissions(NamedTuple):
-    """The rows that a call of an `IdMap` has handed out, and the ids that have got none.
-
-    Attributes:
-        rows: int32: the rows that were handed out: their states and weights begin anew
-            (`reset_rows`).
-        ids: int64: the ids that have got them.
-        refused: the occurrences that read the reserved row.
-        evicted: int32: rows that were given back for this, ascending.
-    """
-
-    rows: np.ndarray
-    ids: np.ndarray
-    refused: int
-    evicted: np.ndarray
-
-
 _NONE = Admissions(_NO_ROWS, np.empty(0, np.int64), 0, _NO_ROWS)
-
-
-class Changes(NamedTuple):
-    """Changes of an `IdMap`, and of the rows of its table, since a step.
-
-    Attributes:
-        ids: int64: the ids that have been used since.
-        rows: int32: their rows.
-        removed: int64: ids that have lost their rows since, and have none now.
-    """
-
-    ids: np.ndarray
-    rows: np.ndarray
-    removed: np.ndarray
-
-
-class TooManyChangesError(ValueError):
-    """More ids have lost their rows since than an `IdMap` remembers: send the whole table."""
 
 
 class IdMap:
@@ -118,10 +92,9 @@ class IdMap:
         full: str = "reserved", pending: int | None = None, remembered: int | None = None,
     ) -> None:  # fmt: skip
         where = "IdMap"
-        count(where, "capacity", capacity)
-        check.in_range(where, "capacity", capacity, 2 <= capacity <= _LARGEST, "2 to 2**31 - 1")
-        count(where, "after", after)
-        check.in_range(where, "after", after, 1 <= after <= _LARGEST, "1 to 2**31 - 1")
+        for name, n, least in (("capacity", capacity, 2), ("after", after, 1)):
+            count(where, name, n)
+            check.in_range(where, name, n, least <= n <= _LARGEST, f"{least} to 2**31 - 1")
         self.chance = check.scalar(where, "chance", chance)
         check.in_range(where, "chance", self.chance, 0.0 < self.chance <= 1.0, "in (0, 1]")
         if full not in _FULL:
@@ -131,32 +104,18 @@ class IdMap:
         self.capacity, self.after, self.full = int(capacity), int(after), full
         self.seed = checked_seed(where, "seed", seed)
         self._lock = threading.RLock()
-        self._clear()
-
-    def _clear(self) -> None:
-        # Pages that nobody has written cost nothing.
-        self._row_ids = np.zeros(self.capacity, np.int64)
-        self._counts, self._last_uses, self._free = (
-            np.zeros(self.capacity, np.int32) for _ in range(3)
-        )
-        self._n_free, self._next_row, self._entries = (np.array([k], np.int64) for k in (0, 1, 0))
-        self.step, self.evictions, self._n_removed = 0, 0, np.zeros(2, np.int64)
-        # Rows in the order of their last uses, and these. A row that was used since the queue was
-        # made comes behind all of them, so it holds until it is empty.
-        self._queue = _NO_ROWS, _NO_ROWS
-        # Ids that have lost their rows, and in which steps; older ones are forgotten.
-        self._removed, self._removed_steps = (np.empty(0, np.int64) for _ in range(2))
-        self._forgotten = -1
-        self._slots = _FEWEST_SLOTS
-        self._hashes, self._places, self._moments = _empty_slots(_FEWEST_SLOTS + kernels.TAIL)
-        self._steps = np.zeros(1, np.int64)  # of the moments, ascending
+        self._rows = IdRows.empty(self.capacity)
+        self.step, self.evictions = 0, 0
+        self._n_removed, self._entries = np.zeros(2, np.int64), np.zeros(1, np.int64)
+        self._queue, self._removed = UseQueue(), Removals()
+        self._slots = IdSlots.empty()
         self._bound: tuple[int, ...] | None = None  # addresses of what the map has
         self.last = _NONE
 
     def __len__(self) -> int:
         """The number of ids that have a row."""
         with self._lock:
-            return int(self._next_row[0] - 1 - self._n_free[0])
+            return int(self._rows.next_row[0] - 1 - self._rows.n_free[0])
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{n} {name}" for name, n in self.statistics().items())
@@ -193,7 +152,9 @@ class IdMap:
         with self._lock:
             kept = {k: x for k, x in vars(self).items() if k != "_lock"}
             arrays = {k: x.copy() for k, x in kept.items() if isinstance(x, np.ndarray)}
-        return {**kept, **arrays, "_bound": None}
+            parts: Any = self._slots, self._rows
+            slots, rows = (own._make(map(copy, own)) for own in parts)
+        return {**kept, **arrays, "_slots": slots, "_rows": rows, "_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -239,11 +200,7 @@ class IdMap:
             return self._admit(found.reshape(-1), int(step), times, begin).reshape(found.shape)
 
     def check_step(self, step: Any) -> None:
-        """Refuse the number of a step that is none, or below that of the last call.
-
-        Raises:
-            TypeError, ValueError: it is such a one.
-        """
+        """Refuse the number of a step that is none, or below that of the last call."""
         count("IdMap", "step", step)
         is_next = self.step <= step <= _LARGEST
         check.in_range("IdMap", "step", step, is_next, f"from {self.step} to 2**31 - 1")
@@ -269,11 +226,10 @@ class IdMap:
     def _call(self, ids: np.ndarray, rows: np.ndarray, *others: Any) -> Arguments:
         if self._bound is None:
             arrays = (
-                self._hashes, self._places, self._moments, len(self._places), self._slots,
-                self._row_ids, self._counts, self._last_uses, self._free, self._n_free,
-                self._next_row, self._entries, self._n_removed,
+                *self._slots[:3], len(self._slots.places), self._slots.n,
+                *self._rows, self._entries, self._n_removed,
             )  # fmt: skip
-            chance, most = max(1, round(self.chance * 2.0**32)), int(_MOST_LOAD * self._slots)
+            chance, most = max(1, round(self.chance * 2.0**32)), int(MOST_LOAD * self._slots.n)
             limit = min(self.pending or _LARGEST, _LARGEST)
             numbers = self.capacity, self.after, chance, self.seed, most, limit
             self._bound = (*Arguments(arrays).words, *numbers)
@@ -311,12 +267,12 @@ class IdMap:
                 self._free_rows(evicted, step)
             rows[at] = self._rows_of_new(ids, times, step, told, handed)
             new = handed[: int(told[3])].copy()
-            self.last = Admissions(new, self._row_ids[new], int(told[0]), evicted)
+            self.last = Admissions(new, self._rows.ids[new], int(told[0]), evicted)
             if begin is not None and len(new):
                 begin(self.last)
         except BaseException:  # nobody has got them
-            self._queue, new = (_NO_ROWS, _NO_ROWS), handed[: int(told[3])]
-            self._free_rows(new := new[self._counts[new] > 0], step)
+            self._queue, new = UseQueue(), handed[: int(told[3])]
+            self._free_rows(new := new[self._rows.counts[new] > 0], step)
             self._n_removed[1] -= len(new)
             raise
         return rows
@@ -324,14 +280,17 @@ class IdMap:
     def _rows_of_new(self, ids: Any, times: Any, step: int, told: Any, handed: Any) -> np.ndarray:
         """The rows of ids, which get some; 0 for none. Those handed out are listed."""
         rows, more = np.empty(len(ids), np.int32), 1 if self.pending else len(ids)
-        now = self._moment_of(step)
+        slots = self._slots.at(step)
+        if slots.moments is not self._slots.moments:
+            self._bound = None
+        self._slots, now = slots, len(slots.steps) - 1
         while told[1] < len(ids):
-            slots, tail = self._slots_for(self._entries[0] + more), len(self._places) - self._slots
+            slots = self._slots
+            n = slots.enough_for(self._entries[0] + more)
             if told[2] == 2:
                 self._drop_oldest(max(1, int(self.pending or 0) // 8))
-            elif slots > self._slots or told[2]:
-                tail *= 1 + (slots == self._slots)
-                self._place(slots, tail, self._hashes, self._places, self._moments)
+            elif n > slots.n or told[2]:
+                vars(self).update(_slots=slots.resized(n), _bound=None)  # in one instruction
             told[2], call = 0, self._call(ids, rows, None, times, step, told, handed, now)
             run_all((Loop.of(kernels.admit, 1, call.address, 1),))
         if told[0] and (self.after > 1 or self.chance < 1.0):
@@ -354,49 +313,11 @@ class IdMap:
 
     def _least_recent(self, n: int, step: int) -> np.ndarray:
         """Rows to be given back: as many, or fewer, ascending, none of this step."""
-        found = self._take_from_queue(n)
+        found, self._queue = self._queue.take(n, self._rows)
         if len(found) < n:
             # Rows of the same step may be those of other calls, before the same backward.
-            rows = self._rows_in_use()
-            rows = rows[self._last_uses[rows] < step]
-            rows = rows[np.argsort(self._last_uses[rows], kind="stable")]
-            self._queue = rows, self._last_uses[rows]
-            found = self._take_from_queue(n)
+            found, self._queue = UseQueue.of(self._rows, step).take(n, self._rows)
         return np.sort(found)
-
-    def _take_from_queue(self, n: int) -> np.ndarray:
-        """So many rows of the queue, or fewer, that were not used since it was made."""
-        (rows, uses), begin, found = self._queue, 0, _NO_ROWS
-        while len(found) < n and begin < len(rows):
-            end = begin + 2 * n + _FEWEST_SLOTS
-            some = rows[begin:end]
-            fits = (self._last_uses[some] == uses[begin:end]) & (self._counts[some] > 0)
-            at = np.flatnonzero(fits)[: n - len(found)]
-            found = np.concatenate((found, some[at]))
-            begin = begin + int(at[-1]) + 1 if len(found) == n else end
-        self._queue = rows[begin:], uses[begin:]
-        return found
-
-    def _slots_for(self, entries: Any) -> int:
-        """How many slots there are to be for so many entries."""
-        if entries <= _MOST_LOAD * self._slots:
-            return self._slots
-        # The estimate counts an id as often as it occurs; slots never double at once for that.
-        enough = int(entries / _LOAD) if entries < 4_096 else 0
-        return max(enough, int(max(1.5 * self._slots, entries / _MOST_LOAD + 1)))
-
-    def _place(self, slots: int, tail: int, hashes: Any, places: Any, moments: Any) -> None:
-        """Have new slots, with these entries."""
-        told = np.ones(4, np.int64)
-        while told[2]:
-            new = _empty_slots(slots + tail)
-            told[2], tail = 0, 2 * tail
-            given: Any = {"ids": hashes.view(np.int64), "n": len(hashes), "rows": places}
-            given |= {"length": len(new[0]), "slots": slots, "told": told, "seen": moments}
-            call = Arguments(kernels.IdCall(*new, **given))
-            run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
-        made = dict(zip(("_hashes", "_places", "_moments"), new, strict=True))
-        vars(self).update(made, _slots=slots, _bound=None)  # in one instruction
 
     # Eviction
 
@@ -426,22 +347,23 @@ class IdMap:
             reject(ValueError, where, "unused_for", "is missing", "it or seen_less_than", None)
         kept = None if keep is None else ids_of_64_bits(where, keep).reshape(-1)
         check.flag(where, "forget_pending", forget_pending)
-        with self._lock:
-            chosen, (waiting, counts, moments, steps) = self._rows_in_use(), self._pending()
-            is_old = np.full(len(waiting), unused_for is not None)
+        for name, bound in (("unused_for", unused_for), ("seen_less_than", seen_less_than)):
+            if bound is not None:
+                count(where, name, bound)
+
+        def are_old(last_uses: np.ndarray, counts: np.ndarray) -> np.ndarray:
+            found = np.full(len(counts), unused_for is not None or seen_less_than is not None)
             if unused_for is not None:
-                count(where, "unused_for", unused_for)
-                chosen = chosen[self.step - self._last_uses[chosen] >= unused_for]
-                is_old = (self.step - steps >= unused_for)[moments]
-            if seen_less_than is not None:
-                count(where, "seen_less_than", seen_less_than)
-                chosen = chosen[self._counts[chosen] < seen_less_than]
-                is_old &= counts < seen_less_than
-            if unused_for is None and seen_less_than is None:
-                chosen = chosen[:0]
-            is_old |= forget_pending
+                found &= self.step - last_uses >= unused_for
+            return found if seen_less_than is None else found & (counts < seen_less_than)
+
+        with self._lock:
+            chosen: np.ndarray = self._rows.in_use()
+            waiting, counts, seen = self._slots.pending(self.step)
+            chosen = chosen[are_old(self._rows.last_uses[chosen], self._rows.counts[chosen])]
+            is_old = are_old(seen, counts) & (unused_for is not None) | forget_pending
             if kept is not None:
-                chosen = chosen[~np.isin(self._row_ids[chosen], kept)]
+                chosen = chosen[~np.isin(self._rows.ids[chosen], kept)]
                 is_old &= ~np.isin(waiting, kept)
             if len(chosen):
                 self.evictions += 1
@@ -449,21 +371,11 @@ class IdMap:
             self._remove(waiting[is_old])
         return chosen
 
-    def _rows_in_use(self) -> np.ndarray:
-        """The rows that ids have, ascending: int32."""
-        return np.flatnonzero(self._counts[: int(self._next_row[0])]).astype(np.int32)
-
     def _free_rows(self, rows: np.ndarray, step: int) -> None:
         """Give back rows in use, which ascend."""
-        ids, forgotten = self._row_ids[rows], self._forgotten
-        removed = np.concatenate((self._removed, ids))
-        steps = np.concatenate((self._removed_steps, np.full(len(rows), step, np.int64)))
-        most = max(_FEWEST_SLOTS, self.capacity // 4)
-        if (more := len(removed) - (most if self.remembered is None else self.remembered)) > 0:
-            # Those of several processes are not in order.
-            forgotten = int(steps[:more].max(initial=forgotten))
-            removed, steps = removed[more:], steps[more:]
-        vars(self).update(_removed=removed, _removed_steps=steps, _forgotten=forgotten)
+        ids, most = self._rows.ids[rows], self.remembered
+        most = max(FEWEST_SLOTS, self.capacity // 4) if most is None else most
+        self._removed = self._removed.with_more(ids, step, most)
         self._remove(ids)
 
     def _remove(self, ids: np.ndarray) -> None:
@@ -473,23 +385,8 @@ class IdMap:
 
     def _drop_oldest(self, n: int) -> None:
         """Forget so many ids that have no row, those that have not occurred for longest."""
-        ids, _, moments, _ = self._pending()
-        self._remove(ids[np.sort(np.argsort(moments, kind="stable")[:n])])  # as the slots are
-
-    def _pending(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The ids that have no row, how often and when they have occurred; and these steps."""
-        at, (steps, moments) = np.flatnonzero(self._places < 0), moments_of(self._steps, self.step)
-        ids = unmixed(self._hashes[at]).view(np.int64)
-        return ids, -self._places[at], moments[self._moments[at]], steps
-
-    def _moment_of(self, step: int) -> int:
-        """The moment of a step, at least the last one."""
-        if step > self._steps[-1]:
-            if len(self._steps) == _MOMENTS:
-                steps, moments = moments_of(self._steps, step)
-                vars(self).update(_steps=steps, _moments=moments[self._moments], _bound=None)
-            self._steps = np.append(self._steps, step)
-        return len(self._steps) - 1
+        ids, _, seen = self._slots.pending(self.step)
+        self._remove(ids[np.sort(np.argsort(seen, kind="stable")[:n])])  # as the slots are
 
     # State
 
@@ -507,12 +404,8 @@ class IdMap:
         with self._lock:
             is_more, expected = self.capacity < capacity <= _LARGEST, f"{self.capacity} < n < 2**31"
             check.in_range(where, "capacity", capacity, is_more, expected)
-            n, made = int(self._next_row[0]), dict[str, np.ndarray]()
-            for name in ("_row_ids", "_counts", "_last_uses", "_free"):
-                old = getattr(self, name)
-                made[name] = np.zeros(capacity, old.dtype)
-                made[name][:n] = old[:n]
-            vars(self).update(made, capacity=int(capacity), _bound=None)
+            rows, n = self._rows.grown(capacity), int(capacity)
+            vars(self).update(_rows=rows, capacity=n, _bound=None)  # in one instruction
 
     def _begin_seed(self, seed: int) -> None:
         """Draw admissions from another seed from now on."""
@@ -523,7 +416,7 @@ class IdMap:
         """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
         flat, own = ids.reshape(-1), rows.reshape(-1)
         with self._lock:
-            return bool(((own == 0) | (self._row_ids[own] == flat.view(np.int64))).all())
+            return bool(((own == 0) | (self._rows.ids[own] == flat.view(np.int64))).all())
 
     def changed_since(self, step: int) -> Changes:
         """The rows and ids to send to a copy of the table that is as it was after a step.
@@ -540,30 +433,30 @@ class IdMap:
         count(where, "step", step)
         with self._lock:
             check.in_range(where, "step", step, step <= self.step, f"at most {self.step}")
-            if step < (least := self._forgotten):
+            if step < (least := self._removed.forgotten):
                 wrong, fix = "is before removals that are forgotten", "; send the whole table"
                 reject(TooManyChangesError, where, "step", wrong, f"at least {least}", step, fix)
-            rows = self._rows_in_use()
-            rows = rows[self._last_uses[rows] > step]
-            removed = np.unique(self._removed[self._removed_steps > step])
-            return Changes(self._row_ids[rows], rows, removed[self.find(removed) == 0])
+            rows = self._rows.in_use()
+            rows = rows[self._rows.last_uses[rows] > step]
+            removed = np.unique(self._removed.ids[self._removed.steps > step])
+            return Changes(self._rows.ids[rows], rows, removed[self.find(removed) == 0])
 
     def rows_of_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """All ids that have a row: ids (int64), rows, counts and steps of last use (int32)."""
         with self._lock:
-            rows = self._rows_in_use()
-            return self._row_ids[rows], rows, self._counts[rows], self._last_uses[rows]
+            rows = self._rows.in_use()
+            return self._rows.ids[rows], rows, self._rows.counts[rows], self._rows.last_uses[rows]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Plain arrays of all that a resumed run needs, but for the arguments."""
         with self._lock:
             ids, rows, counts, last_uses = self.rows_of_ids()
-            pending, occurrences, moments, steps = self._pending()
-            step, forgotten = (np.array([x], np.int64) for x in (self.step, self._forgotten))
-            rest = self._next_row, step, self._removed, self._removed_steps, forgotten
-            seen = steps.astype(np.int32)[moments]
-            arrays = ids, rows, counts, last_uses, pending, occurrences, seen, *rest
-            return {name: x.copy() for name, x in zip(STATE, arrays, strict=True)}
+            pending, occurrences, seen = self._slots.pending(self.step)
+            removed, steps, forgotten = self._removed
+            rest: Any = self._rows.next_row, [self.step], removed, steps, [forgotten]
+            arrays: Any = ids, rows, counts, last_uses, pending, occurrences, seen, *rest
+            each = zip(STATE.items(), arrays, strict=True)
+            return {name: np.array(x, dtype) for (name, dtype), x in each}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it.
@@ -585,20 +478,15 @@ class IdMap:
             self.capacity, after=self.after, chance=self.chance, seed=self.seed, full=self.full,
             pending=self.pending, remembered=self.remembered,
         )  # fmt: skip
-        found = checked_state(where, state, made.capacity)
+        capacity, found = made.capacity, checked_state(where, state, made.capacity)
         rows, ids = found["rows"], np.concatenate((found["ids"], found["pending"]))
-        hashes, places = mixed(ids.view(np.uint64)), (rows, -found["pending_counts"])
         last, step = found["pending_last_uses"], int(found["step"][0])
-        made._steps, moments = moments_of(np.append(last, found["step"]), step)
-        seen = np.append(np.zeros(len(rows), np.uint8), moments[:-1])
-        made._place(made._slots_for(len(ids)), kernels.TAIL, hashes, np.concatenate(places), seen)
-        made._next_row, made._entries[0] = found["next_row"], len(ids)
-        made._row_ids[rows], made._counts[rows] = found["ids"], found["counts"]
-        made._last_uses[rows] = found["last_uses"]
-        made.step, made._forgotten = step, int(found["forgotten"][0])
-        made._removed, made._removed_steps = found["removed"], found["removed_steps"]
-        free = 1 + np.flatnonzero(made._counts[1 : int(made._next_row[0])] == 0)
-        made._n_free[0], made._free[: len(free)], made._bound = len(free), free[::-1], None
+        places = np.concatenate((rows, -found["pending_counts"]))
+        made._slots, made._rows = IdSlots.of(ids, places, last, step), IdRows.of(capacity, found)
+        made._removed = Removals(
+            found["removed"], found["removed_steps"], int(found["forgotten"][0])
+        )
+        made.step, made._entries[0] = step, len(ids)
         made._drop_oldest(max(0, len(last) - (self.pending or _LARGEST)))
         return made
 
@@ -610,7 +498,3 @@ class IdMap:
             # Rows of before may be those of other ids now.
             kept = {"_lock": self._lock, "evictions": self.evictions + 1}
             vars(self).update({**vars(made), **kept})
-
-
-def _empty_slots(n: int) -> Any:
-    return np.empty(n, np.uint64), np.zeros(n, np.int32), np.empty(n, np.uint8)

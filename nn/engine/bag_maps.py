@@ -13,8 +13,8 @@ from ...ops.runtime.arrays import adopt
 from ...ops.runtime.bags.ids import check_features
 from ...ops.runtime.bags.pooling import Pooling, padding_of_features
 from ...ops.runtime.errors import reject
-from ..base.id_arrays import ids_of_64_bits
-from ..base.id_map import Admissions, IdMap
+from ..base.id_arrays import Admissions, ids_of_64_bits
+from ..base.id_map import IdMap
 
 _LEFT_OUT = -1
 

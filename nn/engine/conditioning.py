@@ -17,8 +17,7 @@ from ...ops.runtime.row_step import RowGradient, row_squares
 from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
 from ..base.numbers import number_of
-from .layout import NOTHING, Batch, KernelCall
-from .reader import index_lists
+from .layout import NOTHING, Batch, KernelCall, index_lists
 
 
 class Conditioning:

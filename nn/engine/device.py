@@ -11,9 +11,8 @@ from ...ops.runtime.device import launching
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import run_updates
 from .host import Host
-from .layout import Batch
+from .layout import Batch, by_storage
 from .plan import Plan
-from .reader import by_storage
 
 ByBatch = Sequence[tuple[Batch, Any]]
 """Batches with their gradients: addresses of dense ones, or the row-sparse ones."""

@@ -18,7 +18,7 @@ from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.measured_step import measured_step, measured_together
 from .layout import KernelCall, Layout
-from .plan import Counts, Method, Plan
+from .plan import Counts, Plan, StepMethod
 
 
 class Host:
@@ -77,7 +77,7 @@ def _release_locks() -> None:
         host._lock = threading.RLock()
 
 
-def prepared(calls: Sequence[KernelCall], method: Method) -> list[Prepared]:
+def prepared(calls: Sequence[KernelCall], method: StepMethod) -> list[Prepared]:
     """The updates of calls, ready for `commit`; what their rule measures is measured here."""
     if not method.rule.is_two_stage:
         return [*map(_prepared, map(_update_of, calls))]

@@ -16,9 +16,10 @@ from ...kernels.cpu.headers import arrays as headers
 from ...kernels.lazy import lazy
 from ...kernels.rule import Keeping, Prologue, Rule
 from ...kernels.storage import STORAGES, Storage
+from ...ops.runtime import check
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.row_step import RowUpdate, Update
+from ...ops.runtime.row_step import IndexList, RowGradient, RowUpdate, Update, check_lists
 from ...ops.runtime.step import DenseUpdate, Variables
 
 NOTHING = np.empty(0)
@@ -74,7 +75,7 @@ class KernelCall(NamedTuple):
         return self.update.gradients
 
 
-class Kind(NamedTuple):
+class GradientKind(NamedTuple):
     """The kind of a gradient: its dtype, and the dtype of its indices if it is row-sparse."""
 
     dtype: np.dtype[Any]
@@ -87,6 +88,8 @@ class Kind(NamedTuple):
         return self.index_dtype is not None
 
 
+GradientKinds = tuple[GradientKind | None, ...]
+"""The kind of each parameter's gradient; None where there is none."""
 Place = tuple[np.ndarray, int, tuple[int, ...], np.dtype[Any]]
 """An array, its address, shape and dtype."""
 
@@ -100,7 +103,7 @@ class Layout:
     active: np.ndarray  # int64: places of all parameters that have a gradient
     is_complete: bool  # whether these are all parameters
     dense_bytes: tuple[int, ...]  # sizes of the dense gradients, in order
-    kinds: tuple[Kind | None, ...]  # the kind of each parameter's gradient
+    kinds: GradientKinds  # the kind of each parameter's gradient
     # The expected headers of the gradients' arrays (for a row-sparse gradient the indices, then
     # the values) and of the variables, if every parameter has a gradient; else None.
     expected: headers.Expected | None
@@ -133,7 +136,7 @@ class Layout:
 
 
 def build_layout(
-    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[Any, ...]], labels: Sequence[str],
+    kinds: GradientKinds, tensors: Sequence[tuple[Any, ...]], labels: Sequence[str],
     keepings: Sequence[Keeping | None],
 ) -> Layout:  # fmt: skip
     """Group parameters (with their states) whose gradients are of these ``kinds``."""
@@ -148,19 +151,11 @@ def build_layout(
     for (row_sparse, dtype, *_), positions in groups.items():
         place = {i: k for k, i in enumerate(sparse if row_sparse else dense)}
         variables = Variables.of([tensors[i] for i in positions])
-        batches.append(
-            Batch(
-                np.array(positions),
-                variables,
-                STORAGES[dtype],
-                row_sparse,
-                np.array([place[i] for i in positions]),
-                len(positions) == len(kinds),
-                variables.real.carrier,
-                tuple(labels[i] for i in positions),
-                keepings[positions[0]],
-            )
-        )
+        places, are_all = np.array([place[i] for i in positions]), len(positions) == len(kinds)
+        batches.append(Batch(
+            np.array(positions), variables, STORAGES[dtype], row_sparse, places, are_all,
+            variables.real.carrier, tuple(labels[i] for i in positions), keepings[positions[0]],
+        ))  # fmt: skip
     written = [array for _, _, arrays in known for array in arrays]
     # An empty array overlaps nothing, whatever its address.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)
@@ -189,7 +184,7 @@ def _place(array: np.ndarray) -> Place:
 
 
 def _array_forms(
-    gradients: Sequence[tuple[Kind, Any]],
+    gradients: Sequence[tuple[GradientKind, Any]],
 ) -> tuple[list[headers.ArrayForm], np.ndarray, tuple[int, ...]]:
     """The forms of gradient arrays, and the places of dense ones and of indices among them."""
     forms: list[headers.ArrayForm] = []
@@ -205,3 +200,74 @@ def _array_forms(
             forms.append((kind.index_dtype, (headers.OPEN,)))
             forms.append((kind.dtype, (headers.OPEN, *w.shape[1:])))
     return forms, np.array(dense, np.int64), tuple(rows)
+
+
+class Gradients(NamedTuple):
+    """The checked gradients of one step."""
+
+    layout: Layout
+    addresses: np.ndarray  # int64: those of the dense gradients, in order
+    rows: list[RowGradient]  # the row-sparse gradients, in order
+    keep: Sequence[Any]  # objects that must stay alive until the step is done
+    streams: Sequence[DeviceArray] = ()  # on a device: one array of each stream, if known
+
+    @property
+    def arrays(self) -> Sequence[Any]:
+        """Arrays of all streams of a step on a device; the first, a parameter, decides."""
+        if self.streams:
+            return self.streams
+        variables = (batch.variables.tensors for batch in self.layout.batches)
+        found = [arrays[0] for tensors in variables for arrays in tensors]
+        for gradient in self.keep:
+            found += gradient[:2] if isinstance(gradient, RowGradient) else [gradient]
+        return found
+
+    def of(self, batch: Batch) -> Any:
+        """The gradients of a batch: addresses of dense gradients, or row-sparse gradients."""
+        if not batch.row_sparse:
+            return self.addresses if batch.is_all else self.addresses[batch.places]
+        is_only = self.layout.n_row_batches == 1
+        return self.rows if is_only else [self.rows[k] for k in batch.places]
+
+    @property
+    def by_batch(self) -> list[tuple[Batch, Any]]:
+        """The batches with their gradients."""
+        return [(batch, self.of(batch)) for batch in self.layout.batches]
+
+
+def by_storage(
+    by_batch: Iterable[tuple[Batch, Any]],
+) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
+    """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
+    arrays: dict[Storage, list[tuple[int, int]]] = {}
+    for batch, gradients in by_batch:
+        found = arrays.setdefault(batch.g, [])
+        if batch.row_sparse:
+            itemsize = batch.g.itemsize
+            found += [(g.source.values, g.values.nbytes // itemsize) for g in gradients]
+        else:
+            sizes = np.diff(batch.variables.table.first)
+            found += zip(gradients.tolist(), sizes.tolist(), strict=True)
+    return tuple(
+        # Each array once: pooled tables share one array of gradients.
+        (storage, *np.array([*dict.fromkeys(spans)], np.int64).reshape(-1, 2).T.copy())
+        for storage, spans in arrays.items()
+    )
+
+
+def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexList]:
+    """The indices of the gradients of a batch.
+
+    Raises:
+        ValueError: its tables have too many rows for its sort keys.
+    """
+    entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
+    lists = [IndexList(label, len(g.indices), w.shape[0]) for label, g, (w, *_) in entries]
+    check_lists(batch.labels[0], lists)
+    return lists
+
+
+def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
+    """Check all indices of a batch on the host; as `GradientReader.check_indices`."""
+    for own, gradient in zip(index_lists(batch, gradients), gradients, strict=True):
+        check.indices_in_range(own.where, gradient.indices, own.rows)

@@ -21,9 +21,8 @@ from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
 from .host import Host, prepared
-from .layout import NOTHING, Batch, KernelCall
+from .layout import NOTHING, Batch, KernelCall, check_rows
 from .plan import Plan
-from .reader import check_rows
 
 CHUNK = 1 << 22
 """Elements of a chunk."""

@@ -19,11 +19,10 @@ from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import PerOwnerRates
 from .conditioning import Conditioning
-from .layout import NOTHING, Batch, KernelCall
-from .reader import Gradients
+from .layout import NOTHING, Batch, Gradients, KernelCall
 
 
-class Method(NamedTuple):
+class StepMethod(NamedTuple):
     """The method by which an optimizer updates each tensor, and the numbers that it needs."""
 
     rule: Rule
@@ -87,7 +86,7 @@ class Plan(NamedTuple):
     """A step that has been read and checked."""
 
     given: Gradients
-    method: Method
+    method: StepMethod
     conditioning: Conditioning  # the gradient transforms before the rule
     rates: Sequence[float]  # of each class of parameters
     decays: Sequence[float]  # of each class of parameters
@@ -99,7 +98,7 @@ class Plan(NamedTuple):
 
 
 def calls_of(
-    given: Gradients, method: Method, conditioning: Conditioning, classes: Classes,
+    given: Gradients, method: StepMethod, conditioning: Conditioning, classes: Classes,
     numbers: tuple[Sequence[Any], Sequence[float]], steps: np.ndarray, *, touched_only: bool,
 ) -> list[KernelCall]:  # fmt: skip
     """The kernel calls of a step, with their scalars.

@@ -24,7 +24,8 @@ from ...ops.runtime.row_tensor import RowTensor
 from ..base.arguments import gradients_of
 from ..base.checkpoint import steps_done
 from ..base.parameter import Parameter
-from ..engine.reader import GradientReader, Gradients
+from ..engine.layout import Gradients
+from ..engine.reader import GradientReader
 from ..fused import FusedOptimizer
 
 Follows = Callable[[FusedOptimizer, int], Mapping[str, Any]]

@@ -23,7 +23,7 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update, run_updates
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
-from ..engine.reader import Gradients
+from ..engine.layout import Gradients
 from .arguments import LISTS, Lists, as_lists, decay_rate, kept_epsilon
 from .bindings import Bindings
 from .optimizer import Optimizer

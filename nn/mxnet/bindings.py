@@ -15,7 +15,8 @@ from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
 from ..base.parameter import Parameter
-from ..engine.reader import GradientReader, Gradients
+from ..engine.layout import Gradients
+from ..engine.reader import GradientReader
 
 _KEPT_WEIGHTS = 4096
 

@@ -13,7 +13,7 @@ from .adagrad import FTRL, Adadelta, Adagrad, RMSprop
 from .adam import Adam, AdamW, LazyAdam, SparseAdam
 from .adam_variants import Adamax, Adan, Lion, NAdam, RAdam
 from .bags import EmbeddingBags
-from .clipping import clip_grad_norm_, clip_grad_value_
+from .clipping import ClippingModule, ClippingTrainer, clip_grad_norm_, clip_grad_value_
 from .descent import ASGD, SGD, Rprop
 from .embedding import ShardedEmbedding
 from .growing import GrowingEmbedding
@@ -23,7 +23,6 @@ from .prodigy import Prodigy
 from .rounding import rounded_away
 from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .thor import Thor
-from .trainers import ClippingModule, ClippingTrainer
 from .wrappers import averaged, hide_from_ddp
 
 __all__ = [

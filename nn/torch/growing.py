@@ -28,8 +28,8 @@ from ...ops.runtime import check
 from ...ops.runtime.bags.pooling import padding_of_features
 from ...ops.runtime.errors import reject
 from ..base.arguments import seed as checked_seed
-from ..base.id_arrays import OPTIONAL, STATE
-from ..base.id_map import Admissions, IdMap
+from ..base.id_arrays import OPTIONAL, STATE, Admissions
+from ..base.id_map import IdMap
 from ..base.uniform_rows import UniformRows
 from ..distributed.agreement import gather_texts, jointly
 from ..distributed.communicator import Communicator
@@ -383,7 +383,7 @@ def _taken_over(
     except (TypeError, ValueError, RuntimeError) as error:
         errors.append(f"{prefix}ids: {error}")
         return
-    shape = (int(made._next_row[0]), module.embedding_dim)
+    shape = (int(made._rows.next_row[0]), module.embedding_dim)
     if tuple(np.shape(rows)) != shape:
         got = f"rows {tuple(np.shape(rows))} beside a map of {shape}"
         errors.append(f"{_WHERE}: {weight} and its map do not belong together: {got}")

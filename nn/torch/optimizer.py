@@ -18,37 +18,11 @@ from ..base.own_rules import is_own
 from ..base.state_files import maker_of_states
 from ..engine.catch_up import SCALARS, MissedSteps
 from ..engine.tables import LAST
+from .engine import options
+from .engine import state as states
 from .engine.files import ParameterFiles
-from .engine.options import (
-    COMMON,
-    OWN,
-    Rounding,
-    Sparse,
-    as_before_after_errors,
-    check_copies,
-    check_group,
-    check_own,
-    check_rounding,
-    check_rows,
-    loaded_group,
-    refuse_capturable,
-    saved_group,
-    shown_constructor,
-)  # fmt: skip
+from .engine.options import Rounding, Sparse
 from .engine.part import number, state_dtype_of
-from .engine.state import (
-    cast_states,
-    check_masters,
-    has_master,
-    keep_dtypes,
-    left_here,
-    numbers_here,
-    numbers_there,
-    own_rows,
-    whole_table,
-    with_rows,
-    without_states,
-)  # fmt: skip
 from .engine.step import Steps
 from .engine.table_rows import TableOptimizer
 
@@ -80,20 +54,20 @@ class Fused(TableOptimizer, _Base):
         where = type(self).__name__
         own = {"sparse": sparse, "state_dtype": state_dtype, "rounding": rounding}
         own |= {name: kwargs.pop(name, x) for name, x in self._more_options.items()}
-        check_own(where, own, takes_sparse=self._takes_sparse)
+        options.check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
-        self.skipped_steps, self._maker, self._missed = 0, maker_of_states(), MissedSteps()
-        self._tables = {}
+        self.skipped_steps, self._tables = 0, {}
+        self._maker, self._missed = maker_of_states(), MissedSteps()
         params = list(params) if isinstance(params, Iterator) else params
-        with as_before_after_errors(() if isinstance(params, Tensor) else params):
+        with options.as_before_after_errors(() if isinstance(params, Tensor) else params):
             super().__init__(params, *args, **kwargs)
             self.defaults.update(own)
             for group in self.param_groups:
                 self._complete(group)
                 if self._maker is not None:
                     self._check_maker(group)
-                for parameter in group["params"]:  # of classes that make states at once
-                    cast_states(self.state.get(parameter, {}), parameter, state_dtype_of(group))
+                for p in group["params"]:  # of classes that make states at once
+                    states.cast_states(self.state.get(p, {}), p, state_dtype_of(group))
         self._join()
         ParameterFiles.open(self)
 
@@ -102,39 +76,40 @@ class Fused(TableOptimizer, _Base):
         cls._looks_at_scalars = is_own(cls.scalars)
         cls._chooses_anew = cls._chooses_anew or is_own(cls.method)
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
-            cls.__init__ = shown_constructor(cls, Fused.__init__)  # type: ignore[method-assign]
-        complete(cls, COMMON)
+            cls.__init__ = options.shown_constructor(cls, Fused.__init__)  # type: ignore[method-assign]
+        complete(cls, options.COMMON)
 
     # Options
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the options that it lacks, and refuse those that cannot be."""
-        for name, value in (OWN | dict(self._more_options)).items():
+        where = type(self).__name__
+        for name, value in (options.OWN | dict(self._more_options)).items():
             group.setdefault(name, self.defaults.get(name, value))
-        check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
-        where, rule = type(self).__name__, self.method(group).rule
+        options.check_group(where, group, takes_sparse=self._takes_sparse)
+        rule = self.method(group).rule
         if group.get("copies") is not None:
-            check_copies(where, group, rule)
+            options.check_copies(where, group, rule)
             pairs = zip(group["params"], group.pop("copies"), strict=True)
             self._copies = {**self._copies, **{p: own for p, own in pairs if own is not None}}
         for k, parameter in enumerate(group["params"]):
             name = f"parameter {k} of a group"
-            check_rounding(where, group, rule, name, parameter)
+            options.check_rounding(where, group, rule, name, parameter)
             if rule.is_row_wise:
-                check_rows(where, name, parameter)
+                options.check_rows(where, name, parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in ``torch.optim``; one that is refused is not kept."""
         self._steps = Steps()
         if "sparse" not in self.defaults:
             super().add_param_group(param_group)  # the constructor completes it
-            refuse_capturable(type(self).__name__, self.param_groups[-1])
+            options.refuse_capturable(type(self).__name__, self.param_groups[-1])
             return
         n_groups = len(self.param_groups)
-        with as_before_after_errors([param_group]):
+        with options.as_before_after_errors([param_group]):
             try:
                 super().add_param_group(param_group)
-                refuse_capturable(type(self).__name__, self.param_groups[-1])
+                options.refuse_capturable(type(self).__name__, self.param_groups[-1])
                 self._complete(self.param_groups[-1])
                 if self._files is not None:
                     self._files.take_over(self)
@@ -144,8 +119,7 @@ class Fused(TableOptimizer, _Base):
 
     def __getstate__(self) -> dict[str, Any]:
         names = "skip_nonfinite", "skipped_steps", "_copies", "_missed", "_saves_awake"
-        own = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -169,10 +143,10 @@ class Fused(TableOptimizer, _Base):
         """
         self._flush_before_saving(flush)
         self._save_scalars()
-        found = with_rows(whole_table, super().state_dict(), self.param_groups)
-        found["param_groups"] = [saved_group(group) for group in found["param_groups"]]
+        found = states.with_rows(states.whole_table, super().state_dict(), self.param_groups)
+        found["param_groups"] = [options.saved_group(group) for group in found["param_groups"]]
         left = (COPY.name, LAST.name, SCALARS) if flush else (COPY.name,)
-        return without_states(numbers_there(found), left)
+        return states.without_states(states.numbers_there(found), left)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, from_masters: bool = False) -> None:
         """Load a state dict of ``torch.optim``; states keep the dtype that they have in it.
@@ -184,23 +158,23 @@ class Fused(TableOptimizer, _Base):
         raises a ValueError.
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
-            state_dict = with_rows(own_rows, state_dict, self.param_groups)
+            state_dict = states.with_rows(states.own_rows, state_dict, self.param_groups)
         if self._files is not None:
             self._files.files.check_alone()
-        own_names = *OWN, *self._more_options
+        own_names = *options.OWN, *self._more_options
         numbers = {"step", *chain.from_iterable(map(self.numbers, self.param_groups))}
         before = [{name: group[name] for name in own_names} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
 
         def look(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-            groups = [loaded_group(group) for group in found["param_groups"]]
-            found = without_states({**found, "param_groups": groups}, (COPY.name,))
-            found = numbers_here(found, numbers)
+            groups = [options.loaded_group(group) for group in found["param_groups"]]
+            found = states.without_states({**found, "param_groups": groups}, (COPY.name,))
+            found = states.numbers_here(found, numbers)
             given.append(found)
             self._check_loaded(found)
             if from_masters:
-                check_masters(type(self).__name__, self.param_groups, found)
-            return left_here(found, numbers)
+                states.check_masters(type(self).__name__, self.param_groups, found)
+            return states.left_here(found, numbers)
 
         last = self.register_load_state_dict_pre_hook(look)
         try:
@@ -209,18 +183,17 @@ class Fused(TableOptimizer, _Base):
             last.remove()
         if self._files is not None:
             self._files.begin_anew(self._missed)
-        saved = given[-1]
-        each = [*zip(self.param_groups, saved["param_groups"], before, strict=True)]
-        for group, loaded, own in each:
+        groups, saved, keys = self.param_groups, given[-1], list[tuple[Tensor, Any]]()
+        for group, loaded, own in zip(groups, saved["param_groups"], before, strict=True):
             group.update({name: x for name, x in own.items() if name not in loaded})
             for parameter, key in zip(group["params"], loaded["params"], strict=True):
+                keys.append((parameter, key))
                 state = self.state.get(parameter, {})
-                keep_dtypes(parameter, state, saved["state"].get(key, {}))
+                states.keep_dtypes(parameter, state, saved["state"].get(key, {}))
                 self._make_loaded(parameter, state)
-                if from_masters and has_master(group, state):
+                if from_masters and states.has_master(group, state):
                     parameter.detach().copy_(state[MASTER.name])
-        pairs = (zip(own["params"], loaded["params"], strict=True) for own, loaded, _ in each)
-        self._begin_asleep(saved["state"], chain.from_iterable(pairs))
+        self._begin_asleep(saved["state"], keys)
         if self._files is not None:
             self._files.write(self.param_groups, self.state)
         self._steps.forget()
@@ -257,9 +230,7 @@ class Fused(TableOptimizer, _Base):
     # caches hold other things.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _plain_step(
-        self, closure: Callable[[], Any] | None = None, *, param: Tensor | None = None
-    ) -> Any:
+    def _plain_step(self, closure: Any = None, *, param: Tensor | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

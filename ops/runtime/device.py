@@ -41,7 +41,7 @@ class Flags(NamedTuple):
     writeable: bool
 
 
-class Form(NamedTuple):
+class DeviceForm(NamedTuple):
     """All of a device array but its memory."""
 
     framework: Framework
@@ -56,7 +56,7 @@ class Form(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, framework: Framework, place: Place) -> Form:
+    def of(cls, framework: Framework, place: Place) -> DeviceForm:
         """The form of an array at a place."""
         address, shape, strides, dtype, device, writable, stream = place
         size, n_bytes = math.prod(shape), dtype.itemsize
@@ -91,7 +91,7 @@ class DeviceArray:
     size = _of_form("size", "The number of elements.")
     itemsize = _of_form("dtype.itemsize", "Bytes of an element.")
 
-    def __init__(self, owner: Any, form: Form, address: int, base: int) -> None:
+    def __init__(self, owner: Any, form: DeviceForm, address: int, base: int) -> None:
         self.owner, self.form, self.address, self.base = owner, form, address, base
         # What every call reads is found at once.
         _, _, self.device, self.dtype, self.shape, _, self.flags, self.ndim, _, self.nbytes = form
@@ -100,7 +100,7 @@ class DeviceArray:
     def at(cls, owner: Any, framework: Framework, place: Place) -> DeviceArray:
         """An array in the memory of ``owner``, an array of a framework."""
         base = framework.address(owner) or 0
-        return cls(owner, Form.of(framework, place), place.address, base)
+        return cls(owner, DeviceForm.of(framework, place), place.address, base)
 
     @classmethod
     def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
@@ -286,11 +286,11 @@ class DeviceArray:
         return _to_device, (self.numpy(), self.device)
 
 
-_known: dict[tuple[Framework, Any], Form] = {}  # by framework and `Framework.form`
+_known: dict[tuple[Framework, Any], DeviceForm] = {}  # by framework and `Framework.form`
 _MOST_KNOWN = 1_024
 
 
-def lie_on(form: Form, addresses: Sequence[int]) -> bool:
+def lie_on(form: DeviceForm, addresses: Sequence[int]) -> bool:
     """Whether arrays of a form that is known, now at these addresses, are on its device still.
 
     Whether they have memory, and are aligned, is asked too, since no form tells it.

@@ -35,7 +35,7 @@ def compiled_sum(
     real: storage.Storage,
     values: np.ndarray,
     positions: np.ndarray,
-    form: forms.Form = forms.OWN,
+    form: forms.SumForm = forms.OWN,
     weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written.
@@ -85,7 +85,9 @@ FORMS += [(*pair, forms.OWN) for pair in PAIRS if (*pair, forms.OWN) not in FORM
     sampled(((*pair, form) for pair, form in product(PAIRS, forms.FORMS)), FORMS),
     ids=label,
 )
-def test_forms_of_sums(g: storage.Storage, real: storage.Storage, form: forms.Form, n: int) -> None:
+def test_forms_of_sums(
+    g: storage.Storage, real: storage.Storage, form: forms.SumForm, n: int
+) -> None:
     """Rows of any stride, in the order of their keys, and each product rounded once."""
     rng = np.random.default_rng(3)
     for width in WIDTHS:

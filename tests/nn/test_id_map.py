@@ -136,14 +136,14 @@ def assert_whole(ids: IdMap) -> None:
     """Each row has one id, which is found in it, or is free; slots and sizes fit."""
     known, rows, counts, last = ids.rows_of_ids()
     assert np.array_equal(ids.find(known), rows) and len({*known.tolist()}) == len(rows)
-    n_free, next_row = int(ids._n_free[0]), int(ids._next_row[0])
-    free = ids._free[:n_free][::-1].tolist()
+    n_free, next_row = int(ids._rows.n_free[0]), int(ids._rows.next_row[0])
+    free = ids._rows.free[:n_free][::-1].tolist()
     assert sorted([*free, *rows.tolist()]) == [*range(1, next_row)] and free == sorted(free)
-    assert len(ids) == len(rows) and next_row <= ids.capacity == len(ids._row_ids)
+    assert len(ids) == len(rows) and next_row <= ids.capacity == len(ids._rows.ids)
     assert (counts > 0).all() and (last <= ids.step).all()
-    pending, occurrences, moments, steps = ids._pending()
-    assert len(pending) <= (ids.pending or ALL) and (moments < len(steps)).all()
-    assert int(ids._entries[0]) == len(rows) + len(pending) == np.count_nonzero(ids._places)
+    pending, occurrences, seen = ids._slots.pending(ids.step)
+    assert len(pending) <= (ids.pending or ALL) and (seen <= ids.step).all()
+    assert int(ids._entries[0]) == len(rows) + len(pending) == np.count_nonzero(ids._slots.places)
     assert (occurrences > 0).all() and not ids.find(pending).any()
     IdMap(ids.capacity).load_state_dict(ids.state_dict())
 
@@ -232,9 +232,9 @@ def test_random_sequences(part: int, seed: int) -> None:
 
 def longest_probe(ids: IdMap) -> int:
     """The longest way from where an id belongs to where it is."""
-    full = np.flatnonzero(ids._places)
-    slots = len(ids._places) - kernels.TAIL
-    homes = ((ids._hashes[full] >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)
+    full = np.flatnonzero(ids._slots.places)
+    slots = len(ids._slots.places) - kernels.TAIL
+    homes = ((ids._slots.hashes[full] >> np.uint64(32)) * np.uint64(slots)) >> np.uint64(32)
     return int((full - homes.astype(np.int64)).max())
 
 
@@ -253,7 +253,7 @@ def test_adversarial_ids(kind: str) -> None:
         assert (ids(batch, k) == np.arange(len(batch)) + 1 + k * len(batch)).all()
         longest = max(longest, longest_probe(ids))
         if len(ids) >= 100_000:
-            n_bytes = ids._hashes.nbytes + ids._places.nbytes + ids._moments.nbytes + 16 * len(ids)
+            n_bytes = sum(array.nbytes for array in ids._slots[:3]) + 16 * len(ids)
             most_bytes = max(most_bytes, n_bytes / len(ids))
     assert longest <= 64
     assert most_bytes <= 42.0
@@ -266,7 +266,8 @@ def test_bytes_of_ids_that_wait(limit: int | None) -> None:
     ids, rng, sizes = IdMap(1_000, after=2, pending=limit), np.random.default_rng(0), []
     for step in range(60):
         ids(rng.integers(-(2**62), 2**62, 5_000), step)
-        n_bytes = sum(x.nbytes for x in vars(ids).values() if isinstance(x, np.ndarray))
+        arrays = (*ids._slots, *ids._rows, *ids._removed)
+        n_bytes = sum(x.nbytes for x in arrays if isinstance(x, np.ndarray))
         waiting = ids.statistics()["pending"]
         assert waiting == 5_000 * (step + 1) or (limit and limit * 7 // 8 <= waiting <= limit)
         assert step < 10 or n_bytes / waiting <= 31

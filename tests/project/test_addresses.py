@@ -26,12 +26,11 @@ CHECKED = {
     "check_there of ops.runtime.frameworks, before PyTorch or a loop reads": {
         "ops/runtime/frameworks.py": "check_there, _Torch.place",
         "nn/torch/engine/memory.py": "_Memory.of (by array_of)",
-        "nn/torch/engine/tensors.py": "rows_of (by in_memory)",
+        "nn/torch/engine/tensors.py": "rows_of (by in_memory), form_of",
         "nn/torch/engine/chosen.py": "Chosen.read_each (by Record.dense), Chosen.copied (made "
                                      "there)",
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
-        "nn/torch/engine/table_rows.py": "_form",
-        "nn/torch/clipping.py": "_euclidean (by in_memory)",
+        "nn/torch/engine/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
         "ops/runtime/measured_step.py": "number_at (of states that a step writes)",
     },
@@ -61,7 +60,7 @@ CHECKED = {
         "kernels/tables.py": "RowTable.bounds",
         "kernels/cuda/device/memory.py": "_Pinned.begin",
         "nn/torch/engine/state.py": "full_like",
-        "nn/torch/clipping.py": "_of_order",
+        "nn/torch/engine/clipping.py": "_of_order",
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
         "examples/click_model/training.py": "Training.measure",
         "examples/click_model/sharded_training.py": "ShardedTraining._sums",
@@ -69,7 +68,8 @@ CHECKED = {
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/base/parameter.py": "Parameter.is_of",
-        "nn/torch/bags.py": "EmbeddingBags._now, _versions",
+        "nn/torch/bags.py": "EmbeddingBags._now",
+        "nn/torch/engine/bags/gradients.py": "versions_of",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
         "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy (each "
                                      "by a form that its place has seen)",

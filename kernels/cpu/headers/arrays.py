@@ -59,7 +59,7 @@ OPEN = -1
 """As a size: any."""
 
 
-class Form(NamedTuple):
+class ExpectedForm(NamedTuple):
     """Expected form of an array, all ``int64``; the sizes lie behind it."""
 
     kind: int
@@ -69,14 +69,14 @@ class Form(NamedTuple):
     n_bytes: int  # of all elements, with an open size taken as 1
 
 
-forms_at, FORM_BYTES = records(Form), 8 * len(Form._fields)
+forms_at, FORM_BYTES = records(ExpectedForm), 8 * len(ExpectedForm._fields)
 
 
 class _Query(NamedTuple):
     """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
-    forms: int  # [n + n_written]: addresses of the `Form` of each, then of those written
+    forms: int  # [n + n_written]: addresses of the `ExpectedForm` of each, then of those written
     memory: int  # [2, n_stretches]
     n_stretches: int
     n_written: int
@@ -299,11 +299,13 @@ ArrayForm = tuple[np.dtype, tuple[int, ...]]
 and for its values behind them, which are as many."""
 
 
-def _form_of(dtype: np.dtype, shape: tuple[int, ...], flags: int) -> tuple[Form, tuple[int, ...]]:
+def _form_of(
+    dtype: np.dtype, shape: tuple[int, ...], flags: int
+) -> tuple[ExpectedForm, tuple[int, ...]]:
     is_open = shape[:1] == (OPEN,)
     kind = PLAIN if not is_open else ROWS if dtype in STORAGES else INDICES
     n_bytes = math.prod(shape[is_open:]) * dtype.itemsize
-    return Form(kind, id(dtype), flags, len(shape), n_bytes), shape
+    return ExpectedForm(kind, id(dtype), flags, len(shape), n_bytes), shape
 
 
 class Expected:
@@ -315,7 +317,7 @@ class Expected:
     """
 
     def __init__(
-        self, forms: Sequence[tuple[Form, tuple[int, ...]]], memory: np.ndarray, alive: Any,
+        self, forms: Sequence[tuple[ExpectedForm, tuple[int, ...]]], memory: np.ndarray, alive: Any,
         written: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
         made = {own: np.array([*own[0], *own[1]], np.int64) for own in forms}  # each once

@@ -43,7 +43,7 @@ _AHEAD_BYTES = 6_144  # most bytes that are fetched ahead, if rows are long
 _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half of AVX2's
 
 
-class Form(NamedTuple):
+class SumForm(NamedTuple):
     """Compiled functions that find the rows of a sum; ``key`` is the address of a key."""
 
     name: str
@@ -112,17 +112,17 @@ def _listed_place(lists, key, mask):
     return (key - lists[0]) >> 2
 
 
-OWN = Form("own", 8, _no_lists, _position, None)
+OWN = SumForm("own", 8, _no_lists, _position, None)
 """Each position has a row of its own."""
-SHARED = Form("shared", 8, _rows, _row_of_position, None)
+SHARED = SumForm("shared", 8, _rows, _row_of_position, None)
 """A list has the row of each position, int32: positions may share a row."""
-WEIGHTED = Form("weighted", 8, _rows_and_weights, _row_of_position, _position)
+WEIGHTED = SumForm("weighted", 8, _rows_and_weights, _row_of_position, _position)
 """`SHARED`, and another list has the weight of each position."""
-CHOSEN = Form("chosen", 8, _rows_and_winners, _row_of_position, _winner, winners_only=True)
+CHOSEN = SumForm("chosen", 8, _rows_and_winners, _row_of_position, _winner, winners_only=True)
 """`SHARED`, for maxima: winners have, for each element of a row, the place it came from, int32."""
-LISTED = Form("listed", 4, _no_lists, _listed_row, None)
+LISTED = SumForm("listed", 4, _no_lists, _listed_row, None)
 """The keys are the numbers of the rows, int32."""
-LISTED_WEIGHTED = Form("listed weighted", 4, _rows_and_weights, _listed_row, _listed_place)
+LISTED_WEIGHTED = SumForm("listed weighted", 4, _rows_and_weights, _listed_row, _listed_place)
 """`LISTED`, and a list has the weights of the keys, which begin at ``rows``."""
 FORMS = OWN, SHARED, WEIGHTED, CHOSEN, LISTED, LISTED_WEIGHTED
 
@@ -140,7 +140,7 @@ def _fetching(n_bytes: int, columns: int) -> Any:
     return fetch
 
 
-def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
+def _tile_sum(g: Storage, real: Storage, form: SumForm, columns: int) -> Any:
     """A compiled function: the sum of some columns; ``key`` and ``end`` are addresses."""
     vector = Vector(numba_type(real), columns)
     load, n_bytes = vector_loader(g, vector), columns * g.itemsize
@@ -182,7 +182,7 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
 
 
 @cache
-def accumulate(g: Storage, real: Storage, form: Form) -> NativeFunction:
+def accumulate(g: Storage, real: Storage, form: SumForm) -> NativeFunction:
     """The function that writes the sum of the rows of ``keys[begin:end]``, in order, to ``total``.
 
     The sum is float32 or float64. ``source`` is the address of a `Source`. There is at least one

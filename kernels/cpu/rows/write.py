@@ -14,7 +14,7 @@ from ..headers.arrays import address_of
 from ..threads.parallel import Arguments, Loop
 
 
-class _Array(NamedTuple):
+class _Written(NamedTuple):
     """An array and new values of some of its rows; all ``int64``."""
 
     target: int  # address
@@ -27,11 +27,11 @@ class RowWriteCall(NamedTuple):
 
     rows: np.ndarray  # int64 [n]
     n: int
-    arrays: np.ndarray  # [n_arrays] of `_Array`
+    arrays: np.ndarray  # [n_arrays] of `_Written`
     n_arrays: int
 
 
-_arrays_at = records(_Array)
+_arrays_at = records(_Written)
 
 
 @part(RowWriteCall)
@@ -47,10 +47,10 @@ class RowWrite:
 
     def __init__(self, rows: np.ndarray, arrays: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         n = max(1, len(rows))
-        found = [_Array(address_of(x), address_of(new), new.nbytes // n) for x, new in arrays]
+        found = [_Written(address_of(x), address_of(new), new.nbytes // n) for x, new in arrays]
         self._write(rows, found, arrays)
 
-    def _write(self, rows: np.ndarray, found: Sequence[_Array], keep: Any) -> None:
+    def _write(self, rows: np.ndarray, found: Sequence[_Written], keep: Any) -> None:
         """Make the loop; ``keep`` owns the memory of the arrays."""
         self._keep = keep
         call = RowWriteCall(rows, len(rows), np.array(found, np.int64), len(found))
@@ -65,5 +65,5 @@ class NumberWrite(RowWrite):
     """Writing single numbers, from arrays of one element to addresses; see `loops`."""
 
     def __init__(self, numbers: Sequence[tuple[int, np.ndarray]]) -> None:
-        found = [_Array(target, address_of(new), new.nbytes) for target, new in numbers]
+        found = [_Written(target, address_of(new), new.nbytes) for target, new in numbers]
         self._write(np.zeros(1, np.int64), found, numbers)

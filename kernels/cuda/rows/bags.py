@@ -44,7 +44,7 @@ from .keys import Keys, index_at, lower_bound
 from .sources import weighted_start
 
 
-class Feature(NamedTuple):
+class DeviceFeature(NamedTuple):
     """A feature as the loops see it. *Places* are those of ids in the list of all."""
 
     table: Word  # address
@@ -83,8 +83,8 @@ class Lists(NamedTuple):
     n: Any
 
 
-_of_bag = row_finder(Feature, "first_bag")
-_feature_at = row_reader(Feature)
+_of_bag = row_finder(DeviceFeature, "first_bag")
+_feature_at = row_reader(DeviceFeature)
 
 
 @cuda.jit(device=True)
@@ -398,7 +398,7 @@ class Pooled(NamedTuple):
 
 
 def pool(
-    features: Sequence[Feature], lists: Lists, launches: Sequence[Pooled], ends: int, *,
+    features: Sequence[DeviceFeature], lists: Lists, launches: Sequence[Pooled], ends: int, *,
     real: Storage, pooling: int, weighted: bool, drops: bool, fills: bool, guard: int, stream: Any,
 ) -> None:  # fmt: skip
     """Enqueue laying out the ids of features, one at least, and pooling their bags.
@@ -435,7 +435,7 @@ def mean_weights(lists: Lists, real: Storage, stream: Any) -> None:
 
 
 def multiply(
-    features: Sequence[Feature], lists: Lists, launches: Sequence[Pooled], gradient: int,
+    features: Sequence[DeviceFeature], lists: Lists, launches: Sequence[Pooled], gradient: int,
     unit: int, *, g: Storage, real: Storage, stream: Any,
 ) -> None:  # fmt: skip
     """Enqueue the products of rows with a gradient, numbered in units, to the outputs."""
@@ -449,7 +449,7 @@ def multiply(
 
 
 @contextmanager
-def _placed(features: Sequence[Feature], stream: Any) -> Iterator[int]:
+def _placed(features: Sequence[DeviceFeature], stream: Any) -> Iterator[int]:
     """The address of features on the device."""
     words = np.array(features, np.int64).ravel()
     with room_of(stream) as room:

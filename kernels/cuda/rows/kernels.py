@@ -42,7 +42,7 @@ from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
 from .keys import Keys, TableRow, is_first, key_at, lower_bound, may_not_write, position_at, row_at
-from .sources import CHOSEN, OWN, WEIGHTED, Form
+from .sources import CHOSEN, OWN, WEIGHTED, SourceForm
 
 THREADS = GEOMETRY.rows
 AT_ONCE, HOT_AT_ONCE, HOT_THREADS = 4, 32, GEOMETRY.hot
@@ -71,7 +71,7 @@ def thread_place():
 
 
 @cache
-def add_up_rows(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
+def add_up_rows(g: Storage, real: Storage, length: int, form: SourceForm = OWN) -> Any:
     """``run(total, keys, k, limit, table, column)``: a sum of gradient rows.
 
     It begins with key ``k`` and ends before the first key that is ``limit`` or more.
@@ -100,7 +100,7 @@ def _of_key(place_of: Any) -> Any:
 
 
 @cache
-def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
+def sum_of_row(g: Storage, real: Storage, length: int, form: SourceForm = OWN) -> Any:
     """``run(total, keys, k, table, column, hot)``: the row whose first key is ``k``; 0 for -1."""
     add_up, start = add_up_rows(g, real, length, form), wide_loader(real, real, length)
     real_type, real_bytes = numba_type(real), real.itemsize
@@ -126,7 +126,7 @@ def sum_of_row(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     return run
 
 
-def _sum_of_range(g: Storage, real: Storage, length: int, form: Form) -> Any:
+def _sum_of_range(g: Storage, real: Storage, length: int, form: SourceForm) -> Any:
     """``run(column, keys, begin, row, table, number, place)``: what a row has in a range."""
     place_of, start = form.place(g, real), form.start(g, real, length)
     at_once = HOT_AT_ONCE if length > 1 else AT_ONCE
@@ -163,7 +163,7 @@ def _hot_begin(keys, probe, n_rows):
 
 
 @cache
-def hot_kernel(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
+def hot_kernel(g: Storage, real: Storage, length: int, form: SourceForm = OWN) -> Any:
     """``loop[(rows, groups of ranges, groups of tiles), (tiles, ranges)]``: sums of hot rows."""
     sum_range = by_tiles(lambda n: _sum_of_range(g, real, n, form), length)
     real_bytes = real.itemsize
@@ -189,7 +189,7 @@ def hot_kernel(g: Storage, real: Storage, length: int, form: Form = OWN) -> Any:
     return loop
 
 
-def _summed_gradient(kernel: Kernel, form: Form, length: int) -> Any:
+def _summed_gradient(kernel: Kernel, form: SourceForm, length: int) -> Any:
     """``load(total, column, first, keys, k, table, hot)``: as `with_sum` takes it."""
     sum_up = sum_of_row(kernel.g, kernel.real, length, form)
 
@@ -201,7 +201,7 @@ def _summed_gradient(kernel: Kernel, form: Form, length: int) -> Any:
 
 
 @cache
-def _row_update(kernel: Kernel, form: Form) -> Any:
+def _row_update(kernel: Kernel, form: SourceForm) -> Any:
     """``run(is_there, keys, k, row, tables, n_tables, tile, hot)``: a tile of a global row."""
     length, gradient = length_of(kernel), partial(_summed_gradient, kernel, form)
     update = by_tiles(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
@@ -221,7 +221,7 @@ def _row_update(kernel: Kernel, form: Form) -> Any:
 
 
 @cache
-def _row_wise_update(kernel: Kernel, form: Form) -> Any:
+def _row_wise_update(kernel: Kernel, form: SourceForm) -> Any:
     """The update by a rule that measures rows: tiles are lanes, and all threads take part."""
     update = row_updater(kernel, partial(_summed_gradient, kernel, form), THREADS)
 
@@ -237,7 +237,7 @@ def _row_wise_update(kernel: Kernel, form: Form) -> Any:
     return run
 
 
-def _updater(kernel: Kernel, form: Form) -> tuple[Any, Any]:
+def _updater(kernel: Kernel, form: SourceForm) -> tuple[Any, Any]:
     """The function that updates a tile, and the decorator of the loop."""
     # As many blocks as there are registers for: the way to a shared row takes some, a weight more,
     # a maximum most, and so do two sums of a row, above all those of eight columns.
@@ -249,7 +249,7 @@ def _updater(kernel: Kernel, form: Form) -> tuple[Any, Any]:
 
 
 @cache
-def touched_kernel(kernel: Kernel, form: Form = OWN) -> Any:
+def touched_kernel(kernel: Kernel, form: SourceForm = OWN) -> Any:
     """The lazy loop: a thread has a tile of ``each`` keys, and works where their rows begin."""
     update, compiled = _updater(kernel, form)
 
@@ -280,7 +280,7 @@ def mark_kernel(keys, n, bits, n_rows, first, guard):
 
 
 @cache
-def sweep_kernel(kernel: Kernel, form: Form = OWN) -> Any:
+def sweep_kernel(kernel: Kernel, form: SourceForm = OWN) -> Any:
     """The dense-equivalent loop: a thread has a tile of one row of all there are."""
     update, compiled = _updater(kernel, form)
 

@@ -20,7 +20,7 @@ from ..device.backend import load_float32, load_float64, load_int32, tile_loader
 from ..device.functions import device_function
 
 
-class Form(NamedTuple):
+class SourceForm(NamedTuple):
     """How the gradients of the occurrences of a table are found, in a kernel."""
 
     place: Callable[..., Any]
@@ -127,17 +127,17 @@ def _chosen_start(g: Storage, real: Storage, length: int) -> Any:
     return run
 
 
-OWN = Form(_own_place, _plain_start)
+OWN = SourceForm(_own_place, _plain_start)
 """Each position has a row of its own."""
-SHARED = Form(_shared_place, _plain_start)
+SHARED = SourceForm(_shared_place, _plain_start)
 """Some tables have a list of the rows of positions: positions may share a row."""
-WEIGHTED = Form(_weighted_place, weighted_start)
+WEIGHTED = SourceForm(_weighted_place, weighted_start)
 """`SHARED`, and some tables have a list of the weights of positions."""
-CHOSEN = Form(_chosen_place, _chosen_start)
+CHOSEN = SourceForm(_chosen_place, _chosen_start)
 """`SHARED`, for maxima: in some tables each element belongs to one position."""
 
 
-def form_of(tables: Sequence[RowTable]) -> Form:
+def form_of(tables: Sequence[RowTable]) -> SourceForm:
     """The form that serves all tables of a step."""
     if not any(table.source.rows for table in tables):
         return OWN

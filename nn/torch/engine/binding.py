@@ -19,12 +19,11 @@ from ....kernels.tables import TensorTable
 from ....ops.runtime.errors import reject
 from ....ops.runtime.step import Variables
 from ...engine.device import are_finite
-from ...engine.layout import Batch
-from ...engine.reader import by_storage
+from ...engine.layout import Batch, by_storage
 from .chosen import Chosen, Columns, StepInputs
 from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
 from .part import Group, ParameterBatch, RandomBits, RuleChoice
-from .record import CheckedParameter, Kind, Record, RecordTraits
+from .record import BatchKind, CheckedParameter, Record, RecordTraits
 from .state import names_of
 from .tensors import of_mesh
 
@@ -61,7 +60,7 @@ class Binding:
         self._names: list[str] = []
         self._numbers: dict[int, int] = {}  # of parameters, by their identities
         self.records: dict[int, Record] = {}
-        self._kinds: dict[Kind, Kind] = {}
+        self._kinds: dict[BatchKind, BatchKind] = {}
         self._traits: dict[RecordTraits, RecordTraits] = {}
         self._shared = set[int]()  # identities of these
         self._sets: dict[tuple[int, ...], Chosen] = {}

@@ -178,11 +178,7 @@ class Stretch(NamedTuple):
 
 
 def check_single(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is to be written, of which two elements lie in one place.
-
-    Raises:
-        RuntimeError: they do.
-    """
+    """Refuse a tensor that is to be written, of which two elements lie in one place."""
     if not is_single(tensor):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a "
@@ -210,11 +206,7 @@ def is_single(tensor: Tensor) -> bool:
 
 
 def check_apart(where: str, stretches: Iterable[Stretch]) -> None:
-    """Refuse tensors that share elements in memory, where one of them is written.
-
-    Raises:
-        RuntimeError: two do.
-    """
+    """Refuse tensors that share elements in memory, where one of them is written."""
     before: list[Stretch] = []
     for own in sorted((s for s in stretches if s.end > s.begin), key=lambda s: s[:4]):
         before = [other for other in before if other.end > own.begin]

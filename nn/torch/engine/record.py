@@ -66,7 +66,7 @@ class CheckedParameter(NamedTuple):
         return self._replace(state={})
 
 
-class Kind(NamedTuple):
+class BatchKind(NamedTuple):
     """Properties that the parameters of one kernel call have in common."""
 
     choice: RuleChoice
@@ -80,7 +80,7 @@ class Kind(NamedTuple):
 class RecordTraits(NamedTuple):
     """Properties of records beside tensors and sizes; records that are alike share them."""
 
-    kind: Kind  # decides with which other parameters one is updated
+    kind: BatchKind  # decides with which other parameters one is updated
     # Of the states that a step writes: of the rule in its order, then single numbers on the host.
     names: tuple[str, ...]
     numbers: tuple[str, ...]  # those of the single numbers
@@ -172,7 +172,7 @@ class Record:
         is_counted, is_step = "step" in checked.numbers, "step" in numbers
         is_float = is_step and state["step"].dtype == torch.float32
         self.traits = RecordTraits(
-            Kind(checked.choice, rule, parameter.device, is_sparse, dtype, dtypes),
+            BatchKind(checked.choice, rule, parameter.device, is_sparse, dtype, dtypes),
             names, numbers, numbers.index("step") if is_float else -1, is_counted,
             is_counted and not is_step, is_plain, is_distributed, has_rows, is_bags, n_sparse,
             given.dtype, tuple(map(dtype_of, self.singles)), tuple(copied),

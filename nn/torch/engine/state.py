@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
+from ....kernels.idle_table import SLEEP
 from ....kernels.keeping import KAHAN, MASTER, MOST_OF_REMAINDER
 from ....kernels.quiet import quiet
+from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER, State
 from ....ops.runtime.errors import reject
 from ...distributed.shard import RowShard, places
-from ...engine.catch_up import SCALARS
+from ...engine.catch_up import SCALARS, check_missed
+from ...engine.tables import LAST
 from .memory import NUMBERS, array_of, tensor_of
 from .part import number
 from .tensors import local, wide_dtype
@@ -198,11 +201,7 @@ def updates_of(where: str, state: Mapping[str, Any]) -> int:
 
 
 def check_states(where: str, keys: Iterable[Any], states: Mapping[Any, Any]) -> None:
-    """Refuse what is no dict in the place of the states of a parameter, as PyTorch does too late.
-
-    Raises:
-        TypeError: one is none.
-    """
+    """Refuse what is no dict where states of a parameter should be, as PyTorch does too late."""
     for key in keys:
         if not isinstance(found := states.get(key, {}), Mapping):
             got = type(found).__name__
@@ -217,11 +216,7 @@ def has_master(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
 def check_masters(
     where: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> None:
-    """Refuse a state dict that has no weights beside masters, or not all masters of a group.
-
-    Raises:
-        ValueError: it is such a one.
-    """
+    """Refuse a state dict that has no weights beside masters, or not all masters of a group."""
     states, found = state_dict["state"], 0
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for parameter, key in zip(group["params"], saved["params"], strict=False):
@@ -362,3 +357,14 @@ def with_rows(
                     for name, x in states[key].items()
                 }
     return {**state_dict, "state": states}
+
+
+def check_asleep(where: str, rule: Rule, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """Refuse a saved state of a parameter that does not tell what its rows have missed."""
+    last, label = state.get(LAST.name), f"state {LAST.name!r}"
+    if last is not None:
+        shapes = {LAST.name: tuple(parameter.shape[:1]), SCALARS: (SLEEP, len(rule.hp) + 1)}
+        for name in shapes.keys() & state.keys():
+            if (got := np.shape(state[name])) != shapes[name]:
+                reject(ValueError, where, f"state {name!r}", "has a wrong shape", shapes[name], got)
+        check_missed(where, label, np.asarray(last), updates_of(where, state), state.get(SCALARS))

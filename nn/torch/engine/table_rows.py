@@ -38,11 +38,11 @@ from ...engine.catch_up import (
     sleeping_table,
 )
 from ...engine.table_rows import TableRows
-from ...engine.tables import LAST, WEIGHTS, StatefulTable, TableArray, grown
+from ...engine.tables import LAST, WEIGHTS, StatefulTable, grown
 from .chosen import StepInputs
 from .declaration import Declaration
 from .files import map_scalars
-from .memory import DTYPES, NUMBERS, array_of, check_there, is_as_it_lies, tensor_of
+from .memory import DTYPES, array_of, check_there, tensor_of
 from .options import check_group, check_rounding
 from .part import Group, ParameterBatch, RuleChoice
 from .sleep import (
@@ -53,8 +53,8 @@ from .sleep import (
     watch_lookups,
     watch_saves,
 )
-from .state import check_states, group_of, name_of, place_of, updates_of
-from .tensors import local, rebind
+from .state import check_asleep, check_states, group_of, name_of, place_of, updates_of
+from .tensors import form_of, listed_tensor, rebind
 from .threads import as_torch
 
 _lock = threading.Lock()
@@ -78,7 +78,7 @@ class _CheckedTable(NamedTuple):
     choice: RuleChoice  # by the steps that its rows may have missed
     rule: Rule
     places: SleepingTable
-    forms: Sequence[Any]  # of `_forms`
+    forms: Sequence[Any]  # of `form_of`
     last: Tensor  # the last steps, which no other tensor at their address is
     version: int  # of these
     now: int  # the steps that it had taken in the last call
@@ -180,17 +180,17 @@ class TableOptimizer(Declaration, TableRows):
         """
         group = group_of(self.param_groups, parameter)
         shapes, rule = self.shapes(choice, weights), choice.rule.on(tuple(weights.shape))
-        table = _listed_tensor(where, "a table", weights, WEIGHTS, None, PARAMETER)
+        table = listed_tensor(where, "a table", weights, WEIGHTS, None, PARAMETER)
         arrays = {WEIGHTS.name: table}
         for (role, shape), declared in zip(shapes.items(), rule.states, strict=True):
             if state.get(role) is not None:
                 is_weight = declared.initial == PARAMETER or role == COPY.name
                 initial = PARAMETER if is_weight else self.initial(role, group)
                 tensor = f"state {role!r}", state[role], declared, shape
-                arrays[role] = _listed_tensor(where, *tensor, initial)
+                arrays[role] = listed_tensor(where, *tensor, initial)
         if (last := state.get(LAST.name)) is not None:
             tensor = f"state {LAST.name!r}", last, LAST, tuple(weights.shape[:1])
-            arrays[LAST.name] = _listed_tensor(where, *tensor, float(updates_of(where, state)))
+            arrays[LAST.name] = listed_tensor(where, *tensor, float(updates_of(where, state)))
         return StatefulTable(where, arrays)
 
     def _tables_at_step(self) -> list[TableAtStep]:
@@ -226,7 +226,7 @@ class TableOptimizer(Declaration, TableRows):
         # Another thread may exchange states, and the memory of tensors: all follows from these.
         tensors = [parameter, *map(state.get, choice.states), last]
         owners = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
-        forms = [*map(_form, owners)]
+        forms = [*map(form_of, owners)]
         look_after(parameter, self)
         version = version_of(last) if isinstance(last, Tensor) else 0
         if not is_whole and known is not None:
@@ -293,7 +293,7 @@ class TableOptimizer(Declaration, TableRows):
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
         if (known := self._tables.get(parameter)) is not None:
-            self._tables[parameter] = known._replace(forms=[_form(parameter.detach())])
+            self._tables[parameter] = known._replace(forms=[form_of(parameter.detach())])
         return parameter
 
     def _bring_up(self, tables: Sequence[TableAtStep]) -> None:
@@ -461,10 +461,6 @@ class TableOptimizer(Declaration, TableRows):
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse options and states of a state dict that the groups cannot have, and give tables
         that grow the rows that their states lack in it.
-
-        Raises:
-            TypeError: the states of a parameter are no dict.
-            ValueError: an option or a shape does not fit, or nothing tells what rows have missed.
         """
         where, states = type(self).__name__, state_dict["state"]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
@@ -479,52 +475,5 @@ class TableOptimizer(Declaration, TableRows):
             for parameter, key in pairs:
                 if key in states and getattr(parameter, "can_grow", False):
                     states[key] = self._with_more_rows(known, parameter, states[key])
-                _check_asleep(where, rule, parameter, states.get(key, {}))
+                check_asleep(where, rule, parameter, states.get(key, {}))
             self._check_shapes(known, pairs, states)
-
-
-def _form(tensor: Any) -> Any:
-    """The place, size and layout of a tensor, to be compared; None where it has none."""
-    is_plain = isinstance(tensor, Tensor) and local(tensor) is tensor
-    if not is_plain or tensor.layout != torch.strided:
-        return None
-    places = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape, tensor.stride()
-    return *places, tensor.dtype, is_as_it_lies(tensor)
-
-
-def _listed_tensor(
-    where: str, label: str, tensor: Any, state: Any, shape: Any, initial: Any
-) -> TableArray:
-    """A tensor of a table as the list has it; a shape of None is its own.
-
-    Raises:
-        RuntimeError: its numbers do not fill memory of the host.
-    """
-    is_here = isinstance(tensor, Tensor) and local(tensor) is tensor and not tensor.is_cuda
-    if not is_here or tensor.layout != torch.strided or tensor.dtype not in NUMBERS or not (
-        tensor.is_contiguous() and is_as_it_lies(tensor) and tensor.dim()
-    ):  # fmt: skip
-        expected = "a contiguous table of one process on the host"
-        reject(RuntimeError, where, label, "does not fit", expected, "another")
-    array = array_of(tensor.detach())
-    dtypes = (LAST.dtype,) if state.dtype is LAST.dtype else STORAGES
-    if shape not in (None, array.shape) or array.dtype not in dtypes:
-        expected = f"{'int32' if len(dtypes) == 1 else 'floats'} {shape}"
-        got = f"{array.dtype} {array.shape}"
-        reject(RuntimeError, where, label, "does not fit its table", expected, got)
-    return TableArray(label, array, state, array.shape, initial)
-
-
-def _check_asleep(where: str, rule: Rule, parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Refuse a saved state of a parameter that does not tell what its rows have missed.
-
-    Raises:
-        ValueError: it is such a one.
-    """
-    last, label = state.get(LAST.name), f"state {LAST.name!r}"
-    if last is not None:
-        shapes = {LAST.name: tuple(parameter.shape[:1]), SCALARS: (SLEEP, len(rule.hp) + 1)}
-        for name in shapes.keys() & state.keys():
-            if (got := np.shape(state[name])) != shapes[name]:
-                reject(ValueError, where, f"state {name!r}", "has a wrong shape", shapes[name], got)
-        check_missed(where, label, np.asarray(last), updates_of(where, state), state.get(SCALARS))

@@ -14,11 +14,13 @@ from ....kernels.cpu.headers.arrays import address_of
 from ....kernels.private import parts_of
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER, State
+from ....kernels.storage import STORAGES
 from ....kernels.tables import RowSource
 from ....ops.runtime.bags.tensor import BagTensor
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
-from .memory import DTYPES, array_there, in_memory
+from ...engine.tables import LAST, TableArray
+from .memory import DTYPES, NUMBERS, array_of, array_there, in_memory, is_as_it_lies
 
 
 def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
@@ -176,3 +178,35 @@ def rebind(parameter: Tensor, data: Tensor) -> None:
 def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Any) -> None:
     """Say that a tensor has not the shape that it should have."""
     reject(RuntimeError, where, name, "has a wrong shape", expected, tuple(tensor.shape))
+
+
+def form_of(tensor: Any) -> Any:
+    """The place, size and layout of a tensor, to be compared; None where it has none."""
+    is_plain = isinstance(tensor, Tensor) and local(tensor) is tensor
+    if not is_plain or tensor.layout != torch.strided:
+        return None
+    places = tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape, tensor.stride()
+    return *places, tensor.dtype, is_as_it_lies(tensor)
+
+
+def listed_tensor(
+    where: str, label: str, tensor: Any, state: Any, shape: Any, initial: Any
+) -> TableArray:
+    """A tensor of a table as the list has it; a shape of None is its own.
+
+    Raises:
+        RuntimeError: its numbers do not fill memory of the host.
+    """
+    is_here = isinstance(tensor, Tensor) and local(tensor) is tensor and not tensor.is_cuda
+    if not is_here or tensor.layout != torch.strided or tensor.dtype not in NUMBERS or not (
+        tensor.is_contiguous() and is_as_it_lies(tensor) and tensor.dim()
+    ):  # fmt: skip
+        expected = "a contiguous table of one process on the host"
+        reject(RuntimeError, where, label, "does not fit", expected, "another")
+    array = array_of(tensor.detach())
+    dtypes = (LAST.dtype,) if state.dtype is LAST.dtype else STORAGES
+    if shape not in (None, array.shape) or array.dtype not in dtypes:
+        expected = f"{'int32' if len(dtypes) == 1 else 'floats'} {shape}"
+        got = f"{array.dtype} {array.shape}"
+        reject(RuntimeError, where, label, "does not fit its table", expected, got)
+    return TableArray(label, array, state, array.shape, initial)

@@ -202,7 +202,7 @@ class DevicePooled:
         # Winners begin where columns of a whole output do.
         places = table.address, out[0], *strides, pooling.columns[f] * item, pooling.width * item
         is_aligned = not any(x % 16 for x in (places if winners[0] else places[:4]))
-        return cuda.rows.bags.Feature(
+        return cuda.rows.bags.DeviceFeature(
             table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
             own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
             *offsets, own.length, first, *ends, *bags, out[0], winners[0], out[1], winners[1],

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
 from fusestep import ops  # noqa: E402
 from fusestep.kernels.tables import LEFT_OUT  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.bags import rows_of_bags  # noqa: E402
+from fusestep.nn.torch.engine.bags.gradients import rows_of_bags  # noqa: E402
 
 from helpers import more  # noqa: E402
 

@@ -1,0 +1,105 @@
+"""The arguments of `EmbeddingBags` of PyTorch, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .....ops.runtime.bags.pooling import kind_of
+from .....ops.runtime.errors import reject
+from ....base.arguments import is_int
+from ..memory import NUMBERS, array_of, in_memory
+
+WHERE = "EmbeddingBags"
+
+
+def named_tables(tables: Any) -> dict[str, Any]:
+    """Modules or sizes by name."""
+    if isinstance(tables, nn.ModuleDict | Mapping):
+        named = dict(tables.items())
+    elif isinstance(tables, nn.ModuleList | list | tuple):
+        named = {str(k): table for k, table in enumerate(tables)}
+    else:
+        expected, got = "a list or a dict of modules or sizes", type(tables).__name__
+        reject(TypeError, WHERE, "tables", "have a wrong type", expected, got)
+    if not named:
+        reject(ValueError, WHERE, "tables", "are missing", "at least one", "none")
+    weights = [m.weight for m in named.values() if isinstance(m, nn.EmbeddingBag | nn.Embedding)]
+    if len({*map(id, weights)}) < len(weights):
+        wrong, expected = "share a weight", "a weight of its own for each"
+        reject(ValueError, WHERE, "tables", wrong, expected, "one twice")
+    return named
+
+
+def one_of(name: str, found: set[Any], given: Any, default: Any) -> Any:
+    """The option of all modules, or the one that was given."""
+    every = {*found, *([] if given is None else [given])}
+    if len(every) > 1:
+        expected = "one for all tables"
+        reject(ValueError, WHERE, name, "differs", expected, sorted(map(str, every)))
+    return every.pop() if every else default
+
+
+def size_of(name: str, table: Any) -> tuple[int, int]:
+    """The size of a table that is to be made."""
+    if not isinstance(table, list | tuple) or len(table) != 2:
+        expected, got = "a module, or (num_embeddings, embedding_dim)", type(table).__name__
+        reject(TypeError, WHERE, f"table {name!r}", "has a wrong type", expected, got)
+    if not all(is_int(size) and size > 0 for size in table):
+        kind = ValueError if all(map(is_int, table)) else TypeError
+        reject(kind, WHERE, f"the size of table {name!r}", "is wrong", "ints above 0", table)
+    n, width = map(int, table)
+    return n, width
+
+
+def arrays_of(given: Sequence[Any], tables: Sequence[nn.Module]) -> list[Any]:
+    """The arrays of ids, offsets and weights, in the form of `ops.EmbeddingBags`.
+
+    ``tables`` are those of the features.
+    """
+    found: list[Any] = []
+    for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
+        if own is None and name != "ids":
+            found.append(None)
+        elif isinstance(own, Tensor):
+            found.append(_array(name, own))
+        elif isinstance(own, list | tuple) and len(own) == len(tables):
+            found.append([_array(f"{name}[{k}]", tensor) for k, tensor in enumerate(own)])
+        else:
+            expected = f"a list of {len(tables)} tensors, or one tensor"
+            reject(ValueError, WHERE, name, "do not fit", expected, kind_of(own))
+    ids, offsets, _ = found
+    if offsets is None and isinstance(ids, list):
+        found[0] = [
+            a.reshape(len(a), 1) if a.ndim == 1 and isinstance(table, nn.Embedding) else a
+            for a, table in zip(ids, tables, strict=True)
+        ]
+    return found
+
+
+def with_end(offsets: Any, ids: Any) -> Any:
+    """Offsets with the number of ids behind them, as a device has them."""
+    if not (isinstance(offsets, Tensor) and isinstance(ids, Tensor) and offsets.dim() == 1):
+        return offsets  # which is refused as it is
+    return torch.cat((offsets, offsets.new_full((1,), ids.numel())))
+
+
+def _array(name: str, tensor: Any) -> Any:
+    check_tensor(name, tensor)
+    return array_of(in_memory(tensor.detach()))
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """Refuse what is no tensor with numbers on the host or a CUDA device."""
+    if not isinstance(tensor, Tensor):
+        reject(TypeError, WHERE, name, "has a wrong type", "a tensor", type(tensor).__name__)
+    if tensor.device.type not in ("cpu", "cuda"):
+        expected, got = "one on the host or a CUDA device", tensor.device
+        reject(RuntimeError, WHERE, name, "is on a device, where there are no bags", expected, got)
+    if tensor.dtype not in NUMBERS or tensor.layout != torch.strided:
+        expected = "int32, int64 or a float, in a dense tensor"
+        got = f"{tensor.dtype}, {tensor.layout}"
+        reject(TypeError, WHERE, name, "has a wrong dtype", expected, got)
