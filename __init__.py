@@ -22,7 +22,7 @@ _NAMES = {
     "get_num_threads": "fusestep.kernels.cpu.threads.parallel",
     "launcher": "fusestep.kernels.cpu.threads.parallel",
     "set_num_threads": "fusestep.kernels.cpu.threads.parallel",
-    "states_in": "fusestep.nn.base.state_files",
+    "states_in": "fusestep.nn.base.file_set",
     "synchronize": "fusestep.ops.runtime.pending",
     "threading_layer": "fusestep.kernels.cpu.threads.layers",
 }

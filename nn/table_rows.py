@@ -28,10 +28,9 @@ from ..ops.runtime import check, locks
 from ..ops.runtime.arrays import adopt, real_type
 from ..ops.runtime.errors import reject
 from .base.checkpoint import as_state
-from .base.file_set import MOVED
+from .base.file_set import MOVED, maker_of_states
 from .base.groups import Groups
 from .base.parameter import Parameter
-from .base.state_files import maker_of_states
 from .base.stateful import StatefulOptimizer, States
 from .engine.catch_up import (
     SCALARS,

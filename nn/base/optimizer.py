@@ -15,12 +15,11 @@ from . import gradients as grads
 from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
 from .docstrings import COMMON, complete
-from .file_set import LOADED, FileSet
+from .file_set import LOADED, FileSet, files_of, made_by, maker_of_states
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import StepCount, check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 from .rates import PerOwnerRates, Rate
-from .state_files import files_of, made_by, maker_of_states
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 

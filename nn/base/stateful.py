@@ -16,9 +16,9 @@ from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from .arguments import MOST_STEPS
 from .checkpoint import as_state, steps_done
+from .file_set import maker_of_states
 from .optimizer import Optimizer
 from .parameter import Parameter, at_line, writable
-from .state_files import maker_of_states
 
 States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""

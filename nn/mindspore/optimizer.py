@@ -16,7 +16,7 @@ from mindspore.graph.jit_context import jit_context
 from mindspore.nn import Cell
 
 from ...ops.runtime.errors import reject, reject_unknown
-from ..base.state_files import maker_of_states
+from ..base.file_set import maker_of_states
 from ..fused import FusedOptimizer
 from .binding import Binding, Scheduled
 

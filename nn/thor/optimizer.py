@@ -19,10 +19,10 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ..base.arguments import Checked, Fixed, check_kind, non_negative_float, positive_int
+from ..base.file_set import maker_of_states
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
-from ..base.state_files import maker_of_states
 from ..base.stateful import StateOfEach
 from ..engine.reader import read_gradient
 from ..fused import FusedOptimizer

@@ -14,8 +14,8 @@ from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
 from ..base.docstrings import complete
+from ..base.file_set import maker_of_states
 from ..base.own_rules import is_own
-from ..base.state_files import maker_of_states
 from ..engine.catch_up import SCALARS, MissedSteps
 from ..engine.tables import LAST
 from .engine import options

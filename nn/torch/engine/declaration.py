@@ -17,8 +17,8 @@ from ....kernels.idle_table import SLEEP
 from ....kernels.keeping import COPY, STOCHASTIC
 from ....kernels.state import State
 from ....ops.runtime.errors import reject
+from ...base.file_set import StateMaker, made_by
 from ...base.own_rules import check_compiled, check_rule
-from ...base.state_files import StateMaker, made_by
 from ...engine.catch_up import SCALARS, check_idle
 from ...engine.reader import is_row_sparse
 from ...engine.tables import LAST

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
-from ...base.file_set import LOADED, FileSet
-from ...base.state_files import files_of
+from ...base.file_set import LOADED, FileSet, files_of
 from ...engine.catch_up import SCALARS, check_missed
 from ...engine.tables import LAST
 from .memory import DTYPES, array_of
