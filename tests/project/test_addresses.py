@@ -45,7 +45,7 @@ CHECKED = {
         "ops/runtime/bags/ids.py": "_read_tensors",
     },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
-        "kernels/cpu/headers/arrays.py": "address_of, read_array, _read_expected "
+        "kernels/cpu/headers/arrays.py": "address_of, addresses_of, read_array, _read_expected "
                                          "(where it writes addresses), _read_alike_arrays, "
                                          "_lies_as_expected",
         "kernels/cpu/headers/id_lists.py": "_look_at_array",
