@@ -382,7 +382,8 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         if self._device is None:
             super()._move_to(target)
         if self._stays_on_host or target == "Ascend":
-            expected = "'CPU', where it works" if self._stays_on_host else "'CPU' or 'GPU'"
+            here = "'CPU': this optimizer works there"
+            expected = here if self._stays_on_host else "'CPU' or 'GPU'"
             reject(ValueError, self._name, "target", "is impossible", expected, target)
         # Locks are taken in the order of a step on a device, that of the optimizer first: otherwise
         # two threads could wait for each other.
