@@ -291,8 +291,8 @@ class GradientTransform(_Constant):
 
     apply: Callable[..., Any]  # apply(g, w, hp) -> g
     hp: tuple[str, ...]  # the scalars that it reads
-    # scalars(decay, loss_scale, bound): these scalars for a weight decay that is added to the
-    # gradient, a loss scale and a bound of elements, as float64, compilable by Numba.
+    # scalars(decay, factor, bound): these scalars for a weight decay that is added to the gradient,
+    # a factor of the gradient and a bound of elements, as float64.
     scalars: Callable[[float, float, float], tuple[float, ...]]
 
 

@@ -12,9 +12,7 @@ import numpy as np
 
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
-from ..kernels.keeping import (
-    STOCHASTIC,
-)  # fmt: skip
+from ..kernels.keeping import STOCHASTIC
 from ..kernels.rule import Rule
 from ..kernels.rules.gradient import CLIP
 from ..kernels.state import State
@@ -28,10 +26,11 @@ from .base.numbers import FLOATS, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
 from .base.stateful import States
+from .engine.batch import by_storage
 from .engine.conditioning import Clipping, Conditioning
 from .engine.device import Device, are_finite
 from .engine.host import Host
-from .engine.layout import Gradients, by_storage
+from .engine.layout import Gradients
 from .engine.offload import Offload
 from .engine.plan import Classes, Counts, Plan, StepAgreement, StepMethod, Stepper, calls_of
 from .engine.reader import GradientReader
@@ -169,7 +168,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
 
     def _method(self) -> StepMethod:
         """The update of a step, with the present options."""
-        return StepMethod(self._rule, self.formula(), draws=self._draws())
+        return StepMethod(self.formula())
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; since it may be an option, the next step asks `formula` anew.
@@ -201,9 +200,14 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         if self._device is not None:
             self._stepper = (Offload if self._works_on_host else Device)(self._host)
         centralized = [i for i, option in enumerate(self._groups.options) if option.centralize]
+        rules = [self._rule.on(p.shape) for p in self.parameters]
+        rules = [
+            rule.kept(keeping) if keeping else rule
+            for rule, keeping in zip(rules, self.keepings, strict=True)
+        ]
         self._reader = self.reader_type(
-            self._name, self.parameters, self._states_of_each(), self.sparse_update,
-            self._rows_need, centralized, row_wise=self._rule.is_row_wise, keepings=self.keepings,
+            self._name, self.parameters, self._states_of_each(), rules, self._classes.of,
+            self.sparse_update, self._rows_need, centralized,
         )  # fmt: skip
 
     def _condition(self) -> None:
@@ -245,7 +249,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         method: StepMethod | None = vars(self)["_known_method"]
         if method is None:
             method = self._method()
-            formula = checked_formula(self._name, method.rule, method.formula)
+            formula = checked_formula(self._name, self._rule, method.formula)
             method = vars(self)["_known_method"] = method._replace(formula=formula)
         stepper, given = self._stepper, (gradients, method, conditioning)
         if self.use_locking:
@@ -298,7 +302,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
             return None
         touched_only = self.sparse_update != "dense_equivalent"
         calls = calls_of(
-            given, method, conditioning, classes, (rates, decays), self._steps,
+            given, method, conditioning, classes, (rates, decays), self._steps, self._seed,
             touched_only=touched_only,
         )  # fmt: skip
         behind = self._behind(calls) if self._missed is not None else ()

@@ -28,8 +28,8 @@ from .base.arguments import Fixed, base_arguments, betas_and_eps, check_kind, no
 from .base.optimizer import Optimizer
 from .base.own_rules import check_apart
 from .base.parameter import Parameter
+from .engine.batch import Batch, KernelCall
 from .engine.conditioning import Conditioning
-from .engine.layout import Batch, KernelCall
 from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
 
@@ -319,9 +319,9 @@ class LayerwiseConditioning(Conditioning):
         acts, table = self._acts[batch.positions], batch.variables.table
         sizes, w = np.diff(table.first), batch.variables.tensors[0][0]
         squares = partial(device_norm.squares_at, w) if is_on_device(w) else squares_at
-        if batch.keeping is MASTER:
+        if batch.rule.keeping is MASTER:
             w_squares = squares(STORAGES[np.dtype(np.float32)], table.addresses[:, -1], sizes)
-        elif batch.keeping is KAHAN:
+        elif batch.rule.keeping is KAHAN:
             w_squares = np.array([_kahan_squares(*own) for own in batch.variables.tensors])
         else:
             w_squares = squares(batch.variables.w, table.addresses[:, 0], sizes)

@@ -32,6 +32,7 @@ from .base.file_set import MOVED, maker_of_states
 from .base.groups import Groups
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer, States
+from .engine.batch import KernelCall
 from .engine.catch_up import (
     SCALARS,
     MissedSteps,
@@ -43,7 +44,6 @@ from .engine.catch_up import (
     scalars_of,
     sleeping_table,
 )
-from .engine.layout import KernelCall
 from .engine.plan import Stepper
 from .engine.reader import GradientReader
 from .engine.table_rows import TableRows

@@ -23,7 +23,7 @@ def coupled_decay(g: Any, w: Any, hp: Any) -> Any:
 
 
 def scale(g: Any, w: Any, hp: Any) -> Any:
-    """``g * grad_scale``: the reciprocal of the loss scale."""
+    """``g * grad_scale``, such as the reciprocal of the loss scale."""
     return g * hp.grad_scale
 
 
@@ -42,5 +42,5 @@ CLIP = GradientTransform(clip, ("clip_bound",), lambda _, __, bound: (bound,))
 COUPLED_DECAY = GradientTransform(
     coupled_decay, ("weight_decay", "no_decay"), lambda decay, _, __: (decay, 0.0)
 )
-SCALE = GradientTransform(scale, ("grad_scale",), lambda _, loss_scale, __: (1.0 / loss_scale,))
+SCALE = GradientTransform(scale, ("grad_scale",), lambda _, factor, __: (factor,))
 TRUST = GradientTransform(trust, ("trust_ratio",), lambda _, __, ___: (1.0,))  # until measured

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -17,7 +17,15 @@ from ...ops.runtime.row_step import RowGradient, row_squares
 from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
 from ..base.numbers import number_of
-from .layout import NOTHING, Batch, KernelCall, index_lists
+from .batch import NOTHING, Batch, KernelCall, index_lists
+
+
+def scalars_of(
+    prologue: Prologue, decay: float, factor: float, bound: float = 0.0
+) -> tuple[float, ...]:
+    """The scalars of gradient transforms, in their order."""
+    scalars = [transform.scalars(decay, factor, bound) for transform in prologue]
+    return tuple(chain.from_iterable(scalars))
 
 
 class Conditioning:
@@ -68,8 +76,7 @@ class Conditioning:
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
-        scalars = [part.scalars(decay, scale, self.bound) for part in self.prologue]
-        return tuple(itertools.chain.from_iterable(scalars))
+        return scalars_of(self.prologue, decay, 1.0 / scale, self.bound)
 
     @property
     def joins(self) -> np.ndarray:

@@ -10,8 +10,8 @@ from ...ops.runtime import cuda, pending
 from ...ops.runtime.device import launching
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import run_updates
+from .batch import Batch, by_storage
 from .host import Host
-from .layout import Batch, by_storage
 from .plan import Plan
 
 ByBatch = Sequence[tuple[Batch, Any]]

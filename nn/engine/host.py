@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,10 @@ from ...kernels.cpu.rows.write import NumberWrite
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.measured_step import measured_step, measured_together
-from .layout import KernelCall, Layout
-from .plan import Counts, Plan, StepMethod
+from ...ops.runtime.measured_step import Constants, measured_step, measured_together
+from .batch import KernelCall
+from .layout import Layout
+from .plan import Counts, Plan
 
 
 class Host:
@@ -66,7 +66,6 @@ class Host:
         return undo
 
 
-_prepared, _update_of = methodcaller("prepared"), attrgetter("update")
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
@@ -77,33 +76,41 @@ def _release_locks() -> None:
         host._lock = threading.RLock()
 
 
-def prepared(calls: Sequence[KernelCall], method: StepMethod) -> list[Prepared]:
-    """The updates of calls, ready for `commit`; what their rule measures is measured here."""
-    if not method.rule.is_two_stage:
-        return [*map(_prepared, map(_update_of, calls))]
-    updates: list[Any] = [call.update for call in calls]  # all dense
-    known = dict(method.constants)
-    return [measured_step(update, [known] * len(update.gradients)) for update in updates]
+def ready(
+    calls: Iterable[KernelCall], constants_of_step: Callable[[], Constants]
+) -> tuple[list[Prepared], np.ndarray | None] | None:
+    """The updates of calls on the host, ready for `commit`; what their rules measure is measured.
+
+    ``constants_of_step()`` are the numbers that a rule takes which measures all tensors of a step.
+    Such a rule gives new numbers of the optimizer, or, where it rests, None for everything.
+    """
+    updates, joint, places = list[Prepared](), list[Any](), list[Any]()
+    for call in calls:
+        rule, update = call.batch.rule, call.update
+        if not rule.is_two_stage:
+            updates.append(update.prepared())
+        elif rule.scope == "step":
+            joint.append(update)
+            places.append(call.batch.positions)
+        else:
+            updates.append(measured_step(update, call.constants))  # type: ignore[arg-type]  # dense
+    if not joint:
+        return updates, None
+    measured = measured_together(joint, places, constants_of_step())
+    return measured and ([*updates, *measured[1]], measured[0])
 
 
 def _write(plan: Plan, count: Count) -> None:
     if plan.conditioning.is_measured:
         plan.conditioning.measure(plan.calls)
     method, calls = plan.method, plan.calls
-    if method.rule.scope != "step":
-        ready = prepared(calls, method)
-        commit([*plan.behind, *ready] if plan.behind else ready, count)
+    if not calls and method.numbers:  # no tensor has a gradient: a rule of all of them rests
         return
-    if not calls:  # no tensor has a gradient
+    found = ready(calls, method.constants_of_step)
+    if found is None:
         return
-    constants = {**dict(method.constants), **{k: x.item() for k, x in method.numbers.items()}}
-    # All dense: of row-sparse gradients no such sums are taken.
-    dense: list[Any] = [call.update for call in calls]
-    found = measured_together(dense, [call.batch.positions for call in calls], constants)
-    # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
-    # are written with the loops: an interrupt must not find the one without the other.
-    if found is not None:
-        values, steps = found
-        new = zip(method.numbers.values(), values, strict=True)
-        numbers = NumberWrite([(address_of(array), np.array([x])) for array, x in new])
-        commit([*steps, numbers], count)
+    updates, new = found
+    if new is not None:  # written with the loops: an interrupt must not find one without the other
+        pairs = zip(method.numbers.values(), new, strict=True)
+        updates.append(NumberWrite([(address_of(array), np.array([x])) for array, x in pairs]))
+    commit([*plan.behind, *updates] if plan.behind else updates, count)

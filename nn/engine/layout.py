@@ -14,65 +14,14 @@ import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.lazy import lazy
-from ...kernels.rule import Keeping, Prologue, Rule
-from ...kernels.storage import STORAGES, Storage
-from ...ops.runtime import check
+from ...kernels.rule import Rule
+from ...kernels.storage import STORAGES
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.row_step import IndexList, RowGradient, RowUpdate, Update, check_lists
-from ...ops.runtime.step import DenseUpdate, Variables
-
-NOTHING = np.empty(0)
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The tensors of one kernel call: parameters, gradients and states of equal storage types."""
-
-    positions: np.ndarray  # int64 [T]: places of the tensors in optimizer order
-    variables: Variables  # parameters and states
-    g: Storage  # of the gradients
-    row_sparse: bool  # whether the gradients are row-sparse
-    places: np.ndarray  # int64 [T]: places among the dense, or the row-sparse, gradients
-    is_all: bool  # whether these are all parameters of the optimizer, in order
-    real: type  # NumPy's scalar type of the arithmetic
-    labels: tuple[str, ...]  # names of the gradients in errors
-    keeping: Keeping | None = None  # how the parameters are kept
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first tensor: all have the same states, hence the same rule."""
-        shape: tuple[int, ...] = self.variables.tensors[0][0].shape
-        return shape
-
-    def update(
-        self, rule: Rule, prologue: Prologue, gradients: Any, hp: Any, hp_of: Any, *,
-        touched_only: bool,
-    ) -> Update:  # fmt: skip
-        """The update of its tensors by a rule behind gradient transforms.
-
-        ``gradients`` are those of `KernelCall`, ``hp`` and ``hp_of`` those of `DenseUpdate`; with
-        ``touched_only`` row-sparse gradients update only the rows that occur.
-        """
-        own = rule, prologue, self.variables, gradients, self.g, hp, hp_of
-        if not self.row_sparse:
-            return tuple.__new__(DenseUpdate, (*own, ()))  # no call of Python
-        return RowUpdate.of(self.labels, *own, touched_only=touched_only)
-
-
-class KernelCall(NamedTuple):
-    """One kernel call of a step."""
-
-    batch: Batch
-    update: Update
-    # float64 [T], for each tensor, if tensors are measured first:
-    rates: np.ndarray = NOTHING
-    decays: np.ndarray = NOTHING
-
-    @property
-    def gradients(self) -> Any:
-        """Addresses of dense gradients, int64 ``[T]``, or row-sparse gradients."""
-        return self.update.gradients
+from ...ops.runtime.row_step import RowGradient
+from ...ops.runtime.step import Variables
+from ..base.parameter import Parameter
+from .batch import Batch, RandomBits
 
 
 class GradientKind(NamedTuple):
@@ -136,40 +85,46 @@ class Layout:
 
 
 def build_layout(
-    kinds: GradientKinds, tensors: Sequence[tuple[Any, ...]], labels: Sequence[str],
-    keepings: Sequence[Keeping | None],
+    where: str, kinds: GradientKinds, parameters: Sequence[Parameter],
+    tensors: Sequence[tuple[Any, ...]], rules: Sequence[Rule], class_of: np.ndarray,
 ) -> Layout:  # fmt: skip
-    """Group parameters (with their states) whose gradients are of these ``kinds``."""
-    known = [(i, kind, tensors[i]) for i, kind in enumerate(kinds) if kind is not None]
+    """Group parameters (with their states) whose gradients are of these ``kinds``.
+
+    ``rules`` and ``class_of`` have the rule and the class of options of each parameter.
+    """
+    active = [(i, kind, tensors[i]) for i, kind in enumerate(kinds) if kind is not None]
     groups: dict[Any, list[int]] = {}
-    for i, kind, arrays in known:
-        key = (kind.row_sparse, kind.dtype, keepings[i], *(a.dtype for a in arrays))
+    for i, kind, arrays in active:
+        key = (kind.row_sparse, kind.dtype, rules[i], *(a.dtype for a in arrays))
         groups.setdefault(key, []).append(i)
-    dense = [i for i, kind, _ in known if not kind.row_sparse]
-    sparse = [i for i, kind, _ in known if kind.row_sparse]
+    dense = [i for i, kind, _ in active if not kind.row_sparse]
+    sparse = [i for i, kind, _ in active if kind.row_sparse]
     batches = []
-    for (row_sparse, dtype, *_), positions in groups.items():
+    for (row_sparse, dtype, rule, *_), positions in groups.items():
         place = {i: k for k, i in enumerate(sparse if row_sparse else dense)}
         variables = Variables.of([tensors[i] for i in positions])
         places, are_all = np.array([place[i] for i in positions]), len(positions) == len(kinds)
+        names = [str(parameters[i].name) for i in positions]
         batches.append(Batch(
-            np.array(positions), variables, STORAGES[dtype], row_sparse, places, are_all,
-            variables.real.carrier, tuple(labels[i] for i in positions), keepings[positions[0]],
+            rule, np.array(positions), variables, STORAGES[dtype], row_sparse, places, are_all,
+            tuple([f"{where}: gradient of {name!r}" for name in names]), class_of[positions],
+            RandomBits.of(rule, names),
         ))  # fmt: skip
-    written = [array for _, _, arrays in known for array in arrays]
+    written = [array for _, _, arrays in active for array in arrays]
     # An empty array overlaps nothing, whatever its address.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)
     memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
-    is_complete = len(known) == len(kinds)
-    are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
-    forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
+    is_complete = len(active) == len(kinds)
+    are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in active)
+    gradients = [(kind, arrays[0]) for _, kind, arrays in active]
+    forms, dense_arrays, row_arrays = _array_forms(gradients)
     can_expect = is_complete and headers.usable and are_plain
     expected = headers.expected_arrays(forms, memory, written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
-        np.array([i for i, _, _ in known], np.int64),
+        np.array([i for i, _, _ in active], np.int64),
         is_complete,
-        tuple(w.size * kind.dtype.itemsize for _, kind, (w, *_) in known if not kind.row_sparse),
+        tuple(w.size * kind.dtype.itemsize for _, kind, (w, *_) in active if not kind.row_sparse),
         kinds,
         expected,
         dense_arrays,
@@ -209,7 +164,7 @@ class Gradients(NamedTuple):
     addresses: np.ndarray  # int64: those of the dense gradients, in order
     rows: list[RowGradient]  # the row-sparse gradients, in order
     keep: Sequence[Any]  # objects that must stay alive until the step is done
-    streams: Sequence[DeviceArray] = ()  # on a device: one array of each stream, if known
+    streams: Sequence[DeviceArray] = ()  # on a device: one array of each stream, if active
 
     @property
     def arrays(self) -> Sequence[Any]:
@@ -233,41 +188,3 @@ class Gradients(NamedTuple):
     def by_batch(self) -> list[tuple[Batch, Any]]:
         """The batches with their gradients."""
         return [(batch, self.of(batch)) for batch in self.layout.batches]
-
-
-def by_storage(
-    by_batch: Iterable[tuple[Batch, Any]],
-) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
-    """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
-    arrays: dict[Storage, list[tuple[int, int]]] = {}
-    for batch, gradients in by_batch:
-        found = arrays.setdefault(batch.g, [])
-        if batch.row_sparse:
-            itemsize = batch.g.itemsize
-            found += [(g.source.values, g.values.nbytes // itemsize) for g in gradients]
-        else:
-            sizes = np.diff(batch.variables.table.first)
-            found += zip(gradients.tolist(), sizes.tolist(), strict=True)
-    return tuple(
-        # Each array once: pooled tables share one array of gradients.
-        (storage, *np.array([*dict.fromkeys(spans)], np.int64).reshape(-1, 2).T.copy())
-        for storage, spans in arrays.items()
-    )
-
-
-def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexList]:
-    """The indices of the gradients of a batch.
-
-    Raises:
-        ValueError: its tables have too many rows for its sort keys.
-    """
-    entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
-    lists = [IndexList(label, len(g.indices), w.shape[0]) for label, g, (w, *_) in entries]
-    check_lists(batch.labels[0], lists)
-    return lists
-
-
-def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
-    """Check all indices of a batch on the host; as `GradientReader.check_indices`."""
-    for own, gradient in zip(index_lists(batch, gradients), gradients, strict=True):
-        check.indices_in_range(own.where, gradient.indices, own.rows)

@@ -20,8 +20,8 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
-from .host import Host, prepared
-from .layout import NOTHING, Batch, KernelCall, check_rows
+from .batch import NOTHING, Batch, KernelCall, check_rows
+from .host import Host, ready
 from .plan import Plan
 
 CHUNK = 1 << 22
@@ -119,15 +119,18 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
             variables=Variables.of(here),
             places=batch.places[chosen],
             labels=tuple(batch.labels[t] for t in chosen),
+            class_of=batch.class_of[chosen],
         )
         hp, touched_only = call.update.hp[np.asarray(call.update.hp_of)[chosen]], plan.touched_only
-        given = rule, kernel.prologue, gradients, hp, np.arange(len(chosen))
+        given = kernel.prologue, gradients, hp, np.arange(len(chosen))
         update = own_batch.update(*given, touched_only=touched_only)
         own = KernelCall(own_batch, update)
         if is_measured:
-            own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen])
+            own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen],
+                               constants=call.constants[: len(chosen)])  # fmt: skip
             plan.conditioning.measure([own])
-        commit(prepared([own], plan.method))
+        updates = ready([own], plan.method.constants_of_step)
+        commit(updates[0] if updates else [])
 
     pieces = [[piece for part in chunk for piece in _pieces(call, rows, part)] for chunk in chunks]
     cuda.device.staging.staging().run(pieces, work, stream)

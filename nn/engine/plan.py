@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -13,24 +12,25 @@ import numpy as np
 from ...kernels.cpu.counts import are_equal
 from ...kernels.cpu.threads.parallel import Prepared
 from ...kernels.formula import ROUNDING, Formula
-from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import PerOwnerRates
+from .batch import NOTHING, KernelCall
 from .conditioning import Conditioning
-from .layout import NOTHING, Batch, Gradients, KernelCall
+from .layout import Gradients
 
 
 class StepMethod(NamedTuple):
-    """The method by which an optimizer updates each tensor, and the numbers that it needs."""
+    """The method by which an optimizer computes the scalars of its rule, and numbers beside."""
 
-    rule: Rule
-    formula: Formula  # computes its scalars from the learning rate and the number of the update
+    formula: Formula  # from the learning rate and the number of the update
     constants: tuple[tuple[str, float], ...] = ()  # numbers that `Rule.factor` takes, by name
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # the optimizer's, in its order
-    # draws(positions, steps): `random_scalars` of parameters in the updates of these numbers
-    draws: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+
+    def constants_of_step(self) -> dict[str, float]:
+        """The numbers that a rule takes which measures all tensors of a step."""
+        return {**dict(self.constants), **{name: x.item() for name, x in self.numbers.items()}}
 
 
 class Counts(NamedTuple):
@@ -99,61 +99,45 @@ class Plan(NamedTuple):
 
 def calls_of(
     given: Gradients, method: StepMethod, conditioning: Conditioning, classes: Classes,
-    numbers: tuple[Sequence[Any], Sequence[float]], steps: np.ndarray, *, touched_only: bool,
+    numbers: tuple[Sequence[Any], Sequence[float]], steps: np.ndarray, seed: np.ndarray, *,
+    touched_only: bool,
 ) -> list[KernelCall]:  # fmt: skip
     """The kernel calls of a step, with their scalars.
 
     ``numbers`` are the learning rates and weight decays of the classes, ``steps`` (int64 ``[P]``)
-    the numbers of updates of each parameter before this one.
+    the numbers of updates of each parameter before this one, ``seed`` that of random bits.
     """
     rates, decays = numbers
-    prologue, n_classes = conditioning.prologue, len(classes.examples)
-    left = decays if conditioning.leaves_decay else [0.0] * n_classes
+    prologue, at = conditioning.prologue, method.formula.at
+    left = decays if conditioning.leaves_decay else [0.0] * len(decays)
     calls = []
     for batch in given.layout.batches:
-        keys, hp_of = _rows_of(batch, steps, classes.of, n_classes)
-        real, at = batch.real, method.formula.at
-        before: list[tuple[float, ...]] = [()] * n_classes
-        if prologue:
-            examples = zip(classes.examples, decays, strict=True)
-            before = [
-                tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in examples
-            ]
+        counts, real = steps if batch.is_all else steps[batch.positions], batch.real
+        # As long as no parameter was skipped, all have the same number of updates.
+        are_same = len(counts) == 1 or are_equal(counts)
+        keys, before, row_of = batch.rows(int(counts[0]) if are_same else counts.tolist())
         # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
-        rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
-        rule = method.rule if method.rule.matrix is None else method.rule.on(batch.shape)
-        if batch.keeping is not None:
-            rule = rule.kept(batch.keeping)
+        rows = [at(real, rates[k], left[k], n + 1) for k, n in zip(keys, before, strict=False)]
+        if prologue:
+            transforms = {
+                k: tuple(map(ROUNDING[real], conditioning.scalars(classes.examples[k], decays[k])))
+                for k in batch.classes
+            }
+            rows = [(*row, *transforms[k]) for k, row in zip(keys, rows, strict=True)]
         hp: np.ndarray = np.array(rows, real)
-        measures, measured = conditioning.is_measured, (NOTHING, NOTHING)
+        measures: bool = conditioning.is_measured
+        measured: tuple[Any, ...] = NOTHING, NOTHING, ()
         if batch.row_sparse:
             measures = conditioning.measures_rows
-        if measures or rule.is_two_stage:  # each tensor has a row of scalars of its own
-            class_of = np.array([k for _, k in keys])[hp_of]
-            measured = np.array(rates)[class_of], np.array(decays)[class_of]
-            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
-        if method.draws is not None and batch.keeping is not None and batch.keeping.hp:
-            drawn = method.draws(batch.positions, steps[batch.positions] + 1)
-            hp, hp_of = np.concatenate((hp[hp_of], drawn), 1), np.arange(len(hp_of))
-        update = batch.update(rule, prologue, given.of(batch), hp, hp_of, touched_only=touched_only)
+        if measures or batch.rule.is_two_stage:  # each tensor has a row of scalars of its own
+            constants = [dict(method.constants)] * len(row_of)
+            measured = np.array(rates)[batch.class_of], np.array(decays)[batch.class_of], constants
+            hp, row_of = hp[row_of], np.arange(len(row_of))
+        if batch.draws is not None:
+            hp, row_of = batch.draws.joined(seed, counts + 1, hp, row_of)
+        update = batch.update(prologue, given.of(batch), hp, row_of, touched_only=touched_only)
         calls.append(tuple.__new__(KernelCall, (batch, update, *measured)))  # no call of Python
     return calls
-
-
-def _rows_of(
-    batch: Batch, steps: np.ndarray, class_of: np.ndarray, n_classes: int
-) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """The number of updates and the class of each row of scalars, and the row of each tensor.
-
-    As long as no parameter was skipped, all have the same number of updates.
-    """
-    if not batch.is_all:
-        steps, class_of = steps[batch.positions], class_of[batch.positions]
-    first_step = int(steps[0])
-    if n_classes <= len(steps) and (len(steps) == 1 or are_equal(steps)):
-        return [*zip(repeat(first_step, n_classes), range(n_classes), strict=True)], class_of
-    codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
-    return [divmod(code, n_classes) for code in codes.tolist()], hp_of
 
 
 class StepAgreement(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 from ...kernels.cpu.threads.allocation import read_at_random
 from ...kernels.keeping import whole_weight
 from ...kernels.quiet import quiet
-from ...kernels.rule import Keeping
+from ...kernels.rule import Rule
 from ...kernels.tables import RowSource
 from ...ops.runtime import check
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
@@ -23,8 +23,9 @@ from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
 from ..base.parameter import Parameter
+from .batch import check_rows
 from .device_gradients import LastOnDevice
-from .layout import GradientKind, GradientKinds, Gradients, Layout, build_layout, check_rows
+from .layout import GradientKind, GradientKinds, Gradients, Layout, build_layout
 
 # A model whose layers take turns to have gradients needs several layouts. A model in which the
 # choice of layers never repeats must not keep all of them.
@@ -34,22 +35,19 @@ _KEPT_LAYOUTS = 16
 class GradientReader:
     """Checks gradients and finds their layouts, which it keeps.
 
-    If ``sparse_update`` is None, row-sparse gradients raise, and ``rows_need`` is what the error
-    says of expected and got. ``centralized`` are the places of the parameters whose gradients are
-    centralized. For a ``row_wise`` rule a vector is one row. ``keepings`` say how each parameter is
-    kept; by default alone.
+    ``rules`` and ``class_of`` are those of `build_layout`. If ``sparse_update`` is None, row-sparse
+    gradients raise, and ``rows_need`` is what the error says of expected and got. ``centralized``
+    are the places of the parameters whose gradients are centralized.
     """
 
     def __init__(
         self, where: str, parameters: Sequence[Parameter], states: Sequence[tuple[Any, ...]],
-        sparse_update: str | None, rows_need: tuple[str, str | None] = ("", None),
-        centralized: Sequence[int] = (), *, row_wise: bool = False,
-        keepings: Sequence[Keeping | None] = (),
+        rules: Sequence[Rule], class_of: np.ndarray, sparse_update: str | None,
+        rows_need: tuple[str, str | None] = ("", None), centralized: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self._keepings = keepings or [None] * len(parameters)
         self._where, self._parameters, self._states = where, parameters, states
-        self._sparse_update, self._rows_need = sparse_update, rows_need
-        self._centralized, self._row_wise = frozenset(centralized), row_wise
+        self._rules, self._class_of, self._sparse_update = rules, class_of, sparse_update
+        self._rows_need, self._centralized = rows_need, frozenset(centralized)
         self.shapes = [
             [array.shape for array in (p.array, *own)]
             for p, own in zip(parameters, states, strict=True)
@@ -193,7 +191,7 @@ class GradientReader:
             found = read_gradient(self._where, parameter, gradient)
             if isinstance(found, RowGradient):
                 need = None if self._sparse_update is not None else self._rows_need
-                if need is None and self._row_wise and parameter.ndim < 2:
+                if need is None and self._rules[i].is_row_wise and parameter.ndim < 2:
                     need = "a dense one: a vector is one row", "a RowTensor"
                 if need is not None:
                     name = f"gradient of {parameter.name!r}"
@@ -239,14 +237,15 @@ class GradientReader:
                 is_rows = kind is not None and kind.index_dtype is not None
                 if is_rows and self._sparse_update != "dense_equivalent":
                     read_at_random(p.array)
-            labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
-            layout = layouts[kinds] = build_layout(kinds, tensors, labels, self._keepings)
+            layout = layouts[kinds] = build_layout(
+                self._where, kinds, self._parameters, tensors, self._rules, self._class_of
+            )
         return layout
 
     @quiet
     def _centralize(self, i: int, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
-        parameter, keeping = self._parameters[i], self._keepings[i]
+        parameter, keeping = self._parameters[i], self._rules[i].keeping
         beside = self._states[i][-len(keeping.beside) :] if keeping and keeping.beside else ()
         if parameter.is_on_device:  # computed on the host, which waits
             w = whole_weight(keeping, parameter.asnumpy(), [x.numpy() for x in beside])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,8 +17,6 @@ from ...kernels.keeping import (
     MASTER,
     MOST_OF_REMAINDER,
     STOCHASTIC,
-    key_of,
-    random_scalars,
     whole_weight,
 )  # fmt: skip
 from ...kernels.quiet import quiet
@@ -95,13 +92,6 @@ class RoundedOptimizer(StatefulOptimizer):
     def _kept(self) -> list[tuple[State, ...]]:
         """The states that lie beside each parameter."""
         return [keeping.beside if keeping else () for keeping in self.keepings]
-
-    def _draws(self) -> Callable[[np.ndarray, np.ndarray], np.ndarray] | None:
-        """A function that draws the random bits of a step; None where no parameter needs them."""
-        if STOCHASTIC not in self.keepings:
-            return None
-        keys = np.array([key_of(str(p.name)) for p in self.parameters], np.uint64)
-        return partial(_drawn, self._seed, keys)
 
     @property
     def rounding_seed(self) -> int:
@@ -259,12 +249,6 @@ class RoundedOptimizer(StatefulOptimizer):
         states = self._states.get(keeping.beside[0].name, ())
         each = zip(self.parameters, self.keepings, states, strict=False)
         return [(p, x) for p, own, x in each if own is keeping and x is not None]
-
-
-def _drawn(
-    seed: np.ndarray, keys: np.ndarray, positions: np.ndarray, steps: np.ndarray
-) -> np.ndarray:
-    return random_scalars(seed, keys[positions], steps, 0)
 
 
 def _on_host(array: Any) -> np.ndarray:

@@ -13,7 +13,6 @@ from ...kernels.cpu.counts import Count
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.cpu.threads.workspace import Pool
-from ...kernels.keeping import MASTER
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
@@ -151,7 +150,9 @@ class AdamFamily(Optimizer):
             return
         lazy = self._is_lazy(composed)
         sparse_update = "lazy" if lazy else "dense_equivalent"
-        bound, given = self._bindings.read(indices, self._label, variables, sparse_update, grads)
+        rule = self._composed_rule if composed else self._fused_rule
+        own = indices, self._label, variables, rule, sparse_update, grads
+        bound, given = self._bindings.read(*own)
         active = indices
         if not given.layout.is_complete:
             active = [indices[i] for i in given.layout.active.tolist()]
@@ -234,9 +235,7 @@ class AdamFamily(Optimizer):
             if len(rows) > 1:
                 row = {each: k for k, each in enumerate(different)}
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
-            has_master = len(batch.variables.s) > len(plain.states)
-            rule = plain.kept(MASTER) if has_master else plain
-            own = rule, prologue, given.of(batch), hp, hp_of
+            own = prologue, given.of(batch), hp, hp_of
             updates.append(batch.update(*own, touched_only=touched_only))
         return updates
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
+from ...kernels.keeping import MASTER
+from ...kernels.rule import Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
@@ -30,11 +32,12 @@ class BoundWeights:
     """
 
     def __init__(
-        self, where: str, names: Sequence[str], variables: Variables, sparse_update: str
-    ) -> None:
+        self, where: str, names: Sequence[str], variables: Variables, rule: Rule,
+        sparse_update: str,
+    ) -> None:  # fmt: skip
         self.device: int | None = None  # the host
         self._given = tuple(chain.from_iterable(variables))  # alive, so their identities are theirs
-        self.identity = sparse_update, *map(id, self._given)
+        self.identity = rule, sparse_update, *map(id, self._given)
         checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
         for name, (weight, *_) in zip(names, checked, strict=True):
             together = {"the first weight": checked[0][0], f"weight {name!r}": weight}
@@ -43,7 +46,10 @@ class BoundWeights:
         flat = [array for arrays in checked for array in arrays]
         check.no_overlap(where, labels, flat)
         parameters = [Parameter(a[0], name) for a, name in zip(checked, names, strict=True)]
-        self.reader = GradientReader(where, parameters, [a[1:] for a in checked], sparse_update)
+        rules = [rule.kept(MASTER) if len(a) > 1 + len(rule.states) else rule for a in checked]
+        each = np.arange(len(rules))
+        states = [a[1:] for a in checked]
+        self.reader = GradientReader(where, parameters, states, rules, each, sparse_update)
         if self.device is not None:
             self.can_be_kept = True  # and looked at again: memory can be exchanged under a tensor
             self._places = [_place(array) for array in flat]
@@ -74,12 +80,12 @@ class Bindings:
 
     def read(
         self, indices: Sequence[Any], names: Callable[[Any], str], variables: Variables,
-        sparse_update: str, gradients: Sequence[Any],
+        rule: Rule, sparse_update: str, gradients: Sequence[Any],
     ) -> tuple[BoundWeights, Gradients]:  # fmt: skip
         """The checked weights of a call, known where they are as they were; and its gradients."""
         key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)
-        identity = sparse_update, *map(id, chain.from_iterable(variables))
+        identity = rule, sparse_update, *map(id, chain.from_iterable(variables))
         if known is not None and known.identity == identity:
             self._known.move_to_end(key)
             # Where all is as in the last step, one look at gradients and weights tells it.
@@ -91,7 +97,7 @@ class Bindings:
             if given is not None:
                 return known, given
         labels = [names(index) for index in indices]
-        found = BoundWeights(self._where, labels, variables, sparse_update)
+        found = BoundWeights(self._where, labels, variables, rule, sparse_update)
         self._drop(key)
         if found.can_be_kept:
             self._known[key] = found

@@ -10,8 +10,8 @@ from ...kernels.rule import Prologue
 from ...kernels.rules.gradient import TRUST
 from ...kernels.rules.norm import SCALED
 from ...ops.runtime.step import DenseUpdate
+from ..engine.batch import KernelCall
 from ..engine.conditioning import Conditioning
-from ..engine.layout import KernelCall
 
 LARGEST_NORM = 1.0
 

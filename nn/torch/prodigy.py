@@ -141,7 +141,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
         scalars: Numbers = rules.prodigy_scalars(float, lr, decay, 0, constants, ())
         return scalars
 
-    def known_of_step(self) -> dict[str, float]:
+    def constants_of_step(self) -> dict[str, float]:
         first = self.param_groups[0]
         return {"beta3": _beta3(first), **{name: first[name] for name in (*_OF_ALL, *_CONSTANTS)}}
 

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.dense import all_finite
-from ....kernels.keeping import key_of
-from ....kernels.storage import STORAGES, real_of, storage_of
+from ....kernels.storage import STORAGES, storage_of
 from ....kernels.tables import TensorTable
 from ....ops.runtime.errors import reject
 from ....ops.runtime.step import Variables
+from ...engine.batch import Batch, RandomBits, by_storage
 from ...engine.device import are_finite
-from ...engine.layout import Batch, by_storage
 from .chosen import Chosen, Columns, StepInputs
 from .memory import DTYPE_NAMES, DTYPES, PLAIN_TYPES, Written, array_of
-from .part import Group, ParameterBatch, RandomBits, RuleChoice
+from .part import Group, ParameterBatch, RuleChoice
 from .record import BatchKind, CheckedParameter, Record, RecordTraits
 from .state import names_of
 from .tensors import of_mesh
@@ -155,19 +154,15 @@ class Binding:
         table = TensorTable(addresses, first, np.fromiter(columns.widths, np.int64))
         variables = Variables(tuple(zip(records)), w, tuple(s), table)
         labels = tuple([f"{self._where}: {r.label}" for r in records]) if kind.is_sparse else ()
+        begins = np.array([record.begin for record in records])
         batch = Batch(
-            positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions,
-            len(records) == n, real_of(w).carrier, labels,
+            kind.rule, positions, variables, STORAGES[kind.gradient], kind.is_sparse, positions,
+            len(records) == n, labels, np.array(columns.groups),
+            RandomBits.of(kind.rule, [record.name for record in records], begins),
         )  # fmt: skip
         numbers = tuple(name for name in traits.numbers if name != "step")
-        draws = None
-        if kind.rule.keeping is not None and kind.rule.keeping.hp:
-            keys = np.array([key_of(record.name) for record in records], np.uint64)
-            draws = RandomBits(keys, np.array([record.begin for record in records]))
-        return ParameterBatch(
-            kind.choice, kind.rule, batch, columns.groups, numbers,
-            kind.device.index if kind.device.type == "cuda" else None, draws,
-        )  # fmt: skip
+        device = kind.device.index if kind.device.type == "cuda" else None
+        return ParameterBatch(kind.choice, batch, numbers, device)
 
     # Steps
 

@@ -202,6 +202,8 @@ class Chosen:
         self.records, expected = columns.records, Expected(columns)
         self.counted = expected.places("is_counted")
         self.has_copies = any(own.copied for own in expected.traits)
+        self.has_devices = any(part.device is not None for part in parts)
+        self.has_deferred = any(part.choice.sleeps for part in parts)
         self.written, self.is_still = expected.written, expected.is_still
         counts = [own.count_place for own in expected.traits]
         if -1 in counts or not counts:

@@ -91,7 +91,7 @@ class Declaration(ABC):
         """The value with which the elements of a state begin."""
         return 0.0
 
-    def known_of_step(self) -> dict[str, float]:
+    def constants_of_step(self) -> dict[str, float]:
         """Numbers and constants of the optimizer, for rules that measure all tensors of a step."""
         return {}
 

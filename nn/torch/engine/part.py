@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -11,15 +10,15 @@ from operator import is_, itemgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.formula import TYPECODES, Numbers
-from ....kernels.keeping import COPY, KEEPINGS, random_scalars
+from ....kernels.formula import Numbers
+from ....kernels.keeping import COPY, KEEPINGS
 from ....kernels.rule import Prologue, Rule
 from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ...engine.layout import Batch
+from ...engine.batch import Batch
+from ...engine.conditioning import scalars_of
 from .tensors import local
 
 Group = Mapping[str, Any]
@@ -102,13 +101,10 @@ class GradientPrologue(NamedTuple):
 
     def scalars(self, group: Group, choice: RuleChoice, place: int = 0) -> Numbers:
         """The scalars of the gradient transform, for a group and the place of a factor."""
-        scalars: Numbers = ()
-        if SCALE in self.prologue:
-            factor = self.factors[place]
-            scalars += (-factor if group.get("maximize") else factor,)
-        if COUPLED_DECAY in self.prologue:
-            scalars += (group["weight_decay"] if choice.couples else 0.0, 0.0)
-        return scalars
+        factor, decay = self.factors[place], group.get("weight_decay") or 0.0
+        if group.get("maximize"):
+            factor = -factor
+        return scalars_of(self.prologue, decay if choice.couples else 0.0, factor)
 
 
 _FIXED = frozenset((int, float, bool, str, NoneType, torch.dtype))
@@ -171,47 +167,19 @@ def _as_number(value: Any) -> Any:
     return number(value) if is_number else value
 
 
-class RandomBits(NamedTuple):
-    """The keys of the random bits of tensors, beside a seed and the number of the update."""
-
-    keys: np.ndarray  # uint64 [T]: `key_of` each parameter
-    begins: np.ndarray  # int64 [T]: the place of its first element here in all of it
-
-
 @dataclass(eq=False)
 class ParameterBatch:
-    """The parameters that one kernel call updates."""
+    """The parameters that one kernel call updates, each in the class of its group."""
 
     choice: RuleChoice
-    rule: Rule  # that of tensors of these shapes
     batch: Batch  # whose positions are those among the parameters with a gradient
-    group_of: Sequence[int]  # [T]: the number of the group of each tensor
     numbers: tuple[str, ...]  # the states that are single numbers, but for the count
     device: int | None  # the number of the CUDA device; None for the host
-    draws: RandomBits | None  # of a rule that rounds at random
 
     def __post_init__(self) -> None:
-        self.groups = sorted({*self.group_of})  # those that have parameters here
+        rule = self.batch.rule
         self.places: list[int] = self.batch.positions.tolist()
-        self.row_of = np.zeros(len(self.group_of), np.int64)
-        if len(self.groups) > 1:
-            self.row_of[:] = np.searchsorted(self.groups, self.group_of)
-        self.is_measured = self.rule.is_two_stage and self.device is None
+        self.is_measured = rule.is_two_stage and self.device is None
         # Dense, on the host, measures nothing: scalars go to the loop as they are.
-        is_fixed = self.device is not None or self.rule.is_two_stage or self.draws is not None
+        is_fixed = self.device is not None or rule.is_two_stage or self.batch.draws is not None
         self.takes_array = not (self.batch.row_sparse or is_fixed)
-
-    def rounded(self, rows: Sequence[Numbers]) -> Any:
-        """Rows of scalars for a `DenseUpdate`, in the type of the arithmetic or infinite."""
-        flat = array(TYPECODES[self.batch.real], chain.from_iterable(rows))
-        return flat if self.takes_array else np.asarray(flat).reshape(len(rows), -1)
-
-    def drawn(
-        self, groups: Sequence[Group], steps: float | list[float], hp: Any, hp_of: Any
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The scalars of each tensor, with those that its random bits follow from."""
-        assert self.draws is not None
-        seeds = [groups[k]["rounding_seed"] for k in self.group_of]
-        counts = steps if isinstance(steps, float) else [steps[k] for k in self.places]
-        drawn = random_scalars(seeds, self.draws.keys, counts, self.draws.begins)
-        return np.concatenate((hp[hp_of], drawn), axis=1), np.arange(len(drawn))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, compress, repeat
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.rows.write import NumberWrite
-from ....kernels.cpu.threads.parallel import Prepared, commit
-from ....kernels.formula import Numbers
+from ....kernels.cpu.threads.parallel import commit
+from ....kernels.formula import TYPECODES, Numbers
 from ....kernels.private import counting_changes
 from ....kernels.rule import Rule
 from ....ops.runtime.device import refuse_captures
 from ....ops.runtime.errors import reject
-from ....ops.runtime.measured_step import measured_step, measured_together
-from ....ops.runtime.row_step import Update, run_updates
+from ....ops.runtime.measured_step import Constants
+from ....ops.runtime.row_step import run_updates
 from ...base.own_rules import checked_scalars
+from ...engine.batch import NOTHING, KernelCall
+from ...engine.host import ready
 from .binding import Binding, has_finite, on_devices
 from .chosen import StepInputs
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch
@@ -111,50 +114,42 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
     if optimizer.skip_nonfinite and not has_finite(given):
         optimizer.skipped_steps += 1
         return
-    (groups, before), count = options, given.chosen.count
-    steps, numbers = _steps(given), []
-    updates: list[Update] = []  # alive until they are done: rows are found by addresses
-    ready: list[Prepared] = []
-    launched: dict[ParameterBatch, Update] = {}
-    sleeping: list[tuple[ParameterBatch, Update]] = []
-    together: list[Any] = []  # whose scalars follow from sums over all of them
-    places: list[Sequence[int]] = []
-    for part in given.chosen.parts:
-        hp, hp_of, after = _rows(optimizer, part, given, steps, options)
-        if part.draws is not None:
-            hp, hp_of = part.drawn(groups, steps, hp, hp_of)
+    (groups, before), (parts, count) = options, (given.chosen.parts, given.chosen.count)
+    steps, numbers, calls = _steps(given), list[Number](), list[KernelCall]()
+    for part in parts:
+        batch, constants = part.batch, list[Constants]()
+        counts = steps if isinstance(steps, float) else [steps[i] for i in part.places]
+        rows, hp_of, after = _rows(optimizer, part, given, counts, options)
         numbers += after
+        # In the type of the arithmetic, or infinite.
+        hp: Any = array(TYPECODES[batch.real], chain.from_iterable(rows))
+        if not part.takes_array:
+            hp = np.asarray(hp).reshape(len(rows), -1)
+        if batch.draws is not None:
+            seeds = [groups[k]["rounding_seed"] for k in batch.class_of.tolist()]
+            hp, hp_of = batch.draws.joined(seeds, counts, hp, hp_of)
         if part.is_measured:  # each tensor has a row of scalars of its own
             hp, hp_of = hp[hp_of], np.arange(len(hp_of))
-        own = part.rule, before.prologue, given.of(part), hp, hp_of
-        update = part.batch.update(*own, touched_only=bool(part.choice.touched_only))
-        updates.append(update)
-        if part.choice.sleeps:
-            sleeping.append((part, update))
-        if part.device is not None:
-            launched[part] = update
-        elif not part.is_measured:
-            ready.append(update.prepared())
-        elif part.rule.scope == "step":
-            together.append(update)
-            places.append(part.places)
-        else:
-            measured: Any = update  # dense
-            known = [optimizer.constants(groups[k]) for k in part.group_of]
-            ready.append(measured_step(measured, known))
-    if together:
-        found = measured_together(together, places, optimizer.known_of_step())
-        if found is None:
-            return
-        values, steps_together = found
-        ready += steps_together
-    behind = optimizer.behind(given, sleeping, steps) if sleeping else []
-    if behind:
-        ready = [*[own for _, own in behind], *ready]
+            constants = [optimizer.constants(groups[k]) for k in batch.class_of.tolist()]
+        own = before.prologue, given.of(part), hp, hp_of
+        update = batch.update(*own, touched_only=bool(part.choice.touched_only))
+        calls.append(tuple.__new__(KernelCall, (batch, update, NOTHING, NOTHING, constants)))
+    here, behind = calls, list[Any]()
+    if given.chosen.has_devices:
+        here = [call for part, call in zip(parts, calls, strict=True) if part.device is None]
+    found = ready(here, optimizer.constants_of_step)
+    if found is None:
+        return
+    updates, new = found
+    if given.chosen.has_deferred:
+        each = zip(parts, calls, strict=True)
+        deferred = [(part, call.update) for part, call in each if part.choice.sleeps]
+        behind = optimizer.behind(given, deferred, steps)
+        updates = [*[own for _, own in behind], *updates]
     counted = [] if count.n else _counted(given, numbers)
     if numbers:
         written = [(number.tensor.data_ptr(), number.value) for number in numbers]
-        ready.append(NumberWrite(written))
+        updates.append(NumberWrite(written))
     if optimizer._files is not None and (given.new or optimizer._files.is_stale):
         optimizer._files.write(optimizer.param_groups, {**optimizer.state, **given.new})
     # After all that can fail: a parameter whose first step raises still has no state.
@@ -164,15 +159,16 @@ def _run(optimizer: TableOptimizer, given: StepInputs, options: Options) -> None
                 own.update(state)
             else:
                 optimizer.state[parameter] = state
-    if launched:
-        for parts, _, arrays in on_devices(given):
-            run_updates([launched[part] for part in parts], arrays)
-    commit(ready, count)
+    if here is not calls:
+        update_of = {part: call.update for part, call in zip(parts, calls, strict=True)}
+        for launched, _, arrays in on_devices(given):
+            run_updates([*map(update_of.__getitem__, launched)], arrays)
+    commit(updates, count)
     for parameter, step in counted:
         if own := optimizer.state.get(parameter):
             own["step"] = step + 1
-    if together:
-        optimizer.take_over(values)
+    if new is not None:
+        optimizer.take_over(new)
     if given.copies:
         with torch.inference_mode():  # which may write to every tensor
             for tensor, copy in given.copies:
@@ -210,36 +206,33 @@ def _steps(given: StepInputs) -> float | list[float]:
 
 
 def _rows(
-    optimizer: TableOptimizer, part: ParameterBatch, given: StepInputs, steps: float | list[float],
-    options: Options,
-) -> tuple[Any, Any, list[Number]]:  # fmt: skip
+    optimizer: TableOptimizer, part: ParameterBatch, given: StepInputs,
+    counts: float | list[float], options: Options,
+) -> tuple[Sequence[Numbers], Any, list[Number]]:  # fmt: skip
     """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
     groups, before = options
     scalars, names, choice = optimizer.scalars, part.numbers, part.choice
     if optimizer._looks_at_scalars:
         scalars = partial(_checked_scalars, optimizer, choice.rule)
     is_one = len(before.factors) == 1
-    if isinstance(steps, float) and not names and is_one:
-        rows = [*map(scalars, map(groups.__getitem__, part.groups), repeat(steps))]
+    if not names and is_one:
+        keys, steps, row_of = part.batch.rows(counts)
+        rows = [*map(scalars, map(groups.__getitem__, keys), steps)]
         if before.prologue:
-            more = [before.scalars(groups[k], choice) for k in part.groups]
+            more = [before.scalars(groups[k], choice) for k in keys]
             rows = [own + others for own, others in zip(rows, more, strict=True)]
-        return part.rounded(rows), part.row_of, []
-    counts = [steps if isinstance(steps, float) else steps[i] for i in part.places]
-    each = [*zip(part.group_of, counts, strict=True)]
-    if not names and is_one:  # those of one group and as many updates have a row in common
-        row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
-        rows = [scalars(groups[k], step) + before.scalars(groups[k], choice) for k, step in row_of]
-        return part.rounded(rows), [row_of[key] for key in each], []
+        return rows, row_of, []
+    steps = repeat(counts) if isinstance(counts, float) else counts
+    each = zip(part.places, part.batch.class_of.tolist(), steps, strict=False)
     rows, after = [], []
-    for i, (k, step) in zip(part.places, each, strict=True):
+    for i, k, step in each:
         own = given.states(i)
         group = {**groups[k], **{name: own[name] for name in names}}
         scaled = before.scalars(group, choice, 0 if is_one else i)
         rows.append(scalars(group, step) + scaled)
         new = optimizer.next_numbers(group, step)
         after += [single_of(own[name], x) for name, x in new.items()]
-    return part.rounded(rows), np.arange(len(rows)), after
+    return rows, np.arange(len(rows)), after
 
 
 def _checked_scalars(optimizer: TableOptimizer, rule: Rule, group: Group, step: float) -> Numbers:

@@ -338,7 +338,7 @@ class TableOptimizer(Declaration, TableRows):
                 parameter = given.chosen.parameters[i]
                 state = given.new.get(parameter) or self.state[parameter]
                 now = int(steps if isinstance(steps, float) else steps[i]) - 1
-                table = self._at_step(parameter, state, (part.choice, part.rule), now)
+                table = self._at_step(parameter, state, (part.choice, part.batch.rule), now)
                 found.append(NextStep(table, own, g and g.source))
         return self._missed.before(found)
 
