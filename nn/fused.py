@@ -20,10 +20,10 @@ from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
-from .base.arguments import Fixed, clip_limit, gradients_of, next_step
+from .base.arguments import Checked, Fixed, clip_limit, gradients_of, next_step
 from .base.groups import FUSED_KEYS
 from .base.numbers import FLOATS, check_place, number_of, on_device
-from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
+from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula, is_own
 from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.batch import by_storage
@@ -39,6 +39,31 @@ from .table_rows import TableOptimizer
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent", "catch_up")
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
+
+
+class SparseUpdate(Checked):
+    """What row-sparse gradients update; rows that sleep keep it fixed."""
+
+    def __init__(self) -> None:
+        super().__init__(_sparse_update)
+
+    def accepted(self, instance: Any, value: Any) -> Any:
+        """The checked value.
+
+        Raises:
+            ValueError: it is unknown, or becomes or was ``"catch_up"`` after construction.
+        """
+        before = vars(instance).get(self._name, value)
+        if value != before and "catch_up" in (value, before):
+            wrong, expected = "cannot change", f"{before!r}, as at construction: rows may sleep"
+            reject(ValueError, instance._name, self._name, wrong, expected, repr(value))
+        return super().accepted(instance, value)
+
+
+def _sparse_update(where: str, name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value in SPARSE_UPDATES):
+        reject(ValueError, where, name, "is unknown", SPARSE_UPDATES, value)
+    return value
 
 
 class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
@@ -89,11 +114,13 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
 
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
+    sparse_update = SparseUpdate()
     together: StepAgreement | None = None  # with the optimizers of other processes
     numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of the optimizer
     reader_type: type[GradientReader] = GradientReader  # a front end may have another
     _group_keys = FUSED_KEYS
     _rate_lag = 0  # a step uses the learning rate of so many steps before
+    _looks_at_formula = False  # whether `formula` is a user's
     _stays_on_host = False  # whether `target` cannot be changed
     # What refuses learning rates out of the range of a subclass, before every step.
     _check_used_rates: Callable[[Sequence[float]], None] | None = None
@@ -115,7 +142,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
             reject(ValueError, self._name, "clipnorm", wrong, expected, "both")
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
-        self.sparse_update = _sparse_update(self._name, sparse_update)
+        self.sparse_update = sparse_update
         check_rule(self._name, rule, states, self.sparse_update)
         if self.clipvalue is not None:
             check_apart(self._name, rule, CLIP)
@@ -143,6 +170,10 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         self._derive()
         self._complete_files()
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls._looks_at_formula = is_own(cls.formula)
+
     def _meaning(self) -> dict[str, Any]:
         kept = sorted({keeping.name if keeping else "nearest" for keeping in self.keepings})
         own = {"rule": self._rule.update.__name__, "sparse_update": self.sparse_update}
@@ -167,22 +198,11 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         """The formula that gives scalars from the learning rate and the number of the update."""
 
     def _method(self) -> StepMethod:
-        """The update of a step, with the present options."""
-        return StepMethod(self.formula())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an attribute; since it may be an option, the next step asks `formula` anew.
-
-        Raises:
-            ValueError: ``sparse_update`` becomes or was ``"catch_up"``, after construction.
-        """
-        known = vars(self).get("sparse_update", value)
-        if name == "sparse_update" and value != known and "catch_up" in (value, known):
-            wrong, expected = "cannot change", f"{known!r}, as at construction: rows may sleep"
-            reject(ValueError, self._name, name, wrong, expected, repr(value))
-        super().__setattr__(name, value)
-        # Through `vars`: an assignment would call this method again.
-        vars(self)["_known_method"] = None
+        """The method of a step, with the options of now."""
+        formula = self.formula()
+        if self._looks_at_formula:
+            formula = checked_formula(self._name, self._rule, formula)
+        return tuple.__new__(StepMethod, (formula, (), {}))  # no call of Python
 
     # Objects that are not part of the state, and are made anew in a copy
 
@@ -245,36 +265,30 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         """The step itself; with several processes the number of gradients is checked here."""
         return self._step_with(gradients, self._conditioning)
 
-    def _step_with(self, gradients: Any, conditioning: Conditioning) -> tuple[bool, ...]:
-        method: StepMethod | None = vars(self)["_known_method"]
-        if method is None:
-            method = self._method()
-            formula = checked_formula(self._name, self._rule, method.formula)
-            method = vars(self)["_known_method"] = method._replace(formula=formula)
-        stepper, given = self._stepper, (gradients, method, conditioning)
-        if self.use_locking:
-            with stepper.turn():
-                self._run(stepper, *given)
-        else:
-            self._run(stepper, *given)
-        return (True,) * len(self.parameters)
-
-    def _run(self, stepper: Stepper, *arguments: Any) -> None:
+    def _step_with(
+        self, gradients: Any, conditioning: Conditioning, *, is_alone: bool = False
+    ) -> tuple[bool, ...]:
         """Take the step that `_plan` gives, agreed with other processes if there are any."""
+        if self.use_locking and not is_alone:
+            with self._stepper.turn():
+                return self._step_with(gradients, conditioning, is_alone=True)
         if self.together is None:
-            plan = self._plan(*arguments)
+            plan = self._plan(gradients, conditioning)
         else:
-            plan = self.together.agreed(partial(self._plan, *arguments), self._step)
+            planned = partial(self._plan, gradients, conditioning)
+            plan = self.together.agreed(planned, self._step)
         if plan is None:
             self._skipped[0] += 1
         else:
-            stepper.run(plan)
+            self._stepper.run(plan)
+        return (True,) * len(self.parameters)
 
-    def _plan(self, gradients: Any, method: StepMethod, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, conditioning: Conditioning) -> Plan | None:
         """The plan of the step, read and checked; None for a step that is to be skipped.
 
         All errors come from here, before anything has been written.
         """
+        method = self._method()
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
             self.check_kept(gradients)
@@ -445,8 +459,8 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
 # Attributes that a copy makes anew. `together` is left out for good: the other processes have no
 # such copy, which would wait for them for ever.
 _DERIVED = {
-    "_bound", "_host", "_stepper", "_reader", "_classes", "_conditioning", "_known_method",
-    "sends_parameters", "together",
+    "_bound", "_host", "_stepper", "_reader", "_classes", "_conditioning", "sends_parameters",
+    "together",
 }  # fmt: skip
 
 
@@ -468,9 +482,3 @@ def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
 
 def _followed(where: str, name: str, array: Any) -> Any:
     return array.followed(where, name) if isinstance(array, DeviceArray) else array
-
-
-def _sparse_update(where: str, value: str | None) -> str | None:
-    if value is not None and not (isinstance(value, str) and value in SPARSE_UPDATES):
-        reject(ValueError, where, "sparse_update", "is unknown", SPARSE_UPDATES, value)
-    return value

@@ -149,13 +149,13 @@ class Prodigy(FusedOptimizer):
 
     # The step
 
-    def _plan(self, gradients: Any, method: StepMethod, conditioning: Conditioning) -> Plan | None:
+    def _plan(self, gradients: Any, conditioning: Conditioning) -> Plan | None:
         # Before the checks, which is no write too early: until its first update is counted, each
         # attempt copies a parameter again.
         for i in np.flatnonzero(self._steps == 0).tolist():  # weights may be loaded until then
             if gradients[i] is not None:
                 self._states["p0"][i][...] = self.parameters[i].array
-        return super()._plan(gradients, method._replace(formula=self.formula()), conditioning)
+        return super()._plan(gradients, conditioning)
 
     def _method(self) -> StepMethod:
         constants = tuple((name, getattr(self, name)) for name in _CONSTANTS)

@@ -38,13 +38,24 @@ class Host:
 
         With locking, also what is measured is measured while no other such call writes.
         """
-        known, layout = self._counted, plan.given.layout  # as in `count`, without a call
-        count = known[1] if known is not None and known[0] is layout else self.count(layout)
         if plan.use_locking:
             with locks.turn():
-                _write(plan, count)
-        else:
-            _write(plan, count)
+                self.run(plan._replace(use_locking=False))
+            return
+        if plan.conditioning.is_measured:
+            plan.conditioning.measure(plan.calls)
+        method, calls = plan.method, plan.calls
+        if not calls and method.numbers:  # no tensor has a gradient: a rule of all of them rests
+            return
+        found = ready(calls, method.constants_of_step)
+        if found is None:
+            return
+        updates, new = found
+        if new is not None:  # with the loops: an interrupt must not find one without the other
+            pairs = zip(method.numbers.values(), new, strict=True)
+            updates.append(NumberWrite([(address_of(array), np.array([x])) for array, x in pairs]))
+        count = self.count(plan.given.layout)
+        commit([*plan.behind, *updates] if plan.behind else updates, count)
 
     def count(self, layout: Layout) -> Count:
         """The count of a step with gradients of this layout; the last one is kept."""
@@ -98,19 +109,3 @@ def ready(
         return updates, None
     measured = measured_together(joint, places, constants_of_step())
     return measured and ([*updates, *measured[1]], measured[0])
-
-
-def _write(plan: Plan, count: Count) -> None:
-    if plan.conditioning.is_measured:
-        plan.conditioning.measure(plan.calls)
-    method, calls = plan.method, plan.calls
-    if not calls and method.numbers:  # no tensor has a gradient: a rule of all of them rests
-        return
-    found = ready(calls, method.constants_of_step)
-    if found is None:
-        return
-    updates, new = found
-    if new is not None:  # written with the loops: an interrupt must not find one without the other
-        pairs = zip(method.numbers.values(), new, strict=True)
-        updates.append(NumberWrite([(address_of(array), np.array([x])) for array, x in pairs]))
-    commit([*plan.behind, *updates] if plan.behind else updates, count)

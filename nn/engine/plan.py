@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -115,9 +116,12 @@ def calls_of(
         counts, real = steps if batch.is_all else steps[batch.positions], batch.real
         # As long as no parameter was skipped, all have the same number of updates.
         are_same = len(counts) == 1 or are_equal(counts)
-        keys, before, row_of = batch.rows(int(counts[0]) if are_same else counts.tolist())
         # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
-        rows = [at(real, rates[k], left[k], n + 1) for k, n in zip(keys, before, strict=False)]
+        keys, updates, row_of = batch.rows(
+            int(counts[0]) + 1 if are_same else (counts + 1).tolist()
+        )
+        of_each = map(rates.__getitem__, keys), map(left.__getitem__, keys), updates
+        rows = [*map(at, repeat(real), *of_each)]  # no call of Python but ``at``
         if prologue:
             transforms = {
                 k: tuple(map(ROUNDING[real], conditioning.scalars(classes.examples[k], decays[k])))
