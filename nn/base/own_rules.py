@@ -320,7 +320,7 @@ class OwnFormula(Formula):
         except Exception as error:
             error.add_note(f"{where}: {what} raised it at update {step}; nothing has changed")
             raise
-        return map(ROUNDING[real], checked_scalars(where, what, found, self.names))
+        return tuple(map(ROUNDING[real], checked_scalars(where, what, found, self.names)))
 
 
 def checked_formula(where: str, rule: Rule, formula: Formula) -> Formula:

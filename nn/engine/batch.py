@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,20 +68,9 @@ class Batch:
         return sorted({*self.class_of.tolist()})
 
     @lazy
-    def _row_of(self) -> np.ndarray:
+    def place_of(self) -> np.ndarray:
+        """The place of the class of each tensor among `classes`: int64 ``[T]``."""
         return np.searchsorted(self.classes, self.class_of)
-
-    def rows(self, counts: Any) -> tuple[Sequence[int], Iterable[Any], np.ndarray]:
-        """The class and the number of updates of each row of scalars, and the row of each tensor.
-
-        ``counts`` are a list of the numbers of each tensor, or one number of all.
-        """
-        if not isinstance(counts, list):
-            return self.classes, repeat(counts), self._row_of
-        each = [*zip(self.class_of.tolist(), counts, strict=True)]
-        row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
-        classes, numbers = zip(*row_of, strict=True)
-        return classes, numbers, np.array([*map(row_of.__getitem__, each)])
 
     def update(
         self, prologue: Prologue, gradients: Any, hp: Any, hp_of: Any, *, touched_only: bool

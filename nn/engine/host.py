@@ -47,14 +47,13 @@ class Host:
         method, calls = plan.method, plan.calls
         if not calls and method.numbers:  # no tensor has a gradient: a rule of all of them rests
             return
-        found = ready(calls, method.constants_of_step)
+        count, found = self.count(plan.given.layout), ready(calls, method.constants_of_step)
         if found is None:
             return
         updates, new = found
         if new is not None:  # with the loops: an interrupt must not find one without the other
             pairs = zip(method.numbers.values(), new, strict=True)
             updates.append(NumberWrite([(address_of(array), np.array([x])) for array, x in pairs]))
-        count = self.count(plan.given.layout)
         commit([*plan.behind, *updates] if plan.behind else updates, count)
 
     def count(self, layout: Layout) -> Count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from ...ops.runtime.check import LARGEST
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import PerOwnerRates
-from .batch import NOTHING, KernelCall
+from .batch import NOTHING, Batch, KernelCall
 from .conditioning import Conditioning
 from .layout import Gradients
 
@@ -117,8 +117,8 @@ def calls_of(
         # As long as no parameter was skipped, all have the same number of updates.
         are_same = len(counts) == 1 or are_equal(counts)
         # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
-        keys, updates, row_of = batch.rows(
-            int(counts[0]) + 1 if are_same else (counts + 1).tolist()
+        keys, updates, row_of = rows_of(
+            batch, int(counts[0]) + 1 if are_same else (counts + 1).tolist()
         )
         of_each = map(rates.__getitem__, keys), map(left.__getitem__, keys), updates
         rows = [*map(at, repeat(real), *of_each)]  # no call of Python but ``at``
@@ -142,6 +142,19 @@ def calls_of(
         update = batch.update(prologue, given.of(batch), hp, row_of, touched_only=touched_only)
         calls.append(tuple.__new__(KernelCall, (batch, update, *measured)))  # no call of Python
     return calls
+
+
+def rows_of(batch: Batch, counts: Any) -> tuple[Sequence[int], Iterable[Any], np.ndarray]:
+    """The class and the number of updates of each row of scalars, and the row of each tensor.
+
+    ``counts`` are a list of the numbers of each tensor, or one number of all.
+    """
+    if not isinstance(counts, list):
+        return batch.classes, repeat(counts), batch.place_of
+    each = [*zip(batch.class_of.tolist(), counts, strict=True)]
+    row_of = {key: k for k, key in enumerate(dict.fromkeys(each))}
+    classes, numbers = zip(*row_of, strict=True)
+    return classes, numbers, np.array([*map(row_of.__getitem__, each)])
 
 
 class StepAgreement(Protocol):
