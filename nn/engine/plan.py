@@ -117,7 +117,7 @@ def calls_of(
         # As long as no parameter was skipped, all have the same number of updates.
         are_same = len(counts) == 1 or are_equal(counts)
         # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
-        keys, updates, row_of = rows_of(
+        keys, updates, row_of = scalar_rows(
             batch, int(counts[0]) + 1 if are_same else (counts + 1).tolist()
         )
         of_each = map(rates.__getitem__, keys), map(left.__getitem__, keys), updates
@@ -144,7 +144,7 @@ def calls_of(
     return calls
 
 
-def rows_of(batch: Batch, counts: Any) -> tuple[Sequence[int], Iterable[Any], np.ndarray]:
+def scalar_rows(batch: Batch, counts: Any) -> tuple[Sequence[int], Iterable[Any], np.ndarray]:
     """The class and the number of updates of each row of scalars, and the row of each tensor.
 
     ``counts`` are a list of the numbers of each tensor, or one number of all.

@@ -25,7 +25,7 @@ from ....ops.runtime.row_step import run_updates
 from ...base.own_rules import checked_scalars
 from ...engine.batch import NOTHING, KernelCall
 from ...engine.host import ready
-from ...engine.plan import rows_of
+from ...engine.plan import scalar_rows
 from .binding import Binding, has_finite, on_devices
 from .chosen import StepInputs
 from .part import GradientPrologue, Group, GroupOptions, ParameterBatch
@@ -217,7 +217,7 @@ def _rows(
         scalars = partial(_checked_scalars, optimizer, choice.rule)
     is_one = len(before.factors) == 1
     if not names and is_one:
-        keys, steps, row_of = rows_of(part.batch, counts)
+        keys, steps, row_of = scalar_rows(part.batch, counts)
         rows = [*map(scalars, map(groups.__getitem__, keys), steps)]
         if before.prologue:
             more = [before.scalars(groups[k], choice) for k in keys]
