@@ -32,7 +32,7 @@ from .engine.device import Device, are_finite
 from .engine.host import Host
 from .engine.layout import Gradients
 from .engine.offload import Offload
-from .engine.plan import Classes, Counts, Plan, StepAgreement, StepMethod, Stepper, calls_of
+from .engine.plan import Classes, Plan, StepAgreement, StepMethod, Stepper, calls_of
 from .engine.reader import GradientReader
 from .engine.rounding import RoundedOptimizer
 from .table_rows import TableOptimizer
@@ -207,9 +207,8 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
     # Objects that are not part of the state, and are made anew in a copy
 
     def _derive(self) -> None:
-        where, counts = self._name, Counts(self._global_step, self._skipped, self._steps)
-        self._host = Host(where, counts)
-        self._classes = Classes(where, self._groups.options)
+        self._host = Host(self._name, self._global_step, self._steps)
+        self._classes = Classes(self._name, self._groups.options)
         self._condition()
         self._read_anew()
 

@@ -18,14 +18,18 @@ from ...ops.runtime.arrays import address_of
 from ...ops.runtime.measured_step import Constants, measured_step, measured_together
 from .batch import KernelCall
 from .layout import Layout
-from .plan import Counts, Plan
+from .plan import Plan
 
 
 class Host:
-    """Steps of the parameters of an optimizer on the host."""
+    """Steps of the parameters of an optimizer on the host.
 
-    def __init__(self, where: str, counts: Counts) -> None:
-        self._where, self.counts, self._lock = where, counts, threading.RLock()
+    ``total`` (int32 ``[1]``) counts its steps, ``steps`` (int64 ``[P]``) those of each parameter.
+    """
+
+    def __init__(self, where: str, total: np.ndarray, steps: np.ndarray) -> None:
+        self._where, self._total, self._steps = where, total, steps
+        self._lock = threading.RLock()
         _living.add(self)
         self._counted: tuple[Layout, Count] | None = None
 
@@ -61,13 +65,12 @@ class Host:
         known = self._counted  # another thread may exchange it meanwhile
         if known is None or known[0] is not layout:
             active = None if layout.is_complete else layout.active
-            total = self.counts.global_step
-            known = self._counted = layout, Count(self.counts.steps, active, total)
+            known = self._counted = layout, Count(self._steps, active, self._total)
         return known[1]
 
     def undo(self, layout: Layout) -> Callable[[], None]:
         """A function that takes back the count of a step with gradients of this layout."""
-        total, _, steps = self.counts
+        total, steps = self._total, self._steps
 
         def undo() -> None:
             steps[layout.active] -= 1

@@ -34,14 +34,6 @@ class StepMethod(NamedTuple):
         return {**dict(self.constants), **{name: x.item() for name, x in self.numbers.items()}}
 
 
-class Counts(NamedTuple):
-    """The counts of an optimizer, in arrays that its steppers share."""
-
-    global_step: np.ndarray  # int32 (1,): steps that were not skipped
-    skipped: np.ndarray  # int64 (1,): steps that were skipped
-    steps: np.ndarray  # int64 [P]: updates of each parameter
-
-
 class Classes:
     """The classes of parameters: parameters with equal options share their scalars."""
 
