@@ -87,10 +87,8 @@ class AdaFactor(FusedOptimizer):
             float32 (float64 for float64 parameters), as the arithmetic is.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, options exclude each other, or a gradient is
             row-sparse.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.AdaFactor`` (experimental there); Shazeer and Stern (2018),
     arXiv:1804.04235.

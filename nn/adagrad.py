@@ -28,11 +28,6 @@ class Adagrad(FusedOptimizer):
         update_slots: whether ``A`` is updated.
         sparse_update: ... ``"lazy"`` and ``"dense_equivalent"`` differ by weight decay alone.
 
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
-
     Source: ``mindspore.nn.Adagrad``; Duchi, Hazan and Singer (2011).
 
     >>> import numpy as np
@@ -82,9 +77,6 @@ class ProximalAdagrad(FusedOptimizer):
         l1, l2: floats >= 0: strengths of the regularisation.
         sparse_update: ... With ``"dense_equivalent"`` rows that do not occur are regularised too.
 
-    Raises:
-        TypeError, ValueError, KeyError: as `Adagrad`.
-
     Source: ``mindspore.nn.ProximalAdagrad`` (deprecated in MindSpore 2.9), whose kernels use
     ``e`` where its documentation has ``lr``; Duchi and Singer (2009).
 
@@ -131,9 +123,6 @@ class Adadelta(FusedOptimizer):
     Args:
         rho: float in [0, 1].
         epsilon: float >= 0; with 0 an element without any gradient becomes NaN.
-
-    Raises:
-        TypeError, ValueError, KeyError: as `Adagrad`.
 
     Source: ``mindspore.nn.Adadelta``; Zeiler (2012), arXiv:1212.5701.
 

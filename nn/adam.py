@@ -92,9 +92,7 @@ class Adam(_BiasCorrectedAdam):
             ``use_amsgrad`` or ``use_offload`` there is none.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, or options exclude each other.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.Adam``; Kingma and Ba (2015), arXiv:1412.6980.
 
@@ -170,9 +168,6 @@ class LazyAdam(_BiasCorrectedAdam):
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
         sparse_update: ... With ``"dense_equivalent"`` the steps are those of `Adam`.
 
-    Raises:
-        TypeError, ValueError, KeyError: as `Adam`.
-
     Source: ``mindspore.nn.LazyAdam`` (deprecated in MindSpore 2.0).
 
     >>> import numpy as np
@@ -218,9 +213,6 @@ class AdamOffload(_BiasCorrectedAdam):
     back while the next chunk is worked on. For parameters on the host it is `Adam`. Row-sparse
     gradients need ``sparse_update``.
 
-    Raises:
-        TypeError, ValueError, KeyError: as `Adam`.
-
     Source: ``mindspore.nn.AdamOffload`` (deprecated in MindSpore 2.0).
 
     >>> import numpy as np
@@ -257,9 +249,6 @@ class AdaMax(FusedOptimizer):
         w <- w - lr / (1 - beta1**t) * m / (v + eps)
 
     Weight decay is coupled: ``g + weight_decay * w``.
-
-    Raises:
-        TypeError, ValueError, KeyError: as `Adam`.
 
     Source: ``mindspore.nn.AdaMax``; Kingma and Ba (2015), section 7.1.
 
@@ -307,9 +296,6 @@ class AdamWeightDecay(FusedOptimizer):
 
     Args:
         correct_bias: see the formulas.
-
-    Raises:
-        TypeError, ValueError, KeyError: as `Adam`.
 
     Source: ``mindspore.nn.AdamWeightDecay``; Loshchilov and Hutter (2019), arXiv:1711.05101.
 

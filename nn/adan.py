@@ -30,11 +30,6 @@ class Adan(FusedOptimizer):
         weight_decay: float or int >= 0, or a callable of the step; a proximal step. Ungrouped it
             acts on every parameter, whatever its name.
 
-    Raises:
-        TypeError: a kind does not fit (an int where a float is expected).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
-
     Source: Xie et al. (2022), "Adan: adaptive Nesterov momentum algorithm for faster optimizing
     deep models", arXiv:2208.06677, algorithm 1, with the bias corrections of its authors' code.
 

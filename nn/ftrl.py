@@ -52,9 +52,7 @@ class FTRL(FusedOptimizer):
         l2_shrinkage: float >= 0: Keras's ``l2_shrinkage_regularization_strength``.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, or a group has a learning rate.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.FTRL`` (deprecated in MindSpore 2.9), ``keras.optimizers.Ftrl`` (Keras
     3); McMahan et al. (2013).

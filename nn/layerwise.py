@@ -56,10 +56,8 @@ class Lamb(FusedOptimizer):
         clip_ratio: the form of MindSpore 1.x.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, or a gradient is row-sparse: the norm is that of the
             whole parameter.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.Lamb``; You et al. (2020), arXiv:1904.00962.
 
@@ -145,10 +143,8 @@ class LARS(Optimizer):
         parameters, loss_scale, found_inf, skipped_steps: the optimizer's.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, the optimizer clips gradients (``clipvalue``,
             ``clipnorm``), or a gradient of a parameter on which LARS acts is row-sparse.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.LARS`` (deprecated in MindSpore 2.9); You, Gitman and Ginsburg
     (2017), arXiv:1708.03888.

@@ -26,11 +26,6 @@ class Lion(FusedOptimizer):
         weight_decay: float or int >= 0, or a callable of the step; decoupled. Ungrouped it acts on
             every parameter, whatever its name.
 
-    Raises:
-        TypeError: a kind does not fit (an int where a float is expected).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
-
     Source: Chen et al. (2023), "Symbolic discovery of optimization algorithms",
     arXiv:2302.06675, algorithm 2.
 

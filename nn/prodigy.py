@@ -68,10 +68,8 @@ class Prodigy(FusedOptimizer):
         d: the estimate, a float.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, a parameter lives on a device, groups have different
             learning rates above 0, or a gradient is row-sparse.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``prodigyopt.Prodigy`` 1.1.2; Mishchenko and Defazio (2024), arXiv:2306.06101.
 

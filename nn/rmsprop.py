@@ -50,11 +50,6 @@ class RMSProp(FusedOptimizer):
         epsilon: float > 0.
         centered: divide by the root of a running variance.
 
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
-
     Source: ``mindspore.nn.RMSProp``; Tieleman and Hinton (2012), Graves (2013).
 
     >>> import numpy as np

@@ -41,10 +41,8 @@ class RowWiseAdagrad(FusedOptimizer):
     ``s`` has the type of the arithmetic: float32, or float64 for float64 parameters.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, a parameter has no axis or rows without elements, or the
             gradient of a vector is row-sparse.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``; Mudigere et al. (2021), arXiv:2104.05158.
 
@@ -104,7 +102,8 @@ class RowWiseAdam(FusedOptimizer):
             arithmetic: float32, or float64 for float64 parameters.
 
     Raises:
-        TypeError, ValueError, KeyError: as `RowWiseAdagrad`.
+        ValueError: a value does not fit, a parameter has no axis or rows without elements, or the
+            gradient of a vector is row-sparse.
 
     Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``; Kingma and Ba (2015), arXiv:1412.6980.
 

@@ -32,8 +32,6 @@ class Rprop(FusedOptimizer):
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published, a list).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.Rprop``; Riedmiller and Braun (1993).
 

@@ -36,11 +36,6 @@ class Momentum(FusedOptimizer):
     Args:
         momentum: float >= 0.
 
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
-
     Source: ``mindspore.nn.Momentum``; Sutskever et al. (2013).
 
     >>> import numpy as np
@@ -94,9 +89,6 @@ class SGD(FusedOptimizer):
         nesterov: Nesterov's step; needs a momentum above 0 and no dampening.
         sparse_update: ... Without momentum the default is ``"lazy"``, which then equals
             ``"dense_equivalent"`` but for weight decay.
-
-    Raises:
-        TypeError, ValueError, KeyError: as `Momentum`.
 
     Source: ``mindspore.nn.SGD``.
 
@@ -180,11 +172,6 @@ class ASGD(FusedOptimizer):
         lambd: float >= 0, a decay of the parameter.
         alpha: float, with which power ``eta`` falls.
         t0: float, the step at which averaging begins.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value does not fit.
-        KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.ASGD``; Polyak and Juditsky (1992), in the form of Bottou's code.
 

@@ -20,22 +20,7 @@ class ApplyAdagrad(Primitive):
 
     Args:
         update_slots: whether ``accum`` is updated.
-        use_locking: concurrent calls act like some serial order of them (an addition).
-
-    Call arguments:
-        var, accum: float32, float64, float16 or bfloat16, of one dtype and shape; updated in
-            place. 16-bit variables are computed in float32.
-        lr: scalar.
-        grad: of the shape of ``var`` and at most its precision.
-
-    Returns:
-        ``(var, accum)``, the updated arrays.
-
-    Raises:
-        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
-            would have to be converted).
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        Nothing has been written when an error is raised.
+        use_locking: ... It is an addition.
 
     Source: ``mindspore.ops.ApplyAdagrad``; Duchi, Hazan and Singer (2011).
 
@@ -72,21 +57,6 @@ class ApplyProximalAdagrad(Primitive):
 
     Where the accumulator is 0, ``var`` stays: it has seen no gradient.
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-
-    Call arguments:
-        var, accum: as `ApplyAdagrad`.
-        lr: scalar.
-        l1, l2: scalars >= 0: strengths of the regularisation.
-        grad: as `ApplyAdagrad`.
-
-    Returns:
-        ``(var, accum)``, the updated arrays.
-
-    Raises:
-        TypeError, ValueError: as `ApplyAdagrad`.
-
     Source: ``mindspore.ops.ApplyProximalAdagrad`` (deprecated in MindSpore 2.10), whose kernels
     use ``e`` where its documentation has ``lr``; Duchi and Singer (2009).
 
@@ -122,28 +92,6 @@ class SparseApplyProximalAdagrad(RowPrimitive):
 
     All other rows stay as they are; so does an element whose accumulator is 0.
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-        out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
-            ``"drop"`` them.
-
-    Call arguments:
-        var, accum: float32, float64, float16 or bfloat16 ``[N, ...]``, at least 1-d, of one
-            dtype and shape; updated in place.
-        lr: scalar.
-        l1, l2: scalars >= 0: strengths of the regularisation.
-        grad: ``[B, ...]``, of at most the precision of ``var``.
-        indices: int32 or int64 ``[B]``; duplicates are summed, B may be 0.
-
-    Returns:
-        ``(var, accum)``, the updated arrays.
-
-    Raises:
-        TypeError: a kind or dtype does not fit.
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        IndexError: an index is out of range.
-        Nothing has been written when an error is raised.
-
     Source: ``mindspore.ops.SparseApplyProximalAdagrad`` (deprecated in MindSpore 2.8).
 
     >>> import numpy as np
@@ -173,10 +121,7 @@ class SparseApplyProximalAdagrad(RowPrimitive):
 
 
 class FusedSparseProximalAdagrad(SparseApplyProximalAdagrad):
-    """`SparseApplyProximalAdagrad` for float32 variables, as published.
-
-    Args, call arguments, returns and errors: as `SparseApplyProximalAdagrad`; variables of
-    another dtype than float32 raise `TypeError`.
+    """`SparseApplyProximalAdagrad` for float32 variables, as published; others raise `TypeError`.
 
     Source: ``mindspore.ops.FusedSparseProximalAdagrad`` (deprecated in MindSpore 2.8).
 

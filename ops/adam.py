@@ -48,28 +48,6 @@ class Adam(Primitive):
         u  = m,  or with use_nesterov  beta1*m + (1 - beta1)*g
         var <- var - lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-        use_nesterov: Nesterov's step.
-
-    Call arguments:
-        var, m, v: float32, float64, float16 or bfloat16, of one dtype and shape (0-d and
-            empty work); updated in place. 16-bit variables are computed in float32.
-        beta1_power, beta2_power: ``beta1**t`` and ``beta2**t`` at update t = 1, 2, ...
-        lr, beta1, beta2: scalars.
-        epsilon: a scalar. With 0, an element whose moments are 0 becomes NaN; what is 0 only in
-            the type of the arithmetic (1e-46 in float32) raises.
-        gradient: of the shape of ``var`` and at most its precision.
-
-    Returns:
-        ``(var, m, v)``, the updated arrays.
-
-    Raises:
-        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
-            would have to be converted).
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        Nothing has been written when an error is raised.
-
     Source: ``mindspore.ops.Adam``.
 
     >>> import numpy as np
@@ -105,20 +83,8 @@ class AdamNoUpdateParam(Primitive):
         u  = m,  or with use_nesterov  beta1*m + (1 - beta1)*g
         delta = -lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-        use_nesterov: Nesterov's step.
-
-    Call arguments:
-        m, v: of one floating dtype and shape; updated in place.
-        beta1_power, beta2_power, lr, beta1, beta2, epsilon: scalars, as `Adam`.
-        gradient: of the shape of ``m`` and at most its precision.
-
     Returns:
         ``delta``, a new array of the shape and dtype of ``m``, to be added to the parameter.
-
-    Raises:
-        TypeError, ValueError: as `Adam`.
 
     Source: ``mindspore.ops.AdamNoUpdateParam`` (deprecated in MindSpore 2.8).
 
@@ -155,20 +121,6 @@ class AdamWeightDecay(Primitive):
         m <- beta1*m + (1 - beta1)*g
         v <- beta2*v + (1 - beta2)*g*g
         var <- var - lr * (m / (sqrt(v) + epsilon) + decay*var)
-
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-
-    Call arguments:
-        var, m, v: of one floating dtype and shape; updated in place.
-        lr, beta1, beta2, epsilon, decay: scalars; epsilon as `Adam`.
-        gradient: of the shape of ``var`` and at most its precision.
-
-    Returns:
-        ``(var, m, v)``, the updated arrays.
-
-    Raises:
-        TypeError, ValueError: as `Adam`.
 
     Source: ``mindspore.ops.AdamWeightDecay``; Loshchilov and Hutter (2019), arXiv:1711.05101.
 
@@ -238,27 +190,10 @@ class FusedSparseAdam(_FusedSparseAdamBase):
         var <- var - lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
 
     Args:
-        use_locking: concurrent calls act like some serial order of them.
-        use_nesterov: Nesterov's step.
-        out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
-            ``"drop"`` them, as MindSpore does.
-
-    Call arguments:
-        var, m, v: float32 ``[N, ...]``, at least 1-d, of one shape; updated in place.
-        beta1_power, beta2_power: ``beta1**t`` and ``beta2**t`` at update t = 1, 2, ...
-        lr, beta1, beta2, epsilon: scalars; epsilon as `Adam`.
-        gradient: float32 or 16-bit ``[B, ...]``.
-        indices: int32 or int64 ``[B]``; duplicates are summed, B may be 0.
-
-    Returns:
-        ``(var, m, v)``, the updated arrays.
+        out_of_range: ... MindSpore drops them.
 
     Raises:
-        TypeError: a kind or dtype does not fit.
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        IndexError: an index is out of range.
-        RuntimeError: ``beta1_power`` is 1, or ``var`` is 0-d (also `ValueError`).
-        Nothing has been written when an error is raised.
+        ValueError: ... Where ``beta1_power`` is 1 or ``var`` is 0-d it is a `RuntimeError` too.
 
     Source: ``mindspore.ops.FusedSparseAdam`` (deprecated in MindSpore 2.8).
 
@@ -287,7 +222,8 @@ class FusedSparseLazyAdam(_FusedSparseAdamBase):
     All other rows of ``var``, ``m`` and ``v`` stay as they are, which is not what dense Adam
     does: there the moments decay and move the weights at every step.
 
-    Args, call arguments, returns and errors: as `FusedSparseAdam`.
+    Raises:
+        ValueError: ... Where ``beta1_power`` is 1 or ``var`` is 0-d it is a `RuntimeError` too.
 
     Source: ``mindspore.ops.FusedSparseLazyAdam`` (deprecated in MindSpore 2.8).
 

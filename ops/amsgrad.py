@@ -21,20 +21,6 @@ class ApplyAdamWithAmsgradV2(Primitive):
     The maximum is over the moment without bias correction. With ``beta1_power == 1`` the step
     is infinite or NaN, without an error.
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-
-    Call arguments:
-        var, m, v, vhat: of one floating dtype and shape (0-d and empty work); updated in place.
-        beta1_power, beta2_power, lr, beta1, beta2, epsilon: scalars, as `Adam`.
-        grad: of the shape of ``var`` and at most its precision.
-
-    Returns:
-        ``(var, m, v, vhat)``, the updated arrays.
-
-    Raises:
-        TypeError, ValueError: as `Adam`.
-
     Source: ``mindspore.ops.ApplyAdamWithAmsgradV2``; Reddi, Kale and Kumar (2018),
     arXiv:1904.09237.
 
@@ -66,18 +52,6 @@ class ApplyAdamWithAmsgrad(Primitive):
 
     Args:
         beta1, beta2, epsilon: scalars.
-        use_locking: concurrent calls act like some serial order of them.
-
-    Call arguments:
-        var, m, v, vhat: of one floating dtype and shape; updated in place.
-        beta1_power, beta2_power, lr: scalars.
-        grad: of the shape of ``var`` and at most its precision.
-
-    Returns:
-        ``(var, m, v, vhat)``, the updated arrays.
-
-    Raises:
-        TypeError, ValueError: as `Adam`.
 
     Source: ``mindspore.ops.ApplyAdamWithAmsgrad``.
 

@@ -24,25 +24,9 @@ class ApplyFtrl(Primitive):
     ``grad*grad`` must be a number of the arithmetic: in float32 a gradient of 1.8e19 or more makes
     NaN.
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-
     Call arguments:
-        var, accum, linear: float32, float64, float16 or bfloat16, of one dtype and shape;
-            updated in place. 16-bit variables are computed in float32.
-        grad: of the shape of ``var`` and at most its precision.
         lr: scalar > 0.
-        l1, l2: scalars >= 0: strengths of the regularisation.
         lr_power: scalar <= 0; -0.5 is the fast one, others call ``pow`` for each element.
-
-    Returns:
-        ``(var, accum, linear)``, the updated arrays.
-
-    Raises:
-        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
-            would have to be converted).
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        Nothing has been written when an error is raised.
 
     Source: ``mindspore.ops.ApplyFtrl`` (deprecated in MindSpore 2.10); McMahan et al. (2013).
 
@@ -83,24 +67,9 @@ class SparseApplyFtrl(RowPrimitive):
         lr: float > 0.
         l1, l2: floats >= 0: strengths of the regularisation.
         lr_power: float <= 0; -0.5 is the fast one, others call ``pow`` for each element.
-        use_locking: concurrent calls act like some serial order of them.
-        out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
-            ``"drop"`` them.
-
-    Call arguments:
-        var, accum, linear: float32, float64, float16 or bfloat16 ``[N, ...]``, at least 1-d,
-            of one dtype and shape; updated in place.
-        grad: ``[B, ...]``, of at most the precision of ``var``.
-        indices: int32 or int64 ``[B]``; duplicates are summed, B may be 0.
-
-    Returns:
-        ``(var, accum, linear)``, the updated arrays.
 
     Raises:
         TypeError: a kind or dtype does not fit (an int where a float is published).
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        IndexError: an index is out of range.
-        Nothing has been written when an error is raised.
 
     Source: ``mindspore.ops.SparseApplyFtrl`` (deprecated in MindSpore 2.8), which applies
     duplicates one after the other.
@@ -137,10 +106,10 @@ class SparseApplyFtrl(RowPrimitive):
 
 
 class FusedSparseFtrl(SparseApplyFtrl):
-    """`SparseApplyFtrl` for float32 variables, as published.
+    """`SparseApplyFtrl` for float32 variables, as published; others raise `TypeError`.
 
-    Args, call arguments, returns and errors: as `SparseApplyFtrl`; variables of another dtype
-    than float32 raise `TypeError`.
+    Args:
+        lr, l1, l2, lr_power: as `SparseApplyFtrl`.
 
     Source: ``mindspore.ops.FusedSparseFtrl`` (deprecated in MindSpore 2.8).
 

@@ -16,6 +16,7 @@ from ..kernels.element import kernel
 from ..kernels.rule import Prologue, Rule
 from ..kernels.storage import F32, STORAGES
 from ..kernels.tables import RowSource, table_sizes
+from .docstrings import complete_operator
 from .runtime import check
 from .runtime.arrays import adopt_anywhere
 from .runtime.device import DeviceArray, alike_on_device, device_of
@@ -43,6 +44,11 @@ class Primitive:
     """
 
     use_locking: bool
+    _only_float32 = False  # as the fused operators are published
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        complete_operator(cls, only_float32=cls._only_float32)
 
     def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
         self.name = type(self).__name__
@@ -108,7 +114,6 @@ class RowPrimitive(Primitive):
 
     out_of_range = "raise"
     _touched_only = True  # else all rows take the step
-    _only_float32 = False  # as the fused operators are published
 
     def _variables(self, **values: Any) -> Named:
         variables = super()._variables(**values)

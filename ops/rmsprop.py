@@ -18,25 +18,8 @@ class ApplyRMSProp(Primitive):
         moment <- momentum*moment + learning_rate * grad / sqrt(mean_square + epsilon)
         var <- var - moment
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-
     Call arguments:
-        var, mean_square, moment: float32, float64, float16 or bfloat16, of one dtype and
-            shape; updated in place. 16-bit variables are computed in float32.
-        learning_rate: scalar.
-        grad: of the shape of ``var`` and at most its precision.
-        decay, momentum: scalars.
         epsilon: a scalar; what is 0 only in the type of the arithmetic (1e-46 in float32) raises.
-
-    Returns:
-        ``(var, mean_square, moment)``, the updated arrays.
-
-    Raises:
-        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
-            would have to be converted).
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        Nothing has been written when an error is raised.
 
     Source: ``mindspore.ops.ApplyRMSProp``; Tieleman and Hinton (2012), lecture 6.5.
 
@@ -72,18 +55,8 @@ class ApplyCenteredRMSProp(Primitive):
 
     Where ``d`` is not positive, ``moment`` and ``var`` stay as they are.
 
-    Args:
-        use_locking: concurrent calls act like some serial order of them.
-
     Call arguments:
-        var, mean_gradient, mean_square, moment: as the variables of `ApplyRMSProp`.
         grad, learning_rate, decay, momentum, epsilon: as `ApplyRMSProp`.
-
-    Returns:
-        ``(var, mean_gradient, mean_square, moment)``, the updated arrays.
-
-    Raises:
-        TypeError, ValueError: as `ApplyRMSProp`.
 
     Source: ``mindspore.ops.ApplyCenteredRMSProp``; Graves (2013), arXiv:1308.0850.
 

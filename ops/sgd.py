@@ -22,25 +22,7 @@ class ApplyMomentum(Primitive):
                                                      + momentum*accumulation)
 
     Args:
-        use_nesterov: Nesterov's step.
-        use_locking: concurrent calls act like some serial order of them.
         gradient_scale: float by which gradients are multiplied.
-
-    Call arguments:
-        variable, accumulation: float32, float64, float16 or bfloat16, of one dtype and shape;
-            updated in place. 16-bit variables are computed in float32.
-        learning_rate: scalar.
-        gradient: of the shape of ``variable`` and at most its precision.
-        momentum: scalar.
-
-    Returns:
-        ``(variable, accumulation)``, the updated arrays.
-
-    Raises:
-        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
-            would have to be converted).
-        ValueError: a shape, a value or the memory of a variable does not fit.
-        Nothing has been written when an error is raised.
 
     Source: ``mindspore.ops.ApplyMomentum``.
 
@@ -92,21 +74,14 @@ class SGD(Primitive):
         dampening: float >= 0; with ``nesterov`` it must be 0.
         weight_decay: float >= 0.
         nesterov: Nesterov's step.
-        use_locking: concurrent calls act like some serial order of them (an addition).
+        use_locking: ... It is an addition.
 
     Call arguments:
-        parameters: as ``variable`` of `ApplyMomentum`; updated in place.
-        gradient: of the shape of ``parameters`` and at most its precision.
-        learning_rate: scalar.
-        accum: as ``parameters``; updated in place.
         momentum: scalar >= 0.
         stat: as ``parameters``, above 0 where the next step is the first; updated in place.
 
     Returns:
         ``parameters``, the updated array.
-
-    Raises:
-        TypeError, ValueError: as `ApplyMomentum`.
 
     Source: ``mindspore.ops.SGD``.
 

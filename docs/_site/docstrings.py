@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import html
+import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import griffe
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.nn.base.docstrings import COMMON, completed, entries
+from fusestep.nn.base.docstrings import TORCH
 
 _SECTIONS = {
     "Args": "Arguments",
@@ -59,20 +61,16 @@ class Markdown(griffe.Extension):
             obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring:
             text = obj.docstring.value
-            if isinstance(obj, griffe.Class) and obj.path.startswith("fusestep.nn."):
-                text = completed(text, [p.name for p in obj.parameters], _common(obj))
+            if obj.path.startswith("fusestep.nn.torch."):  # is not imported
+                if isinstance(obj, griffe.Class):
+                    text = TORCH.completed(text, [p.name for p in obj.parameters])
+            elif obj.parent is obj.module:
+                made = getattr(sys.modules.get(obj.module.path), obj.name, None)
+                text = (not obj.is_attribute and inspect.getdoc(made)) or text
             text = "\n".join(_lines(text.splitlines()))
             if ".nn.torch" in obj.path:  # some names are those of `nn` too
                 text = re.sub(r"\]\[fusestep\.nn\.(\w+)\]", _to_torch, text)
             obj.docstring.value = text
-
-
-def _common(cls: griffe.Class) -> dict[str, str]:
-    """The options that the classes of a front end share, as their docstrings describe them."""
-    if cls.path.startswith("fusestep.nn.torch."):
-        table = cls.package["nn.torch.engine.options.COMMON"].value
-        return entries(ast.literal_eval(str(table).removeprefix("entries")))
-    return {} if cls.path.startswith(("fusestep.nn.mxnet.", "fusestep.nn.mindspore.")) else COMMON
 
 
 def _lines(lines: list[str]) -> Iterator[str]:

@@ -1,30 +1,18 @@
-"""Docstrings of optimizer classes, completed with the options that many classes share.
+"""Descriptions that docstrings of optimizers share: options and errors.
 
-A class describes its own options; the others are put in when it is made. ``docs/_site`` reads the
-sources and calls `completed` for the pages of the site.
+A class describes its own; the rest is put in when it is made. ``docs/_site`` reads the sources of
+`nn.torch` and completes them likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import re
+from collections.abc import Iterable
 
-_BESIDE = "\n        "  # between the lines of an entry
+from ...ops.docstrings import Shared, entries
 
-
-def entries(text: str) -> dict[str, str]:
-    """The entries of an ``Args`` section, by name; names before one colon share an entry."""
-    blocks: list[str] = []
-    for line in text.splitlines():
-        if blocks and line[4:5] == " ":
-            blocks[-1] += f"\n{line}"
-        else:
-            blocks.append(line)
-    named = ((block.partition(":")[0].replace("\n", " "), block) for block in blocks)
-    return {name.strip(): block for names, block in named for name in names.split(",")}
-
-
-COMMON = entries("""\
+OPTIMIZERS = Shared(
+    arguments=entries("""\
     params: a list of `Parameter` or arrays, or of group dicts, whose keys `Optimizer` lists.
     learning_rate: float or int >= 0, a 0-d or 1-d array or an iterable of floats (step s uses
         element s), a `LearningRateSchedule`, a callable of the step 0, 1, 2, ..., or a float32
@@ -67,50 +55,78 @@ COMMON = entries("""\
     clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
         with its own L2 norm; a norm that is not finite makes NaN. An extra pass reads the
         gradient. Not for parameters on a CUDA device, unless the arithmetic is on the host.
-""")
-"""The options of classes of `nn`, as their docstrings describe them."""
+"""),
+    errors={
+        "": """\
+    TypeError: a kind does not fit (an int where a float is published).
+    ValueError: a value does not fit.""",
+        "unknown": "    KeyError: an unknown keyword (also `TypeError`).",
+    },
+)
+"""The optimizers of `nn`."""
 
 
-def completed(doc: str, names: Iterable[str], common: Mapping[str, str]) -> str:
-    """``doc`` with entries for all ``names`` that it or ``common`` describes, in their order.
+class _OfTorch(Shared):
+    """Descriptions of classes of `nn.torch`, which are compared with those of ``torch.optim``."""
 
-    An entry of its own that begins with ``...`` goes on where the common one ends. Without a
-    section ``Args`` one is put before ``Raises``; a text that has neither, or has entries of
-    another form, stays as it is.
-    """
-    head, found, rest = doc.partition("Args:\n")
-    if not found:
-        head, found, rest = doc.partition("Raises:\n")
-    margin = head[len(head.rstrip(" ")) :]
-    if not found or not head.endswith(f"\n{margin}"):
-        return doc
-    section, tail = "", f"\n\n{margin}{found}{rest}"
-    if found == "Args:\n":
-        section = rest.partition("\n\n")[0].rstrip()
-        tail = rest[len(section) :]
-    section = f"\n{section}".replace(f"\n{margin}", "\n")[1:]
-    own = entries(section)
-    is_ours = all(name.lstrip("*").isidentifier() for name in own)
-    if not (is_ours and all(line.startswith("    ") for line in section.splitlines())):
-        return doc
-    blocks: dict[str, None] = {}  # each once, in order
-    for name in [*names, *own]:
-        block, shared = own.get(name, ""), common.get(name, "")
-        more = block.removeprefix(f"    {name}: ... ")
-        blocks[shared + _BESIDE + more if more != block else block or shared] = None
-    added = "".join(f"\n{block}" for block in blocks if block).replace("\n", f"\n{margin}")
-    return f"{head}Args:{added}{tail}" if added else doc
+    def completed(self, doc: str, names: Iterable[str], of_call: Iterable[str] = ()) -> str:
+        if not re.search(r"^ *(Differs from|``torch.optim`` has none)", doc, re.M):
+            theirs = re.search(r"^( *)Source: (``torch\.optim\.\w+``)", doc, re.M)
+            text = "``torch.optim`` has none."
+            if theirs:
+                text = (
+                    f"Differs from {theirs[2]}: it takes sparse gradients. States, and numbers but"
+                )
+                text += f" for\n{theirs[1]}roundings, are the same."
+            doc = re.sub(r"^( *)(?=Source: )", rf"\1{text}\n\n\1", doc, count=1, flags=re.M)
+        return super().completed(doc, names, of_call)
 
 
-def complete(cls: type, common: Mapping[str, str]) -> None:
-    """Complete the docstring of a class with the options of its constructor, if it has one."""
-    if cls.__doc__ is not None:
-        cls.__doc__ = completed(cls.__doc__, _parameters(cls), common)
-
-
-def _parameters(cls: Any) -> Iterable[str]:
-    constructor = cls.__init__
-    if hasattr(constructor, "__signature__"):
-        return [*constructor.__signature__.parameters]
-    code = getattr(constructor, "__code__", None)  # faster than `inspect.signature`
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+TORCH = _OfTorch(
+    arguments=entries("""\
+    params: tensors or groups, as in ``torch.optim``; float32, float64, float16 or bfloat16.
+    lr: learning rate, at least 0; a number or a tensor of one element.
+    betas: two numbers in [0, 1).
+    eps: at least 0.
+    weight_decay: at least 0; see the formula.
+    amsgrad: see the formula.
+    decoupled_weight_decay: see the formula.
+    nesterov: see the formula; needs a momentum, and no dampening.
+    dampening: see the formula; the first update has none.
+    maximize: whether steps go up the gradient, not down.
+    foreach: changes no number: every step is one call.
+    fused: changes no number; True makes a ``GradScaler`` leave scaling and skipping to the
+        step.
+    capturable: must be False: the host reads learning rates and counts.
+    differentiable: must be False: autograd does not see the step.
+    eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`. An option
+        of groups too: so one optimizer has the numbers of two.
+    rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
+        that of the parameter. A vector is one row. Not with ``sparse="catch_up"`` or
+        ``amsgrad``. An option of groups too.
+    sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
+        equal indices are summed first). ``"touched"``: the rows that occur. ``"all"``: every
+        row, those that do not occur with a gradient of 0. ``"catch_up"``: the numbers of
+        ``"all"``, but rows that do not occur sleep, and take the steps that they have missed
+        before they are read (``watch``, ``prepare``) or written; rules whose steps without a
+        gradient cannot be summed raise. None: the rows that occur, in classes that are made for
+        sparse gradients (`SparseAdam`, `LazyAdam`, `FTRL`, `RowWiseAdagrad`, `RowWiseAdam`) and
+        where all mean the same (`SGD` without momentum and decay, `Adagrad` without decay);
+        else the step raises.
+    skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
+        counted in ``skipped_steps``. No option of groups.
+    state_dtype: a dtype of PyTorch for the states; None: that of each parameter, or float32
+        where ``rounding`` is ``"master"``.
+    rounding: what becomes of a weight of 16 bits, whose updates are often smaller than its last
+        place. ``"nearest"``: it is rounded to the nearest, and such updates are lost.
+        ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
+        written in the same pass. ``"kahan"``: a 16-bit state ``remainder`` has what rounding
+        cuts off, and is added before the next update. ``"stochastic"``: it is rounded up or
+        down at random, so that its mean is the weight before rounding; on the host only.
+"""),
+    errors={
+        "": "    ValueError: an argument is out of range.",
+        "differentiable": "    RuntimeError: an argument must be False.",
+    },
+)
+"""The optimizers of `nn.torch`."""

@@ -14,7 +14,7 @@ from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
 from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
-from .docstrings import COMMON, complete
+from .docstrings import OPTIMIZERS
 from .file_set import LOADED, FileSet, files_of, made_by, maker_of_states
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import StepCount, check_place, loss_scale_of, number_of
@@ -69,7 +69,7 @@ class Optimizer(CheckedAttributes):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._name = vars(cls).get("_name", cls.__name__)
-        complete(cls, COMMON)
+        OPTIMIZERS.complete(cls)
 
     def __init__(
         self, learning_rate: Any, parameters: Any, weight_decay: Any = 0.0, loss_scale: Any = 1.0,
@@ -438,4 +438,4 @@ class Optimizer(CheckedAttributes):
             parameter.watch(self)
 
 
-complete(Optimizer, COMMON)  # its subclasses are completed when they are made
+OPTIMIZERS.complete(Optimizer)  # its subclasses are completed when they are made

@@ -11,8 +11,25 @@ from typing import Any
 
 import numpy as np
 
+from ...ops.docstrings import Shared, entries
 from ...ops.runtime import check
 from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
+
+SHARED = Shared(
+    arguments=entries("""\
+    learning_rate: float > 0, at step 0.
+    decay_rate: float > 0.
+    decay_steps: int > 0.
+    is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
+    warmup_steps: int > 0.
+"""),
+    errors={
+        "": """\
+    TypeError: a kind does not fit (an int where a float is published).
+    ValueError: a value is out of range."""
+    },
+)
+"""The descriptions that docstrings of schedules share."""
 
 
 class LearningRateSchedule:
@@ -45,6 +62,10 @@ class StepSchedule(LearningRateSchedule, ABC):
     """
 
     _unit = "steps"  # in the names of arguments, in errors
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        SHARED.complete(cls)
 
     def __call__(self, global_step: Any) -> Any:
         """The value at a step: 0, 1, 2, ...
@@ -102,15 +123,8 @@ class ExponentialDecayLR(_Decay):
         p = s / decay_steps,  or with is_stair  floor(s / decay_steps)
 
     Args:
-        learning_rate: float > 0, at step 0.
         decay_rate: float > 0. Above 1 the learning rate grows, in the end to infinity, which
             optimizers refuse.
-        decay_steps: int > 0.
-        is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.ExponentialDecayLR``.
 
@@ -140,14 +154,7 @@ class NaturalExpDecayLR(_Decay):
     neither does this class. So ``decay_steps`` matters with ``is_stair`` only.
 
     Args:
-        learning_rate: float > 0, at step 0.
-        decay_rate: float > 0.
         decay_steps: int > 0, the length of a stair.
-        is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.NaturalExpDecayLR``, as it behaves.
 
@@ -173,16 +180,6 @@ class InverseDecayLR(_Decay):
         learning_rate / (1 + decay_rate * p)
         p = s / decay_steps,  or with is_stair  floor(s / decay_steps)
 
-    Args:
-        learning_rate: float > 0, at step 0.
-        decay_rate: float > 0.
-        decay_steps: int > 0.
-        is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
-
     Source: ``mindspore.nn.InverseDecayLR``.
 
     >>> schedule = InverseDecayLR(0.1, 1.0, 2)
@@ -204,11 +201,6 @@ class CosineDecayLR(StepSchedule):
     Args:
         min_lr: float >= 0, from step ``decay_steps`` on.
         max_lr: float > ``min_lr``, at step 0.
-        decay_steps: int > 0.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.CosineDecayLR``; Loshchilov and Hutter (2017), arXiv:1608.03983.
 
@@ -242,15 +234,9 @@ class PolynomialDecayLR(StepSchedule):
     ``decay_steps`` that is at least s (and not 0), so the learning rate jumps up again.
 
     Args:
-        learning_rate: float > 0, at step 0.
         end_learning_rate: float >= 0; it may be more than ``learning_rate``.
-        decay_steps: int > 0.
         power: float > 0; 1.0 is a straight line.
         update_decay_steps: see above.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.PolynomialDecayLR``.
 
@@ -295,11 +281,6 @@ class WarmUpLR(StepSchedule):
 
     Args:
         learning_rate: float >= 0, from step ``warmup_steps`` on.
-        warmup_steps: int > 0.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.WarmUpLR``. `SequentialLR` lets a decay follow.
 

@@ -10,12 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...ops.docstrings import entries
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ..base.arguments import list_or_tuple, positive_int
 from . import decay
 
+_SHARED = decay.SHARED._replace(
+    arguments=entries("""\
+    learning_rate: float > 0, in the first epoch.
+    decay_rate: float > 0.
+    total_step: int > 0, the length of the list.
+    step_per_epoch: int > 0.
+    decay_epoch: int > 0.
+    is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
+    warmup_epoch: int > 0.
+""")
+)
 
+
+@_SHARED.complete
 def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
     """One learning rate up to each milestone.
 
@@ -27,7 +41,6 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
         learning_rates: list or tuple of as many finite floats.
 
     Raises:
-        TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value is out of range, or the lengths differ.
 
     Source: ``mindspore.nn.piecewise_constant_lr``.
@@ -52,6 +65,7 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     return values
 
 
+@_SHARED.complete
 def exponential_decay_lr(
     learning_rate: float, decay_rate: float, total_step: int, step_per_epoch: int, decay_epoch: int,
     is_stair: bool = False,
@@ -63,18 +77,6 @@ def exponential_decay_lr(
         learning_rate * decay_rate**p
         p = e / decay_epoch,  or with is_stair  floor(e / decay_epoch)
 
-    Args:
-        learning_rate: float > 0, in the first epoch.
-        decay_rate: float > 0.
-        total_step: int > 0, the length of the list.
-        step_per_epoch: int > 0.
-        decay_epoch: int > 0.
-        is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
-
     Source: ``mindspore.nn.exponential_decay_lr``.
 
     >>> exponential_decay_lr(0.1, 0.5, total_step=6, step_per_epoch=2, decay_epoch=1)
@@ -83,6 +85,7 @@ def exponential_decay_lr(
     return _by_epoch("exponential_decay_lr", decay.ExponentialDecayLR, **locals())
 
 
+@_SHARED.complete
 def natural_exp_decay_lr(
     learning_rate: float, decay_rate: float, total_step: int, step_per_epoch: int, decay_epoch: int,
     is_stair: bool = False,
@@ -95,16 +98,7 @@ def natural_exp_decay_lr(
         with is_stair  learning_rate * exp(-decay_rate * floor(e / decay_epoch) * decay_epoch)
 
     Args:
-        learning_rate: float > 0, in the first epoch.
-        decay_rate: float > 0.
-        total_step: int > 0, the length of the list.
-        step_per_epoch: int > 0.
         decay_epoch: int > 0; it matters with ``is_stair`` only.
-        is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.natural_exp_decay_lr``.
 
@@ -115,6 +109,7 @@ def natural_exp_decay_lr(
     return _by_epoch("natural_exp_decay_lr", decay.NaturalExpDecayLR, **locals())
 
 
+@_SHARED.complete
 def inverse_decay_lr(
     learning_rate: float, decay_rate: float, total_step: int, step_per_epoch: int, decay_epoch: int,
     is_stair: bool = False,
@@ -126,18 +121,6 @@ def inverse_decay_lr(
         learning_rate / (1 + decay_rate * p)
         p = e / decay_epoch,  or with is_stair  floor(e / decay_epoch)
 
-    Args:
-        learning_rate: float > 0, in the first epoch.
-        decay_rate: float > 0.
-        total_step: int > 0, the length of the list.
-        step_per_epoch: int > 0.
-        decay_epoch: int > 0.
-        is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
-
     Source: ``mindspore.nn.inverse_decay_lr``.
 
     >>> inverse_decay_lr(0.5, 1.0, total_step=6, step_per_epoch=3, decay_epoch=1)
@@ -146,6 +129,7 @@ def inverse_decay_lr(
     return _by_epoch("inverse_decay_lr", decay.InverseDecayLR, **locals())
 
 
+@_SHARED.complete
 def cosine_decay_lr(
     min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
 ) -> list[float]:
@@ -158,13 +142,6 @@ def cosine_decay_lr(
     Args:
         min_lr: float >= 0, from epoch ``decay_epoch`` on.
         max_lr: float > ``min_lr``, in the first epoch.
-        total_step: int > 0, the length of the list.
-        step_per_epoch: int > 0.
-        decay_epoch: int > 0.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.cosine_decay_lr``.
 
@@ -175,6 +152,7 @@ def cosine_decay_lr(
     return _by_epoch("cosine_decay_lr", decay.CosineDecayLR, **locals())
 
 
+@_SHARED.complete
 def polynomial_decay_lr(
     learning_rate: float, end_learning_rate: float, total_step: int, step_per_epoch: int,
     decay_epoch: int, power: float, update_decay_epoch: bool = False,
@@ -190,17 +168,9 @@ def polynomial_decay_lr(
     at least e (and not 0).
 
     Args:
-        learning_rate: float > 0, in the first epoch.
         end_learning_rate: float >= 0; it may be more than ``learning_rate``.
-        total_step: int > 0, the length of the list.
-        step_per_epoch: int > 0.
-        decay_epoch: int > 0.
         power: float > 0; 1.0 is a straight line.
         update_decay_epoch: see above.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.polynomial_decay_lr``.
 
@@ -210,6 +180,7 @@ def polynomial_decay_lr(
     return _by_epoch("polynomial_decay_lr", decay.PolynomialDecayLR, **locals())
 
 
+@_SHARED.complete
 def warmup_lr(
     learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int
 ) -> list[float]:
@@ -223,13 +194,6 @@ def warmup_lr(
 
     Args:
         learning_rate: float >= 0, from epoch ``warmup_epoch`` on.
-        total_step: int > 0, the length of the list.
-        step_per_epoch: int > 0.
-        warmup_epoch: int > 0.
-
-    Raises:
-        TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value is out of range.
 
     Source: ``mindspore.nn.warmup_lr``.
 

@@ -36,9 +36,6 @@ class Adafactor(Fused, torch.optim.Adafactor):
         d: at least 1.
         state_dtype: of the states; None: that of each parameter.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Sparse gradients raise in the step: means are over all rows.
 
     Differs from ``torch.optim.Adafactor``: ``foreach`` changes no number; ``skip_nonfinite`` and

@@ -33,10 +33,6 @@ class Adagrad(Fused, torch.optim.Adagrad):
         lr_decay: at least 0; see the formula.
         initial_accumulator_value: at least 0: what ``A`` begins with, in all groups.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
     Differs from ``torch.optim.Adagrad``: it takes sparse gradients with a weight decay too. States,
     and numbers but for roundings, are the same.
 
@@ -82,13 +78,6 @@ class Adadelta(Fused, torch.optim.Adadelta):
 
     Args:
         rho: in [0, 1].
-
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.Adadelta``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
 
     Source: ``torch.optim.Adadelta``; Zeiler (2012), arXiv:1212.5701.
 
@@ -140,13 +129,6 @@ class RMSprop(Fused, torch.optim.RMSprop):
         momentum: at least 0.
         centered: see the formula.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.RMSprop``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
-
     Source: ``torch.optim.RMSprop``; Graves (2013), arXiv:1308.0850.
 
     >>> import torch
@@ -194,11 +176,6 @@ class FTRL(Fused, torch.optim.Optimizer):
         initial_accumulator_value: that of ``A``, at least 0.
         l1, l2: at least 0.
         beta, l2_shrinkage: at least 0, as in `nn.FTRL`.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    ``torch.optim`` has none.
 
     Source: ``mindspore.nn.FTRL``, ``keras.optimizers.Ftrl``; McMahan et al. (2013).
 

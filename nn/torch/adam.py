@@ -54,10 +54,6 @@ class Adam(Fused, torch.optim.Adam):
     With ``eps_hat`` the last line is
     ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
     Differs from ``torch.optim.Adam``: it takes sparse gradients, and ``eps_hat`` is new. States,
     and numbers but for roundings, are the same.
 
@@ -118,10 +114,6 @@ class AdamW(Fused, torch.optim.AdamW):
     With ``eps_hat`` the last line is
     ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
     Differs from ``torch.optim.AdamW``: it takes sparse gradients, and ``eps_hat`` and
     ``rowwise_bias_correction`` are new. States, and numbers but for roundings, are the same.
 
@@ -163,9 +155,6 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         m <- m + (1 - beta1)*(g - m)
         v <- beta2*v + (1 - beta2)*g*g
         w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
-
-    Raises:
-        ValueError: an argument is out of range.
 
     A step with a dense gradient is a RuntimeError, as in PyTorch; but for the step with a gradient
     and a learning rate of 0 by which ``torch.distributed.checkpoint`` makes states: PyTorch's
@@ -240,9 +229,6 @@ class LazyAdam(Fused, torch.optim.Optimizer):
 
     Args:
         weight_decay: coupled, of the rows that occur; at least 0.
-
-    Raises:
-        ValueError: an argument is out of range.
 
     ``torch.optim`` has none: its Adam refuses sparse gradients, and its SparseAdam dense ones.
 

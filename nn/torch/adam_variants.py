@@ -34,13 +34,6 @@ class NAdam(Fused, torch.optim.NAdam):
     Args:
         momentum_decay: at least 0; see the formula.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.NAdam``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
-
     Source: ``torch.optim.NAdam``; Dozat (2016).
 
     >>> import torch
@@ -100,13 +93,6 @@ class RAdam(Fused, torch.optim.RAdam):
             with c = sqrt((r - 4)*(r - 2)*r_inf / ((r_inf - 4)*(r_inf - 2)*r)), where r > 5
         w <- w - lr * m / (1 - beta1**t)       elsewhere
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.RAdam``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
-
     Source: ``torch.optim.RAdam``; Liu et al. (2020), arXiv:1908.03265.
 
     >>> import torch
@@ -151,13 +137,6 @@ class Adamax(Fused, torch.optim.Adamax):
         u <- max(beta2*u, |g| + eps)
         w <- w - lr / (1 - beta1**t) * m / u
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.Adamax``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
-
     Source: ``torch.optim.Adamax``; Kingma and Ba (2015), arXiv:1412.6980.
 
     >>> import torch
@@ -192,11 +171,6 @@ class Lion(Fused, torch.optim.Optimizer):
 
         w <- w - lr * (sign(beta1*m + (1 - beta1)*g) + weight_decay*w)
         m <- beta2*m + (1 - beta2)*g
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    ``torch.optim`` has none.
 
     Source: Chen et al. (2023), arXiv:2302.06675.
 
@@ -241,11 +215,6 @@ class Adan(Fused, torch.optim.Optimizer):
 
     Args:
         betas: three numbers in [0, 1).
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    ``torch.optim`` has none.
 
     Source: Xie et al. (2022), arXiv:2208.06677.
 

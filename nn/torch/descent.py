@@ -28,10 +28,6 @@ class SGD(Fused, torch.optim.SGD):
     Args:
         momentum: at least 0.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
     Differs from ``torch.optim.SGD``: it takes sparse gradients with momentum and decay too. States,
     and numbers but for roundings, are the same.
 
@@ -82,13 +78,6 @@ class ASGD(Fused, torch.optim.ASGD):
     Args:
         lambd, alpha, t0: see the formula.
 
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.ASGD``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
-
     Source: ``torch.optim.ASGD``; Polyak and Juditsky (1992).
 
     >>> import torch
@@ -136,13 +125,6 @@ class Rprop(Fused, torch.optim.Rprop):
     Args:
         etas: a number in (0, 1) and one above 1; see the formula.
         step_sizes: the smallest and the largest size.
-
-    Raises:
-        ValueError: an argument is out of range.
-        RuntimeError: an argument must be False.
-
-    Differs from ``torch.optim.Rprop``: it takes sparse gradients. States, and numbers but for
-    roundings, are the same.
 
     Source: ``torch.optim.Rprop``; Riedmiller and Braun (1993).
 

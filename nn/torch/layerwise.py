@@ -26,12 +26,7 @@ class Lamb(Fused, torch.optim.Optimizer):
         u  = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w
         w <- w - lr * ratio * u,   ratio = |w| / |u|, or 1 where either norm is 0
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Sparse gradients raise in the step: the norm is that of the whole parameter.
-
-    ``torch.optim`` has none.
 
     Source: You et al. (2020), arXiv:1904.00962.
 
@@ -81,12 +76,7 @@ class LARS(Fused, torch.optim.Optimizer):
         momentum, weight_decay, eps: at least 0.
         trust_coefficient: at least 0, or None.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     Sparse gradients raise in the step: the norm is that of the whole parameter.
-
-    ``torch.optim`` has none.
 
     Source: You, Gitman and Ginsburg (2017), arXiv:1708.03888.
 

@@ -13,7 +13,7 @@ from ...kernels.keeping import COPY, MASTER
 from ...kernels.private import outside_of_graphs, watched, watching
 from ...ops.runtime import check
 from ...ops.runtime.device import refuse_captures
-from ..base.docstrings import complete
+from ..base.docstrings import TORCH
 from ..base.file_set import maker_of_states
 from ..base.own_rules import is_own
 from ..engine.catch_up import SCALARS, MissedSteps
@@ -77,7 +77,7 @@ class Fused(TableOptimizer, _Base):
         cls._chooses_anew = cls._chooses_anew or is_own(cls.method)
         if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
             cls.__init__ = options.shown_constructor(cls, Fused.__init__)  # type: ignore[method-assign]
-        complete(cls, options.COMMON)
+        TORCH.complete(cls)
 
     # Options
 

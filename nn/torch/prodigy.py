@@ -57,13 +57,8 @@ class Prodigy(Fused, torch.optim.Optimizer):
         d_coef, growth_rate: above 0: see the formula.
         fsdp_in_use, slice_p: must be False and 1.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     In the step ``param``, sparse gradients, CUDA tensors, distributed parameters and different
     learning rates above 0 raise.
-
-    ``torch.optim`` has none.
 
     Source: ``prodigyopt.Prodigy`` 1.1.2; Mishchenko and Defazio (2024), arXiv:2306.06101.
 

@@ -32,13 +32,8 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
         initial_accumulator_value: at least 0: what ``s`` begins with.
         decoupled_weight_decay: the step takes ``lr*weight_decay*w`` instead.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     In the step a parameter without dimensions, or with rows without elements, raises, and so does
     a sparse gradient of a vector, or one with several sparse dimensions.
-
-    ``torch.optim`` has none.
 
     Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, which DLRM's ``RWSAdagrad`` follows for sparse
     gradients; Mudigere et al. (2021), arXiv:2104.05158.
@@ -101,13 +96,8 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         state_dtype: of ``exp_avg``; None: that of each parameter, or float32 where ``rounding`` is
             ``"master"``.
 
-    Raises:
-        ValueError: an argument is out of range.
-
     In the step a parameter without dimensions, or with rows without elements, raises, and so does
     a sparse gradient of a vector, or one with several sparse dimensions.
-
-    ``torch.optim`` has none.
 
     Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``; Kingma and Ba (2015), arXiv:1412.6980.
 

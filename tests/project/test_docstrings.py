@@ -15,10 +15,11 @@ from typing import get_args
 import pytest
 
 import fusestep
-from fusestep import nn
+from fusestep import nn, ops
 from fusestep.kernels.keeping import KEEPINGS
-from fusestep.nn.base.docstrings import completed, entries
 from fusestep.nn.fused import SPARSE_UPDATES
+from fusestep.ops.docstrings import completed, entries
+from fusestep.ops.primitive import Primitive
 
 LAYERS = ("fusestep.nn", "fusestep.ops")
 EXTRAS = ("mindspore", "mpi4py", "torch")
@@ -155,11 +156,18 @@ def test_what_a_class_describes_goes_before_what_classes_share():
         assert completed(other, "abc", common) == other
     for other in ("Mine.", "Mine: no Args:\n", f"Mine.\n\n{raises}"):
         assert completed(other, "x", common) == other
+    source = "Mine.\n\nSource: it.\n"
+    made = completed(source, "a", common, "Raises")
+    assert made == "Mine.\n\nRaises:\n    a: one.\n\nSource: it.\n"
+    assert completed(made, "d", common) == made.replace("Raises", "Args:\n    d: three.\n\nRaises")
+    assert completed(made, "d", common, "Raises") == made.replace(
+        "Raises:", "Raises:\n    d: three."
+    )
 
 
-def option_texts(cls: type) -> dict[str, str]:
-    """The entries of the section ``Args`` of a class, by name."""
-    return entries(inspect.getdoc(cls).partition("\nArgs:\n")[2].partition("\n\n")[0])
+def option_texts(cls: type, title: str = "Args") -> dict[str, str]:
+    """The entries of a section of a class, or of a function, by name."""
+    return entries(inspect.getdoc(cls).partition(f"\n{title}:\n")[2].partition("\n\n")[0])
 
 
 def check_options(cls: type, words: dict[str, tuple[str, ...]]) -> None:
@@ -177,6 +185,23 @@ def test_every_option_is_described(name):
     cls = getattr(nn, name)
     if isinstance(cls, type) and issubclass(cls, nn.Optimizer):
         check_options(cls, {"sparse_update": SPARSE_UPDATES, "rounding": tuple(KEEPINGS)})
+
+
+@pytest.mark.parametrize("name", [n for n in nn.__all__ if n.endswith(("_lr", "LR"))])
+def test_every_argument_of_a_schedule_is_described(name):
+    check_options(getattr(nn, name), {})
+    assert option_texts(getattr(nn, name), "Raises").keys() == {"TypeError", "ValueError"}
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_every_argument_of_an_operator_is_described(name):
+    cls = getattr(ops, name)
+    if isinstance(cls, type) and issubclass(cls, Primitive):
+        check_options(cls, {})
+        called = inspect.signature(cls.__call__).parameters.keys() - {"self"}
+        assert called == option_texts(cls, "Call arguments").keys()
+        assert "\nReturns:\n" in inspect.getdoc(cls)
+        assert {"TypeError", "ValueError"} <= option_texts(cls, "Raises").keys()
 
 
 def test_every_option_is_described_in_pytorchs_form():

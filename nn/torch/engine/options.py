@@ -16,7 +16,6 @@ from ....kernels.tables import has_rows
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
 from ...base.arguments import seed
-from ...base.docstrings import entries
 from .memory import DTYPE_NAMES, DTYPES
 from .part import Group
 
@@ -34,48 +33,6 @@ ROWWISE: dict[str, Any] = {"rowwise_bias_correction": False}
 """The extra option of classes that can count the updates of each row."""
 KERAS: dict[str, Any] = {"beta": 0.0, "l2_shrinkage": 0.0}
 """The extra options of `FTRL`."""
-COMMON = entries("""\
-    params: tensors or groups, as in ``torch.optim``; float32, float64, float16 or bfloat16.
-    lr: learning rate, at least 0; a number or a tensor of one element.
-    betas: two numbers in [0, 1).
-    eps: at least 0.
-    weight_decay: at least 0; see the formula.
-    amsgrad: see the formula.
-    decoupled_weight_decay: see the formula.
-    nesterov: see the formula; needs a momentum, and no dampening.
-    dampening: see the formula; the first update has none.
-    maximize: whether steps go up the gradient, not down.
-    foreach: changes no number: every step is one call.
-    fused: changes no number; True makes a ``GradScaler`` leave scaling and skipping to the
-        step.
-    capturable: must be False: the host reads learning rates and counts.
-    differentiable: must be False: autograd does not see the step.
-    eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`. An option
-        of groups too: so one optimizer has the numbers of two.
-    rowwise_bias_correction: t is the number of updates of each row, in a state ``updates``, not
-        that of the parameter. A vector is one row. Not with ``sparse="catch_up"`` or
-        ``amsgrad``. An option of groups too.
-    sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
-        equal indices are summed first). ``"touched"``: the rows that occur. ``"all"``: every
-        row, those that do not occur with a gradient of 0. ``"catch_up"``: the numbers of
-        ``"all"``, but rows that do not occur sleep, and take the steps that they have missed
-        before they are read (``watch``, ``prepare``) or written; rules whose steps without a
-        gradient cannot be summed raise. None: the rows that occur, in classes that are made for
-        sparse gradients (`SparseAdam`, `LazyAdam`, `FTRL`, `RowWiseAdagrad`, `RowWiseAdam`) and
-        where all mean the same (`SGD` without momentum and decay, `Adagrad` without decay);
-        else the step raises.
-    skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
-        counted in ``skipped_steps``. No option of groups.
-    state_dtype: a dtype of PyTorch for the states; None: that of each parameter, or float32
-        where ``rounding`` is ``"master"``.
-    rounding: what becomes of a weight of 16 bits, whose updates are often smaller than its last
-        place. ``"nearest"``: it is rounded to the nearest, and such updates are lost.
-        ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
-        written in the same pass. ``"kahan"``: a 16-bit state ``remainder`` has what rounding
-        cuts off, and is added before the next update. ``"stochastic"``: it is rounded up or
-        down at random, so that its mean is the weight before rounding; on the host only.
-""")
-"""The options of classes of `nn.torch`, as their docstrings describe them."""
 
 
 def arguments(names: dict[str, Any]) -> dict[str, Any]:
