@@ -101,10 +101,8 @@ class FTRL(FusedOptimizer):
         beta, shrinkage = self.beta, self.l2_shrinkage
         usable = beta >= 0.0 and beta / lr <= LARGEST
         check.in_range(self._name, "beta", beta, usable, "at least 0, with beta / lr in float32")
-        usable, expected = (
-            0.0 <= 2.0 * shrinkage <= LARGEST,
-            "at least 0, its double within float32",
-        )
+        usable = 0.0 <= 2.0 * shrinkage <= LARGEST
+        expected = "at least 0, its double within float32"
         check.in_range(self._name, "l2_shrinkage", shrinkage, usable, expected)
 
     def formula(self) -> Formula:

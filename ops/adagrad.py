@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.formula import Numbers
 from ..kernels.rules import adagrad as rules
-from .primitive import Primitive, RowPrimitive
+from .primitive import Named, Primitive, RowPrimitive
 from .runtime import check
 from .runtime.arrays import ROUNDINGS
 
@@ -72,10 +73,7 @@ class ApplyProximalAdagrad(Primitive):
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        lr, constants = proximal_scalars(self.name, lr, l1, l2)
-        variables = self._variables(var=var, accum=accum)
-        real = ROUNDINGS[variables["var"].dtype]
-        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, constants, ())
+        variables, hp = _proximal(self, var, accum, lr, l1, l2)
         self._apply_dense(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad)
         return var, accum
 
@@ -112,10 +110,7 @@ class SparseApplyProximalAdagrad(RowPrimitive):
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any, indices: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        lr, constants = proximal_scalars(self.name, lr, l1, l2)
-        variables = self._variables(var=var, accum=accum)
-        real = ROUNDINGS[variables["var"].dtype]
-        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, constants, ())
+        variables, hp = _proximal(self, var, accum, lr, l1, l2)
         self._apply_rows(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad, indices)
         return var, accum
 
@@ -136,7 +131,13 @@ class FusedSparseProximalAdagrad(SparseApplyProximalAdagrad):
     _only_float32 = True
 
 
-def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, tuple[float, float]]:
-    """The checked scalars of a proximal step: the learning rate, and what regularises."""
-    rate, at_least_0 = check.scalar(where, "lr", lr), check.scalar_at_least_0
-    return rate, (at_least_0(where, "l1", l1), at_least_0(where, "l2", l2))
+def _proximal(
+    operator: Primitive, var: Any, accum: Any, lr: Any, l1: Any, l2: Any
+) -> tuple[Named, Numbers]:
+    """The checked variables of a proximal step, and the scalars of its rule."""
+    where, at_least_0 = operator.name, check.scalar_at_least_0
+    rate = check.scalar(where, "lr", lr)
+    constants = at_least_0(where, "l1", l1), at_least_0(where, "l2", l2)
+    variables = operator._variables(var=var, accum=accum)
+    real = ROUNDINGS[variables["var"].dtype]
+    return variables, rules.proximal_adagrad_scalars(real, rate, 0.0, 0, constants, ())

@@ -205,15 +205,7 @@ def adam_update(
     """
     reject_unknown("adam_update", unknown, adam_update)
     update = _AdamUpdate(
-        use_locking,
-        lazy_update,
-        compat,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        wd=wd,
-        rescale_grad=rescale_grad,
-        clip_gradient=clip_gradient,
-    )
+        use_locking, lazy_update, compat, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, wd=wd,
+        rescale_grad=rescale_grad, clip_gradient=clip_gradient,
+    )  # fmt: skip
     return update(weight, grad, mean, var, out)

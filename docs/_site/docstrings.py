@@ -62,7 +62,7 @@ class Markdown(griffe.Extension):
         if obj.docstring:
             text = obj.docstring.value
             if obj.path.startswith("fusestep.nn.torch."):  # is not imported
-                if isinstance(obj, griffe.Class):
+                if isinstance(obj, griffe.Class) and "Fused" in map(str, obj.bases):
                     text = TORCH.completed(text, [p.name for p in obj.parameters])
             elif obj.parent is obj.module:
                 made = getattr(sys.modules.get(obj.module.path), obj.name, None)

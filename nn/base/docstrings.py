@@ -74,16 +74,15 @@ class _OfTorch(Shared):
             theirs = re.search(r"^( *)Source: (``torch\.optim\.\w+``)", doc, re.M)
             text = "``torch.optim`` has none."
             if theirs:
-                text = (
-                    f"Differs from {theirs[2]}: it takes sparse gradients. States, and numbers but"
-                )
-                text += f" for\n{theirs[1]}roundings, are the same."
+                text = f"Differs from {theirs[2]}: it takes sparse gradients. States, and numbers"
+                text += f" but for\n{theirs[1]}roundings, are the same."
             doc = re.sub(r"^( *)(?=Source: )", rf"\1{text}\n\n\1", doc, count=1, flags=re.M)
         return super().completed(doc, names, of_call)
 
 
 TORCH = _OfTorch(
-    arguments=entries("""\
+    arguments={"rounding": OPTIMIZERS.arguments["rounding"]}
+    | entries("""\
     params: tensors or groups, as in ``torch.optim``; float32, float64, float16 or bfloat16.
     lr: learning rate, at least 0; a number or a tensor of one element.
     betas: two numbers in [0, 1).
@@ -117,12 +116,6 @@ TORCH = _OfTorch(
         counted in ``skipped_steps``. No option of groups.
     state_dtype: a dtype of PyTorch for the states; None: that of each parameter, or float32
         where ``rounding`` is ``"master"``.
-    rounding: what becomes of a weight of 16 bits, whose updates are often smaller than its last
-        place. ``"nearest"``: it is rounded to the nearest, and such updates are lost.
-        ``"master"``: a float32 state ``master`` is the weight, the parameter its rounded copy,
-        written in the same pass. ``"kahan"``: a 16-bit state ``remainder`` has what rounding
-        cuts off, and is added before the next update. ``"stochastic"``: it is rounded up or
-        down at random, so that its mean is the weight before rounding; on the host only.
 """),
     errors={
         "": "    ValueError: an argument is out of range.",

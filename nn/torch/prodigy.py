@@ -14,7 +14,7 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import prodigy as rules
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .engine.options import Rounding, betas_in_range, not_negative
+from .engine.options import Rounding, above_0, betas_in_range, not_negative, with_defaults
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
@@ -84,14 +84,10 @@ class Prodigy(Fused, torch.optim.Optimizer):
         slice_p: int = 1, *, maximize: bool = False, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, rounding: Rounding = "nearest",
     ) -> None:  # fmt: skip
-        flags = decouple, use_bias_correction, safeguard_warmup
-        for name, flag in zip(_FLAGS, flags, strict=True):
-            check.flag(type(self).__name__, name, flag)
-        above_0 = {"d0 value": d0, "learning rate": lr, "epsilon value": eps,
-                   "d_coef value": d_coef, "growth_rate value": growth_rate}  # fmt: skip
-        for name, value in above_0.items():
-            if not value > 0.0:
-                raise ValueError(f"Invalid {name}: {value}")
+        arguments = with_defaults(locals())
+        for name in _FLAGS:
+            check.flag(type(self).__name__, name, arguments["defaults"][name])
+        above_0(d0=d0, lr=lr, eps=eps, d_coef=d_coef, growth_rate=growth_rate)
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
         if beta3 is not None:
@@ -100,17 +96,9 @@ class Prodigy(Fused, torch.optim.Optimizer):
             wrong = "fsdp_in_use=True" if fsdp_in_use else f"slice_p={slice_p}"
             why = "the estimate is that of all elements, in one process"
             raise ValueError(f"Prodigy: {wrong} is not supported: {why}")
-        defaults = {
-            "lr": lr, "betas": betas, "beta3": beta3, "eps": eps, "weight_decay": weight_decay,
-            "d": d0, "d0": d0, "d_max": d0, "d_numerator": 0.0, "d_coef": d_coef, "k": 0,
-            "growth_rate": growth_rate, "use_bias_correction": use_bias_correction,
-            "decouple": decouple, "safeguard_warmup": safeguard_warmup, "fsdp_in_use": False,
-            "slice_p": 1, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(
-            params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype,
-            rounding=rounding,
-        )  # fmt: skip
+        numbers = {"d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}
+        arguments["defaults"] |= numbers | {"fsdp_in_use": False, "slice_p": 1}
+        super().__init__(**arguments)
 
     def method(self, group: Group) -> Method:
         has_average = group["betas"][0] > 0.0

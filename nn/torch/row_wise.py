@@ -9,7 +9,15 @@ from torch.optim.optimizer import ParamsT
 from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
-from .engine.options import ROWWISE, Rounding, Sparse, betas_in_range, not_negative, with_defaults
+from .engine.options import (
+    ROWWISE,
+    Rounding,
+    Sparse,
+    above_0,
+    betas_in_range,
+    not_negative,
+    with_defaults,
+)
 from .engine.part import Group, Method
 from .optimizer import Fused
 
@@ -57,7 +65,7 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay,
                      initial_accumulator_value=initial_accumulator_value)  # fmt: skip
-        _above_0(eps)
+        above_0(eps=eps)  # else a row without gradients is divided by 0
         check.flag(type(self).__name__, "decoupled_weight_decay", decoupled_weight_decay)
         super().__init__(**with_defaults(locals()))
 
@@ -119,7 +127,7 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
-        _above_0(eps)
+        above_0(eps=eps)
         super().__init__(**with_defaults(locals()))
 
     _more_options = ROWWISE
@@ -139,9 +147,3 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
         scalars = 1.0 / corrections[1], group["eps"], lr / corrections[0]
         return (1.0 - beta1, 1.0 - beta2, *scalars, lr * group["weight_decay"])
-
-
-def _above_0(eps: float) -> None:
-    """Refuse an epsilon that leaves a row without gradients a divisor of 0."""
-    if not eps > 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")

@@ -183,14 +183,23 @@ def loaded_group(group: Group) -> dict[str, Any]:
     return {**group, **named}
 
 
+_NAMES = {"lr": "learning rate", "eps": "epsilon value"}  # as PyTorch calls them
+
+
 def not_negative(**values: Any) -> None:
     """Refuse hyper-parameters below 0, in PyTorch's words."""
-    names = {"lr": "learning rate", "eps": "epsilon value"}
     for name, value in values.items():
         if name == "lr" and isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         if not value >= 0.0:
-            raise ValueError(f"Invalid {names.get(name, f'{name} value')}: {value}")
+            raise ValueError(f"Invalid {_NAMES.get(name, f'{name} value')}: {value}")
+
+
+def above_0(**values: Any) -> None:
+    """Refuse hyper-parameters that are not above 0, in PyTorch's words."""
+    for name, value in values.items():
+        if not value > 0.0:
+            raise ValueError(f"Invalid {_NAMES.get(name, f'{name} value')}: {value}")
 
 
 def betas_in_range(betas: Any, n: int = 2) -> None:
