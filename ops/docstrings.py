@@ -78,8 +78,10 @@ class Shared(NamedTuple):
     errors: Mapping[str, str]
     of_call: Mapping[str, str] = MappingProxyType({})  # arguments of ``__call__``
 
-    def completed(self, doc: str, names: Iterable[str], of_call: Iterable[str] = ()) -> str:
-        """A docstring of what takes arguments of these names."""
+    def completed(
+        self, doc: str, _name: str, names: Iterable[str], of_call: Iterable[str] = ()
+    ) -> str:
+        """The docstring ``doc`` of a class or function with arguments of these names."""
         names = ["", *names]
         errors = entries("\n".join(self.errors[name] for name in names if name in self.errors))
         doc = completed(doc, errors, errors, "Raises")
@@ -87,12 +89,19 @@ class Shared(NamedTuple):
         return completed(doc, names, self.arguments)
 
     def complete(self, described: T) -> T:
-        """Complete the docstring of a class or function, if it has one."""
-        if (doc := described.__doc__) is not None:
-            is_class = isinstance(described, type)
-            made = getattr(described, "__init__") if is_class else described  # noqa: B009
+        """Complete the docstring of a class or function, if it has one.
+
+        In those of users only arguments of the constructor are described.
+        """
+        if (doc := described.__doc__) is None:
+            return described
+        name, is_class = described.__name__, isinstance(described, type)  # type: ignore[attr-defined]
+        names = parameters(getattr(described, "__init__") if is_class else described)  # noqa: B009
+        if described.__module__.partition(".")[0] == __name__.partition(".")[0]:
             of_call = parameters(described.__call__) if self.of_call else ()  # type: ignore[operator]
-            described.__doc__ = self.completed(doc, parameters(made), of_call)
+            described.__doc__ = self.completed(doc, name, names, of_call)
+        else:
+            described.__doc__ = completed(doc, names, self.arguments)
         return described
 
 

@@ -63,7 +63,7 @@ class Markdown(griffe.Extension):
             text = obj.docstring.value
             if obj.path.startswith("fusestep.nn.torch."):  # is not imported
                 if isinstance(obj, griffe.Class) and "Fused" in map(str, obj.bases):
-                    text = TORCH.completed(text, [p.name for p in obj.parameters])
+                    text = TORCH.completed(text, obj.name, [p.name for p in obj.parameters])
             elif obj.parent is obj.module:
                 made = getattr(sys.modules.get(obj.module.path), obj.name, None)
                 text = (not obj.is_attribute and inspect.getdoc(made)) or text

@@ -67,17 +67,32 @@ OPTIMIZERS = Shared(
 
 
 class _OfTorch(Shared):
-    """Descriptions of classes of `nn.torch`, which are compared with those of ``torch.optim``."""
+    """Descriptions of classes of `nn.torch`: also what ``torch.optim`` has, and an example."""
 
-    def completed(self, doc: str, names: Iterable[str], of_call: Iterable[str] = ()) -> str:
-        if not re.search(r"^ *(Differs from|``torch.optim`` has none)", doc, re.M):
-            theirs = re.search(r"^( *)Source: (``torch\.optim\.\w+``)", doc, re.M)
+    def completed(
+        self, doc: str, name: str, names: Iterable[str], of_call: Iterable[str] = ()
+    ) -> str:
+        if begins := re.search(r"^( *)Source: (``torch\.optim\.\w+``)?", doc, re.M):
+            (margin, theirs), place = begins.groups(), begins.start()
             text = "``torch.optim`` has none."
             if theirs:
-                text = f"Differs from {theirs[2]}: it takes sparse gradients. States, and numbers"
-                text += f" but for\n{theirs[1]}roundings, are the same."
-            doc = re.sub(r"^( *)(?=Source: )", rf"\1{text}\n\n\1", doc, count=1, flags=re.M)
-        return super().completed(doc, names, of_call)
+                text = f"Differs from {theirs}: it takes sparse gradients. States, and numbers"
+                text += f" but for\n{margin}roundings, are the same."
+            if not re.search(r"^ *(Differs from|``torch.optim`` has none)", doc, re.M):
+                doc = f"{doc[:place]}{margin}{text}\n\n{doc[place:]}"
+            if ">>> " not in doc:
+                example = _EXAMPLE.format(name).replace("\n", f"\n{margin}")
+                doc = f"{doc.rstrip()}\n{example}"
+        return super().completed(doc, name, names, of_call)
+
+
+_EXAMPLE = """
+>>> import torch
+>>> layer = torch.nn.Linear(2, 1)
+>>> optimizer = {}(layer.parameters(), lr=0.1)
+>>> layer(torch.ones(1, 2)).sum().backward()
+>>> optimizer.step()
+"""
 
 
 TORCH = _OfTorch(
@@ -92,7 +107,7 @@ TORCH = _OfTorch(
     decoupled_weight_decay: see the formula.
     nesterov: see the formula; needs a momentum, and no dampening.
     dampening: see the formula; the first update has none.
-    maximize: whether steps go up the gradient, not down.
+    maximize: whether steps go up the gradient, not down: ``g`` is negated first.
     foreach: changes no number: every step is one call.
     fused: changes no number; True makes a ``GradScaler`` leave scaling and skipping to the
         step.

@@ -22,8 +22,8 @@ class Adafactor(Fused, torch.optim.Adafactor):
     """PyTorch's Adafactor: second moments of rows and columns, steps relative to the parameter.
 
     At update t = 1, 2, ... of a tensor of two or more dimensions (of a smaller one ``V`` is kept
-    in full), with ``g`` negated first where ``maximize``, ``b = t**beta2_decay``,
-    ``rho = min(lr, 1 / sqrt(t))`` and root mean squares ``|.|`` over the whole parameter::
+    in full), with ``b = t**beta2_decay``, ``rho = min(lr, 1 / sqrt(t))`` and root mean squares
+    ``|.|`` over the whole parameter::
 
         R <- R + b*(mean of g*g over each row - R),   C likewise over each column
         V  = R*C / max(mean(R), eps1)
@@ -42,12 +42,6 @@ class Adafactor(Fused, torch.optim.Adafactor):
     ``state_dtype`` are new. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adafactor``; Shazeer and Stern (2018), arXiv:1804.04235.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Adafactor(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     _takes_sparse = False

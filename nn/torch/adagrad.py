@@ -23,7 +23,7 @@ from .optimizer import Fused
 class Adagrad(Fused, torch.optim.Adagrad):
     """PyTorch's Adagrad, dense and row-sparse.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
+    At update t = 1, 2, ... of a parameter::
 
         g <- g + weight_decay*w
         A <- A + g*g
@@ -66,9 +66,7 @@ class Adagrad(Fused, torch.optim.Adagrad):
 
 
 class Adadelta(Fused, torch.optim.Adadelta):
-    """PyTorch's Adadelta: steps in the units of those before them.
-
-    With ``g`` negated first where ``maximize``::
+    """PyTorch's Adadelta: steps in the units of those before them::
 
         g <- g + weight_decay*w
         s <- rho*s + (1 - rho)*g*g
@@ -80,12 +78,6 @@ class Adadelta(Fused, torch.optim.Adadelta):
         rho: in [0, 1].
 
     Source: ``torch.optim.Adadelta``; Zeiler (2012), arXiv:1212.5701.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Adadelta(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(
@@ -114,9 +106,7 @@ _RMSPROP = {
 
 
 class RMSprop(Fused, torch.optim.RMSprop):
-    """PyTorch's RMSprop: steps in units of the recent size of gradients.
-
-    With ``g`` negated first where ``maximize``::
+    """PyTorch's RMSprop: steps in units of the recent size of gradients::
 
         g <- g + weight_decay*w
         v <- alpha*v + (1 - alpha)*g*g
@@ -163,7 +153,7 @@ _FTRL_OPTIONS = ("l1", "l2", "lr_power", "beta", "l2_shrinkage")
 class FTRL(Fused, torch.optim.Optimizer):
     """FTRL-Proximal, which keeps weights at 0 that do not matter.
 
-    With ``g`` negated first where ``maximize``, and ``p = -lr_power``::
+    With ``p = -lr_power``::
 
         g <- g + weight_decay*w
         L <- L + g + 2*l2_shrinkage*w - ((A + g*g)**p - A**p) / lr * w,   A <- A + g*g

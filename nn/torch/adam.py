@@ -44,7 +44,7 @@ _DECOUPLED = dict.fromkeys(
 class Adam(Fused, torch.optim.Adam):
     """PyTorch's Adam, dense and row-sparse.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
+    At update t = 1, 2, ... of a parameter::
 
         g <- g + weight_decay*w            (decoupled_weight_decay: w <- w - lr*weight_decay*w)
         m <- m + (1 - beta1)*(g - m)
@@ -58,12 +58,6 @@ class Adam(Fused, torch.optim.Adam):
     and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adam``; Kingma and Ba (2015), arXiv:1412.6980.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Adam(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     _more_options = EPS_HAT | _DECOUPLED
@@ -104,7 +98,7 @@ class Adam(Fused, torch.optim.Adam):
 class AdamW(Fused, torch.optim.AdamW):
     """PyTorch's AdamW: Adam with a decoupled weight decay, dense and row-sparse.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
+    At update t = 1, 2, ... of a parameter::
 
         w <- w - lr*weight_decay*w
         m <- m + (1 - beta1)*(g - m)
@@ -149,8 +143,8 @@ class AdamW(Fused, torch.optim.AdamW):
 class SparseAdam(Fused, torch.optim.SparseAdam):
     """PyTorch's SparseAdam: Adam on the rows that occur, for sparse gradients only.
 
-    Rows of equal indices are summed first. At update t = 1, 2, ... of a parameter, with ``g``
-    negated first where ``maximize``, in the rows that occur::
+    Rows of equal indices are summed first. At update t = 1, 2, ... of a parameter, in the
+    rows that occur::
 
         m <- m + (1 - beta1)*(g - m)
         v <- beta2*v + (1 - beta2)*g*g
@@ -215,8 +209,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
 class LazyAdam(Fused, torch.optim.Optimizer):
     """Adam that leaves rows alone which do not occur in a sparse gradient.
 
-    At update t = 1, 2, ... of a table, in the rows that occur (a dense gradient updates every row),
-    with ``g`` negated first where ``maximize``::
+    At update t = 1, 2, ... of a table, in the rows that occur (a dense gradient updates every row)::
 
         g <- g + weight_decay*w
         m <- m + (1 - beta1)*(g - m)

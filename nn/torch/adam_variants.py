@@ -22,7 +22,7 @@ from .optimizer import Fused
 class NAdam(Fused, torch.optim.NAdam):
     """PyTorch's NAdam: Adam with Nesterov's momentum.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``,
+    At update t = 1, 2, ... of a parameter, with
     ``mu_t = beta1 * (1 - 0.5 * 0.96**(t*momentum_decay))`` and their product ``p`` so far::
 
         g <- g + weight_decay*w            (decoupled_weight_decay: w <- w - lr*weight_decay*w)
@@ -35,12 +35,6 @@ class NAdam(Fused, torch.optim.NAdam):
         momentum_decay: at least 0; see the formula.
 
     Source: ``torch.optim.NAdam``; Dozat (2016).
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = NAdam(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(
@@ -83,7 +77,7 @@ def _momentum(group: Group, step: float) -> float:
 class RAdam(Fused, torch.optim.RAdam):
     """PyTorch's RAdam: Adam that waits until the second moment is known well enough.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``,
+    At update t = 1, 2, ... of a parameter, with
     ``r_inf = 2 / (1 - beta2) - 1`` and ``r = r_inf - 2*t*beta2**t / (1 - beta2**t)``::
 
         g <- g + weight_decay*w            (decoupled_weight_decay: w <- w - lr*weight_decay*w)
@@ -94,12 +88,6 @@ class RAdam(Fused, torch.optim.RAdam):
         w <- w - lr * m / (1 - beta1**t)       elsewhere
 
     Source: ``torch.optim.RAdam``; Liu et al. (2020), arXiv:1908.03265.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = RAdam(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(
@@ -130,7 +118,7 @@ class RAdam(Fused, torch.optim.RAdam):
 class Adamax(Fused, torch.optim.Adamax):
     """PyTorch's Adamax: Adam by the largest gradient that was seen.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
+    At update t = 1, 2, ... of a parameter::
 
         g <- g + weight_decay*w
         m <- m + (1 - beta1)*(g - m)
@@ -138,12 +126,6 @@ class Adamax(Fused, torch.optim.Adamax):
         w <- w - lr / (1 - beta1**t) * m / u
 
     Source: ``torch.optim.Adamax``; Kingma and Ba (2015), arXiv:1412.6980.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Adamax(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(
@@ -165,20 +147,12 @@ class Adamax(Fused, torch.optim.Adamax):
 
 
 class Lion(Fused, torch.optim.Optimizer):
-    """Lion: steps of one size, along the signs of an average.
-
-    With ``g`` negated first where ``maximize``::
+    """Lion: steps of one size, along the signs of an average::
 
         w <- w - lr * (sign(beta1*m + (1 - beta1)*g) + weight_decay*w)
         m <- beta2*m + (1 - beta2)*g
 
     Source: Chen et al. (2023), arXiv:2302.06675.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Lion(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(
@@ -203,8 +177,8 @@ class Lion(Fused, torch.optim.Optimizer):
 class Adan(Fused, torch.optim.Optimizer):
     """Adan: Nesterov's momentum by way of the change of the gradient.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``,
-    ``d = g - g_before`` (0 at the first update) and ``h = g + beta2*d``::
+    At update t = 1, 2, ... of a parameter, with ``d = g - g_before`` (0 at the first update) and
+    ``h = g + beta2*d``::
 
         m <- m + (1 - beta1)*(g - m),  e <- e + (1 - beta2)*(d - e),  n <- n + (1 - beta3)*(h*h - n)
         w <- w - lr * (m / (1 - beta1**t) + beta2*e / (1 - beta2**t))
@@ -217,12 +191,6 @@ class Adan(Fused, torch.optim.Optimizer):
         betas: three numbers in [0, 1).
 
     Source: Xie et al. (2022), arXiv:2208.06677.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Adan(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(

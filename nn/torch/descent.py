@@ -19,7 +19,7 @@ from .optimizer import Fused
 class SGD(Fused, torch.optim.SGD):
     """PyTorch's SGD, dense and row-sparse.
 
-    With ``g`` negated first where ``maximize``; at the first update ``a = g``::
+    At the first update ``a = g``::
 
         g <- g + weight_decay*w
         a <- momentum*a + (1 - dampening)*g
@@ -67,8 +67,8 @@ class SGD(Fused, torch.optim.SGD):
 class ASGD(Fused, torch.optim.ASGD):
     """PyTorch's ASGD: descent that shrinks the parameter, and the average of where it has been.
 
-    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``, and ``eta``
-    and ``mu`` from the update before (first ``lr`` and 1)::
+    At update t = 1, 2, ... of a parameter, with ``eta`` and ``mu`` from the update before (first
+    ``lr`` and 1)::
 
         g <- g + weight_decay*w
         w <- (1 - lambd*eta)*w - eta*g
@@ -79,12 +79,6 @@ class ASGD(Fused, torch.optim.ASGD):
         lambd, alpha, t0: see the formula.
 
     Source: ``torch.optim.ASGD``; Polyak and Juditsky (1992).
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = ASGD(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(
@@ -115,7 +109,7 @@ class ASGD(Fused, torch.optim.ASGD):
 class Rprop(Fused, torch.optim.Rprop):
     """PyTorch's Rprop: each element has a step size of its own, and only signs count.
 
-    With ``g`` negated first where ``maximize``, and sizes ``s`` that begin as ``lr``::
+    With sizes ``s`` that begin as ``lr``::
 
         s <- s*etas[1] where g*g_before > 0,   s*etas[0] where g*g_before < 0
         s <- min(max(s, step_sizes[0]), step_sizes[1])
@@ -127,12 +121,6 @@ class Rprop(Fused, torch.optim.Rprop):
         step_sizes: the smallest and the largest size.
 
     Source: ``torch.optim.Rprop``; Riedmiller and Braun (1993).
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Rprop(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     def __init__(

@@ -19,8 +19,7 @@ from .optimizer import Fused
 class Lamb(Fused, torch.optim.Optimizer):
     """LAMB: Adam's direction, scaled per parameter to the parameter's norm.
 
-    With L2 norms over a whole parameter, at its update t = 1, 2, ..., and ``g`` negated first where
-    ``maximize``::
+    With L2 norms over a whole parameter, at its update t = 1, 2, ...::
 
         m <- m + (1 - beta1)*(g - m),   v <- v + (1 - beta2)*(g*g - v)
         u  = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w
@@ -29,12 +28,6 @@ class Lamb(Fused, torch.optim.Optimizer):
     Sparse gradients raise in the step: the norm is that of the whole parameter.
 
     Source: You et al. (2020), arXiv:1904.00962.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = Lamb(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     _takes_sparse = False
@@ -62,8 +55,7 @@ class Lamb(Fused, torch.optim.Optimizer):
 class LARS(Fused, torch.optim.Optimizer):
     """LARS: momentum on gradients that are scaled to the norm of their parameter.
 
-    With L2 norms over a whole parameter, and ``g`` negated first where ``maximize``; at the first
-    update ``a = g``::
+    With L2 norms over a whole parameter; at the first update ``a = g``::
 
         c  = trust_coefficient * |w| / (|g| + weight_decay*|w| + eps), or 1 where |w| or |g| is 0
         g <- c * (g + weight_decay*w)
@@ -79,12 +71,6 @@ class LARS(Fused, torch.optim.Optimizer):
     Sparse gradients raise in the step: the norm is that of the whole parameter.
 
     Source: You, Gitman and Ginsburg (2017), arXiv:1708.03888.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> optimizer = LARS(layer.parameters(), lr=0.1)
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> optimizer.step()
     """
 
     _counts_updates = False
