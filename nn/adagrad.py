@@ -20,8 +20,7 @@ class Adagrad(FusedOptimizer):
         A <- A + g*g                  (with update_slots)
         w <- w - lr * g / sqrt(A)
 
-    Where ``A`` is 0, ``w`` stays: it has seen no gradient. Weight decay is coupled:
-    ``g + weight_decay * w``.
+    Where ``A`` is 0, ``w`` stays: it has seen no gradient.
 
     Args:
         accum: float >= 0, with which ``A`` begins.
@@ -69,8 +68,7 @@ class ProximalAdagrad(FusedOptimizer):
         p  = w - e*g
         w <- sign(p) * max(|p| - e*l1, 0) / (1 + e*l2)
 
-    Where ``A`` is 0, ``w`` stays: it has seen no gradient. Weight decay is coupled:
-    ``g + weight_decay * w``.
+    Where ``A`` is 0, ``w`` stays: it has seen no gradient.
 
     Args:
         accum: float >= 0, with which ``A`` begins.
@@ -117,8 +115,6 @@ class Adadelta(FusedOptimizer):
         d  = sqrt(U + epsilon) / sqrt(A + epsilon) * g
         U <- rho*U + (1 - rho)*d*d
         w <- w - lr * d
-
-    Weight decay is coupled: ``g + weight_decay * w``.
 
     Args:
         rho: float in [0, 1].

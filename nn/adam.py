@@ -79,8 +79,7 @@ class Adam(_BiasCorrectedAdam):
 
         w <- w - lr / (1 - beta1**t) * u / (sqrt(v / (1 - beta2**t)) + eps)
 
-    With ``use_amsgrad``, ``vhat <- max(vhat, v)`` takes the place of v in the last line. Weight
-    decay is coupled: ``g + weight_decay * w``.
+    With ``use_amsgrad``, ``vhat <- max(vhat, v)`` takes the place of v in the last line.
 
     Args:
         use_nesterov: Nesterov's step; not with ``use_amsgrad``.
@@ -165,7 +164,8 @@ class LazyAdam(_BiasCorrectedAdam):
     update everything, as in `Adam`.
 
     Args:
-        weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
+        weight_decay: a **float** >= 0 or a callable of the step; coupled; an int raises, as
+            published.
         sparse_update: ... With ``"dense_equivalent"`` the steps are those of `Adam`.
 
     Source: ``mindspore.nn.LazyAdam`` (deprecated in MindSpore 2.0).
@@ -247,8 +247,6 @@ class AdaMax(FusedOptimizer):
         m <- beta1*m + (1 - beta1)*g
         v <- max(beta2*v, |g|)
         w <- w - lr / (1 - beta1**t) * m / (v + eps)
-
-    Weight decay is coupled: ``g + weight_decay * w``.
 
     Source: ``mindspore.nn.AdaMax``; Kingma and Ba (2015), section 7.1.
 

@@ -41,8 +41,7 @@ class RMSProp(FusedOptimizer):
 
     With ``centered``, ``s - mg*mg + epsilon`` takes the place of ``s + epsilon``, where
     ``mg <- decay*mg + (1 - decay)*g``; where that is not positive, ``mo`` and ``w`` stay.
-    Without momentum ``mo`` is the step itself and is not kept. Weight decay is coupled:
-    ``g + weight_decay * w``.
+    Without momentum ``mo`` is the step itself and is not kept.
 
     Args:
         decay: float >= 0, of the running means; sensible below 1.

@@ -23,8 +23,6 @@ class Rprop(FusedOptimizer):
         s <- max(s*etas[0], step_sizes[0])    where g*h < 0; there g = 0 from now on
         w <- w - sign(g) * s
 
-    Weight decay is coupled: ``g + weight_decay * w``.
-
     Args:
         learning_rate: ... It is the size with which an element begins; later rates do nothing.
         etas: two floats, in (0, 1) and above 1.

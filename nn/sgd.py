@@ -31,8 +31,6 @@ class Momentum(FusedOptimizer):
         a <- momentum*a + g
         w <- w - lr*a,   or with use_nesterov  w - lr*(g + momentum*a)
 
-    Weight decay is coupled: ``g + weight_decay * w``.
-
     Args:
         momentum: float >= 0.
 
@@ -80,12 +78,11 @@ class SGD(FusedOptimizer):
         a <- momentum*a + (1 - dampening)*g      later
         w <- w - lr*a,   or with nesterov  w - lr*(g + momentum*a)
 
-    With a momentum of 0, ``w <- w - lr*g`` and there is no state. Weight decay is coupled:
-    ``g + weight_decay * w``.
+    With a momentum of 0, ``w <- w - lr*g`` and there is no state.
 
     Args:
         momentum, dampening: floats or ints >= 0.
-        weight_decay: a float or int >= 0; no schedule.
+        weight_decay: a float or int >= 0, no schedule; coupled, ``g + weight_decay*w``.
         nesterov: Nesterov's step; needs a momentum above 0 and no dampening.
         sparse_update: ... Without momentum the default is ``"lazy"``, which then equals
             ``"dense_equivalent"`` but for weight decay.
@@ -165,8 +162,7 @@ class ASGD(FusedOptimizer):
         w  <- (1 - lambd*eta)*w - eta*g
         ax <- ax + mu*(w - ax),   mu = 1 / max(1, t - 1 - t0), and 1 at first
 
-    ``ax`` is the parameter itself until step ``t0 + 2``, and then an average of it. Weight decay
-    is coupled: ``g + weight_decay * w``.
+    ``ax`` is the parameter itself until step ``t0 + 2``, and then an average of it.
 
     Args:
         lambd: float >= 0, a decay of the parameter.

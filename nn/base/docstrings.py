@@ -20,8 +20,9 @@ OPTIMIZERS = Shared(
         reads and waits for.
     beta1, beta2: floats in (0, 1).
     eps: float > 0.
-    weight_decay: float or int >= 0, or a callable of the step. Ungrouped parameters whose name
-        contains "beta" or "gamma" do not decay; in groups the values of the groups count alone.
+    weight_decay: float or int >= 0, or a callable of the step; coupled, ``g + weight_decay*w``,
+        where the formula does not have it. Ungrouped parameters whose name contains "beta" or
+        "gamma" do not decay; in groups the values of the groups count alone.
     loss_scale: float or int > 0, or an array of one element on the CUDA device of the
         parameters; gradients are multiplied by ``float32(1 / loss_scale)``.
     use_nesterov: Nesterov's step.

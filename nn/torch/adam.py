@@ -209,7 +209,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
 class LazyAdam(Fused, torch.optim.Optimizer):
     """Adam that leaves rows alone which do not occur in a sparse gradient.
 
-    At update t = 1, 2, ... of a table, in the rows that occur (a dense gradient updates every row)::
+    At update t = 1, 2, ... of a table, in the rows that occur (of a dense gradient, in all)::
 
         g <- g + weight_decay*w
         m <- m + (1 - beta1)*(g - m)
