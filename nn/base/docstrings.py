@@ -82,18 +82,18 @@ class _OfTorch(Shared):
             if not re.search(r"^ *(Differs from|``torch.optim`` has none)", doc, re.M):
                 doc = f"{doc[:place]}{margin}{text}\n\n{doc[place:]}"
             if ">>> " not in doc:
-                example = _EXAMPLE.format(name).replace("\n", f"\n{margin}")
-                doc = f"{doc.rstrip()}\n{example}"
+                example = "".join(f"\n{margin}>>> {line.format(name)}" for line in _EXAMPLE)
+                doc = f"{doc.rstrip()}\n{example}\n{margin}"
         return super().completed(doc, name, names, of_call)
 
 
-_EXAMPLE = """
->>> import torch
->>> layer = torch.nn.Linear(2, 1)
->>> optimizer = {}(layer.parameters(), lr=0.1)
->>> layer(torch.ones(1, 2)).sum().backward()
->>> optimizer.step()
-"""
+_EXAMPLE = (
+    "import torch",
+    "layer = torch.nn.Linear(2, 1)",
+    "optimizer = {}(layer.parameters(), lr=0.1)",
+    "layer(torch.ones(1, 2)).sum().backward()",
+    "optimizer.step()",
+)
 
 
 TORCH = _OfTorch(

@@ -40,7 +40,7 @@ def modules_with_examples() -> Iterator[str]:
         for name in (layer, *(module.name for module in found)):
             spec = find_spec(name)
             text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-            if re.search(r"^ +>>> |\(Fused, torch\.optim\.", text, re.M):  # which have one anyway
+            if re.search(r"^ *>>> |\(Fused, torch\.optim\.", text, re.M):  # which have one anyway
                 yield name
 
 
