@@ -45,23 +45,23 @@ def completed(
     them, or has entries of another form, stays as it is.
     """
     later = "|".join(_SECTIONS[_SECTIONS.index(f"{title}:") + 1 :])
-    place = re.search(rf"^( *){title}:\n", doc, re.M)
-    if begins := place or re.search(rf"^( *)(?:{later})", doc, re.M):
-        head, margin, tail = doc[: begins.start()], begins[1], f"\n\n{doc[begins.start() :]}"
-    else:
+    heading = re.search(rf"^( *){title}:\n", doc, re.M)
+    place = heading or re.search(rf"^( *)(?:{later})", doc, re.M)
+    if not place:
         return doc
+    head, margin, tail = doc[: place.start()], place[1], f"\n\n{doc[place.start() :]}"
     section = ""
-    if place:
-        section = doc[place.end() :].partition("\n\n")[0].rstrip()
-        tail = doc[place.end() + len(section) :]
+    if heading:
+        section = doc[heading.end() :].partition("\n\n")[0].rstrip()
+        tail = doc[heading.end() + len(section) :]
         section = f"\n{section}".replace(f"\n{margin}", "\n")[1:]
-    own = entries(section)
-    is_ours = all(name.lstrip("*").isidentifier() for name in own)
-    if not (is_ours and all(line.startswith("    ") for line in section.splitlines())):
+    described = entries(section)
+    has_names = all(name.lstrip("*").isidentifier() for name in described)
+    if not (has_names and all(line.startswith("    ") for line in section.splitlines())):
         return doc
     blocks: dict[str, None] = {}  # each once, in order
-    for name in [*names, *own]:
-        block, shared = own.get(name, ""), common.get(name, "")
+    for name in [*names, *described]:
+        block, shared = described.get(name, ""), common.get(name, "")
         more = block.removeprefix(f"    {name}: ... ")
         blocks[shared + _BESIDE + more if more != block else block or shared] = None
     added = "".join(f"\n{block}" for block in blocks if block).replace("\n", f"\n{margin}")
@@ -97,12 +97,17 @@ class Shared(NamedTuple):
             return described
         name, is_class = described.__name__, isinstance(described, type)  # type: ignore[attr-defined]
         names = parameters(getattr(described, "__init__") if is_class else described)  # noqa: B009
-        if described.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        if _is_ours(described):
             of_call = parameters(described.__call__) if self.of_call else ()  # type: ignore[operator]
             described.__doc__ = self.completed(doc, name, names, of_call)
         else:
             described.__doc__ = completed(doc, names, self.arguments)
         return described
+
+
+def _is_ours(described: Any) -> bool:
+    """Whether a class or function is one of this package, not a user's."""
+    return bool(described.__module__.partition(".")[0] == __name__.partition(".")[0])
 
 
 def parameters(function: Any) -> Iterable[str]:
@@ -153,7 +158,7 @@ def complete_operator(operator: Any, *, only_float32: bool) -> None:
     """Complete the docstring of an operator with variables: what it takes, returns and raises."""
     called = parameters(operator.__call__)
     variables = [name for name in called if name in _VARIABLES]
-    if operator.__doc__ is None or not variables:
+    if operator.__doc__ is None or not (variables and _is_ours(operator)):
         return
     names, has_rows = ", ".join(variables), "indices" in called
     dtypes = "float32" if only_float32 else "float32, float64, float16 or bfloat16"
