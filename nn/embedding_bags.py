@@ -17,6 +17,7 @@ from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling, tables_of_features
 from ..ops.runtime.bags.tensor import BagTensor
 from ..ops.runtime.errors import reject
+from .base.arguments import check_kind
 from .base.id_arrays import Admissions
 from .base.id_map import IdMap
 from .base.parameter import Parameter
@@ -102,9 +103,8 @@ class EmbeddingBags:
         padding_idx: int | Sequence[int | None] | None = None, out_of_range: str = "raise",
         maps: Sequence[IdMap | None] | None = None, new_rows: Any = 0.0,
     ) -> None:  # fmt: skip
-        if not isinstance(optimizer, FusedOptimizer):
-            expected, got = "an optimizer of nn that is one rule", type(optimizer).__name__
-            reject(TypeError, _NAME, "optimizer", "has a wrong type", expected, got)
+        expected = "an optimizer of nn that is one rule"
+        check_kind(_NAME, "optimizer", optimizer, FusedOptimizer, expected)
         if not isinstance(parameters, list | tuple):
             got = type(parameters).__name__
             reject(TypeError, _NAME, "parameters", "have a wrong type", "a list", got)

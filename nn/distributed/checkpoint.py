@@ -292,9 +292,7 @@ def _arrays(
     """The arrays of an optimizer by name: parameters, states and counts."""
     check_kind(where, "folder", folder, str | os.PathLike, "a path")
     base = _keeper(optimizer)
-    if not isinstance(base, StatefulOptimizer):
-        got = type(base).__name__
-        reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
+    check_kind(where, "optimizer", base, StatefulOptimizer, "a FusedOptimizer")
     check_on_host(where, base)
     names = [str(parameter.name) for parameter in base.parameters]
     _check_shards(where, shards, names, comm)

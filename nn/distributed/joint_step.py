@@ -11,6 +11,7 @@ import numpy as np
 
 from ...kernels.keeping import STOCHASTIC
 from ...ops.runtime.errors import message, reject
+from ..base.arguments import check_kind
 from ..base.numbers import number_of
 from ..base.optimizer import Optimizer
 from ..engine.plan import Plan
@@ -114,9 +115,7 @@ def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
 
 
 def _check(where: str, optimizer: Any, *, has_parts: bool) -> None:
-    if not isinstance(optimizer, FusedOptimizer):
-        got = type(optimizer).__name__
-        reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
+    check_kind(where, "optimizer", optimizer, FusedOptimizer, "a FusedOptimizer")
     if type(optimizer).construct is not FusedOptimizer.construct:
         expected, got = "one whose step is an update rule", type(optimizer).__name__
         reject(TypeError, where, "optimizer", "has a step of its own", expected, got)

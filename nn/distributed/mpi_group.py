@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...ops.runtime.errors import reject
+from ..base.arguments import check_kind
 from .communicator import LostProcessError, as_bytes, row_bytes
 
 _WHERE = "over_mpi"
@@ -102,10 +103,8 @@ def over_mpi(communicator: Any = None) -> MpiCommunicator:
     True
     """
     communicator = MPI.COMM_WORLD if communicator is None else communicator
-    if not isinstance(communicator, MPI.Intracomm):
-        got = type(communicator).__name__
-        expected = "an intracommunicator of mpi4py"
-        reject(TypeError, _WHERE, "communicator", "has a wrong type", expected, got)
+    expected = "an intracommunicator of mpi4py"
+    check_kind(_WHERE, "communicator", communicator, MPI.Intracomm, expected)
     if communicator == MPI.COMM_NULL:
         expected, got = "one that this process belongs to", "MPI.COMM_NULL"
         reject(ValueError, _WHERE, "communicator", "is foreign", expected, got)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime.errors import reject
+from ..base.arguments import check_kind
 from ..base.optimizer import Optimizer
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
@@ -123,9 +123,7 @@ class ShardedStates:
 
 
 def _check(optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        got = type(optimizer).__name__
-        reject(TypeError, _WHERE, "optimizer", "has a wrong type", "an Optimizer", got)
+    check_kind(_WHERE, "optimizer", optimizer, Optimizer, "an Optimizer")
     check_on_host(_WHERE, optimizer)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.runtime.errors import reject
+from ..base.arguments import check_kind
 from .engine.part import number
 from .engine.tensors import is_part
 from .optimizer import FusedOptimizer
@@ -48,9 +49,8 @@ def rounded_away(optimizer: FusedOptimizer) -> dict[Tensor, float]:
     0.5
     """
     where = "rounded_away"
-    if not isinstance(optimizer, FusedOptimizer):
-        expected, got = "a FusedOptimizer of fusestep.nn.torch", type(optimizer).__name__
-        reject(TypeError, where, "optimizer", "has a wrong type", expected, got)
+    expected = "a FusedOptimizer of fusestep.nn.torch"
+    check_kind(where, "optimizer", optimizer, FusedOptimizer, expected)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
         if is_part(p):

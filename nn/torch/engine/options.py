@@ -15,7 +15,7 @@ from ....kernels.rule import Rule
 from ....kernels.tables import has_rows
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
-from ...base.arguments import seed
+from ...base.arguments import check_kind, seed
 from .memory import DTYPE_NAMES, DTYPES
 from .part import Group
 
@@ -133,9 +133,7 @@ def check_copies(where: str, group: Group, rule: Rule) -> None:
         label = f"copies[{k}]"
         if copied is None:
             continue
-        if not isinstance(copied, Tensor):
-            got = type(copied).__name__
-            reject(TypeError, where, label, "has a wrong type", "a tensor or None", got)
+        check_kind(where, label, copied, Tensor, "a tensor or None")
         found = copied.dtype in (torch.float16, torch.bfloat16), copied.shape, copied.device
         if parameter.dtype != torch.float32 or found != (True, parameter.shape, parameter.device):
             expected = f"float16 or bfloat16 of a float32 parameter, {tuple(parameter.shape)}, "
