@@ -42,7 +42,7 @@ _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
 class SparseUpdate(Checked):
-    """What row-sparse gradients update; rows that sleep keep it fixed."""
+    """The option of what row-sparse gradients update; rows that sleep keep it fixed."""
 
     def __init__(self) -> None:
         super().__init__(_sparse_update)
