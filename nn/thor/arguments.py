@@ -31,13 +31,6 @@ def compatibility(compat: Any, block_size: Any) -> bool:
     return compat is not None
 
 
-def check_split(split_indices: Any) -> None:
-    """Refuse anything but None: without other processes nothing is reduced."""
-    if split_indices is not None:
-        wrong, fix = "needs a communicator", "; there is one process, and nothing to reduce over"
-        reject(ValueError, NAME, "split_indices", wrong, "None", split_indices, fix)
-
-
 def damping_of(where: str, name: str, value: Any) -> float | Parameter | Schedule:
     """A number above 0, one for each step, or a callable of the step."""
     if callable(value) and not isinstance(value, Parameter):

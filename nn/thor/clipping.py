@@ -28,10 +28,10 @@ class ClippedConditioning(Conditioning):
         """Fill in the factor of each tensor: 1 over its norm where that is above 1."""
         batch, hp, before = call.batch, call.update.hp, self.prologue[:-1]
         fields = [name for part in before for name in part.hp]
-        own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
-        own[:, 1:] = hp[:, [column[name] for name in fields]]
+        scalars = np.ones((len(hp), 1 + len(fields)), hp.dtype)
+        scalars[:, 1:] = hp[:, [column[name] for name in fields]]
         variables, hp_of = replace(batch.variables, s=()), np.arange(len(hp))
-        given = variables, call.gradients, batch.g, own, hp_of
-        squares = DenseUpdate(SCALED, before, *given).sums()
+        measured = variables, call.gradients, batch.g, scalars, hp_of
+        squares = DenseUpdate(SCALED, before, *measured).sums()
         norms = np.maximum(np.sqrt(squares[:, 0]), LARGEST_NORM)
         hp[:, column["trust_ratio"]] = LARGEST_NORM / norms

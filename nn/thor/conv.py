@@ -58,21 +58,18 @@ class ThorConv2d(ThorLayer):
         dilation: int | Pair = 1, groups: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(weight, bias)
+        self._kernel: Pair = self.weight.shape[2], self.weight.shape[3]
         self.stride = self._pair("stride", stride, 1)
-        self.padding: str | Pair = self._read_padding(padding)
+        if isinstance(padding, str) and padding not in ("same", "valid"):
+            expected = "an int, a pair, 'same' or 'valid'"
+            self._reject(ValueError, "padding", "is unknown", expected, repr(padding))
+        is_named = isinstance(padding, str)
+        self.padding: Any = padding if is_named else self._pair("padding", padding, 0)
         self.dilation = self._pair("dilation", dilation, 1)
         (self.groups, _) = self._pair("groups", groups, 1)
         if self.groups > 1:
             fix = "; give weight and bias as plain Parameters: they take the plain gradient"
             reject(ValueError, type(self).__name__, "groups", "is not supported", "1", groups, fix)
-
-    def _read_padding(self, padding: Any) -> str | Pair:
-        if not isinstance(padding, str):
-            return self._pair("padding", padding, 0)
-        if padding not in ("same", "valid"):
-            expected = "an int, a pair, 'same' or 'valid'"
-            self._reject(ValueError, "padding", "is unknown", expected, repr(padding))
-        return padding
 
     def _pair(self, name: str, value: Any, least: int) -> Pair:
         pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
@@ -83,15 +80,11 @@ class ThorConv2d(ThorLayer):
             self._reject(ValueError, name, "is out of range", f"at least {least}", value)
         return int(pair[0]), int(pair[1])
 
-    @property
-    def _kernel(self) -> Pair:
-        return self.weight.shape[2], self.weight.shape[3]
-
     def _margins(self, size: Pair) -> Margins:
         """Zeros before and behind the rows and the columns of an image."""
         if self.padding == "same":
             return same_margins(size, self._kernel, self.stride, self.dilation)
-        rows, columns = (0, 0) if isinstance(self.padding, str) else self.padding
+        rows, columns = (0, 0) if self.padding == "valid" else self.padding
         return (rows, rows), (columns, columns)
 
     def _check(self, x: Any, d: Any) -> None:
@@ -112,34 +105,24 @@ class ThorConv2d(ThorLayer):
         self._check_shape("output_gradients", d, (len(x), out, *positions))
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
-        if self._is_compatible:
-            self._add_means(x, d)
-            return
-        real, n_positions = self.real, d.shape[2] * d.shape[3]
-        margins = self._margins((x.shape[2], x.shape[3]))
+        real, size, dilation = self.real, (x.shape[2], x.shape[3]), self.dilation
+        margins = self._margins(size)
+        if self.is_compatible:  # means over the batch, patches under "same" without dilation
+            x, d = (a.astype(real, copy=False).mean(axis=0, keepdims=True) for a in (x, d))
+            dilation = 1, 1
+            margins = same_margins(size, self._kernel, self.stride, dilation)
+        n_patches, n_positions = 0, d.shape[2] * d.shape[3]
         row_bytes = (len(self._a) + len(self._g)) * max(n_positions, 1) * np.dtype(real).itemsize
         chunk = max(1, _CHUNK_BYTES // row_bytes)
         for start in range(0, len(x), chunk):
-            part = x[start : start + chunk].astype(real, copy=False)
-            seen = patches(part, self._kernel, self.stride, margins, self.dilation)
-            add_gram(self._a, seen)
-            gradients = d[start : start + chunk].astype(real, copy=False)
+            images, gradients = (a[start : start + chunk].astype(real, copy=False) for a in (x, d))
+            rows = patches(images, self._kernel, self.stride, margins, dilation)
+            add_gram(self._a, rows)
+            n_patches += rows.shape[1]
             by_channel = np.ascontiguousarray(gradients.transpose(1, 0, 2, 3))
             add_gram(self._g, by_channel.reshape(len(self._g), -1))
-        rows = len(x) * n_positions
-        self._count(len(x), (rows, rows), (rows, rows))
-
-    def _add_means(self, x: FloatArray, d: FloatArray) -> None:
-        """MindSpore's layer: means over the batch, patches under "same" without dilation."""
-        mean = x.astype(self.real, copy=False).mean(axis=0, keepdims=True)
-        size = (x.shape[2], x.shape[3])
-        margins = same_margins(size, self._kernel, self.stride, (1, 1))
-        rows = patches(mean, self._kernel, self.stride, margins, (1, 1))
-        add_gram(self._a, rows)
-        gradient = d.astype(self.real, copy=False).mean(axis=0).reshape(len(self._g), -1)
-        add_gram(self._g, gradient)
-        positions = rows.shape[1], gradient.shape[1]
-        self._count(1, positions, positions)
+        positions = n_patches, len(x) * n_positions
+        self._count(len(x), positions, positions)
 
 
 def same_margins(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Margins:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from ...kernels.quiet import quiet
+from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
-from ...ops.runtime.check import FLOAT_NAMES, FLOATS
 from ...ops.runtime.device import device_of, is_on_device
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
@@ -17,9 +18,6 @@ from ..base.arguments import is_int, positive_float
 from ..base.parameter import Parameter
 from .arguments import BLOCK_SIZE
 from .factors import FloatArray, add_gram, empty_packed, packed
-
-Both = tuple[float, float]
-"""A number of A and one of G."""
 
 
 class ThorLayer:
@@ -38,6 +36,7 @@ class ThorLayer:
         bias: its second `Parameter`, or None.
         name: its place in the net, from when an optimizer has it.
         is_capturing: whether the next step needs what is captured. An optimizer sets it.
+        is_compatible: whether its factors are MindSpore's, as an optimizer asks for.
     """
 
     NAMES: ClassVar[tuple[str, str]] = ("weight", "bias")
@@ -50,7 +49,7 @@ class ThorLayer:
         self.weight = weight if isinstance(weight, Parameter) else Parameter(weight)
         self.bias = bias if isinstance(bias, Parameter | None) else Parameter(bias)
         self.name, self.is_capturing = type(self).__name__, True
-        self._block_size, self._is_compatible = BLOCK_SIZE, False
+        self._block_size, self.is_compatible = BLOCK_SIZE, False
         dimensions, form = self._FORM
         if self.weight.ndim not in dimensions or self.weight.size == 0:
             self._reject(ValueError, "weight", "has a wrong shape", form, self.weight.shape)
@@ -89,21 +88,19 @@ class ThorLayer:
         """
         self.name = name
         self._block_size = max(self.weight.size, 1) if block_size is None else block_size
-        self._is_compatible = is_compatible
+        self.is_compatible = is_compatible
         self.clear()
 
     def clear(self) -> None:
         """Forget what was captured."""
         self._a, self._g = self._empty()
         self._samples = 0
-        self._weights = self._positions = (0.0, 0.0)  # of A and of G
+        self._weights = self._positions = np.zeros(2)  # of A and of G
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         """Sums of nothing, in the form of the two factors."""
-        rows = self.weight.shape[0]
-        sizes = self.weight.size // rows, rows
-        a, g = (empty_packed(n, self._block_size, self.real) for n in sizes)
-        return a, g
+        rows, form = self.weight.shape[0], (self._block_size, self.real)
+        return empty_packed(self.weight.size // rows, *form), empty_packed(rows, *form)
 
     @property
     def has_captured(self) -> bool:
@@ -113,13 +110,13 @@ class ThorLayer:
     @property
     def covariances(self) -> tuple[FloatArray, float, FloatArray, float]:
         """The sums of both factors, each followed by what it is to be divided by."""
-        a_weight, g_weight = self._weights
-        return self._a, max(a_weight, 1.0), self._g, max(g_weight, 1.0)
+        a_weight, g_weight = np.maximum(self._weights, 1.0).tolist()
+        return self._a, a_weight, self._g, g_weight
 
     @property
     def normalizers(self) -> tuple[float, float]:
         """The positions of an image, as the inputs and as the outputs have them; 1 for others."""
-        a, g = (positions / max(self._samples, 1) for positions in self._positions)
+        a, g = (self._positions / max(self._samples, 1)).tolist()
         return a or 1.0, g or 1.0
 
     # Capturing
@@ -139,32 +136,29 @@ class ThorLayer:
             ValueError: a shape does not fit.
             IndexError: an id of an embedding is out of range.
         """
-        given = self._adopted(inputs=inputs, output_gradients=output_gradients)
-        self._check(*given.values())
-        # Checked in every step: a wrong call would else be found at the next refresh, long after.
-        if not self.is_capturing:
-            return
-        if self.weight.is_on_device:
-            given = self._copied(given)
-            self._check(*given.values())  # values too, now that they can be read
-        if self._is_compatible:
-            self.clear()  # MindSpore's layers keep the last call only
-        # What is not finite is found where the factors are inverted.
-        self._add(*given.values())
+        arrays = self._read(self._check, inputs=inputs, output_gradients=output_gradients)
+        if arrays is not None:
+            # What is not finite is found where the factors are inverted.
+            self._add(*arrays)
 
-    def _adopted(self, **named: Any) -> dict[str, Any]:
-        """Arrays where the weight lives; nothing else of them is known."""
+    def _read(self, check_all: Callable[..., None], **named: Any) -> list[FloatArray] | None:
+        """Checked arrays on the host, to be added; None where nothing is captured."""
         where = type(self).__name__
         arrays = {name: adopt_anywhere(where, name, value) for name, value in named.items()}
         device_of(where, {"the weight": self.weight.array, **arrays})
-        return arrays
-
-    def _copied(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Copies on the host of arrays on a device."""
-        where = type(self).__name__
-        compact = {name: array.contiguous(where, name) for name, array in arrays.items()}
-        with launch_on(list(compact.values())):  # not in a CUDA graph
-            return {name: array.numpy() for name, array in compact.items()}
+        # Checked in every step: a wrong call would else be found at the next refresh, long after.
+        check_all(*arrays.values())
+        if not self.is_capturing:
+            return None
+        read = [*arrays.values()]
+        if self.weight.is_on_device:
+            compact = [array.contiguous(where, name) for name, array in arrays.items()]
+            with launch_on(compact):  # not in a CUDA graph
+                read = [array.numpy() for array in compact]
+            check_all(*read)  # values too, now that they can be read
+        if self.is_compatible:
+            self.clear()  # MindSpore's layers keep the last call only
+        return read
 
     def _check(self, x: Any, d: Any) -> None:
         """Refuse inputs and gradients that do not fit."""
@@ -176,15 +170,17 @@ class ThorLayer:
 
     def _check_floating(self, **arrays: Any) -> None:
         for name, array in arrays.items():
-            if array.dtype not in FLOATS:
-                self._reject(TypeError, name, "has a wrong dtype", FLOAT_NAMES, array.dtype)
+            check.float_dtype(type(self).__name__, name, array)
+
+    def _rows(self, array: FloatArray, width: int) -> FloatArray:
+        return array.reshape(-1, width).astype(self.real, copy=False)
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
-        x, d = (array.reshape(-1, array.shape[-1]) for array in (x, d))
-        add_gram(self._a, x.astype(self.real, copy=False).T)
-        add_gram(self._g, d.astype(self.real, copy=False).T)
+        x, d = self._rows(x, x.shape[-1]), self._rows(d, d.shape[-1])
+        add_gram(self._a, x.T)
+        add_gram(self._g, d.T)
         # MindSpore's A is divided by the rows of A, not by those of X.
-        a_weight = self.weight.shape[1] if self._is_compatible else len(x)
+        a_weight = self.weight.shape[1] if self.is_compatible else len(x)
         self._count(len(x), (a_weight, len(x)))
 
     @quiet
@@ -208,30 +204,27 @@ class ThorLayer:
         if self._g.ndim == 1:
             name, wrong = "capture_covariances", "is not for this layer"
             self._reject(TypeError, name, wrong, "capture", "a call of it")
-        given = self._adopted(a=a, g=g)
-        self._check_floating(**given)
-        for name, total in (("a", self._a), ("g", self._g)):
-            self._check_shape(name, given[name], (len(total),) * total.ndim)
-        for name, value in (("a_normalizer", a_normalizer), ("g_normalizer", g_normalizer)):
-            positive_float(type(self).__name__, name, value, np.float64)
-        if not self.is_capturing:
+        normalizers = {"a_normalizer": a_normalizer, "g_normalizer": g_normalizer}
+        arrays = self._read(partial(self._check_covariances, normalizers), a=a, g=g)
+        if arrays is None:
             return
-        if self.weight.is_on_device:
-            given = self._copied(given)
-        if self._is_compatible:
-            self.clear()
-        a_covariance, g_covariance = (
-            array.astype(self.real, copy=False) for array in given.values()
-        )
-        self._a += a_covariance if self._a.ndim == 1 else packed(a_covariance, self._a.shape[1])
-        self._g += packed(g_covariance, self._g.shape[1])
-        self._count(1, (1, 1), (float(a_normalizer), float(g_normalizer)))
+        a, g = (array.astype(self.real, copy=False) for array in arrays)
+        self._a += a if self._a.ndim == 1 else packed(a, self._a.shape[1])
+        self._g += packed(g, self._g.shape[1])
+        self._count(1, (1, 1), (a_normalizer, g_normalizer))
 
-    def _count(self, samples: int, weights: Both, positions: Both = (0.0, 0.0)) -> None:
+    def _check_covariances(self, normalizers: dict[str, float], a: Any, g: Any) -> None:
+        self._check_floating(a=a, g=g)
+        for name, array, total in (("a", a, self._a), ("g", g, self._g)):
+            self._check_shape(name, array, (len(total),) * total.ndim)
+        for name, value in normalizers.items():
+            positive_float(type(self).__name__, name, value, np.float64)
+
+    def _count(self, samples: int, weights: Any, positions: Any = 0.0) -> None:
         """Count samples, and for A and for G what to divide by and the positions."""
         self._samples += samples
-        self._weights = self._weights[0] + weights[0], self._weights[1] + weights[1]
-        self._positions = self._positions[0] + positions[0], self._positions[1] + positions[1]
+        self._weights = self._weights + weights
+        self._positions = self._positions + positions
 
 
 class ThorDense(ThorLayer):
@@ -307,7 +300,7 @@ class ThorEmbedding(ThorLayer):
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         size, width = self.weight.shape
         # MindSpore does not split the factor of an embedding.
-        block_size = width if self._is_compatible else self._block_size
+        block_size = width if self.is_compatible else self._block_size
         return np.zeros(size, self.real), empty_packed(width, block_size, self.real)
 
     def _check(self, x: Any, d: Any) -> None:
@@ -324,14 +317,14 @@ class ThorEmbedding(ThorLayer):
             self._reject(IndexError, "inputs", wrong, f"0 <= id < {size}", bad)
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
-        x, d = x.reshape(-1), d.reshape(-1, d.shape[-1])
+        x, d = x.reshape(-1), self._rows(d, d.shape[-1])
         if self.padding_idx is not None:
             counts = x != self.padding_idx
             x, d = x[counts], d[counts]
         self._a += np.bincount(x, minlength=len(self._a)).astype(self.real)
-        add_gram(self._g, d.astype(self.real, copy=False).T)
+        add_gram(self._g, d.T)
         # MindSpore keeps the counts, which its optimizer divides by its batch size.
-        self._count(max(len(x), 1), (1 if self._is_compatible else len(x), len(x)))
+        self._count(max(len(x), 1), (1 if self.is_compatible else len(x), len(x)))
 
 
 class ThorLayerNorm(ThorLayer):
@@ -380,8 +373,7 @@ class ThorLayerNorm(ThorLayer):
         self._check_shape("output_gradients", d, x.shape)
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
-        x, d = (array.reshape(-1, self.weight.size) for array in (x, d))
-        x, d = x.astype(self.real, copy=False), d.astype(self.real, copy=False)
+        x, d = (self._rows(array, self.weight.size) for array in (x, d))
         centered = x - x.mean(axis=1, keepdims=True)
         variance = np.square(centered).mean(axis=1, keepdims=True)
         normalized = centered / np.sqrt(variance + self.real(self.eps))

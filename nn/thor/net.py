@@ -21,9 +21,8 @@ def declared(net: Any) -> dict[str, Declared]:
     """Layers and further parameters by their place in a net: a layer, or what the elements or
     attributes of a list, tuple, mapping or object hold, and theirs.
     """
-    found: dict[str, Declared] = {}
-    _walk("", net, found, set())
-    layers = {name: d for name, d in found.items() if isinstance(d, ThorLayer)}
+    entries = dict(_walk("", net, set()))
+    layers = {name: d for name, d in entries.items() if isinstance(d, ThorLayer)}
     if not layers:
         expected = "a ThorDense, ThorConv2d, ThorEmbedding or ThorLayerNorm in it"
         reject(ValueError, "thor", "net", "declares no layers", expected, type(net).__name__)
@@ -35,21 +34,19 @@ def declared(net: Any) -> dict[str, Declared]:
                 expected = "layers with parameters of their own"
                 reject(ValueError, "thor", argument, "shares a parameter", expected, got)
             owners[id(parameter)] = name
-    return {n: d for n, d in found.items() if isinstance(d, ThorLayer) or id(d) not in owners}
+    return {n: d for n, d in entries.items() if isinstance(d, ThorLayer) or id(d) not in owners}
 
 
-def _walk(name: str, value: Any, found: dict[str, Declared], seen: set[int]) -> None:
+def _walk(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Declared]]:
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
     # Parts of a net may refer to the whole, or to each other.
     seen.add(id(value))
     if isinstance(value, ThorLayer | Parameter):
-        found[name or "net"] = value
-        return
-    if framework_of(value) is not None:  # an array on a device, with attributes of its framework
-        return
-    for key, part in _parts(value):
-        _walk(f"{name}.{key}" if name else str(key), part, found, seen)
+        yield name or "net", value
+    elif framework_of(value) is None:  # an array on a device has attributes of its framework
+        for key, part in _parts(value):
+            yield from _walk(f"{name}.{key}" if name else str(key), part, seen)
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -29,15 +29,16 @@ from ..fused import FusedOptimizer
 from . import arguments
 from .arguments import NAME
 from .clipping import ClippedConditioning
-from .factors import FactorError, FloatArray
+from .factors import FactorError
 from .layers import ThorLayerNorm
 from .net import declared, trainable
-from .preconditioners import Inverses, LayerOptions, Preconditioner, Scratch, preconditioner_of
+from .preconditioners import Inverses, LayerOptions, Preconditioner, Scratch, kind_of
 
 # Up to so many elements the last pass of a step runs on one thread. BLAS has just used all cores,
 # and its idle threads and those of OpenMP wait by spinning, against each other: that costs
 # milliseconds, more than the pass itself, which is short beside the products.
 _SERIAL_UP_TO = 1 << 22
+_FIRST = "damping", "momentum", "use_nesterov", "enable_clip_grad", "batch_size", "frequency"
 _ALONE = Limit(1, "thor, which BLAS has left with busy cores")
 
 
@@ -47,7 +48,7 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
 
 
 class Thor(FusedOptimizer):
-    """The optimizer that `thor` makes of a net and of its other arguments, ``given`` by name.
+    """The optimizer that `thor` makes of a net and of its other arguments, the ``options``.
 
     Attributes:
         net: what was declared: the layers and further parameters, by their place in the net.
@@ -70,28 +71,25 @@ class Thor(FusedOptimizer):
     block_size = Fixed(arguments.block_size_of)
     bad_factor = Checked(arguments.bad_factor_of)
 
-    def __init__(self, net: Any, given: Mapping[str, Any]) -> None:
-        for name in ("damping", "momentum", "use_nesterov", "enable_clip_grad", "batch_size"):
-            setattr(self, name, given[name])
-        self.frequency = given["frequency"]
-        self.is_compatible = arguments.compatibility(given["compat"], given["block_size"])
-        self.block_size, self.bad_factor = given["block_size"], given["bad_factor"]
-        decay_filter = given["decay_filter"]
-        check_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
-        arguments.check_split(given["split_indices"])
+    def __init__(self, net: Any, options: Mapping[str, Any]) -> None:
+        for name in _FIRST:
+            setattr(self, name, options[name])
+        self.is_compatible = arguments.compatibility(options["compat"], options["block_size"])
+        self.block_size, self.bad_factor = options["block_size"], options["bad_factor"]
+        check_kind(NAME, "decay_filter", options["decay_filter"], Callable, "a callable")
+        if options["split_indices"] is not None:
+            name, fix = "split_indices", "; there is one process, and nothing to reduce over"
+            reject(ValueError, NAME, name, "needs a communicator", "None", options[name], fix)
         if maker_of_states() is not None:
             wrong, expected = "cannot make its states", "another class: factors are no states"
             reject(ValueError, NAME, "states_in", wrong, expected, NAME)
         self.net = declared(net)
         super().__init__(
-            given["learning_rate"],
-            trainable(self.net),
-            given["weight_decay"],
-            given["loss_scale"],
+            options["learning_rate"], trainable(self.net), options["weight_decay"],
+            options["loss_scale"], states={"moments": 0.0},
             rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
-            states={"moments": 0.0},
-        )
-        self._filter_decay(decay_filter)
+        )  # fmt: skip
+        self._filter_decay(options["decay_filter"])
         self._preconditioners = self._precondition_layers()
         self._scratch = Scratch()
         self._is_requested = False
@@ -107,7 +105,7 @@ class Thor(FusedOptimizer):
 
     def _precondition_layers(self) -> list[Preconditioner]:
         places = {id(p): i for i, p in enumerate(self.parameters)}
-        found = []
+        preconditioners = []
         for name, layer in self.net.items():
             if isinstance(layer, Parameter):
                 continue
@@ -117,8 +115,8 @@ class Thor(FusedOptimizer):
             positions = {places[id(p)]: k for k, p in enumerate(treated) if id(p) in places}
             layer.is_capturing = False
             if positions:
-                found.append(preconditioner_of(layer, positions, is_compatible=self.is_compatible))
-        return found
+                preconditioners.append(kind_of(layer)(layer, positions))
+        return preconditioners
 
     def formula(self) -> Formula:
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
@@ -136,7 +134,7 @@ class Thor(FusedOptimizer):
         damping = value_at(NAME, "damping", self.damping, step)
         check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
         loss_scale = number_of(self._loss_scale)
-        return LayerOptions(damping, self.batch_size, loss_scale, self.is_compatible, self._scratch)
+        return LayerOptions(damping, self.batch_size, loss_scale, self._scratch)
 
     def request_refresh(self) -> None:
         """Compute the factors anew in the next step too, whatever its number is."""
@@ -183,9 +181,11 @@ class Thor(FusedOptimizer):
         # New inverses are kept when those of all layers are there: after the error of a factor that
         # cannot be inverted no layer has changed.
         fresh: list[tuple[Preconditioner, Inverses]] = []
-        given = list(gradients)
+        conditioned = list(gradients)
         for preconditioner in self._preconditioners:
-            read = self._read_layer(preconditioner, gradients)
+            read = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
+            if self._device is None:  # of what came from a device all is checked
+                read = {i: self._read(i, gradient) for i, gradient in read.items()}
             if not read:
                 continue
             inverses = self._refreshed(preconditioner, options)
@@ -193,11 +193,11 @@ class Thor(FusedOptimizer):
                 fresh.append((preconditioner, inverses))
             elif preconditioner.needs_capture and not preconditioner.has_factors:
                 continue  # a first refresh that was skipped, with a warning
-            for position, gradient in read.items():
-                given[position] = preconditioner.precondition(
-                    position, gradient, inverses or preconditioner.inverses, options
-                )
-        before = self._attributes()
+            for i, gradient in read.items():
+                used = inverses or preconditioner.inverses
+                conditioned[i] = preconditioner.precondition(i, gradient, used, options)
+        parts = [part for p in self._preconditioners for part in (p, p.layer)]
+        before, was_requested = [vars(part).copy() for part in parts], self._is_requested
         try:
             # What belongs to the step beside the parameters comes before they are written: an
             # interrupt may come right after that.
@@ -207,30 +207,16 @@ class Thor(FusedOptimizer):
             self.clear_captured()
             self._announce(step + 1)
             if self._device is not None:
-                pairs = zip(self.parameters, given, strict=True)
-                given = [None if g is None else p.array.holding(g) for p, g in pairs]
-            is_small = sum(p.size for p in self.parameters) <= _SERIAL_UP_TO
-            return limit_threads(_ALONE if is_small else None, super().construct, tuple(given))
+                pairs = zip(self.parameters, conditioned, strict=True)
+                conditioned = [None if g is None else p.array.holding(g) for p, g in pairs]
+            limit = _ALONE if sum(p.size for p in self.parameters) <= _SERIAL_UP_TO else None
+            return limit_threads(limit, super().construct, tuple(conditioned))
         except BaseException:
             if self._step == step:
-                for owner, attributes in before:
-                    vars(owner).update(attributes)
+                self._is_requested = was_requested
+                for part, attributes in zip(parts, before, strict=True):
+                    vars(part).update(attributes)
             raise
-
-    def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
-        """The attributes that a step changes beside parameters and states, as they are now."""
-        parts = [part for p in self._preconditioners for part in (p, p.layer)]
-        own = {"_is_requested": self._is_requested}
-        return [(self, own), *((part, vars(part).copy()) for part in parts)]
-
-    def _read_layer(
-        self, preconditioner: Preconditioner, gradients: tuple[Any, ...]
-    ) -> dict[int, FloatArray]:
-        """The checked gradients of a layer, by position; those that are None are left out."""
-        own = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
-        if self._device is not None:
-            return own  # of what came from there all is checked
-        return {i: self._read(i, gradient) for i, gradient in own.items()}
 
     def _read(self, position: int, gradient: Any) -> Any:
         """A checked gradient that is not None and not row-sparse."""
@@ -267,7 +253,12 @@ class Thor(FusedOptimizer):
         return sum(int(preconditioner.refreshes[0]) for preconditioner in self._preconditioners)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of `Optimizer.state_arrays`, with the factors of the layers."""
+        """The arrays of `Optimizer.state_arrays`, with the factors of the layers.
+
+        ``matrix_a_inv.<weight>`` and ``matrix_g_inv.<weight>`` are the inverses in use
+        (block-diagonal ones as the rows of their blocks), ``refreshes.<weight>`` is how often they
+        were computed. What was captured since the last step is no part of the state.
+        """
         arrays = super().state_arrays()
         for preconditioner in self._preconditioners:
             name = self.parameters[next(iter(preconditioner.positions))].name
@@ -276,16 +267,6 @@ class Thor(FusedOptimizer):
 
     def _derived_state(self, _step: int) -> dict[str, np.ndarray]:
         return {"momentum": np.array(self.momentum, np.float32)}
-
-    def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
-        """Copies of all that a resumed run needs beside the parameters, by name.
-
-        Beside those of Momentum: ``matrix_a_inv.<weight>`` and ``matrix_g_inv.<weight>``, the
-        inverses in use (block-diagonal ones as the rows of their blocks), and
-        ``refreshes.<weight>``, how often they were computed. What was captured since the last
-        step is no part of it.
-        """
-        return super().state_dict(flush=flush)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
         """Load a state of this optimizer, factors included (`FusedOptimizer.load_state_dict`)."""

@@ -38,7 +38,6 @@ class LayerOptions(NamedTuple):
     damping: float  # lambda of this step
     batch_size: float  # samples that the loss averages over
     loss_scale: float
-    is_compatible: bool  # do as MindSpore does
     scratch: Scratch
 
     @property
@@ -115,17 +114,17 @@ class Preconditioner:
         self, position: int, gradient: FloatArray, inverses: Inverses, options: LayerOptions
     ) -> FloatArray:
         """The preconditioned gradient of a parameter, in an array that the layer keeps."""
-        real, own = self.layer.real, self.positions[position]
+        real = self.layer.real
         if position not in self._results:
             self._results[position] = np.empty(gradient.shape, real)
-        result = self._results[position]
-        self._apply(own, gradient.astype(real, copy=False), inverses, options, result)
-        return result
+        out, g = self._results[position], gradient.astype(real, copy=False)
+        self._apply(self.positions[position], g, inverses, options, out)
+        return out
 
     def _apply(
-        self, _own: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
+        self, _k: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
-        """``out`` becomes the preconditioned ``g`` of parameter ``own`` of the layer."""
+        """``out`` becomes the preconditioned ``g`` of parameter ``k`` of the layer."""
         matrix = g.reshape(len(g), -1)
         between = options.scratch.take(matrix.shape, self.layer.real)
         times_packed(matrix, inverses[0], between)
@@ -140,14 +139,14 @@ class EmbeddingPreconditioner(Preconditioner):
         a, a_weight, g, g_weight = self.layer.covariances
         root = math.sqrt(options.damping)
         frequencies = a.astype(np.float64) / a_weight
-        if options.is_compatible:
+        if self.layer.is_compatible:
             frequencies /= options.batch_size
         where, scale = self._label("G"), options.sample_scale / g_weight
-        g_inverse = inverse(where, g, scale, root, transposes=not options.is_compatible)
+        g_inverse = inverse(where, g, scale, root, transposes=not self.layer.is_compatible)
         return (1.0 / (frequencies + root)).astype(a.dtype), g_inverse
 
     def _apply(
-        self, _own: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
+        self, _k: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         between = options.scratch.take(g.shape, self.layer.real)
         np.multiply(g, inverses[0][:, None], out=between)
@@ -160,7 +159,7 @@ class LayerNormPreconditioner(Preconditioner):
     def inverted(self, options: LayerOptions) -> Inverses:
         """Return the inverses of the diagonal factors of weight and bias."""
         a, weight, g, _ = self.layer.covariances
-        found = []
+        inverses = []
         for name, squares in (("weight", a), ("bias", g)):
             factor = squares.astype(np.float64) * (options.sample_scale / weight)
             if not np.isfinite(factor).all():
@@ -168,13 +167,13 @@ class LayerNormPreconditioner(Preconditioner):
                 where, got = self._label(f"of the {name}"), f"{factor[k]} in element {k}"
                 wrong = "is not finite"
                 reject(FactorError, where, "the mean square", wrong, "finite numbers", got)
-            found.append((1.0 / (factor + options.damping)).astype(squares.dtype))
-        return found[0], found[1]
+            inverses.append((1.0 / (factor + options.damping)).astype(squares.dtype))
+        return inverses[0], inverses[1]
 
     def _apply(
-        self, own: int, g: FloatArray, inverses: Inverses, _options: LayerOptions, out: FloatArray
+        self, k: int, g: FloatArray, inverses: Inverses, _options: LayerOptions, out: FloatArray
     ) -> None:
-        np.multiply(g, inverses[own].reshape(g.shape), out=out)
+        np.multiply(g, inverses[k].reshape(g.shape), out=out)
 
 
 class CompatibleLayerNorm(LayerNormPreconditioner):
@@ -187,7 +186,7 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
         return {}
 
     def _apply(
-        self, _own: int, g: FloatArray, _inverses: Inverses, options: LayerOptions, out: FloatArray
+        self, _k: int, g: FloatArray, _inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         real = self.layer.real
         plain = g * real(1.0 / options.loss_scale)
@@ -197,13 +196,10 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
         np.multiply(direction, real(options.loss_scale), out=out)
 
 
-def preconditioner_of(
-    layer: ThorLayer, positions: dict[int, int], *, is_compatible: bool
-) -> Preconditioner:
-    """The preconditioner for a layer of this kind."""
+def kind_of(layer: ThorLayer) -> type[Preconditioner]:
+    """The class of preconditioners for a layer of this kind."""
     if isinstance(layer, ThorEmbedding):
-        return EmbeddingPreconditioner(layer, positions)
+        return EmbeddingPreconditioner
     if isinstance(layer, ThorLayerNorm):
-        kind = CompatibleLayerNorm if is_compatible else LayerNormPreconditioner
-        return kind(layer, positions)
-    return Preconditioner(layer, positions)
+        return CompatibleLayerNorm if layer.is_compatible else LayerNormPreconditioner
+    return Preconditioner

@@ -102,8 +102,7 @@ def thor(
     >>> print(layer.weight.data.round(2))
     [[1.   0.1  0.01]]
     """
-    given = dict(locals())
-    del given["net"], given["unknown"]
+    options = {name: value for name, value in locals().items() if name not in ("net", "unknown")}
     reject_unknown(NAME, unknown, thor)
     kind: type[Thor] = Thor
     torch = sys.modules.get("torch")  # whoever has a module has imported it
@@ -111,4 +110,4 @@ def thor(
         from .torch import TorchThor
 
         kind = TorchThor
-    return kind(net, given)
+    return kind(net, options)

@@ -50,17 +50,17 @@ class TorchThor(Thor):
         RuntimeError: a parameter is on a device of another kind.
     """
 
-    def __init__(self, net: torch.nn.Module, given: Mapping[str, Any]) -> None:
-        entries, tensors, layers = _entries(net)
-        super().__init__(entries, given)
+    def __init__(self, net: torch.nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__(_entries(net), options)
         self.module = net
-        self.tensors = [tensors[id(p)] for p in self.parameters]
+        tensors, modules = dict(net.named_parameters()), dict(net.named_modules())
+        self.tensors = [tensors[str(p.name)] for p in self.parameters]
+        layers = [p.layer for p in self._preconditioners if p.needs_capture]
         self._hooks = [
-            layers[id(p.layer)].register_forward_hook(
-                partial(_after_forward, p.layer), with_kwargs=True
+            modules.get(layer.name, net).register_forward_hook(
+                partial(_after_forward, layer), with_kwargs=True
             )
-            for p in self._preconditioners
-            if p.needs_capture
+            for layer in layers
         ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -107,8 +107,7 @@ class TorchThor(Thor):
         for parameter, tensor in zip(self.parameters, self.tensors, strict=True):
             name = f"parameter {parameter.name!r}"
             view = _view(tensor, name)
-            found = adopt_anywhere(NAME, name, view)
-            if address_of(found) != address_of(parameter.array):
+            if address_of(adopt_anywhere(NAME, name, view)) != address_of(parameter.array):
                 parameter.data = view
 
 
@@ -154,49 +153,42 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor) if _is_zerotensor(tensor) else tensor.resolve_neg()
 
 
-def _entries(
-    net: torch.nn.Module,
-) -> tuple[dict[str, Declared], dict[int, torch.Tensor], dict[int, torch.nn.Module]]:
-    """Layers and parameters by name, tensors by parameter, modules by layer."""
-    adopted: dict[int, Parameter] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in net.named_parameters():  # each tensor once
-        parameter = Parameter(_view(tensor), name, tensor.requires_grad)
-        adopted[id(tensor)], tensors[id(parameter)] = parameter, tensor
-    records, modules = _records(net, adopted)
+def _entries(net: torch.nn.Module) -> dict[str, Declared]:
+    """Layers and parameters by name."""
+    parameters = {  # each tensor once
+        id(tensor): Parameter(_view(tensor), name, tensor.requires_grad)
+        for name, tensor in net.named_parameters()
+    }
     # Of the parameters of a layer the first one, its weight, says where it comes.
     treated: dict[int, tuple[str, Declared]] = {
-        id(p): (name, record) for name, record in records.items() for p in record.parameters
-    }
-    entries = dict(treated.get(id(p), (str(p.name), p)) for p in adopted.values())
-    return entries, tensors, modules
+        id(p): (name, layer)
+        for name, layer in _layers(net, parameters).items() for p in layer.parameters
+    }  # fmt: skip
+    return dict(treated.get(id(p), (str(p.name), p)) for p in parameters.values())
 
 
-def _records(
-    net: torch.nn.Module, adopted: dict[int, Parameter]
-) -> tuple[dict[str, ThorLayer], dict[int, torch.nn.Module]]:
+def _layers(net: torch.nn.Module, parameters: dict[int, Parameter]) -> dict[str, ThorLayer]:
+    """The layers of a net that can be treated, with ``parameters`` by the ids of their tensors."""
     users = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
-    records: dict[str, ThorLayer] = {}
-    modules: dict[int, torch.nn.Module] = {}
-    left_out = []
+    layers, left_out = dict[str, ThorLayer](), []
     for name, module in net.named_modules():
         if not isinstance(module, _KINDS) or getattr(module, "weight", None) is None:
             continue
-        own = dict(module.named_parameters(recurse=False))
+        tensors = dict(module.named_parameters(recurse=False))
         why = _obstacle(module)
-        if "weight" not in own:
+        if "weight" not in tensors:
             why = "its weight is computed from other parameters"
-        elif max(users[id(tensor)] for tensor in own.values()) > 1:
+        elif max(users[id(tensor)] for tensor in tensors.values()) > 1:
             why = "a parameter that other modules have too"
         if why:
             left_out.append(f"{name or 'the module'} ({why})")
             continue
-        record = _record(module, {n: adopted[id(tensor)] for n, tensor in own.items()})
-        records[name or "net"], modules[id(record)] = record, module
+        of_layer = {n: parameters[id(tensor)] for n, tensor in tensors.items()}
+        layers[name or "net"] = _layer(module, of_layer)
     if left_out:
         text = f"{NAME}: some layers take the plain gradient: {', '.join(left_out)}"
         warnings.warn(text, UserWarning, stacklevel=5)
-    return records, modules
+    return layers
 
 
 _FOREIGN = {getattr(torch, name): dtype for name, dtype in FOREIGN.items()}
@@ -217,7 +209,7 @@ def _obstacle(module: Any) -> str | None:
     return None
 
 
-def _record(module: Any, parameters: dict[str, Parameter]) -> ThorLayer:
+def _layer(module: Any, parameters: dict[str, Parameter]) -> ThorLayer:
     weight, bias = parameters["weight"], parameters.get("bias")
     if isinstance(module, torch.nn.Conv2d):
         pairs: Any = module.stride, module.padding, module.dilation

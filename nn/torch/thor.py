@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ...ops.runtime.errors import reject
 from ..thor.arguments import BLOCK_SIZE
-from ..thor.optimizer import every_parameter
+from ..thor.thor import thor
 from ..thor.torch import TorchThor
 from .engine.memory import array_of, tensor_of
 from .engine.options import not_negative
@@ -24,18 +24,9 @@ _OF_STEP = ("damping", "momentum")
 class Thor(torch.optim.Optimizer):
     """THOR: natural gradient descent with Kronecker factors, over the parameters of a module.
 
-    With the inputs ``X`` of a layer and the derivatives ``d`` at its outputs, of N samples, both
-    factors computed and inverted in every step that ``frequency`` divides::
-
-        Ainv = (X'X / N + sqrt(damping) I)^-1,   Ginv = (d'd / N + sqrt(damping) I)^-1
-        g <- Ginv g Ainv + weight_decay*w        (g as a matrix of out rows)
-        with clip_grad: g <- g / max(|g|, 1), each tensor by itself
-        a <- momentum*a + g
-        w <- w - lr*a,   nesterov: w - lr*(g + momentum*a)
-
-    What it does with each kind of layer is said of `fusestep.nn.thor`, which this class gives
-    PyTorch's form: groups, schedulers, hooks, ``state_dict``. Hooks on the module's
-    ``Linear``, ``Conv2d``, ``Embedding`` and ``LayerNorm`` capture what a step needs.
+    The steps of `fusestep.nn.thor`, which says what it does with each kind of layer, with PyTorch's
+    groups, schedulers, hooks and ``state_dict``. Hooks on the module's ``Linear``, ``Conv2d``,
+    ``Embedding`` and ``LayerNorm`` capture what a step needs.
 
     Args:
         module: a ``torch.nn.Module``; all parameters that require a gradient are trained, as one
@@ -80,22 +71,18 @@ class Thor(torch.optim.Optimizer):
         block_size: int | None = BLOCK_SIZE, bad_factor: str = "raise",
     ) -> None:  # fmt: skip
         not_negative(lr=lr)
-        given = {
-            "learning_rate": number(lr), "damping": damping, "momentum": momentum,
-            "weight_decay": weight_decay, "loss_scale": 1.0, "batch_size": batch_size,
-            "use_nesterov": nesterov, "decay_filter": every_parameter, "split_indices": None,
-            "enable_clip_grad": clip_grad, "frequency": frequency, "compat": None,
-            "block_size": block_size, "bad_factor": bad_factor,
-        }  # fmt: skip
-        self._thor: TorchThor | None = None
-        thor = TorchThor(module, given)
-        super().__init__(thor.tensors, {"lr": lr, "damping": damping, "momentum": momentum})
-        self._thor = thor
+        self._thor = cast("TorchThor", thor(
+            module, number(lr), damping, momentum, weight_decay, batch_size=batch_size,
+            use_nesterov=nesterov, enable_clip_grad=clip_grad, frequency=frequency,
+            block_size=block_size, bad_factor=bad_factor,
+        ))  # fmt: skip
+        group = {"lr": lr, "damping": damping, "momentum": momentum}
+        super().__init__(self._thor.tensors, group)
         self._show()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The group of the module; another one raises."""
-        if self._thor is not None:
+        if self.param_groups:
             raise ValueError("Thor trains the parameters of its module, and no others")
         super().add_param_group(param_group)
 
@@ -103,7 +90,6 @@ class Thor(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step (`FusedOptimizer.step`)."""
         thor, (group,) = self._thor, self.param_groups
-        assert thor is not None
         not_negative(lr=group["lr"])
         # In place: the parameters know their learning rate by identity, not by value.
         rate: Any = thor.learning_rate
@@ -119,43 +105,39 @@ class Thor(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what was captured with them."""
-        assert self._thor is not None
         self._thor.zero_grad(set_to_none)
 
     def _names(self) -> list[dict[str, str]]:
         """For each parameter, by the names of its states those that `nn.thor` gives them."""
-        thor = self._thor
-        assert thor is not None
         # What all have in common is a state of each: PyTorch saves no others everywhere.
-        names = {str(p.name): {"global_step": "global_step"} for p in thor.parameters}
-        for name in thor.state_arrays():
+        names = {str(p.name): {"global_step": "global_step"} for p in self._thor.parameters}
+        for name in self._thor.state_arrays():
             role, _, parameter = name.partition(".")
             if parameter in names:
                 names[parameter][role] = name
         return [*names.values()]
 
+    def _states(self, arrays: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """The states of each parameter among the arrays of `nn.thor`."""
+        each = self._names()
+        return [{role: tensor_of(arrays[name]) for role, name in names.items()} for names in each]
+
     def _show(self) -> None:
         """Have ``state`` name the states where they lie."""
-        thor = self._thor
-        assert thor is not None
-        arrays, self._n_shown = thor.state_arrays(), thor.n_refreshes
-        for tensor, names in zip(thor.tensors, self._names(), strict=True):
-            own = {role: tensor_of(arrays[name]) for role, name in names.items()}
-            if isinstance(known := self.state.get(tensor), dict):
-                known.update(own)  # beside entries of others
+        states, self._n_shown = self._states(self._thor.state_arrays()), self._thor.n_refreshes
+        for tensor, state in zip(self._thor.tensors, states, strict=True):
+            if isinstance(shown := self.state.get(tensor), dict):
+                shown.update(state)  # beside entries of others
             else:
-                self.state[tensor] = own
+                self.state[tensor] = state
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of ``torch.optim``, with copies of the states."""
-        assert self._thor is not None
         self._show()
-        found: dict[str, Any] = super().state_dict()
-        arrays = self._thor.state_dict()
-        for key, names in enumerate(self._names()):
-            own = {role: tensor_of(arrays[name]) for role, name in names.items()}
-            found["state"][key] = {**found["state"][key], **own}
-        return found
+        saved: dict[str, Any] = super().state_dict()
+        for key, state in enumerate(self._states(self._thor.state_dict())):
+            saved["state"][key] = {**saved["state"][key], **state}
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of ``torch.optim``; the states are checked first.
@@ -164,7 +146,7 @@ class Thor(torch.optim.Optimizer):
             KeyError, TypeError, ValueError: they are not those of this module.
         """
         # Behind the hooks of users, which may give another one; before PyTorch changes anything.
-        last = self.register_load_state_dict_pre_hook(_load)
+        last = self.register_load_state_dict_pre_hook(Thor._take_states)
         try:
             super().load_state_dict(dict(state_dict))
         finally:
@@ -176,31 +158,25 @@ class Thor(torch.optim.Optimizer):
 
     def _take_states(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the states of a ``state_dict``, after checking all of them."""
-        thor, states, groups = self._thor, state_dict["state"], state_dict["param_groups"]
-        assert thor is not None
+        states, groups = state_dict["state"], state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(self.param_groups[0]["params"])]:
             raise ValueError("loaded state dict has another group or other parameters")
-        check_states("Thor", groups[0]["params"], states)
+        keys = groups[0]["params"]
+        check_states("Thor", keys, states)
         if "thor" in state_dict:  # as before states were those of parameters
-            given = dict(state_dict["thor"])
+            arrays = dict(state_dict["thor"])
         else:
-            given, steps = thor.state_dict(), set()
-            given = {name: x for name, x in given.items() if "." not in name}
-            for key, names in zip(groups[0]["params"], self._names(), strict=True):
-                own = states.get(key, {})
-                given.update((name, own.get(role)) for role, name in names.items())
-                steps.add(number(own.get("global_step", -1)))
-            if len(steps) > 1:
+            of_each = [states.get(key, {}) for key in keys]
+            if len(steps := {number(state.get("global_step", -1)) for state in of_each}) > 1:
                 wrong, expected = "differs between parameters", "one number"
                 reject(ValueError, "Thor", "state 'global_step'", wrong, expected, steps)
-            given = {name: x for name, x in given.items() if x is not None}
-        thor.load_state_dict(
-            {name: array_of(x) if isinstance(x, Tensor) else x for name, x in given.items()}
-        )
+            arrays = {name: x for name, x in self._thor.state_dict().items() if "." not in name}
+            for state, names in zip(of_each, self._names(), strict=True):
+                arrays |= {name: state.get(role) for role, name in names.items()}
+        self._thor.load_state_dict({
+            name: array_of(x) if isinstance(x, Tensor) else x
+            for name, x in arrays.items() if x is not None
+        })  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Thor has hooks on its module: copy the module, and load the state_dict")
-
-
-def _load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    optimizer._take_states(state_dict)
