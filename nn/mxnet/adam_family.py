@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
+from itertools import count
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.counts import Count
 from ...kernels.cpu.threads import allocation
 from ...kernels.cpu.threads.parallel import commit
-from ...kernels.cpu.threads.workspace import Pool
 from ...kernels.rule import Prologue, Rule
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
@@ -23,7 +21,7 @@ from ...ops.runtime.row_step import Update, run_updates
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
 from ..engine.layout import Gradients
-from .arguments import LISTS, Lists, as_lists, decay_rate, kept_epsilon
+from .arguments import LISTS, Lists, Values, as_lists, decay_rate, kept_epsilon
 from .bindings import Bindings
 from .optimizer import Optimizer
 
@@ -67,17 +65,11 @@ class AdamFamily(Optimizer):
         mean, var = (_zeros_like(array, np.dtype(real_type(array.dtype))) for _ in range(2))
         return mean, var
 
-    def step(
-        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
+    def step(self, indices: Values, weights: Values, grads: Values, states: Values) -> None:
         """Update weights with the scalars of MXNet's composed operations; see ``update``."""
         self._update_lists((indices, weights, grads, states), composed=True)
 
-    def fused_step(
-        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
+    def fused_step(self, indices: Values, weights: Values, grads: Values, states: Values) -> None:
         """Update weights with the scalars of MXNet's kernels; see ``update``."""
         self._update_lists((indices, weights, grads, states), composed=False)
 
@@ -93,30 +85,30 @@ class AdamFamily(Optimizer):
 
         Arguments and errors are those of `Optimizer.update_multi_precision`.
         """
-        given = index, weight, grad, state
+        lists = index, weight, grad, state
         if not self.multi_precision:
-            self.update(*given)
+            self.update(*lists)
         elif self._has_own_update():
-            super().update_multi_precision(*given)
+            super().update_multi_precision(*lists)
         else:
-            self._update_lists(given, composed=not self.use_fused_step, with_masters=True)
+            self._update_lists(lists, composed=not self.use_fused_step, with_masters=True)
 
     def _has_own_update(self) -> bool:
         """Whether a subclass of a user does something else."""
         steps = ("update", "step", "fused_step")
         return any(getattr(type(self), n) is not getattr(AdamFamily, n) for n in steps)
 
-    def _variables(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
-        """Weight, mean and variance of an index."""
+    def _variables(
+        self, index: Any, weight: Any, state: Any, *, may_have_master: bool
+    ) -> tuple[Any, ...]:
+        """Weight, mean and variance, and the master copy, if the weight is rounded from one."""
+        master: list[Any] = []
+        if may_have_master and self._has_master(weight):
+            expected = "(master, (mean, var)) of create_state_multi_precision"
+            *master, state = self._pair(index, state, expected)
         if type(state) is not tuple or len(state) != 2:
             state = self._pair(index, state, "(mean, var) of create_state")
-        return weight.array if isinstance(weight, Parameter) else weight, *state
-
-    def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
-        """Weight, mean, variance, and the master copy that the weight is rounded from."""
-        expected = "(master, (mean, var)) of create_state_multi_precision"
-        master, moments = self._pair(index, state, expected)
-        return (*self._variables(index, weight, moments), master)
+        return weight.array if isinstance(weight, Parameter) else weight, *state, *master
 
     def check_state(self, index: Any, state: Any) -> None:
         """Refuse a state that was read and is not two moments, or a master copy and its moments.
@@ -132,7 +124,7 @@ class AdamFamily(Optimizer):
         first, second = self._pair(index, state, expected)
         has_master = isinstance(second, tuple | list)
         others = self._pair(index, second, expected) if has_master else (second,)
-        for array in (check.variable(self._name, name, given) for given in (first, *others)):
+        for array in (check.variable(self._name, name, each) for each in (first, *others)):
             if array.shape != first.shape:
                 wrong = "has arrays that differ in shape"
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)
@@ -141,40 +133,31 @@ class AdamFamily(Optimizer):
         """Update lists of weights; an error comes before the first write, and counts go back."""
         indices, weights, grads, states = as_lists(self._name, *lists)
         variables = [
-            self._with_master(i, w, s)
-            if with_masters and self._has_master(w)
-            else self._variables(i, w, s)
+            self._variables(i, w, s, may_have_master=with_masters)
             for i, w, s in zip(indices, weights, states, strict=True)
         ]
         if not self._acts():
             return
-        lazy = self._is_lazy(composed)
-        sparse_update = "lazy" if lazy else "dense_equivalent"
+        touched_only = self._is_lazy(composed)
         rule = self._composed_rule if composed else self._fused_rule
-        own = indices, self._label, variables, rule, sparse_update, grads
-        bound, given = self._bindings.read(*own)
-        active = indices
-        if not given.layout.is_complete:
-            active = [indices[i] for i in given.layout.active.tolist()]
+        weights = indices, self._label, variables
+        bound, gradients = self._bindings.read(*weights, rule, touched_only, grads)
+        layout = gradients.layout
+        active = indices if layout.is_complete else [indices[i] for i in layout.active.tolist()]
         largest, counts = self.num_update, self._index_update_count
         # The counts are a dict, which the compiled call cannot write: they go ahead of it, and
         # `done` goes up within it, which after an interrupt tells whether to take them back.
-        before = list(map(counts.get, active))
-        try:
-            counter = _counters.free.pop()
-        except IndexError:
-            counter = _counters.take()
-        done, count = counter
-        done[0] = 0
+        before = [*map(counts.get, active)]
+        bound.done[0] = 0
         try:
             numbers = self._advance(active)
-            updates = self._updates(given, numbers, composed, lazy)
+            updates = self._updates(gradients, numbers, rule, composed, touched_only)
             if bound.device is None:
-                commit([update.prepared() for update in updates], count)
+                commit([update.prepared() for update in updates], bound.count_done)
             elif updates:
-                run_updates(updates, given.arrays)
+                run_updates(updates, gradients.arrays)
         except BaseException:
-            if not done[0]:  # an interrupt may come right after it
+            if not bound.done[0]:  # an interrupt may come right after it
                 self.num_update = largest
                 for index, t in zip(active, before, strict=True):
                     if t is None:
@@ -182,7 +165,6 @@ class AdamFamily(Optimizer):
                     else:
                         counts[index] = t
             raise
-        _counters.give(counter)
 
     def forget_arrays(self) -> None:
         """Hold no array of a former call any more."""
@@ -198,7 +180,7 @@ class AdamFamily(Optimizer):
             reject(AssertionError, self._name, "lazy_update", "needs use_fused_step", True, False)
         return bool(self.lazy_update)
 
-    def _advance(self, indices: Sequence[Any]) -> list[tuple[int, float, float]]:
+    def _advance(self, indices: Values) -> list[tuple[int, float, float]]:
         """Count an update of each index: its count, learning rate and weight decay.
 
         A scheduler is asked with the largest count so far, as if the indices came one by one.
@@ -216,27 +198,22 @@ class AdamFamily(Optimizer):
         return list(zip(counts, lrs, self._get_wds(indices), strict=True))
 
     def _updates(
-        self, given: Gradients, numbers: Sequence[Any], composed: bool, touched_only: bool
+        self, gradients: Gradients, numbers: Values, rule: Rule, composed: bool, touched_only: bool
     ) -> list[Update]:
         """The kernel calls of a step; ``numbers`` are those of the weights that have a gradient."""
-        plain = self._composed_rule if composed else self._fused_rule
         options = _options(self)
-        decay = max(map(_wd, numbers), default=0.0)
-        prologue = _prologue(decay, composed, plain.decays, options)
-        how = prologue, composed, plain.decays, options
-        updates, batches, at = [], given.layout.batches, {}
-        if len(batches) > 1:
-            at = dict(zip(given.layout.active.tolist(), numbers, strict=True))
-        for batch in batches:
-            own = [at[i] for i in batch.positions.tolist()] if at else numbers
-            different = dict.fromkeys(own) if len(own) > 1 else own
-            rows = [_scalars(batch.real, *each, *how) for each in different]
-            hp, hp_of = rows[0], np.zeros(len(own), np.int64)
-            if len(rows) > 1:
-                row = {each: k for k, each in enumerate(different)}
-                hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
-            own = prologue, given.of(batch), hp, hp_of
-            updates.append(batch.update(*own, touched_only=touched_only))
+        prologue = _prologue(max(map(_wd, numbers), default=0.0), composed, rule.decays, options)
+        how = prologue, composed, rule.decays, options
+        numbers_of = dict(zip(gradients.layout.active.tolist(), numbers, strict=True))
+        updates = []
+        for batch in gradients.layout.batches:
+            of_each = [*map(numbers_of.__getitem__, batch.positions.tolist())]
+            row_of = dict(zip(dict.fromkeys(of_each), count()))
+            rows = [_scalars(batch.real, *each, *how) for each in row_of]
+            hp = rows[0] if len(rows) == 1 else np.concatenate(rows)  # slow for one
+            hp_of = np.array([*map(row_of.__getitem__, of_each)])
+            arguments = prologue, gradients.of(batch), hp, hp_of
+            updates.append(batch.update(*arguments, touched_only=touched_only))
         return updates
 
 
@@ -267,16 +244,12 @@ def _scalars(
             check.scalar_at_least_0(where, name, value)
     rule_options = (size, epsilon, wd) if decays else (size, epsilon)
     transform = prologue, rescale, bound or 0.0, wd
-    own = rules.adam_scalars(real, beta1, beta2, *rule_options, composed=composed)
-    own += rules.conditioning_scalars(real, *transform, composed=composed)
-    row: np.ndarray = np.array([own], real)
+    scalars = rules.adam_scalars(real, beta1, beta2, *rule_options, composed=composed)
+    scalars += rules.conditioning_scalars(real, *transform, composed=composed)
+    row: np.ndarray = np.array([scalars], real)
     # One array for all calls that ask for the same scalars.
     row.flags.writeable = False
     return row
-
-
-# What tells whether a call has written: counted up with it. To make one takes longer than to write.
-_counters = Pool(lambda: ((done := np.zeros(1, np.int64)), Count(done)))
 
 
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:

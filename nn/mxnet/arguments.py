@@ -67,25 +67,26 @@ def multipliers(where: str, name: str, value: Any) -> dict[Any, float]:
 def parameters(where: str, name: str, value: Any) -> dict[Any, Any]:
     """A copy of a dict from indices to objects with ``lr_mult`` and ``wd_mult``; None: empty."""
     check_kind(where, name, value, (Mapping, type(None)), "a dict of parameters")
-    found = dict(value or {})
-    for index, parameter in found.items():
+    parameters = dict(value or {})
+    for index, parameter in parameters.items():
         if not (hasattr(parameter, "lr_mult") and hasattr(parameter, "wd_mult")):
             expected, got = "an object with lr_mult and wd_mult", type(parameter).__name__
             reject(TypeError, where, f"{name}[{index!r}]", "has a wrong type", expected, got)
-    return found
+    return parameters
 
 
 def names(where: str, name: str, value: Any) -> dict[Any, str]:
     """A copy of a dict from indices to names; None is an empty one."""
-    found = {} if value is None else value
-    if not isinstance(found, Mapping) or not all(isinstance(n, str) for n in found.values()):
+    table = {} if value is None else value
+    if not isinstance(table, Mapping) or not all(isinstance(n, str) for n in table.values()):
         reject(TypeError, where, name, "has a wrong type", "a dict of names", repr(value))
-    return dict(found)
+    return dict(table)
 
 
 LISTS = (list, tuple)
 """The types in which a call gives several indices, weights, gradients and states."""
-Lists = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
+Values = Sequence[Any]
+Lists = tuple[Values, Values, Values, Values]
 
 
 def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> Lists:
@@ -113,13 +114,13 @@ def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> List
 def arguments_of(klass: type) -> list[str]:
     """Names of all arguments of a class, those that it passes on included."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for each in klass.__mro__:
         if each is object or "__init__" not in vars(each):
             continue
         parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
-        found.update({p.name: None for p in parameters if p.kind in named})
+        names.update({p.name: None for p in parameters if p.kind in named})
         if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
             break  # it passes on what it decides itself
-    found.pop("self", None)
-    return list(found)
+    names.pop("self", None)
+    return list(names)

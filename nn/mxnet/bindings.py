@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu.counts import Count
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.keeping import MASTER
 from ...kernels.rule import Rule
@@ -33,36 +34,39 @@ class BoundWeights:
 
     def __init__(
         self, where: str, names: Sequence[str], variables: Variables, rule: Rule,
-        sparse_update: str,
+        touched_only: bool,
     ) -> None:  # fmt: skip
         self.device: int | None = None  # the host
-        self._given = tuple(chain.from_iterable(variables))  # alive, so their identities are theirs
-        self.identity = rule, sparse_update, *map(id, self._given)
+        # Counted up with a step: it tells whether that has written.
+        self.done = np.zeros(1, np.int64)
+        self.count_done = Count(self.done)
+        self._arrays = tuple(chain.from_iterable(variables))  # alive: so nothing has their ids
+        self.identity = rule, touched_only, *map(id, self._arrays)
         checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
-        for name, (weight, *_) in zip(names, checked, strict=True):
+        named = [*zip(names, checked, strict=True)]
+        for name, (weight, *_) in named:
             together = {"the first weight": checked[0][0], f"weight {name!r}": weight}
             self.device = device_of(where, together)
-        labels = [f"an array of {n!r}" for n, a in zip(names, checked, strict=True) for _ in a]
         flat = [array for arrays in checked for array in arrays]
-        check.no_overlap(where, labels, flat)
-        parameters = [Parameter(a[0], name) for a, name in zip(checked, names, strict=True)]
-        rules = [rule.kept(MASTER) if len(a) > 1 + len(rule.states) else rule for a in checked]
-        each = np.arange(len(rules))
-        states = [a[1:] for a in checked]
+        check.no_overlap(where, [f"an array of {n!r}" for n, arrays in named for _ in arrays], flat)
+        parameters = [Parameter(weight, name) for name, (weight, *_) in named]
+        states = [arrays[1:] for arrays in checked]
+        rules = [rule.kept(MASTER) if len(s) > len(rule.states) else rule for s in states]
+        each, sparse_update = np.arange(len(rules)), "lazy" if touched_only else "dense_equivalent"
         self.reader = GradientReader(where, parameters, states, rules, each, sparse_update)
         if self.device is not None:
             self.can_be_kept = True  # and looked at again: memory can be exchanged under a tensor
             self._places = [_place(array) for array in flat]
             return
         # Of any other object the array may be another one the next time.
-        self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
+        self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._arrays)
         self._expected = headers.expected_arrays((), headers.NOWHERE, flat)
 
     @property
     def is_in_place(self) -> bool:
         """Whether the arrays are where and as they were."""
         if self.device is not None:
-            return all(map(_lies_at, self._given, self._places))
+            return all(map(_lies_at, self._arrays, self._places))
         return self._expected.addresses(()) is not None
 
 
@@ -75,40 +79,39 @@ class Bindings:
 
     def forget(self) -> None:
         """Hold no array any more."""
-        self._known: OrderedDict[tuple[Any, ...], BoundWeights] = OrderedDict()
+        self._bound: OrderedDict[tuple[Any, ...], BoundWeights] = OrderedDict()
         self._n_weights = 0
 
     def read(
         self, indices: Sequence[Any], names: Callable[[Any], str], variables: Variables,
-        rule: Rule, sparse_update: str, gradients: Sequence[Any],
+        rule: Rule, touched_only: bool, gradients: Sequence[Any],
     ) -> tuple[BoundWeights, Gradients]:  # fmt: skip
         """The checked weights of a call, known where they are as they were; and its gradients."""
         key, grads = tuple(indices), tuple(gradients)
-        known = self._known.get(key)
-        identity = rule, sparse_update, *map(id, chain.from_iterable(variables))
-        if known is not None and known.identity == identity:
-            self._known.move_to_end(key)
+        bound = self._bound.get(key)
+        identity = rule, touched_only, *map(id, chain.from_iterable(variables))
+        if bound is not None and bound.identity == identity:
+            self._bound.move_to_end(key)
+            read = None
             # Where all is as in the last step, one look at gradients and weights tells it.
-            given = None
-            if known.device is None or known.is_in_place:
-                given = known.reader.read_like_last(grads)
-            if given is None and known.is_in_place:
-                given = known.reader.read(grads, lambda _: 0.0)
-            if given is not None:
-                return known, given
-        labels = [names(index) for index in indices]
-        found = BoundWeights(self._where, labels, variables, rule, sparse_update)
+            if bound.device is None or bound.is_in_place:
+                read = bound.reader.read_like_last(grads)
+            if read is None and bound.is_in_place:
+                read = bound.reader.read(grads, lambda _: 0.0)
+            if read is not None:
+                return bound, read
+        bound = BoundWeights(self._where, [*map(names, indices)], variables, rule, touched_only)
         self._drop(key)
-        if found.can_be_kept:
-            self._known[key] = found
+        if bound.can_be_kept:
+            self._bound[key] = bound
             self._n_weights += len(key)
             # The last one stays, however long it is.
-            while self._n_weights > _KEPT_WEIGHTS and len(self._known) > 1:
-                self._drop(next(iter(self._known)))
-        return found, found.reader.read(grads, lambda _: 0.0)
+            while self._n_weights > _KEPT_WEIGHTS and len(self._bound) > 1:
+                self._drop(next(iter(self._bound)))
+        return bound, bound.reader.read(grads, lambda _: 0.0)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
-        if self._known.pop(key, None) is not None:
+        if self._bound.pop(key, None) is not None:
             self._n_weights -= len(key)
 
     def __reduce__(self) -> Any:
@@ -131,7 +134,7 @@ def _place(array: DeviceArray) -> tuple[Any, ...]:
     return array.address, array.shape, array.strides, array.dtype, array.flags, array.stream
 
 
-def _lies_at(given: Any, place: tuple[Any, ...]) -> bool:
+def _lies_at(variable: Any, place: tuple[Any, ...]) -> bool:
     """Whether an object is an array on a device where it was."""
-    array = adopt_anywhere("a weight", "or a state", given)
+    array = adopt_anywhere("a weight", "or a state", variable)
     return isinstance(array, DeviceArray) and _place(array) == place

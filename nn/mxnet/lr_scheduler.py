@@ -26,7 +26,7 @@ __all__ = [
     "PolyScheduler",
 ]
 
-_MODES = ("linear", "constant")
+_MODES = "linear", "constant"
 
 
 class LRScheduler:
@@ -60,8 +60,8 @@ class LRScheduler:
         reject_unknown(self._name, unknown, arguments_of(type(self)))
         self.base_lr = check.scalar_at_least_0(self._name, "base_lr", base_lr)
         self.warmup_steps = count(self._name, "warmup_steps", warmup_steps)
-        begin = check.scalar_at_least_0(self._name, "warmup_begin_lr", warmup_begin_lr)
-        self.warmup_begin_lr = begin
+        name = "warmup_begin_lr"
+        self.warmup_begin_lr = check.scalar_at_least_0(self._name, name, warmup_begin_lr)
         if not (isinstance(warmup_mode, str) and warmup_mode in _MODES):
             reject(ValueError, self._name, "warmup_mode", "is unknown", _MODES, repr(warmup_mode))
         self.warmup_mode = warmup_mode
@@ -109,7 +109,23 @@ class LRScheduler:
         raise NotImplementedError(f"{self._name}: define __call__(self, num_update)")
 
 
-class FactorScheduler(LRScheduler):
+class _WarmedUp(LRScheduler):
+    """The base class of the schedulers below: a warm-up, then learning rates of their own."""
+
+    _rate: Callable[[int], float]  # after the warm-up
+
+    def __call__(self, num_update: int) -> float:
+        """The learning rate of update ``num_update`` = 1, 2, ..."""
+        is_early = num_update < self.warmup_steps
+        return self.get_warmup_lr(num_update) if is_early else self._rate(num_update)
+
+    def _read_factor(self, value: Any) -> float:
+        factor = check.scalar_at_least_0(self._name, "factor", value)
+        check.in_range(self._name, "factor", factor, factor <= 1.0, "at most 1")
+        return factor
+
+
+class FactorScheduler(_WarmedUp):
     """Multiply by ``factor`` every ``step`` updates::
 
         max(base_lr * factor**k, stop_factor_lr),   k = floor((num_update - 1) / step)
@@ -137,22 +153,18 @@ class FactorScheduler(LRScheduler):
     ) -> None:  # fmt: skip
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.step = positive_int(self._name, "step", step)
-        self.factor = _factor(self._name, factor)
+        self.factor = self._read_factor(factor)
         self.stop_factor_lr = check.scalar_at_least_0(self._name, "stop_factor_lr", stop_factor_lr)
 
-    def __call__(self, num_update: int) -> float:
-        """The learning rate of update ``num_update`` = 1, 2, ..."""
-        if num_update < self.warmup_steps:
-            return self.get_warmup_lr(num_update)
+    def _rate(self, num_update: int) -> float:
         # An int of Python, whose power NumPy's ints differ from in the last bit.
         drops = int(max(num_update - 1, 0) // self.step)
         # The floor acts from the first drop on, as in MXNet, even where it is above ``base_lr``.
-        if drops == 0:
-            return self.base_lr
-        return max(self.base_lr * self.factor**drops, self.stop_factor_lr)
+        rate = self.base_lr * self.factor**drops
+        return max(rate, self.stop_factor_lr) if drops else self.base_lr
 
 
-class MultiFactorScheduler(LRScheduler):
+class MultiFactorScheduler(_WarmedUp):
     """Multiply by ``factor`` after each of the updates in ``step``::
 
         base_lr * factor**k,   k = how many elements of step are below num_update
@@ -177,17 +189,17 @@ class MultiFactorScheduler(LRScheduler):
     ) -> None:  # fmt: skip
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.step = _increasing(self._name, step)
-        self.factor = _factor(self._name, factor)
+        self.factor = self._read_factor(factor)
 
-    def __call__(self, num_update: int) -> float:
-        """The learning rate of update ``num_update`` = 1, 2, ..."""
-        if num_update < self.warmup_steps:
-            return self.get_warmup_lr(num_update)
-        return self.base_lr * self.factor ** sum(1 for step in self.step if num_update > step)
+    def _rate(self, num_update: int) -> float:
+        drops = sum(1 for step in self.step if num_update > step)
+        return self.base_lr * self.factor**drops
 
 
-class _Falling(LRScheduler):
+class _Falling(_WarmedUp):
     """From ``base_lr`` at the end of the warm-up to ``final_lr`` at ``max_update``."""
+
+    _share_left: Callable[[float], float]  # of the fall, after a share of the updates
 
     def __init__(
         self, max_update: int, base_lr: float = 0.01, final_lr: float = 0, warmup_steps: int = 0,
@@ -200,15 +212,10 @@ class _Falling(LRScheduler):
             wrong, expected = "is too large", f"below max_update = {self.max_update}"
             reject(ValueError, self._name, "warmup_steps", wrong, expected, self.warmup_steps)
 
-    def _rate(self, num_update: int, share_left: Callable[[float], float]) -> float:
-        """The learning rate of an update.
-
-        ``share_left(done)`` is the part of the fall that is left after a share of the updates.
-        """
-        if num_update < self.warmup_steps:
-            return self.get_warmup_lr(num_update)
+    def _rate(self, num_update: int) -> float:
         done = (num_update - self.warmup_steps) / (self.max_update - self.warmup_steps)
-        return self.final_lr + (self.base_lr - self.final_lr) * share_left(float(min(done, 1.0)))
+        left = self._share_left(float(min(done, 1.0)))
+        return self.final_lr + (self.base_lr - self.final_lr) * left
 
 
 class PolyScheduler(_Falling):
@@ -244,9 +251,8 @@ class PolyScheduler(_Falling):
         self.power = check.scalar(self._name, "pwr", pwr)
         check.in_range(self._name, "pwr", self.power, self.power > 0.0, "above 0")
 
-    def __call__(self, num_update: int) -> float:
-        """The learning rate of update ``num_update`` = 1, 2, ..."""
-        return self._rate(num_update, lambda done: float((1.0 - done) ** self.power))
+    def _share_left(self, done: float) -> float:
+        return float((1.0 - done) ** self.power)
 
 
 class CosineScheduler(_Falling):
@@ -270,15 +276,8 @@ class CosineScheduler(_Falling):
     [0.085355, 0.05, 0.014645, 0.0, 0.0]
     """
 
-    def __call__(self, num_update: int) -> float:
-        """The learning rate of update ``num_update`` = 1, 2, ..."""
-        return self._rate(num_update, lambda done: (1.0 + math.cos(math.pi * done)) / 2.0)
-
-
-def _factor(where: str, value: Any) -> float:
-    factor = check.scalar_at_least_0(where, "factor", value)
-    check.in_range(where, "factor", factor, factor <= 1.0, "at most 1")
-    return factor
+    def _share_left(self, done: float) -> float:
+        return (1.0 + math.cos(math.pi * done)) / 2.0
 
 
 def _increasing(where: str, value: Any) -> list[int]:

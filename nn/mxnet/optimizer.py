@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...kernels.storage import REALS, STORAGES
@@ -14,7 +14,7 @@ from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
 from ..base.arguments import Checked, CheckedAttributes, check_kind, count
 from . import arguments
-from .arguments import LISTS, arguments_of, as_lists
+from .arguments import LISTS, Values, arguments_of, as_lists
 from .master import as_float32, master_arguments, round_to
 
 _BASE_RATE = 0.01
@@ -131,18 +131,17 @@ class Optimizer(CheckedAttributes):
 
     def _set_rate(self, learning_rate: Any, lr_scheduler: Any) -> None:
         self.lr_scheduler = lr_scheduler
-        own = getattr(lr_scheduler, "base_lr", _BASE_RATE)
-        self.lr = own if learning_rate is None else self._checked_rate(learning_rate)
-        if lr_scheduler is None or learning_rate is None:
+        if learning_rate is None:
+            self.lr = getattr(lr_scheduler, "base_lr", _BASE_RATE)
+            return
+        self.lr = check.scalar_at_least_0(self._name, "learning_rate", learning_rate)
+        if lr_scheduler is None:
             return
         if not hasattr(lr_scheduler, "starting_from"):
             expected = "no learning_rate, or an LRScheduler, which can start from it"
             wrong = "is given beside a callable"
             reject(ValueError, self._name, "learning_rate", wrong, expected, learning_rate)
         self.lr_scheduler = lr_scheduler.starting_from(self.lr)
-
-    def _checked_rate(self, value: Any) -> float:
-        return check.scalar_at_least_0(self._name, "learning_rate", value)
 
     # The registry
 
@@ -156,9 +155,9 @@ class Optimizer(CheckedAttributes):
         if not (isinstance(klass, type) and issubclass(klass, Optimizer)):
             expected = "a subclass of Optimizer"
             reject(TypeError, "register", "klass", "has a wrong type", expected, klass)
-        known = Optimizer.opt_registry.get(klass.__name__.lower())
-        if known is not None:
-            new, old = (f"{each.__module__}.{each.__name__}" for each in (klass, known))
+        replaced = Optimizer.opt_registry.get(klass.__name__.lower())
+        if replaced is not None:
+            new, old = (f"{each.__module__}.{each.__name__}" for each in (klass, replaced))
             warnings.warn(f"register: {new} takes the place of {old}", stacklevel=2)
         Optimizer.opt_registry[klass.__name__.lower()] = klass
         return klass
@@ -174,9 +173,9 @@ class Optimizer(CheckedAttributes):
         check_kind("create", "name", name, str, "a str")
         klass = Optimizer.opt_registry.get(name.lower())
         if klass is None:
-            known = f"one of {', '.join(sorted(Optimizer.opt_registry))}"
+            expected = f"one of {', '.join(sorted(Optimizer.opt_registry))}"
             fix = "; fusestep.nn has more optimizers, under MindSpore's names"
-            reject(ValueError, "create", "name", "is unknown", known, repr(name), fix)
+            reject(ValueError, "create", "name", "is unknown", expected, repr(name), fix)
         return klass(**kwargs)
 
     # States
@@ -256,25 +255,20 @@ class Optimizer(CheckedAttributes):
             return
         lists = as_lists(self._name, index, weight, grad, state)
         expected = "(master, its state) of create_state_multi_precision"
-        masters = [
-            (w, self._pair(i, s, expected)[0])
-            for i, w, _, s in zip(*lists, strict=True)
-            if self._has_master(w)
-        ]
-        if not masters:
-            self.update(index, weight, grad, state)
-            return
-        whole = [master_arguments(g, s) if self._has_master(w) else (w, g, s)
-                 for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
-        given = map(list, zip(*whole, strict=True)) if isinstance(index, LISTS) else whole[0]
-        self.update(index, *given)
+        masters, rows = [], []
+        for i, w, g, s in zip(*lists, strict=True):
+            if self._has_master(w):
+                masters.append((w, self._pair(i, s, expected)[0]))
+                w, g, s = master_arguments(g, s)
+            rows.append((w, g, s))
+        if masters:
+            columns = map(list, zip(*rows, strict=True)) if isinstance(index, LISTS) else rows[0]
+            weight, grad, state = columns
+        self.update(index, weight, grad, state)
         for w, master in masters:
             round_to(adopt_anywhere(self._name, "weight", w), master)
 
-    def step(
-        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
+    def step(self, indices: Values, weights: Values, grads: Values, states: Values) -> None:
         """Update weights; defined by subclasses.
 
         Raises:
@@ -282,10 +276,7 @@ class Optimizer(CheckedAttributes):
         """
         raise NotImplementedError(f"{self._name}: define step(indices, weights, grads, states)")
 
-    def fused_step(
-        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
+    def fused_step(self, indices: Values, weights: Values, grads: Values, states: Values) -> None:
         """Update weights in as few passes over memory as possible; defined by subclasses.
 
         Raises:
@@ -316,7 +307,7 @@ class Optimizer(CheckedAttributes):
             wrong, expected = "is computed by a scheduler", "no scheduler"
             fix = "; assign to lr_scheduler.base_lr of the optimizer, or set lr_scheduler to None"
             reject(ScheduledRateError, self._name, "learning_rate", wrong, expected, lr, fix)
-        self.lr = self._checked_rate(lr)
+        self.lr = check.scalar_at_least_0(self._name, "learning_rate", lr)
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
         """Set the factors of the learning rate by index or name; all others become 1.
@@ -336,11 +327,13 @@ class Optimizer(CheckedAttributes):
         Raises:
             TypeError, ValueError: a factor is no number of at least 0.
         """
-        given = arguments.multipliers(self._name, "wd_mult", args_wd_mult)
-        exempt = (n for n in self.idx2name.values() if not n.endswith(_DECAYING))
-        self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
+        factors = arguments.multipliers(self._name, "wd_mult", args_wd_mult)
+        if self.compat == "1.9":
+            exempt = (n for n in self.idx2name.values() if not n.endswith(_DECAYING))
+            factors = dict.fromkeys(exempt, 0.0) | factors
+        self.wd_mult = factors
 
-    def check_factors(self, indices: Sequence[Any]) -> None:
+    def check_factors(self, indices: Values) -> None:
         """Refuse factors for names that no weight has, which would do nothing.
 
         An `Updater` calls this before an update of ``indices``. Not earlier: ``idx2name`` and
@@ -360,8 +353,7 @@ class Optimizer(CheckedAttributes):
                 is_exempt = table == "wd_mult" and self.compat == "1.9" and factor == 0.0
                 if (is_exempt and not name.endswith(_DECAYING)) or name in self.idx2name.values():
                     continue
-                known = list(map(str, self.idx2name.values()))
-                near = difflib.get_close_matches(name, known, n=1)
+                near = difflib.get_close_matches(name, self.idx2name.values(), n=1)
                 fix = f"; did you mean {near[0]!r}?" if near else ""
                 expected = "an index, or a name in param_idx2name"
                 wrong = "is a factor for no weight"
@@ -377,7 +369,7 @@ class Optimizer(CheckedAttributes):
             return table[index]
         return table.get(self.idx2name[index], 1.0) if index in self.idx2name else 1.0
 
-    def _scaled(self, value: float, indices: Sequence[Any], name: str) -> list[float]:
+    def _scaled(self, value: float, indices: Values, name: str) -> list[float]:
         """``value`` times the factor of each index."""
         if not getattr(self, name) and not self.param_dict:
             return [value] * len(indices)
@@ -385,27 +377,25 @@ class Optimizer(CheckedAttributes):
 
     def _get_lr(self, index: Any) -> float:
         """The learning rate of an index, at the present ``num_update``."""
-        return self._scaled(self.learning_rate, [index], "lr_mult")[0]
+        return self.learning_rate * self._factor(index, "lr_mult")
 
-    def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
-        if type(self)._get_lr is not Optimizer._get_lr:  # a user's
-            name = "the learning rate of _get_lr"
-            return [self._number(name, self._get_lr(index)) for index in indices]
-        return self._scaled(self.learning_rate, indices, "lr_mult")
+    def _get_lrs(self, indices: Values) -> list[float]:
+        if type(self)._get_lr is Optimizer._get_lr:
+            return self._scaled(self.learning_rate, indices, "lr_mult")
+        return self._floats("the learning rate of _get_lr", map(self._get_lr, indices))
 
-    def _number(self, name: str, value: Any) -> float:
-        """A user's number as a float, by which what follows from it is looked up: -0.0 as 0.0."""
-        return check.number(self._name, name, value) or 0.0
+    def _floats(self, name: str, values: Iterable[Any]) -> list[float]:
+        """A user's numbers as floats, by which what follows is looked up: -0.0 as 0.0."""
+        return [check.number(self._name, name, value) or 0.0 for value in values]
 
     def _get_wd(self, index: Any) -> float:
         """The weight decay of an index."""
-        return self._scaled(self.wd, [index], "wd_mult")[0]
+        return float(self.wd * self._factor(index, "wd_mult"))
 
-    def _get_wds(self, indices: Sequence[Any]) -> list[float]:
-        if type(self)._get_wd is not Optimizer._get_wd:  # a user's
-            name = "wd of _get_wd"
-            return [self._number(name, self._get_wd(index)) for index in indices]
-        return self._scaled(self.wd, indices, "wd_mult")
+    def _get_wds(self, indices: Values) -> list[float]:
+        if type(self)._get_wd is Optimizer._get_wd:
+            return self._scaled(self.wd, indices, "wd_mult")
+        return self._floats("wd of _get_wd", map(self._get_wd, indices))
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""

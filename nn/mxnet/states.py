@@ -166,8 +166,8 @@ class _Reader(pickle.Unpickler):
 
 
 def _read_pickle(data: bytes) -> tuple[dict[Any, Any], Counts | None, int]:
-    found = _Reader(io.BytesIO(data)).load()
-    states, optimizer = found if isinstance(found, tuple) else (found, None)
+    content = _Reader(io.BytesIO(data)).load()
+    states, optimizer = content if isinstance(content, tuple) else (content, None)
     counts = None if optimizer is None else dict(optimizer.state["_index_update_count"])
     arrays = {index: _arrays(state) for index, state in states.items()}
     return arrays, counts, max((counts or {}).values(), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any
 
 import numpy as np
@@ -73,32 +73,26 @@ class Updater:
         if optimizer.lr_mult or optimizer.wd_mult:
             optimizer.check_factors(indices)
         # A state made for no gradient would keep an old copy of its weight.
-        given = [k for k, gradient in enumerate(grads) if gradient is not None]
-        takes_all = given and self.optimizer.aggregate_num >= len(given)
-        for chunk in [given] if takes_all else self._chunks(given, weights):
-            if len(chunk) == len(indices):
-                self._update(list(indices), list(weights), list(grads))
-            else:
-                self._update(*([values[k] for k in chunk] for values in (indices, weights, grads)))
+        places = [k for k, gradient in enumerate(grads) if gradient is not None]
+        takes_all = places and optimizer.aggregate_num >= len(places)
+        for chunk in [places] if takes_all else self._chunks(places, weights):
+            self._update(*[[*map(x.__getitem__, chunk)] for x in (indices, weights, grads)])
 
     def _update(self, indices: list[Any], weights: list[Any], grads: list[Any]) -> None:
         """One call of the optimizer. If it fails, the states are as before."""
         kept = self.states  # those of this update, though another thread drop or replace some
-        own = {i: kept.get(i, _NONE) for i in indices}
+        states = dict(zip(indices, map(kept.get, indices, repeat(_NONE)), strict=True))
         made = {
-            i: self._state(i, w, own[i])
+            i: self._state(i, w, states[i])
             for i, w in zip(indices, weights, strict=True)
-            if own[i] is _NONE or i in self._were_read
+            if states[i] is _NONE or i in self._were_read
         }
-        before = made and {i: own[i] for i in made if own[i] is not _NONE}  # those were read
         count_of = self.optimizer._index_update_count.get
         counts = list(map(count_of, made))
         try:
-            if made:
-                own.update(made)
-                kept.update(made)
-                self._were_read.difference_update(made)
-            call: list[Any] = [indices, weights, grads, list(map(own.__getitem__, indices))]
+            kept.update(made)
+            self._were_read.difference_update(made)
+            call: list[Any] = [indices, weights, grads, [*(states | made).values()]]
             # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
             if self.optimizer.aggregate_num == 0 and self.optimizer.compat == "1.9":
                 call = [values[0] for values in call]
@@ -106,16 +100,18 @@ class Updater:
         except BaseException:
             # But for what has happened: an interrupt can come when it is done.
             if list(map(count_of, made)) == counts:
-                for i in made.keys() - before.keys():
-                    kept.pop(i, None)
-                kept.update(before)
-                self._were_read.update(before)
+                for i in made:
+                    if states[i] is _NONE:
+                        kept.pop(i, None)
+                    else:
+                        kept[i] = states[i]
+                        self._were_read.add(i)
             raise
 
-    def _state(self, index: Any, weight: Any, known: Any) -> Any:
+    def _state(self, index: Any, weight: Any, state: Any) -> Any:
         """The state of an index: a new one, or one that was read, where the weight lives."""
-        if known is not _NONE:
-            return _moved(known, weight)
+        if state is not _NONE:
+            return _moved(state, weight)
         return self.optimizer.create_state_multi_precision(index, weight)
 
     def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
@@ -126,7 +122,7 @@ class Updater:
         size = max(1, int(min(self.optimizer.aggregate_num, len(places))))
         dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)
         for _, neighbours in dtypes:
-            alike = list(neighbours)
+            alike = [*neighbours]
             for first in range(0, len(alike), size):
                 yield alike[first : first + size]
 
@@ -164,16 +160,16 @@ class Updater:
             ValueError: they are of neither format, the arrays of a state do not fit together, or
                 there are no counts and ``begin_num_update`` is 0.
         """
-        found, counts, num_update = saved.load(states)
+        read, counts, num_update = saved.load(states)
         optimizer = self.optimizer
-        for index, state in found.items():
+        for index, state in read.items():
             optimizer.check_state(index, state)
         if counts is None:
             counts, num_update = {}, optimizer.begin_num_update
             if num_update == 0:
                 wrong, expected = "have no counts of updates", "an optimizer with begin_num_update"
                 reject(ValueError, "set_states", "states", wrong, expected, "one that begins at 0")
-        self.states, self._were_read = found, set(found)
+        self.states, self._were_read = read, set(read)
         optimizer._index_update_count, optimizer.num_update = counts, num_update
         optimizer.forget_arrays()
 

@@ -281,9 +281,9 @@ def test_arrays_of_old_calls_are_not_kept() -> None:
         weights = [ones(1) for _ in indices]
         states = [opt.create_state(i, w) for i, w in zip(indices, weights, strict=True)]
         opt.update(indices, weights, [ones(1) for _ in indices], states)
-    assert sum(map(len, opt._bindings._known)) <= _KEPT_WEIGHTS
+    assert sum(map(len, opt._bindings._bound)) <= _KEPT_WEIGHTS
     opt.forget_arrays()
-    assert not opt._bindings._known
+    assert not opt._bindings._bound
 
 
 # Calls that fail
