@@ -135,13 +135,12 @@ class Optimizer(CheckedAttributes):
             self.lr = getattr(lr_scheduler, "base_lr", _BASE_RATE)
             return
         self.lr = check.scalar_at_least_0(self._name, "learning_rate", learning_rate)
-        if lr_scheduler is None:
-            return
-        if not hasattr(lr_scheduler, "starting_from"):
-            expected = "no learning_rate, or an LRScheduler, which can start from it"
-            wrong = "is given beside a callable"
-            reject(ValueError, self._name, "learning_rate", wrong, expected, learning_rate)
-        self.lr_scheduler = lr_scheduler.starting_from(self.lr)
+        if lr_scheduler is not None:
+            if not hasattr(lr_scheduler, "starting_from"):
+                expected = "no learning_rate, or an LRScheduler, which can start from it"
+                wrong = "is given beside a callable"
+                reject(ValueError, self._name, "learning_rate", wrong, expected, learning_rate)
+            self.lr_scheduler = lr_scheduler.starting_from(self.lr)
 
     # The registry
 
@@ -345,19 +344,19 @@ class Optimizer(CheckedAttributes):
         """
         if any(isinstance(index, str) for index in (*indices, *self._index_update_count)):
             return
+        names = {*self.idx2name, *self.idx2name.values(), *self.param_dict}
         for table in ("lr_mult", "wd_mult"):
             for name, factor in getattr(self, table).items():
-                if not isinstance(name, str) or name in self.idx2name or name in self.param_dict:
-                    continue
-                # In 1.9 such a name has the factor 0 anyway: the table may be of other names.
-                is_exempt = table == "wd_mult" and self.compat == "1.9" and factor == 0.0
-                if (is_exempt and not name.endswith(_DECAYING)) or name in self.idx2name.values():
+                # In 1.9 many names have the factor 0 anyway: the table may be of other names.
+                may_be_other = table == "wd_mult" and self.compat == "1.9" and factor == 0.0
+                is_exempt = may_be_other and not str(name).endswith(_DECAYING)
+                if not isinstance(name, str) or name in names or is_exempt:
                     continue
                 near = difflib.get_close_matches(name, self.idx2name.values(), n=1)
                 fix = f"; did you mean {near[0]!r}?" if near else ""
+                label, wrong = f"{table}[{name!r}]", "is a factor for no weight"
                 expected = "an index, or a name in param_idx2name"
-                wrong = "is a factor for no weight"
-                reject(ValueError, self._name, f"{table}[{name!r}]", wrong, expected, name, fix)
+                reject(ValueError, self._name, label, wrong, expected, name, fix)
 
     def _factor(self, index: Any, name: str) -> float:
         """The factor of ``param_dict``, else that of the index, else that of its name, else 1."""

@@ -82,8 +82,9 @@ class Updater:
         """One call of the optimizer. If it fails, the states are as before."""
         kept = self.states  # those of this update, though another thread drop or replace some
         states = dict(zip(indices, map(kept.get, indices, repeat(_NONE)), strict=True))
+        create = self.optimizer.create_state_multi_precision
         made = {
-            i: self._state(i, w, states[i])
+            i: create(i, w) if states[i] is _NONE else _moved(states[i], w)
             for i, w in zip(indices, weights, strict=True)
             if states[i] is _NONE or i in self._were_read
         }
@@ -107,12 +108,6 @@ class Updater:
                         kept[i] = states[i]
                         self._were_read.add(i)
             raise
-
-    def _state(self, index: Any, weight: Any, state: Any) -> Any:
-        """The state of an index: a new one, or one that was read, where the weight lives."""
-        if state is not _NONE:
-            return _moved(state, weight)
-        return self.optimizer.create_state_multi_precision(index, weight)
 
     def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
         """The places of the weights of each call of the optimizer, where one does not take all.
