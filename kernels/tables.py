@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from ctypes import c_int64
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,11 @@ def ranges_of(n_positions: int) -> tuple[int, int]:
     # row steps, and one position in HOT + 1 may begin such a row.
     length = max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
     return length, -(-n_positions // length)
+
+
+def record_type(*fields: Any) -> np.dtype[Any]:
+    """A record of ``int64`` with the fields of these named tuples, one tuple after the other."""
+    return np.dtype([(name, np.int64) for part in fields for name in part._fields])
 
 
 def row_width(shape: tuple[int, ...]) -> int:
@@ -78,25 +83,24 @@ class TensorTable:
 class RowSource(NamedTuple):
     """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
 
-    indices: int  # [B]
-    index_bytes: int  # 4 (int32) or 8 (int64)
-    length: int  # B
-    values: int  # [B, D]; if there are `rows` below, the first of these
+    # The `Source` of its rows. If occurrences share them there are the number of each one's row,
+    # int32 [B] (0: every occurrence has a row of its own), the bytes from one row to the next, and
+    # weights of the occurrences, in the type of the arithmetic (0: all are 1).
+    values: int = 0  # [B, D], or the first of the rows
+    stride: int = 0
+    gradient_rows: int = 0
+    weights: int = 0
+    first: int = 0  # the number of the first occurrence among winners
+    indices: int = 0  # [B]
+    index_bytes: int = 0  # 4 (int32) or 8 (int64)
+    length: int = 0  # B
     # For a part of a batch that several processes share: int64 [B], the ascending positions of its
     # occurrences in the whole batch (0: this is all of the batch), and the length of the batch.
     positions: int = 0
     whole_length: int = 0
-    # If occurrences share rows of the gradient: int32 [B], the number of each one's row (0: every
-    # occurrence has a row of its own), bytes from one row to the next, and the weights of the
-    # occurrences, in the type of the arithmetic (0: all are 1).
-    rows: int = 0
-    stride: int = 0
-    weights: int = 0
-    # For maxima: int32 in the form of the values, the occurrence that each element came from
-    # (0: no maxima), and the number that occurrence 0 has there.
-    winners: int = 0
-    first: int = 0
-    n_rows: int = 0  # the number of gradient rows, if occurrences may share them
+    # For maxima: int32 in the form of the values, the occurrence that each element came from.
+    winners: int = 0  # 0: no maxima
+    n_gradients: int = 0  # the number of gradient rows, if occurrences may share them
 
 
 class RowTable(NamedTuple):

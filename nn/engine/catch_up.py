@@ -144,7 +144,7 @@ class MissedSteps:
             begin, end = turn * n // _TURNS, (turn + 1) * n // _TURNS
             if begin < end and rest == 0:
                 made.append((None, self._catch_up(table, now, (0, begin, end - begin))))
-            rows = source.indices, *source[1:3]
+            rows = source.indices, source.index_bytes, source.length
             made.append((table.key, self._catch_up(table, now + 1, rows)))
         return made
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, floordiv, mul, sub
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,6 @@ import numpy as np
 from ....kernels.cpu import bags as kernels
 from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
-from ....kernels.tables import RowSource
 from ..arrays import address_of, addresses_of
 from ..errors import reject
 from ..row_step import RowGradient
@@ -21,6 +22,7 @@ from .ids import HostIds, find_error, read
 from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
 
+_n_bytes_of = attrgetter("nbytes")
 _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 
 
@@ -124,27 +126,26 @@ class Pooled:
         pooling, bags = self._pooling, self._bags
         arrays, unit = self._gradient_arrays(grad)
         ids, rows, weights = bags.rows_of_gradient()
-        # Asking NumPy for addresses would take longer than everything else, so each array is asked
-        # once.
-        ends, winners = bags.bounds[self._bags_before()].tolist(), self._winners
-        at_ids, at_rows, values_at = addresses_of((ids, rows, arrays[0]))
-        at_weights = 0 if weights is None else address_of(weights)
-        at_winners = 0 if winners is None else address_of(winners)
-        real_bytes = 0 if weights is None else pooling.real.itemsize
-        values, found, new = arrays[0], [], tuple.__new__  # which is no call of Python
-        for t, shape in enumerate(pooling.shapes):
-            if arrays[t] is not values:
-                values, values_at = arrays[t], address_of(arrays[t])
-            begin, end, step = ends[t], ends[t + 1], unit or shape[1]
-            stride = step * values.itemsize
-            source = new(RowSource, (
-                at_ids + 4 * begin, 4, end - begin, values_at, 0, 0, at_rows + 4 * begin, stride,
-                at_weights + real_bytes * begin, at_winners, begin, values.nbytes // max(1, stride),
-            ))  # fmt: skip
-            own_weights = None if weights is None else weights[begin:end]
-            own = ids[begin:end], values, source, None, rows[begin:end], own_weights, winners
-            found.append(BagTensor(new(RowGradient, own), step, shape))
-        return found
+        bounds, winners = bags.bounds[self._bags_before()], self._winners
+        ends, first = bounds.tolist(), bounds[:-1]
+        at_ids, at_rows, *values = addresses_of((ids, rows, *arrays))
+        units = [unit] * len(arrays) if unit else [width for _, width in pooling.shapes]
+        strides = [*map(mul, units, repeat(arrays[0].itemsize))]
+        parts = [*map(slice, ends, ends[1:])]
+        sources = {
+            "values": values, "stride": strides, "gradient_rows": (at_rows + 4 * first).tolist(),
+            "first": ends, "indices": (at_ids + 4 * first).tolist(), "index_bytes": repeat(4),
+            "length": map(sub, ends[1:], ends),
+            "winners": repeat(0 if winners is None else address_of(winners)),
+            "n_gradients": map(floordiv, map(_n_bytes_of, arrays), strides),
+        }  # fmt: skip
+        of_ids = {"rows": map(rows.__getitem__, parts), "winners": repeat(winners)}
+        if weights is not None:
+            of_ids["weights"] = map(weights.__getitem__, parts)
+            sources["weights"] = (address_of(weights) + weights.itemsize * first).tolist()
+        own = map(ids.__getitem__, parts), arrays
+        gradients = RowGradient.of_tables(*own, sources, **of_ids)
+        return [*map(BagTensor, gradients, units, pooling.shapes)]
 
     def _bags_before(self) -> np.ndarray:
         """The number of bags before those of each table, and of all bags."""
