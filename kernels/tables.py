@@ -80,6 +80,19 @@ class TensorTable:
         self.first[1] = self.total = size
 
 
+class Source(NamedTuple):
+    """Addresses of the rows of a sum and of their lists, all ``int64``; records begin with it.
+
+    Lists are addressed as if they began with element 0, even if they do not contain it.
+    """
+
+    values: int  # the address of row 0
+    stride: int  # bytes from one row to the next
+    gradient_rows: int  # the address of a list of row numbers or of keys, if the form has one
+    weights: int  # the address of a list of weights, or of the winners of row 0
+    first: int  # the number of place 0 among winners
+
+
 class RowSource(NamedTuple):
     """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
 
@@ -101,6 +114,9 @@ class RowSource(NamedTuple):
     # For maxima: int32 in the form of the values, the occurrence that each element came from.
     winners: int = 0  # 0: no maxima
     n_gradients: int = 0  # the number of gradient rows, if occurrences may share them
+
+
+assert RowSource._fields[: len(Source._fields)] == Source._fields
 
 
 class RowTable(NamedTuple):

@@ -206,7 +206,7 @@ def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
 def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int, int]]]:
     """The ids of bags by the number of their table, each list as `MissedSteps.of_span`."""
     found: dict[int, list[tuple[int, int, int]]] = {}
-    columns = (given.column(name).tolist() for name in ("ids", "id_bytes", "begin", "end"))
+    columns = (given.lists[name].tolist() for name in ("ids", "id_bytes", "begin", "end"))
     for t, ids, n_bytes, begin, end in zip(pooling.ordered(pooling.of), *columns, strict=True):
         found.setdefault(t, []).append((ids + begin * n_bytes, n_bytes, end - begin))
     return found

@@ -327,7 +327,7 @@ class EmbeddingBags(nn.Module):
                 given = given[0], [*map(arguments.with_end, given[1], given[0])], given[2]
             return pool(pooling, *arguments.arrays_of(given, self._of_features())), dropped
         arrays = None
-        found = read_plain(pooling, *given, torch, singles=are_single)
+        found = read_plain(pooling, *given, arguments.headers_of, singles=are_single)
         if found is None:
             arrays = arguments.arrays_of(given, self._of_features())
             found = read(pooling, *arrays)

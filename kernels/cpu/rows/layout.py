@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...inner import njit
-from ...tables import HOT, RowSource, record_type
+from ...tables import HOT, RowSource, Source, record_type
 from ..compiler.records import records
-from .sums import Source
 
 
 class Table(NamedTuple):

@@ -19,7 +19,7 @@ from numba import carray, types
 
 from ...inner import njit
 from ...storage import I32, Storage, numba_type
-from ...tables import RowSource
+from ...tables import Source
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import (
     Vector,
@@ -56,20 +56,6 @@ class SumForm(NamedTuple):
     winners_only: bool = False  # whether only those elements of a row count that this place has won
 
 
-class Source(NamedTuple):
-    """Addresses of the rows of a sum and of their lists, all ``int64``; records begin with it.
-
-    Lists are addressed as if they began with element 0, even if they do not contain it.
-    """
-
-    values: int  # the address of row 0
-    stride: int  # bytes from one row to the next
-    gradient_rows: int  # the address of a list of row numbers or of keys, if the form has one
-    weights: int  # the address of a list of weights, or of the winners of row 0
-    first: int  # the number of place 0 among winners
-
-
-assert RowSource._fields[: len(Source._fields)] == Source._fields
 _sources_at = records(Source)
 
 

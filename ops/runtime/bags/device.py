@@ -180,33 +180,41 @@ class DevicePooled:
         self, given: DeviceIds, k: int, f: int, first: int, bags: tuple[int, int],
         out: tuple[int, int], gradient_rows: tuple[int, int],
     ) -> Any:  # fmt: skip
-        pooling, item, own = self._pooling, self._pooling.real.itemsize, given.lists[k]
-        table, padding = pooling.arrays[pooling.of[f]], pooling.padding[f]
-        weights, offsets, ends = 0, (0, 4), (-1, -1, own.n)
+        pooling, item, ids = self._pooling, self._pooling.real.itemsize, given.lists[k]
+        table, padding, column = (
+            pooling.arrays[pooling.of[f]],
+            pooling.padding[f],
+            pooling.columns[f],
+        )
+        width, (address, stride), winners = pooling.widths[f], out, 0
+        weights, offsets, offset_bytes, begin, end = 0, 0, 4, -1, -1
+        n = given.n if given.is_joined else ids.n
         if given.weights is not None:
-            is_joined = len(given.weights) == 1
-            weights = given.weights[0 if is_joined else k].address - (
-                0 if is_joined else first * item
+            is_one = len(given.weights) == 1
+            weights = (
+                given.weights[0].address if is_one else given.weights[k].address - first * item
             )
-        if own.offsets is not None:
-            offset_bytes = own.offsets.itemsize
-            offsets = own.offsets.address + own.first_offset * offset_bytes, offset_bytes
-            is_first, is_last = (k == 0, k + 1 == len(given.lists)) if given.is_joined else (1, 1)
-            n = given.n if given.is_joined else own.n
-            ends = 0 if is_first else -1, n if is_last else -1, n
-        winners = 0, pooling.width
-        if self._winners is not None:
-            winners = self._winners.address + pooling.columns[f] * 4, pooling.width
-        width = pooling.widths[f]
-        strides = width * table.itemsize, out[1] * item
-        # Winners begin where columns of a whole output do.
-        places = table.address, out[0], *strides, pooling.columns[f] * item, pooling.width * item
-        is_aligned = not any(x % 16 for x in (places if winners[0] else places[:4]))
+        if ids.offsets is not None:
+            offset_bytes = ids.offsets.itemsize
+            offsets = ids.offsets.address + ids.first_offset * offset_bytes
+            if not given.is_joined or k == 0:
+                begin = 0
+            if not given.is_joined or k + 1 == len(given.lists):
+                end = n
+        strides = width * table.itemsize, stride * item
+        places = table.address, address, *strides
+        if self._winners is not None:  # which begin where columns of a whole output do
+            winners = self._winners.address + column * 4
+            places = *places, column * item, pooling.width * item
         return cuda.rows.bags.DeviceFeature(
-            table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
-            own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
-            *offsets, own.length, first, *ends, *bags, out[0], winners[0], out[1], winners[1],
-            *gradient_rows,
+            table=table.address, rows=len(table), width=width,
+            is_aligned=int(not any(x % 16 for x in places)),
+            padding=-1 if padding is None else padding,
+            ids=ids.array.address - first * ids.array.itemsize, id_bytes=ids.array.itemsize,
+            weights=weights, offsets=offsets, offset_bytes=offset_bytes, length=ids.length,
+            origin=first, begin=begin, end=end, most=n, first_bag=bags[0], bags=bags[1],
+            out=address, winners=winners, stride=stride, winners_stride=pooling.width,
+            column=gradient_rows[0], row=gradient_rows[1],
         )  # fmt: skip
 
     def _launches(self, features: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,6 @@ from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
 
 _n_bytes_of = attrgetter("nbytes")
-_OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 
 
 def pool(
@@ -61,7 +60,7 @@ class Pooled:
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
         where, self._pooling, self._given = pooling.where, pooling, given
-        n, bags = sum(given.column("n").tolist()), given.column("bags").tolist()
+        n, bags = sum(given.lists["n"].tolist()), given.lists["bags"].tolist()
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
         self._shapes = pooling.output_shapes(bags)
@@ -74,7 +73,7 @@ class Pooled:
             # The gradients of a table's features are joined, one below the other.
             features, before = features.copy(), self._bags_before()
             tables = np.array(pooling.ordered(pooling.of))
-            features[:, _COLUMN] = np.cumsum(bags) - bags - before[tables]
+            features["column"] = np.cumsum(bags) - bags - before[tables]
         if sums:
             features, base = self._place_output(out, features)
         winners = None
@@ -89,7 +88,7 @@ class Pooled:
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
         # The ids have been copied: the caller may change, resize or free its arrays.
-        self._given = HostIds(given.lists, given.real, given.is_weighted, ())
+        self._given = given._replace(keep=())
 
     def _place_output(self, out: Any, features: np.ndarray) -> tuple[np.ndarray, int]:
         """Make or take the output; returns features with their places in it, and its address."""
@@ -103,9 +102,9 @@ class Pooled:
         self.out = arrays[0] if is_one else arrays
         if is_one:
             return features, address_of(self.out)
-        features, each = features.copy(), zip(arrays, shapes, strict=True)
-        places = [(address_of(array), width * real.itemsize) for array, (_, width) in each]
-        features[:, _OUT : _OUT + 2] = pooling.ordered(places)
+        features = features.copy()
+        features["out"] = pooling.ordered([*map(address_of, arrays)])
+        features["stride"] = pooling.ordered([width * real.itemsize for _, width in shapes])
         return features, 0
 
     def _is_shared(self, array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
@@ -114,7 +113,7 @@ class Pooled:
         at, n_bytes = address_of(array), array.nbytes
         return any(
             n_bytes and size and at < other + size and other < at + n_bytes
-            for other, size in (*spans, *self._given.spans)
+            for other, size in (*spans, *self._given.spans(self._pooling.real))
         )
 
     def gradients(self, grad: Any) -> list[Any]:
@@ -152,7 +151,7 @@ class Pooled:
         pooling = self._pooling
         if pooling.pools:
             return pooling.features_before * self.batch
-        before = np.concatenate(([0], np.cumsum(self._given.column("bags"))))
+        before = np.concatenate(([0], np.cumsum(self._given.lists["bags"])))
         return before[pooling.features_before]
 
     def weight_gradients(self, grad: Any) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from ....kernels.cpu import bags as kernels
 from ....kernels.storage import STORAGES
 from ....kernels.tables import LARGEST, MEAN, SUM
 from .. import check
-from ..arrays import addresses_of, real_type
+from ..arrays import address_of, addresses_of, real_type
 from ..device import device_of, is_on_device
 from ..errors import reject
 
@@ -91,18 +91,21 @@ class Pooling:
         found = self._records.get((sums, weighted))
         if found is None:
             made = [self._record(f, sums, weighted) for f in self.order]
-            found = self._records[sums, weighted] = np.array(made, np.int64)
+            found = self._records[sums, weighted] = np.array(made, kernels.FEATURES)
         return found
 
     def _record(self, f: int, sums: bool, weighted: bool) -> kernels.Feature:
         table, padding, item = self.arrays[self.of[f]], self.padding[f], self.real.itemsize
         w = STORAGES[table.dtype]
         pool = kernels.pool_of(w, self.kind, weighted=weighted) if sums else 0
-        places = 0, self.widths[f] * item, 0, 1
+        column, row, unit = 0, self.widths[f], self.widths[f]
         if self.pools:
-            column, row = self.columns[f], self.width
-            places = column * item, row * item, column // self.unit, row // self.unit
-        return kernels.Feature.of(table, w, pool, -1 if padding is None else padding, *places)
+            column, row, unit = self.columns[f], self.width, self.unit
+        return kernels.Feature(
+            table=address_of(table), row_bytes=table.shape[1] * w.itemsize, rows=table.shape[0],
+            width=table.shape[1], pool=pool, padding=-1 if padding is None else padding,
+            out=column * item, stride=row * item, column=column // unit, row=row // unit,
+        )  # fmt: skip
 
     def _padding(self, given: Any) -> list[int | None]:
         each = padding_of_features(self.where, given, len(self.of))

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .....kernels.cpu.headers import id_lists
 from .....ops.runtime.bags.pooling import kind_of
 from .....ops.runtime.errors import reject
 from ....base.arguments import is_int
-from ..memory import NUMBERS, array_of, in_memory
+from ..memory import (
+    NUMBERS,
+    address_of,
+    are_there,
+    array_of,
+    bytes_of,
+    dtype_of,
+    in_memory,
+    is_contiguous,
+    shape_of,
+)
 
 WHERE = "EmbeddingBags"
+_layout_of, _first_of, _last_of = attrgetter("layout"), itemgetter(0), itemgetter(-1)
 
 
 def named_tables(tables: Any) -> dict[str, Any]:
@@ -85,6 +100,29 @@ def with_end(offsets: Any, ids: Any) -> Any:
     if not (isinstance(offsets, Tensor) and isinstance(ids, Tensor) and offsets.dim() == 1):
         return offsets  # which is refused as it is
     return torch.cat((offsets, offsets.new_full((1,), ids.numel())))
+
+
+def headers_of(tensors: Sequence[Any], real: np.dtype[Any]) -> np.ndarray | None:
+    """The `id_lists.HEADERS` of plain tensors on the host; None where one is of another kind.
+
+    `map` asks all of them one question after the other.
+    """
+    if {*map(type, tensors)} != {Tensor} or not (
+        {*map(Tensor.get_device, tensors)} == {-1}
+        and {*map(_layout_of, tensors)} == {torch.strided}
+        and all(map(is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    ):
+        return None
+    places, shapes = [*map(address_of, tensors)], [*map(shape_of, tensors)]
+    if not {*map(len, shapes)} <= {1, 2} or not are_there(tensors, places, bytes_of(tensors)):
+        return None
+    kinds = {torch.int32: 4, torch.int64: 8, getattr(torch, real.name): id_lists.REAL}
+    headers = np.empty(len(tensors), id_lists.HEADERS)
+    headers["kind"] = [*map(kinds.get, map(dtype_of, tensors), repeat(0))]
+    headers["address"], headers["dims"] = places, [*map(len, shapes)]
+    headers["size"], headers["last"] = [*map(_first_of, shapes)], [*map(_last_of, shapes)]
+    return headers
 
 
 def _array(name: str, tensor: Any) -> Any:
