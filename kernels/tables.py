@@ -150,6 +150,44 @@ class RowTable(NamedTuple):
         return np.searchsorted(positions, firsts)
 
 
+class Feature(NamedTuple):
+    """Properties of a feature that do not depend on its ids, all ``int64``."""
+
+    table: int
+    row_bytes: int
+    rows: int
+    width: int
+    pool: int  # the address of the function that pools rows of the table, or 0
+    padding: int  # the id that is ignored, or -1
+    out: int  # bytes from the start of the output to the first one of the feature, or its address
+    stride: int  # bytes from the output of a bag to the next
+    column: int  # where its columns of the gradient begin, in units
+    row: int  # units of a row of the gradient
+
+
+class IdList(NamedTuple):
+    """The ids of one feature in the caller's arrays, all ``int64``; addresses.
+
+    Loops over bags copy the ids of all features into one list. On the host a record begins with the
+    `Source` of the rows that are summed, which they fill in; ``first`` is the place in that list.
+    """
+
+    ids: int
+    id_bytes: int
+    n: int  # ids
+    offsets: int  # [n_offsets]; 0: all bags have ``length`` ids
+    n_offsets: int  # bags + 1, or bags: the last bag ends where the ids do
+    offset_bytes: int
+    begin: int  # the first offset, and the last one; -1: not known, of joined ids on a device
+    end: int
+    bags: int
+    length: int
+    id_weights: int  # [n], in the type of the arithmetic, or 0
+    first_bag: int  # among those of all features
+    first_part: int
+    height: int  # bags of a part
+
+
 class MatrixTensor(NamedTuple):
     """``[matrices, height, width]`` elements and their states; addresses."""
 

@@ -16,7 +16,7 @@ from numba import carray
 
 from ..inner import njit
 from ..storage import Storage, real_of
-from ..tables import LARGEST, MEAN, record_type
+from ..tables import LARGEST, MEAN, Feature, record_type
 from .compiler.compile import NativeFunction, part
 from .compiler.intrinsics import as_pointer, call_address, load_int32
 from .compiler.machine import PythonEntry
@@ -36,21 +36,6 @@ MOST = 2**31 - 1
 _MOST_PARTS = 64  # of a feature
 _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids
-
-
-class Feature(NamedTuple):
-    """Properties of a feature that do not depend on its ids, all ``int64``."""
-
-    table: int
-    row_bytes: int
-    rows: int
-    width: int
-    pool: int  # the address of the function that pools rows of the table, or 0
-    padding: int  # the id that is ignored, or -1
-    out: int  # bytes from the start of the output to the first one of the feature
-    stride: int  # bytes from the output of a bag to the next
-    column: int  # where its columns of the gradient begin, in units
-    row: int  # units of a row of the gradient
 
 
 FEATURES = record_type(Feature)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...inner import njit
-from ...tables import Source, record_type
+from ...tables import IdList, Source, record_type
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import load_int64
 from ..compiler.machine import PythonEntry
@@ -23,30 +23,6 @@ offsets of each. `OPEN`: as `LISTED`, without the last offset: the last bag ends
 feature, and every id is a bag."""
 REAL = 1
 """The kind of weights; the kind of int32 and int64 is the size of an element, 4 or 8."""
-
-
-class IdList(NamedTuple):
-    """The ids of one feature in the caller's arrays, all ``int64``; addresses.
-
-    Its record begins with the `Source` of the rows that are summed, which loops over bags fill in:
-    they copy the ids of all features into one list, where those of a feature begin at ``first``.
-    """
-
-    ids: int
-    id_bytes: int
-    n: int  # ids
-    offsets: int  # [n_offsets]; 0: all bags have ``length`` ids
-    n_offsets: int  # bags + 1, or bags: the last bag ends where the ids do
-    offset_bytes: int
-    begin: int  # the first offset, and the last one
-    end: int
-    bags: int
-    length: int
-    id_weights: int  # [n], in the type of the arithmetic, or 0
-    # Filled in by loops over bags.
-    first_bag: int
-    first_part: int
-    height: int  # bags of a part
 
 
 class Header(NamedTuple):

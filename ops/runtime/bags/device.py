@@ -10,12 +10,15 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.storage import STORAGES
+from ....kernels.tables import Feature
 from .. import cuda, device_gradient
 from ..arrays import native
 from ..device import DeviceArray, may_share_memory
@@ -24,6 +27,7 @@ from ..launch import launch_on
 from ..row_step import RowGradient
 from .given import (
     Ids,
+    fill_in,
     joined_by_table,
     read_gradient,
     read_gradients,
@@ -157,86 +161,58 @@ class DevicePooled:
             return like.empty_like(_INT64, (len(given.lists),))
         return np.cumsum([0, *(own.n for own in given.lists)])
 
-    def _features(self, given: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
-        pooling, found, first, first_bag = self._pooling, [], 0, 0
-        before = [0] * len(pooling.arrays)  # bags of the features of each table, if none is pooled
-        for k, (f, own) in enumerate(zip(pooling.order, given.lists, strict=True)):
-            item, width = pooling.real.itemsize, pooling.widths[f]
-            column, out = pooling.columns[f], (0, width)
-            if outputs and is_one:
-                out = outputs[0].address + column * item, pooling.width
-            elif outputs:
-                out = outputs[f].address, width
-            gradient_rows = before[pooling.of[f]], 1
-            if pooling.pools:
-                gradient_rows = column // pooling.unit, pooling.width // pooling.unit
-            before[pooling.of[f]] += own.bags
-            bags = first_bag, own.bags
-            found.append(self._feature(given, k, f, first, bags, out, gradient_rows))
-            first, first_bag = first + own.n, first_bag + own.bags
-        return found
-
-    def _feature(
-        self, given: DeviceIds, k: int, f: int, first: int, bags: tuple[int, int],
-        out: tuple[int, int], gradient_rows: tuple[int, int],
-    ) -> Any:  # fmt: skip
-        pooling, item, ids = self._pooling, self._pooling.real.itemsize, given.lists[k]
-        table, padding, column = (
-            pooling.arrays[pooling.of[f]],
-            pooling.padding[f],
-            pooling.columns[f],
-        )
-        width, (address, stride), winners = pooling.widths[f], out, 0
-        weights, offsets, offset_bytes, begin, end = 0, 0, 4, -1, -1
-        n = given.n if given.is_joined else ids.n
-        if given.weights is not None:
-            is_one = len(given.weights) == 1
-            weights = (
-                given.weights[0].address if is_one else given.weights[k].address - first * item
-            )
-        if ids.offsets is not None:
-            offset_bytes = ids.offsets.itemsize
-            offsets = ids.offsets.address + ids.first_offset * offset_bytes
-            if not given.is_joined or k == 0:
-                begin = 0
-            if not given.is_joined or k + 1 == len(given.lists):
-                end = n
-        strides = width * table.itemsize, stride * item
-        places = table.address, address, *strides
+    def _features(self, given: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> Any:
+        """The features as the loops see them: `FEATURES`."""
+        pooling, item, n = self._pooling, self._pooling.real.itemsize, len(given.lists)
+        features, static = np.zeros(n, cuda.rows.bags.FEATURES), pooling.records()
+        for name in Feature._fields:
+            features[name] = static[name]
+        weights: Sequence[Any] = given.weights or [None]
+        weights = weights if len(weights) == n else [*weights] * n
+        for record, ids, factors in zip(features, given.lists, weights, strict=True):
+            fill_in(record, ids, factors)
+        ends, bags = np.cumsum(features["n"]), features["bags"]
+        features["origin"], features["first_bag"] = ends - features["n"], np.cumsum(bags) - bags
+        if given.is_joined:  # where those of a feature begin and end the device knows
+            features["n"], features["begin"], features["end"] = given.n, -1, -1
+            features["begin"][0], features["end"][-1] = 0, given.n
+        elif given.lists[0].offsets is None:
+            features["begin"] = features["end"] = -1
+        if not pooling.pools:
+            features["column"] = pooling.columns_below(bags)
+        if outputs and is_one:
+            features["out"] += outputs[0].address
+        elif outputs:
+            features["out"] = pooling.ordered([array.address for array in outputs])
+            features["stride"] = pooling.ordered([width * item for width in pooling.widths])
+        wide = features["table"] | features["row_bytes"] | features["out"] | features["stride"]
         if self._winners is not None:  # which begin where columns of a whole output do
-            winners = self._winners.address + column * 4
-            places = *places, column * item, pooling.width * item
-        return cuda.rows.bags.DeviceFeature(
-            table=table.address, rows=len(table), width=width,
-            is_aligned=int(not any(x % 16 for x in places)),
-            padding=-1 if padding is None else padding,
-            ids=ids.array.address - first * ids.array.itemsize, id_bytes=ids.array.itemsize,
-            weights=weights, offsets=offsets, offset_bytes=offset_bytes, length=ids.length,
-            origin=first, begin=begin, end=end, most=n, first_bag=bags[0], bags=bags[1],
-            out=address, winners=winners, stride=stride, winners_stride=pooling.width,
-            column=gradient_rows[0], row=gradient_rows[1],
-        )  # fmt: skip
+            columns = np.array(pooling.ordered(pooling.columns[:-1]))
+            features["winners"] = self._winners.address + 4 * columns
+            features["winners_stride"] = pooling.width
+            wide |= columns * item | pooling.width * item
+        features["is_aligned"] = wide % 16 == 0
+        return features
 
-    def _launches(self, features: Sequence[Any]) -> list[Any]:
+    def _launches(self, features: Any) -> list[Any]:
         """Consecutive features whose tables are of one storage type."""
-        pooling = self._pooling
+        pooling, launches = self._pooling, []
         storages = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
-        found: list[Any] = []
-        for own, w in zip(features, storages, strict=True):
-            end = own.first_bag + own.bags
-            if found and found[-1].w is w:
-                widest = max(own.width, found[-1].widest)
-                found[-1] = found[-1]._replace(end_bag=end, widest=widest)
-            else:
-                found.append(cuda.rows.bags.Pooled(w, own.first_bag, end, own.width))
-        return [launch for launch in found if launch.end_bag > launch.first_bag]
+        for w, group in groupby(zip(storages, features, strict=True), itemgetter(0)):
+            alike = [feature for _, feature in group]
+            begin, end = alike[0]["first_bag"], alike[-1]["first_bag"] + alike[-1]["bags"]
+            widest = max(feature["width"] for feature in alike)
+            if end > begin:
+                launches.append(cuda.rows.bags.Pooled(w, int(begin), int(end), int(widest)))
+        return launches
 
-    def _error(self, given: DeviceIds, features: Sequence[Any]) -> Any:
+    def _error(self, given: DeviceIds, features: Any) -> Any:
         """The maker of the error for what does not fit, by its number (see the kernels)."""
         where, is_joined, n_offsets = self._pooling.where, given.is_joined, 2 * self._n_bags
         named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
-        sizes = [(feature.origin, feature.rows, feature.most) for feature in features]
-        first_bags = [feature.first_bag for feature in features]
+        origins, rows, most, first_bags = (
+            features[name].tolist() for name in ("origin", "rows", "n", "first_bag")
+        )
 
         def error(position: int, value: int) -> Exception:
             if position < n_offsets:
@@ -244,7 +220,7 @@ class DevicePooled:
                 f = bisect(first_bags, bag) - 1
                 _, name, first = named[f]
                 expected = "0" if not is_end else (
-                    f"at least the one before, and at most, at the end exactly, {sizes[f][2]}"
+                    f"at least the one before, and at most, at the end exactly, {most[f]}"
                 )  # fmt: skip
                 k = first + bag - first_bags[f] + is_end
                 return ValueError(message(where, f"{name}[{k}]", wrong, expected, value))
@@ -253,11 +229,9 @@ class DevicePooled:
                 expected = "0 <= id < rows of its table"
                 text = message(where, f"ids[{place}]", "is out of range", expected, value)
                 return IndexError(text)
-            f = bisect([origin for origin, *_ in sizes], place) - 1
-            name, origin, rows = named[f][0], *sizes[f][:2]
-            expected = f"0 <= id < {rows}"
-            text = message(where, f"{name}[{place - origin}]", "is out of range", expected, value)
-            return IndexError(text)
+            f = bisect(origins, place) - 1
+            name, expected = f"{named[f][0]}[{place - origins[f]}]", f"0 <= id < {rows[f]}"
+            return IndexError(message(where, name, "is out of range", expected, value))
 
         return error
 
@@ -313,23 +287,22 @@ class DevicePooled:
         pooling = self._pooling
         check_multiplies(pooling, is_kept=self._multiplies)
         values, ends, like = self._gradient(grad), self._ends_of_features(), pooling.arrays[0]
-        real, features, found = pooling.real, [], []
-        for k, own in enumerate(self._kept):
-            made = like.filled_like(0.0, real, (ends[k + 1] - ends[k],))
-            w_bytes = pooling.arrays[pooling.of[pooling.order[k]]].itemsize
-            strides = own.width * w_bytes, pooling.unit * values.itemsize
-            is_aligned = not any(x % 16 for x in (own.table, values.address, *strides))
-            out = made.address - ends[k] * real.itemsize
-            features.append(own._replace(out=out, is_aligned=int(is_aligned)))
-            found.append(native(made))
+        real, features = pooling.real, self._kept.copy()
+        made = [like.filled_like(0.0, real, (end - begin,)) for begin, end in pairwise(ends)]
+        # The outputs of features are addresses that those of place 0 would have.
+        features["out"] = [
+            x.address - end * real.itemsize for x, end in zip(made, ends, strict=False)
+        ]
+        wide = features["table"] | features["row_bytes"] | values.address
+        features["is_aligned"] = (wide | pooling.unit * values.itemsize) % 16 == 0
         launches = self._launches(features)
         with launch_on([*pooling.arrays, values]) as launch:
             cuda.rows.bags.multiply(
                 features, self._lists(weighted=False), launches, values.address, pooling.unit,
                 g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,
             )  # fmt: skip
-        by_feature = dict(zip(pooling.order, found, strict=True))
-        return [by_feature[f] for f in range(len(found))]
+        by_feature = dict(zip(pooling.order, map(native, made), strict=True))
+        return [by_feature[f] for f in range(len(made))]
 
 
 def _stacked(like: DeviceArray, parts: Sequence[DeviceArray], width: int) -> DeviceArray:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import check
-from ..arrays import adopt, adopt_anywhere
+from ..arrays import address_of, adopt, adopt_anywhere
 from ..device import device_of
 from ..errors import reject
 from .pooling import Pooling, kind_of
@@ -29,6 +29,19 @@ class Ids(NamedTuple):
     def n(self) -> int:
         """The number of ids."""
         return self.end - self.begin
+
+
+def fill_in(record: Any, ids: Ids, weights: Any) -> None:
+    """Write the ids of a feature, and their weights or None, to a record of `IdList`."""
+    record["ids"], record["id_bytes"] = address_of(ids.array), ids.array.itemsize
+    record["n"], record["bags"], record["length"] = ids.n, ids.bags, ids.length
+    record["begin"], record["end"] = ids.begin, ids.end
+    if ids.offsets is not None:
+        itemsize = ids.offsets.itemsize
+        record["offsets"] = address_of(ids.offsets) + ids.first_offset * itemsize
+        record["n_offsets"], record["offset_bytes"] = len(ids.offsets), itemsize
+    if weights is not None:
+        record["id_weights"] = address_of(weights)
 
 
 def array_of(pooling: Pooling, name: str, given: Any) -> Any:

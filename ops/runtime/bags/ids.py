@@ -9,9 +9,8 @@ import numpy as np
 
 from ....kernels.cpu.headers import id_lists
 from ....kernels.cpu.headers.id_lists import FIXED, JOINED, LISTED, OPEN, SINGLE
-from ..arrays import address_of
 from ..errors import reject
-from .given import Ids, read_lists, read_weights
+from .given import Ids, fill_in, read_lists, read_weights
 from .pooling import Pooling
 
 
@@ -92,17 +91,10 @@ def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> HostIds
         factors = [array.astype(pooling.real, copy=False).reshape(-1) for array in factors]
         each = [factors[0][x.begin : x.end] for x in features] if is_joined else factors
     lists = np.zeros(len(features), id_lists.LISTS)
-    pairs = zip(pooling.ordered(features), pooling.ordered(each), strict=True)
-    for record, (feature, id_weights) in zip(lists, pairs, strict=True):
-        record["ids"], record["id_bytes"] = address_of(feature.array), feature.array.itemsize
-        for name in ("n", "begin", "end", "bags", "length"):
-            record[name] = getattr(feature, name)
-        if feature.offsets is not None:
-            record["offsets"] = address_of(feature.offsets)
-            record["n_offsets"] = len(feature.offsets)
-            record["offset_bytes"] = feature.offsets.itemsize
-        if id_weights is not None:
-            record["id_weights"] = address_of(id_weights)
+    for record, *of_feature in zip(
+        lists, pooling.ordered(features), pooling.ordered(each), strict=True
+    ):
+        fill_in(record, *of_feature)
     return HostIds(lists, factors is not None, (features, each))
 
 
@@ -156,7 +148,10 @@ def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids],
         _check_offsets(pooling.where, all_bags)
     return [
         own._replace(
-            offsets=bounds[f * bags : (f + 1) * bags + 1], begin=firsts[f], end=firsts[f + 1]
+            offsets=bounds[f * bags : (f + 1) * bags + 1],
+            begin=firsts[f],
+            end=firsts[f + 1],
+            first_offset=0,
         )
         for f, own in enumerate(lists)
     ], True

@@ -70,10 +70,8 @@ class Pooled:
         self.out: Any = None
         features, base = pooling.records(sums=sums, weighted=given.is_weighted), 0
         if not pooling.pools:
-            # The gradients of a table's features are joined, one below the other.
-            features, before = features.copy(), self._bags_before()
-            tables = np.array(pooling.ordered(pooling.of))
-            features["column"] = np.cumsum(bags) - bags - before[tables]
+            features = features.copy()
+            features["column"] = pooling.columns_below(bags)
         if sums:
             features, base = self._place_output(out, features)
         winners = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from ....kernels.cpu import bags as kernels
 from ....kernels.storage import STORAGES
-from ....kernels.tables import LARGEST, MEAN, SUM
+from ....kernels.tables import LARGEST, MEAN, SUM, Feature
 from .. import check
 from ..arrays import address_of, addresses_of, real_type
 from ..device import device_of, is_on_device
@@ -86,7 +86,7 @@ class Pooling:
         """One value for each feature, in the order of the tables."""
         return [by_feature[f] for f in self.order]
 
-    def records(self, *, sums: bool, weighted: bool) -> np.ndarray:
+    def records(self, *, sums: bool = False, weighted: bool = False) -> np.ndarray:
         """The `Feature` records of the loops, in the order of the tables."""
         found = self._records.get((sums, weighted))
         if found is None:
@@ -94,14 +94,23 @@ class Pooling:
             found = self._records[sums, weighted] = np.array(made, kernels.FEATURES)
         return found
 
-    def _record(self, f: int, sums: bool, weighted: bool) -> kernels.Feature:
+    def columns_below(self, bags: Any) -> np.ndarray:
+        """`Feature.column` of features that are not pooled, for their bags.
+
+        The gradients of a table's features are joined, one below the other.
+        """
+        before, tables = np.cumsum([0, *bags]), np.array(self.ordered(self.of))
+        columns: np.ndarray = before[:-1] - before[self.features_before][tables]
+        return columns
+
+    def _record(self, f: int, sums: bool, weighted: bool) -> Feature:
         table, padding, item = self.arrays[self.of[f]], self.padding[f], self.real.itemsize
         w = STORAGES[table.dtype]
         pool = kernels.pool_of(w, self.kind, weighted=weighted) if sums else 0
         column, row, unit = 0, self.widths[f], self.widths[f]
         if self.pools:
             column, row, unit = self.columns[f], self.width, self.unit
-        return kernels.Feature(
+        return Feature(
             table=address_of(table), row_bytes=table.shape[1] * w.itemsize, rows=table.shape[0],
             width=table.shape[1], pool=pool, padding=-1 if padding is None else padding,
             out=column * item, stride=row * item, column=column // unit, row=row // unit,
