@@ -392,13 +392,13 @@ class Bags:
         int32, and its weight or None.
         """
         n = int(self.bounds[-1])
-        found = allocation.empty((n,), np.int32)
+        rows = allocation.empty((n,), np.int32)
         if self._pooling == MEAN and self._weights is None:
             self._weights = allocation.empty((n,), self._real)
             self._set(weights=self._weights)
-        self._set(gradient_rows=found)
+        self._set(gradient_rows=rows)
         self._run(self._loops.number_rows)
-        return self._ids[:n], found, None if self._weights is None else self._weights[:n]
+        return self._ids[:n], rows, None if self._weights is None else self._weights[:n]
 
     def multiply(self, gradient: np.ndarray, g: Storage, w: Sequence[Storage]) -> list[np.ndarray]:
         """The product of each id's row with the gradient of its bag: an array for each feature.

@@ -115,13 +115,13 @@ class RowGradient(NamedTuple):
     def spans(self) -> list[tuple[int, int]]:
         """Address and size in bytes of all that users gave, and that a step reads."""
         source = self.source
-        found = [(source.values, self.values.nbytes)]
+        spans = [(source.values, self.values.nbytes)]
         if self.rows is not None:  # all else of pooled rows is this package's own
-            return found
-        found.append((source.indices, self.indices.nbytes))
+            return spans
+        spans.append((source.indices, self.indices.nbytes))
         if self.positions is not None:
-            found.append((source.positions, self.positions.nbytes))
-        return found
+            spans.append((source.positions, self.positions.nbytes))
+        return spans
 
 
 class RowUpdate(NamedTuple):
@@ -159,7 +159,7 @@ class RowUpdate(NamedTuple):
         """The tables as a device takes them."""
         addresses = np.reshape(self.rows.addresses, (len(self.gradients), -1)).tolist()
         each = zip(addresses, self._sizes, self.gradients, strict=True)
-        return [RowTable(tuple(own), *size, gradient.source) for own, size, gradient in each]
+        return [RowTable(tuple(arrays), *size, gradient.source) for arrays, size, gradient in each]
 
     @property
     def _sizes(self) -> list[tuple[int, int]]:
@@ -170,13 +170,13 @@ class RowUpdate(NamedTuple):
     def lists(self) -> list[IndexList]:
         """The indices of each table."""
         each = zip(self.where, self.gradients, self._sizes, strict=True)
-        return [IndexList(label, own.source.length, rows) for label, own, (rows, _) in each]
+        return [IndexList(label, x.source.length, rows) for label, x, (rows, _) in each]
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error."""
         _, compiled, tables, gradients, hp, hp_of, touched_only, drop = self
-        given = tables, map(_source_of, gradients), hp, hp_of
-        step = RowStep(compiled, *given, touched_only=touched_only, drop=drop)
+        inputs = tables, map(_source_of, gradients), hp, hp_of
+        step = RowStep(compiled, *inputs, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
             raise first_bad_index(self.lists, gradients, step.bad_position)
@@ -249,8 +249,8 @@ def _launch(
         each.append((update, base))
         if isinstance(update, RowUpdate) and not update.drop:
             checked.append((update, base))
-            lists += (own := update.lists)
-            base += sum(indices.length for indices in own)
+            lists += (of_update := update.lists)
+            base += sum(indices.length for indices in of_update)
     error = bad_index_error(lists)
 
     def found(position: int, index: int) -> IndexError:
@@ -287,7 +287,7 @@ def check_keys(where: str, n_rows: int, n: int) -> None:
 
 def check_lists(where: str, lists: Iterable[IndexList]) -> None:
     """Check the sort keys of some lists together (`check_keys`)."""
-    sizes = [(own.rows, own.length) for own in lists]
+    sizes = [(indices.rows, indices.length) for indices in lists]
     check_keys(where, *map(sum, zip(*sizes, strict=True)))
 
 
@@ -306,8 +306,8 @@ def row_squares(
     check_lists(where, lists)
     sizes, nowhere = table_sizes(shape for shape, _ in tables), np.empty((len(tables), 0), np.int64)
     sources, hp = [gradient.source for _, gradient in tables], np.ones((1, 1), real.dtype)
-    given = RowTables.of(nowhere, sizes), sources, hp
-    position, total = row_norm(kernel(SCALED, (), real, g, ()), *given)
+    inputs = RowTables.of(nowhere, sizes), sources, hp
+    position, total = row_norm(kernel(SCALED, (), real, g, ()), *inputs)
     if position >= 0:
         raise first_bad_index(lists, [gradient for _, gradient in tables], position)
     return total

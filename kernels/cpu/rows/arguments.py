@@ -44,9 +44,9 @@ class RowTables(NamedTuple):
     @classmethod
     def one(cls, addresses: Sequence[int], sizes: array[int]) -> RowTables:
         """One table; its rows and width are in an ``array``."""
-        own = array("q", addresses)
-        places = own.buffer_info()[0], sizes.buffer_info()[0]
-        return cls(own, sizes, (1, len(own), *places))
+        words = array("q", addresses)
+        places = words.buffer_info()[0], sizes.buffer_info()[0]
+        return cls(words, sizes, (1, len(words), *places))
 
 
 _sources_at, _totals_at, _calls_at = map(records, (RowSource, Totals, RowCall))

@@ -93,11 +93,11 @@ def bounds_kernel(features, n_features, bounds, n_bags, n, guard):
     if bag >= n_bags:
         return
     feature = _of_bag(features, n_features, bag)
-    own = bag - feature.first_bag
-    begin, end = _offset(feature, own), _offset(feature, own + 1)
-    if own == 0 and feature.begin >= 0 and begin != feature.begin:
+    k = bag - feature.first_bag
+    begin, end = _offset(feature, k), _offset(feature, k + 1)
+    if k == 0 and feature.begin >= 0 and begin != feature.begin:
         lower_int64(guard + 8 * FOUND, 2 * bag)
-    is_last = own == feature.bags - 1
+    is_last = k == feature.bags - 1
     if end < begin or end > feature.n or (is_last and feature.end >= 0 and end != feature.end):
         lower_int64(guard + 8 * FOUND, 2 * bag + 1)
     store_int64(bounds + 8 * bag, feature.origin + begin)
@@ -151,15 +151,15 @@ def lay_out_kernel(features, n_features, bounds, n_bags, ids, rows, weights, n, 
 @cuda.jit
 def keep_kernel(features, n_features, bounds, n_bags, n, guard):
     """Keep the offset or id that closed the guard, for the error; one thread."""
-    found = load_int64(guard + 8 * FOUND)
-    if found == NOTHING:
+    number = load_int64(guard + 8 * FOUND)
+    if number == NOTHING:
         return
-    if found < 2 * n_bags:
-        bag = found >> 1
+    if number < 2 * n_bags:
+        bag = number >> 1
         feature = _of_bag(features, n_features, bag)
-        store_int64(guard + 8 * INDEX, _offset(feature, bag - feature.first_bag + (found & 1)))
+        store_int64(guard + 8 * INDEX, _offset(feature, bag - feature.first_bag + (number & 1)))
         return
-    place = found - 2 * n_bags
+    place = number - 2 * n_bags
     feature = _of_bag(features, n_features, _bag_of(Lists(bounds, 0, 0, 0, n_bags, n), place))
     store_int64(guard + 8 * INDEX, index_at(feature.ids, feature.id_bytes, place - feature.origin))
 
@@ -270,10 +270,10 @@ def _tile_of_bag(w: Storage, real: Storage, pooling: int, length: int, *, weight
         end = load_int64(lists.bounds + 8 * (bag + 1))
         # Behind a closed guard bounds may be any numbers; then all bags are empty.
         pool(total, winners, column, feature, lists, k, k if closed else end)
-        own = bag - feature.first_bag
-        store(total, feature.out + own * feature.stride, column)
+        of_feature = bag - feature.first_bag
+        store(total, feature.out + of_feature * feature.stride, column)
         if is_largest:
-            store_winners(winners, feature.winners, own * feature.winners_stride + column)
+            store_winners(winners, feature.winners, of_feature * feature.winners_stride + column)
 
     return run
 
@@ -397,21 +397,21 @@ def pool(
     if n_bags == 0:
         return
     with _placed(features, stream) as table:
-        at = table, len(features), bounds
-        on_elements(bounds_kernel, n_bags, stream)(*at, n_bags, n, guard)
+        places = table, len(features), bounds
+        on_elements(bounds_kernel, n_bags, stream)(*places, n_bags, n, guard)
         if ends:
-            on_elements(ends_kernel, len(features), stream)(*at, ends)
+            on_elements(ends_kernel, len(features), stream)(*places, ends)
         if n:
             lay_out = on_elements(lay_out_kernel, n, stream)
-            given = gradient_rows, weights, n, int(real is F64), int(drops)
-            lay_out(*at, n_bags, ids, *given, guard)
-        launcher(keep_kernel, 1, 1, stream)(*at, n_bags, n, guard)
+            results = gradient_rows, weights, n, int(real is F64), int(drops)
+            lay_out(*places, n_bags, ids, *results, guard)
+        launcher(keep_kernel, 1, 1, stream)(*places, n_bags, n, guard)
         for w, begin, end, widest in launches:
             kernel = pool_kernel(w, real, pooling, weighted)
             tiles, lanes, groups = tile_grid(widest, tile_length(w), GEOMETRY.rows)
             grid, block = (-(-(end - begin) // lanes), groups), (tiles, lanes)
             chosen = ids, weights, begin, end, int(fills)
-            launcher(kernel, grid, block, stream)(*at, n_bags, *chosen, guard)
+            launcher(kernel, grid, block, stream)(*places, n_bags, *chosen, guard)
 
 
 def mean_weights(lists: Lists, real: Storage, stream: Any) -> None:
@@ -429,10 +429,10 @@ def multiply(
     if lists.n == 0:
         return
     with _placed(features, stream) as table:
-        at = table, len(features), lists.bounds, lists.n_bags, lists.ids, lists.gradient_rows
+        places = table, len(features), lists.bounds, lists.n_bags, lists.ids, lists.gradient_rows
         for w, begin, end, _ in launches:
             loop = on_elements(products_kernel(w, g, real), lists.n, stream)
-            loop(*at, lists.n, begin, end, gradient, unit)
+            loop(*places, lists.n, begin, end, gradient, unit)
 
 
 @contextmanager

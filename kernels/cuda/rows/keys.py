@@ -106,7 +106,7 @@ def index_at(indices, n_bytes, k):
 
 
 @cuda.jit(device=True)
-def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
+def _make_keys(thread_keys, tables, n_tables, n, bits, dropped_row, drops, base, guard):
     """Make a thread's keys of the block's tile; those beyond the last position are -1.
 
     Bad indices get ``dropped_row`` if it ``drops`` them, else they close the guard: the smallest
@@ -114,7 +114,7 @@ def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
     """
     first = np.int64(cuda.blockIdx.x) * TILE + thread()
     for k in range(KEYS_PER_THREAD):
-        position, own[k] = first + k * THREADS, -1
+        position, thread_keys[k] = first + k * THREADS, -1
         if position < n:
             table = _of_position(tables, n_tables, position)
             index = index_at(table.indices, table.index_bytes, position)
@@ -126,7 +126,7 @@ def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
                     # loops behind it find the guard closed.
                     row = 0
                     lower_int64(guard + 8 * FOUND, base + position)
-            own[k] = (row << bits) | position
+            thread_keys[k] = (row << bits) | position
 
 
 @cuda.jit
@@ -134,23 +134,23 @@ def check_kernel(
     tables, n_tables, n, bits, dropped_row, drops, base, keys, counters, shift, mask, guard
 ):
     """Check all indices; make the keys and count their first digit, unless ``keys`` is 0."""
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
-    _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
+    _make_keys(thread_keys, tables, n_tables, n, bits, dropped_row, drops, base, guard)
     if keys == 0:
         return
     first = np.int64(cuda.blockIdx.x) * TILE + thread()
     for k in range(KEYS_PER_THREAD):
         if first + k * THREADS < n:
-            store_int64(keys + 8 * (first + k * THREADS), own[k])
-    sort.count_digits(own, counters, shift, mask)
+            store_int64(keys + 8 * (first + k * THREADS), thread_keys[k])
+    sort.count_digits(thread_keys, counters, shift, mask)
 
 
 @cuda.jit
 def tile_kernel(tables, n_tables, n, bits, dropped_row, drops, base, keys, mask, guard):
     """Make and sort the keys of a list that one block can sort."""
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
-    _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
-    sort.sort_one_tile(own, keys, n, bits, mask)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
+    _make_keys(thread_keys, tables, n_tables, n, bits, dropped_row, drops, base, guard)
+    sort.sort_one_tile(thread_keys, keys, n, bits, mask)
 
 
 @cuda.jit(device=True)
@@ -227,13 +227,13 @@ class KeySort:
         is_new, addresses = not self._addresses, [table.addresses for table in tables]
         self._tables = tables
         if is_new or any(table.source.positions for table in tables):
-            for table, at, first in zip(tables, self._at_lists, self._firsts, strict=True):
-                begin = at[1] // 8
+            for table, places, first in zip(tables, self._at_lists, self._firsts, strict=True):
+                begin = places[1] // 8
                 self._words[begin : begin + table.ranges[1] + 1] = first + table.bounds()
         if is_new or addresses != self._addresses:
             self._addresses, self._wide = addresses, []
-            for table, at in zip(tables, self._at_lists, strict=True):
-                begin = at[0] // 8
+            for table, places in zip(tables, self._at_lists, strict=True):
+                begin = places[0] // 8
                 self._words[begin : begin + len(table.addresses)] = table.addresses
                 strides = [table.width * n for n in self._itemsizes]
                 if table.source.gradient_rows:
@@ -295,14 +295,14 @@ class KeySort:
     def _sort_launches(self, call: LaunchContext) -> Iterator[Any]:
         # Positions are in order before and stay so.
         keys, spare, scratch = (call.scratch + at for at in self._sections)
-        stream, given = call.stream, self._key_arguments
+        stream, tables = call.stream, self._key_arguments
         if self.n <= TILE:
             launch = launcher(tile_kernel, 1, THREADS, stream)
             if self.n:
-                yield partial(launch, *given, keys, (1 << self._row_bits) - 1), True
+                yield partial(launch, *tables, keys, (1 << self._row_bits) - 1), True
             return
         launch = launcher(check_kernel, sort.n_tiles(self.n), THREADS, stream)
         count = keys, scratch, self.bits, sort.first_mask(self._row_bits)
-        yield partial(launch, *given, *count), True
+        yield partial(launch, *tables, *count), True
         of_sort = keys, spare, scratch, self.n, self.bits, self._row_bits, stream
         yield from ((run, False) for run in sort.sort_launches(*of_sort, is_counted=True))

@@ -52,9 +52,9 @@ class DeviceIds(NamedTuple):
     @property
     def arrays(self) -> list[DeviceArray]:
         """All that is read."""
-        found = [own.array for own in self.lists]
-        found += [own.offsets for own in self.lists if own.offsets is not None]
-        return found + (self.weights or [])
+        arrays = [feature.array for feature in self.lists]
+        arrays += [feature.offsets for feature in self.lists if feature.offsets is not None]
+        return arrays + (self.weights or [])
 
 
 def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
@@ -67,7 +67,7 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
     if is_joined and not pooling.is_ordered:
         wrong, expected = "are not in the order of their tables", "a list of ids on a device"
         reject(ValueError, where, "features", wrong, expected, "one array of ids")
-    total = lists[0].n if is_joined else sum(own.n for own in lists)
+    total = lists[0].n if is_joined else sum(feature.n for feature in lists)
     if total > MOST:
         reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
     if lists[0].bags == 0 and total and pooling.pools:
@@ -78,7 +78,7 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
         factors = [_converted(array, pooling.real) for array in factors]
         factors = factors if is_joined else pooling.ordered(factors)
     if is_joined:  # how many are whose the device knows
-        lists = [own._replace(end=0) for own in lists]
+        lists = [feature._replace(end=0) for feature in lists]
     return DeviceIds(pooling.ordered(lists), factors, is_joined, total)
 
 
@@ -92,51 +92,51 @@ class DevicePooled:
 
     Args:
         pooling: the tables, and how they are pooled.
-        given: the ids.
+        ids: those of all features.
         out: None, or what is given for the output.
         sums: whether there is an output, or only gradients of it are asked for.
         multiplies: whether gradients of weights may be asked for; None: if there are any.
     """
 
     def __init__(
-        self, pooling: Pooling, given: DeviceIds, out: Any = None, *, sums: bool = True,
+        self, pooling: Pooling, ids: DeviceIds, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
         self._pooling = pooling
-        like, self.batch = pooling.arrays[0], given.lists[0].bags
-        bags = [own.bags for own in given.lists]
+        like, self.batch = pooling.arrays[0], ids.lists[0].bags
+        bags = [feature.bags for feature in ids.lists]
         self._shapes = pooling.output_shapes(bags)
-        self._n, self._n_bags = given.n, sum(bags)
+        self._n, self._n_bags = ids.n, sum(bags)
         self._bounds = like.empty_like(_INT64, (self._n_bags + 1,))
         self._ids, self._rows = (like.empty_like(_INT32, (self._n,)) for _ in range(2))
-        has_weights = given.weights is not None or pooling.name == "mean"
+        has_weights = ids.weights is not None or pooling.name == "mean"
         self._weights = like.empty_like(pooling.real, (self._n,)) if has_weights else None
         # Maxima are found by pooling only, and what they were decides whose gradient is whose.
         is_largest = pooling.name == "max"
         shape, sums = (self.batch, pooling.width), sums or is_largest
         self._winners = like.empty_like(_INT32, shape) if is_largest else None
-        self._ends = self._ends_of(given, like)
+        self._ends = self._ends_of(ids, like)
         is_one = pooling.pools and not isinstance(out, list | tuple)
         outputs: list[DeviceArray] = []
         if sums:
             shapes = [shape] if is_one else self._shapes
             if out is None:
-                outputs = [like.empty_like(pooling.real, own) for own in shapes]
+                outputs = [like.empty_like(pooling.real, x) for x in shapes]
             else:
-                read = [*pooling.arrays, *given.arrays]
+                read = [*pooling.arrays, *ids.arrays]
                 outputs = read_outputs(
                     pooling, [out] if is_one else out, shapes,
                     lambda array, others: any(
                         may_share_memory(array, x) for x in (*read, *others)
                     ),
                 )  # fmt: skip
-        features = self._features(given, outputs, is_one=is_one)
+        features = self._features(ids, outputs, is_one=is_one)
         launches = self._launches(features) if sums else []
-        arrays = [*pooling.arrays, *given.arrays, *outputs]
-        weighted = given.weights is not None
+        arrays = [*pooling.arrays, *ids.arrays, *outputs]
+        weighted = ids.weights is not None
         self._multiplies = weighted if multiplies is None else multiplies
         self._kept = features
-        with launch_on(arrays, self._error(given, features)) as launch:
+        with launch_on(arrays, self._error(ids, features)) as launch:
             lists = self._lists(weighted=weighted)
             cuda.rows.bags.pool(
                 features, lists, launches,
@@ -155,28 +155,28 @@ class DevicePooled:
         addresses = self._bounds.address, self._ids.address, self._rows.address, weights
         return cuda.rows.bags.Lists(*addresses, self._n_bags, self._n)
 
-    def _ends_of(self, given: DeviceIds, like: DeviceArray) -> Any:
+    def _ends_of(self, ids: DeviceIds, like: DeviceArray) -> Any:
         """Where the ids of features begin: known, or to be written on the device."""
-        if given.is_joined:
-            return like.empty_like(_INT64, (len(given.lists),))
-        return np.cumsum([0, *(own.n for own in given.lists)])
+        if ids.is_joined:
+            return like.empty_like(_INT64, (len(ids.lists),))
+        return np.cumsum([0, *(feature.n for feature in ids.lists)])
 
-    def _features(self, given: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> Any:
+    def _features(self, ids: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> Any:
         """The features as the loops see them: `FEATURES`."""
-        pooling, item, n = self._pooling, self._pooling.real.itemsize, len(given.lists)
+        pooling, item, n = self._pooling, self._pooling.real.itemsize, len(ids.lists)
         features, static = np.zeros(n, cuda.rows.bags.FEATURES), pooling.records()
         for name in Feature._fields:
             features[name] = static[name]
-        weights: Sequence[Any] = given.weights or [None]
+        weights: Sequence[Any] = ids.weights or [None]
         weights = weights if len(weights) == n else [*weights] * n
-        for record, ids, factors in zip(features, given.lists, weights, strict=True):
-            fill_in(record, ids, factors)
+        for record, feature, factors in zip(features, ids.lists, weights, strict=True):
+            fill_in(record, feature, factors)
         ends, bags = np.cumsum(features["n"]), features["bags"]
         features["origin"], features["first_bag"] = ends - features["n"], np.cumsum(bags) - bags
-        if given.is_joined:  # where those of a feature begin and end the device knows
-            features["n"], features["begin"], features["end"] = given.n, -1, -1
-            features["begin"][0], features["end"][-1] = 0, given.n
-        elif given.lists[0].offsets is None:
+        if ids.is_joined:  # where those of a feature begin and end the device knows
+            features["n"], features["begin"], features["end"] = ids.n, -1, -1
+            features["begin"][0], features["end"][-1] = 0, ids.n
+        elif ids.lists[0].offsets is None:
             features["begin"] = features["end"] = -1
         if not pooling.pools:
             features["column"] = pooling.columns_below(bags)
@@ -206,10 +206,10 @@ class DevicePooled:
                 launches.append(cuda.rows.bags.Pooled(w, int(begin), int(end), int(widest)))
         return launches
 
-    def _error(self, given: DeviceIds, features: Any) -> Any:
+    def _error(self, ids: DeviceIds, features: Any) -> Any:
         """The maker of the error for what does not fit, by its number (see the kernels)."""
-        where, is_joined, n_offsets = self._pooling.where, given.is_joined, 2 * self._n_bags
-        named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
+        where, is_joined, n_offsets = self._pooling.where, ids.is_joined, 2 * self._n_bags
+        named = [(x.name, x.offsets_name, x.first_offset) for x in ids.lists]
         origins, rows, most, first_bags = (
             features[name].tolist() for name in ("origin", "rows", "n", "first_bag")
         )
@@ -241,7 +241,7 @@ class DevicePooled:
         Raises:
             TypeError, ValueError: it does not fit the output.
         """
-        pooling, found = self._pooling, list[BagTensor]()
+        pooling, gradients = self._pooling, list[BagTensor]()
         if pooling.pools:
             values = [self._gradient(grad)] * len(pooling.arrays)
         else:
@@ -250,14 +250,14 @@ class DevicePooled:
         every = self._ends_of_features()
         ends = [every[f] for f in pooling.features_before]
         for t, table in enumerate(pooling.arrays):
-            part, own = slice(ends[t], ends[t + 1]), values[t]
+            part, of_table = slice(ends[t], ends[t + 1]), values[t]
             ids, rows = self._ids.part(part), self._rows.part(part)
             weights = None if self._weights is None else self._weights.part(part)
             unit = pooling.unit if pooling.pools else table.shape[1]
             factors = weights, self._winners, part.start
-            gradient = RowGradient.shared(ids, own, rows, unit * own.itemsize, *factors)
-            found.append(BagTensor(gradient, unit, table.shape))
-        return found
+            gradient = RowGradient.shared(ids, of_table, rows, unit * of_table.itemsize, *factors)
+            gradients.append(BagTensor(gradient, unit, table.shape))
+        return gradients
 
     def _gradient(self, grad: Any) -> DeviceArray:
         """The checked, contiguous gradient of the pooled output."""

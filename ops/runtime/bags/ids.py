@@ -118,15 +118,16 @@ def check_features(pooling: Pooling, ids: Any, offsets: Any) -> list[Ids]:
         IndexError: an id is out of range.
     """
     where, features = pooling.where, _read_features(pooling, ids, offsets)[0]
-    for f, own in enumerate(features):
-        _check_offsets(where, own)
-        found, rows = own.array.reshape(-1)[own.begin : own.end], len(pooling.arrays[pooling.of[f]])
-        if not pooling.drops and len(found):
-            is_bad = (found < 0) | (found >= rows)
+    for f, feature in enumerate(features):
+        _check_offsets(where, feature)
+        begin, rows = feature.begin, len(pooling.arrays[pooling.of[f]])
+        indices = feature.array.reshape(-1)[begin : feature.end]
+        if not pooling.drops and len(indices):
+            is_bad = (indices < 0) | (indices >= rows)
             if is_bad.any():
                 k = int(np.argmax(is_bad))
-                name, expected = f"{own.name}[{own.begin + k}]", f"0 <= id < {rows}"
-                reject(IndexError, where, name, "is out of range", expected, int(found[k]))
+                name, expected = f"{feature.name}[{begin + k}]", f"0 <= id < {rows}"
+                reject(IndexError, where, name, "is out of range", expected, int(indices[k]))
     return features
 
 
@@ -134,9 +135,9 @@ def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids],
     """The ids of each feature, and whether all lie in one array; then each has its part of it."""
     lists, is_joined = read_lists(pooling, ids, offsets)
     if not is_joined:
-        for own in lists:
-            if own.bags == 0:  # no loop checks these offsets
-                _check_offsets(pooling.where, own)
+        for feature in lists:
+            if feature.bags == 0:  # no loop checks these offsets
+                _check_offsets(pooling.where, feature)
         return lists, False
     every, n = lists[0], len(lists)
     # A copy: from here on their owner may change them.
@@ -147,34 +148,35 @@ def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids],
     if bags == 0 or firsts != sorted(firsts):  # the ids of a feature lie in between
         _check_offsets(pooling.where, all_bags)
     return [
-        own._replace(
+        feature._replace(
             offsets=bounds[f * bags : (f + 1) * bags + 1],
             begin=firsts[f],
             end=firsts[f + 1],
             first_offset=0,
         )
-        for f, own in enumerate(lists)
+        for f, feature in enumerate(lists)
     ], True
 
 
-def _check_ends(where: str, own: Ids) -> None:
-    assert own.offsets is not None
-    is_open = len(own.offsets) == own.bags
-    first, last = map(int, own.offsets[[0, -1]]) if len(own.offsets) else (own.end, own.begin)
-    if first != own.begin:
-        reject(ValueError, where, own.offsets_name, "do not begin at 0", own.begin, first)
-    if last > own.end or (last != own.end and not is_open):
-        wrong, expected = "do not end at the number of ids", own.end
-        reject(ValueError, where, own.offsets_name, wrong, expected, last)
+def _check_ends(where: str, feature: Ids) -> None:
+    offsets, first, last = feature.offsets, feature.end, feature.begin
+    if len(offsets):
+        first, last = map(int, offsets[[0, -1]])
+    if first != feature.begin:
+        reject(ValueError, where, feature.offsets_name, "do not begin at 0", feature.begin, first)
+    if last > feature.end or (last != feature.end and len(offsets) != feature.bags):
+        wrong, expected = "do not end at the number of ids", feature.end
+        reject(ValueError, where, feature.offsets_name, wrong, expected, last)
 
 
-def _check_offsets(where: str, own: Ids) -> None:
+def _check_offsets(where: str, feature: Ids) -> None:
     """Refuse offsets that decrease, or do not lead from the first id to the last."""
-    if own.offsets is None:
+    offsets = feature.offsets
+    if offsets is None:
         return
-    falls = own.offsets[1:] < own.offsets[:-1]
+    falls = offsets[1:] < offsets[:-1]
     if falls.any():
         k = int(np.argmax(falls)) + 1
-        expected, got = f"at least {own.offsets[k - 1]}", int(own.offsets[k])
-        reject(ValueError, where, f"{own.offsets_name}[{k}]", "falls", expected, got)
-    _check_ends(where, own)
+        expected, got = f"at least {offsets[k - 1]}", int(offsets[k])
+        reject(ValueError, where, f"{feature.offsets_name}[{k}]", "falls", expected, got)
+    _check_ends(where, feature)

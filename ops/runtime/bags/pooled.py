@@ -46,7 +46,7 @@ class Pooled:
 
     Args:
         pooling: the tables, and how they are pooled.
-        given: the ids.
+        ids: those of all features.
         out: the caller's arrays for the output, or None.
         sums: whether to pool; else only gradients can be asked for.
         multiplies: whether gradients of weights may be asked for; None: if there are weights.
@@ -56,11 +56,11 @@ class Pooled:
     """
 
     def __init__(
-        self, pooling: Pooling, given: HostIds, out: Any = None, *, sums: bool = True,
+        self, pooling: Pooling, ids: HostIds, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
-        where, self._pooling, self._given = pooling.where, pooling, given
-        n, bags = sum(given.lists["n"].tolist()), given.lists["bags"].tolist()
+        where, self._pooling, self._given = pooling.where, pooling, ids
+        n, bags = sum(ids.lists["n"].tolist()), ids.lists["bags"].tolist()
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
         self._shapes = pooling.output_shapes(bags)
@@ -68,25 +68,25 @@ class Pooled:
         # Gradients of maxima need the winners, which only pooling finds.
         sums = sums or pooling.name == "max"
         self.out: Any = None
-        features, base = pooling.records(sums=sums, weighted=given.is_weighted), 0
+        features, base = pooling.records(sums=sums, weighted=ids.is_weighted), 0
         if not pooling.pools:
             features = features.copy()
             features["column"] = pooling.columns_below(bags)
         if sums:
             features, base = self._place_output(out, features)
         winners = None
-        self._multiplies = given.is_weighted if multiplies is None else multiplies
+        self._multiplies = ids.is_weighted if multiplies is None else multiplies
         if pooling.name == "max":
             winners = allocation.empty((self.batch, pooling.width), np.dtype(np.int32))
         self._winners = winners
         self._bags = kernels.Bags(
-            features, given.lists, pooling.real, pooling.unit, drops=pooling.drops,
-            leaves_out=pooling.leaves_out, weighted=given.is_weighted, pooling=pooling.kind,
+            features, ids.lists, pooling.real, pooling.unit, drops=pooling.drops,
+            leaves_out=pooling.leaves_out, weighted=ids.is_weighted, pooling=pooling.kind,
             out=base, sums=sums, at_once=out is None, winners=winners, multiplies=self._multiplies,
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
         # The ids have been copied: the caller may change, resize or free its arrays.
-        self._given = given._replace(keep=())
+        self._given = ids._replace(keep=())
 
     def _place_output(self, out: Any, features: np.ndarray) -> tuple[np.ndarray, int]:
         """Make or take the output; returns features with their places in it, and its address."""
@@ -108,9 +108,9 @@ class Pooled:
     def _is_shared(self, array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
         """Whether an output shares memory with tables, ids, offsets, weights or other outputs."""
         spans = [(address_of(a), a.nbytes) for a in (*self._pooling.arrays, *others)]
-        at, n_bytes = address_of(array), array.nbytes
+        address, n_bytes = address_of(array), array.nbytes
         return any(
-            n_bytes and size and at < other + size and other < at + n_bytes
+            n_bytes and size and address < other + size and other < address + n_bytes
             for other, size in (*spans, *self._given.spans(self._pooling.real))
         )
 
@@ -140,8 +140,8 @@ class Pooled:
         if weights is not None:
             of_ids["weights"] = map(weights.__getitem__, parts)
             sources["weights"] = (address_of(weights) + weights.itemsize * first).tolist()
-        own = map(ids.__getitem__, parts), arrays
-        gradients = RowGradient.of_tables(*own, sources, **of_ids)
+        columns = map(ids.__getitem__, parts), arrays
+        gradients = RowGradient.of_tables(*columns, sources, **of_ids)
         return [*map(BagTensor, gradients, units, pooling.shapes)]
 
     def _bags_before(self) -> np.ndarray:

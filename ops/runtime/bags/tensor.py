@@ -140,9 +140,9 @@ class BagTensor:
         keeps = self.indices != row
         if keeps.all():
             return self
-        own = self.without_winners()
-        weights = None if own.weights is None else own.weights[keeps]
-        return self.with_arrays(own.indices[keeps], own.values, own.rows[keeps], weights)
+        rest = self.without_winners()
+        weights = None if rest.weights is None else rest.weights[keeps]
+        return self.with_arrays(rest.indices[keeps], rest.values, rest.rows[keeps], weights)
 
     def without_winners(self) -> BagTensor:
         """This gradient; one of maxima with a row of values for each occurrence."""
@@ -165,14 +165,14 @@ def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagT
     Raises:
         ValueError: rows of gradients cannot be numbered in int32.
     """
-    every = [[own.without_winners() for own in table] for table in tables]
+    every = [[gradient.without_winners() for gradient in table] for table in tables]
     begins: dict[int, int] = {}  # of values, by the identity of arrays that ``every`` keeps
     arrays, n, unit = [], 0, every[0][0].unit
-    for own in chain.from_iterable(every):
-        if id(own.values) not in begins:
-            begins[id(own.values)] = n // unit
-            arrays.append(own.values.reshape(-1))
-            n += own.values.size
+    for gradient in chain.from_iterable(every):
+        if id(gradient.values) not in begins:
+            begins[id(gradient.values)] = n // unit
+            arrays.append(gradient.values.reshape(-1))
+            n += gradient.values.size
     if n // unit > MOST:
         wrong, expected = "are too large together", f"at most {MOST} parts of rows"
         reject(ValueError, "EmbeddingBags", "the outputs", wrong, expected, n // unit)
@@ -180,11 +180,11 @@ def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagT
     if divisor != 1:
         real = real_type(values.dtype)
         values = (values.astype(real, copy=False) / real(divisor)).astype(values.dtype)
-    found = []
+    gradients = []
     for table in every:
-        rows = [own.rows + np.int32(begins[id(own.values)]) for own in table]
-        is_weighted = any(own.weights is not None for own in table)
-        weights = np.concatenate([own.factors for own in table]) if is_weighted else None
-        indices = np.concatenate([own.indices for own in table])
-        found.append(table[0].with_arrays(indices, values, np.concatenate(rows), weights))
-    return found
+        rows = [gradient.rows + np.int32(begins[id(gradient.values)]) for gradient in table]
+        is_weighted = any(gradient.weights is not None for gradient in table)
+        weights = np.concatenate([gradient.factors for gradient in table]) if is_weighted else None
+        indices = np.concatenate([gradient.indices for gradient in table])
+        gradients.append(table[0].with_arrays(indices, values, np.concatenate(rows), weights))
+    return gradients

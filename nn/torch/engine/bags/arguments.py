@@ -49,9 +49,9 @@ def named_tables(tables: Any) -> dict[str, Any]:
     return named
 
 
-def one_of(name: str, found: set[Any], given: Any, default: Any) -> Any:
+def one_of(name: str, options: set[Any], option: Any, default: Any) -> Any:
     """The option of all modules, or the one that was given."""
-    every = {*found, *([] if given is None else [given])}
+    every = {*options, *([] if option is None else [option])}
     if len(every) > 1:
         expected = "one for all tables"
         reject(ValueError, WHERE, name, "differs", expected, sorted(map(str, every)))
@@ -70,29 +70,29 @@ def size_of(name: str, table: Any) -> tuple[int, int]:
     return n, width
 
 
-def arrays_of(given: Sequence[Any], tables: Sequence[nn.Module]) -> list[Any]:
+def arrays_of(arguments: Sequence[Any], tables: Sequence[nn.Module]) -> list[Any]:
     """The arrays of ids, offsets and weights, in the form of `ops.EmbeddingBags`.
 
     ``tables`` are those of the features.
     """
-    found: list[Any] = []
-    for name, own in zip(("ids", "offsets", "per_sample_weights"), given, strict=True):
-        if own is None and name != "ids":
-            found.append(None)
-        elif isinstance(own, Tensor):
-            found.append(_array(name, own))
-        elif isinstance(own, list | tuple) and len(own) == len(tables):
-            found.append([_array(f"{name}[{k}]", tensor) for k, tensor in enumerate(own)])
+    arrays: list[Any] = []
+    for name, argument in zip(("ids", "offsets", "per_sample_weights"), arguments, strict=True):
+        if argument is None and name != "ids":
+            arrays.append(None)
+        elif isinstance(argument, Tensor):
+            arrays.append(_array(name, argument))
+        elif isinstance(argument, list | tuple) and len(argument) == len(tables):
+            arrays.append([_array(f"{name}[{k}]", tensor) for k, tensor in enumerate(argument)])
         else:
             expected = f"a list of {len(tables)} tensors, or one tensor"
-            reject(ValueError, WHERE, name, "do not fit", expected, kind_of(own))
-    ids, offsets, _ = found
+            reject(ValueError, WHERE, name, "do not fit", expected, kind_of(argument))
+    ids, offsets, _ = arrays
     if offsets is None and isinstance(ids, list):
-        found[0] = [
+        arrays[0] = [
             a.reshape(len(a), 1) if a.ndim == 1 and isinstance(table, nn.Embedding) else a
             for a, table in zip(ids, tables, strict=True)
         ]
-    return found
+    return arrays
 
 
 def with_end(offsets: Any, ids: Any) -> Any:
