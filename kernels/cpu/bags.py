@@ -170,17 +170,9 @@ def find_bad(index, slot, c):
             k += 1
 
 
-class _Loops(NamedTuple):
-    """Loops over bags for one type of the arithmetic."""
+def _loops(real: Any) -> dict[str, NativeFunction]:
+    """Loops over bags for one type of the arithmetic, by their names."""
 
-    lay_out: NativeFunction
-    pool: NativeFunction
-    lay_out_and_pool: NativeFunction
-    number_rows: NativeFunction
-    multiply: NativeFunction
-
-
-def _loops(real: Any) -> _Loops:
     @njit(inline="always")
     def numbers(address, n):
         return carray(as_pointer(address), n, real)
@@ -307,11 +299,12 @@ def _loops(real: Any) -> _Loops:
                 product = products + origin * c.real_bytes
                 call_address(function, product, table_row, row, feature.width)
 
-    made = []
+    loops = {}
     for function in (lay_out, pool, lay_out_and_pool, number_rows, multiply):
-        function.__qualname__ = f"bags {function.__name__} {real.__name__}"
-        made.append(part(BagsCall)(function))
-    return _Loops(*made)
+        name = function.__name__
+        function.__qualname__ = f"bags {name} {real.__name__}"
+        loops[name] = part(BagsCall)(function)
+    return loops
 
 
 _LOOPS = {real().itemsize: _loops(real) for real in (np.float32, np.float64)}
@@ -365,12 +358,11 @@ class Bags:
             unit=unit, bounds=self.bounds, ids=ids, weights=self._weights, origins=self._origins,
             out=out, winners=winners, ends=np.zeros(self._n_parts + 1, np.int64),
         ))  # fmt: skip
-        of_type = self._loops
-        loops = [of_type.lay_out_and_pool if sums and at_once else of_type.lay_out, find_bad]
+        loops = [self._loops["lay_out_and_pool" if sums and at_once else "lay_out"], find_bad]
         if leaves_out:
             loops = [count_kept, add_counts, *loops]
         if sums and not at_once:
-            loops.append(of_type.pool)
+            loops.append(self._loops["pool"])
         self._run(*loops)
         self.is_bad = bool(self._call.words[_FIELDS["is_bad"]])
 
@@ -397,7 +389,7 @@ class Bags:
             self._weights = allocation.empty((n,), self._real)
             self._set(weights=self._weights)
         self._set(gradient_rows=rows)
-        self._run(self._loops.number_rows)
+        self._run(self._loops["number_rows"])
         return self._ids[:n], rows, None if self._weights is None else self._weights[:n]
 
     def multiply(self, gradient: np.ndarray, g: Storage, w: Sequence[Storage]) -> list[np.ndarray]:
@@ -412,5 +404,5 @@ class Bags:
         each, real = zip(w, products, strict=True), real_of(w[0])
         dots = np.array([(sums.dot(x, g, real).address, address_of(out)) for x, out in each])
         self._set(dots=dots, gradient=gradient, g_bytes=g.itemsize)
-        self._run(self._loops.multiply)
+        self._run(self._loops["multiply"])
         return products
