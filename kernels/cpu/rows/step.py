@@ -127,28 +127,17 @@ def _plan_of(
     else:
         single = blocks(kernel).update.address if touched_only else 0
     call = RowCall(
-        n_tables=n_tables,
-        n=n,
-        position_bits=position_bits + carried_bits,
-        carried_bits=carried_bits,
-        row_bits=row_bits,
-        digit_bits=digit_bits,
-        dropped_row=dropped_row,
-        sort_parts=sort_parts,
-        scratch_bytes=8 * scratch_words,
-        n_parts=n_touched if touched_only else totals.n_swept,
-        block=block.address,
+        n_tables=n_tables, n=n, position_bits=position_bits + carried_bits,
+        carried_bits=carried_bits, row_bits=row_bits, digit_bits=digit_bits,
+        dropped_row=dropped_row, sort_parts=sort_parts, scratch_bytes=8 * scratch_words,
+        n_parts=n_touched if touched_only else totals.n_swept, block=block.address,
         block_zero=0 if touched_only else blocks(kernel).update_zero.address,
-        block_single=single,
-        accumulate=accumulators.buffer_info()[0],
+        block_single=single, accumulate=accumulators.buffer_info()[0],
         add_ranges=sums.accumulate(kernel.real, kernel.real, sums.OWN).address if n > HOT else 0,
-        n_arrays=n_arrays,
-        row_bytes=address_of(kernel.row_bytes),
-        g_bytes=kernel.g.itemsize,
-        real_bytes=real_bytes,
-        range_numbers=address_of(_range_numbers),
+        n_arrays=n_arrays, row_bytes=address_of(kernel.row_bytes), g_bytes=kernel.g.itemsize,
+        real_bytes=real_bytes, range_numbers=address_of(_range_numbers),
         **{name: 8 * end for name, end in zip(sections, ends, strict=False)},
-    )
+    )  # fmt: skip
     loops = _grouping(sort_parts, passes, max(sort_parts, threads), n_ranges)
     touching = rows.TOUCHING[totals.forms != 1 << OWN and not carried_bits]
     return _Plan(

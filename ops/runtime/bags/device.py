@@ -24,7 +24,6 @@ from ..arrays import native
 from ..device import DeviceArray, may_share_memory
 from ..errors import message, reject
 from ..launch import launch_on
-from ..row_step import RowGradient
 from .given import (
     Ids,
     fill_in,
@@ -241,23 +240,17 @@ class DevicePooled:
         Raises:
             TypeError, ValueError: it does not fit the output.
         """
-        pooling, gradients = self._pooling, list[BagTensor]()
+        pooling, unit = self._pooling, None
         if pooling.pools:
-            values = [self._gradient(grad)] * len(pooling.arrays)
+            values, unit = [self._gradient(grad)] * len(pooling.arrays), pooling.unit
         else:
             parts = read_gradients(pooling, grad, self._shapes)
             values = joined_by_table(pooling, parts, partial(_stacked, parts[0]))
-        every = self._ends_of_features()
-        ends = [every[f] for f in pooling.features_before]
-        for t, table in enumerate(pooling.arrays):
-            part, of_table = slice(ends[t], ends[t + 1]), values[t]
-            ids, rows = self._ids.part(part), self._rows.part(part)
-            weights = None if self._weights is None else self._weights.part(part)
-            unit = pooling.unit if pooling.pools else table.shape[1]
-            factors = weights, self._winners, part.start
-            gradient = RowGradient.shared(ids, of_table, rows, unit * of_table.itemsize, *factors)
-            gradients.append(BagTensor(gradient, unit, table.shape))
-        return gradients
+        ends, lists = np.array(self._ends_of_features()), (self._ids, self._rows, self._weights)
+        return BagTensor.of_tables(
+            pooling.shapes, values, unit, *lists, self._winners, ends[pooling.features_before],
+            DeviceArray.part,
+        )  # fmt: skip
 
     def _gradient(self, grad: Any) -> DeviceArray:
         """The checked, contiguous gradient of the pooled output."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,14 +148,10 @@ def _read_features(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids],
     firsts = bounds[::bags].tolist() if bags else [0] * (n + 1)
     if bags == 0 or firsts != sorted(firsts):  # the ids of a feature lie in between
         _check_offsets(pooling.where, all_bags)
+    each = zip(range(n), lists, pairwise(firsts), strict=True)
     return [
-        feature._replace(
-            offsets=bounds[f * bags : (f + 1) * bags + 1],
-            begin=firsts[f],
-            end=firsts[f + 1],
-            first_offset=0,
-        )
-        for f, feature in enumerate(lists)
+        x._replace(offsets=bounds[f * bags : (f + 1) * bags + 1], begin=a, end=b, first_offset=0)
+        for f, x, (a, b) in each
     ], True
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, floordiv, mul, sub
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,13 @@ import numpy as np
 from ....kernels.cpu import bags as kernels
 from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
-from ..arrays import address_of, addresses_of
+from ..arrays import address_of
 from ..errors import reject
-from ..row_step import RowGradient
 from . import device
 from .given import joined_by_table, read_gradient, read_gradients, read_outputs
 from .ids import HostIds, find_error, read
 from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
-
-_n_bytes_of = attrgetter("nbytes")
 
 
 def pool(
@@ -123,26 +118,11 @@ class Pooled:
         pooling, bags = self._pooling, self._bags
         arrays, unit = self._gradient_arrays(grad)
         ids, rows, weights = bags.rows_of_gradient()
-        bounds, winners = bags.bounds[self._bags_before()], self._winners
-        ends, first = bounds.tolist(), bounds[:-1]
-        at_ids, at_rows, *values = addresses_of((ids, rows, *arrays))
-        units = [unit] * len(arrays) if unit else [width for _, width in pooling.shapes]
-        strides = [*map(mul, units, repeat(arrays[0].itemsize))]
-        parts = [*map(slice, ends, ends[1:])]
-        sources = {
-            "values": values, "stride": strides, "gradient_rows": (at_rows + 4 * first).tolist(),
-            "first": ends, "indices": (at_ids + 4 * first).tolist(), "index_bytes": repeat(4),
-            "length": map(sub, ends[1:], ends),
-            "winners": repeat(0 if winners is None else address_of(winners)),
-            "n_gradients": map(floordiv, map(_n_bytes_of, arrays), strides),
-        }  # fmt: skip
-        of_ids = {"rows": map(rows.__getitem__, parts), "winners": repeat(winners)}
-        if weights is not None:
-            of_ids["weights"] = map(weights.__getitem__, parts)
-            sources["weights"] = (address_of(weights) + weights.itemsize * first).tolist()
-        columns = map(ids.__getitem__, parts), arrays
-        gradients = RowGradient.of_tables(*columns, sources, **of_ids)
-        return [*map(BagTensor, gradients, units, pooling.shapes)]
+        ends = bags.bounds[self._bags_before()]
+        return BagTensor.of_tables(
+            pooling.shapes, arrays, unit, ids, rows, weights, self._winners, ends,
+            np.ndarray.__getitem__,
+        )  # fmt: skip
 
     def _bags_before(self) -> np.ndarray:
         """The number of bags before those of each table, and of all bags."""

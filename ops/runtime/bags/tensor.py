@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, floordiv, mul, sub
 from typing import Any
 
 import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.quiet import quiet
-from ..arrays import real_type
+from ..arrays import address_of, addresses_of, real_type
 from ..device import is_on_device
 from ..errors import reject
 from ..row_step import RowGradient
 from ..row_tensor import RowTensor
+
+_n_bytes_of = attrgetter("nbytes")
 
 
 class BagTensor:
@@ -43,6 +46,45 @@ class BagTensor:
     def __init__(self, gradient: RowGradient, unit: int, dense_shape: tuple[int, int]) -> None:
         self.gradient = gradient  # the values and all arrays ``[B]``
         self.unit, self.dense_shape = unit, dense_shape
+
+    @classmethod
+    def of_tables(
+        cls, shapes: Sequence[tuple[int, int]], arrays: Sequence[Any], unit: int | None, ids: Any,
+        rows: Any, weights: Any, winners: Any, ends: np.ndarray,
+        part: Callable[[Any, slice], Any],
+    ) -> list[BagTensor]:  # fmt: skip
+        """The gradients of many tables.
+
+        Args:
+            shapes: those of the tables.
+            arrays: the values of each table.
+            unit: that of all; None: each has the width of its table.
+            ids: one list for all tables; ``rows``, ``weights`` and ``winners`` too.
+            rows: as the attribute.
+            weights: as the attribute.
+            winners: as the attribute.
+            ends: where the ids of each table begin, and the end of all.
+            part: ``part(list, slice)``.
+        """
+        places, first = ends.tolist(), ends[:-1]
+        parts = [*map(slice, places, places[1:])]
+        at_ids, at_rows, *values = addresses_of((ids, rows, *arrays))
+        units = [unit] * len(arrays) if unit else [width for _, width in shapes]
+        strides = [*map(mul, units, repeat(arrays[0].itemsize))]
+        sources: dict[str, Any] = {
+            "values": values, "stride": strides, "gradient_rows": (at_rows + 4 * first).tolist(),
+            "first": places, "indices": (at_ids + 4 * first).tolist(), "index_bytes": repeat(4),
+            "length": map(sub, places[1:], places),
+            "winners": repeat(0 if winners is None else address_of(winners)),
+            "n_gradients": map(floordiv, map(_n_bytes_of, arrays), strides),
+        }  # fmt: skip
+        of_ids = {"rows": map(part, repeat(rows), parts), "winners": repeat(winners)}
+        if weights is not None:
+            of_ids["weights"] = map(part, repeat(weights), parts)
+            sources["weights"] = (address_of(weights) + weights.itemsize * first).tolist()
+        indices = map(part, repeat(ids), parts)
+        gradients = RowGradient.of_tables(indices, arrays, sources, **of_ids)
+        return [*map(cls, gradients, units, shapes)]
 
     @property
     def indices(self) -> Any:

@@ -15,17 +15,8 @@ from .....kernels.cpu.headers import id_lists
 from .....ops.runtime.bags.pooling import kind_of
 from .....ops.runtime.errors import reject
 from ....base.arguments import is_int
-from ..memory import (
-    NUMBERS,
-    address_of,
-    are_there,
-    array_of,
-    bytes_of,
-    dtype_of,
-    in_memory,
-    is_contiguous,
-    shape_of,
-)
+from .. import memory
+from ..memory import NUMBERS, array_of, in_memory
 
 WHERE = "EmbeddingBags"
 _layout_of, _first_of, _last_of = attrgetter("layout"), itemgetter(0), itemgetter(-1)
@@ -110,16 +101,18 @@ def headers_of(tensors: Sequence[Any], real: np.dtype[Any]) -> np.ndarray | None
     if {*map(type, tensors)} != {Tensor} or not (
         {*map(Tensor.get_device, tensors)} == {-1}
         and {*map(_layout_of, tensors)} == {torch.strided}
-        and all(map(is_contiguous, tensors))
+        and all(map(memory.is_contiguous, tensors))
         and not any(map(Tensor.is_neg, tensors))
     ):
         return None
-    places, shapes = [*map(address_of, tensors)], [*map(shape_of, tensors)]
-    if not {*map(len, shapes)} <= {1, 2} or not are_there(tensors, places, bytes_of(tensors)):
+    places, shapes = [*map(memory.address_of, tensors)], [*map(memory.shape_of, tensors)]
+    if not {*map(len, shapes)} <= {1, 2} or not memory.are_there(
+        tensors, places, memory.bytes_of(tensors)
+    ):
         return None
     kinds = {torch.int32: 4, torch.int64: 8, getattr(torch, real.name): id_lists.REAL}
     headers = np.empty(len(tensors), id_lists.HEADERS)
-    headers["kind"] = [*map(kinds.get, map(dtype_of, tensors), repeat(0))]
+    headers["kind"] = [*map(kinds.get, map(memory.dtype_of, tensors), repeat(0))]
     headers["address"], headers["dims"] = places, [*map(len, shapes)]
     headers["size"], headers["last"] = [*map(_first_of, shapes)], [*map(_last_of, shapes)]
     return headers
