@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from ctypes import c_int64
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,11 @@ def ranges_of(n_positions: int) -> tuple[int, int]:
     # row steps, and one position in HOT + 1 may begin such a row.
     length = max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
     return length, -(-n_positions // length)
+
+
+def record_type(*fields: Any) -> np.dtype[Any]:
+    """A record of ``int64`` with the fields of these named tuples, one tuple after the other."""
+    return np.dtype([(name, np.int64) for part in fields for name in part._fields])
 
 
 def row_width(shape: tuple[int, ...]) -> int:
@@ -75,28 +80,43 @@ class TensorTable:
         self.first[1] = self.total = size
 
 
+class Source(NamedTuple):
+    """Addresses of the rows of a sum and of their lists, all ``int64``; records begin with it.
+
+    Lists are addressed as if they began with element 0, even if they do not contain it.
+    """
+
+    values: int  # the address of row 0
+    stride: int  # bytes from one row to the next
+    gradient_rows: int  # the address of a list of row numbers or of keys, if the form has one
+    weights: int  # the address of a list of weights, or of the winners of row 0
+    first: int  # the number of place 0 among winners
+
+
 class RowSource(NamedTuple):
     """The source of a row-sparse gradient, in the form of all loops: addresses and numbers."""
 
-    indices: int  # [B]
-    index_bytes: int  # 4 (int32) or 8 (int64)
-    length: int  # B
-    values: int  # [B, D]; if there are `rows` below, the first of these
+    # The `Source` of its rows. If occurrences share them there are the number of each one's row,
+    # int32 [B] (0: every occurrence has a row of its own), the bytes from one row to the next, and
+    # weights of the occurrences, in the type of the arithmetic (0: all are 1).
+    values: int = 0  # [B, D], or the first of the rows
+    stride: int = 0
+    gradient_rows: int = 0
+    weights: int = 0
+    first: int = 0  # the number of the first occurrence among winners
+    indices: int = 0  # [B]
+    index_bytes: int = 0  # 4 (int32) or 8 (int64)
+    length: int = 0  # B
     # For a part of a batch that several processes share: int64 [B], the ascending positions of its
     # occurrences in the whole batch (0: this is all of the batch), and the length of the batch.
     positions: int = 0
     whole_length: int = 0
-    # If occurrences share rows of the gradient: int32 [B], the number of each one's row (0: every
-    # occurrence has a row of its own), bytes from one row to the next, and the weights of the
-    # occurrences, in the type of the arithmetic (0: all are 1).
-    rows: int = 0
-    stride: int = 0
-    weights: int = 0
-    # For maxima: int32 in the form of the values, the occurrence that each element came from
-    # (0: no maxima), and the number that occurrence 0 has there.
-    winners: int = 0
-    first: int = 0
-    n_rows: int = 0  # the number of gradient rows, if occurrences may share them
+    # For maxima: int32 in the form of the values, the occurrence that each element came from.
+    winners: int = 0  # 0: no maxima
+    n_gradients: int = 0  # the number of gradient rows, if occurrences may share them
+
+
+assert RowSource._fields[: len(Source._fields)] == Source._fields
 
 
 class RowTable(NamedTuple):
@@ -128,6 +148,44 @@ class RowTable(NamedTuple):
         place = self.source.positions
         positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(place))
         return np.searchsorted(positions, firsts)
+
+
+class Feature(NamedTuple):
+    """Properties of a feature that do not depend on its ids, all ``int64``."""
+
+    table: int
+    row_bytes: int
+    rows: int
+    width: int
+    pool: int  # the address of the function that pools rows of the table, or 0
+    padding: int  # the id that is ignored, or -1
+    out: int  # bytes from the start of the output to the first one of the feature, or its address
+    stride: int  # bytes from the output of a bag to the next
+    column: int  # where its columns of the gradient begin, in units
+    row: int  # units of a row of the gradient
+
+
+class IdList(NamedTuple):
+    """The ids of one feature in the caller's arrays, all ``int64``; addresses.
+
+    Loops over bags copy the ids of all features into one list. On the host a record begins with the
+    `Source` of the rows that are summed, which they fill in; ``first`` is the place in that list.
+    """
+
+    ids: int
+    id_bytes: int
+    n: int  # ids
+    offsets: int  # [n_offsets]; 0: all bags have ``length`` ids
+    n_offsets: int  # bags + 1, or bags: the last bag ends where the ids do
+    offset_bytes: int
+    begin: int  # the first offset, and the last one; -1: not known, of joined ids on a device
+    end: int
+    bags: int
+    length: int
+    id_weights: int  # [n], in the type of the arithmetic, or 0
+    first_bag: int  # among those of all features
+    first_part: int
+    height: int  # bags of a part
 
 
 class MatrixTensor(NamedTuple):

@@ -138,8 +138,8 @@ class EmbeddingBags:
             self._maps.check_tables(arrays)
         for array in arrays if self.optimizer.sparse_update != "dense_equivalent" else ():
             read_at_random(array)  # a forward reads rows before the first step
-        known = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
-        return known
+        pooling = self._known = Pooling(_NAME, arrays, self._features, *self._chosen)
+        return pooling
 
     def _begin(self, table: int, new: Admissions) -> None:
         """Let rows begin anew that a map has handed out."""
@@ -150,28 +150,28 @@ class EmbeddingBags:
         step: int | None = None,
     ) -> Any:  # fmt: skip
         """Pool rows of all tables; see the class."""
-        known, rows = self._known, list[FoundRows]()
-        if known is None or not self._are_bound(known):
-            known = self._read()
+        pooling, rows = self._known, list[FoundRows]()
+        if pooling is None or not self._are_bound(pooling):
+            pooling = self._read()
         if self._maps is not None:
-            ids, rows = self._maps.rows(known, ids, offsets, step)
+            ids, rows = self._maps.rows(pooling, ids, offsets, step)
         elif step is not None:
             reject(ValueError, _NAME, "step", "is of no use", "maps, or None", step)
         if self.optimizer.sparse_update == "catch_up":
-            given = read(known, ids, offsets, per_sample_weights)
-            for k, spans in spans_of(known, given).items():
+            host_ids = read(pooling, ids, offsets, per_sample_weights)
+            for k, spans in spans_of(pooling, host_ids).items():
                 self.optimizer.prepare_spans(self._places[k], spans)
-        pooled = pool(known, ids, offsets, per_sample_weights, out)
-        self._last = _Forward(pooled, known, threading.get_ident(), rows)
+        pooled = pool(pooling, ids, offsets, per_sample_weights, out)
+        self._last = _Forward(pooled, pooling, threading.get_ident(), rows)
         return pooled.out
 
-    def _are_bound(self, known: Pooling) -> bool:
+    def _are_bound(self, pooling: Pooling) -> bool:
         """Whether the parameters still have these arrays, which nobody has resized in place."""
         arrays = map(_array_of, map(self.optimizer.parameters.__getitem__, self._places))
         return (
-            all(map(is_, arrays, known.arrays))
-            and [*map(_shape_of, known.arrays)] == known.shapes
-            and addresses_of(known.arrays) == known.addresses
+            all(map(is_, arrays, pooling.arrays))
+            and [*map(_shape_of, pooling.arrays)] == pooling.shapes
+            and addresses_of(pooling.arrays) == pooling.addresses
         )
 
     def gradients(self, grad_out: Any) -> tuple[BagTensor | None, ...]:
@@ -195,12 +195,12 @@ class EmbeddingBags:
                 rebound since.
             TypeError, ValueError: ``grad_out`` does not fit the output.
         """
-        found: list[BagTensor | None] = [None] * len(self.optimizer.parameters)
+        by_parameter: list[BagTensor | None] = [None] * len(self.optimizer.parameters)
         gradients = self._pooled().gradients(grad_out)
         mapped = self._maps.of_tables if self._maps is not None else {}
         for t, (i, gradient) in enumerate(zip(self._places, gradients, strict=True)):
-            found[i] = gradient.without(0) if t in mapped else gradient
-        return tuple(found)
+            by_parameter[i] = gradient.without(0) if t in mapped else gradient
+        return tuple(by_parameter)
 
     def weight_gradients(self, grad_out: Any) -> list[np.ndarray]:
         """The gradients of the weights of the ids in the last forward; before `backward`.
@@ -226,7 +226,7 @@ class EmbeddingBags:
             wrong = "has another thread's forward before it"
         elif not self._are_bound(last.pooling):
             wrong = "has tables that were rebound since the forward"
-        elif last.rows and not all(own.are_current() for own in last.rows):
+        elif last.rows and not all(rows.are_current() for rows in last.rows):
             wrong = "has rows that were given back since the forward"
         if last is None or wrong:
             raise RuntimeError(f"{_NAME}: backward {wrong}: call the bags first")
@@ -248,8 +248,8 @@ class EmbeddingBags:
 
 def _place(parameter: Any, k: int, optimizer: FusedOptimizer) -> int:
     """The number of a parameter among those of the optimizer."""
-    found = [i for i, p in enumerate(optimizer.parameters) if p.is_of(parameter)]
-    if not found:
+    places = [i for i, p in enumerate(optimizer.parameters) if p.is_of(parameter)]
+    if not places:
         wrong, expected = "is none of the optimizer's", "a parameter or an array that it has"
         reject(ValueError, _NAME, f"parameters[{k}]", wrong, expected, type(parameter).__name__)
-    return found[0]
+    return places[0]

@@ -140,7 +140,10 @@ class RowPrimitive(Primitive):
             arrays, addresses = self._checked_rows(variables, name, gradient, indices)
         w, *_, index, values = arrays
         *_, index_address, values_address = addresses
-        source = RowSource(index_address, index.itemsize, len(index), values_address)
+        source = RowSource(
+            values=values_address, indices=index_address, index_bytes=index.itemsize,
+            length=len(index),
+        )  # fmt: skip
         s = STORAGES[w.dtype]
         compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
         row = np.array([hp], compiled.real.dtype)

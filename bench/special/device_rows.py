@@ -54,7 +54,12 @@ def parts(distribution: str) -> dict[str, Job]:
     compiled, numbers = lazy_adam()
     scalars = put(np.array([numbers], np.float32))
     *arrays, source, rows = (int(address_of(a)) for a in (*variables, values, ids))
-    table = RowTable(tuple(arrays), ROWS, WIDTH, RowSource(rows, 8, BATCH, source))
+    table = RowTable(
+        tuple(arrays),
+        ROWS,
+        WIDTH,
+        RowSource(indices=rows, index_bytes=8, length=BATCH, values=source),
+    )
     step = RowStep(compiled, [table], touched_only=True)
     scratch = cuda.device_array(step.scratch_bytes, np.uint8)
     words = cuda.device_array(step.n_words, np.int64)

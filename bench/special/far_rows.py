@@ -88,7 +88,9 @@ def jobs_of(
     compiled, numbers = lazy_adam()
     hp = np.array([numbers], np.float32)
     at = np.array([address_of(a) for a in (*variables, g)])
-    source = RowSource(address_of(drawn), drawn.itemsize, drawn.size, int(at[3]))
+    source = RowSource(
+        values=int(at[3]), indices=address_of(drawn), index_bytes=drawn.itemsize, length=drawn.size
+    )
     tables = RowTables.of(at[None, :3].copy(), table_sizes([(N, D)]))
     scalars = hp, np.zeros(1, np.int64)
     step = partial(RowStep, compiled, tables, [source], *scalars, touched_only=True)

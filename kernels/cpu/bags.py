@@ -16,13 +16,13 @@ from numba import carray
 
 from ..inner import njit
 from ..storage import Storage, real_of
-from ..tables import LARGEST, MEAN
+from ..tables import LARGEST, MEAN, Feature, record_type
 from .compiler.compile import NativeFunction, part
 from .compiler.intrinsics import as_pointer, call_address, load_int32
 from .compiler.machine import PythonEntry
 from .compiler.records import index_at, int64s, last_at_most, records
 from .headers.arrays import address_of
-from .headers.id_lists import IdList
+from .headers.id_lists import LISTS, lists_at
 from .rows import sums
 from .rows.layout import PADDING
 from .threads import allocation
@@ -38,25 +38,7 @@ _FEWEST_BAGS = 8  # of a part
 _SERIAL_BELOW = 8_192  # ids
 
 
-class Feature(NamedTuple):
-    """Properties of a feature that do not depend on its ids, all ``int64``."""
-
-    table: int
-    row_bytes: int
-    rows: int
-    width: int
-    pool: int  # the address of the function that pools rows of the table, or 0
-    padding: int  # the id that is ignored, or -1
-    out: int  # bytes from the start of the output to the first one of the feature
-    stride: int  # bytes from the output of a bag to the next
-    column: int  # where its columns of the gradient begin, in units
-    row: int  # units of a row of the gradient
-
-    @classmethod
-    def of(cls, table: np.ndarray, w: Storage, pool: int, *rest: int) -> Feature:
-        """A feature that looks up rows of a table; ``rest`` is from ``padding`` on."""
-        rows, width = table.shape
-        return cls(address_of(table), width * w.itemsize, rows, width, pool, *rest)
+FEATURES = record_type(Feature)
 
 
 def pool_of(w: Storage, pooling: int, *, weighted: bool) -> int:
@@ -67,26 +49,11 @@ def pool_of(w: Storage, pooling: int, *, weighted: bool) -> int:
     return sums.accumulate(w, real_of(w), form).address
 
 
-class _Place(NamedTuple):
-    """Destination of a feature's ids, and the parts that copy them, all ``int64``."""
-
-    # The first four fields are the `Source` of the rows that are summed.
-    table: int
-    row_bytes: int
-    list: int
-    weights: int
-    first: int  # the number of its first id in the list
-    first_bag: int
-    first_part: int
-    height: int  # bags of a part
-
-
 class BagsCall(NamedTuple):
     """Arguments of every loop over bags, all ``int64``."""
 
     features: np.ndarray  # [n_features] of `Feature`
-    given: np.ndarray  # [n_features] of `IdList`
-    places: np.ndarray  # [n_features] of `_Place`
+    lists: np.ndarray  # [n_features] of `IdList`
     n_features: int
     n_parts: int
     n_bags: int
@@ -96,65 +63,64 @@ class BagsCall(NamedTuple):
     real_bytes: int
     unit: int  # elements
     bounds: np.ndarray  # [n_bags + 1]: the number of each bag's first id in the list
+    ends: np.ndarray  # [n_parts]: `bounds` behind each part; -1: an offset or id is bad
     ids: np.ndarray  # the list, int32
     weights: np.ndarray | None  # of the ids in the list, in the type of the arithmetic
     origins: np.ndarray | None  # int32: the number that each id of the list had in its feature
     out: int  # the address of the output; 0: `Feature.out` are addresses
     winners: np.ndarray | None  # int32, in the form of the output: places in the list
-    gradient_rows: np.ndarray | None  # int32, of the ids in the list
-    dots: np.ndarray | None  # [n_features, 2]: addresses of functions, and of their products
-    gradient: int
-    g_bytes: int
-    ends: np.ndarray  # [n_parts]: `bounds` behind each part; -1: an offset or id is bad
-    is_bad: int  # whether any is
+    gradient_rows: np.ndarray | None = None  # int32, of the ids in the list
+    dots: np.ndarray | None = None  # [n_features, 2]: addresses of functions, and of products
+    gradient: int = 0
+    g_bytes: int = 0
+    is_bad: int = 0  # whether any end is
 
 
-_features_at, _lists_at, _places_at = map(records, (Feature, IdList, _Place))
-_PLACE_BYTES = 8 * len(_Place._fields)
+_features_at = records(Feature)
+_LIST_BYTES = LISTS.itemsize
 
 
-def _arrange(given, n, bag_parts, fewest, places, totals):
-    """Fill in the places of all features, one after the other; total ids, bags and parts."""
-    lists, filled, sums_of = _lists_at(given, n), _places_at(places, n), int64s(totals, 3)
+def _arrange(lists, n, bag_parts, fewest, totals):
+    """Put the ids of all features one after the other; total ids, bags and parts."""
+    sums_of = int64s(totals, 3)
     sums_of[:] = 0
     for f in range(n):
-        place, bags = filled[f], lists[f].bags
-        place.first, place.first_bag, place.first_part = sums_of[0], sums_of[1], sums_of[2]
-        place.height = max(fewest, (bags + bag_parts - 1) // bag_parts)
-        sums_of[0] += lists[f].n
-        sums_of[1] += bags
-        sums_of[2] += (bags + place.height - 1) // place.height
+        ids = lists_at(lists, n)[f]
+        ids.first, ids.first_bag, ids.first_part = sums_of[0], sums_of[1], sums_of[2]
+        ids.height = max(fewest, (ids.bags + bag_parts - 1) // bag_parts)
+        sums_of[0] += ids.n
+        sums_of[1] += ids.bags
+        sums_of[2] += (ids.bags + ids.height - 1) // ids.height
 
 
 _arranged = NativeFunction(_arrange, "arranged bags", PythonEntry(holds_gil=True))
 
 
 @njit(inline="always")
-def _own(c, index):
-    """The feature of a part, with its ids and place, and the first and last of its bags."""
-    places = _places_at(c.places, c.n_features)
-    f = last_at_most(places.first_part, c.n_features, index)
-    given = _lists_at(c.given, c.n_features)[f]
-    begin = (index - places[f].first_part) * places[f].height
-    end = min(begin + places[f].height, given.bags)
-    return _features_at(c.features, c.n_features)[f], given, places[f], f, begin, end
+def _part(c, index):
+    """The number of the feature of a part, the feature, its ids, the first and last of its bags."""
+    lists = lists_at(c.lists, c.n_features)
+    f = last_at_most(lists.first_part, c.n_features, index)
+    begin = (index - lists[f].first_part) * lists[f].height
+    end = min(begin + lists[f].height, lists[f].bags)
+    return f, _features_at(c.features, c.n_features)[f], lists[f], begin, end
 
 
 @njit(inline="always")
-def _offset(given, bag):
-    if given.offsets == 0:
-        return bag * given.length
-    if bag == given.n_offsets:
-        return given.end
-    return index_at(given.offsets, given.offset_bytes, bag)
+def _offset(ids, bag):
+    if ids.offsets == 0:
+        return bag * ids.length
+    if bag == ids.n_offsets:
+        return ids.end
+    return index_at(ids.offsets, ids.offset_bytes, bag)
 
 
 @njit(inline="always")
-def _fits(given, bag, begin, end):
+def _fits(ids, bag, begin, end):
     """Whether the offsets of a bag lie within the ids, so that nothing else is read."""
-    if (bag == 0 and begin != given.begin) or (bag == given.bags - 1 and end != given.end):
+    if (bag == 0 and begin != ids.begin) or (bag == ids.bags - 1 and end != ids.end):
         return False
-    return given.begin <= begin <= end <= given.end
+    return ids.begin <= begin <= end <= ids.end
 
 
 @njit(inline="always")
@@ -165,17 +131,17 @@ def _is_in_range(rows, row):
 @part(BagsCall)
 def count_kept(index, slot, c):
     """Count the ids of each bag that are not ignored; later loops report bad ids."""
-    feature, given, place, _, first, last = _own(c, index)
-    bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(given, first)
+    _, feature, ids, first, last = _part(c, index)
+    bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(ids, first)
     for bag in range(first, last):
-        end, kept = _offset(given, bag + 1), 0
-        if not _fits(given, bag, begin, end):
+        end, kept = _offset(ids, bag + 1), 0
+        if not _fits(ids, bag, begin, end):
             int64s(c.ends, c.n_parts)[index] = -1
             return
         for k in range(begin, end):
-            row = index_at(given.ids, given.id_bytes, k)
+            row = index_at(ids.ids, ids.id_bytes, k)
             kept += _is_in_range(feature.rows, row) and row != feature.padding
-        bounds[place.first_bag + bag], begin = kept, end
+        bounds[ids.first_bag + bag], begin = kept, end
 
 
 @part(BagsCall)
@@ -197,25 +163,16 @@ def find_bad(index, slot, c):
     """Find out whether offsets and ids are good, and each part ends where the next one begins."""
     bounds, ends, k = int64s(c.bounds, c.n_bags + 1), int64s(c.ends, c.n_parts), 0
     for f in range(c.n_features):
-        place, bags = _places_at(c.places, c.n_features)[f], _lists_at(c.given, f + 1)[f].bags
-        bag = 0
-        while bag < bags:  # a range with a step would need functions of Numba
-            bag += place.height
-            c.is_bad |= ends[k] < 0 or ends[k] != bounds[place.first_bag + min(bag, bags)]
+        ids, bag = lists_at(c.lists, c.n_features)[f], 0
+        while bag < ids.bags:  # a range with a step would need functions of Numba
+            bag += ids.height
+            c.is_bad |= ends[k] < 0 or ends[k] != bounds[ids.first_bag + min(bag, ids.bags)]
             k += 1
 
 
-class _Loops(NamedTuple):
-    """Loops over bags for one type of the arithmetic."""
+def _loops(real: Any) -> dict[str, NativeFunction]:
+    """Loops over bags for one type of the arithmetic, by their names."""
 
-    lay_out: NativeFunction
-    pool: NativeFunction
-    lay_out_and_pool: NativeFunction
-    number_rows: NativeFunction
-    multiply: NativeFunction
-
-
-def _loops(real: Any) -> _Loops:
     @njit(inline="always")
     def numbers(address, n):
         return carray(as_pointer(address), n, real)
@@ -226,52 +183,52 @@ def _loops(real: Any) -> _Loops:
 
         Their owner may change them meanwhile: all that is written has its place even then.
         """
-        feature, given, place, _, first, last = _own(c, index)
+        _, feature, ids, first, last = _part(c, index)
         # Parts of a feature write equal values here, so no synchronisation is needed.
-        place.table, place.row_bytes = feature.table, feature.row_bytes
-        place.list, place.weights = c.ids, c.weights
-        bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(given, first)
+        ids.values, ids.stride = feature.table, feature.row_bytes
+        ids.gradient_rows, ids.weights = c.ids, c.weights
+        bounds, begin = int64s(c.bounds, c.n_bags + 1), _offset(ids, first)
         # Kept in registers: what is written could be any of them, for all that the compiler knows.
-        id_bytes, rows, padding = given.id_bytes, feature.rows, feature.padding
+        id_bytes, rows, padding = ids.id_bytes, feature.rows, feature.padding
         for bag in range(first, last):
-            end, at = _offset(given, bag + 1), place.first - given.begin + begin
-            if not _fits(given, bag, begin, end):
+            end, place = _offset(ids, bag + 1), ids.first - ids.begin + begin
+            if not _fits(ids, bag, begin, end):
                 return False
-            behind = at + end - begin
+            behind = place + end - begin
             if c.leaves_out == 0:
-                bounds[place.first_bag + bag] = at
+                bounds[ids.first_bag + bag] = place
             else:
-                at, behind = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
-            ids = carray(as_pointer(c.ids + 4 * at), end - begin, np.int32)
-            origins = carray(as_pointer(c.origins + 4 * at), end - begin, np.int32)
-            weights = numbers(c.weights + c.real_bytes * at, end - begin)
-            given_weights, kept = numbers(given.weights, given.n), 0
+                place, behind = bounds[ids.first_bag + bag], bounds[ids.first_bag + bag + 1]
+            listed = carray(as_pointer(c.ids + 4 * place), end - begin, np.int32)
+            origins = carray(as_pointer(c.origins + 4 * place), end - begin, np.int32)
+            weights = numbers(c.weights + c.real_bytes * place, end - begin)
+            id_weights, kept = numbers(ids.id_weights, ids.n), 0
             for k in range(begin, end):
-                row = index_at(given.ids, id_bytes, k)
+                row = index_at(ids.ids, id_bytes, k)
                 if not _is_in_range(rows, row):
                     if c.drops:
                         continue
                     return False
                 if row == padding:
                     continue
-                if at + kept == behind:
+                if place + kept == behind:
                     return False
-                ids[kept] = row
-                if given.weights != 0:
-                    weights[kept] = given_weights[k - given.begin]
+                listed[kept] = row
+                if ids.id_weights != 0:
+                    weights[kept] = id_weights[k - ids.begin]
                 if c.origins != 0:
-                    origins[kept] = k - given.begin
+                    origins[kept] = k - ids.begin
                 kept += 1
-            if at + kept != behind:
+            if place + kept != behind:
                 return False
             int64s(c.ends, c.n_parts)[index], begin = behind, end
         return True
 
     @njit
     def pool_bags(c, index):
-        feature, _, place, f, first, last = _own(c, index)
-        source = c.places + f * _PLACE_BYTES
-        bounds = int64s(c.bounds + 8 * place.first_bag, last)
+        f, feature, ids, first, last = _part(c, index)
+        source = c.lists + f * _LIST_BYTES
+        bounds = int64s(c.bounds + 8 * ids.first_bag, last)
         begin, behind = bounds[first], int64s(c.ends, c.n_parts)[index]
         for bag in range(first, last):
             # Behind the part may still be nothing.
@@ -315,10 +272,10 @@ def _loops(real: Any) -> _Loops:
 
     def number_rows(index, slot, c):
         """Write the row of the gradient of each id of some bags; for means its weight too."""
-        feature, _, place, _, first, last = _own(c, index)
+        _, feature, ids, first, last = _part(c, index)
         bounds = int64s(c.bounds, c.n_bags + 1)
         for bag in range(first, last):
-            begin, end = bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]
+            begin, end = bounds[ids.first_bag + bag], bounds[ids.first_bag + bag + 1]
             rows = carray(as_pointer(c.gradient_rows + 4 * begin), end - begin, np.int32)
             rows[:] = bag * feature.row + feature.column
             if c.pooling == MEAN:
@@ -328,25 +285,26 @@ def _loops(real: Any) -> _Loops:
 
     def multiply(index, slot, c):
         """Write the products of rows with the gradients of their bags."""
-        feature, _, place, f, first, last = _own(c, index)
+        f, feature, ids, first, last = _part(c, index)
         pairs = carray(as_pointer(c.dots), (c.n_features, 2), np.int64)
         function, products = pairs[f, 0], pairs[f, 1]
         bounds = int64s(c.bounds, c.n_bags + 1)
         for bag in range(first, last):
             row = c.gradient + (bag * feature.row + feature.column) * c.unit * c.g_bytes
-            for k in range(bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]):
-                origin = k - place.first
+            for k in range(bounds[ids.first_bag + bag], bounds[ids.first_bag + bag + 1]):
+                origin = k - ids.first
                 if c.origins != 0:
                     origin = np.int64(load_int32(c.origins + 4 * k))
                 table_row = feature.table + load_int32(c.ids + 4 * k) * feature.row_bytes
                 product = products + origin * c.real_bytes
                 call_address(function, product, table_row, row, feature.width)
 
-    made = []
+    loops = {}
     for function in (lay_out, pool, lay_out_and_pool, number_rows, multiply):
-        function.__qualname__ = f"bags {function.__name__} {real.__name__}"
-        made.append(part(BagsCall)(function))
-    return _Loops(*made)
+        name = function.__name__
+        function.__qualname__ = f"bags {name} {real.__name__}"
+        loops[name] = part(BagsCall)(function)
+    return loops
 
 
 _LOOPS = {real().itemsize: _loops(real) for real in (np.float32, np.float64)}
@@ -357,9 +315,9 @@ class Bags:
     """The bags of some features: checked, copied to one list of ids, and pooled.
 
     Args:
-        features: int64 ``[features, fields of Feature]``, in the order of their tables, so that
-            all ids of a table lie together.
-        given: int64 ``[features, fields of IdList]``.
+        features: records of `Feature`, in the order of their tables, so that all ids of a table
+            lie together.
+        lists: `LISTS`, of the ids of each.
         real: the type of the arithmetic.
         unit: elements, by which rows of gradients are numbered.
         drops: whether ids out of range are ignored; otherwise they are bad.
@@ -377,14 +335,12 @@ class Bags:
     """
 
     def __init__(
-        self, features: np.ndarray, given: np.ndarray, real: np.dtype[Any], unit: int, *,
+        self, features: np.ndarray, lists: np.ndarray, real: np.dtype[Any], unit: int, *,
         drops: bool, leaves_out: bool, weighted: bool, pooling: int, out: int, sums: bool,
         at_once: bool, winners: np.ndarray | None, multiplies: bool,
     ) -> None:  # fmt: skip
-        n, self._given = len(features), given
-        places, totals = np.empty((n, len(_Place._fields)), np.int64), np.empty(3, np.int64)
-        parts = _MOST_PARTS, _FEWEST_BAGS
-        _arranged.call(address_of(given), n, *parts, address_of(places), address_of(totals))
+        n, self._lists, totals = len(features), lists, np.empty(3, np.int64)
+        _arranged.call(address_of(lists), n, _MOST_PARTS, _FEWEST_BAGS, address_of(totals))
         n_ids, n_bags, self._n_parts = totals.tolist()
         self._threads = get_num_threads() if n_ids >= _SERIAL_BELOW else 1
         # Loops prefetch by ids a little beyond the end.
@@ -396,18 +352,17 @@ class Bags:
         self._weights = allocation.empty((n_ids,), real) if weighted else None
         # Skipped ids still get a weight gradient: 0.
         self._origins = np.empty(n_ids, np.int32) if multiplies and leaves_out else None
-        ends = np.zeros(self._n_parts + 1, np.int64)
         self._call = Arguments(BagsCall(
-            features, given, places, n, self._n_parts, n_bags, leaves_out, drops, pooling,
-            real.itemsize, unit, self.bounds, ids, self._weights,
-            self._origins, out, winners, None, None, 0, 0, ends, 0,
+            features=features, lists=lists, n_features=n, n_parts=self._n_parts, n_bags=n_bags,
+            leaves_out=leaves_out, drops=drops, pooling=pooling, real_bytes=real.itemsize,
+            unit=unit, bounds=self.bounds, ids=ids, weights=self._weights, origins=self._origins,
+            out=out, winners=winners, ends=np.zeros(self._n_parts + 1, np.int64),
         ))  # fmt: skip
-        own = self._loops
-        loops = [own.lay_out_and_pool if sums and at_once else own.lay_out, find_bad]
+        loops = [self._loops["lay_out_and_pool" if sums and at_once else "lay_out"], find_bad]
         if leaves_out:
             loops = [count_kept, add_counts, *loops]
         if sums and not at_once:
-            loops.append(own.pool)
+            loops.append(self._loops["pool"])
         self._run(*loops)
         self.is_bad = bool(self._call.words[_FIELDS["is_bad"]])
 
@@ -429,13 +384,13 @@ class Bags:
         int32, and its weight or None.
         """
         n = int(self.bounds[-1])
-        found = allocation.empty((n,), np.int32)
+        rows = allocation.empty((n,), np.int32)
         if self._pooling == MEAN and self._weights is None:
             self._weights = allocation.empty((n,), self._real)
             self._set(weights=self._weights)
-        self._set(gradient_rows=found)
-        self._run(self._loops.number_rows)
-        return self._ids[:n], found, None if self._weights is None else self._weights[:n]
+        self._set(gradient_rows=rows)
+        self._run(self._loops["number_rows"])
+        return self._ids[:n], rows, None if self._weights is None else self._weights[:n]
 
     def multiply(self, gradient: np.ndarray, g: Storage, w: Sequence[Storage]) -> list[np.ndarray]:
         """The product of each id's row with the gradient of its bag: an array for each feature.
@@ -443,11 +398,11 @@ class Bags:
         All ids of the caller have one, ignored ids 0. ``w`` are the storages of the features'
         tables.
         """
-        lengths = self._given[:, IdList._fields.index("n")].tolist()
+        lengths = self._lists["n"].tolist()
         make = allocation.empty if self._origins is None else np.zeros
         products = [make((n,), self._real) for n in lengths]
         each, real = zip(w, products, strict=True), real_of(w[0])
-        dots = np.array([(sums.dot(own, g, real).address, address_of(x)) for own, x in each])
+        dots = np.array([(sums.dot(x, g, real).address, address_of(out)) for x, out in each])
         self._set(dots=dots, gradient=gradient, g_bytes=g.itemsize)
-        self._run(self._loops.multiply)
+        self._run(self._loops["multiply"])
         return products

@@ -10,7 +10,6 @@ from .compiler.compile import part
 from .compiler.intrinsics import copy_bytes
 from .compiler.lines import prefetch
 from .compiler.records import int64s
-from .headers.arrays import addresses_of
 from .threads.parallel import Arguments, get_num_threads, run
 
 _ROWS_AHEAD = 8
@@ -24,9 +23,9 @@ class GatherCall(NamedTuple):
     n: int
     row_bytes: int
     height: int  # rows per part
-    table: int
-    indices: int  # [B]
-    out: int
+    table: np.ndarray
+    indices: np.ndarray  # [B]
+    out: np.ndarray
 
 
 @part(GatherCall)
@@ -45,6 +44,8 @@ def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     """``out[b] = table[indices[b]]`` for contiguous arrays and int64 indices in range."""
     n, row_bytes = len(indices), out.nbytes // max(1, len(indices))
     height = max(1, _PART_BYTES // max(1, row_bytes))
-    call = Arguments(GatherCall(n, row_bytes, height, *addresses_of((table, indices, out))))
+    call = Arguments(GatherCall(
+        n=n, row_bytes=row_bytes, height=height, table=table, indices=indices, out=out
+    ))  # fmt: skip
     threads = get_num_threads() if out.nbytes >= _SERIAL_BELOW else 1
     run(gather_part, -(-n // height), call.address, threads)

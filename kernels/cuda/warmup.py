@@ -45,5 +45,7 @@ def _loops_of(kernel: Kernel) -> Iterator[Any]:
     if not rule.is_two_stage:
         # A list that one block sorts, and one that many do, of which some rows may be hot.
         for length, touched_only in product((1, TILE + 1), (True, False)):
-            table = RowTable(tuple(addresses[0].tolist()), 1, 1, RowSource(0, 8, length, 0))
+            table = RowTable(
+                tuple(addresses[0].tolist()), 1, 1, RowSource(index_bytes=8, length=length)
+            )
             yield from RowStep(kernel, [table], touched_only=touched_only).loops

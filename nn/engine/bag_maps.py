@@ -50,12 +50,12 @@ class BagMaps:
     ) -> None:  # fmt: skip
         n = len(features)
         is_list = isinstance(maps, list | tuple) and len(maps) == n
-        if not is_list or not all(own is None or isinstance(own, IdMap) for own in maps):
+        if not is_list or not all(id_map is None or isinstance(id_map, IdMap) for id_map in maps):
             expected, got = f"a list of {n}, an IdMap or None for each feature", repr(maps)
             reject(TypeError, where, "maps", "do not fit the features", expected, got)
         self._where, self._maps, self._of, self._begin = where, [*maps], [*features], begin
         pairs = dict(zip(zip(features, map(id, maps), strict=True), maps, strict=True))
-        self.of_tables = {t: own for (t, _), own in pairs.items() if own is not None}
+        self.of_tables = {t: id_map for (t, _), id_map in pairs.items() if id_map is not None}
         each_table = [t for t, _ in pairs]
         if len({*each_table}) < len(pairs) or len({*self.of_tables.values()}) < len(self.of_tables):
             expected = "one map for all features of a table, and for no other table"
@@ -64,10 +64,12 @@ class BagMaps:
             )
         each = padding_of_features(where, padding, n)
         self._padding = [
-            None if own is None or k is None else id_of_64_bits(where, k)
-            for own, k in zip(maps, each, strict=True)
+            None if id_map is None or k is None else id_of_64_bits(where, k)
+            for id_map, k in zip(maps, each, strict=True)
         ]
-        self.padding = [None if own is not None else k for own, k in zip(maps, each, strict=True)]
+        self.padding = [
+            None if id_map is not None else k for id_map, k in zip(maps, each, strict=True)
+        ]
         leaves_out = any(k is not None for k in self._padding)
         self._checks, self.out_of_range = out_of_range == "raise", out_of_range
         if leaves_out:  # ids without a map are checked here
@@ -79,9 +81,9 @@ class BagMaps:
         Raises:
             ValueError: there is one.
         """
-        for t, own in self.of_tables.items():
-            if len(tables[t]) != own.capacity:
-                expected = f"{own.capacity} rows, the capacity of its map (both can grow)"
+        for t, id_map in self.of_tables.items():
+            if len(tables[t]) != id_map.capacity:
+                expected = f"{id_map.capacity} rows, the capacity of its map (both can grow)"
                 wrong, got = "does not fit its map", len(tables[t])
                 reject(ValueError, self._where, f"table {t}", wrong, expected, got)
 
@@ -95,34 +97,37 @@ class BagMaps:
                 changed then.
         """
         is_listed = isinstance(ids, list | tuple)
-        given = [adopt(self._where, "ids", own) for own in (ids if is_listed else [ids])]
+        arrays_of_ids = [adopt(self._where, "ids", x) for x in (ids if is_listed else [ids])]
         # Offsets are checked beside ids that fit any table: those of maps are numbers of any size.
-        zeros = [np.zeros(own.shape, np.int64) for own in given]
+        zeros = [np.zeros(x.shape, np.int64) for x in arrays_of_ids]
         parts = check_features(pooling, zeros if is_listed else zeros[0], offsets)
-        found, kept = [], list[FoundRows]()
-        for f, (part, own) in enumerate(zip(parts, self._maps, strict=True)):
-            array = given[f] if is_listed else given[0].reshape(-1)[part.begin : part.end]
-            if own is None:
+        features, kept = [], list[FoundRows]()
+        for f, (part, id_map) in enumerate(zip(parts, self._maps, strict=True)):
+            array = arrays_of_ids[f if is_listed else 0]
+            if not is_listed:
+                array = array.reshape(-1)[part.begin : part.end]
+            if id_map is None:
                 check.index_dtype(self._where, array)
                 if self._checks:
                     n = len(pooling.arrays[self._of[f]])
                     check.indices_in_range(self._where, array.reshape(-1), n)
             else:
                 array = ids_of_64_bits(self._where, array)
-                own.check_step(own.step if step is None else step)
-            found.append(array)
+                id_map.check_step(id_map.step if step is None else step)
+            features.append(array)
         # Ids are admitted last, when nothing can be refused any more.
-        for t, own in self.of_tables.items():
+        for t, id_map in self.of_tables.items():
             each = [f for f, table in enumerate(self._of) if table == t]
-            arrays, padding = [found[f] for f in each], [self._padding[f] for f in each]
+            arrays, padding = [features[f] for f in each], [self._padding[f] for f in each]
             begin = partial(self._begin, t)
-            rows, record = rows_together(own, arrays, padding, _LEFT_OUT, step, begin)
+            rows, record = rows_together(id_map, arrays, padding, _LEFT_OUT, step, begin)
             kept.append(record)
             for f, array in zip(each, rows, strict=True):
-                found[f] = array
+                features[f] = array
         if is_listed:
-            return found, kept
-        return found[0].reshape(given[0].shape) if len(found) == 1 else np.concatenate(found), kept
+            return features, kept
+        shape = arrays_of_ids[0].shape if len(features) == 1 else (-1,)
+        return np.concatenate([x.reshape(-1) for x in features]).reshape(shape), kept
 
 
 def id_of_64_bits(where: str, padding: int) -> int:
@@ -137,7 +142,7 @@ def id_of_64_bits(where: str, padding: int) -> int:
 
 
 def rows_together(
-    own: IdMap, parts: Sequence[np.ndarray], padding: Sequence[int | None], left_out: int,
+    id_map: IdMap, parts: Sequence[np.ndarray], padding: Sequence[int | None], left_out: int,
     step: int | None, begin: Callable[[Admissions], Any],
 ) -> tuple[list[np.ndarray], FoundRows]:  # fmt: skip
     """The rows of the ids of several features, and a record of them: int32, ``left_out`` for the
@@ -149,7 +154,9 @@ def rows_together(
     for first, end, ignored in zip((0, *ends[:-1]), ends, padding, strict=True):
         if ignored is not None:
             is_known[first:end] = ids[first:end] != ignored
-    ids, evictions = ids[is_known], own.evictions
-    rows[is_known] = found = own.find(ids) if step is None else own(ids, step, begin=begin)
+    ids, evictions = ids[is_known], id_map.evictions
+    found_rows = id_map.find(ids) if step is None else id_map(ids, step, begin=begin)
+    rows[is_known] = found_rows
     each = zip(np.split(rows, ends[:-1]), parts, strict=True)
-    return [x.reshape(part.shape) for x, part in each], FoundRows(own, ids, found, evictions)
+    record = FoundRows(id_map, ids, found_rows, evictions)
+    return [x.reshape(part.shape) for x, part in each], record

@@ -144,7 +144,7 @@ class MissedSteps:
             begin, end = turn * n // _TURNS, (turn + 1) * n // _TURNS
             if begin < end and rest == 0:
                 made.append((None, self._catch_up(table, now, (0, begin, end - begin))))
-            rows = source.indices, *source[1:3]
+            rows = source.indices, source.index_bytes, source.length
             made.append((table.key, self._catch_up(table, now + 1, rows)))
         return made
 
@@ -206,7 +206,7 @@ def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
 def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int, int]]]:
     """The ids of bags by the number of their table, each list as `MissedSteps.of_span`."""
     found: dict[int, list[tuple[int, int, int]]] = {}
-    columns = (given.column(name).tolist() for name in ("ids", "id_bytes", "begin", "end"))
+    columns = (given.lists[name].tolist() for name in ("ids", "id_bytes", "begin", "end"))
     for t, ids, n_bytes, begin, end in zip(pooling.ordered(pooling.of), *columns, strict=True):
         found.setdefault(t, []).append((ids + begin * n_bytes, n_bytes, end - begin))
     return found

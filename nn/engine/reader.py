@@ -100,7 +100,10 @@ class GradientReader:
                 rows.append(None)
                 continue
             indices, values = arrays[k : k + 2]
-            source = RowSource(found[k], indices.itemsize, len(indices), found[k + 1])
+            source = RowSource(
+                values=found[k + 1], indices=found[k], index_bytes=indices.itemsize,
+                length=len(indices),
+            )  # fmt: skip
             rows.append(RowGradient(indices, values, source))
         if last.has_pooled:
             pooled = [gradient.gradient for gradient in gradients if type(gradient) is BagTensor]

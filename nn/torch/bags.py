@@ -145,14 +145,14 @@ class EmbeddingBags(nn.Module):
     @property
     def mode(self) -> str:
         """How bags are pooled: as the modules say."""
-        found: str = arguments.one_of("mode", self._options("mode"), None, self._mode)
-        return found
+        mode: str = arguments.one_of("mode", self._options("mode"), None, self._mode)
+        return mode
 
     @property
     def include_last_offset(self) -> bool:
         """Whether the last of the offsets is the number of ids: as the modules say."""
-        found = self._options("include_last_offset")
-        return bool(arguments.one_of("include_last_offset", found, None, self._last))
+        options = self._options("include_last_offset")
+        return bool(arguments.one_of("include_last_offset", options, None, self._last))
 
     def _options(self, name: str) -> set[Any]:
         """The values of an option that modules have."""
@@ -209,9 +209,9 @@ class EmbeddingBags(nn.Module):
             if type(optimizer).step is not Fused.step:
                 wrong, expected = "has a step of its own", "that of nn.torch: it is not called"
                 reject(TypeError, WHERE, "optimizer", wrong, expected, type(optimizer).__name__)
-            own, weights = updates.parameters_of(optimizer), self.weights
-            if {*map(id, own)} != {*map(id, weights)}:
-                updates.reject_others(len(weights), len(own))
+            parameters, weights = updates.parameters_of(optimizer), self.weights
+            if {*map(id, parameters)} != {*map(id, weights)}:
+                updates.reject_others(len(weights), len(parameters))
             other = optimizer._in_backward and optimizer._in_backward()
             if other is not None and other is not self:
                 wrong, expected = "steps in backward already", "one that no other module has"
@@ -242,8 +242,8 @@ class EmbeddingBags(nn.Module):
             factors = [factors]
         if self._updates is not None and torch.is_grad_enabled():
             self._updates.check(weights)
-        given = ids, offsets, per_sample_weights
-        out: Tensor = _Pooling.apply(self, (given, checks), *weights, *(factors or ()))
+        call = ids, offsets, per_sample_weights
+        out: Tensor = _Pooling.apply(self, (call, checks), *weights, *(factors or ()))
         return out
 
     def _of_features(self) -> list[nn.Module]:
@@ -264,22 +264,22 @@ class EmbeddingBags(nn.Module):
             parts = [ids[a:b] for a, b in pairwise(firsts)]
         if not isinstance(parts, list | tuple) or len(parts) != len(tables):
             return ids, checks  # which is refused as it is
-        found = [*parts]
-        for k, (table, own) in enumerate(
+        rows_of_features = [*parts]
+        for k, (table, part) in enumerate(
             zip(tables, parts, strict=True)
         ):  # before ids are admitted
-            if not isinstance(table, GrowingEmbedding) and isinstance(own, Tensor):
-                prepare_rows(table.weight, own, f"{WHERE}: ids[{k}]")
+            if not isinstance(table, GrowingEmbedding) and isinstance(part, Tensor):
+                prepare_rows(table.weight, part, f"{WHERE}: ids[{k}]")
         for table in dict.fromkeys(tables):
             if isinstance(table, GrowingEmbedding):
-                each = [f for f, own in enumerate(tables) if own is table]
+                each = [f for f, x in enumerate(tables) if x is table]
                 rows, check = table.rows([parts[f] for f in each])
                 checks.append(check)
-                for f, own in zip(each, rows, strict=True):
-                    found[f] = own
+                for f, part in zip(each, rows, strict=True):
+                    rows_of_features[f] = part
         if not isinstance(ids, Tensor):
-            return found, checks
-        return torch.cat(found) if len(tables) > 1 else found[0], checks
+            return rows_of_features, checks
+        return torch.cat(rows_of_features) if len(tables) > 1 else rows_of_features[0], checks
 
     def _now(self, weights: Sequence[Tensor]) -> tuple[Any, Pooling, bool, dict[int, int]]:
         """The tables as they are: a key, how they are pooled, whether each table has one id a bag
@@ -291,13 +291,13 @@ class EmbeddingBags(nn.Module):
              (_of_bag if isinstance(m, nn.EmbeddingBag) else _of_embedding)(m))
             for w, m in zip(weights, modules, strict=True)
         ]  # fmt: skip
-        known = self._known
+        last = self._known
         # As calls of C: this is done for each table in each forward.
         are_called = any(chain.from_iterable(map(_hooks_of, modules))) or any(
             "forward" in m.__dict__ for m in modules
         )
-        if known is not None and known[0] == key and not are_called:
-            return known  # type: ignore[no-any-return]
+        if last is not None and last[0] == key and not are_called:
+            return last  # type: ignore[no-any-return]
         for k, (name, module) in enumerate(self._modules.items()):
             _check_module(name, module)
             arguments.check_tensor(f"the weight of table {k}", weights[k])
@@ -312,29 +312,29 @@ class EmbeddingBags(nn.Module):
             [padding[t] if are_bags[t] else None for t in self._features],
             "raise", open_ended=not (self.include_last_offset or is_on_device(arrays[0])),
         )  # fmt: skip
-        dropped = {k: own for k, own in enumerate(padding) if own is not None and not are_bags[k]}
-        self._known = known = key, pooling, not any(are_bags), dropped
-        return known
+        dropped = {k: row for k, row in enumerate(padding) if row is not None and not are_bags[k]}
+        self._known = last = key, pooling, not any(are_bags), dropped
+        return last
 
     @as_torch
     def _pooled(
-        self, given: tuple[Any, Any, Any], weights: Sequence[Tensor]
+        self, call: tuple[Any, Any, Any], weights: Sequence[Tensor]
     ) -> tuple[Any, dict[int, int]]:
         """Rows of the tables, pooled, and ids of tables that have no gradient."""
         _, pooling, are_single, dropped = self._now(weights)
         if pooling.is_on_device:
-            if not self.include_last_offset and isinstance(given[1], list | tuple):
-                given = given[0], [*map(arguments.with_end, given[1], given[0])], given[2]
-            return pool(pooling, *arguments.arrays_of(given, self._of_features())), dropped
+            if not self.include_last_offset and isinstance(call[1], list | tuple):
+                call = call[0], [*map(arguments.with_end, call[1], call[0])], call[2]
+            return pool(pooling, *arguments.arrays_of(call, self._of_features())), dropped
         arrays = None
-        found = read_plain(pooling, *given, torch, singles=are_single)
-        if found is None:
-            arrays = arguments.arrays_of(given, self._of_features())
-            found = read(pooling, *arrays)
-        prepare_bags(pooling, found, weights)
-        pooled = Pooled(pooling, found)
+        host_ids = read_plain(pooling, *call, arguments.headers_of, singles=are_single)
+        if host_ids is None:
+            arrays = arguments.arrays_of(call, self._of_features())
+            host_ids = read(pooling, *arrays)
+        prepare_bags(pooling, host_ids, weights)
+        pooled = Pooled(pooling, host_ids)
         if pooled.is_bad:
-            find_error(pooling, *(arrays or arguments.arrays_of(given, self._of_features()))[:2])
+            find_error(pooling, *(arrays or arguments.arrays_of(call, self._of_features()))[:2])
         return pooled, dropped
 
 
@@ -345,8 +345,8 @@ class _Pooling(torch.autograd.Function):
     """Pooled rows; the tables are inputs, so that backward is called."""
 
     @staticmethod
-    def forward(ctx: Any, module: EmbeddingBags, given: Any, *tensors: Tensor) -> Tensor:
-        given, ctx.checks = given
+    def forward(ctx: Any, module: EmbeddingBags, call: Any, *tensors: Tensor) -> Tensor:
+        call, ctx.checks = call
         weights = tensors[: len(modules_of(module))]
         ctx.module, ctx.weights, ctx.is_taken = module, weights, False
         ctx.parallel, ctx.is_synced, ctx.step = updates.wrapper_of(module), True, None
@@ -358,7 +358,7 @@ class _Pooling(torch.autograd.Function):
             ctx.step = weakref.ref(module._updates.step())
         factors = tensors[len(weights) :]
         ctx.factors, ctx.versions = [(t.shape, t.dtype) for t in factors], None
-        ctx.pooled, ctx.dropped = module._pooled(given, weights)
+        ctx.pooled, ctx.dropped = module._pooled(call, weights)
         if any(t.requires_grad for t in factors):  # whose gradients follow from the tables
             ctx.versions = gradients.versions_of(weights)
         dtypes = {weight.dtype for weight in weights}
@@ -394,14 +394,14 @@ class _Pooling(torch.autograd.Function):
             warnings.warn(f"{WHERE}: {text}", RuntimeWarning, stacklevel=2)
         tables: list[Any] = [None] * n
         if any(are_left) or any(are_taken):
-            found = ctx.pooled.gradients(grad)
+            of_tables = ctx.pooled.gradients(grad)
             for k, row in ctx.dropped.items():
-                found[k] = gradients.without_row(found[k], row)
+                of_tables[k] = gradients.without_row(of_tables[k], row)
             if any(are_taken):
-                steps.collect(ctx, found, are_taken)
+                steps.collect(ctx, of_tables, are_taken)
             for k, weight in enumerate(weights):
                 if are_left[k]:
-                    tables[k] = gradients.tensor_of_rows(found[k], weight)
+                    tables[k] = gradients.tensor_of_rows(of_tables[k], weight)
                 elif are_taken[k] and ctx.parallel is not None:  # which waits for one
                     tables[k] = gradients.no_rows(weight)
         return None, None, *tables, *factors
@@ -430,14 +430,14 @@ def _check_module(name: str, module: Any) -> None:
 
 def _padding(k: int, module: Any, rows: int) -> int | None:
     """The id of a table that has no gradient; a negative one is counted from the end."""
-    own, name = module.padding_idx, f"padding_idx of table {k}"
+    padding, name = module.padding_idx, f"padding_idx of table {k}"
     if isinstance(module, GrowingEmbedding):
         return 0  # of all ids without a row
-    if own is None:
+    if padding is None:
         return None
-    if isinstance(own, bool) or not isinstance(own, int):
-        expected, got = "an int or None", type(own).__name__
+    if isinstance(padding, bool) or not isinstance(padding, int):
+        expected, got = "an int or None", type(padding).__name__
         reject(TypeError, WHERE, name, "has a wrong type", expected, got)
-    if not -rows <= own < rows:
-        reject(ValueError, WHERE, name, "is out of range", f"-{rows} <= id < {rows}", own)
-    return own % rows
+    if not -rows <= padding < rows:
+        reject(ValueError, WHERE, name, "is out of range", f"-{rows} <= id < {rows}", padding)
+    return padding % rows

@@ -39,18 +39,18 @@ def values_of(gradient: Any) -> Any:
 
 def values_by_storage(gradients: Sequence[Any]) -> Dense:
     """The values of all gradients, in order, without None."""
-    found: Dense = {}
+    values: Dense = {}
     for gradient in gradients:
         if gradient is not None:
-            found.setdefault(STORAGES[gradient.dtype], []).append(values_of(gradient))
-    return found
+            values.setdefault(STORAGES[gradient.dtype], []).append(values_of(gradient))
+    return values
 
 
 def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
     """``rows`` with other values for their occurrences, which keep their places in a batch."""
     batch = {"positions": rows.positions, "batch_length": rows.batch_length}
-    own = rows.indices if indices is None else indices
-    return RowTensor(own, values, rows.dense_shape, **batch)
+    indices = rows.indices if indices is None else indices
+    return RowTensor(indices, values, rows.dense_shape, **batch)
 
 
 def row_gradient(rows: RowTensor | BagTensor) -> RowGradient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter, methodcaller
@@ -28,6 +28,8 @@ from .errors import reject
 from .launch import launch_on
 from .step import DenseUpdate, Variables
 
+_NOTHING, _SOURCE_FIELDS = repeat(None), {*RowSource._fields}
+
 
 class RowGradient(NamedTuple):
     """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``.
@@ -50,10 +52,11 @@ class RowGradient(NamedTuple):
         cls, indices: Any, values: Any, positions: np.ndarray | None = None, batch_length: int = 0
     ) -> RowGradient:
         """A gradient whose occurrences have a row of values each."""
-        at = address_of(indices), indices.itemsize, len(indices), address_of(values)
-        if positions is None:
-            return cls(indices, values, RowSource(*at))
-        source = RowSource(*at, headers.address_of(positions), batch_length)
+        source = RowSource(
+            values=address_of(values), indices=address_of(indices), index_bytes=indices.itemsize,
+            length=len(indices), whole_length=batch_length,
+            positions=0 if positions is None else headers.address_of(positions),
+        )  # fmt: skip
         return cls(indices, values, source, positions)
 
     @classmethod
@@ -63,34 +66,39 @@ class RowGradient(NamedTuple):
     ) -> RowGradient:  # fmt: skip
         """A gradient whose occurrences may share rows of values, ``stride`` bytes apart."""
         source = RowSource(
-            address_of(indices), indices.itemsize, len(indices), address_of(values), 0, 0,
-            address_of(rows), stride, 0 if weights is None else address_of(weights),
-            0 if winners is None else address_of(winners), first, values.nbytes // max(1, stride),
+            values=address_of(values), stride=stride, gradient_rows=address_of(rows), first=first,
+            weights=0 if weights is None else address_of(weights), indices=address_of(indices),
+            index_bytes=indices.itemsize, length=len(indices),
+            winners=0 if winners is None else address_of(winners),
+            n_gradients=values.nbytes // max(1, stride),
         )  # fmt: skip
         return cls(indices, values, source, None, rows, weights, winners)
 
     @classmethod
     def of_tables(
-        cls, indices: Sequence[Any], values: Sequence[Any], index_bytes: int,
-        lengths: Sequence[int], places: Sequence[int], value_places: Sequence[int],
+        cls, indices: Iterable[Any], values: Iterable[Any], sources: Mapping[str, Iterable[int]],
+        rows: Iterable[Any] = _NOTHING, weights: Iterable[Any] = _NOTHING,
+        winners: Iterable[Any] = _NOTHING,
     ) -> list[RowGradient]:  # fmt: skip
-        """Gradients as those of `of`, one for each table; they lie at these addresses."""
-        new, nothing = tuple.__new__, [repeat(0)] * (len(RowSource._fields) - 4)
-        each = zip(places, repeat(index_bytes), lengths, value_places, *nothing)
-        sources = map(new, repeat(RowSource), each)  # without a call of Python for each
-        rest = [repeat(None)] * (len(cls._fields) - 3)
-        return [*map(new, repeat(cls), zip(indices, values, sources, *rest))]  # noqa: B905
+        """Gradients of many tables; ``sources`` are columns of their `RowSource`, else 0."""
+        assert sources.keys() <= _SOURCE_FIELDS
+        new, zeros = tuple.__new__, repeat(repeat(0))  # without a call of Python for each
+        each = zip(*map(sources.get, RowSource._fields, zeros), strict=False)
+        made = map(new, repeat(RowSource), each)
+        gradients = zip(indices, values, made, _NOTHING, rows, weights, winners, strict=False)
+        return [*map(new, repeat(cls), gradients)]
 
     def with_arrays(self, *, indices: Any = None, values: Any = None) -> RowGradient:
         """This gradient with other indices or values of its occurrences, at the same places."""
-        found = self
+        gradient, source = self, self.source
         if indices is not None:
-            own = {"indices": address_of(indices), "index_bytes": indices.itemsize}
-            found = found._replace(indices=indices, source=found.source._replace(**own))
+            n_bytes = indices.itemsize
+            source = source._replace(indices=address_of(indices), index_bytes=n_bytes)
+            gradient = gradient._replace(indices=indices)
         if values is not None:
-            source = found.source._replace(values=address_of(values))
-            found = found._replace(values=values, source=source)
-        return found
+            source = source._replace(values=address_of(values))
+            gradient = gradient._replace(values=values)
+        return gradient._replace(source=source)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -107,13 +115,13 @@ class RowGradient(NamedTuple):
     def spans(self) -> list[tuple[int, int]]:
         """Address and size in bytes of all that users gave, and that a step reads."""
         source = self.source
-        found = [(source.values, self.values.nbytes)]
+        spans = [(source.values, self.values.nbytes)]
         if self.rows is not None:  # all else of pooled rows is this package's own
-            return found
-        found.append((source.indices, self.indices.nbytes))
+            return spans
+        spans.append((source.indices, self.indices.nbytes))
         if self.positions is not None:
-            found.append((source.positions, self.positions.nbytes))
-        return found
+            spans.append((source.positions, self.positions.nbytes))
+        return spans
 
 
 class RowUpdate(NamedTuple):
@@ -151,7 +159,7 @@ class RowUpdate(NamedTuple):
         """The tables as a device takes them."""
         addresses = np.reshape(self.rows.addresses, (len(self.gradients), -1)).tolist()
         each = zip(addresses, self._sizes, self.gradients, strict=True)
-        return [RowTable(tuple(own), *size, gradient.source) for own, size, gradient in each]
+        return [RowTable(tuple(arrays), *size, gradient.source) for arrays, size, gradient in each]
 
     @property
     def _sizes(self) -> list[tuple[int, int]]:
@@ -162,13 +170,13 @@ class RowUpdate(NamedTuple):
     def lists(self) -> list[IndexList]:
         """The indices of each table."""
         each = zip(self.where, self.gradients, self._sizes, strict=True)
-        return [IndexList(label, own.source.length, rows) for label, own, (rows, _) in each]
+        return [IndexList(label, x.source.length, rows) for label, x, (rows, _) in each]
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`; an index out of range is an error."""
         _, compiled, tables, gradients, hp, hp_of, touched_only, drop = self
-        given = tables, map(_source_of, gradients), hp, hp_of
-        step = RowStep(compiled, *given, touched_only=touched_only, drop=drop)
+        inputs = tables, map(_source_of, gradients), hp, hp_of
+        step = RowStep(compiled, *inputs, touched_only=touched_only, drop=drop)
         if step.bad_position >= 0:
             step.release()
             raise first_bad_index(self.lists, gradients, step.bad_position)
@@ -198,7 +206,7 @@ def _free_parts(*form: Any) -> deque[Any]:  # noqa: ARG001  (the key)
 def _form_of(table: RowTable) -> tuple[Any, ...]:
     """All of a table but addresses, in which steps with one part may differ."""
     source = table.source
-    has = source.rows != 0, source.weights != 0, source.winners != 0
+    has = source.gradient_rows != 0, source.weights != 0, source.winners != 0
     lengths = source.index_bytes, source.length, source.whole_length, source.stride
     return (table.rows, table.width, *lengths, *has)
 
@@ -241,8 +249,8 @@ def _launch(
         each.append((update, base))
         if isinstance(update, RowUpdate) and not update.drop:
             checked.append((update, base))
-            lists += (own := update.lists)
-            base += sum(indices.length for indices in own)
+            lists += (of_update := update.lists)
+            base += sum(indices.length for indices in of_update)
     error = bad_index_error(lists)
 
     def found(position: int, index: int) -> IndexError:
@@ -279,7 +287,7 @@ def check_keys(where: str, n_rows: int, n: int) -> None:
 
 def check_lists(where: str, lists: Iterable[IndexList]) -> None:
     """Check the sort keys of some lists together (`check_keys`)."""
-    sizes = [(own.rows, own.length) for own in lists]
+    sizes = [(indices.rows, indices.length) for indices in lists]
     check_keys(where, *map(sum, zip(*sizes, strict=True)))
 
 
@@ -298,8 +306,8 @@ def row_squares(
     check_lists(where, lists)
     sizes, nowhere = table_sizes(shape for shape, _ in tables), np.empty((len(tables), 0), np.int64)
     sources, hp = [gradient.source for _, gradient in tables], np.ones((1, 1), real.dtype)
-    given = RowTables.of(nowhere, sizes), sources, hp
-    position, total = row_norm(kernel(SCALED, (), real, g, ()), *given)
+    inputs = RowTables.of(nowhere, sizes), sources, hp
+    position, total = row_norm(kernel(SCALED, (), real, g, ()), *inputs)
     if position >= 0:
         raise first_bad_index(lists, [gradient for _, gradient in tables], position)
     return total

@@ -70,20 +70,20 @@ class RowTensor:
         Raises:
             TypeError, ValueError: they do not.
         """
-        found, n, shape = self.positions, self.batch_length, self.indices.shape
-        if found is None:
+        positions, n, shape = self.positions, self.batch_length, self.indices.shape
+        if positions is None:
             if n:
                 wrong, expected = "is given without positions", "0, or positions in that batch"
                 reject(ValueError, where, "batch_length", wrong, expected, n)
             return
         wrong = "do not fit the indices"
-        if found.dtype != np.int64:
-            reject(TypeError, where, "positions", "have a wrong dtype", "int64", found.dtype)
-        if found.shape != shape:
-            reject(ValueError, where, "positions", wrong, shape, found.shape)
-        is_ascending = bool((found[1:] > found[:-1]).all())  # differences could overflow
-        if len(found) and not (is_ascending and found[0] >= 0 and found[-1] < n):
-            expected, got = f"ascending ones in [0, {n})", found
+        if positions.dtype != np.int64:
+            reject(TypeError, where, "positions", "have a wrong dtype", "int64", positions.dtype)
+        if positions.shape != shape:
+            reject(ValueError, where, "positions", wrong, shape, positions.shape)
+        is_ascending = bool((positions[1:] > positions[:-1]).all())  # differences could overflow
+        if len(positions) and not (is_ascending and positions[0] >= 0 and positions[-1] < n):
+            expected, got = f"ascending ones in [0, {n})", positions
             reject(ValueError, where, "positions", "are no positions of a batch", expected, got)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -125,8 +125,8 @@ class RowTensor:
         """
         indices = self._checked_indices()
         if isinstance(self.values, DeviceArray):
-            found, like = self._on_host().coalesce(), self.values
-            arrays = like.holding(found.indices), like.holding(found.values)
+            rows, like = self._on_host().coalesce(), self.values
+            arrays = like.holding(rows.indices), like.holding(rows.values)
             return RowTensor(*arrays, self.dense_shape)
         unique, places = np.unique(indices, return_inverse=True)
         total = self._summed(places.reshape(-1), (len(unique), *self.dense_shape[1:]))

@@ -276,7 +276,9 @@ def test_hot() -> None:
     compare_steps(OPTIMIZERS[1], tables, {}, [(ids, None, [gradient(x.shape) for x in ids])])
     # The sums of a probe begin at a whole vector, for the tables whose rows do.
     made = kernel(ADAM, (), FLOAT32, FLOAT32, (FLOAT32,) * 2)
-    widths = [RowTable((0, 0, 0), 4, width, RowSource(0, 4, HOT + 1, 0)) for width in (4, 5)]
+    widths = [
+        RowTable((0, 0, 0), 4, width, RowSource(index_bytes=4, length=HOT + 1)) for width in (4, 5)
+    ]
     step = RowStep(made, widths, touched_only=True)
     assert step._hot_stride % 4 == 0
 

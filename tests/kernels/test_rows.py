@@ -385,6 +385,7 @@ def test_16_bit_rows_are_summed_in_float32() -> None:
 def test_functions_of_sums_live_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that ask for them at once may get a list each, of which one alone is kept."""
     made, alive, make = list[Any](), list[bool](), step._accumulators
+    step._plan_of.cache_clear()
 
     def unkept(*form: Any) -> Any:
         found = make(*form)[:]

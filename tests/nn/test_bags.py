@@ -92,9 +92,9 @@ def test_storage_types(dtype: Any, grad_dtype: Any, form: str, pooling: str) -> 
 def short_keys(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where sort keys have no room for the number of a gradient row, it is looked up."""
     monkeypatch.setattr(row_step, "_KEY_BITS", request.param)
-    row_step._sizes_of.cache_clear()
+    row_step._plan_of.cache_clear()
     yield
-    row_step._sizes_of.cache_clear()
+    row_step._plan_of.cache_clear()
 
 
 @pytest.mark.usefixtures("short_keys")

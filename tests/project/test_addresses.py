@@ -41,14 +41,11 @@ CHECKED = {
         "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, _CuPy.stream",
         "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
     },
-    "the sizes of all storages are compared with what is needed": {
-        "ops/runtime/bags/ids.py": "_read_tensors",
-    },
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
         "kernels/cpu/headers/arrays.py": "address_of, addresses_of, read_array, _read_expected "
                                          "(where it writes addresses), _read_alike_arrays, "
                                          "_lies_as_expected",
-        "kernels/cpu/headers/id_lists.py": "_look_at_array",
+        "kernels/cpu/headers/id_lists.py": "_read_header",
         "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
     },
     "the size of the storage is compared with that of the array": {

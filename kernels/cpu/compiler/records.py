@@ -8,6 +8,7 @@ import numpy as np
 from numba import carray
 
 from ...inner import njit
+from ...tables import record_type
 from .intrinsics import as_pointer, load_int32, load_int64
 
 
@@ -25,13 +26,13 @@ def index_at(indices, n_bytes, k):
     return load_int64(indices + 8 * k)
 
 
-def records(cls: Any) -> Any:
-    """``at(address, n)``, compiled: an array of ``n`` records with the fields of ``cls``.
+def records(*fields: Any) -> Any:
+    """``at(address, n)``, compiled: an array of ``n`` records of a `record_type`.
 
     A record is passed as one pointer. The same fields in a named tuple take seconds more to
     compile, because every function that gets the tuple has one argument per field.
     """
-    record = np.dtype([(name, np.int64) for name in cls._fields])
+    record = record_type(*fields)
 
     @njit(inline="always")
     def at(address, n):

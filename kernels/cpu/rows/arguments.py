@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...inner import njit
-from ...tables import HOT, RowSource, ranges_of
+from ...tables import HOT, RowSource, ranges_of, record_type
 from ..compiler.compile import NativeFunction
-from ..compiler.intrinsics import load_int64
+from ..compiler.intrinsics import copy_bytes, load_int64
 from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from ..headers.arrays import address_of
-from .layout import Table
+from .layout import TABLE_BYTES, RowCall, Totals, tables_of
 from .update import TILE
 
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
@@ -44,50 +44,19 @@ class RowTables(NamedTuple):
     @classmethod
     def one(cls, addresses: Sequence[int], sizes: array[int]) -> RowTables:
         """One table; its rows and width are in an ``array``."""
-        own = array("q", addresses)
-        places = own.buffer_info()[0], sizes.buffer_info()[0]
-        return cls(own, sizes, (1, len(own), *places))
+        words = array("q", addresses)
+        places = words.buffer_info()[0], sizes.buffer_info()[0]
+        return cls(words, sizes, (1, len(words), *places))
 
 
-class Question(NamedTuple):
-    """Arguments of both calls, all ``int64``; addresses. After `n_swept` come the second's."""
-
-    n_tables: int
-    n_arrays: int
-    addresses: int
-    sizes: int
-    sources: int
-    hp: int
-    hp_bytes: int  # of a row of scalars
-    hp_of: int  # 0: all tables have the first row
-    # Sums over the tables, which the first call writes. They decide how the step is cut.
-    n: int = 0  # positions
-    n_rows: int = 0
-    widest: int = 0  # elements of a row
-    elements: int = 0
-    n_gradients: int = 0  # most gradient rows of a table whose positions share them
-    carries: int = 0  # whether all tables are `SHARED`
-    forms: int = 0  # a bit for each form that a table has
-    n_ranges: int = 0
-    hot_elements: int = 0  # of the sums of all rows that can be hot
-    n_swept: int = 0  # parts of a dense-equivalent sweep
-    tables: int = 0  # where the tables are written, and behind them their addresses
-    is_carried: int = 0  # whether keys contain the numbers of gradient rows
-    block_single: int = 0  # `Table.block_single`
-    accumulate: int = 0  # [forms]: `Table.accumulate`
-    g_bytes: int = 0
-    real_bytes: int = 0
-
-
-_question_at, _sources_at, _tables_at = map(records, (Question, RowSource, Table))
-_TABLE_BYTES = 8 * len(Table._fields)
+_sources_at, _totals_at, _calls_at = map(records, (RowSource, Totals, RowCall))
+_SOURCE_BYTES = record_type(RowSource).itemsize
 _ranges_of = njit(ranges_of)
 
 
 @njit(inline="always")
-def _size_of(c, t):
-    at = c.sizes + 16 * t
-    return load_int64(at), load_int64(at + 8)
+def _size_of(sizes, t):
+    return load_int64(sizes + 16 * t), load_int64(sizes + 16 * t + 8)
 
 
 @njit(inline="always")
@@ -97,7 +66,7 @@ def _whole_length(source):
 
 @njit
 def _form_of(source):
-    if source.rows == 0:
+    if source.gradient_rows == 0:
         return OWN
     return CHOSEN if source.winners != 0 else WEIGHTED if source.weights != 0 else SHARED
 
@@ -110,73 +79,71 @@ def _swept_rows(width):
     return max(1, _SWEEP_PART // width // tile) * tile
 
 
-def _sum_up(question):
-    c = _question_at(question, 1)[0]
-    sources, c.carries = _sources_at(c.sources, c.n_tables), 1
-    for t in range(c.n_tables):
-        source, form = sources[t], _form_of(sources[t])
-        rows, width = _size_of(c, t)
-        _, n_ranges = _ranges_of(_whole_length(source))
-        c.n += source.length
-        c.n_rows += rows
-        c.elements += rows * width
-        c.widest = max(c.widest, width)
-        c.n_gradients = max(c.n_gradients, source.n_rows)
-        c.forms |= 1 << form
+def _sum_up(sources, sizes, n_tables, totals):
+    sums = _totals_at(totals, 1)[0]
+    for t in range(n_tables):
+        source = _sources_at(sources, n_tables)[t]
+        rows, width = _size_of(sizes, t)
+        form, (_, n_ranges) = _form_of(source), _ranges_of(_whole_length(source))
+        sums.n += source.length
+        sums.n_rows += rows
+        sums.elements += rows * width
+        sums.widest = max(sums.widest, width)
+        sums.n_gradients = max(sums.n_gradients, source.n_gradients)
+        sums.forms |= 1 << form
         if form != SHARED:
-            c.carries = 0
-        c.n_ranges += n_ranges
+            sums.carries = 0
+        sums.n_ranges += n_ranges
         # One position in HOT + 1 may begin a hot row, which has a sum in every range.
-        c.hot_elements += source.length // (HOT + 1) * n_ranges * width
-        c.n_swept += -(-rows // _swept_rows(width))
+        sums.hot_elements += source.length // (HOT + 1) * n_ranges * width
+        sums.n_swept += -(-rows // _swept_rows(width))
 
 
-def _lay_out(question):
-    c = _question_at(question, 1)[0]
-    n, tables, sources = (
-        c.n_tables,
-        _tables_at(c.tables, c.n_tables),
-        _sources_at(c.sources, c.n_tables),
-    )
-    accumulate = int64s(c.accumulate, N_FORMS)
-    at_arrays = c.tables + n * _TABLE_BYTES
-    arrays, given = int64s(at_arrays, n * c.n_arrays), int64s(c.addresses, n * c.n_arrays)
-    for k in range(arrays.size):
-        arrays[k] = given[k]
+@njit(inline="always")
+def _place_sections(c):
+    c.tables, c.bad, c.hot = c.tables + c.memory, c.bad + c.memory, c.hot + c.memory
+    c.histogram, c.keys, c.spare = c.histogram + c.memory, c.keys + c.memory, c.spare + c.memory
+    c.scratch, c.hot_sums = c.scratch + c.memory, c.hot_sums + c.memory
+
+
+def _lay_out(call):
+    c = _calls_at(call, 1)[0]
+    _place_sections(c)
+    accumulate, arrays = int64s(c.accumulate, N_FORMS), c.tables + c.n_tables * TABLE_BYTES
+    copy_bytes(arrays, c.addresses, 8 * c.n_tables * c.n_arrays)
     first_row = first_position = first_range = first_part = 0
-    for t in range(n):
-        own, source, form = tables[t], sources[t], _form_of(sources[t])
-        rows, width = _size_of(c, t)
-        own.values, own.stride, own.gradient_rows = source.values, source.stride, source.rows
-        own.weights, own.first, own.block_single = source.weights, source.first, c.block_single
+    for t in range(c.n_tables):
+        table, record = tables_of(c)[t], c.tables + t * TABLE_BYTES
+        copy_bytes(record, c.sources + t * _SOURCE_BYTES, _SOURCE_BYTES)
+        source = _sources_at(c.sources, c.n_tables)[t]
+        form, (rows, width) = _form_of(source), _size_of(c.sizes, t)
+        table.block_single = c.block_single
         # Loops number occurrences through all tables, so addresses are moved back.
         if form == OWN:
-            own.stride = width * c.g_bytes
-            own.values -= first_position * own.stride
+            table.stride = width * c.g_bytes
+            table.values -= first_position * table.stride
         else:
-            own.gradient_rows -= 4 * first_position
-            if c.is_carried != 0:
+            table.gradient_rows -= 4 * first_position
+            if c.carried_bits != 0:
                 form = OWN
         if form == WEIGHTED:
-            own.weights -= first_position * c.real_bytes
+            table.weights -= first_position * c.real_bytes
         if form == CHOSEN:
-            own.weights = source.winners
+            table.weights = table.winners
         if form >= WEIGHTED:
-            own.first -= first_position
-            own.block_single = 0  # even the gradient of a single occurrence has to be computed
-        own.source, own.arrays = c.tables + t * _TABLE_BYTES, at_arrays + 8 * t * c.n_arrays
-        own.accumulate, own.hp = accumulate[form], c.hp
+            table.first -= first_position
+            table.block_single = 0  # even the gradient of a single occurrence has to be computed
+        table.source, table.arrays = record, arrays + 8 * t * c.n_arrays
+        table.accumulate, table.hp = accumulate[form], c.hp
         if c.hp_of != 0:
-            own.hp += load_int64(c.hp_of + 8 * t) * c.hp_bytes
-        own.rows, own.width, own.positions = rows, width, source.positions
-        own.indices, own.index_bytes, own.length = source.indices, source.index_bytes, source.length
-        own.range, own.n_ranges = _ranges_of(_whole_length(source))
-        own.part = _swept_rows(width)
-        own.first_row, own.first_position = first_row, first_position
-        own.first_range, own.first_part = first_range, first_part
-        first_row, first_position = first_row + rows, first_position + source.length
-        first_range += own.n_ranges
-        first_part += -(-rows // own.part)
+            table.hp += load_int64(c.hp_of + 8 * t) * c.hp_bytes
+        table.rows, table.width, table.part = rows, width, _swept_rows(width)
+        table.range, table.n_ranges = _ranges_of(_whole_length(source))
+        table.first_row, table.first_position = first_row, first_position
+        table.first_range, table.first_part = first_range, first_part
+        first_row, first_position = first_row + rows, first_position + table.length
+        first_range += table.n_ranges
+        first_part += -(-rows // table.part)
 
 
 sum_up = NativeFunction(_sum_up, "totals of a row step", PythonEntry())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from array import array
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +58,7 @@ class CatchUpCall(NamedTuple):
     many_hp: int  # [SLEEP] of its scalars, for rows whose last step was t at t % SLEEP
     many_bytes: int
     # For steps that are taken one by one: all up to ``ways`` with the scalars of `Idle.update`.
-    steps: int  # [SLEEP] of `_Step`
+    steps: int  # float64 [SLEEP, 5]
     largest: int  # float64 [1]: the largest of their sizes
     drift: int  # block of many steps on a drift in the place of the parameter
     behind_drift: int  # block of many steps that adds the drift
@@ -72,14 +71,8 @@ class CatchUpCall(NamedTuple):
     behind: int  # int64 [1]: not 0 if any row was
 
 
-class _Step(NamedTuple):
-    """One step: factors of weight, first moment and root, size and epsilon; float64."""
-
-    weight: float
-    first: float
-    root: float
-    size: float
-    epsilon: float
+# The numbers of a step: factors of weight, first moment and root, size and epsilon.
+_WEIGHT, _FIRST, _ROOT, _SIZE, _EPSILON = range(5)
 
 
 @njit(inline="always")
@@ -120,26 +113,29 @@ def _walk(c, slot, row, since):
     while t < c.now:
         weight = 1.0
         if t < stop and largest * first >= LEAST * moved * root:
-            epsilon = every[(t + 1) % SLEEP, 4]
+            epsilon = every[(t + 1) % SLEEP, _EPSILON]
             for k in range(NODES):
                 way, node = 0.0, 1.0
-                if t < stop and (every[(t + 1) % SLEEP, 4] > 0.0) == (epsilon > 0.0):
+                if t < stop and (every[(t + 1) % SLEEP, _EPSILON] > 0.0) == (epsilon > 0.0):
                     t += 1
                     step = every[t % SLEEP]
-                    moved += abs(step[3]) * first
+                    moved += abs(step[_SIZE]) * first
                     for earlier in range(k):
-                        _put(hp, b, c.ways + earlier, _real(hp, b, c.ways + earlier) * step[0])
-                    weight, first, root = weight * step[0], first * step[1], root * step[2]
-                    less = epsilon / step[4] if epsilon > 0.0 else 1.0
-                    way, node = step[3] * first * less, root * less
+                        _put(
+                            hp, b, c.ways + earlier, _real(hp, b, c.ways + earlier) * step[_WEIGHT]
+                        )
+                    weight, first = weight * step[_WEIGHT], first * step[_FIRST]
+                    root *= step[_ROOT]
+                    less = epsilon / step[_EPSILON] if epsilon > 0.0 else 1.0
+                    way, node = step[_SIZE] * first * less, root * less
                 _put(hp, b, c.ways + k, way)
                 _put(hp, b, c.nodes + 1 + k, node)
         else:  # the rest, as of a row that took step t
-            known = c.many_hp + t % SLEEP * c.many_bytes
-            weight, epsilon, t = _real(known, b, 0), _real(known, b, c.nodes), c.now
+            scalars = c.many_hp + t % SLEEP * c.many_bytes
+            weight, epsilon, t = _real(scalars, b, 0), _real(scalars, b, c.nodes), c.now
             for k in range(NODES):
-                _put(hp, b, c.ways + k, _real(known, b, c.ways + k) * first)
-                _put(hp, b, c.nodes + 1 + k, _real(known, b, c.nodes + 1 + k) * root)
+                _put(hp, b, c.ways + k, _real(scalars, b, c.ways + k) * first)
+                _put(hp, b, c.nodes + 1 + k, _real(scalars, b, c.nodes + 1 + k) * root)
         _put(hp, b, c.nodes, epsilon)
         if t < c.now:
             _put(hp, b, 0, weight)
@@ -273,25 +269,26 @@ class CatchUp:
         if scalars.closed_from > 0:
             words = len(addresses) + 1 + scalars.places[1] // 8 + 1 + width
             words, one_by_one = -(-words // 8) * 8, _one_by_one(many, scalars.n_states)
-            largest = float(np.abs(scalars.steps[:, 3]).max())
+            largest = float(np.abs(scalars.steps[:, _SIZE]).max())
         self._largest = array("d", (largest,))
         listed = 2 * _PART_IDS if indices else 0
         self._block = block = borrow(len(addresses) + 8 + threads * (words + listed))
         block.words[: len(addresses)] = addresses
         scratch = block.address + 8 * (len(addresses) + 8)
         self._behind, self._scalars, self._owners = array("q", (0,)), scalars, owners
-        ahead, *form = _form(many, width)
-        arguments = (
-            (indices, index_bytes, 0 if indices else index_bytes, n, ahead),
-            (last, n_rows, now, mark, scalars.closed_from, block.address),
-            form,
-            scalars.places,
-            (self._largest.buffer_info()[0],),
-            (*one_by_one, 1 + scalars.n_states, scalars.n_sums),
-            (many.real.itemsize, scratch, 8 * words, scratch + 8 * threads * words),
-            (self._behind.buffer_info()[0],),
-        )
-        self._call = array("q", CatchUpCall(*chain.from_iterable(arguments)))
+        many_hp, many_bytes, steps = scalars.places
+        drift, behind_drift = one_by_one
+        self._call = array("q", CatchUpCall(
+            indices=indices, index_bytes=index_bytes, first=0 if indices else index_bytes, n=n,
+            ahead=_ahead(many, width), last=last, rows=n_rows, now=now, mark=mark,
+            closed_from=scalars.closed_from, arrays=block.address, n_arrays=len(many.storages),
+            row_bytes=address_of(many.row_bytes), width=width,
+            many=blocks(many).update_zero.address, many_hp=many_hp, many_bytes=many_bytes,
+            steps=steps, largest=self._largest.buffer_info()[0], drift=drift,
+            behind_drift=behind_drift, ways=1 + scalars.n_states, nodes=scalars.n_sums,
+            real_bytes=many.real.itemsize, scratch=scratch, scratch_bytes=8 * words,
+            listed=scratch + 8 * threads * words, behind=self._behind.buffer_info()[0],
+        ))  # fmt: skip
         function = _catch_up_ids if indices else _catch_up_stretch
         address, threads = self._call.buffer_info()[0], min(threads, n_parts)
         self.loops = (Loop(function.address, n_parts, address, threads),)
@@ -307,12 +304,10 @@ class CatchUp:
 
 
 @cache
-def _form(many: Kernel, width: int) -> tuple[int, ...]:
-    """`CatchUpCall.ahead`, then the fields from ``n_arrays`` to ``many``."""
+def _ahead(many: Kernel, width: int) -> int:
+    """`CatchUpCall.ahead`."""
     lines = sum(-(-width * x.itemsize // LINE) + 1 for x in many.storages)
-    ahead = max(2, min(_MOST_AHEAD, _LINES_AHEAD // lines))
-    block = blocks(many).update_zero.address
-    return ahead, len(many.storages), address_of(many.row_bytes), width, block
+    return max(2, min(_MOST_AHEAD, _LINES_AHEAD // lines))
 
 
 @cache

@@ -140,10 +140,10 @@ def _find_hot(c):
         if last_end - begin <= HOT:
             continue
         t = last_at_most(tables.first_row, c.n_tables, row)
-        found = hot[n_hot]
-        found.values = c.hot_sums + elements * c.real_bytes
-        found.stride = tables[t].width * c.real_bytes
-        found.begin, found.end, found.table = begin, last_end, t
+        segment = hot[n_hot]
+        segment.values = c.hot_sums + elements * c.real_bytes
+        segment.stride = tables[t].width * c.real_bytes
+        segment.begin, segment.end, segment.table = begin, last_end, t
         n_hot += 1
         elements += tables[t].n_ranges * tables[t].width
     c.n_hot = n_hot

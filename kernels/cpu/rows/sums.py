@@ -19,6 +19,7 @@ from numba import carray, types
 
 from ...inner import njit
 from ...storage import I32, Storage, numba_type
+from ...tables import Source
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import (
     Vector,
@@ -37,6 +38,7 @@ from ..compiler.intrinsics import (
     where_greater,
 )
 from ..compiler.lines import LINE
+from ..compiler.records import records
 
 _AHEAD = 24  # rows that are fetched ahead; at most `layout.PADDING`
 _AHEAD_BYTES = 6_144  # most bytes that are fetched ahead, if rows are long
@@ -54,17 +56,7 @@ class SumForm(NamedTuple):
     winners_only: bool = False  # whether only those elements of a row count that this place has won
 
 
-class Source(NamedTuple):
-    """Addresses of the rows of a sum and of their lists, all ``int64``; records begin with it.
-
-    Lists are addressed as if they began with element 0, even if they do not contain it.
-    """
-
-    values: int  # the address of row 0
-    stride: int  # bytes from one row to the next
-    rows: int  # the address of a list of row numbers or of keys, if the form has one
-    weights: int  # the address of a list of weights, or of the winners of row 0
-    first: int = 0  # the number of place 0 among winners
+_sources_at = records(Source)
 
 
 @njit(inline="always")
@@ -74,17 +66,19 @@ def _no_lists(source):
 
 @njit(inline="always")
 def _rows(source):
-    return (load_int64(source + 16),)
+    return (_sources_at(source, 1)[0].gradient_rows,)
 
 
 @njit(inline="always")
 def _rows_and_weights(source):
-    return load_int64(source + 16), load_int64(source + 24)
+    s = _sources_at(source, 1)[0]
+    return s.gradient_rows, s.weights
 
 
 @njit(inline="always")
 def _rows_and_winners(source):
-    return *_rows_and_weights(source), load_int64(source + 32), load_int64(source)
+    s = _sources_at(source, 1)[0]
+    return s.gradient_rows, s.weights, s.first, s.values
 
 
 @njit(inline="always")
@@ -197,7 +191,8 @@ def accumulate(g: Storage, real: Storage, form: SumForm) -> NativeFunction:
 
     def accumulate_rows(total, source, keys, begin, end, width, position_mask, fetches):
         first_key, last_key = keys + key_bytes * begin, keys + key_bytes * end
-        values, stride, lists = load_int64(source), load_int64(source + 8), lists_of(source)
+        rows, lists = _sources_at(source, 1)[0], lists_of(source)
+        values, stride = rows.values, rows.stride
         ahead = _AHEAD if fetches else 0
         while ahead > 2 and ahead * width * g_bytes > _AHEAD_BYTES:
             ahead >>= 1
@@ -257,7 +252,8 @@ def largest(w: Storage, real: Storage) -> NativeFunction:
     w_bytes, real_bytes, some = w.itemsize, real.itemsize, most // 4
 
     def largest_rows(out, winners, source, ids, begin, end, width):
-        values, stride, ahead = load_int64(source), load_int64(source + 8), _AHEAD
+        rows, ahead = _sources_at(source, 1)[0], _AHEAD
+        values, stride = rows.values, rows.stride
         while ahead > 2 and ahead * width * w_bytes > _AHEAD_BYTES:
             ahead >>= 1
         ahead *= 4

@@ -36,10 +36,10 @@ _arrays_at = records(_Written)
 
 @part(RowWriteCall)
 def _write_rows(index, slot, c):
-    rows, own = int64s(c.rows, c.n), _arrays_at(c.arrays, c.n_arrays)[index]
+    rows, written = int64s(c.rows, c.n), _arrays_at(c.arrays, c.n_arrays)[index]
     for k in range(c.n):
-        target = own.target + rows[k] * own.row_bytes
-        copy_bytes(target, own.source + k * own.row_bytes, own.row_bytes)
+        target = written.target + rows[k] * written.row_bytes
+        copy_bytes(target, written.source + k * written.row_bytes, written.row_bytes)
 
 
 class RowWrite:
@@ -47,15 +47,15 @@ class RowWrite:
 
     def __init__(self, rows: np.ndarray, arrays: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         n = max(1, len(rows))
-        found = [_Written(address_of(x), address_of(new), new.nbytes // n) for x, new in arrays]
-        self._write(rows, found, arrays)
+        written = [_Written(address_of(x), address_of(new), new.nbytes // n) for x, new in arrays]
+        self._write(rows, written, arrays)
 
-    def _write(self, rows: np.ndarray, found: Sequence[_Written], keep: Any) -> None:
+    def _write(self, rows: np.ndarray, written: Sequence[_Written], keep: Any) -> None:
         """Make the loop; ``keep`` owns the memory of the arrays."""
         self._keep = keep
-        call = RowWriteCall(rows, len(rows), np.array(found, np.int64), len(found))
+        call = RowWriteCall(rows, len(rows), np.array(written, np.int64), len(written))
         self._call = Arguments(call)
-        self.loops = (Loop(_write_rows.address, len(found), self._call.address, 1),)
+        self.loops = (Loop(_write_rows.address, len(written), self._call.address, 1),)
 
     def release(self) -> None:
         """Do nothing: a write borrows no memory."""
@@ -65,5 +65,5 @@ class NumberWrite(RowWrite):
     """Writing single numbers, from arrays of one element to addresses; see `loops`."""
 
     def __init__(self, numbers: Sequence[tuple[int, np.ndarray]]) -> None:
-        found = [_Written(target, address_of(new), new.nbytes) for target, new in numbers]
-        self._write(np.zeros(1, np.int64), found, numbers)
+        written = [_Written(target, address_of(new), new.nbytes) for target, new in numbers]
+        self._write(np.zeros(1, np.int64), written, numbers)

@@ -8,7 +8,7 @@ Of a row that is read, what is not used is not loaded in the end: the compiler s
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numba import cuda, types
@@ -21,6 +21,11 @@ from .backend import load_int64, reader
 Word = Annotated[Any, types.int64]
 Real = Annotated[Any, types.float64]
 Words = Annotated[Any, types.UniTuple]
+
+
+def words_of(name: str, *records: Any) -> Any:
+    """A layout of a `Word` for each field of these named tuples, one tuple after the other."""
+    return NamedTuple(name, [(x, Word) for record in records for x in record._fields])
 
 
 def _kind_of(record: Any, n_words: int) -> Any:

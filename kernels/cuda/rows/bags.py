@@ -19,7 +19,7 @@ import numpy as np
 from numba import cuda, int32
 
 from ...storage import F64, Storage, numba_type
-from ...tables import LARGEST, LEFT_OUT, MEAN
+from ...tables import LARGEST, LEFT_OUT, MEAN, Feature, IdList, record_type
 from ..dense.tiles import access, add_next, by_tiles, tile_length, wide_loader
 from ..device.backend import (
     GEOMETRY,
@@ -38,38 +38,24 @@ from ..device.backend import (
 from ..device.guard import FOUND, INDEX, NOTHING, is_closed
 from ..device.launch import on_elements, tile_grid
 from ..device.memory import room_of
-from ..device.records import Word, row_finder, row_reader
+from ..device.records import row_finder, row_reader, words_of
 from .kernels import AT_ONCE, thread_place
 from .keys import Keys, index_at, lower_bound
 from .sources import weighted_start
 
 
-class DeviceFeature(NamedTuple):
-    """A feature as the loops see it. *Places* are those of ids in the list of all."""
+class _OnDevice(NamedTuple):
+    """Fields that only devices need. Places are those in the list of all."""
 
-    table: Word  # address
-    rows: Word
-    width: Word
-    is_aligned: Word  # whether tiles are moved by vectors
-    padding: Word  # the id that is ignored, or -1
-    ids: Word  # address of the id at place 0, which may belong to another feature
-    id_bytes: Word  # 4 or 8
-    weights: Word  # address of the weight at place 0, as for ids; or 0
-    offsets: Word  # address, or 0: all bags have ``length`` ids
-    offset_bytes: Word
-    length: Word
-    origin: Word  # the place of the id at offset 0
-    begin: Word  # the offset at which the first bag has to begin, or -1
-    end: Word  # and the last one to end, or -1
-    most: Word  # the largest offset
-    first_bag: Word
-    bags: Word
-    out: Word  # address of its first output
-    winners: Word  # address of the winners of its first output, for maxima
-    stride: Word  # elements from the output of a bag to the next
-    winners_stride: Word
-    column: Word  # of the gradient, and its rows, in units
-    row: Word
+    origin: int  # the place of the id at offset 0
+    is_aligned: int  # whether tiles are moved by vectors
+    winners: int  # address of the winners of its first output, for maxima
+    winners_stride: int  # elements from those of a bag to the next
+
+
+FEATURES = record_type(Feature, IdList, _OnDevice)
+"""A feature as the loops see it; `Feature.out` is an address."""
+DeviceFeature = words_of("DeviceFeature", Feature, IdList, _OnDevice)
 
 
 class Lists(NamedTuple):
@@ -107,12 +93,12 @@ def bounds_kernel(features, n_features, bounds, n_bags, n, guard):
     if bag >= n_bags:
         return
     feature = _of_bag(features, n_features, bag)
-    own = bag - feature.first_bag
-    begin, end = _offset(feature, own), _offset(feature, own + 1)
-    if own == 0 and feature.begin >= 0 and begin != feature.begin:
+    k = bag - feature.first_bag
+    begin, end = _offset(feature, k), _offset(feature, k + 1)
+    if k == 0 and feature.begin >= 0 and begin != feature.begin:
         lower_int64(guard + 8 * FOUND, 2 * bag)
-    is_last = own == feature.bags - 1
-    if end < begin or end > feature.most or (is_last and feature.end >= 0 and end != feature.end):
+    is_last = k == feature.bags - 1
+    if end < begin or end > feature.n or (is_last and feature.end >= 0 and end != feature.end):
         lower_int64(guard + 8 * FOUND, 2 * bag + 1)
     store_int64(bounds + 8 * bag, feature.origin + begin)
     if bag == n_bags - 1:
@@ -143,7 +129,8 @@ def lay_out_kernel(features, n_features, bounds, n_bags, ids, rows, weights, n, 
         return
     bag = _bag_of(lists, place)
     feature = _of_bag(features, n_features, bag)
-    index = index_at(feature.ids, feature.id_bytes, place)
+    k = place - feature.origin
+    index = index_at(feature.ids, feature.id_bytes, k)
     kept = index
     if index < 0 or index >= feature.rows:
         kept = LEFT_OUT
@@ -156,25 +143,25 @@ def lay_out_kernel(features, n_features, bounds, n_bags, ids, rows, weights, n, 
     first = (bag - feature.first_bag) * feature.row + feature.column
     store_int32(rows + 4 * place, first)
     if weights != 0 and wide != 0:
-        store_float64(weights + 8 * place, load_float64(feature.weights + 8 * place))
+        store_float64(weights + 8 * place, load_float64(feature.id_weights + 8 * k))
     elif weights != 0:
-        store_float32(weights + 4 * place, load_float32(feature.weights + 4 * place))
+        store_float32(weights + 4 * place, load_float32(feature.id_weights + 4 * k))
 
 
 @cuda.jit
 def keep_kernel(features, n_features, bounds, n_bags, n, guard):
     """Keep the offset or id that closed the guard, for the error; one thread."""
-    found = load_int64(guard + 8 * FOUND)
-    if found == NOTHING:
+    number = load_int64(guard + 8 * FOUND)
+    if number == NOTHING:
         return
-    if found < 2 * n_bags:
-        bag = found >> 1
+    if number < 2 * n_bags:
+        bag = number >> 1
         feature = _of_bag(features, n_features, bag)
-        store_int64(guard + 8 * INDEX, _offset(feature, bag - feature.first_bag + (found & 1)))
+        store_int64(guard + 8 * INDEX, _offset(feature, bag - feature.first_bag + (number & 1)))
         return
-    place = found - 2 * n_bags
+    place = number - 2 * n_bags
     feature = _of_bag(features, n_features, _bag_of(Lists(bounds, 0, 0, 0, n_bags, n), place))
-    store_int64(guard + 8 * INDEX, index_at(feature.ids, feature.id_bytes, place))
+    store_int64(guard + 8 * INDEX, index_at(feature.ids, feature.id_bytes, place - feature.origin))
 
 
 def _summed(w: Storage, real: Storage, length: int, *, weighted: bool) -> Any:
@@ -283,10 +270,10 @@ def _tile_of_bag(w: Storage, real: Storage, pooling: int, length: int, *, weight
         end = load_int64(lists.bounds + 8 * (bag + 1))
         # Behind a closed guard bounds may be any numbers; then all bags are empty.
         pool(total, winners, column, feature, lists, k, k if closed else end)
-        own = bag - feature.first_bag
-        store(total, feature.out, own * feature.stride + column)
+        of_feature = bag - feature.first_bag
+        store(total, feature.out + of_feature * feature.stride, column)
         if is_largest:
-            store_winners(winners, feature.winners, own * feature.winners_stride + column)
+            store_winners(winners, feature.winners, of_feature * feature.winners_stride + column)
 
     return run
 
@@ -398,7 +385,7 @@ class Pooled(NamedTuple):
 
 
 def pool(
-    features: Sequence[DeviceFeature], lists: Lists, launches: Sequence[Pooled], ends: int, *,
+    features: np.ndarray, lists: Lists, launches: Sequence[Pooled], ends: int, *,
     real: Storage, pooling: int, weighted: bool, drops: bool, fills: bool, guard: int, stream: Any,
 ) -> None:  # fmt: skip
     """Enqueue laying out the ids of features, one at least, and pooling their bags.
@@ -410,21 +397,21 @@ def pool(
     if n_bags == 0:
         return
     with _placed(features, stream) as table:
-        at = table, len(features), bounds
-        on_elements(bounds_kernel, n_bags, stream)(*at, n_bags, n, guard)
+        places = table, len(features), bounds
+        on_elements(bounds_kernel, n_bags, stream)(*places, n_bags, n, guard)
         if ends:
-            on_elements(ends_kernel, len(features), stream)(*at, ends)
+            on_elements(ends_kernel, len(features), stream)(*places, ends)
         if n:
             lay_out = on_elements(lay_out_kernel, n, stream)
-            given = gradient_rows, weights, n, int(real is F64), int(drops)
-            lay_out(*at, n_bags, ids, *given, guard)
-        launcher(keep_kernel, 1, 1, stream)(*at, n_bags, n, guard)
+            results = gradient_rows, weights, n, int(real is F64), int(drops)
+            lay_out(*places, n_bags, ids, *results, guard)
+        launcher(keep_kernel, 1, 1, stream)(*places, n_bags, n, guard)
         for w, begin, end, widest in launches:
             kernel = pool_kernel(w, real, pooling, weighted)
             tiles, lanes, groups = tile_grid(widest, tile_length(w), GEOMETRY.rows)
             grid, block = (-(-(end - begin) // lanes), groups), (tiles, lanes)
             chosen = ids, weights, begin, end, int(fills)
-            launcher(kernel, grid, block, stream)(*at, n_bags, *chosen, guard)
+            launcher(kernel, grid, block, stream)(*places, n_bags, *chosen, guard)
 
 
 def mean_weights(lists: Lists, real: Storage, stream: Any) -> None:
@@ -435,23 +422,23 @@ def mean_weights(lists: Lists, real: Storage, stream: Any) -> None:
 
 
 def multiply(
-    features: Sequence[DeviceFeature], lists: Lists, launches: Sequence[Pooled], gradient: int,
+    features: np.ndarray, lists: Lists, launches: Sequence[Pooled], gradient: int,
     unit: int, *, g: Storage, real: Storage, stream: Any,
 ) -> None:  # fmt: skip
     """Enqueue the products of rows with a gradient, numbered in units, to the outputs."""
     if lists.n == 0:
         return
     with _placed(features, stream) as table:
-        at = table, len(features), lists.bounds, lists.n_bags, lists.ids, lists.gradient_rows
+        places = table, len(features), lists.bounds, lists.n_bags, lists.ids, lists.gradient_rows
         for w, begin, end, _ in launches:
             loop = on_elements(products_kernel(w, g, real), lists.n, stream)
-            loop(*at, lists.n, begin, end, gradient, unit)
+            loop(*places, lists.n, begin, end, gradient, unit)
 
 
 @contextmanager
-def _placed(features: Sequence[DeviceFeature], stream: Any) -> Iterator[int]:
+def _placed(features: np.ndarray, stream: Any) -> Iterator[int]:
     """The address of features on the device."""
-    words = np.array(features, np.int64).ravel()
+    words = features.view(np.int64)
     with room_of(stream) as room:
         table = room.take(words.nbytes)
         room.send(table, words)

@@ -229,10 +229,10 @@ def _row_wise_update(kernel: Kernel, form: SourceForm) -> Any:
     def run(is_there, keys, k, row, tables, n_tables, tile, hot):
         table = _of_row(tables, n_tables, row)
         lane, lanes = np.int64(cuda.threadIdx.x), np.int64(cuda.blockDim.x)
-        at = Lane(cuda.threadIdx.y * lanes + lane, lane, lanes)
+        place = Lane(cuda.threadIdx.y * lanes + lane, lane, lanes)
         width = table.width if is_there else np.int64(0)
         shape, source = (width, table.is_aligned), (keys, k, table, hot)
-        update(at, row - table.first_row, *shape, table.arrays, source, table.hp)
+        update(place, row - table.first_row, *shape, table.arrays, source, table.hp)
 
     return run
 
@@ -320,13 +320,13 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
         is_bad = may_not_write(guard, base, n, tables, n_tables)
         keys, (k, tile) = Keys(keys, n, bits), thread_place()
         thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
-        own, hot = cuda.local.array(1, float64), HotSums(hot_sums, hot_stride)
-        own[0] = 0.0
+        total, hot = cuda.local.array(1, float64), HotSums(hot_sums, hot_stride)
+        total[0] = 0.0
         if k < n and not is_bad and is_first(keys, k):
             table = _of_row(tables, n_tables, row_at(keys, k))
-            add_squares(tile * length, table.width, table.is_aligned, keys, k, table, hot, own)
+            add_squares(tile * length, table.width, table.is_aligned, keys, k, table, hot, total)
         shared = cuda.shared.array((1, THREADS), float64)
-        shared[0, thread] = own[0]
+        shared[0, thread] = total[0]
         block = np.int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
         store_part(parts, block, shared, thread, THREADS, 1)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, int64
 
-from ...tables import LEFT_OUT, RowTable
+from ...tables import LEFT_OUT, RowSource, RowTable, record_type
 from ..dense.tiles import WIDEST
 from ..device.backend import launcher, load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
@@ -49,6 +49,7 @@ class TableRow(NamedTuple):
     bounds: Word  # address of the first position of each range, and of the end of the last one
 
 
+_RECORD = record_type(TableRow)
 _of_position = row_finder(TableRow, "first_position")
 
 
@@ -105,7 +106,7 @@ def index_at(indices, n_bytes, k):
 
 
 @cuda.jit(device=True)
-def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
+def _make_keys(thread_keys, tables, n_tables, n, bits, dropped_row, drops, base, guard):
     """Make a thread's keys of the block's tile; those beyond the last position are -1.
 
     Bad indices get ``dropped_row`` if it ``drops`` them, else they close the guard: the smallest
@@ -113,7 +114,7 @@ def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
     """
     first = np.int64(cuda.blockIdx.x) * TILE + thread()
     for k in range(KEYS_PER_THREAD):
-        position, own[k] = first + k * THREADS, -1
+        position, thread_keys[k] = first + k * THREADS, -1
         if position < n:
             table = _of_position(tables, n_tables, position)
             index = index_at(table.indices, table.index_bytes, position)
@@ -125,7 +126,7 @@ def _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard):
                     # loops behind it find the guard closed.
                     row = 0
                     lower_int64(guard + 8 * FOUND, base + position)
-            own[k] = (row << bits) | position
+            thread_keys[k] = (row << bits) | position
 
 
 @cuda.jit
@@ -133,23 +134,23 @@ def check_kernel(
     tables, n_tables, n, bits, dropped_row, drops, base, keys, counters, shift, mask, guard
 ):
     """Check all indices; make the keys and count their first digit, unless ``keys`` is 0."""
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
-    _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
+    _make_keys(thread_keys, tables, n_tables, n, bits, dropped_row, drops, base, guard)
     if keys == 0:
         return
     first = np.int64(cuda.blockIdx.x) * TILE + thread()
     for k in range(KEYS_PER_THREAD):
         if first + k * THREADS < n:
-            store_int64(keys + 8 * (first + k * THREADS), own[k])
-    sort.count_digits(own, counters, shift, mask)
+            store_int64(keys + 8 * (first + k * THREADS), thread_keys[k])
+    sort.count_digits(thread_keys, counters, shift, mask)
 
 
 @cuda.jit
 def tile_kernel(tables, n_tables, n, bits, dropped_row, drops, base, keys, mask, guard):
     """Make and sort the keys of a list that one block can sort."""
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
-    _make_keys(own, tables, n_tables, n, bits, dropped_row, drops, base, guard)
-    sort.sort_one_tile(own, keys, n, bits, mask)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
+    _make_keys(thread_keys, tables, n_tables, n, bits, dropped_row, drops, base, guard)
+    sort.sort_one_tile(thread_keys, keys, n, bits, mask)
 
 
 @cuda.jit(device=True)
@@ -165,10 +166,6 @@ def may_not_write(guard, base, n, tables, n_tables):
             index = index_at(table.indices, table.index_bytes, position)
             store_int64(guard + 8 * INDEX, index)
     return True
-
-
-_N_NEW = TableRow._fields.index("unit")
-_COLUMN = {name: k for k, name in enumerate(TableRow._fields)}
 
 
 class KeySort:
@@ -187,7 +184,7 @@ class KeySort:
         self.n = n = sum(table.length for table in tables)  # positions
         self.n_rows = sum(table.rows for table in tables)
         self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
-        self._drops, leaves_out = drop, drop or any(table.source.rows for table in tables)
+        self._drops, leaves_out = drop, drop or any(table.source.gradient_rows for table in tables)
         self._dropped_row = self.n_rows if leaves_out else -1
         self._row_bits = max(1, (self.n_rows if leaves_out else self.n_rows - 1).bit_length())
         self.widest = max(table.width for table in tables)
@@ -206,20 +203,21 @@ class KeySort:
         """Make the words of the tables: a row for each, then the lists that it points at."""
         self._n_tables = n_tables = len(tables)
         counts = [(len(table.addresses), table.ranges[1] + 1) for table in tables]
-        ends = np.cumsum(counts).reshape(-1, 2)
-        self._at_lists = 8 * (n_tables * len(TableRow._fields) + ends - counts)  # bytes
-        self.n_words = n_tables * len(TableRow._fields) + int(ends[-1, -1])
+        ends, rows_bytes = np.cumsum(counts).reshape(-1, 2), n_tables * _RECORD.itemsize
+        self._at_lists = rows_bytes + 8 * (ends - counts)
+        self.n_words = rows_bytes // 8 + int(ends[-1, -1])
         self._words: np.ndarray = np.zeros(self.n_words, np.int64)
-        self._rows = self._words[: n_tables * len(TableRow._fields)].reshape(n_tables, -1)
+        self._rows = self._words[: rows_bytes // 8].view(_RECORD)
         self._addresses: list[tuple[int, ...]] = []
         self.table, self._firsts = 0, []
         first_row = first_position = 0
         for row, table in zip(self._rows, tables, strict=True):
-            unit = table.width
-            if table.source.rows:
-                unit = table.source.stride // max(1, self._itemsizes[0])
-            firsts = first_row, first_position, table.source.index_bytes, table.ranges[1]
-            row[_N_NEW:-2] = unit, table.rows, table.width, *firsts
+            row["unit"] = table.width
+            if table.source.gradient_rows:
+                row["unit"] = table.source.stride // max(1, self._itemsizes[0])
+            row["rows"], row["width"], row["n_ranges"] = table.rows, table.width, table.ranges[1]
+            row["index_bytes"] = table.source.index_bytes
+            row["first_row"], row["first_position"] = first_row, first_position
             self._firsts.append(first_position)
             first_row, first_position = first_row + table.rows, first_position + table.length
         self.put(tables)
@@ -229,16 +227,16 @@ class KeySort:
         is_new, addresses = not self._addresses, [table.addresses for table in tables]
         self._tables = tables
         if is_new or any(table.source.positions for table in tables):
-            for table, at, first in zip(tables, self._at_lists, self._firsts, strict=True):
-                begin = at[1] // 8
+            for table, places, first in zip(tables, self._at_lists, self._firsts, strict=True):
+                begin = places[1] // 8
                 self._words[begin : begin + table.ranges[1] + 1] = first + table.bounds()
         if is_new or addresses != self._addresses:
             self._addresses, self._wide = addresses, []
-            for table, at in zip(tables, self._at_lists, strict=True):
-                begin = at[0] // 8
+            for table, places in zip(tables, self._at_lists, strict=True):
+                begin = places[0] // 8
                 self._words[begin : begin + len(table.addresses)] = table.addresses
                 strides = [table.width * n for n in self._itemsizes]
-                if table.source.rows:
+                if table.source.gradient_rows:
                     strides[0] = table.source.stride
                 # A sum of bits: all are multiples of a power of 2 if it is.
                 self._wide.append(reduce(or_, (*table.addresses, *strides)))
@@ -252,27 +250,27 @@ class KeySort:
         """The int64 tables, to lie at ``place``; behind that of tables lies what it points at."""
         if place != self.table:
             self.table = place
-            self._rows[:, -2:] = place + self._at_lists
-        each = zip(self._tables, hp, self._wide, self._firsts, strict=True)
-        self._rows[:, :_N_NEW] = [self._new_words(*own) for own in each]
+            self._rows["arrays"], self._rows["bounds"] = (place + self._at_lists).T
+        each = zip(self._rows, self._tables, self._wide, self._firsts, strict=True)
+        self._rows["hp"] = hp
+        for row, table, wide, first_position in each:
+            self._renew(row, table.source, wide, first_position)
         return self._words
 
-    def _new_words(
-        self, table: RowTable, scalars: int, wide: int, first_position: int
-    ) -> tuple[int, ...]:
-        """The words of a table that are others in each step."""
-        source, g_bytes = table.source, self._itemsizes[0]
-        indices, wide = source.indices - first_position * source.index_bytes, wide | source.values
-        if not source.rows:
-            values = source.values - first_position * table.width * g_bytes
-            return values, scalars, indices, wide % WIDEST == 0, 0, 0, 0, 0
+    def _renew(self, row: Any, source: RowSource, wide: int, first_position: int) -> None:
+        """Write what a table has anew in each step."""
+        wide |= source.values
+        row["values"], row["indices"] = source.values, source.indices
+        row["indices"] -= first_position * source.index_bytes
+        if not source.gradient_rows:
+            row["values"] -= first_position * row["width"] * self._itemsizes[0]
+        else:
+            row["gradient_rows"] = source.gradient_rows - 4 * first_position
+            row["weights"] = source.weights and source.weights - first_position * self._real_bytes
+            row["winners"], row["first"] = source.winners, source.first - first_position
         if source.winners:  # int32, of a pooled gradient's elements, are read as wide
-            wide |= source.winners | 4 * (source.stride // max(1, g_bytes))
-        weights = source.weights and source.weights - first_position * self._real_bytes
-        return (
-            source.values, scalars, indices, wide % WIDEST == 0, source.rows - 4 * first_position,
-            weights, source.winners, source.first - first_position,
-        )  # fmt: skip
+            wide |= source.winners | 4 * (source.stride // max(1, self._itemsizes[0]))
+        row["is_aligned"] = wide % WIDEST == 0
 
     def check(self, call: LaunchContext) -> None:
         """Enqueue the check of all indices alone."""
@@ -297,14 +295,14 @@ class KeySort:
     def _sort_launches(self, call: LaunchContext) -> Iterator[Any]:
         # Positions are in order before and stay so.
         keys, spare, scratch = (call.scratch + at for at in self._sections)
-        stream, given = call.stream, self._key_arguments
+        stream, tables = call.stream, self._key_arguments
         if self.n <= TILE:
             launch = launcher(tile_kernel, 1, THREADS, stream)
             if self.n:
-                yield partial(launch, *given, keys, (1 << self._row_bits) - 1), True
+                yield partial(launch, *tables, keys, (1 << self._row_bits) - 1), True
             return
         launch = launcher(check_kernel, sort.n_tiles(self.n), THREADS, stream)
         count = keys, scratch, self.bits, sort.first_mask(self._row_bits)
-        yield partial(launch, *given, *count), True
+        yield partial(launch, *tables, *count), True
         of_sort = keys, spare, scratch, self.n, self.bits, self._row_bits, stream
         yield from ((run, False) for run in sort.sort_launches(*of_sort, is_counted=True))

@@ -103,13 +103,13 @@ def n_tiles(n: int) -> int:
 @cuda.jit
 def count_kernel(keys, counters, n, shift, mask):
     """``[digits, tiles]``: how often each is in each; room for the sums of the rows comes after."""
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
-    _load_keys(own, keys, n)
-    count_digits(own, counters, shift, mask)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
+    _load_keys(thread_keys, keys, n)
+    count_digits(thread_keys, counters, shift, mask)
 
 
 @cuda.jit(device=True)
-def count_digits(own, counters, shift, mask):
+def count_digits(thread_keys, counters, shift, mask):
     """Count the digits of the keys of a tile, of which a thread has its ``own``."""
     counts = cuda.shared.array(_DIGITS, int32)
     for k in range(_OWN_DIGITS):
@@ -118,7 +118,7 @@ def count_digits(own, counters, shift, mask):
     # What is counted beyond the last key is the greatest digit of the last tile: no place comes
     # after it. The sums are of integers, the same in any order.
     for k in range(KEYS_PER_THREAD):
-        cuda.atomic.add(counts, _digit(own[k], shift, mask), 1)
+        cuda.atomic.add(counts, _digit(thread_keys[k], shift, mask), 1)
     cuda.syncthreads()
     for k in range(_OWN_DIGITS):
         digit = thread() + k * THREADS
@@ -151,23 +151,23 @@ def scan_kernel(counters, n_tiles):
 @cuda.jit
 def scatter_kernel(keys, out, counters, n, shift, mask, is_scanned):
     """Move the keys to their places."""
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
     # A line for each: that is how the simulator tells shared arrays apart.
     tile = cuda.shared.array(_TILE_WORDS, int64)
     places = cuda.shared.array(_DIGITS, int64)
     place_sums = cuda.shared.array(_SUMS_WORDS, int64)
     ranks = cuda.shared.array(_RANKS_WORDS, uint32)
     rank_sums = cuda.shared.array(_SUMS_WORDS, uint32)
-    n_valid = _load_keys(own, keys, n)
+    n_valid = _load_keys(thread_keys, keys, n)
     for k in range(KEYS_PER_THREAD):
-        tile[_word(thread()) + k * _word(THREADS)] = own[k]
+        tile[_word(thread()) + k * _word(THREADS)] = thread_keys[k]
     _load_places(places, place_sums, counters, out, is_scanned)
     cuda.syncthreads()
     _sort_tile(tile, ranks, rank_sums, shift, mask)
     for k in range(KEYS_PER_THREAD):
         i = thread() + k * THREADS
-        own[k] = tile[_word(thread()) + k * _word(THREADS)]
-        digit = _digit(own[k], shift, mask)
+        thread_keys[k] = tile[_word(thread()) + k * _word(THREADS)]
+        digit = _digit(thread_keys[k], shift, mask)
         # One thread has the first key of a digit. Key i of the tile then goes to place + 8 i.
         if i == 0 or _digit(tile[_word(i - 1)], shift, mask) != digit:
             places[digit] -= 8 * i
@@ -175,7 +175,7 @@ def scatter_kernel(keys, out, counters, n, shift, mask, is_scanned):
     for k in range(KEYS_PER_THREAD):
         i = thread() + k * THREADS
         if i < n_valid:
-            store_int64(places[_digit(own[k], shift, mask)] + 8 * i, own[k])
+            store_int64(places[_digit(thread_keys[k], shift, mask)] + 8 * i, thread_keys[k])
 
 
 @cuda.jit(device=True)
@@ -190,7 +190,7 @@ def _digit(key, shift, mask):
 
 
 @cuda.jit(device=True)
-def _load_keys(own, keys, n):
+def _load_keys(thread_keys, keys, n):
     """Load a thread's keys of the block's tile, ``THREADS`` apart; returns how many the tile has.
 
     Those beyond are nothing but 1 bits: no digit is greater, so they stay at the end of the tile.
@@ -200,7 +200,7 @@ def _load_keys(own, keys, n):
     address = keys + 8 * (first + thread())
     for k in range(KEYS_PER_THREAD):
         is_valid = thread() + k * THREADS < n_valid
-        own[k] = load_int64(address + 8 * THREADS * k) if is_valid else -1
+        thread_keys[k] = load_int64(address + 8 * THREADS * k) if is_valid else -1
     return n_valid
 
 
@@ -242,13 +242,13 @@ def _sort_tile(tile, ranks, sums, shift, mask):
 
 
 @cuda.jit(device=True)
-def sort_one_tile(own, keys, n, shift, mask):
+def sort_one_tile(thread_keys, keys, n, shift, mask):
     """Write the keys of the only tile, of which a thread has its ``own``, in their order."""
     tile = cuda.shared.array(_TILE_WORDS, int64)
     ranks = cuda.shared.array(_RANKS_WORDS, uint32)
     sums = cuda.shared.array(_SUMS_WORDS, uint32)
     for k in range(KEYS_PER_THREAD):
-        tile[_word(thread()) + k * _word(THREADS)] = own[k]
+        tile[_word(thread()) + k * _word(THREADS)] = thread_keys[k]
     cuda.syncthreads()
     _sort_tile(tile, ranks, sums, shift, mask)
     for k in range(KEYS_PER_THREAD):
@@ -264,14 +264,14 @@ def _split(tile, ranks, sums, shift, mask):
     A thread has consecutive keys, and a column of the counters ``[_HALF, THREADS]``: the sum of
     the counters before one of them is the rank of its first key.
     """
-    own = cuda.local.array(KEYS_PER_THREAD, int64)
+    thread_keys = cuda.local.array(KEYS_PER_THREAD, int64)
     rank = cuda.local.array(KEYS_PER_THREAD, int32)
     column, first = _word(thread()), _word(thread() * KEYS_PER_THREAD)
     for row in range(_HALF):
         ranks[column + row * _word(THREADS)] = 0
     for k in range(KEYS_PER_THREAD):
-        own[k] = tile[first + k]
-        row, bit = _row_and_bit(own[k], shift, mask)
+        thread_keys[k] = tile[first + k]
+        row, bit = _row_and_bit(thread_keys[k], shift, mask)
         word = column + row * _word(THREADS)
         rank[k] = (ranks[word] >> bit) & _COUNTER_MASK
         ranks[word] += 1 << bit
@@ -279,9 +279,9 @@ def _split(tile, ranks, sums, shift, mask):
     _scan_counters(ranks, sums)
     cuda.syncthreads()
     for k in range(KEYS_PER_THREAD):
-        row, bit = _row_and_bit(own[k], shift, mask)
+        row, bit = _row_and_bit(thread_keys[k], shift, mask)
         rank[k] += (ranks[column + row * _word(THREADS)] >> bit) & _COUNTER_MASK
-        tile[_word(rank[k])] = own[k]
+        tile[_word(rank[k])] = thread_keys[k]
     cuda.syncthreads()
 
 

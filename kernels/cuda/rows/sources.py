@@ -139,7 +139,7 @@ CHOSEN = SourceForm(_chosen_place, _chosen_start)
 
 def form_of(tables: Sequence[RowTable]) -> SourceForm:
     """The form that serves all tables of a step."""
-    if not any(table.source.rows for table in tables):
+    if not any(table.source.gradient_rows for table in tables):
         return OWN
     if any(table.source.winners for table in tables):
         return CHOSEN

@@ -337,7 +337,10 @@ class Chosen:
         if not are_there(every, found, sizes) or self._memory.overlaps(found, sizes):
             return None
         n = len(indices)
-        return RowGradient.of_tables(indices, values, 8, lengths, found[:n], found[n:])
+        sources = {
+            "indices": found[:n], "index_bytes": repeat(8), "length": lengths, "values": found[n:],
+        }  # fmt: skip
+        return RowGradient.of_tables(indices, values, sources)
 
     def unlike(self, gradients: Sequence[Any]) -> list[int]:
         """The places of gradients that are of another kind than those recorded."""

@@ -146,12 +146,13 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor | BagTens
     # What a `ShardedEmbedding` has received; a gradient of several backwards is in no such order.
     places = getattr(parameter, "row_positions", None)
     n = indices.numel()
-    at = indices.data_ptr(), indices.element_size(), n, values.data_ptr()
     arrays = (array_there(indices), array_there(values)) if values.is_cuda else (indices, values)
-    if places is None or len(places[0]) != n:
-        return RowGradient(*arrays, RowSource(*at))
-    positions, length = places
-    return RowGradient(*arrays, RowSource(*at, address_of(positions), length), positions)
+    positions, length = (None, 0) if places is None or len(places[0]) != n else places
+    source = RowSource(
+        values=values.data_ptr(), indices=indices.data_ptr(), index_bytes=indices.element_size(),
+        length=n, positions=0 if positions is None else address_of(positions), whole_length=length,
+    )  # fmt: skip
+    return RowGradient(*arrays, source, positions)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:

@@ -10,20 +10,23 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.storage import STORAGES
+from ....kernels.tables import Feature
 from .. import cuda, device_gradient
 from ..arrays import native
 from ..device import DeviceArray, may_share_memory
 from ..errors import message, reject
 from ..launch import launch_on
-from ..row_step import RowGradient
 from .given import (
     Ids,
+    fill_in,
     joined_by_table,
     read_gradient,
     read_gradients,
@@ -48,9 +51,9 @@ class DeviceIds(NamedTuple):
     @property
     def arrays(self) -> list[DeviceArray]:
         """All that is read."""
-        found = [own.array for own in self.lists]
-        found += [own.offsets for own in self.lists if own.offsets is not None]
-        return found + (self.weights or [])
+        arrays = [feature.array for feature in self.lists]
+        arrays += [feature.offsets for feature in self.lists if feature.offsets is not None]
+        return arrays + (self.weights or [])
 
 
 def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
@@ -63,7 +66,7 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
     if is_joined and not pooling.is_ordered:
         wrong, expected = "are not in the order of their tables", "a list of ids on a device"
         reject(ValueError, where, "features", wrong, expected, "one array of ids")
-    total = lists[0].n if is_joined else sum(own.n for own in lists)
+    total = lists[0].n if is_joined else sum(feature.n for feature in lists)
     if total > MOST:
         reject(ValueError, where, "ids", "are too many", f"at most {MOST}", total)
     if lists[0].bags == 0 and total and pooling.pools:
@@ -74,7 +77,7 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> DeviceIds:
         factors = [_converted(array, pooling.real) for array in factors]
         factors = factors if is_joined else pooling.ordered(factors)
     if is_joined:  # how many are whose the device knows
-        lists = [own._replace(end=0) for own in lists]
+        lists = [feature._replace(end=0) for feature in lists]
     return DeviceIds(pooling.ordered(lists), factors, is_joined, total)
 
 
@@ -88,51 +91,51 @@ class DevicePooled:
 
     Args:
         pooling: the tables, and how they are pooled.
-        given: the ids.
+        ids: those of all features.
         out: None, or what is given for the output.
         sums: whether there is an output, or only gradients of it are asked for.
         multiplies: whether gradients of weights may be asked for; None: if there are any.
     """
 
     def __init__(
-        self, pooling: Pooling, given: DeviceIds, out: Any = None, *, sums: bool = True,
+        self, pooling: Pooling, ids: DeviceIds, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
         self._pooling = pooling
-        like, self.batch = pooling.arrays[0], given.lists[0].bags
-        bags = [own.bags for own in given.lists]
+        like, self.batch = pooling.arrays[0], ids.lists[0].bags
+        bags = [feature.bags for feature in ids.lists]
         self._shapes = pooling.output_shapes(bags)
-        self._n, self._n_bags = given.n, sum(bags)
+        self._n, self._n_bags = ids.n, sum(bags)
         self._bounds = like.empty_like(_INT64, (self._n_bags + 1,))
         self._ids, self._rows = (like.empty_like(_INT32, (self._n,)) for _ in range(2))
-        has_weights = given.weights is not None or pooling.name == "mean"
+        has_weights = ids.weights is not None or pooling.name == "mean"
         self._weights = like.empty_like(pooling.real, (self._n,)) if has_weights else None
         # Maxima are found by pooling only, and what they were decides whose gradient is whose.
         is_largest = pooling.name == "max"
         shape, sums = (self.batch, pooling.width), sums or is_largest
         self._winners = like.empty_like(_INT32, shape) if is_largest else None
-        self._ends = self._ends_of(given, like)
+        self._ends = self._ends_of(ids, like)
         is_one = pooling.pools and not isinstance(out, list | tuple)
         outputs: list[DeviceArray] = []
         if sums:
             shapes = [shape] if is_one else self._shapes
             if out is None:
-                outputs = [like.empty_like(pooling.real, own) for own in shapes]
+                outputs = [like.empty_like(pooling.real, x) for x in shapes]
             else:
-                read = [*pooling.arrays, *given.arrays]
+                read = [*pooling.arrays, *ids.arrays]
                 outputs = read_outputs(
                     pooling, [out] if is_one else out, shapes,
                     lambda array, others: any(
                         may_share_memory(array, x) for x in (*read, *others)
                     ),
                 )  # fmt: skip
-        features = self._features(given, outputs, is_one=is_one)
+        features = self._features(ids, outputs, is_one=is_one)
         launches = self._launches(features) if sums else []
-        arrays = [*pooling.arrays, *given.arrays, *outputs]
-        weighted = given.weights is not None
+        arrays = [*pooling.arrays, *ids.arrays, *outputs]
+        weighted = ids.weights is not None
         self._multiplies = weighted if multiplies is None else multiplies
         self._kept = features
-        with launch_on(arrays, self._error(given, features)) as launch:
+        with launch_on(arrays, self._error(ids, features)) as launch:
             lists = self._lists(weighted=weighted)
             cuda.rows.bags.pool(
                 features, lists, launches,
@@ -151,84 +154,64 @@ class DevicePooled:
         addresses = self._bounds.address, self._ids.address, self._rows.address, weights
         return cuda.rows.bags.Lists(*addresses, self._n_bags, self._n)
 
-    def _ends_of(self, given: DeviceIds, like: DeviceArray) -> Any:
+    def _ends_of(self, ids: DeviceIds, like: DeviceArray) -> Any:
         """Where the ids of features begin: known, or to be written on the device."""
-        if given.is_joined:
-            return like.empty_like(_INT64, (len(given.lists),))
-        return np.cumsum([0, *(own.n for own in given.lists)])
+        if ids.is_joined:
+            return like.empty_like(_INT64, (len(ids.lists),))
+        return np.cumsum([0, *(feature.n for feature in ids.lists)])
 
-    def _features(self, given: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> list[Any]:
-        pooling, found, first, first_bag = self._pooling, [], 0, 0
-        before = [0] * len(pooling.arrays)  # bags of the features of each table, if none is pooled
-        for k, (f, own) in enumerate(zip(pooling.order, given.lists, strict=True)):
-            item, width = pooling.real.itemsize, pooling.widths[f]
-            column, out = pooling.columns[f], (0, width)
-            if outputs and is_one:
-                out = outputs[0].address + column * item, pooling.width
-            elif outputs:
-                out = outputs[f].address, width
-            gradient_rows = before[pooling.of[f]], 1
-            if pooling.pools:
-                gradient_rows = column // pooling.unit, pooling.width // pooling.unit
-            before[pooling.of[f]] += own.bags
-            bags = first_bag, own.bags
-            found.append(self._feature(given, k, f, first, bags, out, gradient_rows))
-            first, first_bag = first + own.n, first_bag + own.bags
-        return found
+    def _features(self, ids: DeviceIds, outputs: list[DeviceArray], *, is_one: bool) -> Any:
+        """The features as the loops see them: `FEATURES`."""
+        pooling, item, n = self._pooling, self._pooling.real.itemsize, len(ids.lists)
+        features, static = np.zeros(n, cuda.rows.bags.FEATURES), pooling.records()
+        for name in Feature._fields:
+            features[name] = static[name]
+        weights: Sequence[Any] = ids.weights or [None]
+        weights = weights if len(weights) == n else [*weights] * n
+        for record, feature, factors in zip(features, ids.lists, weights, strict=True):
+            fill_in(record, feature, factors)
+        ends, bags = np.cumsum(features["n"]), features["bags"]
+        features["origin"], features["first_bag"] = ends - features["n"], np.cumsum(bags) - bags
+        if ids.is_joined:  # where those of a feature begin and end the device knows
+            features["n"], features["begin"], features["end"] = ids.n, -1, -1
+            features["begin"][0], features["end"][-1] = 0, ids.n
+        elif ids.lists[0].offsets is None:
+            features["begin"] = features["end"] = -1
+        if not pooling.pools:
+            features["column"] = pooling.columns_below(bags)
+        if outputs and is_one:
+            features["out"] += outputs[0].address
+        elif outputs:
+            features["out"] = pooling.ordered([array.address for array in outputs])
+            features["stride"] = pooling.ordered([width * item for width in pooling.widths])
+        wide = features["table"] | features["row_bytes"] | features["out"] | features["stride"]
+        if self._winners is not None:  # which begin where columns of a whole output do
+            columns = np.array(pooling.ordered(pooling.columns[:-1]))
+            features["winners"] = self._winners.address + 4 * columns
+            features["winners_stride"] = pooling.width
+            wide |= columns * item | pooling.width * item
+        features["is_aligned"] = wide % 16 == 0
+        return features
 
-    def _feature(
-        self, given: DeviceIds, k: int, f: int, first: int, bags: tuple[int, int],
-        out: tuple[int, int], gradient_rows: tuple[int, int],
-    ) -> Any:  # fmt: skip
-        pooling, item, own = self._pooling, self._pooling.real.itemsize, given.lists[k]
-        table, padding = pooling.arrays[pooling.of[f]], pooling.padding[f]
-        weights, offsets, ends = 0, (0, 4), (-1, -1, own.n)
-        if given.weights is not None:
-            is_joined = len(given.weights) == 1
-            weights = given.weights[0 if is_joined else k].address - (
-                0 if is_joined else first * item
-            )
-        if own.offsets is not None:
-            offset_bytes = own.offsets.itemsize
-            offsets = own.offsets.address + own.first_offset * offset_bytes, offset_bytes
-            is_first, is_last = (k == 0, k + 1 == len(given.lists)) if given.is_joined else (1, 1)
-            n = given.n if given.is_joined else own.n
-            ends = 0 if is_first else -1, n if is_last else -1, n
-        winners = 0, pooling.width
-        if self._winners is not None:
-            winners = self._winners.address + pooling.columns[f] * 4, pooling.width
-        width = pooling.widths[f]
-        strides = width * table.itemsize, out[1] * item
-        # Winners begin where columns of a whole output do.
-        places = table.address, out[0], *strides, pooling.columns[f] * item, pooling.width * item
-        is_aligned = not any(x % 16 for x in (places if winners[0] else places[:4]))
-        return cuda.rows.bags.DeviceFeature(
-            table.address, len(table), width, int(is_aligned), -1 if padding is None else padding,
-            own.array.address - first * own.array.itemsize, own.array.itemsize, weights,
-            *offsets, own.length, first, *ends, *bags, out[0], winners[0], out[1], winners[1],
-            *gradient_rows,
-        )  # fmt: skip
-
-    def _launches(self, features: Sequence[Any]) -> list[Any]:
+    def _launches(self, features: Any) -> list[Any]:
         """Consecutive features whose tables are of one storage type."""
-        pooling = self._pooling
+        pooling, launches = self._pooling, []
         storages = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])
-        found: list[Any] = []
-        for own, w in zip(features, storages, strict=True):
-            end = own.first_bag + own.bags
-            if found and found[-1].w is w:
-                widest = max(own.width, found[-1].widest)
-                found[-1] = found[-1]._replace(end_bag=end, widest=widest)
-            else:
-                found.append(cuda.rows.bags.Pooled(w, own.first_bag, end, own.width))
-        return [launch for launch in found if launch.end_bag > launch.first_bag]
+        for w, group in groupby(zip(storages, features, strict=True), itemgetter(0)):
+            alike = [feature for _, feature in group]
+            begin, end = alike[0]["first_bag"], alike[-1]["first_bag"] + alike[-1]["bags"]
+            widest = max(feature["width"] for feature in alike)
+            if end > begin:
+                launches.append(cuda.rows.bags.Pooled(w, int(begin), int(end), int(widest)))
+        return launches
 
-    def _error(self, given: DeviceIds, features: Sequence[Any]) -> Any:
+    def _error(self, ids: DeviceIds, features: Any) -> Any:
         """The maker of the error for what does not fit, by its number (see the kernels)."""
-        where, is_joined, n_offsets = self._pooling.where, given.is_joined, 2 * self._n_bags
-        named = [(own.name, own.offsets_name, own.first_offset) for own in given.lists]
-        sizes = [(feature.origin, feature.rows, feature.most) for feature in features]
-        first_bags = [feature.first_bag for feature in features]
+        where, is_joined, n_offsets = self._pooling.where, ids.is_joined, 2 * self._n_bags
+        named = [(x.name, x.offsets_name, x.first_offset) for x in ids.lists]
+        origins, rows, most, first_bags = (
+            features[name].tolist() for name in ("origin", "rows", "n", "first_bag")
+        )
 
         def error(position: int, value: int) -> Exception:
             if position < n_offsets:
@@ -236,7 +219,7 @@ class DevicePooled:
                 f = bisect(first_bags, bag) - 1
                 _, name, first = named[f]
                 expected = "0" if not is_end else (
-                    f"at least the one before, and at most, at the end exactly, {sizes[f][2]}"
+                    f"at least the one before, and at most, at the end exactly, {most[f]}"
                 )  # fmt: skip
                 k = first + bag - first_bags[f] + is_end
                 return ValueError(message(where, f"{name}[{k}]", wrong, expected, value))
@@ -245,11 +228,9 @@ class DevicePooled:
                 expected = "0 <= id < rows of its table"
                 text = message(where, f"ids[{place}]", "is out of range", expected, value)
                 return IndexError(text)
-            f = bisect([origin for origin, *_ in sizes], place) - 1
-            name, origin, rows = named[f][0], *sizes[f][:2]
-            expected = f"0 <= id < {rows}"
-            text = message(where, f"{name}[{place - origin}]", "is out of range", expected, value)
-            return IndexError(text)
+            f = bisect(origins, place) - 1
+            name, expected = f"{named[f][0]}[{place - origins[f]}]", f"0 <= id < {rows[f]}"
+            return IndexError(message(where, name, "is out of range", expected, value))
 
         return error
 
@@ -259,23 +240,17 @@ class DevicePooled:
         Raises:
             TypeError, ValueError: it does not fit the output.
         """
-        pooling, found = self._pooling, list[BagTensor]()
+        pooling, unit = self._pooling, None
         if pooling.pools:
-            values = [self._gradient(grad)] * len(pooling.arrays)
+            values, unit = [self._gradient(grad)] * len(pooling.arrays), pooling.unit
         else:
             parts = read_gradients(pooling, grad, self._shapes)
             values = joined_by_table(pooling, parts, partial(_stacked, parts[0]))
-        every = self._ends_of_features()
-        ends = [every[f] for f in pooling.features_before]
-        for t, table in enumerate(pooling.arrays):
-            part, own = slice(ends[t], ends[t + 1]), values[t]
-            ids, rows = self._ids.part(part), self._rows.part(part)
-            weights = None if self._weights is None else self._weights.part(part)
-            unit = pooling.unit if pooling.pools else table.shape[1]
-            factors = weights, self._winners, part.start
-            gradient = RowGradient.shared(ids, own, rows, unit * own.itemsize, *factors)
-            found.append(BagTensor(gradient, unit, table.shape))
-        return found
+        ends, lists = np.array(self._ends_of_features()), (self._ids, self._rows, self._weights)
+        return BagTensor.of_tables(
+            pooling.shapes, values, unit, *lists, self._winners, ends[pooling.features_before],
+            DeviceArray.part,
+        )  # fmt: skip
 
     def _gradient(self, grad: Any) -> DeviceArray:
         """The checked, contiguous gradient of the pooled output."""
@@ -305,23 +280,22 @@ class DevicePooled:
         pooling = self._pooling
         check_multiplies(pooling, is_kept=self._multiplies)
         values, ends, like = self._gradient(grad), self._ends_of_features(), pooling.arrays[0]
-        real, features, found = pooling.real, [], []
-        for k, own in enumerate(self._kept):
-            made = like.filled_like(0.0, real, (ends[k + 1] - ends[k],))
-            w_bytes = pooling.arrays[pooling.of[pooling.order[k]]].itemsize
-            strides = own.width * w_bytes, pooling.unit * values.itemsize
-            is_aligned = not any(x % 16 for x in (own.table, values.address, *strides))
-            out = made.address - ends[k] * real.itemsize
-            features.append(own._replace(out=out, is_aligned=int(is_aligned)))
-            found.append(native(made))
+        real, features = pooling.real, self._kept.copy()
+        made = [like.filled_like(0.0, real, (end - begin,)) for begin, end in pairwise(ends)]
+        # The outputs of features are addresses that those of place 0 would have.
+        features["out"] = [
+            x.address - end * real.itemsize for x, end in zip(made, ends, strict=False)
+        ]
+        wide = features["table"] | features["row_bytes"] | values.address
+        features["is_aligned"] = (wide | pooling.unit * values.itemsize) % 16 == 0
         launches = self._launches(features)
         with launch_on([*pooling.arrays, values]) as launch:
             cuda.rows.bags.multiply(
                 features, self._lists(weighted=False), launches, values.address, pooling.unit,
                 g=STORAGES[values.dtype], real=STORAGES[real], stream=launch.stream,
             )  # fmt: skip
-        by_feature = dict(zip(pooling.order, found, strict=True))
-        return [by_feature[f] for f in range(len(found))]
+        by_feature = dict(zip(pooling.order, map(native, made), strict=True))
+        return [by_feature[f] for f in range(len(made))]
 
 
 def _stacked(like: DeviceArray, parts: Sequence[DeviceArray], width: int) -> DeviceArray:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import check
-from ..arrays import adopt, adopt_anywhere
+from ..arrays import address_of, adopt, adopt_anywhere
 from ..device import device_of
 from ..errors import reject
 from .pooling import Pooling, kind_of
@@ -31,17 +31,30 @@ class Ids(NamedTuple):
         return self.end - self.begin
 
 
-def array_of(pooling: Pooling, name: str, given: Any) -> Any:
+def fill_in(record: Any, ids: Ids, weights: Any) -> None:
+    """Write the ids of a feature, and their weights or None, to a record of `IdList`."""
+    record["ids"], record["id_bytes"] = address_of(ids.array), ids.array.itemsize
+    record["n"], record["bags"], record["length"] = ids.n, ids.bags, ids.length
+    record["begin"], record["end"] = ids.begin, ids.end
+    if ids.offsets is not None:
+        itemsize = ids.offsets.itemsize
+        record["offsets"] = address_of(ids.offsets) + ids.first_offset * itemsize
+        record["n_offsets"], record["offset_bytes"] = len(ids.offsets), itemsize
+    if weights is not None:
+        record["id_weights"] = address_of(weights)
+
+
+def array_of(pooling: Pooling, name: str, argument: Any) -> Any:
     """An array that has to lie on the device of the tables, or on the host with them."""
     if not pooling.is_on_device:
-        return adopt(pooling.where, name, given)
-    array = adopt_anywhere(pooling.where, name, given)
+        return adopt(pooling.where, name, argument)
+    array = adopt_anywhere(pooling.where, name, argument)
     device_of(pooling.where, {"tables[0]": pooling.arrays[0], name: array})
     return array
 
 
-def _integers(pooling: Pooling, name: str, given: Any) -> Any:
-    array = array_of(pooling, name, given)
+def _integers(pooling: Pooling, name: str, argument: Any) -> Any:
+    array = array_of(pooling, name, argument)
     if array.dtype not in check.INDEX_DTYPES:
         wrong, expected = "has a wrong dtype", "int32 or int64"
         reject(TypeError, pooling.where, name, wrong, expected, array.dtype)
@@ -68,9 +81,9 @@ def read_lists(pooling: Pooling, ids: Any, offsets: Any) -> tuple[list[Ids], boo
         expected = f"a list of {n} arrays, as the ids are"
         reject(ValueError, where, "offsets", "do not fit the ids", expected, kind_of(offsets))
     lists = []
-    for f, given in enumerate(ids):
-        own = None if offsets is None else offsets[f]
-        lists.append(_read_list(pooling, f"ids[{f}]", given, f"offsets[{f}]", own))
+    for f, argument in enumerate(ids):
+        bounds = None if offsets is None else offsets[f]
+        lists.append(_read_list(pooling, f"ids[{f}]", argument, f"offsets[{f}]", bounds))
     for read in lists if pooling.pools else ():
         if read.bags != lists[0].bags:
             wrong = "have another number of bags than ids[0]"
@@ -141,11 +154,11 @@ def read_weights(
         wrong, got = "do not fit the ids", kind_of(weights)
         reject(ValueError, where, name, wrong, f"{expected}, as the ids are", got)
     each = enumerate(zip(weights, lists, strict=True))
-    return [_weights(pooling, f"{name}[{f}]", given, own.n) for f, (given, own) in each]
+    return [_weights(pooling, f"{name}[{f}]", given, x.n) for f, (given, x) in each]
 
 
-def _weights(pooling: Pooling, name: str, given: Any, n: int) -> Any:
-    where, real, array = pooling.where, pooling.real, array_of(pooling, name, given)
+def _weights(pooling: Pooling, name: str, argument: Any, n: int) -> Any:
+    where, real, array = pooling.where, pooling.real, array_of(pooling, name, argument)
     check.float_dtype(where, name, array)
     if array.dtype.itemsize > real.itemsize:
         wrong = "has a higher dtype than the arithmetic"
@@ -175,9 +188,9 @@ def read_outputs(
     if not isinstance(out, list | tuple) or len(out) != len(shapes):
         expected = f"a list of {len(shapes)} arrays"
         reject(ValueError, where, "out", "does not fit the features", expected, kind_of(out))
-    for f, (own, shape) in enumerate(zip(out, shapes, strict=True)):
+    for f, (argument, shape) in enumerate(zip(out, shapes, strict=True)):
         name = "out" if len(out) == 1 else f"out[{f}]"
-        array = check.variable(where, name, own)
+        array = check.variable(where, name, argument)
         device_of(where, {"tables[0]": pooling.arrays[0], name: array})
         if array.dtype != pooling.real:
             reject(TypeError, where, name, "has a wrong dtype", pooling.real, array.dtype)
@@ -214,12 +227,12 @@ def read_gradients(pooling: Pooling, grad: Any, shapes: Sequence[tuple[int, int]
         expected = f"a list of {len(shapes)} arrays"
         reject(ValueError, where, "grad", "does not fit the outputs", expected, kind_of(grad))
     each = enumerate(zip(grad, shapes, strict=True))
-    found = [read_gradient(pooling, f"grad[{f}]", own, shape) for f, (own, shape) in each]
-    for f, own in enumerate(found):
-        if own.dtype != found[0].dtype:
+    gradients = [read_gradient(pooling, f"grad[{f}]", x, shape) for f, (x, shape) in each]
+    for f, gradient in enumerate(gradients):
+        if gradient.dtype != gradients[0].dtype:
             wrong = "has another dtype than grad[0]"
-            reject(TypeError, where, f"grad[{f}]", wrong, found[0].dtype, own.dtype)
-    return found
+            reject(TypeError, where, f"grad[{f}]", wrong, gradients[0].dtype, gradient.dtype)
+    return gradients
 
 
 def joined_by_table(
@@ -232,8 +245,8 @@ def joined_by_table(
         parts: the gradient of each feature.
         join: ``join(parts, width)`` joins the gradients of a table, of which there may be none.
     """
-    found = []
+    gradients = []
     for t, table in enumerate(pooling.arrays):
-        own = [part for part, of in zip(parts, pooling.of, strict=True) if of == t]
-        found.append(own[0] if len(own) == 1 else join(own, table.shape[1]))
-    return found
+        of_table = [part for part, of in zip(parts, pooling.of, strict=True) if of == t]
+        gradients.append(of_table[0] if len(of_table) == 1 else join(of_table, table.shape[1]))
+    return gradients

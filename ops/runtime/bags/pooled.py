@@ -11,17 +11,13 @@ import numpy as np
 from ....kernels.cpu import bags as kernels
 from ....kernels.cpu.threads import allocation
 from ....kernels.storage import STORAGES
-from ....kernels.tables import RowSource
-from ..arrays import address_of, addresses_of
+from ..arrays import address_of
 from ..errors import reject
-from ..row_step import RowGradient
 from . import device
 from .given import joined_by_table, read_gradient, read_gradients, read_outputs
 from .ids import HostIds, find_error, read
 from .pooling import Pooling, check_multiplies
 from .tensor import BagTensor
-
-_OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 
 
 def pool(
@@ -45,7 +41,7 @@ class Pooled:
 
     Args:
         pooling: the tables, and how they are pooled.
-        given: the ids.
+        ids: those of all features.
         out: the caller's arrays for the output, or None.
         sums: whether to pool; else only gradients can be asked for.
         multiplies: whether gradients of weights may be asked for; None: if there are weights.
@@ -55,11 +51,11 @@ class Pooled:
     """
 
     def __init__(
-        self, pooling: Pooling, given: HostIds, out: Any = None, *, sums: bool = True,
+        self, pooling: Pooling, ids: HostIds, out: Any = None, *, sums: bool = True,
         multiplies: bool | None = None,
     ) -> None:  # fmt: skip
-        where, self._pooling, self._given = pooling.where, pooling, given
-        n, bags = sum(given.column("n").tolist()), given.column("bags").tolist()
+        where, self._pooling, self._given = pooling.where, pooling, ids
+        n, bags = sum(ids.lists["n"].tolist()), ids.lists["bags"].tolist()
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
         self._shapes = pooling.output_shapes(bags)
@@ -67,27 +63,25 @@ class Pooled:
         # Gradients of maxima need the winners, which only pooling finds.
         sums = sums or pooling.name == "max"
         self.out: Any = None
-        features, base = pooling.records(sums=sums, weighted=given.is_weighted), 0
+        features, base = pooling.records(sums=sums, weighted=ids.is_weighted), 0
         if not pooling.pools:
-            # The gradients of a table's features are joined, one below the other.
-            features, before = features.copy(), self._bags_before()
-            tables = np.array(pooling.ordered(pooling.of))
-            features[:, _COLUMN] = np.cumsum(bags) - bags - before[tables]
+            features = features.copy()
+            features["column"] = pooling.columns_below(bags)
         if sums:
             features, base = self._place_output(out, features)
         winners = None
-        self._multiplies = given.is_weighted if multiplies is None else multiplies
+        self._multiplies = ids.is_weighted if multiplies is None else multiplies
         if pooling.name == "max":
             winners = allocation.empty((self.batch, pooling.width), np.dtype(np.int32))
         self._winners = winners
         self._bags = kernels.Bags(
-            features, given.lists, pooling.real, pooling.unit, drops=pooling.drops,
-            leaves_out=pooling.leaves_out, weighted=given.is_weighted, pooling=pooling.kind,
+            features, ids.lists, pooling.real, pooling.unit, drops=pooling.drops,
+            leaves_out=pooling.leaves_out, weighted=ids.is_weighted, pooling=pooling.kind,
             out=base, sums=sums, at_once=out is None, winners=winners, multiplies=self._multiplies,
         )  # fmt: skip
         self.is_bad = self._bags.is_bad
         # The ids have been copied: the caller may change, resize or free its arrays.
-        self._given = HostIds(given.lists, given.real, given.is_weighted, ())
+        self._given = ids._replace(keep=())
 
     def _place_output(self, out: Any, features: np.ndarray) -> tuple[np.ndarray, int]:
         """Make or take the output; returns features with their places in it, and its address."""
@@ -101,18 +95,18 @@ class Pooled:
         self.out = arrays[0] if is_one else arrays
         if is_one:
             return features, address_of(self.out)
-        features, each = features.copy(), zip(arrays, shapes, strict=True)
-        places = [(address_of(array), width * real.itemsize) for array, (_, width) in each]
-        features[:, _OUT : _OUT + 2] = pooling.ordered(places)
+        features = features.copy()
+        features["out"] = pooling.ordered([*map(address_of, arrays)])
+        features["stride"] = pooling.ordered([width * real.itemsize for _, width in shapes])
         return features, 0
 
     def _is_shared(self, array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
         """Whether an output shares memory with tables, ids, offsets, weights or other outputs."""
         spans = [(address_of(a), a.nbytes) for a in (*self._pooling.arrays, *others)]
-        at, n_bytes = address_of(array), array.nbytes
+        address, n_bytes = address_of(array), array.nbytes
         return any(
-            n_bytes and size and at < other + size and other < at + n_bytes
-            for other, size in (*spans, *self._given.spans)
+            n_bytes and size and address < other + size and other < address + n_bytes
+            for other, size in (*spans, *self._given.spans(self._pooling.real))
         )
 
     def gradients(self, grad: Any) -> list[Any]:
@@ -124,34 +118,18 @@ class Pooled:
         pooling, bags = self._pooling, self._bags
         arrays, unit = self._gradient_arrays(grad)
         ids, rows, weights = bags.rows_of_gradient()
-        # Asking NumPy for addresses would take longer than everything else, so each array is asked
-        # once.
-        ends, winners = bags.bounds[self._bags_before()].tolist(), self._winners
-        at_ids, at_rows, values_at = addresses_of((ids, rows, arrays[0]))
-        at_weights = 0 if weights is None else address_of(weights)
-        at_winners = 0 if winners is None else address_of(winners)
-        real_bytes = 0 if weights is None else pooling.real.itemsize
-        values, found, new = arrays[0], [], tuple.__new__  # which is no call of Python
-        for t, shape in enumerate(pooling.shapes):
-            if arrays[t] is not values:
-                values, values_at = arrays[t], address_of(arrays[t])
-            begin, end, step = ends[t], ends[t + 1], unit or shape[1]
-            stride = step * values.itemsize
-            source = new(RowSource, (
-                at_ids + 4 * begin, 4, end - begin, values_at, 0, 0, at_rows + 4 * begin, stride,
-                at_weights + real_bytes * begin, at_winners, begin, values.nbytes // max(1, stride),
-            ))  # fmt: skip
-            own_weights = None if weights is None else weights[begin:end]
-            own = ids[begin:end], values, source, None, rows[begin:end], own_weights, winners
-            found.append(BagTensor(new(RowGradient, own), step, shape))
-        return found
+        ends = bags.bounds[self._bags_before()]
+        return BagTensor.of_tables(
+            pooling.shapes, arrays, unit, ids, rows, weights, self._winners, ends,
+            np.ndarray.__getitem__,
+        )  # fmt: skip
 
     def _bags_before(self) -> np.ndarray:
         """The number of bags before those of each table, and of all bags."""
         pooling = self._pooling
         if pooling.pools:
             return pooling.features_before * self.batch
-        before = np.concatenate(([0], np.cumsum(self._given.column("bags"))))
+        before = np.concatenate(([0], np.cumsum(self._given.lists["bags"])))
         return before[pooling.features_before]
 
     def weight_gradients(self, grad: Any) -> list[np.ndarray]:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ....kernels.cpu import bags as kernels
 from ....kernels.storage import STORAGES
-from ....kernels.tables import LARGEST, MEAN, SUM
+from ....kernels.tables import LARGEST, MEAN, SUM, Feature
 from .. import check
-from ..arrays import addresses_of, real_type
+from ..arrays import address_of, addresses_of, real_type
 from ..device import device_of, is_on_device
 from ..errors import reject
 
@@ -54,7 +54,7 @@ class Pooling:
         self.is_on_device = is_on_device(tables[0])
         self.drops = check.out_of_range_rule(where, out_of_range) == "drop"
         self.padding = self._padding(padding)
-        self.leaves_out = self.drops or any(own is not None for own in self.padding)
+        self.leaves_out = self.drops or any(row is not None for row in self.padding)
         self.shapes: list[Any] = [table.shape for table in tables]
         self.addresses = addresses_of(tables)
         self.real: np.dtype[Any] = np.dtype(real_type(tables[0].dtype))
@@ -86,45 +86,57 @@ class Pooling:
         """One value for each feature, in the order of the tables."""
         return [by_feature[f] for f in self.order]
 
-    def records(self, *, sums: bool, weighted: bool) -> np.ndarray:
+    def records(self, *, sums: bool = False, weighted: bool = False) -> np.ndarray:
         """The `Feature` records of the loops, in the order of the tables."""
-        found = self._records.get((sums, weighted))
-        if found is None:
+        records = self._records.get((sums, weighted))
+        if records is None:
             made = [self._record(f, sums, weighted) for f in self.order]
-            found = self._records[sums, weighted] = np.array(made, np.int64)
-        return found
+            records = self._records[sums, weighted] = np.array(made, kernels.FEATURES)
+        return records
 
-    def _record(self, f: int, sums: bool, weighted: bool) -> kernels.Feature:
+    def columns_below(self, bags: Any) -> np.ndarray:
+        """`Feature.column` of features that are not pooled, for their bags.
+
+        The gradients of a table's features are joined, one below the other.
+        """
+        before, tables = np.cumsum([0, *bags]), np.array(self.ordered(self.of))
+        columns: np.ndarray = before[:-1] - before[self.features_before][tables]
+        return columns
+
+    def _record(self, f: int, sums: bool, weighted: bool) -> Feature:
         table, padding, item = self.arrays[self.of[f]], self.padding[f], self.real.itemsize
         w = STORAGES[table.dtype]
         pool = kernels.pool_of(w, self.kind, weighted=weighted) if sums else 0
-        places = 0, self.widths[f] * item, 0, 1
+        column, row, unit = 0, self.widths[f], self.widths[f]
         if self.pools:
-            column, row = self.columns[f], self.width
-            places = column * item, row * item, column // self.unit, row // self.unit
-        return kernels.Feature.of(table, w, pool, -1 if padding is None else padding, *places)
+            column, row, unit = self.columns[f], self.width, self.unit
+        return Feature(
+            table=address_of(table), row_bytes=table.shape[1] * w.itemsize, rows=table.shape[0],
+            width=table.shape[1], pool=pool, padding=-1 if padding is None else padding,
+            out=column * item, stride=row * item, column=column // unit, row=row // unit,
+        )  # fmt: skip
 
-    def _padding(self, given: Any) -> list[int | None]:
-        each = padding_of_features(self.where, given, len(self.of))
-        for f, own in enumerate(each):
+    def _padding(self, padding: Any) -> list[int | None]:
+        each = padding_of_features(self.where, padding, len(self.of))
+        for f, row in enumerate(each):
             rows = len(self.arrays[self.of[f]])
-            if own is not None and not 0 <= own < rows:
+            if row is not None and not 0 <= row < rows:
                 name = f"padding_idx of feature {f}"
-                reject(ValueError, self.where, name, "is out of range", f"0 <= id < {rows}", own)
+                reject(ValueError, self.where, name, "is out of range", f"0 <= id < {rows}", row)
         return each
 
 
-def padding_of_features(where: str, given: Any, n: int) -> list[int | None]:
+def padding_of_features(where: str, padding: Any, n: int) -> list[int | None]:
     """The id of each of ``n`` features that is ignored, from one for all or a list; None: none."""
-    each = given if isinstance(given, list | tuple) else [given] * n
+    each = padding if isinstance(padding, list | tuple) else [padding] * n
     if len(each) != n:
         wrong, expected = "has a wrong length", f"{n}, one for each feature"
         reject(ValueError, where, "padding_idx", wrong, expected, len(each))
-    for own in each:
-        if isinstance(own, bool) or not isinstance(own, int | np.integer | None):
-            got = type(own).__name__
+    for row in each:
+        if isinstance(row, bool) or not isinstance(row, int | np.integer | None):
+            got = type(row).__name__
             reject(TypeError, where, "padding_idx", "has a wrong type", "an int or None", got)
-    return [None if own is None else int(own) for own in each]
+    return [None if row is None else int(row) for row in each]
 
 
 def tables_of_features(where: str, features: Any, n: int) -> list[int]:
@@ -180,7 +192,7 @@ def check_multiplies(pooling: Pooling, *, is_kept: bool) -> None:
         reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
 
 
-def kind_of(given: Any) -> str:
+def kind_of(argument: Any) -> str:
     """A word for an argument that should have been arrays: its type, or its length."""
-    is_list = isinstance(given, list | tuple)
-    return f"{len(given)} of them" if is_list else type(given).__name__
+    is_list = isinstance(argument, list | tuple)
+    return f"{len(argument)} of them" if is_list else type(argument).__name__

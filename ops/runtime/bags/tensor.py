@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, floordiv, mul, sub
 from typing import Any
 
 import numpy as np
 
 from ....kernels.cpu.bags import MOST
 from ....kernels.quiet import quiet
-from ..arrays import real_type
+from ..arrays import address_of, addresses_of, real_type
 from ..device import is_on_device
 from ..errors import reject
 from ..row_step import RowGradient
 from ..row_tensor import RowTensor
+
+_n_bytes_of = attrgetter("nbytes")
 
 
 class BagTensor:
@@ -43,6 +46,45 @@ class BagTensor:
     def __init__(self, gradient: RowGradient, unit: int, dense_shape: tuple[int, int]) -> None:
         self.gradient = gradient  # the values and all arrays ``[B]``
         self.unit, self.dense_shape = unit, dense_shape
+
+    @classmethod
+    def of_tables(
+        cls, shapes: Sequence[tuple[int, int]], arrays: Sequence[Any], unit: int | None, ids: Any,
+        rows: Any, weights: Any, winners: Any, ends: np.ndarray,
+        part: Callable[[Any, slice], Any],
+    ) -> list[BagTensor]:  # fmt: skip
+        """The gradients of many tables.
+
+        Args:
+            shapes: those of the tables.
+            arrays: the values of each table.
+            unit: that of all; None: each has the width of its table.
+            ids: one list for all tables; ``rows``, ``weights`` and ``winners`` too.
+            rows: as the attribute.
+            weights: as the attribute.
+            winners: as the attribute.
+            ends: where the ids of each table begin, and the end of all.
+            part: ``part(list, slice)``.
+        """
+        places, first = ends.tolist(), ends[:-1]
+        parts = [*map(slice, places, places[1:])]
+        at_ids, at_rows, *values = addresses_of((ids, rows, *arrays))
+        units = [unit] * len(arrays) if unit else [width for _, width in shapes]
+        strides = [*map(mul, units, repeat(arrays[0].itemsize))]
+        sources: dict[str, Any] = {
+            "values": values, "stride": strides, "gradient_rows": (at_rows + 4 * first).tolist(),
+            "first": places, "indices": (at_ids + 4 * first).tolist(), "index_bytes": repeat(4),
+            "length": map(sub, places[1:], places),
+            "winners": repeat(0 if winners is None else address_of(winners)),
+            "n_gradients": map(floordiv, map(_n_bytes_of, arrays), strides),
+        }  # fmt: skip
+        of_ids = {"rows": map(part, repeat(rows), parts), "winners": repeat(winners)}
+        if weights is not None:
+            of_ids["weights"] = map(part, repeat(weights), parts)
+            sources["weights"] = (address_of(weights) + weights.itemsize * first).tolist()
+        indices = map(part, repeat(ids), parts)
+        gradients = RowGradient.of_tables(indices, arrays, sources, **of_ids)
+        return [*map(cls, gradients, units, shapes)]
 
     @property
     def indices(self) -> Any:
@@ -140,9 +182,9 @@ class BagTensor:
         keeps = self.indices != row
         if keeps.all():
             return self
-        own = self.without_winners()
-        weights = None if own.weights is None else own.weights[keeps]
-        return self.with_arrays(own.indices[keeps], own.values, own.rows[keeps], weights)
+        rest = self.without_winners()
+        weights = None if rest.weights is None else rest.weights[keeps]
+        return self.with_arrays(rest.indices[keeps], rest.values, rest.rows[keeps], weights)
 
     def without_winners(self) -> BagTensor:
         """This gradient; one of maxima with a row of values for each occurrence."""
@@ -165,14 +207,14 @@ def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagT
     Raises:
         ValueError: rows of gradients cannot be numbered in int32.
     """
-    every = [[own.without_winners() for own in table] for table in tables]
+    every = [[gradient.without_winners() for gradient in table] for table in tables]
     begins: dict[int, int] = {}  # of values, by the identity of arrays that ``every`` keeps
     arrays, n, unit = [], 0, every[0][0].unit
-    for own in chain.from_iterable(every):
-        if id(own.values) not in begins:
-            begins[id(own.values)] = n // unit
-            arrays.append(own.values.reshape(-1))
-            n += own.values.size
+    for gradient in chain.from_iterable(every):
+        if id(gradient.values) not in begins:
+            begins[id(gradient.values)] = n // unit
+            arrays.append(gradient.values.reshape(-1))
+            n += gradient.values.size
     if n // unit > MOST:
         wrong, expected = "are too large together", f"at most {MOST} parts of rows"
         reject(ValueError, "EmbeddingBags", "the outputs", wrong, expected, n // unit)
@@ -180,11 +222,11 @@ def joined(tables: Sequence[Sequence[BagTensor]], divisor: int = 1) -> list[BagT
     if divisor != 1:
         real = real_type(values.dtype)
         values = (values.astype(real, copy=False) / real(divisor)).astype(values.dtype)
-    found = []
+    gradients = []
     for table in every:
-        rows = [own.rows + np.int32(begins[id(own.values)]) for own in table]
-        is_weighted = any(own.weights is not None for own in table)
-        weights = np.concatenate([own.factors for own in table]) if is_weighted else None
-        indices = np.concatenate([own.indices for own in table])
-        found.append(table[0].with_arrays(indices, values, np.concatenate(rows), weights))
-    return found
+        rows = [gradient.rows + np.int32(begins[id(gradient.values)]) for gradient in table]
+        is_weighted = any(gradient.weights is not None for gradient in table)
+        weights = np.concatenate([gradient.factors for gradient in table]) if is_weighted else None
+        indices = np.concatenate([gradient.indices for gradient in table])
+        gradients.append(table[0].with_arrays(indices, values, np.concatenate(rows), weights))
+    return gradients

@@ -30,10 +30,10 @@ def tensor_of_rows(gradient: Any, weight: Tensor) -> Any:
     else:
         rows = gradient.to_rows()
         indices, values = tensor_of(rows.indices), tensor_of(rows.values)
-    found = torch.sparse_coo_tensor(
+    tensor = torch.sparse_coo_tensor(
         indices.long()[None], values.to(weight.dtype), tuple(weight.shape), check_invariants=False
     )
-    return found if weight.is_leaf else found.to_dense()
+    return tensor if weight.is_leaf else tensor.to_dense()
 
 
 def rows_of_bags(gradient: BagTensor, tensor_of: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,9 @@ def without_row(gradient: BagTensor, row: int) -> BagTensor:
     if not is_on_device(gradient.values):
         return gradient.without(row)
     indices = tensor_of(gradient.indices)
-    own = array_of(indices.masked_fill(indices == row, LEFT_OUT))
-    found = gradient.gradient.with_arrays(indices=own)
-    return BagTensor(found, gradient.unit, gradient.dense_shape)
+    kept = array_of(indices.masked_fill(indices == row, LEFT_OUT))
+    without = gradient.gradient.with_arrays(indices=kept)
+    return BagTensor(without, gradient.unit, gradient.dense_shape)
 
 
 def with_others(weight: Tensor, gradient: Any) -> Any:

@@ -86,9 +86,9 @@ class UpdatesInBackward:
     def check(self, weights: Sequence[Tensor]) -> None:
         """Refuse tables that the optimizer does not have, or with hooks that would see nothing."""
         if not all(map(is_, weights, self.weights)):
-            own = {*map(id, parameters_of(self.optimizer))}
+            identities = {*map(id, parameters_of(self.optimizer))}
             for k, weight in enumerate(weights):
-                if weight.requires_grad and id(weight) not in own:
+                if weight.requires_grad and id(weight) not in identities:
                     _reject_weight(k)
             self.weights = weights
         if any(chain.from_iterable(map(_hooks_of, weights))):
@@ -100,13 +100,13 @@ class UpdatesInBackward:
     def step(self) -> StepAtEnd:
         """The step at the end of the backward that this is called in."""
         key = _backward_of_now()
-        found = self._steps.get(key)
-        if found is None:
-            found = self._steps[key] = StepAtEnd(self)
-            _at_the_end_of_backward(found)
-        return found
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = StepAtEnd(self)
+            _at_the_end_of_backward(step)
+        return step
 
-    def collect(self, ctx: Any, found: Sequence[BagTensor], are_taken: Sequence[bool]) -> None:
+    def collect(self, ctx: Any, gradients: Sequence[BagTensor], are_taken: Sequence[bool]) -> None:
         """Give the gradients of a call to the step of this backward; all processes meet there."""
         wrong = expected = got = fix = ""
         if not ctx.is_synced:
@@ -116,7 +116,7 @@ class UpdatesInBackward:
         elif ctx.parallel is not None and ctx.parallel._join_config.enable:
             wrong, got = "is called in join", "uneven ones"
             expected = "as many batches on all processes"
-        elif ctx.parallel is not None and is_on_device(found[0].values):
+        elif ctx.parallel is not None and is_on_device(gradients[0].values):
             wrong, got = "steps in backward of DistributedDataParallel", "tables on a CUDA device"
             expected = "tables on the host"
         if wrong:
@@ -124,8 +124,9 @@ class UpdatesInBackward:
         step = None if ctx.step is None else ctx.step()
         if step is None or step.is_over:
             step = self.step()
-        every = zip(ctx.weights, found, are_taken, strict=True)
-        step.calls.append((ctx, {weight: own for weight, own, is_taken in every if is_taken}))
+        every = zip(ctx.weights, gradients, are_taken, strict=True)
+        taken = {weight: gradient for weight, gradient, is_taken in every if is_taken}
+        step.calls.append((ctx, taken))
 
     @as_torch
     def take(self, calls: Sequence[tuple[Any, Gradients]]) -> None:
@@ -134,19 +135,19 @@ class UpdatesInBackward:
         parallel = next((ctx.parallel for ctx in contexts if ctx.parallel is not None), None)
         with self._lock:
             if parallel is None:
-                found = self._found(calls)
+                gradients = self._found(calls)
             else:
                 mine, error = attempted(partial(self._found, calls, is_shared=True))
                 comm, mine = over_torch(parallel.process_group), mine or {}
                 means = average_bags(WHERE, [*mine.values()], comm, error)
-                found = dict(zip(mine, means, strict=True))
+                gradients = dict(zip(mine, means, strict=True))
 
             def step(*_: Any, **__: Any) -> None:
                 with torch.no_grad():
-                    self._take(found)
+                    self._take(gradients)
                 for ctx in contexts:
                     ctx.is_taken = True
-                for weight in found:
+                for weight in gradients:
                     weight.grad = None
 
             optimizer._opt_called = True  # schedulers ask whether a step came before theirs
@@ -155,16 +156,16 @@ class UpdatesInBackward:
             else:
                 step()
 
-    def _take(self, found: dict[Tensor, Any]) -> None:
+    def _take(self, of_bags: dict[Tensor, Any]) -> None:
         """One step with these gradients, clipped, and with what lies in ``.grad``."""
         optimizer, limit, factor = self.optimizer, self.limit, 1.0
-        gradients = {p: with_others(p, found.get(p)) for p in parameters_of(optimizer)}
+        gradients = {p: with_others(p, of_bags.get(p)) for p in parameters_of(optimizer)}
         if limit is not None:
             named = [("a gradient", p, g) for p, g in gradients.items() if g is not None]
             if self._is_by_value or any(p.is_cuda for p in gradients):
                 named = [(name, p, tensor_of_rows(g, p)) for name, p, g in named]
             if self._is_by_value:
-                gradients |= {own[1]: within(limit, *own) for own in named}
+                gradients |= {of_table[1]: within(limit, *of_table) for of_table in named}
             else:
                 norm = norm_of(named, 2.0)
                 if self._norm is not None:
@@ -180,32 +181,34 @@ class UpdatesInBackward:
         self, calls: Sequence[tuple[Any, Gradients]], *, is_shared: bool = False
     ) -> dict[Tensor, Any]:
         """The gradients of tables, of all calls together, if there is a step with them."""
-        known, found = {*map(id, parameters_of(self.optimizer))}, dict[Tensor, list[BagTensor]]()
-        if len(known) > len(calls[0][0].weights):
-            reject_others(len(calls[0][0].weights), len(known))
-        for ctx, own in calls:
+        identities = {*map(id, parameters_of(self.optimizer))}
+        by_weight: dict[Tensor, list[BagTensor]] = {}
+        if len(identities) > len(calls[0][0].weights):
+            reject_others(len(calls[0][0].weights), len(identities))
+        for ctx, of_call in calls:
             if ctx.is_taken:
                 wrong = "backward has updated the tables already"
                 raise RuntimeError(f"{WHERE}: {wrong}: once a forward")
             for k, weight in enumerate(ctx.weights):
-                if weight not in own:
+                if weight not in of_call:
                     continue
-                if id(weight) not in known:
+                if id(weight) not in identities:
                     _reject_weight(k)
                 if is_shared and not is_empty(weight.grad):
                     wrong, expected = "has a gradient from elsewhere", "bags alone: only these meet"
                     fix = "; update_in_backward(None) leaves all to DistributedDataParallel"
                     got, name = tuple(weight.grad.shape), f"the weight of table {k}"
                     reject(RuntimeError, WHERE, name, wrong, expected, got, fix)
-            for weight, gradient in own.items():
-                found.setdefault(weight, []).append(gradient)
+            for weight, gradient in of_call.items():
+                by_weight.setdefault(weight, []).append(gradient)
         if len(calls) == 1:
             return calls[0][1]
-        if any(is_on_device(own.values) for every in found.values() for own in every):
+        if any(is_on_device(g.values) for every in by_weight.values() for g in every):
             return {
-                w: reduce(add, [tensor_of_rows(g, w) for g in every]) for w, every in found.items()
+                w: reduce(add, [tensor_of_rows(g, w) for g in each])
+                for w, each in by_weight.items()
             }
-        return dict(zip(found, joined([*found.values()]), strict=True))
+        return dict(zip(by_weight, joined([*by_weight.values()]), strict=True))
 
 
 class StepAtEnd:
@@ -235,11 +238,11 @@ def wrapper_of(module: Any) -> DistributedDataParallel | None:
     A new one warns where PyTorch exchanges sparse gradients of tables over gloo.
     """
     active = _active_wrapper and _active_wrapper()
-    known = None if module._ddp is None else module._ddp()
+    last = None if module._ddp is None else module._ddp()
     if active is None:
-        return known if known is not None and is_in_backward() else None
-    if active is not known:
-        if not any(own is module for own in active.module.modules()):
+        return last if last is not None and is_in_backward() else None
+    if active is not last:
+        if not any(inner is module for inner in active.module.modules()):
             return None
         module._ddp = weakref.ref(active)
         _warn_of_exchange(active, [*module.parameters()])
@@ -251,8 +254,8 @@ def _warn_of_exchange(parallel: DistributedDataParallel, weights: Sequence[Tenso
     group, ignored = parallel.process_group, parallel.parameters_to_ignore
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return
-    known, named = {*map(id, weights)}, parallel.module.named_parameters()
-    names = [name for name, p in named if id(p) in known and name not in ignored]
+    identities, named = {*map(id, weights)}, parallel.module.named_parameters()
+    names = [name for name, p in named if id(p) in identities and name not in ignored]
     if names:
         warnings.warn(
             f"{WHERE}: DistributedDataParallel exchanges sparse gradients over gloo, which "
