@@ -1,7 +1,5 @@
 """How many processes share the tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -1,7 +1,5 @@
 """What several test files share: operators as tables, unchanged buffers, distances in ulps."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator

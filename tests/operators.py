@@ -1,7 +1,5 @@
 """Every operator out of the table of the benchmark: calls of it, and what its arguments take."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Every optimizer class of nn and its forms, out of the registry, and runs of any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,6 @@ from fusestep import nn
 from fusestep.bench.registry import ROWS as BY_NAME
 from fusestep.bench.registry import Argument, Form, Options
 from fusestep.bench.registry.layerwise import MOMENTUM
-
 from helpers import assert_same_arrays, assert_same_bits
 
 FAMILIES = tuple(BY_NAME.values())

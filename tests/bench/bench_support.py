@@ -1,7 +1,5 @@
 """What the tests of the benchmark share: small models, a clock of their own, made-up results."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -22,7 +20,6 @@ from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult, Summary
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job
-
 from helpers import in_turn
 
 WORKERS = Path(worker_protocol.__file__).parent

@@ -1,7 +1,5 @@
 """Two versions compared: worktrees that come and go, and verdicts on a clock of the tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+import bench_support
+from bench_support import made_up, point, quiet, result
 from fusestep import __main__ as main
 from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
@@ -19,9 +19,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, Summary
 from fusestep.bench.workers import worker_protocol
-
-import bench_support
-from bench_support import made_up, point, quiet, result
 
 # -- two documents --------------------------------------------------------------------------------
 

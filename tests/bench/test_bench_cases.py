@@ -1,7 +1,5 @@
 """The table of cases: complete, selectable, and every entry of it takes the steps it names."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from fusestep import nn, ops
 from fusestep.bench import run, work
 from fusestep.bench.buffers import Buffers
@@ -21,8 +20,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import Peers
 from fusestep.bench.registry import ROWS
 from fusestep.bench.report.result import SpecialResult
-
-from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from helpers import arrays_of, label, sampled
 
 # -- complete -------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The command line of the benchmark: what it measures, what it writes, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench_support import arguments, refused_line
 from fusestep import __main__ as main
 from fusestep.bench import command, machine, run
 from fusestep.bench.cases import options
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.report import document, markdown
 from fusestep.bench.report.result import OURS
-
-from bench_support import arguments, refused_line
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,5 @@
 """Statistics, plans and verdicts, on a clock that only steps move."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter
@@ -15,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+import bench_support
+from bench_support import FakeClock, quiet, result
 from fusestep.bench import bounds, measure, point, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import model_shapes, options
@@ -38,9 +38,6 @@ from fusestep.bench.special import (
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job, before_step, in_turn, samples
 from fusestep.kernels.cache import cache_directory
-
-import bench_support
-from bench_support import FakeClock, quiet, result
 
 # -- statistics -----------------------------------------------------------------------------------
 

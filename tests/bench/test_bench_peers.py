@@ -1,7 +1,5 @@
 """The worker processes of other libraries: they answer, rest, fail and end without us."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os
@@ -14,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench_support
+from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
 from fusestep.bench import measure, peer, point, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
@@ -21,9 +21,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
-
-import bench_support
-from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What becomes of results: the JSON document, the terminal, the picture, the documents' tables."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -14,14 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from bench_support import made_up, point, result, summary
 from fusestep.bench import machine
 from fusestep.bench.cases.workloads import DEFAULTS, PUBLISHED_DENSE
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import PEERS
 from fusestep.bench.report import document, markdown, plot, table, tables, terminal
 from fusestep.bench.report.result import OURS, PointResult, SpecialResult
-
-from bench_support import made_up, point, result, summary
 
 USUAL = {"bound_fast": 0.0095, "bound_slow": 0.0200, "torch_fused": 0.0125}
 SPECIAL = SpecialResult(

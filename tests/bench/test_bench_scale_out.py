@@ -1,7 +1,5 @@
 """``fusestep bench --processes``: its options, a small run, and the arithmetic of its runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench_support import arguments, refused_line
 from fusestep.bench.cases.indices import DEFAULT, draw
 from fusestep.bench.errors import BenchError
 from fusestep.bench.report.table import Table, markdown
 from fusestep.bench.scale_out import runs
-
-from bench_support import arguments, refused_line
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 

@@ -1,7 +1,5 @@
 """The workers of the benchmark: their protocol, and that NumPy's computes what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reference
+import reference_elementwise as elementwise
+from bench_support import FAKE_WORKER, values_of
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, Worker
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job
-
-import reference
-import reference_elementwise as elementwise
-from bench_support import FAKE_WORKER, values_of
 
 Arrays = list[np.ndarray]
 Given = tuple[Any, ...]

@@ -1,7 +1,5 @@
 """The set of device tests is there where a device of any kind is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any

@@ -5,8 +5,6 @@ question for the device's compute capability is answered here in its place. What
 does not depend on it but for names, and takes the most time: it is done once for all capabilities.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -25,6 +23,7 @@ import numba.cuda.dispatcher
 from numba.cuda import types
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
+from device_rules import ALIGNED, CENTRED, COUNTED, NOVO
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import norm, step, totals
 from fusestep.kernels.cuda.dense.row_wise import row_wise_kernel
@@ -41,8 +40,6 @@ from fusestep.kernels.rules.mxnet import MXNET_ADAM
 from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
 from fusestep.kernels.storage import BF16, F16, F32, F64, I32, Storage
 from fusestep.kernels.tables import LARGEST, MEAN, SUM
-
-from device_rules import ALIGNED, CENTRED, COUNTED, NOVO
 
 # The older one has some kernels, for its instructions on storage types differ.
 CAPABILITIES = {"9.0a": (9, 0, "a"), "8.0": (8, 0)}

@@ -1,8 +1,6 @@
 """Rules such as users write, with states and sums that none of the package has."""
 # ruff: noqa: ARG001 (whoever calls such a function decides what it takes)
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

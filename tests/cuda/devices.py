@@ -10,8 +10,6 @@ One set of tests, `test_device_*.py`, has three kinds of devices:
   it needs a number of the device: it ends as "not computed".
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -27,7 +25,6 @@ import pytest
 
 from fusestep import nn, synchronize
 from fusestep.ops.runtime.device import DeviceArray
-
 from helpers import BF16, EPSILON, assert_same_bits
 
 SIMULATOR, STUB, GPU = "simulator", "stub", "GPU"

@@ -6,8 +6,6 @@ store is refused here, too.
 """
 # ruff: noqa: ARG001 (arguments are those of the real functions)
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """CUDA without a GPU: machine code, and the set of device tests on devices that are none."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pooled tables on device arrays, and steps on the gradients of their outputs, as on the host."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence
@@ -12,13 +10,6 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn, ops
-from fusestep.kernels.cuda.rows.step import RowStep
-from fusestep.kernels.element import kernel
-from fusestep.kernels.rules.adam import ADAM
-from fusestep.kernels.storage import F32 as FLOAT32
-from fusestep.kernels.tables import HOT, RowSource, RowTable
-
 import test_embedding_bags
 from devices import (
     COMPUTES,
@@ -37,6 +28,12 @@ from devices import (
     told,
     unchanged,
 )
+from fusestep import nn, ops
+from fusestep.kernels.cuda.rows.step import RowStep
+from fusestep.kernels.element import kernel
+from fusestep.kernels.rules.adam import ADAM
+from fusestep.kernels.storage import F32 as FLOAT32
+from fusestep.kernels.tables import HOT, RowSource, RowTable
 from helpers import STORAGE_DTYPES
 from test_embedding_bags import joined
 

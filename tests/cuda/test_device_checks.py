@@ -1,7 +1,5 @@
 """Cases of the benchmark in small sizes: the checks with which ``bench/gpu.sh`` begins."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,12 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from devices import GPU, MARKS, STUB, computed, only
 from fusestep import synchronize
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps, subject, workloads
 from fusestep.bench.errors import BenchError
-
-from devices import GPU, MARKS, STUB, computed, only
 
 pytestmark = [
     pytest.mark.gpu,

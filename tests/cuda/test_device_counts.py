@@ -1,7 +1,5 @@
 """Counts of a run of PyTorch on a device: loaded, stepped and saved, and what that asks of it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -92,9 +90,8 @@ def places(torch: Any, value: Any) -> Any:
 @pytest.mark.parametrize("flags", FLAGS[:2], ids=str)
 def test_one_transfer_and_no_wait(torch: Any, flags: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One transfer when they are loaded and when they are saved; one launch a step."""
-    from fusestep.nn import torch as fused
-
     import watch
+    from fusestep.nn import torch as fused
 
     counts = [torch.tensor(float(k % 7), device="cuda") for k in range(MANY)]
     if "capturable" in flags:

@@ -1,7 +1,5 @@
 """Whatever can happen between steps of a device: changes, errors that are told later, refusals."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -20,11 +18,6 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn, ops
-from fusestep.kernels.cuda.device import memory
-from fusestep.ops.runtime import launch, pending
-from fusestep.ops.runtime.device import DeviceArray
-
 from devices import (
     BETAS,
     COMPUTES,
@@ -50,6 +43,10 @@ from devices import (
     told,
     unchanged,
 )
+from fusestep import nn, ops
+from fusestep.kernels.cuda.device import memory
+from fusestep.ops.runtime import launch, pending
+from fusestep.ops.runtime.device import DeviceArray
 from helpers import STORAGE_DTYPES
 from own_functions import PLAIN, Own
 

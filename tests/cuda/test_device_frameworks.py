@@ -4,8 +4,6 @@ Tensors of the CPU say that they lie on a device, which is the host. The stand-i
 `fusestep.ops.runtime.frameworks` asks of it, around NumPy arrays.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,11 +16,6 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn, ops
-from fusestep.kernels.cuda.device import backend, memory
-from fusestep.ops.runtime import device, frameworks, launch, locks
-from fusestep.ops.runtime.device import launching
-
 from devices import (
     BETAS,
     BF16,
@@ -37,6 +30,10 @@ from devices import (
     refused,
     told,
 )
+from fusestep import nn, ops
+from fusestep.kernels.cuda.device import backend, memory
+from fusestep.ops.runtime import device, frameworks, launch, locks
+from fusestep.ops.runtime.device import launching
 from helpers import at_once
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")

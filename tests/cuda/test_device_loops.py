@@ -1,7 +1,5 @@
 """Loops: rules, sizes, storage types, alignment; finite values; the largest arrays."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -12,20 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fusestep import nn, ops, synchronize
-from fusestep.kernels.cpu.threads.parallel import commit
-from fusestep.kernels.cpu.warmup import all_rules
-from fusestep.kernels.element import kernel
-from fusestep.kernels.keeping import KAHAN, MASTER
-from fusestep.kernels.rule import Prologue, Rule
-from fusestep.kernels.rules import adam, mxnet
-from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-from fusestep.kernels.storage import BF16, F16, F32, F64, STORAGES, Storage
-from fusestep.ops.runtime.arrays import address_of
-from fusestep.ops.runtime.launch import launch_on
-from fusestep.ops.runtime.measured_step import measured_step
-from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 from devices import (
     BETAS,
@@ -43,6 +27,19 @@ from devices import (
     shifted,
     sized,
 )
+from fusestep import nn, ops, synchronize
+from fusestep.kernels.cpu.threads.parallel import commit
+from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.element import kernel
+from fusestep.kernels.keeping import KAHAN, MASTER
+from fusestep.kernels.rule import Prologue, Rule
+from fusestep.kernels.rules import adam, mxnet
+from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
+from fusestep.kernels.storage import BF16, F16, F32, F64, STORAGES, Storage
+from fusestep.ops.runtime.arrays import address_of
+from fusestep.ops.runtime.launch import launch_on
+from fusestep.ops.runtime.measured_step import measured_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables
 from helpers import STORAGE_DTYPES, in_turn
 from roundings import Rounded, assert_rounded
 from rule_cases import CASES, real_of

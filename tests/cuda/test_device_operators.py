@@ -1,19 +1,13 @@
 """Operators on device arrays, as on the host and as published; `ops.adam_update` of MXNet."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS
 
 import fusestep
-from fusestep import ops
-from fusestep.kernels.tables import HOT
-
 from devices import (
     BETAS,
     COMPUTES,
@@ -34,6 +28,9 @@ from devices import (
     told,
     unchanged,
 )
+from faults import FAULTS
+from fusestep import ops
+from fusestep.kernels.tables import HOT
 from helpers import STORAGE_DTYPES, assert_within_ulps, in_turn
 from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, Operator
 from test_ops_reference import CALLS

@@ -1,7 +1,5 @@
 """Steps of optimizers, and MXNet's, on device arrays, as on the host: forms, gradients, types."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,12 +10,6 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn
-from fusestep.kernels.cuda.device.backend import GEOMETRY
-from fusestep.kernels.tables import HOT
-from fusestep.nn import mxnet as mx
-from fusestep.nn.engine import offload
-
 from device_rules import OF_ROWS, OF_TENSORS, Own
 from devices import (
     COMPUTES,
@@ -42,6 +34,11 @@ from devices import (
     sized,
     told,
 )
+from fusestep import nn
+from fusestep.kernels.cuda.device.backend import GEOMETRY
+from fusestep.kernels.tables import HOT
+from fusestep.nn import mxnet as mx
+from fusestep.nn.engine import offload
 from helpers import STORAGE_DTYPES, in_turn
 from optimizers import (
     BY_NAME,

@@ -1,7 +1,5 @@
 """Row-sparse gradients: steps on them, their sums, sorting, whole ones, and between processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,12 +8,6 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn, ops
-from fusestep.kernels.cuda.device import memory
-from fusestep.kernels.cuda.rows import sort
-from fusestep.kernels.tables import HOT, ranges_of
-from fusestep.nn.distributed import RowShard, all_reduce, alone, save_checkpoint
-
 from devices import (
     BETAS,
     COMPUTES,
@@ -38,6 +30,11 @@ from devices import (
     told,
     unchanged,
 )
+from fusestep import nn, ops
+from fusestep.kernels.cuda.device import memory
+from fusestep.kernels.cuda.rows import sort
+from fusestep.kernels.tables import HOT, ranges_of
+from fusestep.nn.distributed import RowShard, all_reduce, alone, save_checkpoint
 from helpers import STORAGE_DTYPES
 from thread_processes import ThreadCommunicator, in_threads
 

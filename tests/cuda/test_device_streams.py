@@ -1,7 +1,5 @@
 """Streams, threads, waiting, whose memory a stream may still use; PyTorch's form."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Sequence
@@ -12,9 +10,6 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn, ops
-from fusestep.kernels.cuda.device import memory
-
 from devices import (
     BETAS,
     GPU,
@@ -39,6 +34,8 @@ from devices import (
     rows,
     wait,
 )  # fmt: skip
+from fusestep import nn, ops
+from fusestep.kernels.cuda.device import memory
 from helpers import at_once
 from optimizers import BY_NAME
 

@@ -3,8 +3,6 @@
 The arithmetic is the host's, so that everything is compared to the last bit.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -15,10 +13,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
-from fusestep import nn
-from fusestep.nn.thor.factors import FactorError
-from fusestep.ops.runtime.device import DeviceArray
 
 from devices import (
     GPU,
@@ -35,6 +29,9 @@ from devices import (
     put,
     refused,
 )
+from fusestep import nn
+from fusestep.nn.thor.factors import FactorError
+from fusestep.ops.runtime.device import DeviceArray
 from helpers import STORAGE_DTYPES, assert_same_bits
 from test_thor_errors import CAPTURES, GRADIENTS
 from thor_nets import BASE, Net, Pass, make

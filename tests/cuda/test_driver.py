@@ -1,7 +1,5 @@
 """The real stack of CUDA under a driver without a device: what launches, and with what."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

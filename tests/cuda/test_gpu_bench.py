@@ -1,7 +1,5 @@
 """The benchmark on a CUDA device: its report, its script, and points under any driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from fusestep.bench import run
-from fusestep.bench.report.result import BOUND, OURS
-
 import stub
 from bench_support import made_up, point, refused_line, result, summary
 from devices import LACKS
+from fusestep.bench import run
+from fusestep.bench.report.result import BOUND, OURS
 
 DEVICE = {
     "name": "NVIDIA Test",

@@ -1,7 +1,5 @@
 """Cases of `digests.py`: functions of gradients, pooled tables, schedules and files."""
 
-from __future__ import annotations
-
 import inspect
 import tempfile
 from collections.abc import Callable
@@ -11,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fusestep import nn, ops
-from fusestep.nn import mxnet as mx
-
 from digest_inputs import BAD, EVERY_PLAN, F32, OF_ROWS, Given, normal, strided, unusual
 from digest_record import Record, wrongly
 from digest_steps import Cases, Signs, Subject, labelled, of_subject, update
+from fusestep import nn, ops
+from fusestep.nn import mxnet as mx
 from helpers import STORAGE_DTYPES
 from own_functions import AVERAGED, Own
 

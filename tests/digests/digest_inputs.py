@@ -1,7 +1,5 @@
 """Arrays, parameters and gradients of the cases of `digests.py`, and what is given wrongly."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -10,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fusestep import nn
-
 from helpers import STORAGE_DTYPES
 
 Shape = tuple[int, ...]

@@ -1,7 +1,5 @@
 """What a case of `digests.py` leaves, as a hash; and calls with wrong arguments."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import re
@@ -11,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fusestep import nn, ops
-
 from digest_inputs import unusual
+from fusestep import nn, ops
 from helpers import arrays_of
 
 MODULES = {

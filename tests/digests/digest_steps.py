@@ -1,7 +1,5 @@
 """Cases of `digests.py`: steps of all optimizers and operators with every option."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -13,15 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusestep import nn, ops
-from fusestep.bench.registry import Argument
-from fusestep.bench.registry.record import COMMON
-from fusestep.nn import mxnet as mx
-
 import optimizers
 import thor_nets
 from digest_inputs import BAD, EVERY_PLAN, F32, OF_ARRAYS, OF_ROWS, PLANS, Given, normal, rng_of
 from digest_record import Record, wrongly
+from fusestep import nn, ops
+from fusestep.bench.registry import Argument
+from fusestep.bench.registry.record import COMMON
+from fusestep.nn import mxnet as mx
 from helpers import BF16, STORAGE_DTYPES
 from mxnet_options import HANDED_ON, OPTIONS
 from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator

@@ -1,7 +1,5 @@
 """Tests of the script that compares two trees: `digests.py`."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -20,7 +20,6 @@ from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.element import kernel
 from fusestep.kernels.keeping import MASTER
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-
 from helpers import sampled
 from many_states import FIVE, FOUR
 

@@ -14,7 +14,6 @@ import pytest
 
 from fusestep.kernels import cache
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
-
 from subprocesses import output_of, run_python
 
 NO_FILE = "expected a regular file or a name that is free"

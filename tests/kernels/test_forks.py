@@ -1,7 +1,5 @@
 """Forks while other threads compile, start threads or step: no child waits for one of them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from importlib.util import find_spec
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fusestep.kernels.cpu.threads import layers, parallel, tbb
-
 from helpers import more
 from subprocesses import output_of, run_python
 

@@ -1,7 +1,5 @@
 """The compiled reading of array headers: what it takes, what it leaves to the checks in Python."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ml_dtypes
@@ -23,7 +21,6 @@ from fusestep.kernels.cpu.headers.arrays import (
     overlaps,
 )
 from fusestep.kernels.cpu.threads.parallel import commit
-
 from helpers import at_once
 
 NOWHERE = np.zeros((2, 0), np.int64)

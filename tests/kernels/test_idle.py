@@ -1,7 +1,5 @@
 """Steps without a gradient, many at once: every idle form, against float64 step by step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +19,6 @@ from fusestep.kernels.rules import adam, lion, rmsprop, row_wise, sgd
 from fusestep.kernels.rules.torch import adagrad as torch_adagrad
 from fusestep.kernels.rules.torch import adam as torch_adam
 from fusestep.kernels.storage import STORAGES, real_of
-
 from helpers import BF16, EPSILON, TINY, more
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))

@@ -4,8 +4,6 @@ Python looks at signals where a function begins or ends. A profiler is called th
 raises tries all these moments, one after the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading
@@ -18,7 +16,6 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.nn import mxnet as mx
-
 from helpers import arrays_of, more
 from thor_nets import Net, Pass, make
 

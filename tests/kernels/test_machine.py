@@ -1,7 +1,5 @@
 """Machine code without Numba: made of portable IR, kept as bytes, called by ints."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from pathlib import Path
@@ -20,7 +18,6 @@ from fusestep.kernels.cpu.gather import gather_part
 from fusestep.kernels.cpu.rows import sort, sums
 from fusestep.kernels.cpu.threads.layers import add_atomically
 from fusestep.kernels.storage import F32, STORAGES
-
 from subprocesses import output_of
 
 # Steps through every loop that depends on no rule: what they leave, and what Numba compiled.

@@ -1,13 +1,12 @@
 """Sums of squares, exact to float64, in an order that the tensor decides; ratios of norms."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+import reference_layerwise as layerwise
 from fusestep import ops
 from fusestep.kernels.cpu.dense import PART
 from fusestep.kernels.rule import Rule, factors
@@ -16,8 +15,6 @@ from fusestep.kernels.rules.lamb import LAMB, lamb_scalars
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
 from reference import wide
 

@@ -1,7 +1,5 @@
 """Steps where memory or threads are short: serial ones, or an error before anything happens."""
 
-from __future__ import annotations
-
 import sys
 from textwrap import dedent
 

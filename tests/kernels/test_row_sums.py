@@ -1,7 +1,5 @@
 """Sums of gradient rows: every width, storage type and place, and segments of every length."""
 
-from __future__ import annotations
-
 import ctypes
 from itertools import product
 
@@ -13,7 +11,6 @@ from fusestep.kernels import storage
 from fusestep.kernels.cpu.rows import sums as forms
 from fusestep.kernels.cpu.rows.layout import PADDING
 from fusestep.kernels.cpu.rows.sums import accumulate
-
 from helpers import assert_same_arrays, assert_same_bits, label, sampled
 
 BITS = 10  # of a position in a key

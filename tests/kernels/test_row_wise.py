@@ -1,7 +1,5 @@
 """Rules that know rows: each is measured by itself, in every loop, with the same bits."""
 
-from __future__ import annotations
-
 # ruff: noqa: ARG001  # the arguments of rules are fixed
 import math
 from dataclasses import replace
@@ -14,7 +12,6 @@ import pytest
 from fusestep import nn
 from fusestep.kernels.rule import Rule
 from fusestep.kernels.state import State
-
 from helpers import assert_same_arrays, assert_same_bits
 
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import reference
+import reference_elementwise as elementwise
 from fusestep import nn, ops
 from fusestep.kernels.cpu.rows import step
 from fusestep.kernels.cpu.rows.arguments import lay_out
-
-import reference
-import reference_elementwise as elementwise
 from helpers import BF16, assert_same_arrays, assert_same_bits, unchanged
 from operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
 from roundings import Rounded, assert_rounded

@@ -1,7 +1,5 @@
 """Storage types: every 16-bit pattern, both ways; every combination; odd sizes and shapes."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -10,13 +8,12 @@ import numpy as np
 import pytest
 from numba import njit
 
+import reference
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-import reference
 from helpers import BF16, PAIRWISE, STORAGE_DTYPES, assert_same_bits, sampled
 from roundings import Rounded, assert_rounded
 

@@ -18,7 +18,6 @@ from fusestep.kernels.cpu import info
 from fusestep.kernels.cpu.threads import layers, parallel
 from fusestep.kernels.cpu.threads.layers import Limit
 from fusestep.kernels.cpu.threads.parallel import deciding_limit, limit_threads
-
 from subprocesses import ENVIRONMENT, output_of, run_python
 from test_interrupts import done_at, interrupt
 

@@ -3,8 +3,6 @@
 Tensors of several parts, lists of them, tables with hot rows, and rows that occur once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +14,6 @@ from fusestep import get_num_threads, nn, ops, set_num_threads
 from fusestep.kernels.rules.lamb import LAMB_CLIPPED, lamb_scalars
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
-
 from helpers import STORAGE_DTYPES, arrays_of
 from optimizers import FORMS, is_row_wise, make
 from test_bits import CASES as RULES

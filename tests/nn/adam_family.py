@@ -1,7 +1,5 @@
 """Classes of Adam's family, an optimizer of a user, and small parameters and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

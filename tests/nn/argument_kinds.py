@@ -1,7 +1,5 @@
 """Kinds of arguments: what each takes and refuses, whatever the registry or the code says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from fusestep import nn
-
 from helpers import BF16
 
 

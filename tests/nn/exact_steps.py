@@ -1,7 +1,5 @@
 """The step of each form of an optimizer in float64, with the scalars of the optimizer at hand."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 No file of tests: pytest would put calls into the assertion of a rule.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,14 +1,11 @@
 """Bags whose ids go through maps, against tables with a vocabulary that is known beforehand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import assert_same_bits, refused
 
 D, N_IDS, CAPACITY = 4, 30, 64

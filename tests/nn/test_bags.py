@@ -1,7 +1,5 @@
 """Bags with optimizers: steps on the gradient of a pooled output, and what must not be done."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
@@ -13,7 +11,6 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.kernels.cpu.rows import step as row_step
-
 from helpers import BF16, assert_same_arrays, assert_same_bits, assign, refused
 from optimizers import BY_NAME, FORMS, assert_same_run, decayed_and_scaled, make, states
 

@@ -1,7 +1,5 @@
 """Rows that sleep: the numbers of dense-equivalent steps, whatever comes in between."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -21,7 +19,6 @@ from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, ShardedStates, alone, together
 from fusestep.nn.engine.catch_up import SCALARS
 from fusestep.nn.engine.tables import LAST
-
 from helpers import BF16, EPSILON, arrays_of, assert_same_arrays, refused, unchanged
 
 SHAPES = (90, 5), (40, 17), (7,)

@@ -1,7 +1,5 @@
 """Files of checkpoints: names, dtypes, permissions, links, and what a killed save leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,9 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fusestep import nn
-
 from adam_family import parameters
+from fusestep import nn
 from helpers import assert_same_bits
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")

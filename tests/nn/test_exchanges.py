@@ -1,7 +1,5 @@
 """A thread that drops or replaces arrays while another one steps: memory, and what is lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import product
@@ -12,7 +10,6 @@ import pytest
 
 from fusestep import nn
 from fusestep.nn.engine import reader
-
 from helpers import sampled
 
 # `exchange` gives one thread's arrays up for others while the main thread steps. Whatever is freed

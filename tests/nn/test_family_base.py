@@ -1,12 +1,11 @@
 """What every optimizer has from the base class: groups, schedules, centralization, one call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 
+from adam_family import Halving, central
 from fusestep import nn
 from fusestep.bench.registry.record import (
     LOST,
@@ -18,8 +17,6 @@ from fusestep.bench.registry.record import (
 )
 from fusestep.ops.runtime.row_step import RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate
-
-from adam_family import Halving, central
 from helpers import STORAGE_DTYPES, assert_same_arrays, refused, sampled
 from optimizers import (
     ALL_FORMS,

@@ -1,7 +1,5 @@
 """LARS around every other optimizer: its formula, and that it leaves the optimizer as it was."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import nn, ops
-
 import reference_layerwise as reference
 from adam_family import Descent
+from fusestep import nn, ops
 from helpers import assert_same_arrays, refused, sampled, unchanged
 from optimizers import (
     FORMS,

@@ -1,7 +1,5 @@
 """Optimizers that look at whole tensors: Lamb, AdaFactor, LARS."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, at_once, more, typed
 from optimizers import BY_NAME, FORMS, ONE_OF_EACH, gradients, make, parameters, states
 

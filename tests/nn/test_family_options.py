@@ -1,7 +1,5 @@
 """Constructors of all optimizers: every argument acts, wrong ones are refused."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -10,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from argument_kinds import KINDS, schedule
 
+from argument_kinds import KINDS, schedule
 from fusestep import nn
 from fusestep.bench.registry import ELSEWHERE, Argument, Row
 from fusestep.bench.registry.record import COMMON
 from fusestep.nn.base.stateful import StateOfEach
-
 from helpers import BF16, FAR, arrays_of, assert_same_arrays, distance, more, refused
 from optimizers import (
     BY_NAME,

@@ -1,7 +1,5 @@
 """Every optimizer against its float64 reference: parameters and states, step by step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

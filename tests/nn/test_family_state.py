@@ -1,7 +1,5 @@
 """State of all optimizers: resumed, copied, counted, refused; rebinding, steps that are skipped."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle
@@ -14,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adam_family import Descent
 from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers
-
-from adam_family import Descent
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 from optimizers import (
     BY_NAME,

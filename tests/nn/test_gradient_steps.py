@@ -1,17 +1,14 @@
 """Decay, centralization and scaling of gradients, in a step or apart; custom optimizers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fusestep import nn
-
 import reference
 from adam_family import Descent, central, gradients_of, ones, parameters, rows
+from fusestep import nn
 from helpers import assert_same_bits, refused, unchanged
 
 # Gradients as separate steps

@@ -1,7 +1,5 @@
 """Gradients of a step: of every form, without some, refused, not finite."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -9,9 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fusestep import nn
-
 from adam_family import ones, parameters, rows
+from fusestep import nn
 from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
 from optimizers import FORMS, make
 from optimizers import parameters as table_and_vector

@@ -1,7 +1,5 @@
 """IdMap against a dict, over random sequences; admission, eviction, resume, adversarial ids."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
@@ -18,7 +16,6 @@ import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
 from fusestep.nn.base.id_map import IdMap, TooManyChangesError
-
 from helpers import more
 from test_interrupts import done_at, interrupt
 

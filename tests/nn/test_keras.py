@@ -1,7 +1,5 @@
 """Options from Keras: Ftrl's ``beta`` and ``l2_shrinkage``, ``clipvalue`` and ``clipnorm``."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from itertools import product
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import BF16, assert_same_bits, refused, sampled
 from optimizers import (
     BY_NAME,

@@ -4,8 +4,6 @@ A good call has the bits that it has where nothing is kept: what is kept from ca
 up by such numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +17,6 @@ import pytest
 import fusestep
 from fusestep import nn, ops
 from fusestep.nn import mxnet
-
 from helpers import arrays_of, assert_same_arrays
 from own_functions import AVERAGED, PLAIN, Own, raising
 from sequence_program import droppers

@@ -1,7 +1,5 @@
 """Rules and formulas of users: what is refused before anything is written, and what is not."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
@@ -17,7 +15,6 @@ from fusestep.kernels.cpu.compiler import traits
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.storage import F32, F64
 from fusestep.nn import Rule
-
 from helpers import assert_same_arrays, more, refused
 from optimizers import FORMS, make, parameters
 from own_functions import (

@@ -1,16 +1,13 @@
 """Parameters of optimizers: groups, names, order, rebinding, arrays changed in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 
+from adam_family import ones, parameters
 from fusestep import nn
 from fusestep.bench.registry import Row
-
-from adam_family import ones, parameters
 from helpers import assert_same_bits, assign, refused, unchanged
 from optimizers import FAMILIES
 

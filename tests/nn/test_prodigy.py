@@ -1,7 +1,5 @@
 """Prodigy against its float64 reference, over all of its options."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import assert_same_arrays, refused
 from reference_prodigy import OPTIONS, Group, Prodigy, reference_with
 

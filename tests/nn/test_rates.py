@@ -1,7 +1,5 @@
 """Learning rates and weight decays: numbers, lists, schedules; of all parameters or of groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from fusestep import nn
 from fusestep.bench.registry import Row
-
-from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from helpers import BF16, assert_same_bits, refused
 from optimizers import FAMILIES
 

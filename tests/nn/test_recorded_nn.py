@@ -4,8 +4,6 @@ What runs of PyTorch and others say of optimizers that MindSpore has too, the re
 in test_references.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import nn
-
 import recorded
 import recorded_nn
 import recorded_quirks
 import recorded_torch
 import reference
 import reference_elementwise as elementwise
+from fusestep import nn
 from helpers import assert_same_bits
 from recorded import Case, all_cases, assert_close_recorded
 from recorded_quirks import Formula

@@ -1,7 +1,5 @@
 """Weights of 16 bits in nn, beside masters or remainders, or rounded at random."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -9,10 +7,9 @@ import numpy as np
 import pytest
 
 import fusestep
+import reference_random as model
 from fusestep import nn
 from fusestep.kernels.keeping import key_of, random_scalars
-
-import reference_random as model
 from helpers import BF16, assert_same_arrays, assert_same_bits, more, refused
 from optimizers import (
     BY_NAME,

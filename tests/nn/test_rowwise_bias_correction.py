@@ -1,14 +1,11 @@
 """Bias correction by the number of updates of each row, in nn and nn.torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import assert_same_bits
 
 N, D, LR, BETA1, BETA2, EPS = 12, 9, 0.05, 0.9, 0.99, 1e-3

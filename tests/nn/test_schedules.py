@@ -1,7 +1,5 @@
 """Learning-rate schedules and lists: recorded runs, formulas, refusals; one after the other."""
 
-from __future__ import annotations
-
 import bisect
 import copy
 import inspect
@@ -13,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from argument_kinds import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argument_kinds import KINDS
 from fusestep import nn
-
 from helpers import assert_same_bits
 from recorded import all_cases
 

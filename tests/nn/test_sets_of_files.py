@@ -1,7 +1,5 @@
 """Mapped files of an optimizer belong together: they are taken over as a whole, or not at all."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -21,7 +19,6 @@ import fusestep
 from fusestep import nn
 from fusestep.nn.base import file_set
 from fusestep.nn.base.checkpoint import replace_file
-
 from helpers import more
 
 SHAPE = (20, 4)

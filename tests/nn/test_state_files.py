@@ -1,7 +1,5 @@
 """States that functions make, in files and in memory that nobody has touched."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,7 +12,6 @@ import pytest
 
 import fusestep
 from fusestep import nn
-
 from helpers import BF16, assert_same_bits, more
 from optimizers import (
     FORMS,

@@ -1,7 +1,5 @@
 """Rows of tables that begin anew or become copies of others, in nn and nn.torch."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 from typing import Any
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import BF16, assert_same_arrays, assert_same_bits, refused
 from optimizers import assert_same_run
 

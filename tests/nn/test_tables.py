@@ -1,7 +1,5 @@
 """All that belongs to a table: checked by each call before it writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Thread
 from typing import Any

@@ -1,14 +1,11 @@
 """What the arguments of operators refuse, by what they are documented to take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fusestep import ConversionError
-
 from helpers import BF16
 
 

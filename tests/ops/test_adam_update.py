@@ -3,18 +3,15 @@
 What it shares with the operators is tested with them: see `ADAM_UPDATE` in operators.py.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS, frozen, strided
 
+from faults import FAULTS, frozen, strided
 from fusestep import nn
 from fusestep.ops import RowTensor, adam_update
-
 from helpers import assert_same_bits, refused
 from operators import ADAM_UPDATE
 from optimizers import rows

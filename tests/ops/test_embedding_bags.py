@@ -1,7 +1,5 @@
 """Pooled tables: sums, means and gradients against float64, in every form of ids; bad ids."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from fusestep import nn, ops
 from fusestep.ops.runtime.bags.tensor import BagTensor
 from fusestep.ops.runtime.bags.tensor import joined as joined_gradients
-
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, refused
 
 SHAPES = [(30, 8), (5, 16), (1_000, 64), (17, 5), (1, 1), (40, 130)]

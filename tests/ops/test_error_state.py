@@ -4,8 +4,6 @@ A first run under a strict state, a second one under "ignore" (what is remembere
 next one must not hide an error), and the bits of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-
 from helpers import arrays_of, assert_same_bits
 from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator
 from optimizers import BY_NAME, FORMS, SHAPES, inner, make, parameters

@@ -1,17 +1,14 @@
 """SparseGatherV2 and RowTensor: what they give, what they refuse, what can be assigned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+
 from faults import ARRAY, INDICES, Fault, values
-
 from fusestep import nn, ops
-
 from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3)

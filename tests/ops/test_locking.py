@@ -11,7 +11,6 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.ops.runtime import launch, locks
-
 from helpers import at_once
 from subprocesses import output_of
 

@@ -1,7 +1,5 @@
 """global_norm and clip_by_global_norm: dense and row-sparse gradients taken together."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -10,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusestep import nn, ops
-
 import reference_layerwise as layerwise
+from faults import FAULTS
+from fusestep import nn, ops
 from helpers import (
     BF16,
     EPSILON,

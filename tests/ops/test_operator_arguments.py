@@ -1,7 +1,5 @@
 """Arguments of operators: their published order, that each of them acts, and what is special."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from typing import Any
@@ -13,7 +11,6 @@ from fusestep import ops
 from fusestep.bench.registry import ELSEWHERE
 from fusestep.ops.primitive import Primitive
 from fusestep.ops.runtime import locks
-
 from helpers import (
     FAR,
     assert_same_bits,

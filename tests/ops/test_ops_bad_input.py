@@ -1,17 +1,14 @@
 """Operators: what is refused, with which text, without a byte written; and what must work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
+
 from faults import FAULTS, TAKEN, frozen, misaligned, strided
-
 from fusestep import ConversionError, nn
-
 from helpers import BF16, assert_same_bits, label, refused, typed, unchanged
 from operators import (
     ADAM_UPDATE,

@@ -1,7 +1,5 @@
 """Every operator against the reference: what it hands to its rule, and rules of its own."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

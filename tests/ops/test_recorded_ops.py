@@ -1,7 +1,5 @@
 """Operators against runs of MindSpore."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs of two features of `fusestep.nn`, each beside a reference in float64."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle
@@ -20,7 +18,6 @@ import numpy as np
 import fusestep
 from fusestep import nn
 from fusestep.nn import distributed
-
 from pair_reference import RATE, WIDTH, Reference, Weight, begin
 
 STEPS, EVENT, BAD, IDS, MORE_IDS, LENGTH, FADE, OWN_RATE = 9, 4, 6, 24, 30, 3, 0.8, 0.02

@@ -1,7 +1,5 @@
 """The parts of programs, one for each feature, and what is known of pairs of them."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

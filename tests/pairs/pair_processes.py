@@ -1,7 +1,5 @@
 """Pairs of features in two processes; run by ``torchrun`` with a folder and a file for outcomes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

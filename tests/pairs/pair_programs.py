@@ -18,7 +18,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import fusestep
 from fusestep.nn import distributed
 from fusestep.nn import torch as fused
-
 from pair_reference import RATE, WIDTH, Reference, begin
 
 STEPS, IDS, BATCH, LENGTH, OUT = 9, 24, 4, 3, 3

@@ -1,7 +1,5 @@
 """Adam in float64 with its rows by id, in plain Python: what programs of two features must meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each pair of features of `fusestep.nn`: right, or refused by the error that is documented."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

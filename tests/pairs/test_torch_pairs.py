@@ -1,7 +1,5 @@
 """Each pair of features: right, refused by the error that the documentation shows, or not tried."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -7,8 +7,6 @@ that contain one. Code is found by its text and a test by its name: both may mov
 Run it when tests were made fewer or faster.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every place that takes an address of memory, with what makes sure that the memory is there."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

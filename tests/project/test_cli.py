@@ -15,7 +15,6 @@ from fusestep.kernels.cpu import info, warmup
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import _free_steps
-
 from subprocesses import output_of, run_python
 
 

@@ -1,7 +1,5 @@
 """The demo: its model against finite differences, its sampling against the formulas, its runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

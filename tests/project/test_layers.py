@@ -1,7 +1,5 @@
 """Who imports whom: layers downwards only, no circles, nothing hidden inside a function."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

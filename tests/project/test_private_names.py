@@ -4,8 +4,6 @@ Names are taken away in a fresh process after the import of Numba and PyTorch: t
 imported, optimizers take their steps with the same bits, and each name has one warning.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -23,7 +21,6 @@ import fusestep
 from fusestep.kernels import private
 from fusestep.kernels.cpu.headers import arrays
 from fusestep.kernels.private import NAMES, NEEDED, TRIED
-
 from subprocesses import output_of, run_python
 
 ROOT = Path(fusestep.__file__).parent

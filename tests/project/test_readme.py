@@ -5,8 +5,6 @@ otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also und
 -->``, ``<!-- run: with torch -->`` (or jax), or ``<!-- not run: ... -->``, which is counted below.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

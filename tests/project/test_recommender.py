@@ -1,7 +1,5 @@
 """The example of a recommender: its click log, its model, its runs, and what it says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from fusestep.examples import recommender
 from fusestep.examples.click_model import clicks
 from fusestep.examples.click_model import runs as click_runs
 from fusestep.examples.options import Parser
-
 from subprocesses import ENVIRONMENT, output_of
 
 NAMES = ["torch.optim", "fusestep", "fusestep, EmbeddingBags"]

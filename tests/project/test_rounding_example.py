@@ -1,7 +1,5 @@
 """Examples that train models in several ways: weights of 16 bits, and rows that sleep."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example of a recommender whose tables several processes own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,7 +14,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from fusestep import set_num_threads  # noqa: E402
 from fusestep.examples import recommender, sharded_recommender  # noqa: E402
 from fusestep.examples.options import Parser  # noqa: E402
-
 from subprocesses import ENVIRONMENT  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

@@ -1,7 +1,5 @@
 """THOR trains: the example in miniature, its nets, and its runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from fusestep.examples import thor_digits
-
 from helpers import more
 from thor_nets import random
 

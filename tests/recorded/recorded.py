@@ -3,8 +3,6 @@
 The files and their format are described in ``data/README.md``.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

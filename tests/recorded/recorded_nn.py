@@ -1,14 +1,11 @@
 """Optimizers of the library as the recorded runs of MindSpore had them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fusestep import nn
-
 from recorded import Case, Step
 
 

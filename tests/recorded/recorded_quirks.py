@@ -4,8 +4,6 @@ The formulas are steps like those of the references: ``(w, g, *states) -> (w, *s
 float64, where ``g`` is a dense gradient or the pair (indices, rows).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

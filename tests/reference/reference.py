@@ -9,8 +9,6 @@ Formulas: Kingma and Ba (2015), arXiv:1412.6980, end of section 2; AMSGrad as Mi
 ApplyAdamWithAmsgrad documents it; decoupled decay as MindSpore's AdamWeightDecay does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ else, the function says so.
 An element is left alone only where its condition holds, so a NaN always reaches the parameter.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 

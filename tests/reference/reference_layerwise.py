@@ -9,8 +9,6 @@ LARS; Shazeer and Stern (2018), arXiv:1804.04235, for Adafactor; Pascanu et al. 
 norm of all gradients. MindSpore's kernels decide where they differ from the papers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

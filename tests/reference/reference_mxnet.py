@@ -14,8 +14,6 @@ without a master copy, and rows of equal ids are summed first, the ids in any or
 ids that are sorted and unique.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The method: Mishchenko and Defazio (2024), arXiv:2306.06101. Where package and p
 follows the package. `slice_p` is 1 and nothing is distributed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

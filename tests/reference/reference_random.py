@@ -1,7 +1,5 @@
 """Stochastic rounding by whole numbers and fractions: the random bits, and what they decide."""
 
-from __future__ import annotations
-
 import hashlib
 from fractions import Fraction
 from typing import Any

@@ -5,8 +5,6 @@ terms that it is a sum of. Running error analysis, as in Higham, "Accuracy and S
 Numerical Algorithms" (2002), section 3.3, to first order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arrays for sequences of calls: sizes on both sides of every threshold, at the same addresses."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import pkgutil
@@ -11,7 +9,6 @@ import numpy as np
 
 from fusestep import nn
 from fusestep.kernels import cpu
-
 from helpers import BF16
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))

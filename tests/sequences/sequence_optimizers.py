@@ -4,8 +4,6 @@ What is made anew has nothing but arrays from before: parameters, states and cou
 the optimizer that is kept must do.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -15,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from fusestep import nn
-
 import optimizers as table
 import reference
 import sequence_arrays as arrays
 from exact_steps import exact_step
+from fusestep import nn
 from optimizers import (
     ALL_FORMS,
     BY_NAME,

@@ -7,8 +7,6 @@ left over: optimizers are made anew from their states, and what a failing call h
 back. Both must print the same. "stale" is "kept" with a defect, which must show.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io
@@ -20,11 +18,10 @@ from typing import Any
 import numpy as np
 
 import fusestep
+import sequence_operators as operators
 from fusestep import nn
 from fusestep.kernels import formula
 from fusestep.kernels.cpu.threads.workspace import Pool
-
-import sequence_operators as operators
 from optimizers import FORMS
 from sequence_arrays import DTYPES, Memory, pick
 from sequence_optimizers import Trained

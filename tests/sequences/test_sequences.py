@@ -5,8 +5,6 @@ one to four threads, and must leave the same bits as in a process where nothing 
 `sequence_program.py`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import zip_longest

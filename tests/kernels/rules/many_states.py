@@ -1,7 +1,5 @@
 """Rules of four and five states, which no rule of the package has, and their float64 reference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

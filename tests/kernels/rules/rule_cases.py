@@ -1,7 +1,5 @@
 """Elementwise rules outside of Adam's family as a table: scalars, reference, samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import reference_elementwise as elementwise
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rule import Prologue, Rule, hp_type
 from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
@@ -16,8 +15,6 @@ from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-import reference_elementwise as elementwise
 from reference import wide
 
 Array = Any

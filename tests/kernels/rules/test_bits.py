@@ -1,7 +1,5 @@
 """One rule gives equal bits in every loop: dense, rows and sweeps, of every storage and place."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

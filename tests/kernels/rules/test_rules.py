@@ -4,8 +4,6 @@ Steps are compared with the references in test_family_reference.py, test_ops_ref
 test_mxnet_reference.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reference
 from fusestep.kernels.formula import running_powers
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import mxnet
-
-import reference
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.

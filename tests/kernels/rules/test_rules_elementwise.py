@@ -4,8 +4,6 @@ Their steps are compared with the references in test_family_reference.py and tes
 states of several storage types in test_states.py.
 """
 
-from __future__ import annotations
-
 import pickle
 from itertools import product
 from typing import Any
@@ -13,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import exact_steps
+import optimizers
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.keeping import KAHAN, MASTER
 from fusestep.kernels.rule import Rule
 from fusestep.kernels.rules import adagrad, adam, ftrl, mxnet, rmsprop, sgd
-
-import exact_steps
-import optimizers
 from helpers import STORAGE_DTYPES, assert_same_bits, sampled
 from rule_cases import (
     CASES,

@@ -1,7 +1,5 @@
 """Rules of more states than any of the package: every storage type, and sums; see test_bits.py."""
 
-from __future__ import annotations
-
 from textwrap import indent
 from typing import Any
 
@@ -16,7 +14,6 @@ from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.rules.sgd import MOMENTUM
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
 from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 Array = Any

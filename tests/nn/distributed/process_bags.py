@@ -1,7 +1,5 @@
 """What the ranks do with bags in DistributedDataParallel: run by ``torchrun`` with a folder."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings
@@ -20,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator
-
 from process_programs import communicator, run_parts
 
 SIZES = [(40, 4), (7, 16), (300, 8)]

@@ -1,7 +1,5 @@
 """Checkpoints on each rank: written by these processes, read by these, by fewer, by others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from fusestep.nn.distributed import (
     load_checkpoint,
     save_checkpoint,
 )
-
 from helpers import STORAGE_DTYPES, assert_same_arrays, assert_same_bits
 from optimizers import make
 from process_checks import everywhere, smaller

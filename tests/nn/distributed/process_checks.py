@@ -1,7 +1,5 @@
 """What programs of several processes share."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints of a `ShardedEmbedding` and its optimizer, on each rank."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
 
 from fusestep.nn.distributed import Communicator
-
 from process_checks import everywhere, refused_everywhere
 from process_embedding_training import (
     MAKE,

@@ -1,7 +1,5 @@
 """Trainings of a `ShardedEmbedding` beside those of one process with the whole table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each rank does with `ShardedEmbedding`; started by `test_embeddings` with names of parts."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,10 +11,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+import process_embedding_states
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator, alone
-
-import process_embedding_states
 from process_checks import communicator, refused_everywhere, run_parts
 from process_embedding_training import (
     DIM,

@@ -1,7 +1,5 @@
 """What is wrong on one rank is an error of all, and nothing is written."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +10,6 @@ import numpy as np
 from fusestep import nn
 from fusestep.nn import distributed
 from fusestep.nn.distributed import Communicator, RowShard, all_reduce, together
-
 from process_checks import everywhere, refused_everywhere
 from process_training import Tables, Training
 

@@ -1,7 +1,5 @@
 """A training with checkpoints that goes on until a process is killed; see `test_faults`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -10,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from fusestep.nn.distributed import LostProcessError
-
 from process_checks import communicator, report
 from process_training import Tables, Training, assert_part_of
 

@@ -1,7 +1,5 @@
 """Checkpoints of small optimizers whose numbers follow from their names alone."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +16,6 @@ from fusestep.nn.distributed import (
     load_checkpoint,
     save_checkpoint,
 )
-
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 

@@ -1,7 +1,5 @@
 """What each rank does; started by `test_processes` with an engine, a folder and names of parts."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path
@@ -10,14 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fusestep import nn
-from fusestep.nn import distributed
-from fusestep.nn.distributed import Communicator
-
 import process_checkpoints
 import process_errors
 import process_states
 import process_sums
+from fusestep import nn
+from fusestep.nn import distributed
+from fusestep.nn.distributed import Communicator
 from helpers import STORAGE_DTYPES, assert_same_bits, in_turn
 from optimizers import BY_NAME, FORMS, decayed_and_scaled, make
 from process_checks import communicator, everywhere, run_parts, smaller

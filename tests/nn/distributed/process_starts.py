@@ -1,7 +1,5 @@
 """Start a program in several processes of this machine: by torchrun, by mpiexec, by nobody."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """`ShardedStates` on each rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import numpy as np
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, ShardedStates, all_reduce, save_checkpoint
 from fusestep.nn.distributed.agreement import agree, gather_texts
-
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits
 from optimizers import make, states
 from process_checks import everywhere, refused_everywhere

@@ -1,14 +1,11 @@
 """`all_reduce` on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, all_reduce
-
 from helpers import STORAGE_DTYPES, assert_same_bits
 from process_checks import everywhere, refused_everywhere
 

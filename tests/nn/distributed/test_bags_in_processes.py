@@ -1,7 +1,5 @@
 """`EmbeddingBags` of PyTorch in DistributedDataParallel: in real processes, by ``process_bags``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

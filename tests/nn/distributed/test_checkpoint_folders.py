@@ -1,7 +1,5 @@
 """Damaged folders of checkpoints, read by threads that stand for processes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 
 from fusestep.nn.distributed import index as of_index
-
 from helpers import more
 from process_folders import FORMS, ORDERS, RECORDED, Job, loaded, outcome, parts_of, saved
 from thread_processes import ThreadCommunicator, in_threads

@@ -1,7 +1,5 @@
 """Folders of checkpoints as they are written: what is left, and links in them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from safetensors import SafetensorError
 from fusestep import nn
 from fusestep.nn.base import checkpoint as files
 from fusestep.nn.distributed import RowShard, alone, checkpoint, load_checkpoint, save_checkpoint
-
 from process_folders import FORMS, PARAMETERS, Job, loaded, outcome, parts_of, saved
 from subprocesses import output_of
 from thread_processes import ThreadCommunicator, in_threads

@@ -1,7 +1,5 @@
 """`ShardedEmbedding`: in real processes, by the modules ``process_embedding*``, and alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -12,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.distributed import alone  # noqa: E402
-
 from helpers import more  # noqa: E402
 from process_embedding_training import (  # noqa: E402
     MAKE,

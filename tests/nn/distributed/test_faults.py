@@ -1,7 +1,5 @@
 """Processes that are killed: the others name them, and what was saved stays whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

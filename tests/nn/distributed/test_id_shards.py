@@ -1,7 +1,5 @@
 """Tables that grow on several processes: weights by id are those of one process."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 from fusestep import nn
 from fusestep.nn.distributed import IdShard, alone
 from fusestep.nn.distributed.id_shard import _ids_of, keys_of
-
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 

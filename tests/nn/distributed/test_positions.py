@@ -1,7 +1,5 @@
 """The positions of a `RowTensor`: what is refused, when it is made and when it is used."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -15,7 +13,6 @@ from fusestep.nn import mxnet
 from fusestep.nn.base import gradients
 from fusestep.nn.distributed import all_reduce, alone
 from fusestep.nn.mxnet import master
-
 from helpers import assert_same_bits, refused
 from thread_processes import in_threads
 

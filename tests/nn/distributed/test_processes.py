@@ -1,7 +1,5 @@
 """Several processes of this machine: what happens in them is in the modules ``process_*``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

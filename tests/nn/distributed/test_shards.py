@@ -1,7 +1,5 @@
 """Which rows a process has, routes, and steps of threads that stand for processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from fusestep import nn
 from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, alone, together
-
 from helpers import assert_same_bits, unchanged
 from process_training import SHAPES, Tables, Training, assert_part_of, batch
 from thread_processes import ThreadCommunicator, in_threads

@@ -1,7 +1,5 @@
 """Threads that stand for processes: as many as a test wants, at no cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise

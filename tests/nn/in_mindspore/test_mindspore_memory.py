@@ -1,7 +1,5 @@
 """Whose memory a step writes, when, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -24,7 +22,6 @@ from mindspore.nn.utils import no_init_parameters
 
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
-
 from mindspore_training import batches, dense_net, gradients_like, losses, parameter
 
 

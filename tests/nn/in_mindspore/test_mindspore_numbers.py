@@ -1,7 +1,5 @@
 """Each optimizer in MindSpore beside MindSpore's own: losses, parameters and states."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path
@@ -18,7 +16,6 @@ from mindspore import Tensor, nn
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
 from fusestep.nn.mindspore.binding import host_array
-
 from mindspore_training import STEPS, dense_net, losses, parameter, table_net, trained
 
 pytestmark = pytest.mark.usefixtures("synchronous")

@@ -1,7 +1,5 @@
 """Arguments of MXNet's optimizers and schedulers: what each takes, its default, how it acts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Arguments of MXNet's optimizers and schedulers, by the table of `mxnet_options`; the registry."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusestep.nn import mxnet as mx
-
 from helpers import FAR, distance
 from mxnet_options import (
     HANDED_ON,

@@ -4,8 +4,6 @@ Every step of the reference starts from what the library had before it, and carr
 float32's or float64's errors. Both count for themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import reference
+import reference_mxnet
 from fusestep import ops
 from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
-
-import reference
-import reference_mxnet
 from helpers import BF16, arrays_of, assert_same_arrays, assert_same_bits, unchanged
 from mxnet_options import F16, F32, F64, S
 from reference_mxnet import Hyper, Schedule

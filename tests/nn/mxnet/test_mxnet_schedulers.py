@@ -1,7 +1,5 @@
 """Schedulers of MXNet: recorded rates, rates by the reference, and their place in an optimizer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -11,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusestep.nn import mxnet as mx
-
 import reference_mxnet
+from fusestep.nn import mxnet as mx
 from mxnet_options import NEEDED, SCHEDULERS, S, ones
 
 EACH_CLASS = pytest.mark.parametrize("cls", SCHEDULERS, ids=lambda c: c.__name__)

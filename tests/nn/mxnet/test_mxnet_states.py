@@ -1,7 +1,5 @@
 """States as bytes: what MXNet wrote, what we write, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -18,7 +16,6 @@ from safetensors.numpy import load, save
 
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.states import _array
-
 from helpers import arrays_of, assert_same_arrays, assert_same_bits, refused, unchanged
 from mxnet_options import F16, F64, KINDS, counts_of, ones, random, rows
 

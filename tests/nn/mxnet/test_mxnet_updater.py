@@ -1,7 +1,5 @@
 """Updates: by an Updater, by lists, by classes of users; calls that fail change nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +12,6 @@ from fusestep import nn
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import RowTensor
-
 from helpers import (
     BF16,
     STORAGE_DTYPES,

@@ -1,7 +1,5 @@
 """The library against runs of MXNet 1.9.1 and 2.0.0b1: every step, array and element."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.nn import RowTensor
-from fusestep.nn import mxnet as mx
-
 import recorded_mxnet
 import reference_mxnet
+from fusestep.nn import RowTensor
+from fusestep.nn import mxnet as mx
 from recorded import assert_close_recorded
 from recorded_mxnet import DUPLICATES, FLUSHED, HALF, LERPED, SPREAD, Run, Trace
 from reference import wide

@@ -1,7 +1,5 @@
 """Modules of bags, and what tests compare of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the ranks of a distributed training do; run by ``torchrun`` with a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -19,7 +17,6 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 from fusestep.nn import torch as fused
 from fusestep.nn.torch.engine.tensors import local
-
 from subprocesses import TORCH
 from torch_training import Tagger, assert_close, assert_same_bits, batch_of, loss_of, net, train
 

@@ -1,7 +1,5 @@
 """Clipping of tables that step in backward: as of gradients that are left, and of dense ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bag_modules import IDS, assert_as, assert_close, before, modules_of, pooled, stepping  # noqa: E402
-
 from fusestep.nn import torch as fused  # noqa: E402
 
 

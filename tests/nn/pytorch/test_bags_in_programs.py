@@ -1,7 +1,5 @@
 """Bags in programs: one step for all that comes in a backward; hooks, threads, weights, copies."""
 
-from __future__ import annotations
-
 import copy
 import io
 import sys
@@ -19,6 +17,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch.optim.optimizer import (  # noqa: E402
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 from bag_modules import (  # noqa: E402
     IDS,
     SIZES,
@@ -30,14 +34,7 @@ from bag_modules import (  # noqa: E402
     pooled,
     stepping,
 )
-from torch.optim.optimizer import (  # noqa: E402
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
 from fusestep.nn import torch as fused  # noqa: E402
-
 from helpers import at_once  # noqa: E402
 from subprocesses import TORCH  # noqa: E402
 from torch_training import refused  # noqa: E402

@@ -1,7 +1,5 @@
 """Clipping beside PyTorch's: sparse gradients as the dense ones that they stand for; in parts."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -21,7 +19,6 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import refused  # noqa: E402
 
 ORDERS = [2.0, 1.0, 3, 0.5, math.inf, "inf"]

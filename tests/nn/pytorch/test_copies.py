@@ -1,7 +1,5 @@
 """Copies of 16 bits that a step writes beside float32 parameters."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from helpers import more  # noqa: E402
 from test_options import SIXTEEN_BITS, mixed  # noqa: E402
 from torch_training import (  # noqa: E402

@@ -1,7 +1,5 @@
 """Two processes on this machine: what happens in them is in ``distributed_programs``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random sequences of what can happen in a training, ours beside PyTorch's optimizer."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -14,7 +12,6 @@ torch = pytest.importorskip("torch")
 from torch.nn import Parameter  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from helpers import more  # noqa: E402
 from subprocesses import TORCH  # noqa: E402
 from test_numbers import undo_casts  # noqa: E402

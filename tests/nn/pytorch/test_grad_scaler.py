@@ -1,7 +1,5 @@
 """Mixed precision: GradScaler, which unscales and skips by itself or leaves both to the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from subprocesses import TORCH  # noqa: E402
 from torch_training import (  # noqa: E402
     DENSE,

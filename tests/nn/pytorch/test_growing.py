@@ -1,7 +1,5 @@
 """GrowingEmbedding: ids that come and go, against tables with a vocabulary that is known."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -15,7 +13,6 @@ import numpy as np  # noqa: E402
 
 from fusestep import nn  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-
 from thread_processes import in_threads  # noqa: E402
 
 D, N_IDS, CAPACITY = 4, 30, 64

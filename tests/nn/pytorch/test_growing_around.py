@@ -1,7 +1,5 @@
 """GrowingEmbedding and what PyTorch has around it: a loss, checkpoints, torch.export."""
 
-from __future__ import annotations
-
 import copy
 import io
 import threading
@@ -21,7 +19,6 @@ from torch.export import Dim, load, save  # noqa: E402
 
 from fusestep.nn import UniformRows  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-
 from subprocesses import TORCH  # noqa: E402
 from thread_processes import in_threads  # noqa: E402
 

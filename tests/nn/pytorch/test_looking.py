@@ -1,7 +1,5 @@
 """A step finds all that has changed since the last one, and writes more than parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,6 @@ from torch.nn import Parameter  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.optimizer import Fused  # noqa: E402
-
 from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train  # noqa: E402
 
 

@@ -1,7 +1,5 @@
 """What an optimizer keeps alive: parameters and states, and nothing of a step that is over."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import mmap

@@ -3,8 +3,6 @@
 The reference is PyTorch's default on the CPU, the loop over single tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,7 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import since  # noqa: E402
 
 STEPS = 20

@@ -1,7 +1,5 @@
 """Steps on the threads of PyTorch's OpenMP: same bits, whoever runs the loops, and when not."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading
@@ -17,7 +15,6 @@ torch = pytest.importorskip("torch")
 import fusestep  # noqa: E402
 from fusestep.kernels.cpu.threads import openmp, parallel  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-
 from subprocesses import output_of, run_python  # noqa: E402
 from test_threads import END, INTERRUPTS  # noqa: E402
 

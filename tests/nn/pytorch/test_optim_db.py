@@ -1,7 +1,5 @@
 """The cases with which PyTorch tests its own optimizers: options and errors."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +13,6 @@ from torch.testing._internal import common_optimizers  # noqa: E402
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import SHARED, assert_close  # noqa: E402
 
 INFOS = {info.name: info for info in common_optimizers.optim_db if info.name in SHARED}

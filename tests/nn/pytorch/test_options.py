@@ -1,7 +1,5 @@
 """What PyTorch's optimizers do not have: skipped steps, dtypes, users' rules; bad input."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -16,7 +14,6 @@ torch = pytest.importorskip("torch")
 from fusestep.nn import Rule  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.engine.part import Method  # noqa: E402
-
 from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
 from test_numbers import gradient  # noqa: E402
 from torch_training import EVERY, everything, refused  # noqa: E402

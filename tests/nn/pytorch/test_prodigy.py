@@ -1,7 +1,5 @@
 """Prodigy on PyTorch's tensors, beside the float64 reference, and the original where it is."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -14,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from reference_prodigy import OPTIONS, reference_with  # noqa: E402
 
 SHAPES = [(7, 5), (11,), (), (2, 3, 4)]

@@ -1,7 +1,5 @@
 """What PyTorch asks of an optimizer beside its numbers: hooks, closures, groups, copies, files."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -17,7 +15,6 @@ from torch.optim.optimizer import (  # noqa: E402
 )
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import (  # noqa: E402
     DENSE,
     EVERY,

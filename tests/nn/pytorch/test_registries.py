@@ -1,7 +1,5 @@
 """Libraries that register all subclasses of PyTorch's optimizers by name."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from subprocesses import output_of  # noqa: E402
 from torch_training import EVERY  # noqa: E402
 

@@ -1,7 +1,5 @@
 """Weights of 16 bits in nn.torch, beside masters or remainders, or rounded at random."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
@@ -12,9 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
 import reference_random as model  # noqa: E402
+from fusestep.nn import torch as fused  # noqa: E402
 from helpers import BF16, more  # noqa: E402
 from test_options import SIXTEEN_BITS, mixed, unchanged  # noqa: E402
 from torch_training import (  # noqa: E402

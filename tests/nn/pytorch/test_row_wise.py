@@ -1,7 +1,5 @@
 """Row-wise Adagrad and Adam on PyTorch's tensors, against the float64 references."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,10 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
 import reference  # noqa: E402
 import reference_row_wise as row_wise  # noqa: E402
+from fusestep.nn import torch as fused  # noqa: E402
 
 N, D, B = 40, 13, 60
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,7 +1,5 @@
 """All schedulers of PyTorch on our classes: the same rates, and the same parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.optim import lr_scheduler as s  # noqa: E402
 from torch.optim.swa_utils import SWALR  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from subprocesses import output_of  # noqa: E402
 from torch_training import DENSE, assert_equal_models, loss_of, net, since  # noqa: E402
 

@@ -1,7 +1,5 @@
 """Sparse gradients, with duplicates: every row ("all"), or the rows that occur ("touched")."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import product
 from typing import Any
@@ -15,7 +13,6 @@ from torch.nn import Parameter  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.engine import record  # noqa: E402
 from fusestep.nn.torch.engine.step import Steps  # noqa: E402
-
 from helpers import sampled  # noqa: E402
 from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient  # noqa: E402
 from torch_training import TABLES, assert_same_bits  # noqa: E402

@@ -1,7 +1,5 @@
 """THOR in PyTorch's form: the steps of `nn.thor`, with groups, schedulers and a state."""
 
-from __future__ import annotations
-
 import copy
 import io
 import tempfile
@@ -17,7 +15,6 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from fusestep.nn import thor  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import FOLDERS, through_folder  # noqa: E402
 
 OPTIONS: dict[str, Any] = {"batch_size": 16, "frequency": 4}

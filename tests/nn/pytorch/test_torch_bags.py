@@ -1,7 +1,5 @@
 """Bags beside PyTorch's modules: options that change, ids of every form, compilation, errors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +8,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
 
 from bag_modules import (  # noqa: E402
     IDS,
@@ -21,13 +21,10 @@ from bag_modules import (  # noqa: E402
     pooled,
     stepping,
 )
-from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
-
 from fusestep import ops  # noqa: E402
 from fusestep.kernels.tables import LEFT_OUT  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.engine.bags.gradients import rows_of_bags  # noqa: E402
-
 from helpers import more  # noqa: E402
 
 # Modules that change

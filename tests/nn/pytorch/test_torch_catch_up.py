@@ -1,7 +1,5 @@
 """Rows that sleep in nn.torch: lookups, autograd, state dicts, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -15,7 +13,6 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import distributed  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import assert_same_bits, everything  # noqa: E402
 
 N, D = 60, 11

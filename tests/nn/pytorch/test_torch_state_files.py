@@ -1,7 +1,5 @@
 """States of nn.torch that functions make, in files."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -17,7 +15,6 @@ torch = pytest.importorskip("torch")
 
 import fusestep  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-
 from helpers import more  # noqa: E402
 from test_options import mixed  # noqa: E402
 from torch_training import EVERY, TABLES, assert_same_bits, everything  # noqa: E402

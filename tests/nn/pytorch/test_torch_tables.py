@@ -1,7 +1,5 @@
 """All that belongs to a table of PyTorch: checked by each call before it writes."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -14,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import assert_same_bits, everything  # noqa: E402
 
 N, D = 300, 8

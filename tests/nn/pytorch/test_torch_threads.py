@@ -1,7 +1,5 @@
 """Threads that meet in an optimizer, and PyTorch's number of threads as a limit of steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from subprocesses import output_of

@@ -1,7 +1,5 @@
 """Our classes in the trainers of Hugging Face and Lightning: clipping, accumulation, resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
-
 from torch_training import Tagger, assert_close, assert_same_bits, snapshot  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # the trainers' own

@@ -1,7 +1,5 @@
 """Type checkers see the signatures of `fusestep.nn.torch`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Growing tables in company: several of them, their seeds, means of models, and wrappers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -18,7 +16,6 @@ from torch.optim import swa_utils  # noqa: E402
 from fusestep import nn  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.distributed import alone  # noqa: E402
-
 from thread_processes import in_threads  # noqa: E402
 
 IDS = torch.arange(40) * 2**40 - 7

@@ -1,7 +1,5 @@
 """Small trainings, ours beside PyTorch's: equal models, equal data, and what they must end with."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fusestep.nn import torch as fused
-
 from subprocesses import TORCH
 
 any_gradient = pytest.mark.skipif(

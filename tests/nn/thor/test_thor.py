@@ -1,17 +1,14 @@
 """THOR: its factors and steps against dense linear algebra in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+import thor_nets
 from fusestep import nn
 from fusestep.nn.thor import conv as thor_conv
-
-import thor_nets
 from helpers import FAR, distance
 from thor_nets import (
     BASE,

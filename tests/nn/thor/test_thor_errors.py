@@ -1,17 +1,14 @@
 """Everything that THOR refuses: one clear error, and nothing has changed."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from argument_kinds import KINDS
 
+from argument_kinds import KINDS
 from fusestep import nn
 from fusestep.nn.thor import factors as thor_factors
-
 from helpers import refused, unchanged
 from optimizers import assert_same_run
 from thor_nets import BATCH, Net, Pass, train

@@ -1,7 +1,5 @@
 """When THOR computes its factors, and how its state resumes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import assert_same_arrays, assert_same_bits
 from optimizers import assert_same_run
 from thor_nets import BASE, Net, Pass, data, make, train

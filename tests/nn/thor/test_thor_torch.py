@@ -1,7 +1,5 @@
 """THOR on PyTorch modules; skipped where PyTorch is not installed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-
 from helpers import assert_same_bits
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")

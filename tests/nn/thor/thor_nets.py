@@ -1,7 +1,5 @@
 """Nets for the tests of THOR: every kind of layer, with gradients worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
