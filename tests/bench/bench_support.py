@@ -77,12 +77,9 @@ def named(name: str) -> Case:
 
 
 def point(
-    name: str = "dense/nn.Adam",
-    size: str = TINY,
-    dtype: str = "float32",
-    threads: int = 1,
+    name: str = "dense/nn.Adam", size: str = TINY, dtype: str = "float32", threads: int = 1,
     scenario: str = cases.LOOP,
-) -> Point:
+) -> Point:  # fmt: skip
     """The only point of a case at this size."""
     (found,) = cases.points([named(name)], size, [dtype], [threads], ["zipf1.2"], [scenario])
     return found
@@ -188,23 +185,16 @@ def result(
     found = {label.replace("bound ", "bound: "): value for label, value in found.items()}
     found.setdefault(OURS, summary(0.010))
     return PointResult(
-        of or point(),
-        bytes=450_000_000,
-        sizes={"parameters": 1, "elements": 2**24},
-        from_memory=from_memory,
-        copies=1,
-        times=found,
-        memory=dict.fromkeys(found, memory),
+        of or point(), bytes=450_000_000, sizes={"parameters": 1, "elements": 2**24},
+        from_memory=from_memory, copies=1, times=found, memory=dict.fromkeys(found, memory),
         unavailable={},
-    )
+    )  # fmt: skip
 
 
 def made_up(
-    *results: PointResult | SpecialResult,
-    load: float | None = 0.1,
-    gpu: dict[str, Any] | None = None,
-    **peers: dict[str, str],
-) -> dict[str, Any]:
+    *results: PointResult | SpecialResult, load: float | None = 0.1,
+    gpu: dict[str, Any] | None = None, **peers: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
     """A document of these results; ``versions`` and ``missing`` are those of its peers."""
     of_run = Peers({})
     of_run.versions = peers.get("versions", {})

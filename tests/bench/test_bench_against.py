@@ -270,12 +270,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("error", "why"), [(KeyboardInterrupt(), "interrupted"), (BenchError("lost"), "lost")]
 )
 def test_what_was_compared_before_an_interrupt_is_shown(
-    error: BaseException,
-    why: str,
-    given: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, why: str, given: list[str], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     compare = against._compare
 
     def interrupted(workers: Any, of: Any, *rest: Any) -> Changed:
@@ -364,12 +361,9 @@ def test_end_to_end(tmp_path: Path) -> None:
     given = ("dense/ops.ApplyMomentum", "--size", "900", "--threads", "1", "--seconds", "0.05")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fusestep", "bench", *given, "--against", "HEAD"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "dense/ops.ApplyMomentum" in line)
     assert "slower" in line.split()

@@ -105,11 +105,8 @@ def selected(*patterns: str) -> list[str]:
 
 def test_selection() -> None:
     assert selected("nn.LazyAdam") == [
-        "dense/nn.LazyAdam",
-        "rows/nn.LazyAdam",
-        "dlrm/nn.LazyAdam",
-        "bags/nn.LazyAdam",
-    ]
+        "dense/nn.LazyAdam", "rows/nn.LazyAdam", "dlrm/nn.LazyAdam", "bags/nn.LazyAdam",
+    ]  # fmt: skip
     assert selected("rows/nn.LazyAdam") == ["rows/nn.LazyAdam"]
     assert selected("first-step", "far-*") == ["far-rows", "first-step"]  # as in the table
     assert selected("rows/*") == [case.name for case in cases.STEPS if case.kind == "rows"]
@@ -179,13 +176,9 @@ def test_numbers_have_units_of_1024() -> None:
 def test_points_are_all_combinations_that_there_are() -> None:
     chosen = [named("dense/nn.SGD"), named("rows/ops.FusedSparseAdam")]
     found = cases.points(
-        chosen,
-        "1K,4K,9x2x5",
-        ["float32", "float16"],
-        [1, 2],
-        ["uniform", "equal"],
+        chosen, "1K,4K,9x2x5", ["float32", "float16"], [1, 2], ["uniform", "equal"],
         ["loop", "busy"],
-    )
+    )  # fmt: skip
     dense = [point for point in found if point.case.kind == "dense"]
     rows = [point for point in found if point.case.kind == "rows"]
     assert len(dense) == 2 * 2 * 2 * 2  # sizes, dtypes, threads, scenarios

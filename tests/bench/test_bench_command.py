@@ -217,11 +217,9 @@ WRONG: dict[tuple[str, ...], str] = {
 
 @pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
 def test_wrong_options_cost_one_line(
-    given: tuple[str, ...],
-    text: str,
-    capsys: pytest.CaptureFixture[str],
+    given: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Before anything is measured."""
     monkeypatch.setattr(run, "run", lambda *_: pytest.fail("measured"))
     assert text in refused_line(capsys, *given)
@@ -246,11 +244,9 @@ def test_pipe_in_the_place_of_results(
 @pytest.mark.parametrize("missing", [("rich",), ("jsonschema", "psutil")])
 @pytest.mark.parametrize("given", [(), ("--list",), ("nn.Adam", "--size", "1K"), ("--quick",)])
 def test_without_its_libraries(
-    missing: tuple[str, ...],
-    given: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    missing: tuple[str, ...], given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """One line says what to install, whatever was asked for."""
     find: Callable[[str], Any] = command.find_spec
     monkeypatch.setattr(command, "find_spec", lambda n: None if n in missing else find(n))

@@ -202,12 +202,9 @@ TURNS: list[tuple[str, float, list[float], list[float]]] = [
 
 @pytest.mark.parametrize(("scenario", "before", "durations", "expected"), TURNS)
 def test_turns(
-    scenario: str,
-    before: float,
-    durations: list[float],
-    expected: list[float],
+    scenario: str, before: float, durations: list[float], expected: list[float],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """What comes before a step comes after its arrays, and does not count."""
     clock, left = FakeClock(), iter(durations)
     done: list[str] = []
@@ -339,12 +336,9 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_a_slowed_step_is_reported(
-    clock: FakeClock,
-    ours: float,
-    from_memory: bool,
-    losses: list[str],
+    clock: FakeClock, ours: float, from_memory: bool, losses: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     if not from_memory:
         monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 2**25)
     found = measured(clock, ours, monkeypatch)

@@ -22,18 +22,14 @@ from fusestep.bench.report.result import OURS, PointResult, SpecialResult
 
 USUAL = {"bound_fast": 0.0095, "bound_slow": 0.0200, "torch_fused": 0.0125}
 SPECIAL = SpecialResult(
-    "first-step",
-    "import and first step",
-    {"import": summary(0.3), "nn.Adam cold": summary(3.0)},
+    "first-step", "import and first step", {"import": summary(0.3), "nn.Adam cold": summary(3.0)},
     {"import": 0.6, "nn.Adam cold": 2.5},
-)
+)  # fmt: skip
 PARTS = {"step": 0.004, "grouping alone": 0.001, "update alone": 0.003, "plain loop": 0.002}
 FAR = SpecialResult(
-    "far-rows",
-    "parts",
-    {f"9x2x4: {part}": summary(seconds) for part, seconds in PARTS.items()},
+    "far-rows", "parts", {f"9x2x4: {part}": summary(seconds) for part, seconds in PARTS.items()},
     {"9x2x4: update alone": 0.0023},
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +38,9 @@ def full() -> dict[str, Any]:
     lost = point("rows/nn.LazyAdam", DEFAULTS["rows"], threads=2)
     return made_up(
         result(point(size=PUBLISHED_DENSE, threads=2), **USUAL),
-        result(lost, bound_fast=0.0080, torch_fused=0.0025),
-        SPECIAL,
-        FAR,
-        versions={"torch": "2.0"},
-        missing={"mxnet": "not installed here"},
-    )
+        result(lost, bound_fast=0.0080, torch_fused=0.0025), SPECIAL, FAR,
+        versions={"torch": "2.0"}, missing={"mxnet": "not installed here"},
+    )  # fmt: skip
 
 
 # -- the document ---------------------------------------------------------------------------------

@@ -73,11 +73,9 @@ def mixtures(*, every: bool) -> dict[str, Any]:
     """The dense loop with a prologue, and of other storage types than float32."""
     found = {
         "dense adam, scaled, clipped, decayed": adam(F32, F32, (SCALE, CLIP, COUPLED_DECAY)),
-        "dense adam f64": adam(F64, F64),
-        "dense adam f16": adam(F16, F32),
-        "dense adam bf16": adam(BF16, F32),
-        "dense adam all bf16": adam(BF16, BF16),
-    }
+        "dense adam f64": adam(F64, F64), "dense adam f16": adam(F16, F32),
+        "dense adam bf16": adam(BF16, F32), "dense adam all bf16": adam(BF16, BF16),
+    }  # fmt: skip
     if every:
         with_master = kernel(MXNET_ADAM.kept(MASTER), (), F16, F16, (F32, F32, F32))
         found["dense mxnet_adam_master f16"] = with_master
@@ -98,26 +96,20 @@ def other_loops(*, every: bool) -> dict[str, Any]:
     for s in (F32, F64, F16):
         found[f"finite {s.name}"] = step.chunk_sums_kernel(norm.scaling(s, norm.FINITE))
     return found | {
-        "rows check": keys.check_kernel,
-        "rows sort one tile": keys.tile_kernel,
-        "rows mark": rows.mark_kernel,
-        "sort count": sort.count_kernel,
-        "sort scan": sort.scan_kernel,
-        "sort scatter": sort.scatter_kernel,
+        "rows check": keys.check_kernel, "rows sort one tile": keys.tile_kernel,
+        "rows mark": rows.mark_kernel, "sort count": sort.count_kernel,
+        "sort scan": sort.scan_kernel, "sort scatter": sort.scatter_kernel,
         "measure lamb": step.chunk_sums_kernel(lamb),
         "totals lamb": totals.totals_kernel(lamb, *constants),
         "measure four values": step.chunk_sums_kernel(aligned),
         "totals of four values": totals.totals_kernel(aligned, *constants),
         "totals of a state": totals.totals_kernel(novo, *constants),
         "states of tensors": totals.states_kernel(novo, step.TensorRow),
-        "update beside a state": step.dense_kernel(novo),
-        "counted rows": row_wise_kernel(counted),
+        "update beside a state": step.dense_kernel(novo), "counted rows": row_wise_kernel(counted),
         "lazy counted rows": rows.touched_kernel(counted),
-        "rows squares": rows.row_squares_kernel(F32, F32, 4),
-        "total": norm.total_kernel,
-        "gather": gather.gather_kernel(16),
-        "fill": arrays.fill_kernel,
-    }
+        "rows squares": rows.row_squares_kernel(F32, F32, 4), "total": norm.total_kernel,
+        "gather": gather.gather_kernel(16), "fill": arrays.fill_kernel,
+    }  # fmt: skip
 
 
 def bag_loops(*, every: bool) -> dict[str, Any]:
@@ -148,25 +140,21 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
             "bags max f64": bags.pool_kernel(F64, F64, LARGEST, False),
         }
     return found | {
-        "bags bounds": bags.bounds_kernel,
-        "bags ends": bags.ends_kernel,
-        "bags lay out": bags.lay_out_kernel,
-        "bags keep": bags.keep_kernel,
+        "bags bounds": bags.bounds_kernel, "bags ends": bags.ends_kernel,
+        "bags lay out": bags.lay_out_kernel, "bags keep": bags.keep_kernel,
         "bags weights of means": bags.mean_weights_kernel(F32),
         "bags products": bags.products_kernel(F32, F32, F32),
-    }
+    }  # fmt: skip
 
 
 # Rules that measure rows have about as many registers; storage types differ in instructions.
 # Some are the first two.
 ROW_WISE: dict[str, Any] = {
-    "centred f32": (CENTRED, F32, (F32, F32, I32)),
-    "adam f16": (ROW_WISE_ADAM, F16, (F16, F32)),
+    "centred f32": (CENTRED, F32, (F32, F32, I32)), "adam f16": (ROW_WISE_ADAM, F16, (F16, F32)),
     "adam f32": (ROW_WISE_ADAM, F32, (F32, F32)),
     "adam mixed bf16": (ROW_WISE_ADAM, BF16, (F32, F32)),
-    "adam f64": (ROW_WISE_ADAM, F64, (F64, F64)),
-    "adagrad f32": (ROW_WISE_ADAGRAD, F32, (F32,)),
-}
+    "adam f64": (ROW_WISE_ADAM, F64, (F64, F64)), "adagrad f32": (ROW_WISE_ADAGRAD, F32, (F32,)),
+}  # fmt: skip
 
 
 def row_wise_loops(*, every: bool) -> dict[str, Any]:
@@ -233,13 +221,9 @@ def machine_code(library: Any, capability: tuple[Any, ...]) -> dict[str, Any]:
 
 
 LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "rules": rules,
-    "torch": partial(rules, of_torch=True),
-    "mixtures": mixtures,
-    "others": other_loops,
-    "bags": bag_loops,
-    "row-wise": row_wise_loops,
-}
+    "rules": rules, "torch": partial(rules, of_torch=True), "mixtures": mixtures,
+    "others": other_loops, "bags": bag_loops, "row-wise": row_wise_loops,
+}  # fmt: skip
 
 
 def main() -> None:

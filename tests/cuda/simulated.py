@@ -64,11 +64,9 @@ def tile_storer(count, itemsize):
 
 # How numbers lie in memory, and what they become.
 _NUMBERS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
-    types.int32: (ctypes.c_int32, int),
-    types.int64: (ctypes.c_int64, int),
-    types.float32: (ctypes.c_float, np.float32),
-    types.float64: (ctypes.c_double, np.float64),
-}
+    types.int32: (ctypes.c_int32, int), types.int64: (ctypes.c_int64, int),
+    types.float32: (ctypes.c_float, np.float32), types.float64: (ctypes.c_double, np.float64),
+}  # fmt: skip
 
 
 def _size_of(kind):

@@ -53,11 +53,9 @@ def tables_of(shapes: Sequence[tuple[int, int]] = SHAPES, dtype: Any = F32) -> l
 
 
 def bags_of(
-    tables: Sequence[np.ndarray],
-    batch: int = sized(5, 2_000),
-    longest: int = sized(7, 20),
+    tables: Sequence[np.ndarray], batch: int = sized(5, 2_000), longest: int = sized(7, 20),
     dtype: Any = np.int64,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """Ids and offsets of a feature for each table; some bags are empty."""
     return test_embedding_bags.bags_of(
         list(map(len, tables)), batch, longest, int(RNG.integers(1 << 30)), dtype

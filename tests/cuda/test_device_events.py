@@ -230,12 +230,9 @@ def test_captures() -> None:
         lambda: ops.Adam()(*table, *BETAS, g),
         lambda: ops.FusedSparseLazyAdam()(*table, *BETAS, part.values, part.indices),
         lambda: ops.clip_by_global_norm([g], 1.0),
-        lambda: ops.clip_by_global_norm([g], 1.0, in_place=True),
-        lambda: ops.global_norm([g]),
-        lambda: ops.EmbeddingBags()(w, [part.indices], [offsets]),
-        part.to_dense,
-        part.coalesce,
-    ]
+        lambda: ops.clip_by_global_norm([g], 1.0, in_place=True), lambda: ops.global_norm([g]),
+        lambda: ops.EmbeddingBags()(w, [part.indices], [offsets]), part.to_dense, part.coalesce,
+    ]  # fmt: skip
     for call in calls:
         call()
         fusestep.synchronize()
@@ -697,14 +694,10 @@ def test_mixtures() -> None:
     mixed = on_device(rows([1], (5, 4)))
     mixed.indices = index
     for one, bad in (
-        (opt, gradient((5, 4))),
-        (opt, rows([1], (5, 4))),
-        (opt, mixed),
-        (opt, [rows([1], (5, 4)), theirs]),
-        (on_cpu, on_device(gradient((5, 4)))),
-        (on_cpu, theirs),
+        (opt, gradient((5, 4))), (opt, rows([1], (5, 4))), (opt, mixed),
+        (opt, [rows([1], (5, 4)), theirs]), (on_cpu, on_device(gradient((5, 4)))), (on_cpu, theirs),
         (on_cpu, mixed),
-    ):
+    ):  # fmt: skip
         with refused(ValueError, "lives elsewhere than", w):
             one((bad,))
     with refused(ValueError, "lives elsewhere than"):

@@ -120,13 +120,10 @@ class Interface:
         self._array = array
         strides = None if array.flags.c_contiguous else array.strides
         self.__cuda_array_interface__ = {
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (array.ctypes.data, not array.flags.writeable),
-            "strides": strides,
-            "version": 3,
-            **changed,
-        }
+            "shape": array.shape, "typestr": array.dtype.str,
+            "data": (array.ctypes.data, not array.flags.writeable), "strides": strides,
+            "version": 3, **changed,
+        }  # fmt: skip
 
 
 class Stream(int):
@@ -348,11 +345,9 @@ def test_streams(log: list[str]) -> None:
     of_torch, of_cupy = adopted(tensor(array(3))), adopted(CuPyArray(array(3)))
     own = adopted(Interface(array(3), stream=9))
     for expected, arrays in (
-        (7, [of_torch, adopted(tensor(array(3)))]),
-        (8, [of_cupy]),
-        (0, [adopted(Interface(array(3)))]),
-        (9, [own]),
-    ):
+        (7, [of_torch, adopted(tensor(array(3)))]), (8, [of_cupy]),
+        (0, [adopted(Interface(array(3)))]), (9, [own]),
+    ):  # fmt: skip
         with launching(arrays) as call:
             assert call.stream == expected
     assert log == []

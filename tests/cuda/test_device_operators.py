@@ -241,12 +241,10 @@ def test_clipping() -> None:
 SHAPE = (5, 3)
 SCALARS: dict[str, Any] = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "2.0": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4},
+    "plain": {}, "2.0": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4},
     "1.9": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4, "compat": "1.9"},
-    "standard": {"wd": 0.3, "lazy_update": False},
-    "locked": {"wd": 0.3, "use_locking": True},
-}
+    "standard": {"wd": 0.3, "lazy_update": False}, "locked": {"wd": 0.3, "use_locking": True},
+}  # fmt: skip
 
 
 WHOLE, EMPTY = ((5, 3), None), ((0, 3), None)

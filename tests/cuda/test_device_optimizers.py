@@ -339,10 +339,8 @@ def test_several_dtypes(make: Make) -> None:
     sparse = [rows([1, 2, 1], *own) for own in gradients[:3]]
     dense = [gradient(*own) for own in gradients]
     steps = [
-        dense,
-        [*sparse, None],
-        [None, rows([4], *gradients[1]), rows([], *gradients[2]), None],
-    ]
+        dense, [*sparse, None], [None, rows([4], *gradients[1]), rows([], *gradients[2]), None],
+    ]  # fmt: skip
     assert_alike(make, list(map(positive, shapes, (F16, BF16, F64, BF16))), steps)
 
 
@@ -534,16 +532,14 @@ def test_updater_errors() -> None:
     arrays = [weights[0], weights[2], g, *state]
     elsewhere, shared, w = "lives elsewhere than", "shares memory with", weights[0]
     for text, arguments in (
-        (elsewhere, (0, w, on_host(g), state)),
-        (elsewhere, (0, w, rows([1], (5, 3)), state)),
-        (elsewhere, (0, w, g, of_host)),
-        (elsewhere, (0, host, g, of_host)),
+        (elsewhere, (0, w, on_host(g), state)), (elsewhere, (0, w, rows([1], (5, 3)), state)),
+        (elsewhere, (0, w, g, of_host)), (elsewhere, (0, host, g, of_host)),
         (elsewhere, (0, host, on_host(g), state)),
         (elsewhere, ([0, 1], [w, host], [g, on_host(g)], [state, of_host])),
         (shared, (0, w, w, state)),
         (shared, ([0, 1], [w, w], [g, g], [state, opt.create_state(1, g)])),
         ("has a wrong shape", (0, w, on_device(gradient((3, 5))), state)),
-    ):
+    ):  # fmt: skip
         with refused(ValueError, text, *arrays):
             opt.update(*arguments)
     assert opt.num_update == 0 and not opt._index_update_count

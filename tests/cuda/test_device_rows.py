@@ -129,10 +129,8 @@ def test_memory_that_grows(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LEAST", 1)
     for b in (4, 60, 4):
         start, values, indices = (
-            [positive((6, 3)) for _ in "wmv"],
-            positive((b, 3)),
-            np.arange(b) % 6,
-        )
+            [positive((6, 3)) for _ in "wmv"], positive((b, 3)), np.arange(b) % 6,
+        )  # fmt: skip
         found = row_step(op, start, values, indices)
         op(*start, *BETAS, values, indices)
         assert_close(found, start)

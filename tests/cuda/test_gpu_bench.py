@@ -17,12 +17,9 @@ from fusestep.bench import run
 from fusestep.bench.report.result import BOUND, OURS
 
 DEVICE = {
-    "name": "NVIDIA Test",
-    "compute_capability": "9.0",
-    "multiprocessors": 132,
-    "memory_bytes": 10**11,
-    "cuda_of_driver": "13.0",
-}
+    "name": "NVIDIA Test", "compute_capability": "9.0", "multiprocessors": 132,
+    "memory_bytes": 10**11, "cuda_of_driver": "13.0",
+}  # fmt: skip
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.sh"
 
 

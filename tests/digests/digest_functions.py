@@ -132,19 +132,11 @@ def of_gradients() -> Cases:
 
 # Values of arguments by their names, or else their types; others are halves, thirds, ... by place.
 NUMBERS: dict[str, Any] = {
-    "min_lr": 0.01,
-    "warmup_begin_lr": 0.002,
-    "max_update": 11,
-    "total_step": 13,
-    "step_per_epoch": 2,
-    "int": 3,
-    "bool": True,
-    "str": "constant",
-    "list[int]": [2, 5, 9],
-    "Sequence[int]": [2, 5],
-    "Sequence[float]": [0.1, 0.05],
+    "min_lr": 0.01, "warmup_begin_lr": 0.002, "max_update": 11, "total_step": 13,
+    "step_per_epoch": 2, "int": 3, "bool": True, "str": "constant", "list[int]": [2, 5, 9],
+    "Sequence[int]": [2, 5], "Sequence[float]": [0.1, 0.05],
     "Sequence[Schedule | float]": [nn.WarmUpLR(0.1, 3), 0.05, lambda step: 0.1 / (step + 1)],
-}
+}  # fmt: skip
 
 
 def values(record: Record, make: Callable[..., Any], **options: Any) -> None:

@@ -48,11 +48,9 @@ def rows(
 
 Kind = Callable[[Any, Shape, Any], Any]
 DENSE: dict[str, Kind] = {
-    "dense": normal,
-    "strided": strided,
-    "none": lambda *_: None,
+    "dense": normal, "strided": strided, "none": lambda *_: None,
     "nan": lambda seed, shape, dtype: normal(seed, shape, dtype) * np.array(np.nan, dtype),
-}
+}  # fmt: skip
 SPARSE: dict[str, Kind] = {
     "rows": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype),
     "int32": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype, np.int32),

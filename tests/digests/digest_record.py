@@ -14,11 +14,8 @@ from fusestep import nn, ops
 from helpers import arrays_of
 
 MODULES = {
-    "nn": nn,
-    "nn.mxnet": nn.mxnet,
-    "nn.mxnet.lr_scheduler": nn.mxnet.lr_scheduler,
-    "ops": ops,
-}
+    "nn": nn, "nn.mxnet": nn.mxnet, "nn.mxnet.lr_scheduler": nn.mxnet.lr_scheduler, "ops": ops,
+}  # fmt: skip
 # What a text may hold of the run and of the place of a file, which is not looked at.
 _ADDRESS, _MODULE = re.compile(r"\b0x[0-9a-f]+"), re.compile(r"\bfusestep(?:\.\w+)*\.(?=\w)")
 

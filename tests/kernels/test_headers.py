@@ -97,22 +97,15 @@ def test_expected_rows(n):
 @pytest.mark.parametrize(
     ("k", "wrong"),
     [
-        (0, np.ones((3, 2), np.float32)),
-        (0, np.ones((2, 3))),
-        (0, np.ones((2, 3, 1), np.float32)),
+        (0, np.ones((3, 2), np.float32)), (0, np.ones((2, 3))), (0, np.ones((2, 3, 1), np.float32)),
         (0, np.ones((3, 2), np.float32).T),
         (0, np.zeros(25, np.uint8)[1:].view(np.float32).reshape(2, 3)),
-        (0, np.ones((2, 3), np.float32).view(Subclass)),
-        (0, None),
-        (1, np.zeros(3, np.int64)),
-        (1, np.zeros(4, np.int32)),
-        (1, np.zeros((4, 1), np.int64)),
-        (1, np.zeros(8, np.int64)[::2]),
-        (2, np.ones((5, 2))),
-        (2, np.ones((4, 3))),
+        (0, np.ones((2, 3), np.float32).view(Subclass)), (0, None), (1, np.zeros(3, np.int64)),
+        (1, np.zeros(4, np.int32)), (1, np.zeros((4, 1), np.int64)),
+        (1, np.zeros(8, np.int64)[::2]), (2, np.ones((5, 2))), (2, np.ones((4, 3))),
         (2, np.ones((4, 2), np.float32)),
     ],
-)
+)  # fmt: skip
 def test_arrays_that_are_not_as_expected(k, wrong):
     arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
     expected = expected_arrays(row_forms(), NOWHERE)

@@ -25,14 +25,11 @@ F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 N, D = 120, 9
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.95, 0.999), (0.99, 0.999), (0.5, 0.9), (0.0, 0.99)]
 RATES: dict[str, Callable[[int], float]] = {
-    "constant": lambda _: 0.01,
-    "cosine": lambda t: 0.005 * (1.0 + math.cos(t / 50.0)),
+    "constant": lambda _: 0.01, "cosine": lambda t: 0.005 * (1.0 + math.cos(t / 50.0)),
     "stairs": lambda t: 0.01 * 0.3 ** (t // 40),
-    "now and then": lambda t: 0.01 if t % 7 == 0 else 0.0,
-    "warm up": lambda t: min(0.01, 1e-4 * t),
-    "rising": lambda t: 1e-6 * 1.01**t,
-    "late": lambda t: 0.0 if t < 1_200 else 0.01,
-}
+    "now and then": lambda t: 0.01 if t % 7 == 0 else 0.0, "warm up": lambda t: min(0.01, 1e-4 * t),
+    "rising": lambda t: 1e-6 * 1.01**t, "late": lambda t: 0.0 if t < 1_200 else 0.01,
+}  # fmt: skip
 Scalars = Callable[[float, int], tuple[float, ...]]
 
 
@@ -82,13 +79,11 @@ LINEAR: dict[str, tuple[Rule, Scalars, float]] = {
     "lion": (lion.LION, lambda lr, _: (0.9, 0.1, 0.99, 0.01, lr, 0.3, 0.0, 1.0), 0.0),
 }  # fmt: skip
 ROOTED: dict[str, tuple[Rule, Callable[..., Scalars]]] = {
-    "adam": (adam.ADAM, mindspore),
-    "adam nesterov": (adam.ADAM_NESTEROV, mindspore),
-    "amsgrad": (adam.ADAM_AMSGRAD, mindspore),
-    "weight decay": (adam.ADAM_WEIGHT_DECAY, decoupled),
+    "adam": (adam.ADAM, mindspore), "adam nesterov": (adam.ADAM_NESTEROV, mindspore),
+    "amsgrad": (adam.ADAM_AMSGRAD, mindspore), "weight decay": (adam.ADAM_WEIGHT_DECAY, decoupled),
     "torch adamw": (torch_adam.TORCH_ADAM, corrected),
     "torch amsgrad": (torch_adam.TORCH_AMSGRAD, corrected),
-}
+}  # fmt: skip
 
 
 class Missed:

@@ -17,24 +17,16 @@ BITS = 10  # of a position in a key
 FIRST = 100
 WIDTHS = [*range(1, 20), 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 1_000, 5_000]
 PAIRS = [
-    (storage.F32, storage.F32),
-    (storage.F16, storage.F32),
-    (storage.BF16, storage.F32),
-    (storage.F64, storage.F32),
-    (storage.F32, storage.F64),
-    (storage.F64, storage.F64),
+    (storage.F32, storage.F32), (storage.F16, storage.F32), (storage.BF16, storage.F32),
+    (storage.F64, storage.F32), (storage.F32, storage.F64), (storage.F64, storage.F64),
     (storage.F16, storage.F64),
-]
+]  # fmt: skip
 
 
 def compiled_sum(
-    g: storage.Storage,
-    real: storage.Storage,
-    values: np.ndarray,
-    positions: np.ndarray,
-    form: forms.SumForm = forms.OWN,
-    weights: np.ndarray | None = None,
-) -> np.ndarray:
+    g: storage.Storage, real: storage.Storage, values: np.ndarray, positions: np.ndarray,
+    form: forms.SumForm = forms.OWN, weights: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written.
 
     Weights of maxima are winners, of which place 0 is number `FIRST`.
@@ -58,15 +50,9 @@ def compiled_sum(
     source = np.array([values.ctypes.data, values.strides[0], *addresses, FIRST])
     for fetches in (0, 1):
         call(
-            room[1:].ctypes.data,
-            source.ctypes.data,
-            keys.ctypes.data,
-            1,
-            n + 1,
-            width,
-            mask,
+            room[1:].ctypes.data, source.ctypes.data, keys.ctypes.data, 1, n + 1, width, mask,
             fetches,
-        )
+        )  # fmt: skip
     assert room[0] == room[-1] == 99
     return room[1:-1]
 

@@ -106,15 +106,9 @@ class Problem:
 
     @classmethod
     def make(
-        cls,
-        n: int,
-        tail: tuple[int, ...],
-        indices: np.ndarray,
-        *,
-        exact: bool = True,
-        seed: int = 0,
-        dtype: Any = np.float32,
-    ) -> Problem:
+        cls, n: int, tail: tuple[int, ...], indices: np.ndarray, *, exact: bool = True,
+        seed: int = 0, dtype: Any = np.float32,
+    ) -> Problem:  # fmt: skip
         """With `exact`, every sum of gradient rows is exact in float32, in any order."""
         rng = np.random.default_rng(seed)
         w, signed = rng.standard_normal((2, n, *tail)).astype(dtype)

@@ -195,14 +195,10 @@ def step(
     """One compiled Adam step on any number of tensors, in one call."""
     variables = Variables.of(tensors)
     update = DenseUpdate(
-        rules.ADAM,
-        (),
-        variables,
-        np.array([g.ctypes.data for g in gradients]),
-        STORAGES[gradients[0].dtype],
-        np.array([hp], variables.real.dtype),
+        rules.ADAM, (), variables, np.array([g.ctypes.data for g in gradients]),
+        STORAGES[gradients[0].dtype], np.array([hp], variables.real.dtype),
         np.zeros(len(tensors), np.int64),
-    )
+    )  # fmt: skip
     commit([update.prepared()])
 
 

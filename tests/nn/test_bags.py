@@ -225,13 +225,11 @@ def test_gradients_are_accumulated_clipped_and_taken_later() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"clipnorm": 0.3},
-        {"clipvalue": 0.1},
-        {"skip_nonfinite": True},
+        {"clipnorm": 0.3}, {"clipvalue": 0.1}, {"skip_nonfinite": True},
         {"grad_centralization": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("short_keys")
 def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None:
     of_group = {n: options[n] for n in options if n == "grad_centralization"}

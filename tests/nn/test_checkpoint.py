@@ -256,10 +256,8 @@ def saving(path: Path, name: str, place: str = "") -> subprocess.Popen[str]:
     """A process that saves to `path`, and is killed or waits in a function of os."""
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(SAVE), str(path), name, place],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 @POSIX

@@ -185,11 +185,8 @@ def test_an_assigned_loss_scale_acts_from_the_next_step(form: str) -> None:
         changed(tuple(np.float32(scale) * g for g in given))
     assert_same_arrays(changed.parameters, plain.parameters)
     for wrong, error in (
-        (0.0, ValueError),
-        (-1.0, ValueError),
-        (1e39, ValueError),
-        ("4", TypeError),
-    ):
+        (0.0, ValueError), (-1.0, ValueError), (1e39, ValueError), ("4", TypeError),
+    ):  # fmt: skip
         with refused(error, "loss_scale", changed):
             changed.loss_scale = wrong
         assert changed.loss_scale == 16.0

@@ -391,19 +391,12 @@ def test_a_moment_can_be_left_unused(form: str, name: str) -> None:
 
 FIXED = {
     "use_nesterov": ("Adam", "Adam-nesterov", "LazyAdam", "AdamOffload", "Momentum"),
-    "use_amsgrad": ("Adam", "Adam-amsgrad"),
-    "use_lazy": ("Adam", "Adam-lazy"),
-    "use_offload": ("Adam",),
-    "nesterov": ("SGD-momentum", "SGD-nesterov"),
-    "momentum": ("SGD",),
-    "centered": ("RMSProp", "RMSProp-both"),
-    "update_slots": ("Adagrad", "Adagrad-fixed"),
-    "clip_ratio": ("Lamb", "Lamb-clipped"),
-    "relative_step": ("AdaFactor",),
-    "warmup_init": ("AdaFactor",),
-    "clipvalue": ("Adam",),
-    "clipnorm": ("Adam",),
-}
+    "use_amsgrad": ("Adam", "Adam-amsgrad"), "use_lazy": ("Adam", "Adam-lazy"),
+    "use_offload": ("Adam",), "nesterov": ("SGD-momentum", "SGD-nesterov"), "momentum": ("SGD",),
+    "centered": ("RMSProp", "RMSProp-both"), "update_slots": ("Adagrad", "Adagrad-fixed"),
+    "clip_ratio": ("Lamb", "Lamb-clipped"), "relative_step": ("AdaFactor",),
+    "warmup_init": ("AdaFactor",), "clipvalue": ("Adam",), "clipnorm": ("Adam",),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "form"), [(n, form) for n in FIXED for form in FIXED[n]])

@@ -125,12 +125,9 @@ def test_gradient_layouts_and_kinds() -> None:
     frozen = g.copy()
     frozen.flags.writeable = False
     for form in (
-        np.asfortranarray(g),
-        np.repeat(g, 2, axis=1)[:, ::2],
-        frozen,
-        Like(g),
+        np.asfortranarray(g), np.repeat(g, 2, axis=1)[:, ::2], frozen, Like(g),
         nn.Parameter(g.copy()),
-    ):
+    ):  # fmt: skip
         w, expected = ones(4, 3), ones(4, 3)
         opt, plain = nn.Adam([w]), nn.Adam([expected])
         for one, given in ((opt, form), (plain, g)):
@@ -191,11 +188,9 @@ def test_skip_nonfinite_in_row_values(bad: float, options: dict[str, Any]) -> No
     spoiled, dense = rows([1, 3, 1]), ones(3, 2)
     spoiled.values[2, 2] = dense[0, 1] = bad
     for gradients in (
-        [ones(3, 2), rows([1]), spoiled],
-        [None, spoiled, None],
-        [ones(3, 2), [rows([0]), spoiled], None],
-        [dense, rows([1]), None],
-    ):
+        [ones(3, 2), rows([1]), spoiled], [None, spoiled, None],
+        [ones(3, 2), [rows([0]), spoiled], None], [dense, rows([1]), None],
+    ):  # fmt: skip
         with unchanged(opt):
             opt(gradients)
     assert opt.skipped_steps == 4

@@ -240,11 +240,9 @@ def test_adversarial_ids(kind: str) -> None:
     """At 80 % full no search is longer than 64, and an id takes at most 42 bytes."""
     n, rng = 300_000, np.random.default_rng(1)
     made = {
-        "random": rng.integers(-(2**63), 2**63 - 1, n),
-        "sequential": np.arange(n),
-        "multiples": np.arange(n) * 300_001,
-        "high bits": np.arange(n) << 40,
-    }[kind]
+        "random": rng.integers(-(2**63), 2**63 - 1, n), "sequential": np.arange(n),
+        "multiples": np.arange(n) * 300_001, "high bits": np.arange(n) << 40,
+    }[kind]  # fmt: skip
     ids, longest, most_bytes = IdMap(n + 1), 0, 0.0
     for k, batch in enumerate(np.array_split(made, 60)):
         assert (ids(batch, k) == np.arange(len(batch)) + 1 + k * len(batch)).all()

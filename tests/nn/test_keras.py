@@ -44,18 +44,10 @@ def summed(gradient: nn.RowTensor) -> nn.RowTensor:
 
 
 def update_step(
-    variable: np.ndarray,
-    gradient: np.ndarray,
-    accum: np.ndarray,
-    linear: np.ndarray,
-    *,
-    learning_rate: float,
-    learning_rate_power: float,
-    l1_regularization_strength: float,
-    l2_regularization_strength: float,
-    l2_shrinkage_regularization_strength: float,
-    beta: float,
-) -> tuple[np.ndarray, ...]:
+    variable: np.ndarray, gradient: np.ndarray, accum: np.ndarray, linear: np.ndarray, *,
+    learning_rate: float, learning_rate_power: float, l1_regularization_strength: float,
+    l2_regularization_strength: float, l2_shrinkage_regularization_strength: float, beta: float,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     """``keras.optimizers.Ftrl.update_step`` of Keras 3 in float64, with Keras's names."""
     l2_reg = l2_regularization_strength + beta / (2.0 * learning_rate)
     grad_to_use = gradient + 2 * l2_shrinkage_regularization_strength * variable

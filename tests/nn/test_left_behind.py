@@ -95,12 +95,9 @@ GOOD: dict[str, Callable[[], Any]] = {
     "float64": lambda: _stepped(lambda p: nn.Adam(p, beta1=0.5, beta2=0.75), DENSE, F64),
     "factored": lambda: _stepped(nn.AdaFactor, DENSE),
     "lars": lambda: _stepped(lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9)), DENSE),
-    "own": lambda: _stepped(_own, DENSE),
-    "own-rows": lambda: _stepped(_own, (_rows(), _array(5))),
-    "adam_update": _adam_update,
-    "mxnet": _mxnet,
-    "operator": _ftrl,
-}
+    "own": lambda: _stepped(_own, DENSE), "own-rows": lambda: _stepped(_own, (_rows(), _array(5))),
+    "adam_update": _adam_update, "mxnet": _mxnet, "operator": _ftrl,
+}  # fmt: skip
 
 
 def _assigned(length: Any) -> Any:

@@ -113,15 +113,13 @@ def test_parts_that_do_not_fit(
 # -- what is compiled -----------------------------------------------------------------------------
 
 RAISES = {
-    "raise": raising,
-    "assert": asserting,
+    "raise": raising, "assert": asserting,
     "index of a tuple": lambda w, g, hp: w - TABLE[int(g * hp.lr)],
-    "index of an array": lambda w, g, hp: w - ARRAY[int(g * hp.lr)],
-    "print": printing,
+    "index of an array": lambda w, g, hp: w - ARRAY[int(g * hp.lr)], "print": printing,
     "list": lambda w, g, hp: [w, g][int(hp.lr)],
     "int as exponent": lambda w, g, hp: w ** int(g * hp.lr),
     "range": lambda w, g, hp: w - len(range(0, 10, int(g * hp.lr))),
-}
+}  # fmt: skip
 WRONG_TYPES: list[tuple[Rule, type[Exception], str]] = [
     (replace(PLAIN, update=branch), TypeError,
      "update 'branch' returns a wrong type: expected the float w, got OptionalType(float32)"),

@@ -21,23 +21,19 @@ def numbers() -> Iterator[float]:
 
 
 RATES: dict[str, tuple[Callable[[], Any], list[float]]] = {
-    "float": (lambda: 0.5, [0.5] * 3),
-    "int": (lambda: 2, [2.0] * 3),
-    "bool": (lambda: True, [1.0] * 3),
-    "zero": (lambda: 0.0, [0.0] * 3),
-    "float32": (lambda: np.float32(0.5), [0.5] * 3),
-    "0-d": (lambda: np.array(0.5), [0.5] * 3),
+    "float": (lambda: 0.5, [0.5] * 3), "int": (lambda: 2, [2.0] * 3),
+    "bool": (lambda: True, [1.0] * 3), "zero": (lambda: 0.0, [0.0] * 3),
+    "float32": (lambda: np.float32(0.5), [0.5] * 3), "0-d": (lambda: np.array(0.5), [0.5] * 3),
     "0-d int": (lambda: np.array(2), [2.0] * 3),
     "0-d bfloat16": (lambda: np.array(0.5, BF16), [0.5] * 3),
     "Parameter": (lambda: nn.Parameter(np.array(0.5)), [0.5] * 3),
     "1-d": (lambda: np.array([0.5, 0.25, 0.125], np.float32), [0.5, 0.25, 0.125]),
     "list": (lambda: [0.5, 0.25, 0.125], [0.5, 0.25, 0.125]),
     "tuple of ints": (lambda: (2, 1, 0), [2.0, 1.0, 0.0]),
-    "generator": (numbers, [0.5, 0.25, 0.125]),
-    "schedule": (Halving, [0.5, 0.25, 0.125]),
+    "generator": (numbers, [0.5, 0.25, 0.125]), "schedule": (Halving, [0.5, 0.25, 0.125]),
     "callable": (lambda: lambda step: 0.5 / (1 + step), [0.5, 0.25, 0.5 / 3]),
     "callable of arrays": (lambda: lambda step: np.full((1,), 0.5**step), [1.0, 0.5, 0.25]),
-}
+}  # fmt: skip
 LISTS = ("1-d", "list", "tuple of ints", "generator")
 EACH_RATE = pytest.mark.parametrize("form", RATES)
 

@@ -32,14 +32,8 @@ FIXED_RATE = (
 )
 # Optimizers whose groups were recorded with a fixed rate beside a schedule.
 MIXED_RATES = (
-    "Adagrad",
-    "Adam",
-    "AdamWeightDecay",
-    "Momentum",
-    "ProximalAdagrad",
-    "RMSProp",
-    "SGD",
-)
+    "Adagrad", "Adam", "AdamWeightDecay", "Momentum", "ProximalAdagrad", "RMSProp", "SGD",
+)  # fmt: skip
 # Cases that are not compared as they stand, with what fusestep does instead.
 QUIRKS = {
     "nn_Adam/amsgrad_nesterov": (
@@ -245,11 +239,9 @@ def adagrad(case: Case, update_slots: bool) -> None:
     """No epsilon, and an accumulator that can be kept."""
     lr = float(np.float32(case.hyper["learning_rate"]))
     decided(
-        case,
-        ("accum",),
-        lambda _: partial(elementwise.adagrad, lr=lr, update_slots=update_slots),
+        case, ("accum",), lambda _: partial(elementwise.adagrad, lr=lr, update_slots=update_slots),
         lambda _: partial(recorded_quirks.adagrad, lr=lr),
-    )
+    )  # fmt: skip
 
 
 LAZY = partial(summed_rows, driver=reference.lazy_step, recorded_by=recorded_quirks.adam_last_wins)

@@ -183,11 +183,8 @@ def test_every_argument_is_checked(api: Any) -> None:
 def test_numpy_scalars(api: Any) -> None:
     valid = {name: VALID[kind] for name, kind in ARGUMENTS_OF[api].items()}
     to_numpy = {
-        "count": np.int32,
-        "flag": bool,
-        "positive 64": np.float32,
-        "not negative": np.float16,
-    }
+        "count": np.int32, "flag": bool, "positive 64": np.float32, "not negative": np.float16,
+    }  # fmt: skip
     given = {name: to_numpy[kind](valid[name]) for name, kind in ARGUMENTS_OF[api].items()}
     # Equal texts: everything is a number of Python's afterwards.
     assert repr(api(**given)) == repr(api(**valid))
@@ -346,15 +343,11 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ([math.inf], [], ValueError, "schedules[0] is not finite: expected a finite number, got inf"),
     ([0.5], 3, TypeError, f"milestones {WRONG} a list or a tuple, got int"),
     (
-        [0.5, 0.5, 0.5],
-        [3],
-        ValueError,
+        [0.5, 0.5, 0.5], [3], ValueError,
         "milestones has a wrong length: expected 2, one fewer than the schedules, got 1",
     ),
     (
-        [0.5],
-        [3],
-        ValueError,
+        [0.5], [3], ValueError,
         "milestones has a wrong length: expected 0, one fewer than the schedules, got 1",
     ),
     ([0.5, 0.5, 0.5], [3, 3], ValueError, f"milestones[1] {AFTER} 3, the one before, got 3"),
@@ -362,7 +355,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ([0.5, 0.5], [0], ValueError, "milestones[0] is out of range: expected at least 1, got 0"),
     ([0.5, 0.5], [1.0], TypeError, f"milestones[0] {WRONG} an int, got float"),
     ([0.5, 0.5], [True], TypeError, f"milestones[0] {WRONG} an int, got bool"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schedules", "milestones", "error", "text"), REFUSED)

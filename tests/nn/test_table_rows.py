@@ -200,12 +200,10 @@ def test_normal_rows() -> None:
 
 
 TORCH = {
-    "AdamW": {"sparse": "touched"},
-    "Adagrad": {"initial_accumulator_value": 0.3},
-    "SparseAdam": {"sparse": "catch_up"},
-    "RowWiseAdam": {"rowwise_bias_correction": True},
+    "AdamW": {"sparse": "touched"}, "Adagrad": {"initial_accumulator_value": 0.3},
+    "SparseAdam": {"sparse": "catch_up"}, "RowWiseAdam": {"rowwise_bias_correction": True},
     "SGD": {"momentum": 0.9, "sparse": "touched"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TORCH)

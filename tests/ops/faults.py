@@ -119,17 +119,15 @@ GRADIENT = [
 ]
 INDICES = [
     *_dtypes(
-        (np.float32, np.float64, np.int16, np.uint32, np.uint64, bool, ">i4"),
-        TypeError,
+        (np.float32, np.float64, np.int16, np.uint32, np.uint64, bool, ">i4"), TypeError,
         "has a wrong dtype: expected int32 or int64, got {dtype}$",
     ),
     *values(([1, 0, 1, 3], None, 1, "1"), TypeError, NO_ARRAY),
     *values(
-        (np.zeros((), int), np.zeros((4, 1), int), np.zeros((2, 2), int)),
-        ValueError,
+        (np.zeros((), int), np.zeros((4, 1), int), np.zeros((2, 2), int)), ValueError,
         "has a wrong shape: expected 1 dimension",
     ),
-]
+]  # fmt: skip
 
 # Numbers
 
@@ -137,8 +135,7 @@ _NOT_FINITE = (np.nan, np.inf, -np.inf, np.float32(np.nan))
 _NUMBER = [
     # "expected an array" would send the user the wrong way: a number is what is asked for.
     *values(
-        (None, "0.1", b"0.1", True, np.bool_(True), 1j, [0.1], (0.1,), object()),
-        TypeError,
+        (None, "0.1", b"0.1", True, np.bool_(True), 1j, [0.1], (0.1,), object()), TypeError,
         "has a wrong d?type: expected a (real )?number, got ",
     ),
     *values(
@@ -146,13 +143,12 @@ _NUMBER = [
     ),
     *values((*_NOT_FINITE, np.array([np.inf])), ValueError, "is not finite: expected a finite n"),
     *values(
-        [np.full(shape, 0.5) for shape in ((0,), (2,), (1, 1))],
-        ValueError,
+        [np.full(shape, 0.5) for shape in ((0,), (2,), (1, 1))], ValueError,
         r"has a wrong shape: expected a scalar, \(\) or \(1,\), got ",
     ),
     # Infinite in the arithmetic, like the infinity that is refused.
     *values((1e39, 10**400), ValueError, "is too large: expected a float32 number, got "),
-]
+]  # fmt: skip
 _FLOAT = [
     *values(
         (1, 0, np.int64(1), True, None, "0.1", [0.1], np.array(0.1)),
@@ -170,23 +166,20 @@ _RANGES: dict[str, list[Fault]] = {
     "closed unit": values((1.1, -0.1), ValueError, _OUT + "between 0 and 1, got {value}$"),
     "at most 1": values((1.5,), ValueError, _OUT + "at most 1, got {value}$"),
     "reciprocal": values(
-        (0.0, -0.1, 1e-39, 1e-50),
-        ValueError,
+        (0.0, -0.1, 1e-39, 1e-50), ValueError,
         _OUT + "positive, it and its reciprocal within float32, got {value}$",
     ),
     # 1 - 1e-9 is 1 in float32, where the division takes place.
     "not 1": values(
-        (1.0, 1, np.float32(1), 1 - 1e-9),
-        (ValueError, RuntimeError),
+        (1.0, 1, np.float32(1), 1 - 1e-9), (ValueError, RuntimeError),
         "makes the step infinite: expected not 1",
     ),
     # Where moments are 0 it would be 0/0.
     "epsilon": values(
-        (1e-46, np.float64(7e-46), -1e-46),
-        ValueError,
+        (1e-46, np.float64(7e-46), -1e-46), ValueError,
         "is 0 in float32: expected at least 1e-45, or 0 itself, got {value}$",
     ),
-}
+}  # fmt: skip
 _RANGES["epsilon of MXNet"] = [*_RANGES["not negative"], *_RANGES["epsilon"][:2]]
 FAULTS: dict[str, list[Fault]] = {
     "array": ARRAY,
@@ -208,19 +201,10 @@ FAULTS: dict[str, list[Fault]] = {
 }
 # What is taken at the edges of ranges; of either kind of float.
 TAKEN: dict[str, tuple[Any, ...]] = {
-    "number": (0.0, -0.5, 0, np.float32(0.5)),
-    "not negative": (0, 0.0, -0.0),
-    "closed unit": (0, 1.0),
-    "at most 1": (1.0, 0.0, -0.5),
-    "reciprocal": (np.float32(3e-39), 1),
-    "not positive": (0, -0.0),
-    "epsilon": (0.0, 1e-45, -0.5),
-    "epsilon of MXNet": (0, 1e-45),
-    "not 1": (2.0, 0.0),
-    "not negative float": (0.0, np.float64(0.0)),
-    "reciprocal float": (np.float32(3e-39),),
-    "not positive float": (0.0,),
-    "flag": (False, True),
-    "out of range": ("drop", "raise"),
-    "version": ("2.0", "1.9"),
-}
+    "number": (0.0, -0.5, 0, np.float32(0.5)), "not negative": (0, 0.0, -0.0),
+    "closed unit": (0, 1.0), "at most 1": (1.0, 0.0, -0.5), "reciprocal": (np.float32(3e-39), 1),
+    "not positive": (0, -0.0), "epsilon": (0.0, 1e-45, -0.5), "epsilon of MXNet": (0, 1e-45),
+    "not 1": (2.0, 0.0), "not negative float": (0.0, np.float64(0.0)),
+    "reciprocal float": (np.float32(3e-39),), "not positive float": (0.0,), "flag": (False, True),
+    "out of range": ("drop", "raise"), "version": ("2.0", "1.9"),
+}  # fmt: skip

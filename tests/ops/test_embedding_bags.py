@@ -212,11 +212,9 @@ def test_objects_that_compiled_code_cannot_read() -> None:
         pass
 
     for change in (
-        lambda a: a.view(Array),
-        lambda a: np.repeat(a, 2)[::2],
-        lambda a: a.astype(np.longlong),
+        lambda a: a.view(Array), lambda a: np.repeat(a, 2)[::2], lambda a: a.astype(np.longlong),
         lambda a: np.frombuffer(b"x" + a.tobytes(), np.uint8)[1:].view(np.int64),
-    ):
+    ):  # fmt: skip
         assert_same_bits(bags(tables, [change(a) for a in ids], offsets), out)
         assert_same_bits(bags(tables, ids, [change(a) for a in offsets]), out)
     for thing in (3, None, "ids", object(), [1, 2], ids):

@@ -61,15 +61,11 @@ def hostile(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 # Operators
 
 EXTREMES: dict[str, tuple[float, ...]] = {
-    "number": (0.0, 1e-46, HUGE),
-    "not negative": (1e-46, HUGE),
-    "closed unit": (1e-46, 1.0),
-    "reciprocal": (1e-38, HUGE),
-    "not positive": (-HUGE, -0.0),
-    "epsilon": (TINY, HUGE),
+    "number": (0.0, 1e-46, HUGE), "not negative": (1e-46, HUGE), "closed unit": (1e-46, 1.0),
+    "reciprocal": (1e-38, HUGE), "not positive": (-HUGE, -0.0), "epsilon": (TINY, HUGE),
     "epsilon of MXNet": (TINY, HUGE),
     **dict.fromkeys(("not 1", "at most 1"), (0.0, 1e-46, 1.0 - 2**-23)),
-}
+}  # fmt: skip
 """The smallest and the largest values that scalars may have, by what they take."""
 
 

@@ -159,23 +159,17 @@ def nesterov_on_absent_rows(case: Case) -> None:
         arrays = copies(before)
         apply(op, case, arrays, step)
         expected = reference.dense_equivalent_step(
-            partial(reference.adam, hp=hp, nesterov=True),
-            before["var"],
-            step.inputs["indices"],
-            step.inputs["grad"],
-            before["m"],
-            before["v"],
-        )
+            partial(reference.adam, hp=hp, nesterov=True), before["var"], step.inputs["indices"],
+            step.inputs["grad"], before["m"], before["v"],
+        )  # fmt: skip
         for entry, values in zip(("var", "m", "v"), expected, strict=True):
             assert_close_recorded(arrays[entry], values, case.dtype, f"{entry} after step {t}")
         rows = case.meta["defined_rows"][str(t)]
         for entry, select in (("var", rows), ("m", ...), ("v", ...)):
             assert_close_recorded(
-                arrays[entry][select],
-                step.outputs[entry][select],
-                case.dtype,
+                arrays[entry][select], step.outputs[entry][select], case.dtype,
                 f"recorded {entry} after step {t}",
-            )
+            )  # fmt: skip
         # The recorded step 2 goes on from what MindSpore made of the absent rows.
         before = step.outputs
 

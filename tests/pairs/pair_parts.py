@@ -173,37 +173,25 @@ PARTS |= {
     "master weights": _options(2e-2, torch.bfloat16, rounding="master"),
     "Kahan sums": _options(2e-2, torch.bfloat16, rounding="kahan"),
     "stochastic rounding": _options(0.15, torch.bfloat16, rounding="stochastic"),
-    "copies": _sets(copies=True),
-    "states of 16 bits": _options(3e-2, state_dtype=torch.bfloat16),
-    "states in files": _sets(files=True),
-    "catch-up": _options(sparse="catch_up"),
-    "row-wise bias correction": _sets(kind="LazyAdam", by_row=True),
-    "growing ids": _grows,
-    "bags, step in backward": _sets(bags=True),
-    "shared features": _sets(features=2),
-    "accumulation": _sets(batches=2),
-    "clipping by norm": _adds("clips", "norm"),
+    "copies": _sets(copies=True), "states of 16 bits": _options(3e-2, state_dtype=torch.bfloat16),
+    "states in files": _sets(files=True), "catch-up": _options(sparse="catch_up"),
+    "row-wise bias correction": _sets(kind="LazyAdam", by_row=True), "growing ids": _grows,
+    "bags, step in backward": _sets(bags=True), "shared features": _sets(features=2),
+    "accumulation": _sets(batches=2), "clipping by norm": _adds("clips", "norm"),
     "clipping by value": _adds("clips", "value"),
     "skip_nonfinite": lambda plan: (_options(skip_nonfinite=True)(plan), _sets(is_bad=True)(plan)),
-    "GradScaler": _sets(scaler=True, is_bad=True),
-    "schedule": _sets(schedule=True),
-    "add_param_group": _sets(is_late=True),
-    "frozen table": _adds("frozen", "table"),
+    "GradScaler": _sets(scaler=True, is_bad=True), "schedule": _sets(schedule=True),
+    "add_param_group": _sets(is_late=True), "frozen table": _adds("frozen", "table"),
     "frozen layer": _adds("frozen", "dense"),
     "deepcopy": _event(partial(_exchange, copied=copy.deepcopy)),
     "pickle": _event(partial(_exchange, copied=_through_pickle)),
-    "state dict in a file": _event(_through_file),
-    "DCP": partial(_full),
+    "state dict in a file": _event(_through_file), "DCP": partial(_full),
     "DCP, full": partial(_full, full_state_dict=True),
     "DCP, flat": partial(_full, flatten_optimizer_state_dict=True),
-    "DDP": _sets(wrap="ddp", processes=2),
-    "FSDP2": _sets(wrap="fsdp", processes=2),
-    "ShardedEmbedding": _sets(table="sharded", processes=2),
-    "averaged model": _sets(average=True),
-    "torch.compile": _sets(compiles=True),
-    "threads": _sets(threads=2),
-    "fork": _event(_fork),
-}
+    "DDP": _sets(wrap="ddp", processes=2), "FSDP2": _sets(wrap="fsdp", processes=2),
+    "ShardedEmbedding": _sets(table="sharded", processes=2), "averaged model": _sets(average=True),
+    "torch.compile": _sets(compiles=True), "threads": _sets(threads=2), "fork": _event(_fork),
+}  # fmt: skip
 PAIRS = [*combinations(PARTS, 2)]
 _ROUNDINGS = "master weights", "Kahan sums", "stochastic rounding"
 _EXCHANGES = "DDP", "FSDP2", "ShardedEmbedding"
@@ -219,13 +207,11 @@ REFUSED: dict[frozenset[str], str] = {
     **_each(["stochastic rounding"], ["catch-up"], "sparse='catch_up' excludes random bits"),
     **_each(["catch-up"], ["row-wise bias correction"], "sparse='catch_up' is impossible"),
     **_each(
-        ["states in files"],
-        ["fork"],
+        ["states in files"], ["fork"],
         "the folder is another one's: expected the process that made the optimizer",
     ),
     **_each(
-        ["states in files"],
-        _EXCHANGES[1:],
+        ["states in files"], _EXCHANGES[1:],
         "is elsewhere: expected whole parameters on the host, as states_in needs them",
     ),
     **_each(
@@ -235,13 +221,12 @@ REFUSED: dict[frozenset[str], str] = {
         "module, or (num_embeddings, embedding_dim), got ShardedEmbedding",
     ),
     **_each(
-        ["clipping by norm"],
-        ["ShardedEmbedding"],
+        ["clipping by norm"], ["ShardedEmbedding"],
         "is distributed: expected a tensor of one process",
     ),
     **_each(["skip_nonfinite"], ["ShardedEmbedding"], "skip_nonfinite takes no part of a table"),
     **_each(["pickle"], ["ShardedEmbedding"], "the communicator is of these processes alone"),
-}
+}  # fmt: skip
 """What an error says, by pairs that have no meaning."""
 NOT_APPLICABLE: dict[frozenset[str], str] = {
     **{frozenset(pair): "values of one option" for pair in combinations(_ROUNDINGS, 2)},

@@ -53,12 +53,9 @@ CHECKED = {
         "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array",
     },
     "it is made here, and nobody else has it": {
-        "kernels/cpu/headers/id_lists.py": "_read_lists",
-        "kernels/cpu/rows/sort.py": "_finish",
-        "kernels/tables.py": "RowTable.bounds",
-        "kernels/cuda/device/memory.py": "_Pinned.begin",
-        "nn/torch/engine/state.py": "full_like",
-        "nn/torch/engine/clipping.py": "_of_order",
+        "kernels/cpu/headers/id_lists.py": "_read_lists", "kernels/cpu/rows/sort.py": "_finish",
+        "kernels/tables.py": "RowTable.bounds", "kernels/cuda/device/memory.py": "_Pinned.begin",
+        "nn/torch/engine/state.py": "full_like", "nn/torch/engine/clipping.py": "_of_order",
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
         "examples/click_model/training.py": "Training.measure",
         "examples/click_model/sharded_training.py": "ShardedTraining._sums",
@@ -123,11 +120,9 @@ def of_rows(values: Any) -> None:
 
 
 TAKERS: dict[str, Callable[[Any], Any]] = {
-    "parameter": lambda t: nn.Parameter(t, "w"),
-    "gradient": momentum,
-    "operand": lambda t: ops.global_norm([t]),
-    "values of rows": of_rows,
-}
+    "parameter": lambda t: nn.Parameter(t, "w"), "gradient": momentum,
+    "operand": lambda t: ops.global_norm([t]), "values of rows": of_rows,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["freed", "shrunk", "end of a shrunk one", "functional"])

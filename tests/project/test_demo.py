@@ -431,12 +431,9 @@ def test_pipe_in_the_place_of_a_result(
 
 @pytest.mark.parametrize("library", ["tqdm", "matplotlib"])
 def test_missing_library(
-    library: str,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    library: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, library, None)
     expected = f'needs {library}: install it with pip install "fusestep[demo]"'
     assert_one_line(run(text, tmp_path / "out"), capsys, expected)

@@ -12,23 +12,15 @@ import fusestep
 ROOT = Path(fusestep.__file__).parent
 # Each folder, and what its files may import beside it; a folder stands for those in it too.
 MAY_IMPORT = {
-    "kernels/rules": ("kernels",),
-    "kernels/cpu": ("kernels",),
-    "kernels/cuda": ("kernels",),
-    "kernels": ("kernels/rules",),
-    "ops/runtime": ("kernels",),
-    "ops": ("kernels", "ops/runtime"),
-    "nn/base": ("kernels", "ops"),
-    "nn/schedules": ("kernels", "ops", "nn/base"),
-    "nn/engine": ("kernels", "ops", "nn/base"),
-    "nn/thor": ("kernels", "ops", "nn"),
-    "nn/mxnet": ("kernels", "ops", "nn"),
-    "nn/distributed": ("kernels", "ops", "nn"),
+    "kernels/rules": ("kernels",), "kernels/cpu": ("kernels",), "kernels/cuda": ("kernels",),
+    "kernels": ("kernels/rules",), "ops/runtime": ("kernels",), "ops": ("kernels", "ops/runtime"),
+    "nn/base": ("kernels", "ops"), "nn/schedules": ("kernels", "ops", "nn/base"),
+    "nn/engine": ("kernels", "ops", "nn/base"), "nn/thor": ("kernels", "ops", "nn"),
+    "nn/mxnet": ("kernels", "ops", "nn"), "nn/distributed": ("kernels", "ops", "nn"),
     "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
-    "nn/torch": ("kernels", "ops", "nn"),
-    "nn/mindspore": ("kernels", "ops", "nn"),
+    "nn/torch": ("kernels", "ops", "nn"), "nn/mindspore": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
-}
+}  # fmt: skip
 # Rooms of kernels/cpu: each may import those before it. The drivers are behind all of them.
 ROOMS = ("process", "compiler", "headers", "threads")
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}

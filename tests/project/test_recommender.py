@@ -173,11 +173,8 @@ def test_the_step_in_backward_is_the_optimizers() -> None:
     [((), "SparseAdam and Adam"), (("--single",), 'one Adam(sparse="touched")')],
 )
 def test_runs_with_either_library_agree(
-    options: tuple[str, ...],
-    optimizers: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    options: tuple[str, ...], optimizers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """In float64 to the last digits, so what differs in float32 are roundings that grow."""
     small = ("--quick", "--steps", "20", "--batch", "128", "--rows", "1000", "--float64", *ALONE)
     assert recommender.main(arguments(*small, *options, "--output", str(tmp_path))) == 0

@@ -96,12 +96,9 @@ def _step(case: Case, label: str) -> Step:
 
 
 def assert_close_recorded(
-    actual: ArrayLike,
-    expected: ArrayLike,
-    dtype: DTypeLike,
-    label: str = "array",
+    actual: ArrayLike, expected: ArrayLike, dtype: DTypeLike, label: str = "array",
     reached: ArrayLike = 0.0,
-) -> None:
+) -> None:  # fmt: skip
     """Compare every element: relative 3e-6 for float32, 2e-3 for float16.
 
     `actual` must be stored as `dtype` and have the shape of `expected`; NaN and infinities must

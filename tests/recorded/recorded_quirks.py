@@ -83,17 +83,9 @@ def ftrl(w: Array, g: Array, accum: Array, linear: Array, **scalars: float) -> t
 
 
 def rmsprop(
-    w: Array,
-    g: Array,
-    mean_square: Array,
-    moment: Array,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    momentum: float,
-    epsilon: float,
-) -> tuple[Array, ...]:
+    w: Array, g: Array, mean_square: Array, moment: Array, *, lr: float, rho: float,
+    one_minus_rho: float, momentum: float, epsilon: float,
+) -> tuple[Array, ...]:  # fmt: skip
     """Epsilon is added to the root in whole blocks of 8 elements, under it in the rest."""
     mean_square = rho * mean_square + one_minus_rho * wide(g) ** 2
     root = np.sqrt(mean_square + epsilon)

@@ -107,14 +107,9 @@ def _adam_scalars(h: Hyper, lr: float, t: int) -> dict[str, float]:
     real = np.float32 if "learning_rate" in h else np.float64
     correction1, root = 1 - float(real(beta1) ** t), math.sqrt(1 - float(real(beta2) ** t))
     return {
-        "beta1": beta1,
-        "one_minus_beta1": 1 - beta1,
-        "beta2": beta2,
-        "one_minus_beta2": 1 - beta2,
-        "step_size": lr * root / correction1,
-        "lr": lr,
-        "epsilon": h.get("eps", 1e-8) * root,
-    }
+        "beta1": beta1, "one_minus_beta1": 1 - beta1, "beta2": beta2, "one_minus_beta2": 1 - beta2,
+        "step_size": lr * root / correction1, "lr": lr, "epsilon": h.get("eps", 1e-8) * root,
+    }  # fmt: skip
 
 
 def _adam(h: Hyper, lr: float, t: int) -> Formula:
@@ -159,13 +154,9 @@ def _rmsprop(h: Hyper, lr: float, _: int) -> Formula:
     def step(w: Array, g: Array, mean: Array, square: Array, *buffer: Array) -> tuple[Array, ...]:
         moment = lr * buffer[0] if buffer else np.zeros(w.shape)
         *new, moment = elementwise.rmsprop_centered(
-            *(w, g, mean, square, moment),
-            lr=lr,
-            rho=h["alpha"],
-            one_minus_rho=1 - h["alpha"],
-            momentum=h.get("momentum", 0.0),
-            epsilon=1e-8**2,
-        )
+            *(w, g, mean, square, moment), lr=lr, rho=h["alpha"], one_minus_rho=1 - h["alpha"],
+            momentum=h.get("momentum", 0.0), epsilon=1e-8**2,
+        )  # fmt: skip
         return (*new, moment / lr) if buffer else tuple(new)
 
     return _coupled(step, h)
@@ -181,14 +172,10 @@ def _torch_adafactor(h: Hyper, lr: float, t: int) -> Formula:
 
     def step(w: Array, g: Array, *second: Array) -> tuple[Array, ...]:
         new, _, *second = layerwise.adafactor(
-            *(w, g, None, *second),
-            lr=min(lr, t**-0.5),
-            beta2=1 - t ** h.get("beta2_decay", -0.8),
-            one_minus_beta2=t ** h.get("beta2_decay", -0.8),
-            epsilon1=0.0,
-            epsilon2=h.get("eps", (None, 1e-3))[1],
-            clip_threshold=h.get("d", 1.0),
-        )
+            *(w, g, None, *second), lr=min(lr, t**-0.5), beta2=1 - t ** h.get("beta2_decay", -0.8),
+            one_minus_beta2=t ** h.get("beta2_decay", -0.8), epsilon1=0.0,
+            epsilon2=h.get("eps", (None, 1e-3))[1], clip_threshold=h.get("d", 1.0),
+        )  # fmt: skip
         return (new - lr * h.get("weight_decay", 0.0) * w, *second)
 
     return step
@@ -202,14 +189,10 @@ def _adafactor(h: Hyper, lr: float, t: int) -> Formula:
     def step(w: Array, g: Array, *states: Array) -> tuple[Array, ...]:
         new = layerwise.adafactor(
             *(w, g, *states) if beta1 else (w, g, None, *states),
-            lr=min(1e-2, t**-0.5) if relative else lr,
-            beta2=1 - t**-0.8,
-            one_minus_beta2=t**-0.8,
-            beta1=beta1,
-            one_minus_beta1=1 - (beta1 or 0.0),
-            scale_parameter=h.get("scale_parameter", True),
-            decay=h.get("weight_decay", 0.0),
-        )
+            lr=min(1e-2, t**-0.5) if relative else lr, beta2=1 - t**-0.8, one_minus_beta2=t**-0.8,
+            beta1=beta1, one_minus_beta1=1 - (beta1 or 0.0),
+            scale_parameter=h.get("scale_parameter", True), decay=h.get("weight_decay", 0.0),
+        )  # fmt: skip
         return new if beta1 else (new[0], *new[2:])
 
     return step
@@ -292,9 +275,7 @@ _OPTIMIZERS: dict[str, tuple[Callable[[Hyper, float, int], Formula], tuple[str, 
     "optax.adagrad": (_adagrad, ("sum_of_squares",), 0.1),
     "torch.Adafactor": (_torch_adafactor, ("row_var", "col_var", "variance"), 0.0),
     "po.AdaFactor": (
-        _adafactor,
-        ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
-        0.0,
+        _adafactor, ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"), 0.0,
     ),
     "optax.adafactor": (_adafactor, ("v",), 0.0),
     "po.Lamb": (_lamb, MOMENTS, 0.0),
@@ -302,7 +283,7 @@ _OPTIMIZERS: dict[str, tuple[Callable[[Hyper, float, int], Formula], tuple[str, 
     "po.LARS": (_po_lars, ("momentum_buffer",), 0.0),
     "optax.lion": (_lion, ("mu",), 0.0),
     "optax.lars": (_optax_lars, ("trace",), 0.0),
-}
+}  # fmt: skip
 
 
 def _load(name: str) -> Run:

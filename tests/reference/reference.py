@@ -38,15 +38,9 @@ class AdamScalars:
 
 
 def adam_scalars(
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    beta1_power: float = 0.0,
-    beta2_power: float = 0.0,
-    decay: float = 0.0,
-    real: Any = np.float32,
-) -> AdamScalars:
+    lr: float, beta1: float, beta2: float, epsilon: float, beta1_power: float = 0.0,
+    beta2_power: float = 0.0, decay: float = 0.0, real: Any = np.float32,
+) -> AdamScalars:  # fmt: skip
     """Round every hyper-parameter to ``real``; ``1 - beta`` is taken between rounded numbers.
 
     The step size ``lr * sqrt(1 - beta2_power) / (1 - beta1_power)`` is not rounded again. With
@@ -56,15 +50,11 @@ def adam_scalars(
         float(real(x)) for x in (lr, beta1, beta2, epsilon, beta1_power, beta2_power, decay)
     )
     return AdamScalars(
-        beta1=beta1,
-        one_minus_beta1=float(real(1.0 - beta1)),
-        beta2=beta2,
+        beta1=beta1, one_minus_beta1=float(real(1.0 - beta1)), beta2=beta2,
         one_minus_beta2=float(real(1.0 - beta2)),
-        step_size=lr * np.sqrt(1.0 - beta2_power) / (1.0 - beta1_power),
-        lr=lr,
-        epsilon=epsilon,
+        step_size=lr * np.sqrt(1.0 - beta2_power) / (1.0 - beta1_power), lr=lr, epsilon=epsilon,
         decay=decay,
-    )
+    )  # fmt: skip
 
 
 def usual_adam_scalars(
@@ -77,15 +67,10 @@ def usual_adam_scalars(
     root, first = np.sqrt(1.0 - beta2**t), 1.0 - beta1**t
     size = float(real(lr * root / first))
     return AdamScalars(
-        beta1=float(real(beta1)),
-        one_minus_beta1=float(real(1.0 - beta1)),
-        beta2=float(real(beta2)),
-        one_minus_beta2=float(real(1.0 - beta2)),
-        step_size=size,
-        lr=size,
-        epsilon=float(real(epsilon * root)),
-        decay=float(real(decay * first / root)),
-    )
+        beta1=float(real(beta1)), one_minus_beta1=float(real(1.0 - beta1)),
+        beta2=float(real(beta2)), one_minus_beta2=float(real(1.0 - beta2)), step_size=size, lr=size,
+        epsilon=float(real(epsilon * root)), decay=float(real(decay * first / root)),
+    )  # fmt: skip
 
 
 def beta_powers(beta: float, steps: int, real: Any = np.float32) -> list[Any]:

@@ -24,15 +24,9 @@ def sgd(w: ArrayLike, g: ArrayLike, *, lr: float) -> tuple[Array]:
 
 
 def momentum(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    *,
-    lr: float,
-    momentum: float,
-    one_minus_dampening: float = 1.0,
-    nesterov: bool = False,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, momentum: float,
+    one_minus_dampening: float = 1.0, nesterov: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
     """Heavy ball; with `nesterov` the step looks one more momentum ahead."""
     w, g = wide(w), wide(g)
     accum = momentum * wide(accum) + one_minus_dampening * g
@@ -41,16 +35,9 @@ def momentum(
 
 
 def sgd_momentum(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    *,
-    lr: float,
-    momentum: float,
-    one_minus_dampening: float,
-    nesterov: bool,
-    t: int,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, momentum: float,
+    one_minus_dampening: float, nesterov: bool, t: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """Heavy ball that begins, at t = 1, with the first gradient as it is: nn.SGD."""
     w, g = wide(w), wide(g)
     accum = g if t == 1 else momentum * wide(accum) + one_minus_dampening * g
@@ -59,16 +46,9 @@ def sgd_momentum(
 
 
 def sgd_stat(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    stat: ArrayLike,
-    *,
-    lr: float,
-    momentum: float,
-    one_minus_dampening: float,
-    nesterov: bool = False,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, stat: ArrayLike, *, lr: float, momentum: float,
+    one_minus_dampening: float, nesterov: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Heavy ball in which elements with ``stat > 0`` start from the bare gradient.
 
     The gradient that starts an element is not dampened; its `stat` becomes 0. This is ops.SGD
@@ -82,17 +62,9 @@ def sgd_stat(
 
 
 def rmsprop(
-    w: ArrayLike,
-    g: ArrayLike,
-    mean_square: ArrayLike,
-    moment: ArrayLike = 0.0,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    momentum: float,
-    epsilon: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, mean_square: ArrayLike, moment: ArrayLike = 0.0, *, lr: float,
+    rho: float, one_minus_rho: float, momentum: float, epsilon: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradient over its root mean square, epsilon under the root; lr enters before momentum."""
     w, g = wide(w), wide(g)
     mean_square = rho * wide(mean_square) + one_minus_rho * g**2
@@ -101,18 +73,10 @@ def rmsprop(
 
 
 def rmsprop_centered(
-    w: ArrayLike,
-    g: ArrayLike,
-    mean_gradient: ArrayLike,
-    mean_square: ArrayLike,
-    moment: ArrayLike = 0.0,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    momentum: float,
+    w: ArrayLike, g: ArrayLike, mean_gradient: ArrayLike, mean_square: ArrayLike,
+    moment: ArrayLike = 0.0, *, lr: float, rho: float, one_minus_rho: float, momentum: float,
     epsilon: float,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
     """RMSProp over the variance of the gradient instead of its mean square.
 
     Where rounding left no positive variance plus epsilon, parameter and moment wait; the two
@@ -158,18 +122,9 @@ def proximal_adagrad(
 
 
 def ftrl(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    linear: ArrayLike,
-    *,
-    lr: float,
-    l1: float,
-    l2: float,
-    lr_power: float,
-    beta: float = 0.0,
-    l2_shrinkage: float = 0.0,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, linear: ArrayLike, *, lr: float, l1: float,
+    l2: float, lr_power: float, beta: float = 0.0, l2_shrinkage: float = 0.0,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``.
 
     The new parameter depends on the old one only through `linear`. `lr_power` is the exponent
@@ -187,18 +142,9 @@ def ftrl(
 
 
 def adamax(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    eps: float,
-    beta1_power: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
+    one_minus_beta1: float, beta2: float, eps: float, beta1_power: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Algorithm 2 of Kingma and Ba (2015), with MindSpore's epsilon in the denominator.
 
     A NaN is not the largest, there and here: it comes to the parameter by way of `m`.
@@ -210,16 +156,9 @@ def adamax(
 
 
 def adadelta(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    accum_update: ArrayLike,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    epsilon: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, accum_update: ArrayLike, *, lr: float, rho: float,
+    one_minus_rho: float, epsilon: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Algorithm 1 of Zeiler (2012), times `lr`."""
     w, g, accum_update = wide(w), wide(g), wide(accum_update)
     accum = rho * wide(accum) + one_minus_rho * g**2
@@ -228,16 +167,9 @@ def adadelta(
 
 
 def asgd(
-    w: ArrayLike,
-    g: ArrayLike,
-    average: ArrayLike,
-    *,
-    lr: float,
-    lambd: float,
-    alpha: float,
-    t0: float,
-    t: int,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, average: ArrayLike, *, lr: float, lambd: float, alpha: float,
+    t0: float, t: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """Bottou's averaged descent for a fixed `lr`, with rates that are one step old, as published.
 
     A first step of an average is what is averaged.
@@ -249,17 +181,9 @@ def asgd(
 
 
 def rprop(
-    w: ArrayLike,
-    g: ArrayLike,
-    prev: ArrayLike,
-    size: ArrayLike,
-    *,
-    lr: float,
-    etaminus: float,
-    etaplus: float,
-    step_size_min: float,
-    step_size_max: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, prev: ArrayLike, size: ArrayLike, *, lr: float, etaminus: float,
+    etaplus: float, step_size_min: float, step_size_max: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Riedmiller and Braun (1993), without their weight backtracking, as in PyTorch too.
 
     A size that is 0 has not begun: it is `lr`.
@@ -273,17 +197,9 @@ def rprop(
 
 
 def lion(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    *,
-    lr: float,
-    decay: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, *, lr: float, decay: float, beta1: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float,
+) -> tuple[Array, Array]:  # fmt: skip
     """Algorithm 2 of Chen et al. (2023)."""
     w, g, m = wide(w), wide(g), wide(m)
     direction = np.sign(beta1 * m + one_minus_beta1 * g)
@@ -291,21 +207,9 @@ def lion(
 
 
 def adan(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    n: ArrayLike,
-    previous: ArrayLike,
-    *,
-    lr: float,
-    decay: float,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    eps: float,
-    t: int,
-) -> tuple[Array, ...]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, n: ArrayLike, previous: ArrayLike, *,
+    lr: float, decay: float, beta1: float, beta2: float, beta3: float, eps: float, t: int,
+) -> tuple[Array, ...]:  # fmt: skip
     """Algorithm 1 of Xie et al. (2022) with betas and bias corrections of its authors' code."""
     w, g = wide(w), wide(g)
     change = g - wide(previous) if t > 1 else 0.0 * g

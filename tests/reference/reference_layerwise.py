@@ -24,21 +24,10 @@ Gradient = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 def lamb(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    beta1_power: float,
-    beta2_power: float,
-    epsilon: float,
-    decay: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float, beta1_power: float,
+    beta2_power: float, epsilon: float, decay: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """LAMB as MindSpore's GPU and Ascend kernels have it: ``|w| / |update|``, never clipped.
 
     The powers are those of this step, ``beta**t`` with t = 1 at the first.
@@ -52,22 +41,10 @@ def lamb(
 
 
 def lamb_clipped(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    beta1_power: float,
-    beta2_power: float,
-    epsilon: float,
-    decay: float,
-    norm_decay: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float, beta1_power: float,
+    beta2_power: float, epsilon: float, decay: float, norm_decay: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """LAMB as MindSpore 1.x had it: the ratio lies in [0, 10] and 1 stands in for zero norms.
 
     The ratio has a norm of its own: epsilon under the root, and `norm_decay`, the optimizer's
@@ -84,14 +61,9 @@ def lamb_clipped(
 
 
 def lars_gradient(
-    w: ArrayLike,
-    g: ArrayLike,
-    *,
-    coefficient: float,
-    epsilon: float,
-    decay: float,
+    w: ArrayLike, g: ArrayLike, *, coefficient: float, epsilon: float, decay: float,
     lr: float | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """The gradient that LARS hands to the optimizer inside of it, decay included.
 
     With `lr`, the rate of that optimizer, the factor is divided by it and limited to [0, 1]
@@ -105,22 +77,11 @@ def lars_gradient(
 
 
 def adafactor(
-    w: ArrayLike,
-    g: ArrayLike,
-    exp_avg: ArrayLike | None,
-    *second_moment: ArrayLike,
-    lr: float,
-    beta2: float,
-    one_minus_beta2: float,
-    beta1: float | None = None,
-    one_minus_beta1: float = 0.0,
-    epsilon1: float = 1e-30,
-    epsilon2: float = 1e-3,
-    clip_threshold: float = 1.0,
-    scale_parameter: bool = True,
-    decay: float = 0.0,
-    compression: bool = False,
-) -> tuple[Array | None, ...]:
+    w: ArrayLike, g: ArrayLike, exp_avg: ArrayLike | None, *second_moment: ArrayLike, lr: float,
+    beta2: float, one_minus_beta2: float, beta1: float | None = None, one_minus_beta1: float = 0.0,
+    epsilon1: float = 1e-30, epsilon2: float = 1e-3, clip_threshold: float = 1.0,
+    scale_parameter: bool = True, decay: float = 0.0, compression: bool = False,
+) -> tuple[Array | None, ...]:  # fmt: skip
     """Adafactor: ``(w, exp_avg, *second_moment)`` after one step.
 
     The second moment is either ``row, column``, with the last two axes of `w` factored and the

@@ -103,16 +103,9 @@ def corrected(h: Hyper, lr: float, t: int) -> float:
 
 
 def step(
-    h: Hyper,
-    w: ArrayLike,
-    g: Gradient,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    wd: float,
+    h: Hyper, w: ArrayLike, g: Gradient, m: ArrayLike, v: ArrayLike, *, lr: float, wd: float,
     real: Any = np.float32,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One update with the rate `lr`, which holds the bias correction."""
     s = scalars(h, lr, wd, real)
     formula = partial(adamw if h.decoupled else adam, h=h, s=s, real=real)
@@ -215,22 +208,15 @@ def cosine_schedule(
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "FactorScheduler": factor_schedule,
-    "MultiFactorScheduler": multi_factor_schedule,
-    "PolyScheduler": poly_schedule,
-    "CosineScheduler": cosine_schedule,
-}
+    "FactorScheduler": factor_schedule, "MultiFactorScheduler": multi_factor_schedule,
+    "PolyScheduler": poly_schedule, "CosineScheduler": cosine_schedule,
+}  # fmt: skip
 
 
 def schedule(
-    name: str,
-    *,
-    warmup_steps: int = 0,
-    warmup_begin_lr: float = 0.0,
-    warmup_mode: str = "linear",
-    base_lr: float = 0.01,
-    **arguments: Any,
-) -> Schedule:
+    name: str, *, warmup_steps: int = 0, warmup_begin_lr: float = 0.0, warmup_mode: str = "linear",
+    base_lr: float = 0.01, **arguments: Any,
+) -> Schedule:  # fmt: skip
     """A scheduler by MXNet's name and arguments as a pure function of the update n = 1, 2, ...
 
     MXNet's own remember the last rate, so they must be asked in order, every time. The factors
@@ -296,14 +282,9 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        hyper: Hyper,
-        rate: float | Schedule,
-        names: Mapping[int, str] | None = None,
-        lr_mult: Table | None = None,
-        wd_mult: Table | None = None,
-        begin: int = 0,
-    ) -> None:
+        self, hyper: Hyper, rate: float | Schedule, names: Mapping[int, str] | None = None,
+        lr_mult: Table | None = None, wd_mult: Table | None = None, begin: int = 0,
+    ) -> None:  # fmt: skip
         self.hyper = hyper
         self.names = dict(names or {})
         self.lr_mult = dict(lr_mult or {})

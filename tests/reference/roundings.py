@@ -14,19 +14,13 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 # How much a result moves with each operand, from the operands and the result.
 _SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    np.add: lambda *_: (1.0, 1.0),
-    np.subtract: lambda *_: (1.0, 1.0),
-    np.multiply: lambda a, b, _: (b, a),
-    np.divide: lambda _, b, r: (1.0 / b, r / b),
-    np.power: lambda a, b, _: (b * np.power(a, b - 1.0), 0.0),
-    np.square: lambda a, _: (2.0 * a,),
-    np.sqrt: lambda _, r: (0.5 / r,),
-    np.negative: lambda *_: (1.0,),
-    np.absolute: lambda *_: (1.0,),
-    np.sign: lambda *_: (0.0,),
-    np.maximum: lambda a, b, _: (a >= b, a < b),
-    np.minimum: lambda a, b, _: (a <= b, a > b),
-}
+    np.add: lambda *_: (1.0, 1.0), np.subtract: lambda *_: (1.0, 1.0),
+    np.multiply: lambda a, b, _: (b, a), np.divide: lambda _, b, r: (1.0 / b, r / b),
+    np.power: lambda a, b, _: (b * np.power(a, b - 1.0), 0.0), np.square: lambda a, _: (2.0 * a,),
+    np.sqrt: lambda _, r: (0.5 / r,), np.negative: lambda *_: (1.0,),
+    np.absolute: lambda *_: (1.0,), np.sign: lambda *_: (0.0,),
+    np.maximum: lambda a, b, _: (a >= b, a < b), np.minimum: lambda a, b, _: (a <= b, a > b),
+}  # fmt: skip
 _quiet = np.errstate(divide="ignore", invalid="ignore", over="ignore")  # what is not chosen
 _EXACT = {np.negative, np.absolute, np.sign, np.maximum, np.minimum}
 

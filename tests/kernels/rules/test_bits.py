@@ -40,13 +40,11 @@ F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 # Storage of parameter and states, storage of the gradient, prologue. Summed rows are float32 or
 # float64, whatever the gradient is: they go through machine code of their own.
 BUILDS = {
-    "float32": (F32, F32, ()),
-    "float32, prologue": (F32, F32, OPTIMIZER),
+    "float32": (F32, F32, ()), "float32, prologue": (F32, F32, OPTIMIZER),
     "float32, bfloat16 gradient": (F32, BF16, ()),
-    "float32, bfloat16 gradient, prologue": (F32, BF16, LARS),
-    "float16": (F16, F16, ()),
+    "float32, bfloat16 gradient, prologue": (F32, BF16, LARS), "float16": (F16, F16, ()),
     "float64, float32 gradient": (F64, F32, ()),
-}
+}  # fmt: skip
 
 
 def problem(

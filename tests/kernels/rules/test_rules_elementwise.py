@@ -131,12 +131,9 @@ def test_ftrl_without_regularisation_and_history_is_zero(name: str) -> None:
 def test_ftrl_rule_follows_the_options() -> None:
     """Rule and scalars fit each other."""
     for (power, shrinkage), rule in {
-        (-0.5, 0.0): ftrl.FTRL,
-        (-0.3, 0.0): ftrl.FTRL_POWER,
-        (0.0, 0.0): ftrl.FTRL_POWER,
-        (-0.5, 0.1): ftrl.FTRL_SHRUNK,
-        (-0.3, 0.1): ftrl.FTRL_POWER_SHRUNK,
-    }.items():
+        (-0.5, 0.0): ftrl.FTRL, (-0.3, 0.0): ftrl.FTRL_POWER, (0.0, 0.0): ftrl.FTRL_POWER,
+        (-0.5, 0.1): ftrl.FTRL_SHRUNK, (-0.3, 0.1): ftrl.FTRL_POWER_SHRUNK,
+    }.items():  # fmt: skip
         assert ftrl.ftrl_rule(power, shrinkage) is rule
         formula = ftrl.ftrl_formula(0.0, 0.0, power, 1.0, shrinkage)
         assert len(formula.at(np.float32, 0.1, 0.0, 1)) == len(rule.hp)

@@ -56,12 +56,9 @@ def everywhere(comm: Communicator, value: Any) -> list[str]:
 
 
 def refused_everywhere(
-    comm: Communicator,
-    kind: type[Exception],
-    match: str,
-    call: Callable[[], Any],
+    comm: Communicator, kind: type[Exception], match: str, call: Callable[[], Any],
     *watched: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """The call raises the same error on all processes, and no array changes on any."""
     before, found = [array.tobytes() for array in watched], None
     try:

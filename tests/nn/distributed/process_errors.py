@@ -144,14 +144,12 @@ class _Errors:
             "RowShard.route": lambda: shard.route(np.arange(3)),
             "Route.gather": lambda: route.gather(table),
             "Route.scatter": lambda: route.scatter(np.ones((3, 3), np.float32)),
-            "LazyAdam": lambda: opt((gradient,)),
-            "all_reduce": lambda: all_reduce([dense], comm),
-            "RowShard": lambda: RowShard(N, comm),
-            "together": lambda: together(opt, comm),
+            "LazyAdam": lambda: opt((gradient,)), "all_reduce": lambda: all_reduce([dense], comm),
+            "RowShard": lambda: RowShard(N, comm), "together": lambda: together(opt, comm),
             "ShardedStates": lambda: distributed.ShardedStates(nn.Adam([dense.copy()]), comm),
             "save_checkpoint": lambda: distributed.save_checkpoint("/nowhere", opt, comm),
             "load_checkpoint": lambda: distributed.load_checkpoint("/nowhere", opt, comm),
-        }
+        }  # fmt: skip
         before = [array.tobytes() for array in (table, *opt.state_arrays().values())]
         names = list(calls)
         for name, other in zip(names, names[1:] + names[:1], strict=True):

@@ -15,11 +15,9 @@ from subprocesses import ENVIRONMENT
 TIMEOUT = 240  # seconds: nothing here takes a tenth of it
 # Each process has its share of the cores at best, and waits for others most of the time.
 _ENVIRONMENT = {
-    **ENVIRONMENT,
-    "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    **ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONFAULTHANDLER": "1",
-}
+}  # fmt: skip
 _SCRIPTS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 MPIEXEC = shutil.which("mpiexec", path=_SCRIPTS)
 

@@ -86,17 +86,15 @@ def sums_that_differ(comm: Communicator, *_: Any) -> None:
     wrong: list[tuple[Any, Any, type[Exception], str]] = [
         ([dense], [dense.astype(np.float16)], ValueError, differs),
         ([dense], [dense[:3]], ValueError, differs),
-        ([dense], [dense.reshape(-1)], ValueError, differs),
-        ([dense], [rows], ValueError, differs),
-        ([dense], [None], ValueError, differs),
-        ([None], [dense], ValueError, differs),
+        ([dense], [dense.reshape(-1)], ValueError, differs), ([dense], [rows], ValueError, differs),
+        ([dense], [None], ValueError, differs), ([None], [dense], ValueError, differs),
         ([rows], [of_int32], ValueError, differs),
         ([rows], [nn.RowTensor(rows.indices, rows.values, (5, 2))], ValueError, differs),
         ([dense], [dense, dense], ValueError, differs),
         ([dense], [np.ones(3, np.int32)], TypeError, "rank {}: gradient 0"),
         ([dense], [3.0], TypeError, "rank {}: gradient 0"),
         ([dense], dense, TypeError, "rank {}: gradients"),
-    ]
+    ]  # fmt: skip
     for bad in range(1, comm.size):
         for usual, other, kind, text in wrong:
             given = other if comm.rank == bad else usual

@@ -218,25 +218,21 @@ def _of_mxnet(gradient: Any, dtype: Any = np.float32) -> np.ndarray:
 
 _BASE = nn.SGD([np.ones(2, np.float32)], loss_scale=3.0)
 OPERATIONS: dict[str, Callable[[Any], np.ndarray]] = {
-    "step": _stepped,
-    "copy": lambda g: _stepped(copy.copy(g)),
+    "step": _stepped, "copy": lambda g: _stepped(copy.copy(g)),
     "deepcopy": lambda g: _stepped(copy.deepcopy(g)),
-    "pickle": lambda g: _stepped(pickle.loads(pickle.dumps(g))),
-    "list": lambda g: _stepped([g]),
+    "pickle": lambda g: _stepped(pickle.loads(pickle.dumps(g))), "list": lambda g: _stepped([g]),
     "scale_grad": lambda g: _stepped(_BASE.scale_grad((g,))[0]),
     "gradients_centralization": lambda g: _stepped(gradients.centralized(g)),
     "decay_weight": lambda g: _stepped(gradients.decayed(g, np.ones((2, 3), np.float32), 0.1)),
     "grad_centralization": lambda g: _stepped(g, grad_centralization=True),
     "decay and centralization": lambda g: _stepped(g, grad_centralization=True, weight_decay=0.1),
-    "clip_by_global_norm": _clipped,
-    "clip_by_global_norm of a list": lambda g: _clipped([g]),
+    "clip_by_global_norm": _clipped, "clip_by_global_norm of a list": lambda g: _clipped([g]),
     "clip_by_global_norm in place": lambda g: _clipped(g, in_place=True),
-    "global_norm": lambda g: np.array(ops.global_norm([g])),
-    "all_reduce": _reduced,
+    "global_norm": lambda g: np.array(ops.global_norm([g])), "all_reduce": _reduced,
     "mxnet": _of_mxnet,
     "mxnet in float32": lambda g: _stepped(master.master_arguments(g, (None, None))[1]),
     "mxnet with a master copy": lambda g: _of_mxnet(g, np.float16),
-}
+}  # fmt: skip
 IN_ORDER = {"decay_weight", "decay and centralization"}
 """Without ranges: rows that decay are summed in the order of their occurrences first."""
 

@@ -19,11 +19,9 @@ REQUIRED = object()
 
 # The forms in which an optimizer computes; tests that hold for all of them run with each.
 KINDS: dict[str, Callable[..., Any]] = {
-    "Adam": mx.Adam,
-    "Adam 1.9": partial(mx.Adam, compat="1.9"),
-    "Adam unfused": partial(mx.Adam, use_fused_step=False),
-    "AdamW": mx.AdamW,
-}
+    "Adam": mx.Adam, "Adam 1.9": partial(mx.Adam, compat="1.9"),
+    "Adam unfused": partial(mx.Adam, use_fused_step=False), "AdamW": mx.AdamW,
+}  # fmt: skip
 
 
 def ones(*shape: int, dtype: Any = F32) -> np.ndarray:
@@ -110,18 +108,13 @@ TAKEN: dict[str, Any] = {
     "number": st.floats(-LARGEST, LARGEST),
     "number or None": st.none() | st.floats(-LARGEST, LARGEST),
     "scale": st.floats(-LARGEST, LARGEST) | st.sampled_from([np.inf, -np.inf]),
-    "at least 0": st.floats(0, LARGEST),
-    "rate": st.floats(0, LARGEST),
+    "at least 0": st.floats(0, LARGEST), "rate": st.floats(0, LARGEST),
     "beta": st.floats(0, float(np.nextafter(F32.type(1), F32.type(0)))),
-    "epsilon": st.just(0.0) | st.floats(1e-45, LARGEST),
-    "factor": st.floats(0, 1),
-    "power": st.floats(1e-30, LARGEST),
-    "count": st.integers(0, 2**40),
-    "positive int": st.integers(1, 2**40),
-    "aggregate": st.just(np.inf) | st.integers(0, 2**40),
-    "flag": st.booleans(),
-    "steps": st.sets(st.integers(1, 2**40), min_size=1).map(sorted),
-}
+    "epsilon": st.just(0.0) | st.floats(1e-45, LARGEST), "factor": st.floats(0, 1),
+    "power": st.floats(1e-30, LARGEST), "count": st.integers(0, 2**40),
+    "positive int": st.integers(1, 2**40), "aggregate": st.just(np.inf) | st.integers(0, 2**40),
+    "flag": st.booleans(), "steps": st.sets(st.integers(1, 2**40), min_size=1).map(sorted),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,17 +135,13 @@ HELD = {0: SimpleNamespace(lr_mult=2.0, wd_mult=1.0)}
 BASE = {
     "rescale_grad": Option("number", 1.0, 0.5),
     "param_idx2name": Option("names", None, {0: "a_bias"}, {"compat": "1.9", "wd": 0.3}),
-    "wd": Option("at least 0", 0.0, 0.3),
-    "clip_gradient": Option("number or None", None, 0.3),
+    "wd": Option("at least 0", 0.0, 0.3), "clip_gradient": Option("number or None", None, 0.3),
     "learning_rate": Option("rate", None, 0.02),
     "lr_scheduler": Option("scheduler", None, S.FactorScheduler(1, 0.5)),
-    "sym": Option("nothing", None),
-    "begin_num_update": Option("count", 0, 3),
-    "multi_precision": Option("flag", False),
-    "param_dict": Option("parameters", None, HELD),
-    "aggregate_num": Option("aggregate", None),
-    "use_fused_step": Option("flag or None", None),
-}
+    "sym": Option("nothing", None), "begin_num_update": Option("count", 0, 3),
+    "multi_precision": Option("flag", False), "param_dict": Option("parameters", None, HELD),
+    "aggregate_num": Option("aggregate", None), "use_fused_step": Option("flag or None", None),
+}  # fmt: skip
 OF_19 = Option("compat", "2.0", "1.9", {"wd": 0.3, "clip_gradient": 0.5})
 RATES = {"learning_rate": BASE["learning_rate"], "beta1": Option("beta", 0.9, 0.8),
          "beta2": Option("beta", 0.999, 0.99)}  # fmt: skip
@@ -165,12 +154,10 @@ OPTIONS: dict[type, dict[str, Option]] = {
         "use_fused_step": Option("flag or None", True),  # acts: it has a reference of its own
     },
     mx.AdamW: {
-        **RATES,
-        "epsilon": Option("epsilon", 1e-6, 0.1),
-        "correct_bias": Option("flag", True, False),
-        "use_fused_step": Option("flag or None", True),
+        **RATES, "epsilon": Option("epsilon", 1e-6, 0.1),
+        "correct_bias": Option("flag", True, False), "use_fused_step": Option("flag or None", True),
     },
-}
+}  # fmt: skip
 # Arguments that are handed on, of which AdamW checks one by itself.
 HANDED_ON: dict[type, dict[str, Option]] = {
     mx.Optimizer: {"compat": Option("compat", "2.0")},
@@ -206,10 +193,7 @@ OF_SCHEDULERS: dict[type, dict[str, Option]] = {
 }  # fmt: skip
 # What a scheduler cannot be made without.
 NEEDED: dict[type, dict[str, Any]] = {
-    S.LRScheduler: {},
-    S.FactorScheduler: {"step": 3},
-    S.MultiFactorScheduler: {"step": [2, 5]},
-    S.PolyScheduler: {"max_update": 8},
-    S.CosineScheduler: {"max_update": 8},
-}
+    S.LRScheduler: {}, S.FactorScheduler: {"step": 3}, S.MultiFactorScheduler: {"step": [2, 5]},
+    S.PolyScheduler: {"max_update": 8}, S.CosineScheduler: {"max_update": 8},
+}  # fmt: skip
 SCHEDULERS = [cls for cls in NEEDED if cls is not S.LRScheduler]

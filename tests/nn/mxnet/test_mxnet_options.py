@@ -210,15 +210,11 @@ NAMES = {0: "fc1_weight", 1: "fc1_bias"}
 # None: the factor may be of what comes later, or is of a weight.
 FACTORS: list[tuple[Any, Any, dict[str, Any], str | None]] = [
     (0, "fc1_wieght", {"param_idx2name": NAMES}, "; did you mean 'fc1_weight'[?]"),
-    (0, "other", {"param_idx2name": NAMES}, ""),
-    (0, "fc1_weight", {}, ""),
-    (0, "0", {"param_idx2name": NAMES}, ""),
-    (0, 7, {}, None),
-    (0, 7, {"param_idx2name": NAMES}, None),
-    ("a", "b", {}, None),
-    (0, "b", {"param_dict": {"b": HELD[0]}}, None),
-    (0, "b", {"param_idx2name": {"b": "x"}}, None),
-]
+    (0, "other", {"param_idx2name": NAMES}, ""), (0, "fc1_weight", {}, ""),
+    (0, "0", {"param_idx2name": NAMES}, ""), (0, 7, {}, None),
+    (0, 7, {"param_idx2name": NAMES}, None), ("a", "b", {}, None),
+    (0, "b", {"param_dict": {"b": HELD[0]}}, None), (0, "b", {"param_idx2name": {"b": "x"}}, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", [mx.Adam, mx.AdamW])

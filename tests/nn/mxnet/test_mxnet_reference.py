@@ -26,25 +26,18 @@ from roundings import Rounded, assert_rounded
 ALLOWED = 2.0
 # Types of weights, and whether there are master copies of them.
 STORAGE = {
-    "float32": (F32, False),
-    "float64": (F64, False),
-    "float16": (F16, False),
-    "float16-master": (F16, True),
-    "bfloat16": (BF16, False),
-    "bfloat16-master": (BF16, True),
-}
+    "float32": (F32, False), "float64": (F64, False), "float16": (F16, False),
+    "float16-master": (F16, True), "bfloat16": (BF16, False), "bfloat16-master": (BF16, True),
+}  # fmt: skip
 SHAPES = [(), (0,), (1,), (7,), (1003,), (17, 9), (3, 0, 2)]
 TABLES = [(50, 5), (1003, 3), (11, 2, 3), (13,), (7, 1), (9, 0)]
 ADAMW = Hyper(decoupled=True, epsilon=1e-6)
 KINDS = {
-    "Adam-1.9": Hyper(compat="1.9"),
-    "Adam-2.0": Hyper(),
-    "Adam-unfused": Hyper(fused=False),
-    "AdamW": ADAMW,
-    "AdamW-unfused": replace(ADAMW, fused=False),
+    "Adam-1.9": Hyper(compat="1.9"), "Adam-2.0": Hyper(), "Adam-unfused": Hyper(fused=False),
+    "AdamW": ADAMW, "AdamW-unfused": replace(ADAMW, fused=False),
     "AdamW-nobias": replace(ADAMW, correct_bias=False),
     "AdamW-unfused-nobias": replace(ADAMW, fused=False, correct_bias=False),
-}
+}  # fmt: skip
 LAZY = {"Adam-1.9-lazy": Hyper(compat="1.9", lazy=True), "Adam-2.0-lazy": Hyper(lazy=True)}
 ALL = {"wd": 0.3, "clip_gradient": 0.6, "rescale_grad": 0.7}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -284,12 +277,10 @@ def test_multipliers(compat: str) -> None:
     lr_mult = {"a_weight": 3.0, "b_gamma": 0.0, 3: 2.0, "b_beta": 7.0}
     wd_mult = {"a_weight": 0.5, 0: 4.0, "b_beta": 2.0}
     pair = Pair(
-        Hyper(compat=compat, wd=0.2),
-        [normal(rng, 5, F32) for _ in range(7)],
+        Hyper(compat=compat, wd=0.2), [normal(rng, 5, F32) for _ in range(7)],
         tables={"lr_mult": {**lr_mult, 5: 0.5}, "wd_mult": {**wd_mult, 5: 3.0}},
-        param_idx2name=names,
-        param_dict=held,
-    )
+        param_idx2name=names, param_dict=held,
+    )  # fmt: skip
     pair.opt.set_lr_mult({**lr_mult, 5: 11.0})
     pair.opt.set_wd_mult({**wd_mult, 5: 12.0})
     for rate in (RATE, 0.5, 0.02):

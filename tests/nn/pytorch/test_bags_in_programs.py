@@ -58,25 +58,18 @@ TERMS: dict[str, Callable[[Any], Any]] = {
 
 
 DENSE = [
-    ("Adagrad", "touched", {"lr": 0.1}),
-    ("SGD", "touched", {"lr": 0.1}),
-    ("Adam", "all", {"lr": 0.01}),
-    ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
-    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}),
-    ("Adadelta", "all", {"lr": 1.0}),
-    ("Adamax", "all", {"lr": 0.01}),
-    ("NAdam", "all", {"lr": 0.01}),
-    ("RAdam", "all", {"lr": 0.01}),
+    ("Adagrad", "touched", {"lr": 0.1}), ("SGD", "touched", {"lr": 0.1}),
+    ("Adam", "all", {"lr": 0.01}), ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
+    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}), ("Adadelta", "all", {"lr": 1.0}),
+    ("Adamax", "all", {"lr": 0.01}), ("NAdam", "all", {"lr": 0.01}), ("RAdam", "all", {"lr": 0.01}),
     ("SGD", "all", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-]
+]  # fmt: skip
 
 
 USES: dict[str, Callable[[Any], Any]] = {
-    "square": lambda out: out.square().sum(),
-    "sum": lambda out: out.sum(),
-    "tanh": lambda out: out.tanh().sum(),
-    "detached": lambda out: out.detach().sum(),
-}
+    "square": lambda out: out.square().sum(), "sum": lambda out: out.sum(),
+    "tanh": lambda out: out.tanh().sum(), "detached": lambda out: out.detach().sum(),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -417,8 +417,7 @@ def fake(make: Any = lambda: torch.ones(6)) -> Any:
 
 MULTI = torch.tensor([[0, 2], [1, 1]])
 WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
-    "freed": lambda: cut(torch.ones(6)),
-    "shrunk": lambda: cut(torch.ones(6), 8),
+    "freed": lambda: cut(torch.ones(6)), "shrunk": lambda: cut(torch.ones(6), 8),
     "freed, float64": lambda: cut(torch.ones(6, dtype=torch.float64)),
     "freed, bfloat16": lambda: cut(torch.ones(6, dtype=torch.bfloat16)),
     "of a freed one": lambda: part(0, lambda t: t[6:]),
@@ -426,8 +425,7 @@ WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
     "strided, freed": lambda: part(0, lambda t: t[::2]),
     "strided, shrunk": lambda: part(40, lambda t: t[::2]),
     "expanded, freed": lambda: part(0, lambda t: t.expand(6), 1),
-    "negated, freed": lambda: part(0, torch._neg_view),
-    "fake": fake,
+    "negated, freed": lambda: part(0, torch._neg_view), "fake": fake,
     "functional": lambda: torch._to_functional_tensor(torch.ones(6)),
     "wrapping": lambda: Wrapping(torch.ones(6)),
     "values freed": lambda: in_rows(None, cut(torch.ones(2))),
@@ -437,7 +435,7 @@ WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
     "values of elements freed": lambda: in_rows(MULTI, cut(torch.ones(2))),
     "indices of elements freed": lambda: in_rows(cut(MULTI.clone())),
     "indices of elements shrunk": lambda: in_rows(cut(MULTI.clone(), 24)),
-}
+}  # fmt: skip
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "norm": lambda p, _: fused.clip_grad_norm_(p, 0.5),
     "sum": lambda p, _: fused.clip_grad_norm_(p, 0.5, 1.0),
@@ -516,11 +514,9 @@ def test_gradients_that_share_memory() -> None:
     """They are read as they are, and brought into a range; what would be scaled twice raises."""
     whole = torch.ones(9)
     for first, second in (
-        (whole[:3], whole[:3]),
-        (whole[:3], whole[2:]),
-        (whole[3:6], whole.view(3, 3)[:, ::2]),
+        (whole[:3], whole[:3]), (whole[:3], whole[2:]), (whole[3:6], whole.view(3, 3)[:, ::2]),
         (whole[:3], in_rows(MULTI, whole[1:3])),
-    ):
+    ):  # fmt: skip
         parameters = beside(second)
         parameters[0].grad = first
         with pytest.raises(RuntimeError, match=r"gradient . shares memory: .* that of gradient ."):

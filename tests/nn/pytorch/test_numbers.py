@@ -30,14 +30,12 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "Adam": {**_DECOUPLED, "amsgrad": (False, True), "betas": ((0.9, 0.999), (0.3, 0.2))},
     "AdamW": {**_ALL, "amsgrad": (False, True)},
     "NAdam": {**_DECOUPLED, "momentum_decay": (4e-3, 0.2)},
-    "RAdam": {**_DECOUPLED, "betas": ((0.9, 0.999), (0.5, 0.7))},
-    "Adamax": _ALL,
-    "Adadelta": {**_ALL, "rho": (0.9, 0.5)},
-    "ASGD": {**_ALL, "t0": (1e6, 3), "lambd": (1e-4, 0.1)},
+    "RAdam": {**_DECOUPLED, "betas": ((0.9, 0.999), (0.5, 0.7))}, "Adamax": _ALL,
+    "Adadelta": {**_ALL, "rho": (0.9, 0.5)}, "ASGD": {**_ALL, "t0": (1e6, 3), "lambd": (1e-4, 0.1)},
     "Rprop": {"maximize": (False, True), "etas": ((0.5, 1.2), (0.3, 2.0))},
     "Adafactor": {**_ALL, "d": (1.0, 2.0), "eps": ((None, 1e-3), (1e-10, 0.1))},
     "SparseAdam": {"maximize": (False, True), "betas": ((0.9, 0.999), (0.3, 0.2))},
-}
+}  # fmt: skip
 
 
 def combinations() -> Iterator[tuple[str, dict[str, Any]]]:

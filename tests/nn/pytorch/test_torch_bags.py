@@ -282,23 +282,18 @@ def test_tensors_that_compiled_code_cannot_read() -> None:
     with torch.inference_mode():
         inference = [own.clone() for own in ids]
     changes: list[Any] = [
-        inference,
-        [own.int() for own in ids],
-        [torch.stack([own, own], 1)[:, 0] for own in ids],
+        inference, [own.int() for own in ids], [torch.stack([own, own], 1)[:, 0] for own in ids],
         [torch.cat([own, own])[len(own) :] for own in ids],
         [torch.nn.Parameter(own, requires_grad=False) for own in ids],
-    ]
+    ]  # fmt: skip
     for change in changes:
         assert torch.equal(ours(change, offsets), out)
     square = [torch.tensor(np.random.default_rng(n).integers(0, n, (6, 4))) for n, _ in SIZES]
     for view in (
-        lambda own: own.t().contiguous().t(),
-        lambda own: own[:, :2],
-        lambda own: own[:, ::2],
-        lambda own: own[:1, ::2],
-        lambda own: own[:4, :1].expand(4, 4),
+        lambda own: own.t().contiguous().t(), lambda own: own[:, :2], lambda own: own[:, ::2],
+        lambda own: own[:1, ::2], lambda own: own[:4, :1].expand(4, 4),
         lambda own: own.reshape(-1)[:9].unfold(0, 4, 1),
-    ):
+    ):  # fmt: skip
         views = list(map(view, square))
         assert torch.equal(ours(views), ours([own.contiguous() for own in views]))
     nothing = [torch.tensor([], dtype=torch.int64)] * 2

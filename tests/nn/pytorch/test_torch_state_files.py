@@ -92,10 +92,8 @@ def test_names_and_lifetimes(tmp_path: Path) -> None:
     w.grad = torch.ones(4, 3)
     optimizer.step()
     assert asked == [
-        "step.parameter table",
-        "exp_avg.parameter table",
-        "exp_avg_sq.parameter table",
-    ]
+        "step.parameter table", "exp_avg.parameter table", "exp_avg_sq.parameter table",
+    ]  # fmt: skip
     assert not fused.AdamW([w]).state  # after the context
 
 

@@ -46,17 +46,13 @@ def cut(tensor: Any) -> Any:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "one number": lambda x: x.new_zeros(1),
-    "fewer rows": lambda x: x[:-1].clone(),
+    "one number": lambda x: x.new_zeros(1), "fewer rows": lambda x: x[:-1].clone(),
     "more rows": lambda x: torch.cat((x, x)),
     "another dtype": lambda x: x.to(torch.float64 if x.dtype != torch.float64 else torch.int8),
-    "gaps": lambda x: torch.stack((x, x), -1)[..., 0],
-    "one place": overlapping,
-    "no memory": cut,
+    "gaps": lambda x: torch.stack((x, x), -1)[..., 0], "one place": overlapping, "no memory": cut,
     "negative": lambda x: torch._neg_view(x) if x.is_floating_point() else x.to("meta"),
-    "no tensor": lambda x: x.tolist(),
-    "a part of another": lambda x: x.to_sparse(),
-}
+    "no tensor": lambda x: x.tolist(), "a part of another": lambda x: x.to_sparse(),
+}  # fmt: skip
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "flush": lambda _, optimizer: optimizer.flush(),
     "prepare": lambda m, optimizer: optimizer.prepare(m.weight, torch.arange(N)),

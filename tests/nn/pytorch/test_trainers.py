@@ -16,11 +16,9 @@ from torch_training import Tagger, assert_close, assert_same_bits, snapshot  # n
 pytestmark = pytest.mark.filterwarnings("default")  # the trainers' own
 F32 = torch.float32
 CLASSES = {
-    "AdamW": {"sparse": "touched"},
-    "LazyAdam": {},
-    "SGD": {"momentum": 0.9, "sparse": "all"},
+    "AdamW": {"sparse": "touched"}, "LazyAdam": {}, "SGD": {"momentum": 0.9, "sparse": "all"},
     "Adagrad": {},
-}
+}  # fmt: skip
 
 
 class Ids(Dataset):

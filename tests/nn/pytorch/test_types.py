@@ -63,11 +63,9 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(CALLS, encoding="utf-8")
     options = (
-        "--follow-imports=silent",
-        "--no-color-output",
-        "--no-error-summary",
+        "--follow-imports=silent", "--no-color-output", "--no-error-summary",
         "--hide-error-context",
-    )
+    )  # fmt: skip
     result = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "--cache-dir", str(tmp_path / "cache"), program],
         capture_output=True, text=True, check=False, cwd=tmp_path,

@@ -61,14 +61,10 @@ def test_dense_is_a_kronecker_solve(shape: Any, block_size: int | None, dtype: A
 
 
 CONVOLUTIONS = [
-    {},
-    {"stride": 2, "padding": 1},
-    {"stride": (1, 2), "padding": (0, 2)},
-    {"padding": "same"},
-    {"padding": "same", "stride": (2, 3)},
-    {"padding": "valid", "dilation": 2},
+    {}, {"stride": 2, "padding": 1}, {"stride": (1, 2), "padding": (0, 2)}, {"padding": "same"},
+    {"padding": "same", "stride": (2, 3)}, {"padding": "valid", "dilation": 2},
     {"padding": "same", "dilation": (1, 2)},
-]
+]  # fmt: skip
 
 
 def margins(options: dict[str, Any], size: Any, kernel: Any) -> tuple[Any, Any, Any, Any]:
@@ -204,19 +200,10 @@ def test_storage_types(dtype: Any) -> None:
 # ------------------------------------------------------------------------------ Every argument acts
 
 CHANGED: dict[str, Any] = {
-    "learning_rate": 0.05,
-    "damping": 0.5,
-    "momentum": 0.4,
-    "weight_decay": 0.1,
-    "loss_scale": 4.0,
-    "batch_size": 3,
-    "use_nesterov": True,
-    "decay_filter": lambda p: p.name == "fc.weight",
-    "enable_clip_grad": True,
-    "frequency": 3,
-    "compat": "mindspore",
-    "block_size": 2,
-}
+    "learning_rate": 0.05, "damping": 0.5, "momentum": 0.4, "weight_decay": 0.1, "loss_scale": 4.0,
+    "batch_size": 3, "use_nesterov": True, "decay_filter": lambda p: p.name == "fc.weight",
+    "enable_clip_grad": True, "frequency": 3, "compat": "mindspore", "block_size": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -76,12 +76,9 @@ def train(opt: Any, net: Net, steps: range, dtype: Any = np.float32, scale: floa
 def make(net: Any, **changed: Any) -> Any:
     """THOR whose first step takes the preconditioned gradient off the parameters."""
     options = {
-        "learning_rate": 1.0,
-        "damping": DAMPING,
-        "momentum": 0.0,
-        "batch_size": BATCH,
+        "learning_rate": 1.0, "damping": DAMPING, "momentum": 0.0, "batch_size": BATCH,
         "frequency": 2,
-    }
+    }  # fmt: skip
     return nn.thor(net, **{**options, **changed})
 
 
