@@ -25,16 +25,10 @@ from fusestep.bench.measure import Contestant, ContestantLostError, Plan, interl
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import result as figures
 from fusestep.bench.report.result import OURS, PointResult, SpecialResult, Summary
-from fusestep.bench.special import (
-    catch_up,
-    changing_steps,
-    dlrm_training,
-    far_rows,
-    first_step,
-    id_map,
-    rounding,
-    training,
-)
+
+from fusestep.bench.special import (  # isort: skip
+    catch_up, changing_steps, dlrm_training, far_rows, first_step, id_map, rounding, training,
+)  # fmt: skip
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job, before_step, in_turn, samples
 from fusestep.kernels.cache import cache_directory

@@ -11,23 +11,11 @@ import pytest
 
 import fusestep
 import test_embedding_bags
-from devices import (
-    COMPUTES,
-    MARKS,
-    RNG,
-    assert_calls_alike,
-    assert_close,
-    assert_equal_runs,
-    assert_same,
-    gradient,
-    on_device,
-    on_host,
-    refused,
-    rows,
-    sized,
-    told,
-    unchanged,
-)
+
+from devices import (  # isort: skip
+    COMPUTES, MARKS, RNG, assert_calls_alike, assert_close, assert_equal_runs, assert_same,
+    gradient, on_device, on_host, refused, rows, sized, told, unchanged,
+)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import kernel

@@ -18,31 +18,12 @@ import numpy as np
 import pytest
 
 import fusestep
-from devices import (
-    BETAS,
-    COMPUTES,
-    GPU,
-    MARKS,
-    STUB,
-    Run,
-    assert_alike,
-    assert_equal_runs,
-    assert_same,
-    capture,
-    computed,
-    data_of,
-    gradient,
-    on_device,
-    on_host,
-    only,
-    positive,
-    put,
-    refused,
-    rows,
-    shifted,
-    told,
-    unchanged,
-)
+
+from devices import (  # isort: skip
+    BETAS, COMPUTES, GPU, MARKS, STUB, Run, assert_alike, assert_equal_runs, assert_same, capture,
+    computed, data_of, gradient, on_device, on_host, only, positive, put, refused, rows, shifted,
+    told, unchanged,
+)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.ops.runtime import launch, pending

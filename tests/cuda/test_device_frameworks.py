@@ -16,20 +16,11 @@ import numpy as np
 import pytest
 
 import fusestep
-from devices import (
-    BETAS,
-    BF16,
-    MARKS,
-    SIMULATOR,
-    adopted,
-    assert_same,
-    capture,
-    on_device,
-    only,
-    positive,
-    refused,
-    told,
-)
+
+from devices import (  # isort: skip
+    BETAS, BF16, MARKS, SIMULATOR, adopted, assert_same, capture, on_device, only, positive,
+    refused, told,
+)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
 from fusestep.ops.runtime import device, frameworks, launch, locks

@@ -11,22 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devices import (
-    BETAS,
-    GPU,
-    KIND,
-    MARKS,
-    SIMULATOR,
-    adopted,
-    assert_close,
-    assert_same,
-    computed,
-    numba_stream,
-    on_device,
-    on_host,
-    shifted,
-    sized,
-)
+from devices import (  # isort: skip
+    BETAS, GPU, KIND, MARKS, SIMULATOR, adopted, assert_close, assert_same, computed, numba_stream,
+    on_device, on_host, shifted, sized,
+)  # fmt: skip
 from fusestep import nn, ops, synchronize
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules

@@ -8,26 +8,11 @@ import numpy as np
 import pytest
 
 import fusestep
-from devices import (
-    BETAS,
-    COMPUTES,
-    MARKS,
-    SIMULATOR,
-    assert_calls_alike,
-    assert_close,
-    assert_same,
-    gradient,
-    on_device,
-    on_host,
-    only,
-    pairs,
-    positive,
-    refused,
-    rows,
-    sized,
-    told,
-    unchanged,
-)
+
+from devices import (  # isort: skip
+    BETAS, COMPUTES, MARKS, SIMULATOR, assert_calls_alike, assert_close, assert_same, gradient,
+    on_device, on_host, only, pairs, positive, refused, rows, sized, told, unchanged,
+)  # fmt: skip
 from faults import FAULTS
 from fusestep import ops
 from fusestep.kernels.tables import HOT

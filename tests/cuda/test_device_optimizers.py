@@ -11,29 +11,12 @@ import pytest
 
 import fusestep
 from device_rules import OF_ROWS, OF_TENSORS, Own
-from devices import (
-    COMPUTES,
-    GPU,
-    KIND,
-    MARKS,
-    RNG,
-    SIMULATOR,
-    assert_alike,
-    assert_close,
-    assert_equal_runs,
-    assert_same,
-    exchange,
-    gradient,
-    on_device,
-    on_host,
-    only,
-    positive,
-    put,
-    refused,
-    rows,
-    sized,
+
+from devices import (  # isort: skip
+    COMPUTES, GPU, KIND, MARKS, RNG, SIMULATOR, assert_alike, assert_close, assert_equal_runs,
+    assert_same, exchange, gradient, on_device, on_host, only, positive, put, refused, rows, sized,
     told,
-)
+)  # fmt: skip
 from fusestep import nn
 from fusestep.kernels.cuda.device.backend import GEOMETRY
 from fusestep.kernels.tables import HOT

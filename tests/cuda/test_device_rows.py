@@ -8,28 +8,12 @@ import numpy as np
 import pytest
 
 import fusestep
-from devices import (
-    BETAS,
-    COMPUTES,
-    MARKS,
-    Maker,
-    adopted,
-    assert_alike,
-    assert_calls_alike,
-    assert_close,
-    assert_same,
-    gradient,
-    numba_stream,
-    on_device,
-    on_host,
-    positive,
-    refused,
-    rows,
-    shifted,
-    sized,
-    told,
-    unchanged,
-)
+
+from devices import (  # isort: skip
+    BETAS, COMPUTES, MARKS, Maker, adopted, assert_alike, assert_calls_alike, assert_close,
+    assert_same, gradient, numba_stream, on_device, on_host, positive, refused, rows, shifted,
+    sized, told, unchanged,
+)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.rows import sort

@@ -14,21 +14,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from devices import (
-    GPU,
-    KIND,
-    MARKS,
-    SIMULATOR,
-    assert_equal_runs,
-    assert_same,
-    capture,
-    data_of,
-    on_device,
-    on_host,
-    only,
-    put,
-    refused,
-)
+from devices import (  # isort: skip
+    GPU, KIND, MARKS, SIMULATOR, assert_equal_runs, assert_same, capture, data_of, on_device,
+    on_host, only, put, refused,
+)  # fmt: skip
 from fusestep import nn
 from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray

@@ -12,20 +12,11 @@ from hypothesis import strategies as st
 
 from fusestep import nn
 from helpers import arrays_of, assert_same_arrays, assert_same_bits, refused
-from optimizers import (
-    ALL_FORMS,
-    BY_NAME,
-    FORMS,
-    arguments_of,
-    decayed_and_scaled,
-    gradients,
-    inner,
-    is_row_wise,
-    make,
-    parameters,
-    rows,
-    states,
-)
+
+from optimizers import (  # isort: skip
+    ALL_FORMS, BY_NAME, FORMS, arguments_of, decayed_and_scaled, gradients, inner, is_row_wise,
+    make, parameters, rows, states,
+)  # fmt: skip
 
 TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
 REFUSING = [form for form in FORMS if form not in TAKING]

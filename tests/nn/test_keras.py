@@ -10,15 +10,10 @@ import pytest
 
 from fusestep import nn
 from helpers import BF16, assert_same_bits, refused, sampled
-from optimizers import (
-    BY_NAME,
-    ONE_OF_EACH,
-    arguments_of,
-    assert_same_run,
-    gradients,
-    make,
-    parameters,
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, ONE_OF_EACH, arguments_of, assert_same_run, gradients, make, parameters,
+)  # fmt: skip
 from reference_elementwise import ftrl
 
 F32, F64 = np.float32, np.float64

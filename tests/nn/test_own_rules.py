@@ -17,21 +17,11 @@ from fusestep.kernels.storage import F32, F64
 from fusestep.nn import Rule
 from helpers import assert_same_arrays, more, refused
 from optimizers import FORMS, make, parameters
-from own_functions import (
-    ARRAY,
-    AVERAGED,
-    MEASURED,
-    PLAIN,
-    TABLE,
-    Own,
-    asserting,
-    branch,
-    importing,
-    plain,
-    printing,
-    raising,
-    unusual,
-)
+
+from own_functions import (  # isort: skip
+    ARRAY, AVERAGED, MEASURED, PLAIN, TABLE, Own, asserting, branch, importing, plain, printing,
+    raising, unusual,
+)  # fmt: skip
 from subprocesses import output_of
 
 NOT_CALLED: Any = len

@@ -11,17 +11,10 @@ import reference_random as model
 from fusestep import nn
 from fusestep.kernels.keeping import key_of, random_scalars
 from helpers import BF16, assert_same_arrays, assert_same_bits, more, refused
-from optimizers import (
-    BY_NAME,
-    FORMS,
-    ONE_OF_EACH,
-    arguments_of,
-    gradients,
-    inner,
-    make,
-    parameters,
-    rows,
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, FORMS, ONE_OF_EACH, arguments_of, gradients, inner, make, parameters, rows,
+)  # fmt: skip
 
 F16, F32 = np.float16, np.float32
 BESIDE = {"master": "master", "kahan": "remainder"}

@@ -13,17 +13,10 @@ import pytest
 import fusestep
 from fusestep import nn
 from helpers import BF16, assert_same_bits, more
-from optimizers import (
-    FORMS,
-    ONE_OF_EACH,
-    arguments_of,
-    assert_same_run,
-    gradients,
-    make,
-    parameters,
-    rows,
-    states,
-)
+
+from optimizers import (  # isort: skip
+    FORMS, ONE_OF_EACH, arguments_of, assert_same_run, gradients, make, parameters, rows, states,
+)  # fmt: skip
 
 F32 = np.float32
 QUICK = "LazyAdam", "SGD", "Prodigy"

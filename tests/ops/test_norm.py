@@ -14,15 +14,10 @@ from hypothesis import strategies as st
 import reference_layerwise as layerwise
 from faults import FAULTS
 from fusestep import nn, ops
-from helpers import (
-    BF16,
-    EPSILON,
-    STORAGE_DTYPES,
-    assert_same_arrays,
-    assert_same_bits,
-    refused,
-    unchanged,
-)
+
+from helpers import (  # isort: skip
+    BF16, EPSILON, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, refused, unchanged,
+)  # fmt: skip
 from reference import wide
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)

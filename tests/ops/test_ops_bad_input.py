@@ -10,15 +10,10 @@ import pytest
 from faults import FAULTS, TAKEN, frozen, misaligned, strided
 from fusestep import ConversionError, nn
 from helpers import BF16, assert_same_bits, label, refused, typed, unchanged
-from operators import (
-    ADAM_UPDATE,
-    DENSE_OPERATORS,
-    EVERY_OPERATOR,
-    LARS_UPDATE,
-    OPERATORS,
-    ROW_OPERATORS,
-    Operator,
-)
+
+from operators import (  # isort: skip
+    ADAM_UPDATE, DENSE_OPERATORS, EVERY_OPERATOR, LARS_UPDATE, OPERATORS, ROW_OPERATORS, Operator,
+)  # fmt: skip
 
 # Without momentum the states of SGD have no part in the step, and are checked all the same.
 SGD = OPERATORS["SGD"]

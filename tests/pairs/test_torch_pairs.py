@@ -12,16 +12,10 @@ import pytest
 pytest.importorskip("torch")
 
 from pair_page import PAGE, page
-from pair_parts import (
-    NOT_APPLICABLE,
-    OF_THREE,
-    PAIRS,
-    PARTS,
-    REFUSED,
-    outcome,
-    plan_of,
-    programs,
-)
+
+from pair_parts import (  # isort: skip
+    NOT_APPLICABLE, OF_THREE, PAIRS, PARTS, REFUSED, outcome, plan_of, programs,
+)  # fmt: skip
 from pair_reference import assert_as_known, assert_of_pairs
 from subprocesses import ENVIRONMENT, TORCH
 

@@ -15,20 +15,10 @@ import process_embedding_states
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator, alone
 from process_checks import communicator, refused_everywhere, run_parts
-from process_embedding_training import (
-    DIM,
-    MAKE,
-    ORDERS,
-    N,
-    Net,
-    Pair,
-    Whole,
-    assert_bits,
-    assert_part,
-    batch,
-    part,
-    whole_of,
-)
+
+from process_embedding_training import (  # isort: skip
+    DIM, MAKE, ORDERS, N, Net, Pair, Whole, assert_bits, assert_part, batch, part, whole_of,
+)  # fmt: skip
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -11,21 +11,11 @@ from hypothesis import strategies as st
 
 from fusestep.nn import mxnet as mx
 from helpers import FAR, distance
-from mxnet_options import (
-    HANDED_ON,
-    HELD,
-    NEEDED,
-    OF_SCHEDULERS,
-    OPTIONS,
-    REFUSED,
-    REQUIRED,
-    TAKEN,
-    Option,
-    S,
-    ones,
-    random,
-    rows,
-)
+
+from mxnet_options import (  # isort: skip
+    HANDED_ON, HELD, NEEDED, OF_SCHEDULERS, OPTIONS, REFUSED, REQUIRED, TAKEN, Option, S, ones,
+    random, rows,
+)  # fmt: skip
 
 POSITIONAL = {**OPTIONS, **OF_SCHEDULERS}
 EVERY = {**HANDED_ON, **OF_SCHEDULERS}

@@ -12,16 +12,11 @@ from fusestep import nn
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import RowTensor
-from helpers import (
-    BF16,
-    STORAGE_DTYPES,
-    arrays_of,
-    assert_same_arrays,
-    assert_same_bits,
-    assign,
-    refused,
+
+from helpers import (  # isort: skip
+    BF16, STORAGE_DTYPES, arrays_of, assert_same_arrays, assert_same_bits, assign, refused,
     unchanged,
-)
+)  # fmt: skip
 from mxnet_options import F16, F32, F64, KINDS, S, counts_of, ones, random, rows
 
 EACH_KIND = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

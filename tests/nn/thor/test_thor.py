@@ -10,18 +10,10 @@ import thor_nets
 from fusestep import nn
 from fusestep.nn.thor import conv as thor_conv
 from helpers import FAR, distance
-from thor_nets import (
-    BASE,
-    DAMPING,
-    Net,
-    Pass,
-    block_diagonal,
-    data,
-    kronecker_solve,
-    make,
-    random,
-    train,
-)
+
+from thor_nets import (  # isort: skip
+    BASE, DAMPING, Net, Pass, block_diagonal, data, kronecker_solve, make, random, train,
+)  # fmt: skip
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
 
