@@ -49,12 +49,10 @@ _OWN: Mapping[str, Mapping[str, Argument]] = {
         "beta2": Argument("closed unit", 0.5), "epsilon": Argument("epsilon of MXNet", 0.1),
         "wd": Argument("not negative", 0.5), "rescale_grad": Argument("number", 0.4),
         "clip_gradient": Argument("number", 0.1), "lazy_update": Argument("flag"),
-        "compat": Argument("version", "1.9"),
-    },
+        "compat": Argument("version", "1.9")},
     "SGD": {
         "momentum": Argument("not negative", 0.3), "dampening": Argument("not negative", 0.5),
-        "weight_decay": Argument("not negative", 0.3), "nesterov": Argument("flag", True),
-    },
+        "weight_decay": Argument("not negative", 0.3), "nesterov": Argument("flag", True)},
     "LARSUpdate": {
         "epsilon": Argument("not negative float", 0.5),
         "hyperpara": Argument("not negative float", 0.01),
@@ -63,8 +61,7 @@ _OWN: Mapping[str, Mapping[str, Argument]] = {
         "norm_gradient": Argument("not negative", 1.0),
         "weight_decay": Argument("not negative", 0.7),
         # The bound of the local rate; without use_clip it has no part in the formula.
-        "learning_rate": Argument("not negative", 1e-5, {"use_clip": True}),
-    },
+        "learning_rate": Argument("not negative", 1e-5, {"use_clip": True})},
 }  # fmt: skip
 
 
@@ -165,11 +162,9 @@ ADAM_UPDATE = Update(
     ("weight", "mean", "var"),
     {
         "lr": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3, "wd": 0.25, "rescale_grad": 0.5,
-        "clip_gradient": 0.4,
-    },
+        "clip_gradient": 0.4},
     None,
     (
         *("weight", "grad", "mean", "var", "lr", "beta1", "beta2", "epsilon"),
-        *("wd", "rescale_grad", "clip_gradient"),
-    ),
+        *("wd", "rescale_grad", "clip_gradient")),
 )  # fmt: skip

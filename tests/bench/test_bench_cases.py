@@ -144,14 +144,11 @@ def test_the_default_selection_is_that_of_the_optimizers() -> None:
             {
                 "dense": list(workloads.DENSE_SIZES),
                 "rows": list(workloads.ROW_SIZES),
-                "pooled": list(workloads.POOLED_SIZES),
-            },
-        ),
+                "pooled": list(workloads.POOLED_SIZES)}),
         ("far,1Kx2x3", {"rows": [*workloads.FAR_SIZES, "1Kx2x3"]}),
         ("growth,1Kx2x3x4", {"pooled": [*workloads.GROWTH_SIZES, "1Kx2x3x4"]}),
-        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]}),
-    ],
-)
+        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]})],
+)  # fmt: skip
 def test_sizes(text: str, expected: dict[str, list[str]]) -> None:
     assert parse_sizes(text) == {"dense": [], "rows": [], "pooled": [], **expected}
 

@@ -176,19 +176,15 @@ WRONG: dict[tuple[str, ...], str] = {
         (case, "--size", size, "--dtype", dtype): f"--size {size}, --dtype {dtype}: fits none of"
         for case, size, dtype in (
             *(("rows/nn.SGD", "1K", "float32"), ("dense/nn.SGD", "9x2x5", "float32")),
-            ("rows/ops.FusedSparseAdam", "9x2x5", "float16"),
-        )
-    },
+            ("rows/ops.FusedSparseAdam", "9x2x5", "float16"))},
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
     **{
         ("--scenario", text): "--scenario: expected names out of loop, pause20"
-        for text in ("pause30", "", "Loop")
-    },
+        for text in ("pause30", "", "Loop")},
     ("--dtype", ""): "--dtype: expected names out of float32, bfloat16, float16, or all, got ''",
     **{
         ("--indices", text): "--indices: expected uniform, equal or zipf with an exponent above 1"
-        for text in ("", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2")
-    },
+        for text in ("", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2")},
     ("--threads", "0"): "--threads: expected a whole number from 1 to",
     ("--threads", "1,"): "--threads: expected a whole number from 1 to",
     ("--threads", "many"): "got 'many'",

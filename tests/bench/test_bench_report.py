@@ -81,15 +81,13 @@ def test_a_document_has_the_figures_of_its_results(full: dict[str, Any]) -> None
         (lambda d: d["points"][0].update(losses=[1]), "$.points[0].losses[0]: 1 is not"),
         (
             lambda d: d["points"][0]["times"][OURS].update(median="1"),
-            "$.points[0].times.fusestep.median: '1' is not of type 'number'",
-        ),
+            "$.points[0].times.fusestep.median: '1' is not of type 'number'"),
         (lambda d: d["points"][0]["times"][OURS].update(p20=0), "p20: 0 is less than or equal"),
         (lambda d: d["points"][0]["bound"].pop("low"), "$.points[0].bound: "),
         (lambda d: d["points"][0]["peers"].update(torch=2.0), "$.points[0].peers.torch: 2.0 is"),
         (lambda d: d["machine"].update(cores=True), "$.machine.cores: True is not of type"),
-        (lambda d: d["special"][0].pop("limits"), "$.special[0]: 'limits' is a required"),
-    ],
-)
+        (lambda d: d["special"][0].pop("limits"), "$.special[0]: 'limits' is a required")],
+)  # fmt: skip
 def test_a_document_of_another_form_is_refused(
     full: dict[str, Any], damage: Callable[[dict[str, Any]], object], text: str
 ) -> None:
@@ -168,18 +166,15 @@ SHOWN: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "no losses": (lambda: made_up(result(**USUAL)), ["No losses."]),
     "not available": (
         lambda: made_up(result(**USUAL), result(point("dense/nn.SGD")), NOTHING),
-        ["dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB"],
-    ),
+        ["dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB"]),
     "from the cache": (lambda: made_up(result(from_memory=False, **USUAL)), ["(95%)"]),
     "doubts": (
         lambda: made_up(WIDE, load=3.25),
         [
             "the machine was busy before the run: load 3.2",
             "dense/nn.Adam 900 fp32 x1: p80 is 1.9 x p20: was the machine busy?",
-            "dense/nn.Adam 900 fp32 x1: faster than its bound",
-        ],
-    ),
-}
+            "dense/nn.Adam 900 fp32 x1: faster than its bound"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -240,12 +240,10 @@ UPDATES = [
     *product(["1.9"], ["None"], (WHOLE, SPARSE), [(F32, F32)]),
     *product(["standard", "locked"], ["other"], (WHOLE, SPARSE), [(F32, F32)]),
     *product(
-        ["standard"], ["None", "other"], (WHOLE, SPARSE), [(F64, F32), (F16, F16), (BF16, BF16)]
-    ),
+        ["standard"], ["None", "other"], (WHOLE, SPARSE), [(F64, F32), (F16, F16), (BF16, BF16)]),
     *product(
-        ["plain"], ["weight", "None", "other"], (((), None), EMPTY, NO_ROWS, ONE), [(F32, F32)]
-    ),
-]
+        ["plain"], ["weight", "None", "other"], (((), None), EMPTY, NO_ROWS, ONE), [(F32, F32)]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "place", "form", "dtypes"), UPDATES, ids=str)

@@ -188,12 +188,10 @@ ROW_OPTIMIZERS: tuple[Make, ...] = (
 ROW_WISE: tuple[Make, ...] = (
     lambda p: nn.RowWiseAdagrad(p, accum=0.1, learning_rate=0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.RowWiseAdam(
-        [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}], 0.1
-    ),
+        [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}], 0.1),
     lambda p: nn.RowWiseAdagrad(
         p, learning_rate=0.1, weight_decay=0.1, decoupled_weight_decay=True,
-        sparse_update="dense_equivalent",
-    ),
+        sparse_update="dense_equivalent"),
     lambda p: nn.RowWiseAdam(p, 0.1, weight_decay=0.1, sparse_update="dense_equivalent"),
     *(partial(Own, of=of, sparse_update="lazy") for of in OF_ROWS),
     *(partial(Own, of=of, sparse_update="dense_equivalent") for of in OF_ROWS),

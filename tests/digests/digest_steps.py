@@ -165,13 +165,11 @@ class Descent(nn.Optimizer):
 GROUPS: dict[str, Callable[[list[nn.Parameter]], list[dict[str, Any]]]] = {
     "rates": lambda p: [{"params": p[:1], "lr": 0.2}, {"params": p[1:]}],
     "decays": lambda p: [
-        {"params": p[:1], "weight_decay": 0.3}, {"params": p[1:], "weight_decay": halving},
-    ],
+        {"params": p[:1], "weight_decay": 0.3}, {"params": p[1:], "weight_decay": halving}],
     "centralized": lambda p: [{"params": p, "grad_centralization": True, "weight_decay": 0.1}],
     "ordered": lambda p: [
         {"params": p[1:], "lr": nn.ExponentialDecayLR(0.1, 0.9, 2)},
-        {"params": p[:1], "grad_centralization": True, "weight_decay": 0.1}, {"order_params": p},
-    ],
+        {"params": p[:1], "grad_centralization": True, "weight_decay": 0.1}, {"order_params": p}],
 }  # fmt: skip
 
 

@@ -32,14 +32,12 @@ _PACKED = {
     "x86_64": {
         "square root": r"v?sqrtps", "division": r"v?divps", "multiplication": r"v?mulps",
         "addition": r"v?addps", "FMA": r"vfn?m(add|sub)\d+ps",
-        "float64 FMA": r"vfn?m(add|sub)\d+pd", "float64 addition": r"v?addpd",
-    },
+        "float64 FMA": r"vfn?m(add|sub)\d+pd", "float64 addition": r"v?addpd"},
     "aarch64": {
         "square root": r"fsqrt\s+v\d+\.[24]s", "division": r"fdiv\s+v\d+\.[24]s",
         "multiplication": r"fmul\s+v\d+\.[24]s", "addition": r"fadd\s+v\d+\.[24]s",
         "FMA": r"fml[as]\s+v\d+\.[24]s", "float64 FMA": r"fml[as]\s+v\d+\.2d",
-        "float64 addition": r"fadd\s+v\d+\.2d",
-    },
+        "float64 addition": r"fadd\s+v\d+\.2d"},
 }  # fmt: skip
 
 ROOT, DIVISION, FMA, PRODUCT = "square root", "division", "FMA", "multiplication"

@@ -70,12 +70,10 @@ LINEAR: dict[str, tuple[Rule, Scalars, float]] = {
     "rmsprop centered": (rmsprop.RMSPROP_CENTERED, lambda lr, _: (lr, 0.1, 1e-8, 0.0), 0.0),
     "torch rmsprop": (torch_adagrad.TORCH_RMSPROP, lambda lr, _: (lr, 0.9, 0.1, 1e-8), 0.0),
     "torch rmsprop momentum": (
-        torch_adagrad.TORCH_RMSPROP_MOMENTUM, lambda lr, _: (lr, 0.9, 0.1, 1e-8, 0.8), 0.0
-    ),
+        torch_adagrad.TORCH_RMSPROP_MOMENTUM, lambda lr, _: (lr, 0.9, 0.1, 1e-8, 0.8), 0.0),
     "torch rmsprop centered": (
         torch_adagrad.TORCH_RMSPROP_CENTERED,
-        lambda lr, _: (lr, 0.9, 0.1, 1e-8, torch_adam.share_of(0.1), 0.0), 0.0,
-    ),
+        lambda lr, _: (lr, 0.9, 0.1, 1e-8, torch_adam.share_of(0.1), 0.0), 0.0),
     "lion": (lion.LION, lambda lr, _: (0.9, 0.1, 0.99, 0.01, lr, 0.3, 0.0, 1.0), 0.0),
 }  # fmt: skip
 ROOTED: dict[str, tuple[Rule, Callable[..., Scalars]]] = {
@@ -212,14 +210,11 @@ def test_schedules(name: str, betas: tuple[float, float], rate: str, now: int) -
 # The scalars of so many steps in turn. Steps without an epsilon are no part of steps with one.
 CHANGING: dict[str, tuple[Rule, list[Scalars], int]] = {
     "betas and epsilon": (
-        adam.ADAM, [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)], 70
-    ),
+        adam.ADAM, [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)], 70),
     **{
         f"epsilon beside {betas}": (
-            torch_adam.TORCH_ADAM, [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)], 90
-        )
-        for betas in ((0.9, 0.999), (0.9, 0.95))
-    },
+            torch_adam.TORCH_ADAM, [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)], 90)
+        for betas in ((0.9, 0.999), (0.9, 0.95))},
 }  # fmt: skip
 
 

@@ -148,21 +148,17 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
         f"{form} {dtype.__name__}": partial(steps, partial(make, form), LARGE, dtype)
         for form in FORMS
         for dtype in (np.float32, *[np.float16] * (form in MEASURED))
-        if not is_row_wise(form)
-    },
+        if not is_row_wise(form)},
     "LARS-Lamb": partial(steps, lambda p: nn.LARS(nn.Lamb(p, 0.5), coefficient=0.1), LARGE),
     **{
         build.__name__: partial(steps, build, OF_ROWS)
-        for build in (nn.RowWiseAdagrad, nn.RowWiseAdam, Counted)
-    },
+        for build in (nn.RowWiseAdagrad, nn.RowWiseAdam, Counted)},
     **{
         f"{clip} {how}": partial(
             steps_of_rows,
-            partial(nn.LazyAdam, weight_decay=0.1, sparse_update=how, **{clip: 0.1}),
-        )
+            partial(nn.LazyAdam, weight_decay=0.1, sparse_update=how, **{clip: 0.1}))
         for clip in ("clipvalue", "clipnorm")
-        for how in ("lazy", "dense_equivalent")
-    },
+        for how in ("lazy", "dense_equivalent")},
     **{
         f"mxnet {name} {options}": partial(steps_of_mxnet, name, **options)
         for name in ("adam", "adamw")
@@ -171,17 +167,15 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     },
     **{
         f"bags {options}": partial(bags, **options)
-        for options in ({}, {"padding_idx": 1}, {"pooling": "mean"}, {"pooling": "max"})
-    },
+        for options in ({}, {"padding_idx": 1}, {"pooling": "mean"}, {"pooling": "max"})},
     **{
         f"bags {form} {how}": partial(steps_of_bags, form, how)
         for form in ("Adam", "Adagrad", "RowWiseAdam")
-        for how in ("lazy", "dense_equivalent")
-    },
+        for how in ("lazy", "dense_equivalent")},
     "sums of squares": sums_of_squares,
     "norms": norms,
     "gathered": gathered,
-}
+}  # fmt: skip
 
 
 def main() -> None:

@@ -43,37 +43,29 @@ BAD_RATES = (
 )  # fmt: skip
 KINDS = {
     "rate": Kind(
-        (*NO_RATES, None), BAD_RATES, (0.5, 2, np.float32(0.5), [0.5, 0.1], schedule), RATE
-    ),
+        (*NO_RATES, None), BAD_RATES, (0.5, 2, np.float32(0.5), [0.5, 0.1], schedule), RATE),
     "fixed rate": Kind(
         (1, True, "0.1", None, np.array(0.1), nn.Parameter(np.array(0.1)), [0.1], schedule),
-        (0.0, -0.1, *NOT_FINITE, 1e-50, 1e39), (0.5, np.float32(0.5)), "a fixed float",
-    ),
+        (0.0, -0.1, *NOT_FINITE, 1e-50, 1e39), (0.5, np.float32(0.5)), "a fixed float"),
     "rate or none": Kind(NO_RATES, (None, *BAD_RATES), (0.5, 2, [0.5, 0.1], schedule), RATE),
     "damping": Kind(
         ("0.1", None, True, {}), (0.0, -0.1, np.nan, [0.1, -0.1], [[0.1]], []), (0.5, schedule),
-        "a float, an array, an iterable of floats or a schedule",
-    ),
+        "a float, an array, an iterable of floats or a schedule"),
     "decay": Kind(NO_NUMBERS, (-0.1, *NOT_FINITE, 1e39), (0.5, 0, 1, np.float32(0.5), schedule)),
     "float decay": Kind(
-        (*NO_NUMBERS, 0, 1, True), (-0.1, *NOT_FINITE), (0.5, np.float32(0.5), schedule)
-    ),
+        (*NO_NUMBERS, 0, 1, True), (-0.1, *NOT_FINITE), (0.5, np.float32(0.5), schedule)),
     "fixed decay": Kind((*NO_NUMBERS, schedule), (-0.1, *NOT_FINITE), (0.5, 1, np.float32(0.5))),
     "unit decay": Kind(
-        NO_NUMBERS, (-0.1, 1.0, 1, *NOT_FINITE, np.float32(1.5)), (0.5, 0, schedule)
-    ),
+        NO_NUMBERS, (-0.1, 1.0, 1, *NOT_FINITE, np.float32(1.5)), (0.5, 0, schedule)),
     "loss scale": Kind(
-        NO_NUMBERS, (0, 0.0, -1.0, *NOT_FINITE), (0.5, 2, np.float32(8)), "a float or int"
-    ),
+        NO_NUMBERS, (0, 0.0, -1.0, *NOT_FINITE), (0.5, 2, np.float32(8)), "a float or int"),
     "open unit": Kind(
-        NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE, 1 - 1e-9), (0.5, np.float32(0.5))
-    ),
+        NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE, 1 - 1e-9), (0.5, np.float32(0.5))),
     "open unit 64": Kind(NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE), (0.5, np.float32(0.5))),
     "beta1": Kind((1, 0, True, "0.5", [0.5]), (-0.1, 1.0, 1.5, *NOT_FINITE), (None, 0.0, 0.5)),
     "below 1": Kind(NO_FLOATS, (-0.1, 1.0, 1.5, *NOT_FINITE), (0.0, 0.5, np.float32(0.5))),
     "positive or infinite": Kind(
-        NO_FLOATS, (0.0, -1.0, np.nan, -np.inf, 1e-50), (0.5, np.float32(2), np.inf)
-    ),
+        NO_FLOATS, (0.0, -1.0, np.nan, -np.inf, 1e-50), (0.5, np.float32(2), np.inf)),
     "false": Kind((1, 0, None, "yes"), (True,), (False,), "a bool"),
     "one": Kind((1.0, "1", None, True), (0, 2, -1), (1, np.int64(1)), "an int"),
     "two floats": Kind(
@@ -86,13 +78,11 @@ KINDS = {
     "factors": Kind(
         (None, 0.5, [0.5, 1.2], (0, 1.2), (0.5, 2)),
         ((0.5,), (0.5, 1.2, 2.0), (0.0, 1.2), (1.0, 1.2), (0.5, 1.0), (0.5, np.inf), (np.nan, 2.0)),
-        ((0.5, 1.5), (np.float32(0.5), 8.0)), "a (tuple of two floats|float)",
-    ),
+        ((0.5, 1.5), (np.float32(0.5), 8.0)), "a (tuple of two floats|float)"),
     "limits": Kind(
         (None, 0.5, [0.5, 1.2], (0.5, 2), (1, 2.0)),
         ((0.5,), (0.5,) * 3, (0.0, 1.0), (-0.1, 1.0), (2.0, 1.0), (0.1, np.inf), (np.nan, 2.0)),
-        ((0.5, 0.5), (np.float32(1e-6), 8.0)), "a (tuple of two floats|float)",
-    ),
+        ((0.5, 0.5), (np.float32(1e-6), 8.0)), "a (tuple of two floats|float)"),
     "positive": Kind(NO_FLOATS, (0.0, -1e-8, *NOT_FINITE, 1e-50), (0.5, np.float32(0.5))),
     "positive 64": Kind(NO_FLOATS, (0.0, -1e-8, *NOT_FINITE), (0.5, 1e-50)),
     "count": Kind((2.0, True, "3", None), (0, -3), (3, np.int64(3)), "an int"),
@@ -105,11 +95,9 @@ KINDS = {
     "rounding": Kind((), ("Master", "", 3, None, ["kahan"]), ("nearest",)),
     "dtype": Kind(
         (int, np.int8, np.complex64, "banana", 3), (), (None, np.float64, "float16", BF16),
-        "float32, float64, float16, bfloat16",
-    ),
+        "float32, float64, float16, bfloat16"),
     "clip": Kind(
         ("0.5", 1j, True, [0.5]), (0, 0.0, -1.0, *NOT_FINITE, 1e-50),
-        (None, 0.5, 2, np.float32(8), np.array(0.5)), "a number",
-    ),
+        (None, 0.5, 2, np.float32(8), np.array(0.5)), "a number"),
     "filter": Kind((None, True, "bias", 3), (), (lambda _: True,), "a callable"),
 }  # fmt: skip

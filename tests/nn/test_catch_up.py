@@ -397,21 +397,16 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a rule": (lambda p: nn.AdaMax(p, sparse_update="catch_up"), "steps without a gradient can"),
     "FTRL": (lambda p: nn.FTRL(p, sparse_update="catch_up"), "expected a rule whose steps"),
     "a decay": (
-        lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"
-    ),
+        lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"),
     "random bits": (
         lambda p: nn.LazyAdam(
-            [p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"
-        ),
-        "excludes random bits",
-    ),
+            [p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"),
+        "excludes random bits"),
     "a mean": (
         lambda p: nn.Momentum(
             [{"params": p, "grad_centralization": True, "weight_decay": 0.1}], 0.1, 0.9,
-            sparse_update="catch_up",
-        ),
-        "excludes centralized decays",
-    ),
+            sparse_update="catch_up"),
+        "excludes centralized decays"),
     "no such way": (lambda p: nn.Adam(p, sparse_update="later"), "is unknown"),
 }  # fmt: skip
 

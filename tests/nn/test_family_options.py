@@ -293,9 +293,7 @@ EXCLUDED: list[tuple[str, str, dict[str, Any]]] = [
         ("Adam", f"{one} excludes {other}", {one: True, other: True})
         for one, other in (
             ("use_lazy", "use_offload"), (_AMSGRAD, "use_lazy"), (_AMSGRAD, "use_offload"),
-            (_AMSGRAD, "use_nesterov"),
-        )
-    ),
+            (_AMSGRAD, "use_nesterov"))),
     ("Adam", "sparse_update contradicts use_lazy: expected 'lazy', got '?dense",
      {"use_lazy": True, "sparse_update": "dense_equivalent"}),
     ("Adam", "clipnorm excludes clipvalue: expected at most one of them",

@@ -82,9 +82,7 @@ RESUMED: list[tuple[str, str, Any, dict[str, Any]]] = [
         for form in ("Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor")
         for other in (
             (BF16, {}), (np.float32, {"state_dtype": np.float16}),
-            (np.float32, {"use_locking": True, "skip_nonfinite": True}),
-        )
-    ),
+            (np.float32, {"use_locking": True, "skip_nonfinite": True}))),
 ]  # fmt: skip
 
 
@@ -225,10 +223,8 @@ EMPTY_STATES: dict[str, dict[str, np.ndarray]] = {
     "AdaFactor": {
         f"exp_avg_sq{part}_{name}": np.zeros(1, np.float32)
         for part, names in (
-            ("", of_adafactor(True)), ("_row", of_adafactor(False)), ("_col", of_adafactor(False))
-        )
-        for name in names
-    },
+            ("", of_adafactor(True)), ("_row", of_adafactor(False)), ("_col", of_adafactor(False)))
+        for name in names},
 }  # fmt: skip
 
 

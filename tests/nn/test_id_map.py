@@ -322,9 +322,7 @@ def test_bad_input() -> None:
             (ValueError, "does not fit", partial(ids.load_state_dict, {**before, **wrong}))
             for wrong in (
                 {"ids": np.zeros(5, np.int64)}, {"counts": np.zeros(5, np.int32)},
-                {"last_uses": np.full(5, 4, np.int32)}, {"rows": np.arange(5, dtype=np.int32)},
-            )
-        ),
+                {"last_uses": np.full(5, 4, np.int32)}, {"rows": np.arange(5, dtype=np.int32)})),
     ]  # fmt: skip
     for error, text, call in cases:
         with pytest.raises(error, match=text):

@@ -123,8 +123,7 @@ FAILING: list[tuple[str, Callable[[], Any]]] = [
     *(
         (name, partial(make, n))
         for n in (2.0 * N, 2 * N + 0.5, F32(2 * N), True, "6", None, -1, 2**63, 2**200)
-        for name, make in (("rows", _assigned), ("norm", _norm))
-    ),
+        for name, make in (("rows", _assigned), ("norm", _norm))),
     ("rows", lambda: _stepped(nn.LazyAdam, (_rows(index=6), _array(5)))),
     ("rows", lambda: _stepped(nn.LazyAdam, (_rows(), _array(6)))),
     ("rows", lambda: _stepped(nn.LazyAdam, (_rows(values=_array((N, 2), F64)), _array(5, int)))),
@@ -136,14 +135,12 @@ FAILING: list[tuple[str, Callable[[], Any]]] = [
     *(
         (name, partial(_stepped, partial(_own, found=found), gradients))
         for name, gradients in (("own", DENSE), ("own-rows", (_rows(), _array(5))))
-        for found in ((), (0.5, 0.5), (None,), (math.nan,), ("0.5",), 0.5, (1j,))
-    ),
+        for found in ((), (0.5, 0.5), (None,), (math.nan,), ("0.5",), 0.5, (1j,))),
     ("own", lambda: Own(0.5, [_array(3)], rule=replace(PLAIN, update=raising))),
     ("own", lambda: Own(0.5, [_array(3)], rule=ONLY_READ)),
     *(
         ("adam_update", partial(_adam_update, wd=x))
-        for x in (True, None, "0", math.nan, -1.0)
-    ),
+        for x in (True, None, "0", math.nan, -1.0)),
     *(("mxnet", partial(_mxnet, x)) for x in (True, None, math.nan, -0.5)),
     ("mxnet", lambda: _mxnet(grad=_array(4, F64))),
     ("operator", lambda: _ftrl(True)),

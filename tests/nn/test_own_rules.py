@@ -276,9 +276,7 @@ FORMULAS: list[tuple[Any, type[Exception], str]] = [
             ((math.nan,), ValueError,
              f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"),
             ((np.float32(np.nan),), ValueError,
-             f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"),
-        )
-    ),
+             f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"))),
     (lambda lr: (lr,), TypeError,
      f"{LAMBDA}takes other arguments: expected (real, lr, decay, step, constants, powers), "
      "got (lr)"),

@@ -37,17 +37,15 @@ MIXED_RATES = (
 # Cases that are not compared as they stand, with what fusestep does instead.
 QUIRKS = {
     "nn_Adam/amsgrad_nesterov": (
-        "use_amsgrad with use_nesterov raises ValueError; MindSpore ignores use_nesterov"
-    ),
+        "use_amsgrad with use_nesterov raises ValueError; MindSpore ignores use_nesterov"),
     "nn_Adam/sparse_default_target_n0": SUMMED + "adds their squares",
     "nn_Adam/sparse_lazy_default_target_n0": SUMMED + "lets the last one win",
     "nn_AdamOffload_LazyAdam/LazyAdam_sparse_default": SUMMED + "lets the last one win",
     "nn_Adagrad/accum0": "no epsilon; MindSpore's CPU kernel adds 1e-8 under the root",
     "nn_Adagrad/no_update_slots": (
-        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"
-    ),
+        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"),
     **{f"nn_{name}/groups_dynamic_lr": FIXED_RATE for name in MIXED_RATES},
-}
+}  # fmt: skip
 # Deviations of MindSpore from its documentation that fusestep has too.
 SHARED_QUIRKS = {"nn_AdaFactor/lr_list"}
 
@@ -302,10 +300,8 @@ OF_OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[str, int]], dic
         lambda p: nn.Adan(p, 0.01, weight_decay=0.1),
         {
             **{name: (f"{name}.p", 1) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")},
-            "previous_grad": ("previous_grad.p", -1),
-        },
-        {"exp_avg": 1.0, "exp_avg_diff": 1.0},
-    ),
+            "previous_grad": ("previous_grad.p", -1)},
+        {"exp_avg": 1.0, "exp_avg_diff": 1.0}),
     # Weights alone, to 1e-6: optax corrects biases in float32, where 1 - beta2 has few digits left.
     "optax_adam": (lambda p: nn.Adam(p, 0.01, eps_hat=False), {}, {}),
     **dict.fromkeys(
@@ -313,10 +309,8 @@ OF_OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[str, int]], dic
         (
             lambda p: nn.AdamWeightDecay(p, 0.01, eps=1e-8, weight_decay=0.1, correct_bias=True),
             {},
-            {},
-        ),
-    ),
-}
+            {})),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)

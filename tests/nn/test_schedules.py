@@ -84,16 +84,14 @@ ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
         (name, (*arguments, *stair))
         for name in ("exponential", "natural_exp", "inverse")
         for arguments in ((0.1, 0.9, 4), (0.5, 0.3, 7), (0.1, 1.5, 1))
-        for stair in ((), (False,), (True,))
-    ),
+        for stair in ((), (False,), (True,))),
     *(("cosine", arguments) for arguments in ((0.01, 0.1, 10), (0.0, 0.5, 7), (0.2, 0.3, 1))),
     *(
         ("polynomial", (*arguments, *update))
         for arguments in ((0.1, 0.01, 7, 0.5), (0.5, 0.0, 10, 2.0), (0.1, 0.3, 1, 1.0))
-        for update in ((), (False,), (True,))
-    ),
+        for update in ((), (False,), (True,))),
     *(("warmup", arguments) for arguments in ((0.1, 5), (0.3, 1), (0.0, 4))),
-]
+]  # fmt: skip
 EACH_FORMULA = pytest.mark.parametrize(("name", "arguments"), ARGUMENTS)
 
 
@@ -344,12 +342,10 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ([0.5], 3, TypeError, f"milestones {WRONG} a list or a tuple, got int"),
     (
         [0.5, 0.5, 0.5], [3], ValueError,
-        "milestones has a wrong length: expected 2, one fewer than the schedules, got 1",
-    ),
+        "milestones has a wrong length: expected 2, one fewer than the schedules, got 1"),
     (
         [0.5], [3], ValueError,
-        "milestones has a wrong length: expected 0, one fewer than the schedules, got 1",
-    ),
+        "milestones has a wrong length: expected 0, one fewer than the schedules, got 1"),
     ([0.5, 0.5, 0.5], [3, 3], ValueError, f"milestones[1] {AFTER} 3, the one before, got 3"),
     ([0.5, 0.5, 0.5], [3, 2], ValueError, f"milestones[1] {AFTER} 3, the one before, got 2"),
     ([0.5, 0.5], [0], ValueError, "milestones[0] is out of range: expected at least 1, got 0"),

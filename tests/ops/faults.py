@@ -100,13 +100,11 @@ VARIABLE = [
 SECOND_VARIABLE = [
     *VARIABLE,
     *_dtypes(
-        (np.float64, np.float16, BF16), ConversionError, "differs in dtype from .*, got {dtype};"
-    ),
+        (np.float64, np.float16, BF16), ConversionError, "differs in dtype from .*, got {dtype};"),
     *(
         Fault(lambda a, s=s: np.ones(s, a.dtype), ValueError, "differs in shape from .*5, 3., got ")
-        for s in ((5, 4), (4, 3), (15,), (5, 3, 1), ())
-    ),
-]
+        for s in ((5, 4), (4, 3), (15,), (5, 3, 1), ())),
+]  # fmt: skip
 # The sources name TypeError and RuntimeError: both must catch it.
 _HIGHER = (ConversionError, TypeError, RuntimeError)
 GRADIENT = [
@@ -120,13 +118,11 @@ GRADIENT = [
 INDICES = [
     *_dtypes(
         (np.float32, np.float64, np.int16, np.uint32, np.uint64, bool, ">i4"), TypeError,
-        "has a wrong dtype: expected int32 or int64, got {dtype}$",
-    ),
+        "has a wrong dtype: expected int32 or int64, got {dtype}$"),
     *values(([1, 0, 1, 3], None, 1, "1"), TypeError, NO_ARRAY),
     *values(
         (np.zeros((), int), np.zeros((4, 1), int), np.zeros((2, 2), int)), ValueError,
-        "has a wrong shape: expected 1 dimension",
-    ),
+        "has a wrong shape: expected 1 dimension"),
 ]  # fmt: skip
 
 # Numbers
@@ -136,16 +132,14 @@ _NUMBER = [
     # "expected an array" would send the user the wrong way: a number is what is asked for.
     *values(
         (None, "0.1", b"0.1", True, np.bool_(True), 1j, [0.1], (0.1,), object()), TypeError,
-        "has a wrong d?type: expected a (real )?number, got ",
-    ),
+        "has a wrong d?type: expected a (real )?number, got "),
     *values(
         (np.array("0.1"), np.array(1j)), TypeError, "has a wrong dtype: expected a real number, got"
     ),
     *values((*_NOT_FINITE, np.array([np.inf])), ValueError, "is not finite: expected a finite n"),
     *values(
         [np.full(shape, 0.5) for shape in ((0,), (2,), (1, 1))], ValueError,
-        r"has a wrong shape: expected a scalar, \(\) or \(1,\), got ",
-    ),
+        r"has a wrong shape: expected a scalar, \(\) or \(1,\), got "),
     # Infinite in the arithmetic, like the infinity that is refused.
     *values((1e39, 10**400), ValueError, "is too large: expected a float32 number, got "),
 ]  # fmt: skip
@@ -167,18 +161,15 @@ _RANGES: dict[str, list[Fault]] = {
     "at most 1": values((1.5,), ValueError, _OUT + "at most 1, got {value}$"),
     "reciprocal": values(
         (0.0, -0.1, 1e-39, 1e-50), ValueError,
-        _OUT + "positive, it and its reciprocal within float32, got {value}$",
-    ),
+        _OUT + "positive, it and its reciprocal within float32, got {value}$"),
     # 1 - 1e-9 is 1 in float32, where the division takes place.
     "not 1": values(
         (1.0, 1, np.float32(1), 1 - 1e-9), (ValueError, RuntimeError),
-        "makes the step infinite: expected not 1",
-    ),
+        "makes the step infinite: expected not 1"),
     # Where moments are 0 it would be 0/0.
     "epsilon": values(
         (1e-46, np.float64(7e-46), -1e-46), ValueError,
-        "is 0 in float32: expected at least 1e-45, or 0 itself, got {value}$",
-    ),
+        "is 0 in float32: expected at least 1e-45, or 0 itself, got {value}$"),
 }  # fmt: skip
 _RANGES["epsilon of MXNet"] = [*_RANGES["not negative"], *_RANGES["epsilon"][:2]]
 FAULTS: dict[str, list[Fault]] = {
@@ -192,13 +183,11 @@ FAULTS: dict[str, list[Fault]] = {
     "flag": values(
         (1, 0, None, "True", np.bool_(True)),
         TypeError,
-        "has a wrong type: expected a bool, got {type}$",
-    ),
+        "has a wrong type: expected a bool, got {type}$"),
     "out of range": values(
-        ("ignore", None, True, "DROP"), ValueError, "is unknown: expected 'raise' or 'drop', got "
-    ),
+        ("ignore", None, True, "DROP"), ValueError, "is unknown: expected 'raise' or 'drop', got "),
     "version": values(("1.8", None, 2.0), ValueError, "is unknown: expected '2.0' or '1.9', got "),
-}
+}  # fmt: skip
 # What is taken at the edges of ranges; of either kind of float.
 TAKEN: dict[str, tuple[Any, ...]] = {
     "number": (0.0, -0.5, 0, np.float32(0.5)), "not negative": (0, 0.0, -0.0),

@@ -427,13 +427,11 @@ GOOD = np.ones(3, np.float32)
         ([GOOD, 1.0], r"x\[1\] is no array: expected an array, got float"),
         (
             [None, [rows([1]), GOOD]],
-            r"x\[1\] is no gradient: expected an array or RowTensors, got RowTensor, ndarray",
-        ),
+            r"x\[1\] is no gradient: expected an array or RowTensors, got RowTensor, ndarray"),
         ([[]], r"x\[0\] is no gradient: expected an array or RowTensors, got nothing"),
         ([GOOD.astype(int)], r"x\[0\] has a wrong dtype: expected float32, .* got int64"),
-        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype"),
-    ],
-)
+        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype")],
+)  # fmt: skip
 def test_norm_refuses(function: Any, x: Any, text: str) -> None:
     with refused(TypeError, f"^{function.__name__}: {text}"):
         function(x)

@@ -21,8 +21,7 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     *(
         (name, made, partial(reference.adam, nesterov=bool(made)))
         for name in ("Adam", "AdamNoUpdateParam", "FusedSparseAdam", "FusedSparseLazyAdam")
-        for made in ({}, NESTEROV)
-    ),
+        for made in ({}, NESTEROV)),
     ("AdamWeightDecay", {}, reference.adam_weight_decay),
     ("ApplyAdamWithAmsgrad", {}, reference.adam_amsgrad),
     ("ApplyAdamWithAmsgradV2", {}, reference.adam_amsgrad),
@@ -31,17 +30,14 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     (
         "ApplyMomentum",
         {"gradient_scale": 0.3, **NESTEROV},
-        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, nesterov=True, **k),
-    ),
+        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, nesterov=True, **k)),
     ("SGD", {}, partial(elementwise.sgd_stat, one_minus_dampening=1.0)),
     ("SGD", {"dampening": 0.4}, partial(elementwise.sgd_stat, one_minus_dampening=0.6)),
     (
         "SGD",
         {"nesterov": True, "weight_decay": 0.2},
         lambda w, g, *s, **k: elementwise.sgd_stat(
-            w, g + 0.2 * wide(w), *s, one_minus_dampening=1.0, nesterov=True, **k
-        ),
-    ),
+            w, g + 0.2 * wide(w), *s, one_minus_dampening=1.0, nesterov=True, **k)),
     ("ApplyRMSProp", {}, elementwise.rmsprop),
     ("ApplyCenteredRMSProp", {}, elementwise.rmsprop_centered),
     ("ApplyAdagrad", {}, elementwise.adagrad),
@@ -52,7 +48,7 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     ("SparseApplyFtrl", {"lr_power": -0.3}, elementwise.ftrl),
     ("FusedSparseProximalAdagrad", {}, elementwise.proximal_adagrad),
     ("SparseApplyProximalAdagrad", {}, elementwise.proximal_adagrad),
-]
+]  # fmt: skip
 
 
 def known_scalars(

@@ -17,31 +17,24 @@ CASES = all_cases("op_*")
 # Cases that are not compared as they stand, with what fusestep does instead.
 QUIRKS = {
     "op_FusedSparseAdam/nesterov_partial_rows": (
-        "absent rows step along beta1*m; MindSpore moves them by uninitialised memory"
-    ),
+        "absent rows step along beta1*m; MindSpore moves them by uninitialised memory"),
     "op_ApplyAdamWithAmsgradV2/multi_step_float16": (
         "float32 scalars and arithmetic, one rounding at the store; MindSpore rounds every "
-        "operation to float16, 1 - 0.999 among them: 2 % too small"
-    ),
+        "operation to float16, 1 - 0.999 among them: 2 % too small"),
     "op_FusedSparseFtrl/SparseApplyFtrl_6": (
-        "rows of equal indices are summed first; MindSpore applies one after the other"
-    ),
+        "rows of equal indices are summed first; MindSpore applies one after the other"),
     "op_misc_dense/ApplyAdagrad_slots0": (
-        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"
-    ),
+        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"),
     "op_misc_dense/ApplyAdagrad_zero_accum": (
-        "no epsilon; MindSpore's CPU kernel adds 1e-8 under the root"
-    ),
+        "no epsilon; MindSpore's CPU kernel adds 1e-8 under the root"),
     "op_misc_dense/ApplyFtrl_l1_0.05_lp0.0": (
-        "l1 has the sign of linear; in MindSpore's dense CPU kernel it is always positive"
-    ),
+        "l1 has the sign of linear; in MindSpore's dense CPU kernel it is always positive"),
     "op_misc_dense/ApplyMomentum_nesterov1": (
-        "use_nesterov makes Nesterov's step; MindSpore's CPU kernel ignores it"
-    ),
+        "use_nesterov makes Nesterov's step; MindSpore's CPU kernel ignores it"),
     "op_misc_dense/ApplyRMSProp_big_eps": (
         "epsilon is under the root; MindSpore's CPU kernel adds it to the root in whole SIMD blocks"
     ),
-}
+}  # fmt: skip
 # Deviations of MindSpore from its documentation that fusestep has too.
 SHARED_QUIRKS = {f"op_FusedSparseProximalAdagrad/c{i}" for i in range(4)}
 COMPARED = [name for name in CASES if name not in QUIRKS]

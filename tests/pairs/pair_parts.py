@@ -208,22 +208,18 @@ REFUSED: dict[frozenset[str], str] = {
     **_each(["catch-up"], ["row-wise bias correction"], "sparse='catch_up' is impossible"),
     **_each(
         ["states in files"], ["fork"],
-        "the folder is another one's: expected the process that made the optimizer",
-    ),
+        "the folder is another one's: expected the process that made the optimizer"),
     **_each(
         ["states in files"], _EXCHANGES[1:],
-        "is elsewhere: expected whole parameters on the host, as states_in needs them",
-    ),
+        "is elsewhere: expected whole parameters on the host, as states_in needs them"),
     **_each(
         ["bags, step in backward"],
         ["ShardedEmbedding"],
         "has a wrong type: expected a "
-        "module, or (num_embeddings, embedding_dim), got ShardedEmbedding",
-    ),
+        "module, or (num_embeddings, embedding_dim), got ShardedEmbedding"),
     **_each(
         ["clipping by norm"], ["ShardedEmbedding"],
-        "is distributed: expected a tensor of one process",
-    ),
+        "is distributed: expected a tensor of one process"),
     **_each(["skip_nonfinite"], ["ShardedEmbedding"], "skip_nonfinite takes no part of a table"),
     **_each(["pickle"], ["ShardedEmbedding"], "the communicator is of these processes alone"),
 }  # fmt: skip

@@ -35,18 +35,14 @@ SCHEDULES: dict[str, Callable[[], Any]] = {
 GROUPS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "[{dense.weight: lr=.05, wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {
         "dense.weight": {"lr": 0.05, "weight_decay": 0.02}, "bn.gamma": {},
-        "conv.weight": {"weight_decay": 0.0},
-    },
+        "conv.weight": {"weight_decay": 0.0}},
     "[{dense.weight: lr=0.1/(1+step), wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": (
         lambda: {
             "dense.weight": {"lr": InverseTime(), "weight_decay": 0.02}, "bn.gamma": {},
-            "conv.weight": {"weight_decay": 0.0},
-        }
-    ),
+            "conv.weight": {"weight_decay": 0.0}}),
     "[{dense.weight: wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {
         "dense.weight": {"weight_decay": 0.02}, "bn.gamma": {},
-        "conv.weight": {"weight_decay": 0.0},
-    },
+        "conv.weight": {"weight_decay": 0.0}},
 }  # fmt: skip
 
 

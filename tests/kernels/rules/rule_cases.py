@@ -142,59 +142,46 @@ _RHO = {"decay": "rho"}
 CASES = {
     "sgd": RuleCase(sgd.SGD, sgd.sgd_scalars, {"lr": 0.1}, elementwise.sgd, ()),
     "momentum": RuleCase(
-        sgd.MOMENTUM, sgd.momentum_scalars, _SGD, elementwise.momentum, ("signed",)
-    ),
+        sgd.MOMENTUM, sgd.momentum_scalars, _SGD, elementwise.momentum, ("signed",)),
     "momentum_nesterov": RuleCase(
         sgd.MOMENTUM_NESTEROV, sgd.momentum_scalars, _SGD,
-        partial(elementwise.momentum, nesterov=True), ("signed",),
-    ),
+        partial(elementwise.momentum, nesterov=True), ("signed",)),
     "sgd_first_step": RuleCase(
-        sgd.SGD_FIRST_STEP, sgd.first_step_scalars, _SGD, elementwise.sgd_stat, ("signed", "stat"),
-    ),
+        sgd.SGD_FIRST_STEP, sgd.first_step_scalars, _SGD, elementwise.sgd_stat, ("signed", "stat")),
     "sgd_first_step_nesterov": RuleCase(
         sgd.SGD_FIRST_STEP_NESTEROV, sgd.first_step_scalars, _SGD,
-        partial(elementwise.sgd_stat, nesterov=True), ("signed", "stat"),
-    ),
+        partial(elementwise.sgd_stat, nesterov=True), ("signed", "stat")),
     "rmsprop": RuleCase(
         rmsprop.RMSPROP, rmsprop.rmsprop_scalars, _RMSPROP,
         lambda w, g, s, **k: elementwise.rmsprop(w, g, s, 0.0, momentum=0.0, **k)[:2], ("squares",),
-        _RHO,
-    ),
+        _RHO),
     "rmsprop_momentum": RuleCase(
         rmsprop.RMSPROP_MOMENTUM, rmsprop.rmsprop_momentum_scalars, _MOMENT, elementwise.rmsprop,
-        ("squares", "signed"), _RHO,
-    ),
+        ("squares", "signed"), _RHO),
     "rmsprop_centered": RuleCase(
         rmsprop.RMSPROP_CENTERED, rmsprop.rmsprop_scalars, _RMSPROP,
         lambda w, g, *s, **k: elementwise.rmsprop_centered(w, g, *s, 0.0, momentum=0.0, **k)[:3],
-        ("mean", "squares"), _RHO,
-    ),
+        ("mean", "squares"), _RHO),
     "rmsprop_centered_momentum": RuleCase(
         rmsprop.RMSPROP_CENTERED_MOMENTUM, rmsprop.rmsprop_momentum_scalars, _MOMENT,
-        elementwise.rmsprop_centered, ("mean", "squares", "signed"), _RHO,
-    ),
+        elementwise.rmsprop_centered, ("mean", "squares", "signed"), _RHO),
     "adagrad": RuleCase(
-        adagrad.ADAGRAD, adagrad.adagrad_scalars, {"lr": 0.3}, elementwise.adagrad, ("squares",),
-    ),
+        adagrad.ADAGRAD, adagrad.adagrad_scalars, {"lr": 0.3}, elementwise.adagrad, ("squares",)),
     "adagrad_fixed": RuleCase(
         adagrad.ADAGRAD_FIXED, adagrad.adagrad_scalars, {"lr": 0.3},
-        partial(elementwise.adagrad, update_slots=False), ("squares",),
-    ),
+        partial(elementwise.adagrad, update_slots=False), ("squares",)),
     "proximal_adagrad": RuleCase(
         adagrad.PROXIMAL_ADAGRAD, adagrad.proximal_adagrad_scalars, _PROXIMAL,
-        elementwise.proximal_adagrad, ("squares",),
-    ),
+        elementwise.proximal_adagrad, ("squares",)),
     "ftrl": ftrl_case(ftrl.FTRL),
     "ftrl_power": ftrl_case(ftrl.FTRL_POWER, lr_power=-0.3),
     "ftrl_shrunk": ftrl_case(ftrl.FTRL_SHRUNK, **_KERAS),
     "ftrl_power_shrunk": ftrl_case(ftrl.FTRL_POWER_SHRUNK, lr_power=-0.3, **_KERAS),
     "lars_gradient": RuleCase(
-        lars.LARS_GRADIENT, rounded, {"ratio": 0.3, "decay": 0.6}, lars_gradient, ("signed",),
-    ),
+        lars.LARS_GRADIENT, rounded, {"ratio": 0.3, "decay": 0.6}, lars_gradient, ("signed",)),
     "scaled": RuleCase(norm.SCALED, rounded, {"factor": 0.3}, scaled, ()),
     "scaled_in_place": RuleCase(
-        norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, ()
-    ),
+        norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, ()),
 }  # fmt: skip
 
 

@@ -28,13 +28,11 @@ DECAY = {"decay": 0.05}
 RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
     "adam": (rules.ADAM, POWERS, reference.adam),
     "nesterov": (
-        rules.ADAM_NESTEROV, POWERS, lambda *a: reference.adam(*a, nesterov=True),
-    ),
+        rules.ADAM_NESTEROV, POWERS, lambda *a: reference.adam(*a, nesterov=True)),
     "amsgrad": (rules.ADAM_AMSGRAD, POWERS, reference.adam_amsgrad),
     "delta": (rules.ADAM_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a)),
     "nesterov_delta": (
-        rules.ADAM_NESTEROV_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a, nesterov=True),
-    ),
+        rules.ADAM_NESTEROV_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a, nesterov=True)),
     "weight_decay": (rules.ADAM_WEIGHT_DECAY, DECAY, reference.adam_weight_decay),
     "mxnet": (mxnet.MXNET_ADAM, POWERS, reference.adam),
     "mxnet_decay": (mxnet.MXNET_ADAMW, DECAY, reference.adam_weight_decay),

@@ -109,16 +109,12 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
                 lambda content: content[:0], lambda content: content[:8],
                 lambda content: content[: len(content) // 2], lambda content: content[:-1],
                 lambda content: content + b"\0", lambda content: flipped(content, 0),
-                lambda content: flipped(content, -1),
-            )
-        ),
-    ],
+                lambda content: flipped(content, -1)))],
     "an index that is none": [
         ("ValueError", f"{INDEX} .* in .*bad",
             lambda path, text=text: (path / INDEX).write_bytes(text))
         for text in (b"[" * 100_000, b'{"a":' * 100_000, b"{}", b"[]", b"3", b"", b"\xed\xa0\x80",
-            b'{"format": 1', b"NaN", b'{"format": ' + b"1" * 5000 + b"}")
-    ],
+            b'{"format": 1', b"NaN", b'{"format": ' + b"1" * 5000 + b"}")],
     # As it could be of another checkpoint: only the digest tells.
     "an index without its digest": [
         ("ValueError", f"{INDEX} is damaged: expected sha256 ", index_with(change))
@@ -126,9 +122,7 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
             of_array("words", order="hash"), of_array("words", shape=[9, 4]),
             lambda index: [of_array(n, order="hash")(index) for n in ("words", "moment1.words")],
             of_array("bias", rank=1), of_array("bias", new=1), lambda index: index.pop("sha256"),
-            lambda index: index.update(parts=dict.fromkeys(index["parts"], "a")),
-        )
-    ],
+            lambda index: index.update(parts=dict.fromkeys(index["parts"], "a")))],
     "an index with its digest": [
         ("ValueError", f"{INDEX} does not fit together: expected the parts of a checkpoint",
             index_with(change, seals=True))
@@ -149,17 +143,14 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
             *(of_array("bias", **{field: value}) for field, values in {
                 "rank": (0.0, True, "0", None, -1, 2, 10**30, float("nan")),
                 "shape": ([3.0], [float("inf")], {}),
-            }.items() for value in values),
-        )
-    ],
+            }.items() for value in values))],
     "another index with its digest": [
         ("ValueError", DIGEST, index_with(
             lambda index: index.update(parts=dict.fromkeys(index["parts"])), seals=True)),
         ("ValueError", f"words has a wrong shape: expected .*, got .11, 4. in {INDEX}",
             index_with(of_array("words", shape=[11, 4]), seals=True)),
         ("ValueError", "part-00001.* does not fit the index: expected .*'?bias",
-            index_with(of_array("bias", rank=1), seals=True)),
-    ],
+            index_with(of_array("bias", rank=1), seals=True))],
 }  # fmt: skip
 
 

@@ -80,12 +80,9 @@ def refusing(job: Job) -> None:
         *(
             (
                 partial(read_only, name=name),
-                f"{name} is read-only: expected a writable array, got a",
-            )
-            for name in ("words", "moment2.words", "bias")
-        ),
-    ],
-)
+                f"{name} is read-only: expected a writable array, got a")
+            for name in ("words", "moment2.words", "bias"))],
+)  # fmt: skip
 @pytest.mark.parametrize("bad", [1, 2])
 def test_what_one_rank_cannot_load(bad: int, change: Any, text: str, tmp_path: Path) -> None:
     """The others write nothing either."""

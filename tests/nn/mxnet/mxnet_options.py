@@ -81,25 +81,21 @@ REFUSED: dict[str, Refused] = {
     "names": [(["w"], TypeError, f"{TYPE} a dict of names"), ({0: 1}, TypeError, TYPE)],
     "parameters": [
         *((x, TypeError, f"{TYPE} a dict of parameters") for x in (5, False, [(0, 3)], "x")),
-        ({0: 3}, TypeError, f"{TYPE} an object with lr_mult and wd_mult, got int"),
-    ],
+        ({0: 3}, TypeError, f"{TYPE} an object with lr_mult and wd_mult, got int")],
     "multipliers": [
         *((x, TypeError, f"{TYPE} a dict of numbers") for x in (None, [(0, 1.0)], 2.0)),
         ({0: -1.0}, ValueError, "is out of range"), ({0: np.nan}, ValueError, "is not finite"),
-        ({0: "2"}, TypeError, TYPE), ({0: None}, TypeError, TYPE),
-    ],
+        ({0: "2"}, TypeError, TYPE), ({0: None}, TypeError, TYPE)],
     "scheduler": [
         (x, TypeError, f"{TYPE} an LRScheduler or a callable")
-        for x in (0.1, "factor", S.FactorScheduler, [0.1, 0.2])
-    ],
+        for x in (0.1, "factor", S.FactorScheduler, [0.1, 0.2])],
     "compat": [(x, ValueError, "is unknown: expected '2.0' or '1.9'") for x in ("1.8", 2.0, None)],
     "mode": [(x, ValueError, "is unknown: .*linear") for x in ("cubic", 1, None)],
     "steps": [
         ([], TypeError, f"{TYPE} a non-empty list of ints, got an empty list"),
         (3, TypeError, f"{TYPE} .*got int"), ([2, 2], ValueError, "is not increasing"),
         ([3, 2], ValueError, r"is not increasing: .*got \[3, 2\]"), ([1.5], TypeError, TYPE),
-        ([0, 2], ValueError, "is out of range"),
-    ],
+        ([0, 2], ValueError, "is out of range")],
     "nothing": [(object(), TypeError, "is not supported: expected None, got object; .*_mult")],
 }  # fmt: skip
 
@@ -183,11 +179,9 @@ OF_SCHEDULERS: dict[type, dict[str, Option]] = {
     S.FactorScheduler: {
         "step": Option("positive int", REQUIRED, 5, {"factor": 0.5}), **FACTOR,
         "stop_factor_lr": Option("at least 0", 1e-8, 0.004, {"factor": 0.5}),
-        **BASE_RATE, **WARM_UP,
-    },
+        **BASE_RATE, **WARM_UP},
     S.MultiFactorScheduler: {
-        "step": Option("steps", REQUIRED, [4], {"factor": 0.5}), **FACTOR, **BASE_RATE, **WARM_UP,
-    },
+        "step": Option("steps", REQUIRED, [4], {"factor": 0.5}), **FACTOR, **BASE_RATE, **WARM_UP},
     S.PolyScheduler: {**FALL, "pwr": Option("power", 2, 1.0), **FINAL, **WARM_UP},
     S.CosineScheduler: {**FALL, **FINAL, **WARM_UP},
 }  # fmt: skip

@@ -488,15 +488,12 @@ class Own(fused.FusedOptimizer):
 
 CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a rule that raises": (
-        {"rule": replace(PLAIN, update=raising)}, ValueError, "update 'raising' can raise",
-    ),
+        {"rule": replace(PLAIN, update=raising)}, ValueError, "update 'raising' can raise"),
     "other arguments": (
-        {"rule": replace(PLAIN, states=("m",))}, TypeError, "update 'plain' takes other arguments",
-    ),
+        {"rule": replace(PLAIN, states=("m",))}, TypeError, "update 'plain' takes other arguments"),
     "a name of what comes before": (
         {"rule": replace(PLAIN, hp=("lr", "grad_scale"))}, ValueError,
-        "hp of the rule has a name of what comes before the rule",
-    ),
+        "hp of the rule has a name of what comes before the rule"),
     "too many": (
         {"found": (0.5, 0.5)}, ValueError, r"scalars returns another number of scalars: expected 1",
     ),

@@ -35,13 +35,11 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: s.OneCycleLR(o, 0.05, total_steps=12, cycle_momentum=cycles(o)),
     "ReduceLROnPlateau": lambda o: s.ReduceLROnPlateau(o, patience=0, threshold=0.5),
     "SequentialLR": lambda o: s.SequentialLR(
-        o, [s.LinearLR(o, 0.1, 1.0, 3), s.ExponentialLR(o, 0.8)], [4]
-    ),
+        o, [s.LinearLR(o, 0.1, 1.0, 3), s.ExponentialLR(o, 0.8)], [4]),
     "ChainedScheduler": lambda o: s.ChainedScheduler(
-        [s.ConstantLR(o, 0.5, 4), s.ExponentialLR(o, 0.9)], o
-    ),
+        [s.ConstantLR(o, 0.5, 4), s.ExponentialLR(o, 0.9)], o),
     "SWALR": lambda o: SWALR(o, 1e-3, anneal_epochs=4, anneal_strategy="cos"),
-}
+}  # fmt: skip
 
 
 def test_all_schedulers_are_here() -> None:
