@@ -13,13 +13,7 @@ from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
 from fusestep.kernels.cpu.compiler.machine import PythonEntry
 from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import arrays as headers
-from fusestep.kernels.cpu.headers.arrays import (
-    OPEN,
-    address_of,
-    alike,
-    expected_arrays,
-    overlaps,
-)
+from fusestep.kernels.cpu.headers.arrays import OPEN, address_of, alike, expected_arrays, overlaps
 from fusestep.kernels.cpu.threads.parallel import commit
 from helpers import at_once
 

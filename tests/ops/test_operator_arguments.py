@@ -11,13 +11,7 @@ from fusestep import ops
 from fusestep.bench.registry import ELSEWHERE
 from fusestep.ops.primitive import Primitive
 from fusestep.ops.runtime import locks
-from helpers import (
-    FAR,
-    assert_same_bits,
-    distance,
-    refused,
-    unchanged,
-)
+from helpers import FAR, assert_same_bits, distance, refused, unchanged
 from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, OPERATORS, Operator
 
 EACH = pytest.mark.parametrize("operator", EVERY_OPERATOR.values(), ids=str)

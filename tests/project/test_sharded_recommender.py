@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from fusestep import set_num_threads  # noqa: E402
-from fusestep.examples import recommender, sharded_recommender  # noqa: E402
-from fusestep.examples.options import Parser  # noqa: E402
-from subprocesses import ENVIRONMENT  # noqa: E402
+from fusestep import set_num_threads
+from fusestep.examples import recommender, sharded_recommender
+from fusestep.examples.options import Parser
+from subprocesses import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),

@@ -18,13 +18,7 @@ from fusestep.kernels.keeping import KAHAN, MASTER
 from fusestep.kernels.rule import Rule
 from fusestep.kernels.rules import adagrad, adam, ftrl, mxnet, rmsprop, sgd
 from helpers import STORAGE_DTYPES, assert_same_bits, sampled
-from rule_cases import (
-    CASES,
-    NEUTRAL,
-    OPTIMIZER,
-    real_of,
-    run_dense,
-)
+from rule_cases import CASES, NEUTRAL, OPTIMIZER, real_of, run_dense
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 

@@ -8,19 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.distributed import alone  # noqa: E402
-from helpers import more  # noqa: E402
-from process_embedding_training import (  # noqa: E402
-    MAKE,
-    ORDERS,
-    Net,
-    Pair,
-    assert_bits,
-    batch,
-    whole_of,
-)
-from process_starts import needs_torch, start  # noqa: E402
+from fusestep.nn import torch as fused
+from fusestep.nn.distributed import alone
+from helpers import more
+from process_embedding_training import MAKE, ORDERS, Net, Pair, assert_bits, batch, whole_of
+from process_starts import needs_torch, start
 
 PROGRAM = Path(__file__).with_name("process_embeddings.py")
 PARTS = (

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn import torch as fused
 
 SIZES = [(9, 4), (30, 8)]
 IDS = [torch.tensor([[1, 2, 2], [5, 8, 1]]), torch.tensor([[7, 7, 29], [0, 3, 7]])]

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bag_modules import IDS, assert_as, assert_close, before, modules_of, pooled, stepping  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
+from bag_modules import IDS, assert_as, assert_close, before, modules_of, pooled, stepping
+from fusestep.nn import torch as fused
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.3, 2.0, math.inf])

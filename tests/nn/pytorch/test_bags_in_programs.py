@@ -17,27 +17,19 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from torch.optim.optimizer import (  # noqa: E402
+from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint
 
-from bag_modules import (  # noqa: E402
-    IDS,
-    SIZES,
-    assert_as,
-    assert_close,
-    before,
-    modules_of,
-    pair,
-    pooled,
-    stepping,
-)
-from fusestep.nn import torch as fused  # noqa: E402
-from helpers import at_once  # noqa: E402
-from subprocesses import TORCH  # noqa: E402
-from torch_training import refused  # noqa: E402
+from bag_modules import (  # isort: skip
+    IDS, SIZES, assert_as, assert_close, before, modules_of, pair, pooled, stepping,
+)  # fmt: skip
+from fusestep.nn import torch as fused
+from helpers import at_once
+from subprocesses import TORCH
+from torch_training import refused
 
 # Any program beside PyTorch's: one step for all that comes in a backward
 

@@ -16,10 +16,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import refused  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import refused
 
 ORDERS = [2.0, 1.0, 3, 0.5, math.inf, "inf"]
 theirs = torch.nn.utils

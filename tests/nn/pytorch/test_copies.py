@@ -8,18 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from helpers import more  # noqa: E402
-from test_options import SIXTEEN_BITS, mixed  # noqa: E402
-from torch_training import (  # noqa: E402
-    EVERY,
-    FOLDERS,
-    TABLES,
-    any_gradient,
-    assert_same_bits,
-    everything,
-    refused,
-)
+from fusestep.nn import torch as fused
+from helpers import more
+from test_options import SIXTEEN_BITS, mixed
+
+from torch_training import (  # isort: skip
+    EVERY, FOLDERS, TABLES, any_gradient, assert_same_bits, everything, refused,
+)  # fmt: skip
 
 # A rule on matrices, and a class that takes no dense gradients.
 COPIED = [name for name in EVERY if name not in ("Adafactor", "SparseAdam")]

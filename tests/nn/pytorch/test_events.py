@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn import Parameter  # noqa: E402
+from torch.nn import Parameter
 
-from fusestep.nn import torch as fused  # noqa: E402
-from helpers import more  # noqa: E402
-from subprocesses import TORCH  # noqa: E402
-from test_numbers import undo_casts  # noqa: E402
-from torch_training import DENSE, assert_close, since  # noqa: E402
+from fusestep.nn import torch as fused
+from helpers import more
+from subprocesses import TORCH
+from test_numbers import undo_casts
+from torch_training import DENSE, assert_close, since
 
 SHAPES = [(3, 4), (5,), (), (2, 3, 2), (4, 3)]
 _OF_ADAM = {"decoupled_weight_decay": (False, True)} if TORCH >= (2, 7) else {"eps": (1e-8, 1e-3)}

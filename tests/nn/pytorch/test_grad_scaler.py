@@ -8,21 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from subprocesses import TORCH  # noqa: E402
-from torch_training import (  # noqa: E402
-    DENSE,
-    EVERY,
-    TABLES,
-    Tagger,
-    assert_close,
-    assert_equal_models,
-    assert_same_bits,
-    loss_of,
-    net,
-    snapshot,
-    train,
-)
+from fusestep.nn import torch as fused
+from subprocesses import TORCH
+
+from torch_training import (  # isort: skip
+    DENSE, EVERY, TABLES, Tagger, assert_close, assert_equal_models, assert_same_bits, loss_of, net,
+    snapshot, train,
+)  # fmt: skip
 
 FUSED = ["SGD", "Adagrad", "Adam", "AdamW"]
 """Those that take ``fused`` in PyTorch too."""

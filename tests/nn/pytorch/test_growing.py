@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from fusestep import nn  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from thread_processes import in_threads  # noqa: E402
+from fusestep import nn
+from fusestep.nn import torch as fused
+from thread_processes import in_threads
 
 D, N_IDS, CAPACITY = 4, 30, 64
 DRAW, INIT = nn.UniformRows(0.3, seed=5), torch.nn.init

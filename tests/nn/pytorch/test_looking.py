@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn import Parameter  # noqa: E402
+from torch.nn import Parameter
 
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.optimizer import Fused  # noqa: E402
-from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train  # noqa: E402
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.optimizer import Fused
+from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train
 
 
 @pytest.fixture

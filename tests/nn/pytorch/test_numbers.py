@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import since  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import since
 
 STEPS = 20
 # Of the largest magnitude that an element had in any step.

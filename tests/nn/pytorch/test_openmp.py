@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import fusestep  # noqa: E402
-from fusestep.kernels.cpu.threads import openmp, parallel  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from subprocesses import output_of, run_python  # noqa: E402
-from test_threads import END, INTERRUPTS  # noqa: E402
+import fusestep
+from fusestep.kernels.cpu.threads import openmp, parallel
+from fusestep.nn import torch as fused
+from subprocesses import output_of, run_python
+from test_threads import END, INTERRUPTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looked for on Linux alone")
 N, ROWS, WIDTH, BATCH = 300_000, 5_000, 40, 20_000

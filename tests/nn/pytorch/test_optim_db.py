@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest")  # PyTorch's own cases need it
 
-from torch.testing._internal import common_optimizers  # noqa: E402
-from torch.testing._internal.common_optimizers import OptimizerErrorEnum  # noqa: E402
+from torch.testing._internal import common_optimizers
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum
 
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import SHARED, assert_close  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import SHARED, assert_close
 
 INFOS = {info.name: info for info in common_optimizers.optim_db if info.name in SHARED}
 DTYPES = {"f32": torch.float32, "f64": torch.float64}

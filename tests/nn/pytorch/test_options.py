@@ -11,12 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import Rule  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine.part import Method  # noqa: E402
-from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
-from test_numbers import gradient  # noqa: E402
-from torch_training import EVERY, everything, refused  # noqa: E402
+from fusestep.nn import Rule
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine.part import Method
+from own_functions import AVERAGED, MEASURED, PLAIN, raising
+from test_numbers import gradient
+from torch_training import EVERY, everything, refused
 
 SIXTEEN_BITS = [torch.float16, torch.bfloat16]
 

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from reference_prodigy import OPTIONS, reference_with  # noqa: E402
+from fusestep.nn import torch as fused
+from reference_prodigy import OPTIONS, reference_with
 
 SHAPES = [(7, 5), (11,), (), (2, 3, 4)]
 

@@ -9,27 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.optim.optimizer import (  # noqa: E402
+from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import (  # noqa: E402
-    DENSE,
-    EVERY,
-    FOLDERS,
-    TABLES,
-    Tagger,
-    assert_equal_models,
-    assert_same_bits,
-    batch_of,
-    loss_of,
-    net,
-    snapshot,
-    through_folder,
-    train,
-)
+from fusestep.nn import torch as fused
+
+from torch_training import (  # isort: skip
+    DENSE, EVERY, FOLDERS, TABLES, Tagger, assert_equal_models, assert_same_bits, batch_of, loss_of,
+    net, snapshot, through_folder, train,
+)  # fmt: skip
 
 
 def pair(name: str, **options: Any) -> tuple[Any, Any, Any, Any]:

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from subprocesses import output_of  # noqa: E402
-from torch_training import EVERY  # noqa: E402
+from fusestep.nn import torch as fused
+from subprocesses import output_of
+from torch_training import EVERY
 
 _OURS = "from fusestep.nn import torch as fused"
 _THEIRS = "from class_resolver.contrib.torch import optimizer_resolver as known"

@@ -10,18 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import reference_random as model  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from helpers import BF16, more  # noqa: E402
-from test_options import SIXTEEN_BITS, mixed, unchanged  # noqa: E402
-from torch_training import (  # noqa: E402
-    EVERY,
-    FOLDERS,
-    TABLES,
-    assert_same_bits,
-    everything,
-    refused,
-)
+import reference_random as model
+from fusestep.nn import torch as fused
+from helpers import BF16, more
+from test_options import SIXTEEN_BITS, mixed, unchanged
+from torch_training import EVERY, FOLDERS, TABLES, assert_same_bits, everything, refused
 
 FORMS = {"master": "master", "kahan": "remainder"}
 """Ways to round, and the state that lies beside the weight."""

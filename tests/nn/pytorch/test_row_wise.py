@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import reference  # noqa: E402
-import reference_row_wise as row_wise  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
+import reference
+import reference_row_wise as row_wise
+from fusestep.nn import torch as fused
 
 N, D, B = 40, 13, 60
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {

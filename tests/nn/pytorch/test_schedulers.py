@@ -7,12 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.optim import lr_scheduler as s  # noqa: E402
-from torch.optim.swa_utils import SWALR  # noqa: E402
+from torch.optim import lr_scheduler as s
+from torch.optim.swa_utils import SWALR
 
-from fusestep.nn import torch as fused  # noqa: E402
-from subprocesses import output_of  # noqa: E402
-from torch_training import DENSE, assert_equal_models, loss_of, net, since  # noqa: E402
+from fusestep.nn import torch as fused
+from subprocesses import output_of
+from torch_training import DENSE, assert_equal_models, loss_of, net, since
 
 
 def cycles(optimizer: Any) -> bool:

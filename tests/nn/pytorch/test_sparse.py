@@ -8,14 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn import Parameter  # noqa: E402
+from torch.nn import Parameter
 
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine import record  # noqa: E402
-from fusestep.nn.torch.engine.step import Steps  # noqa: E402
-from helpers import sampled  # noqa: E402
-from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient  # noqa: E402
-from torch_training import TABLES, assert_same_bits  # noqa: E402
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine import record
+from fusestep.nn.torch.engine.step import Steps
+from helpers import sampled
+from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient
+from torch_training import TABLES, assert_same_bits
 
 DENSE_ONLY = {"Adafactor"}
 FIXED = {"maximize": False, "betas": (0.9, 0.999), "dampening": 0, "etas": (0.5, 1.2), "rho": 0.9}

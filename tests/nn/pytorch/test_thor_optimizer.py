@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
+import torch.distributed.checkpoint as dcp
 
-from fusestep.nn import thor  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import FOLDERS, through_folder  # noqa: E402
+from fusestep.nn import thor
+from fusestep.nn import torch as fused
+from torch_training import FOLDERS, through_folder
 
 OPTIONS: dict[str, Any] = {"batch_size": 16, "frequency": 4}
 

@@ -9,23 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
+from torch.nn.utils import parametrizations, parametrize, prune
 
-from bag_modules import (  # noqa: E402
-    IDS,
-    SIZES,
-    assert_as,
-    assert_close,
-    before,
-    modules_of,
-    pooled,
-    stepping,
-)
-from fusestep import ops  # noqa: E402
-from fusestep.kernels.tables import LEFT_OUT  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine.bags.gradients import rows_of_bags  # noqa: E402
-from helpers import more  # noqa: E402
+from bag_modules import IDS, SIZES, assert_as, assert_close, before, modules_of, pooled, stepping
+from fusestep import ops
+from fusestep.kernels.tables import LEFT_OUT
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine.bags.gradients import rows_of_bags
+from helpers import more
 
 # Modules that change
 

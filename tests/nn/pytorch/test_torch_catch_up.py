@@ -11,9 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import distributed  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import assert_same_bits, everything  # noqa: E402
+from fusestep.nn import distributed
+from fusestep.nn import torch as fused
+from torch_training import assert_same_bits, everything
 
 N, D = 60, 11
 MAKERS: dict[str, Callable[..., Any]] = {

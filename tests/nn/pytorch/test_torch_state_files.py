@@ -13,11 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import fusestep  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from helpers import more  # noqa: E402
-from test_options import mixed  # noqa: E402
-from torch_training import EVERY, TABLES, assert_same_bits, everything  # noqa: E402
+import fusestep
+from fusestep.nn import torch as fused
+from helpers import more
+from test_options import mixed
+from torch_training import EVERY, TABLES, assert_same_bits, everything
 
 WHOLE = "Adagrad", "Prodigy"  # states that are made at once, and an estimate of all parameters
 SAMPLE = "SGD", "SparseAdam"

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import assert_same_bits, everything  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import assert_same_bits, everything
 
 N, D = 300, 8
 ROWS = torch.tensor([3, 5])

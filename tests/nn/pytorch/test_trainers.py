@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from torch.utils.data import DataLoader, Dataset
 
-from fusestep.nn import torch as fused  # noqa: E402
-from torch_training import Tagger, assert_close, assert_same_bits, snapshot  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import Tagger, assert_close, assert_same_bits, snapshot
 
 pytestmark = pytest.mark.filterwarnings("default")  # the trainers' own
 F32 = torch.float32

@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-from torch.optim import swa_utils  # noqa: E402
+import numpy as np
+from torch.optim import swa_utils
 
-from fusestep import nn  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.distributed import alone  # noqa: E402
-from thread_processes import in_threads  # noqa: E402
+from fusestep import nn
+from fusestep.nn import torch as fused
+from fusestep.nn.distributed import alone
+from thread_processes import in_threads
 
 IDS = torch.arange(40) * 2**40 - 7
 
