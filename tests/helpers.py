@@ -54,10 +54,8 @@ def sampled(every: Iterable[tuple[Any, ...]], sample: Collection[tuple[Any, ...]
 
 
 def in_turn(cases: Iterable[Any], *, beside_float32: bool = True) -> list[tuple[Any, np.dtype]]:
-    """Each case in float32 and, in turn, in one other type: each is a kernel of its own.
-
-    Without ``beside_float32`` each case has one type, which is any of them.
-    """
+    """Each case in float32 and, in turn, in one other type: each is a kernel of its own. Without
+    ``beside_float32`` each case has one type, which is any of them."""
     first, *others = STORAGE_DTYPES
     if not beside_float32:
         return [(case, STORAGE_DTYPES[k % len(STORAGE_DTYPES)]) for k, case in enumerate(cases)]
@@ -147,12 +145,10 @@ def assert_same_arrays(found: Any, expected: Any, label: str = "") -> None:
 def assert_within_ulps(
     actual: np.ndarray, expected: Any, scale: Any, ulps: float = 4.0, label: str = ""
 ) -> None:
-    """`|actual - expected|` is at most `ulps` units in the last place of `scale`.
-
-    Units are those of the dtype of `actual`. `scale` is the largest term that the expected
-    value is a sum of: what cancels leaves the rounding of the terms behind, not that of the
-    difference. Below the normal range the unit is the smallest subnormal.
-    """
+    """`|actual - expected|` is at most `ulps` units in the last place of `scale`. Units are those
+    of the dtype of `actual`. `scale` is the largest term that the expected value is a sum of: what
+    cancels leaves the rounding of the terms behind, not that of the difference. Below the normal
+    range the unit is the smallest subnormal."""
     __tracebackhide__ = True
     largest = np.maximum(np.abs(np.asarray(scale, np.float64)), TINY[actual.dtype])
     unit = EPSILON[actual.dtype] * np.exp2(np.floor(np.log2(largest)))

@@ -22,10 +22,8 @@ elif devices.KIND == devices.STUB:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test has the arrays of each framework; where nothing is computed, of one in turn.
-
-    A test of ``torch`` has its arrays alone.
-    """
+    """Each test has the arrays of each framework; where nothing is computed, of one in turn. A test
+    of ``torch`` has its arrays alone."""
     if "framework" in metafunc.fixturenames:
         turn = crc32(metafunc.definition.nodeid.encode())
         chosen = ("torch",) if "torch" in metafunc.fixturenames else devices.FRAMEWORKS

@@ -361,9 +361,7 @@ def test_targets() -> None:
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_skip_nonfinite(dtype: Any, bad: float) -> None:
     """A step with a NaN or an infinity anywhere, in memory that begins anywhere, changes nothing.
-
-    Counts stay, too. The largest number of 16 bits is finite.
-    """
+    Counts stay, too. The largest number of 16 bits is finite."""
     start = [positive(shape, dtype) for shape in ((70,), (3,), (), (0, 3))]
     opt = nn.Adam(on_device(start), 0.05, skip_nonfinite=True)
     twin = nn.Adam(on_device(start), 0.05)

@@ -76,11 +76,9 @@ def row_step(
 @pytest.mark.parametrize(("hottest", "b", "d"), OCCURRENCES.values(), ids=OCCURRENCES)
 @BOTH
 def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) -> None:
-    """In the same order: with the folded gradient, once for each row, the bits are the same.
-
-    They are so wherever the arrays begin, too.
-    Sums have no products that could become an FMA, so the order alone decides.
-    """
+    """In the same order: with the folded gradient, once for each row, the bits are the same. They
+    are so wherever the arrays begin, too. Sums have no products that could become an FMA, so the
+    order alone decides."""
     n, rng, length = sized(40, 500), np.random.default_rng(3), ranges_of(b)[0]
     indices = rng.integers(0, n, b)
     indices[rng.permutation(b)[:hottest]] = 7
@@ -260,10 +258,8 @@ def test_routes() -> None:
 
 
 def test_parts() -> None:
-    """Rows that one of three processes has, of the whole batch: positions are cut into ranges.
-
-    That their sums do not depend on the number of processes is tested on the host.
-    """
+    """Rows that one of three processes has, of the whole batch: positions are cut into ranges. That
+    their sums do not depend on the number of processes is tested on the host."""
     n, rng = HOT + HOT // 4, np.random.default_rng(0)
     ids = np.where(rng.random(n) < 0.9, 3, rng.integers(0, N, n))
     values = np.ones((n, 2), np.float32)

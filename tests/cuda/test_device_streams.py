@@ -51,10 +51,8 @@ late = [positive((N_LATE,)) for _ in "wmv"]
 
 
 def keep_busy(handle: int, milliseconds: int) -> Any:
-    """Enqueue work of about so long; the event that comes after it.
-
-    One thread sleeps, so other streams can work meanwhile. It may sleep up to twice as long.
-    """
+    """Enqueue work of about so long; the event that comes after it. One thread sleeps, so other
+    streams can work meanwhile. It may sleep up to twice as long."""
     from fusestep.bench.gpu import clock
 
     return clock.keep_busy(milliseconds / 1e3, numba_stream(handle))
@@ -72,11 +70,9 @@ def fill_later(handle: int, array: Any, value: float) -> None:
 @pytest.mark.parametrize("apart", [False, True], ids=["one stream", "another stream"])
 @ON_GPU
 def test_a_step_comes_after_what_is_on_its_streams(framework: Maker, apart: bool) -> None:
-    """A step on a gradient of a new stream, written there later than the call is made.
-
-    The variables belong to that stream too, or ``apart``, to the default stream: the parameter
-    decides where the step runs, and that stream and the gradient's wait for each other.
-    """
+    """A step on a gradient of a new stream, written there later than the call is made. The
+    variables belong to that stream too, or ``apart``, to the default stream: the parameter decides
+    where the step runs, and that stream and the gradient's wait for each other."""
     expected, stream = on_device(late), framework.stream()
     ops.Adam()(*expected, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
 

@@ -328,9 +328,7 @@ def test_nets() -> None:
 @pytest.mark.parametrize("name", ["learning_rate", "damping"])
 def test_used_up(name: str) -> None:
     """A list of rates or dampings that is used up raises before the step; so do LARS and targets.
-
-    States stay on the host, and LARS around THOR computes gradients of its own.
-    """
+    States stay on the host, and LARS around THOR computes gradients of its own."""
     both = Both(**{name: [0.1, 0.1]})
     assert both.opt.target == both.on_cpu.target == "CPU"
     both.opt.target = "CPU"
@@ -389,10 +387,8 @@ def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @only(SIMULATOR, reason="the expected parameters are those of the host")
 def test_modules(nets: Any, dtype: str, request: pytest.FixtureRequest) -> None:
-    """The steps are those of the host; storage may be replaced, optimizers be copied.
-
-    Gradients need not be contiguous.
-    """
+    """The steps are those of the host; storage may be replaced, optimizers be copied. Gradients
+    need not be contiguous."""
     kind = getattr(nets.torch, dtype)
 
     def go_on(module: Any, opt: Any, numbers: range, moved: Any = lambda grad: grad) -> Any:

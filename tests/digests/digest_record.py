@@ -96,11 +96,9 @@ class WrongCalls(Record):
         return super().attempt(function, *given, **named)
 
     def try_wrongly(self, function: Callable[..., Any], *given: Any, **named: Any) -> None:
-        """Add what is left by a call with each unusual value for each of the named arguments.
-
-        A call is made on copies, of the object too whose method it is, so that none shows in the
-        next one.
-        """
+        """Add what is left by a call with each unusual value for each of the named arguments. A
+        call is made on copies, of the object too whose method it is, so that none shows in the next
+        one."""
         kind = f"{type(function).__name__} {getattr(function, '__qualname__', '')} {[*named]}"
         names = (*named, "learning_rat") if named and kind not in self._seen else ()
         self._seen.add(kind)

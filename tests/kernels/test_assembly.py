@@ -117,10 +117,8 @@ def test_the_general_power_is_the_only_scalar_operation():
     ids=lambda x: x if isinstance(x, str) else x.name,
 )
 def test_sums_of_squares_are_vectorised(name, kind):
-    """Products of float64 numbers, or numbers, are added to several partial sums at once.
-
-    What measures rows does so in the block that updates them.
-    """
+    """Products of float64 numbers, or numbers, are added to several partial sums at once. What
+    measures rows does so in the block that updates them."""
     rule = RULES[name]
     compiled = blocks(kernel(rule, (), kind, kind, (kind,) * len(rule.states)))
     block = compiled.measure or compiled.update

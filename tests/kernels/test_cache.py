@@ -263,9 +263,8 @@ BOTH_STORAGES = """
 
 def test_entries_of_different_processes_can_be_loaded_together(tmp_path):
     """Numba numbers the functions of a process, and the numbers are in the names of symbols. Two
-    processes that both begin at 1 give different functions one name, and of two entries that
-    are loaded together the second then calls the functions of the first.
-    """
+    processes that both begin at 1 give different functions one name, and of two entries that are
+    loaded together the second then calls the functions of the first."""
     folder = {"FUSESTEP_CACHE_DIR": str(tmp_path)}
     for name in ("float32", "bfloat16"):
         output_of(ONE_STORAGE, name, **folder)
@@ -448,8 +447,7 @@ def exchange(a, b):
 @pytest.mark.parametrize("kind", ["link", "writable", "folder"])
 def test_exchanges_while_an_entry_is_loaded(entry, planted, tmp_path, monkeypatch, kind):
     """Before the load and after each call that looks at a path or opens it, another user may
-    exchange what is there; all ways to do so are tried.
-    """
+    exchange what is there; all ways to do so are tried."""
     file, good, bad = planted, entry, tmp_path / "bad"
     if kind == "link":
         bad.symlink_to(file)

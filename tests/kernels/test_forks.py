@@ -84,8 +84,7 @@ def test_fork_while_another_thread_holds_a_lock(busy):
 
 def test_what_surrounds_a_fork():
     """A fork that is interrupted while it waits, one within it as of a signal handler, and the
-    functions of the child: no lock stays taken, and those come in order when locks are free.
-    """
+    functions of the child: no lock stays taken, and those come in order when locks are free."""
     program = """
         import os, threading
         from fusestep.kernels.cpu.process.forks import fork_between, in_child
@@ -335,9 +334,7 @@ def test_what_a_child_can_use_of_tbb():
 @pytest.mark.skipif("tbb" not in LAYERS, reason="there is no wheel of tbb for this system")
 def test_a_fork_of_which_tbb_hears_nothing():
     """An interrupt while the fork waits for a lock: TBB has not ended, unlike at the fork before.
-
-    The child does without TBB, whose threads it does not have.
-    """
+    The child does without TBB, whose threads it does not have."""
     program = """
         import os, signal, sys, threading
         import numpy as np

@@ -115,10 +115,8 @@ class Missed:
     def reference(
         self, plain: Callable[..., Any] | None = None
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Weights, states and the sum of all absolute changes of the weights.
-
-        Each step is that of the rule, or ``plain(w, g, *states, hp)``.
-        """
+        """Weights, states and the sum of all absolute changes of the weights. Each step is that of
+        the rule, or ``plain(w, g, *states, hp)``."""
         w, *states = (x.astype(np.float64) for x in (self.w, *self.states))
         moved, step = np.zeros_like(w), stepper(plain or self.rule.update, len(states))
         for t, hp in self.hp.items():
@@ -235,10 +233,8 @@ def test_epsilon_and_dtypes(name: str, dtype: np.dtype, epsilon: float) -> None:
 
 
 def by_formula(w: Any, _: Any, m: Any, v: Any, hp: Any) -> Any:
-    """A step of Adam without a gradient as it is published: an infinite moment stays infinite.
-
-    The rules compute ``m + (1 - beta1)*(g - m)``, which makes it a NaN.
-    """
+    """A step of Adam without a gradient as it is published: an infinite moment stays infinite. The
+    rules compute ``m + (1 - beta1)*(g - m)``, which makes it a NaN."""
     m, v = 0.9 * m, 0.999 * v
     return hp.shrink * w - hp.step_size * m / (math.sqrt(v) * hp.root + hp.epsilon), m, v
 

@@ -25,10 +25,8 @@ MOMENTS = {"call", "return", "c_return"}
 
 
 def done_at(moment: int, step: Callable[[], Any], handler: Callable[[], Any]) -> int:
-    """A step with a call of a signal handler at this moment of it; how many moments have passed.
-
-    A KeyboardInterrupt of the handler ends the step.
-    """
+    """A step with a call of a signal handler at this moment of it; how many moments have passed. A
+    KeyboardInterrupt of the handler ends the step."""
     passed = 0
 
     def look(_frame: FrameType, event: str, _argument: Any) -> None:

@@ -27,10 +27,8 @@ def compiled_sum(
     g: storage.Storage, real: storage.Storage, values: np.ndarray, positions: np.ndarray,
     form: forms.SumForm = forms.OWN, weights: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written.
-
-    Weights of maxima are winners, of which place 0 is number `FIRST`.
-    """
+    """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written. Weights
+    of maxima are winners, of which place 0 is number `FIRST`."""
     width, n = values.shape[1], len(positions)
     if form.key_bytes == 4:
         keys, mask, rows = np.zeros(n + 2 + PADDING, np.int32), -1, None
@@ -105,10 +103,8 @@ def test_special_values() -> None:
 @pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("longest", [1, 3, 31, 32, 33, 70, 400])
 def test_segments_of_every_length(longest: int, index_dtype: type, lazy: bool) -> None:
-    """Either side of the length from which the end of a segment is searched for.
-
-    Several tables, the lists long enough for several threads and cut anywhere.
-    """
+    """Either side of the length from which the end of a segment is searched for. Several tables,
+    the lists long enough for several threads and cut anywhere."""
     rng = np.random.default_rng(longest)
     tables, gradients, sums = [], [], []
     for n_rows, width in ((4_000, 5), (300, 64), (2_000, 1)):

@@ -157,10 +157,8 @@ def fixed(n: int, tail: tuple[int, ...], indices: list[int], *, exact: bool = Tr
 
 
 def assert_near_reference(family: Family, problem: Problem, found: list[np.ndarray]) -> None:
-    """Within the bound of the rounding errors of sums and step.
-
-    Rows that take no step keep their bits.
-    """
+    """Within the bound of the rounding errors of sums and step. Rows that take no step keep their
+    bits."""
     __tracebackhide__ = True
     before, rows = problem.variables(family), problem.stepped(family)
     g, size = (

@@ -21,11 +21,9 @@ def reference_of(form: str) -> Callable[..., Any]:
 
 
 def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float = 0.0) -> Step:
-    """The reference of update t = 1, 2, ... of a parameter.
-
-    A scalar of the reference is an option of the optimizer with the same name, rounded to `real`;
-    but for ``lr``, ``decay``, ``t``, complements ``one_minus_x`` and powers ``x_power``.
-    """
+    """The reference of update t = 1, 2, ... of a parameter. A scalar of the reference is an option
+    of the optimizer with the same name, rounded to `real`; but for ``lr``, ``decay``, ``t``,
+    complements ``one_minus_x`` and powers ``x_power``."""
     step, renamed = reference_of(form), ALL_FORMS[form].renamed
     names = inspect.signature(step).parameters
     if "hp" in names:

@@ -147,10 +147,8 @@ def test_gradients_of_weights() -> None:
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
 @pytest.mark.usefixtures("short_keys")
 def test_tables_of_several_kinds_in_one_step(how: str) -> None:
-    """Sums, maxima, means and plain rows of gradients of their own, some of other dtypes.
-
-    One that is none of its kind in the step before is read as what it is.
-    """
+    """Sums, maxima, means and plain rows of gradients of their own, some of other dtypes. One that
+    is none of its kind in the step before is read as what it is."""
     rng, shape = np.random.default_rng(7), (11, 6)
 
     def gradient(kind: str) -> Any:
@@ -255,9 +253,7 @@ def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sequences(seed: int) -> None:
     """Bags, features that share tables, plain rows, dense gradients, lists, rebinding and errors.
-
-    Beside an optimizer that is given the expanded gradients.
-    """
+    Beside an optimizer that is given the expanded gradients."""
     rng = np.random.default_rng(seed)
     form = ["LazyAdam", "Adagrad", "RowWiseAdagrad"][seed % 3]
     how = "lazy" if seed < 3 else "dense_equivalent"

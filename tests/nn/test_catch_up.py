@@ -91,11 +91,9 @@ def assert_near(found: np.ndarray, expected: np.ndarray, moved: np.ndarray) -> N
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_random_sequences(name: str, seed: int) -> None:
-    """Reads, steps, flushes, copies and checkpoints at random, on any number of threads.
-
-    The numbers are those of dense-equivalent steps in float64; a run that was copied or resumed has
-    the bits of one that was not.
-    """
+    """Reads, steps, flushes, copies and checkpoints at random, on any number of threads. The
+    numbers are those of dense-equivalent steps in float64; a run that was copied or resumed has the
+    bits of one that was not."""
     rng, make = np.random.default_rng(seed), MAKERS[name]
     opt, twin = (make(begin(), sparse_update="catch_up") for _ in range(2))
     dense = make(begin(dtype=np.float64), sparse_update="dense_equivalent")

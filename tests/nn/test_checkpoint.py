@@ -303,10 +303,8 @@ def test_two_processes_save_to_one_path(tmp_path: Any) -> None:
 
 @POSIX
 def test_what_is_no_abandoned_file_stays(tmp_path: Any, monkeypatch: Any) -> None:
-    """Links, folders and pipes with the name of a temporary file, files with another one.
-
-    Nor is a file of another user removed.
-    """
+    """Links, folders and pipes with the name of a temporary file, files with another one. Nor is a
+    file of another user removed."""
     path = tmp_path / "x"
     with saving(path, "killed", "fsync") as child:
         child.wait(60)

@@ -215,10 +215,8 @@ def test_a_loss_scale_of_an_optimizer_of_users() -> None:
 
 @EACH_ARGUMENT
 def test_right_values(family: Row, name: str, argument: Argument) -> None:
-    """At the edges of what is taken too; a step with each is finite.
-
-    Those of all types of states are above.
-    """
+    """At the edges of what is taken too; a step with each is finite. Those of all types of states
+    are above."""
     for value in KINDS[argument.takes].taken:
         params = parameters()
         also = argument.also if value is argument.moved else {}

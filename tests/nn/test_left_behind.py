@@ -166,10 +166,8 @@ DROPS = [*droppers().values()]
     [*((*one, True) for one in FAILING), *((*one, False) for one in EQUAL)],
 )
 def test_nothing_is_left_behind(name: str, call: Callable[[], Any], fails: bool) -> None:
-    """Neither before good calls, of which something is kept, nor after them.
-
-    Equal numbers of another type or sign are not taken for each other.
-    """
+    """Neither before good calls, of which something is kept, nor after them. Equal numbers of
+    another type or sign are not taken for each other."""
     expected = []
     for calls in ((), (call,), (call, call)):
         for drop in DROPS if len(calls) < 2 else ():

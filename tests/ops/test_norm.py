@@ -195,10 +195,8 @@ def values_of(gradients: Any) -> list[np.ndarray]:
 def check(
     gradients: list[Any], limit: float, known: float | None = None, *, exact: bool = True
 ) -> None:
-    """Gradients that are clipped anew, and in place, by their own norm or by a known one.
-
-    Where sums of rows are not exact, their own norm is taken from `ops.global_norm`.
-    """
+    """Gradients that are clipped anew, and in place, by their own norm or by a known one. Where
+    sums of rows are not exact, their own norm is taken from `ops.global_norm`."""
     __tracebackhide__ = True
     norm = known
     if known is None:

@@ -176,10 +176,8 @@ def amsgrad(case: Case, step: Step, at: Any, real: Any) -> dict[str, np.ndarray]
 
 
 def float16_variables(case: Case) -> None:
-    """The parameter as recorded; every variable as one rounding of the exact step.
-
-    The recorded second moments are those of scalars in float16.
-    """
+    """The parameter as recorded; every variable as one rounding of the exact step. The recorded
+    second moments are those of scalars in float16."""
     op, arrays, before = build(case), copies(case.initial), case.initial
     for t, step in enumerate(case.steps, 1):
         expected = amsgrad(case, step, arrays, np.float32)

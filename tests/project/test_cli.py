@@ -87,10 +87,8 @@ def test_without_the_compiler_there_is_one_clear_error():
 
 
 def test_warmup_fills_the_cache(tmp_path):
-    """All that it looked for is in the cache, and steps look for nothing else.
-
-    In the cache of these tests: all loops of the package take long to compile.
-    """
+    """All that it looked for is in the cache, and steps look for nothing else. In the cache of
+    these tests: all loops of the package take long to compile."""
     program = """
         from fusestep.kernels import cache
         load, names = cache.load, []

@@ -34,11 +34,8 @@ LERPED = {"mx200b1_adamw_nobias"}
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened to one weight.
-
-    Step t = 1, 2, ... made ``weights[t]`` and ``states[...][t - 1]`` of ``m``, ``v`` and, where
-    there is a float32 master copy, ``w32``.
-    """
+    """What happened to one weight. Step t = 1, 2, ... made ``weights[t]`` and ``states[...][t -
+    1]`` of ``m``, ``v`` and, where there is a float32 master copy, ``w32``."""
 
     weights: np.ndarray
     gradients: tuple[Gradient, ...]
@@ -132,11 +129,9 @@ def variables(run: Run) -> list[reference_mxnet.Variable]:
 
 
 def lerped(trace: Trace, t: int) -> dict[str, np.ndarray]:
-    """The sizes whose rounding is in the values of `LERPED` after step t = 1, 2, ...
-
-    AdamW computes ``beta2 * (v - x*x) + x*x``, so ``v`` holds the rounding of x*x, a thousand times
-    its own in the first step, and half of that goes from its root into the way of the weight.
-    """
+    """The sizes whose rounding is in the values of `LERPED` after step t = 1, 2, ... AdamW computes
+    ``beta2 * (v - x*x) + x*x``, so ``v`` holds the rounding of x*x, a thousand times its own in the
+    first step, and half of that goes from its root into the way of the weight."""
     x = np.abs(np.stack(trace.gradients[:t]).astype(np.float64))
     way = np.abs(np.diff(trace.weights[: t + 1].astype(np.float64), axis=0))
     lost = x.max(0) ** 2 / trace.states["v"][:t]

@@ -96,11 +96,9 @@ def recorded_states(case: Case) -> dict[str, np.ndarray]:
 
 
 def unkept_states(case: Case) -> dict[str, np.ndarray]:
-    """States of MindSpore that the library does without, with what they hold at the end.
-
-    That is nothing to resume from: constants, which tell at most that there was a first step,
-    the last step itself, or what follows from its number.
-    """
+    """States of MindSpore that the library does without, with what they hold at the end. That is
+    nothing to resume from: constants, which tell at most that there was a first step, the last step
+    itself, or what follows from its number."""
     momentum = case.hyper.get("momentum", 0.0)
     found: dict[str, np.ndarray] = {}
     for i, (name, shape) in enumerate(case.meta["params"]):

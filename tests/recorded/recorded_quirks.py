@@ -41,10 +41,8 @@ def terms(
 def assert_follows(
     case: Case, entries: Sequence[str], start: Sequence[ArrayLike], formula: Formula, i: int = 0
 ) -> None:
-    """What a case recorded of `entries` follows from `start` by `formula`, step after step.
-
-    An element may hold the rounding of all that it has been the sum of.
-    """
+    """What a case recorded of `entries` follows from `start` by `formula`, step after step. An
+    element may hold the rounding of all that it has been the sum of."""
     __tracebackhide__ = True
     values = dict(zip(entries, map(wide, start), strict=True))
     reached = dict.fromkeys(entries, 0.0)

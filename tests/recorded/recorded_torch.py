@@ -69,10 +69,8 @@ def runs() -> dict[str, Run]:
 
 
 def states(run: Run, i: int) -> dict[str, np.ndarray]:
-    """What parameter `i` starts with, in the order in which its formula takes it.
-
-    Axes of length 1, which torch keeps in the factors of Adafactor, are left out.
-    """
+    """What parameter `i` starts with, in the order in which its formula takes it. Axes of length 1,
+    which torch keeps in the factors of Adafactor, are left out."""
     _, names, initial = _OPTIMIZERS[run.optimizer]
     recorded = run.traces[i].states
     return {
@@ -83,10 +81,8 @@ def states(run: Run, i: int) -> dict[str, np.ndarray]:
 
 
 def formula(run: Run, t: int) -> Formula:
-    """What the optimizer does at step t = 1, 2, ..., as a step of the references.
-
-    The scalars are not rounded: the libraries compute nearly all of them in double precision.
-    """
+    """What the optimizer does at step t = 1, 2, ..., as a step of the references. The scalars are
+    not rounded: the libraries compute nearly all of them in double precision."""
     return _OPTIMIZERS[run.optimizer][0](run.hyper, run.lr(t), t)
 
 

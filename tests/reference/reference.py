@@ -41,11 +41,9 @@ def adam_scalars(
     lr: float, beta1: float, beta2: float, epsilon: float, beta1_power: float = 0.0,
     beta2_power: float = 0.0, decay: float = 0.0, real: Any = np.float32,
 ) -> AdamScalars:  # fmt: skip
-    """Round every hyper-parameter to ``real``; ``1 - beta`` is taken between rounded numbers.
-
-    The step size ``lr * sqrt(1 - beta2_power) / (1 - beta1_power)`` is not rounded again. With
-    both powers 0 it is ``lr``: Adam without bias correction.
-    """
+    """Round every hyper-parameter to ``real``; ``1 - beta`` is taken between rounded numbers. The
+    step size ``lr * sqrt(1 - beta2_power) / (1 - beta1_power)`` is not rounded again. With both
+    powers 0 it is ``lr``: Adam without bias correction."""
     lr, beta1, beta2, epsilon, beta1_power, beta2_power, decay = (
         float(real(x)) for x in (lr, beta1, beta2, epsilon, beta1_power, beta2_power, decay)
     )
@@ -61,9 +59,7 @@ def usual_adam_scalars(
     lr: float, beta1: float, beta2: float, epsilon: float, t: int, decay: float, real: Any
 ) -> AdamScalars:
     """Those with which `adam` and `adam_weight_decay` are Adam and AdamW at update t = 1, 2, ...
-
-    Each is rounded to ``real`` once.
-    """
+    Each is rounded to ``real`` once."""
     root, first = np.sqrt(1.0 - beta2**t), 1.0 - beta1**t
     size = float(real(lr * root / first))
     return AdamScalars(

@@ -49,11 +49,9 @@ def sgd_stat(
     w: ArrayLike, g: ArrayLike, accum: ArrayLike, stat: ArrayLike, *, lr: float, momentum: float,
     one_minus_dampening: float, nesterov: bool = False,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Heavy ball in which elements with ``stat > 0`` start from the bare gradient.
-
-    The gradient that starts an element is not dampened; its `stat` becomes 0. This is ops.SGD
-    with momentum > 0; without momentum it is `sgd`, and both states stay as they are.
-    """
+    """Heavy ball in which elements with ``stat > 0`` start from the bare gradient. The gradient
+    that starts an element is not dampened; its `stat` becomes 0. This is ops.SGD with momentum > 0;
+    without momentum it is `sgd`, and both states stay as they are."""
     w, g = wide(w), wide(g)
     fresh = wide(stat) > 0
     accum = np.where(fresh, g, momentum * wide(accum) + one_minus_dampening * g)
@@ -77,11 +75,9 @@ def rmsprop_centered(
     moment: ArrayLike = 0.0, *, lr: float, rho: float, one_minus_rho: float, momentum: float,
     epsilon: float,
 ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
-    """RMSProp over the variance of the gradient instead of its mean square.
-
-    Where rounding left no positive variance plus epsilon, parameter and moment wait; the two
-    means do not. That is what MindSpore's CPU kernel does (its GPU kernel makes NaN).
-    """
+    """RMSProp over the variance of the gradient instead of its mean square. Where rounding left no
+    positive variance plus epsilon, parameter and moment wait; the two means do not. That is what
+    MindSpore's CPU kernel does (its GPU kernel makes NaN)."""
     w, g, moment = wide(w), wide(g), wide(moment)
     mean_gradient = rho * wide(mean_gradient) + one_minus_rho * g
     mean_square = rho * wide(mean_square) + one_minus_rho * g**2
@@ -95,10 +91,8 @@ def rmsprop_centered(
 def adagrad(
     w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, update_slots: bool = True
 ) -> tuple[Array, Array]:
-    """Gradient over the root of the sum of its squares, without an epsilon.
-
-    Nothing moves where the accumulator is 0. Without `update_slots` it keeps its value.
-    """
+    """Gradient over the root of the sum of its squares, without an epsilon. Nothing moves where the
+    accumulator is 0. Without `update_slots` it keeps its value."""
     w, g, accum = wide(w), wide(g), wide(accum)
     if update_slots:
         accum = accum + g**2
@@ -108,11 +102,9 @@ def adagrad(
 def proximal_adagrad(
     w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, l1: float, l2: float
 ) -> tuple[Array, Array]:
-    """Adagrad, then the proximal step of ``l1*|w| + l2*w**2/2`` at each element's own rate.
-
-    The documentation has `lr` in the proximal step; every kernel of MindSpore has
-    ``lr / sqrt(accum)``, which is also what the paper derives. A rate of 0 moves nothing.
-    """
+    """Adagrad, then the proximal step of ``l1*|w| + l2*w**2/2`` at each element's own rate. The
+    documentation has `lr` in the proximal step; every kernel of MindSpore has ``lr / sqrt(accum)``,
+    which is also what the paper derives. A rate of 0 moves nothing."""
     w, g = wide(w), wide(g)
     accum = wide(accum) + g**2
     rate = _rate(lr, accum)
@@ -125,12 +117,10 @@ def ftrl(
     w: ArrayLike, g: ArrayLike, accum: ArrayLike, linear: ArrayLike, *, lr: float, l1: float,
     l2: float, lr_power: float, beta: float = 0.0, l2_shrinkage: float = 0.0,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``.
-
-    The new parameter depends on the old one only through `linear`. `lr_power` is the exponent
-    of the accumulator in the learning rate, -0.5 in the paper; l2 counts twice, as published.
-    `beta` and `l2_shrinkage` are those of ``update_step`` in Keras 3.
-    """
+    """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``. The new
+    parameter depends on the old one only through `linear`. `lr_power` is the exponent of the
+    accumulator in the learning rate, -0.5 in the paper; l2 counts twice, as published. `beta` and
+    `l2_shrinkage` are those of ``update_step`` in Keras 3."""
     w, g, accum = wide(w), wide(g), wide(accum)
     new_accum = accum + g**2
     old_power, power = accum**-lr_power, new_accum**-lr_power
@@ -145,10 +135,8 @@ def adamax(
     w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
     one_minus_beta1: float, beta2: float, eps: float, beta1_power: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Algorithm 2 of Kingma and Ba (2015), with MindSpore's epsilon in the denominator.
-
-    A NaN is not the largest, there and here: it comes to the parameter by way of `m`.
-    """
+    """Algorithm 2 of Kingma and Ba (2015), with MindSpore's epsilon in the denominator. A NaN is
+    not the largest, there and here: it comes to the parameter by way of `m`."""
     w, g, faded = wide(w), wide(g), beta2 * wide(v)
     m = beta1 * wide(m) + one_minus_beta1 * g
     v = np.where(np.abs(g) > faded, np.abs(g), faded)
@@ -170,10 +158,8 @@ def asgd(
     w: ArrayLike, g: ArrayLike, average: ArrayLike, *, lr: float, lambd: float, alpha: float,
     t0: float, t: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Bottou's averaged descent for a fixed `lr`, with rates that are one step old, as published.
-
-    A first step of an average is what is averaged.
-    """
+    """Bottou's averaged descent for a fixed `lr`, with rates that are one step old, as published. A
+    first step of an average is what is averaged."""
     eta = lr / (1.0 + lambd * lr * (t - 1)) ** alpha
     w, average = (1.0 - lambd * eta) * wide(w) - eta * wide(g), wide(average)
     later = max(1.0, t - 1 - t0)
@@ -184,10 +170,8 @@ def rprop(
     w: ArrayLike, g: ArrayLike, prev: ArrayLike, size: ArrayLike, *, lr: float, etaminus: float,
     etaplus: float, step_size_min: float, step_size_max: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Riedmiller and Braun (1993), without their weight backtracking, as in PyTorch too.
-
-    A size that is 0 has not begun: it is `lr`.
-    """
+    """Riedmiller and Braun (1993), without their weight backtracking, as in PyTorch too. A size
+    that is 0 has not begun: it is `lr`."""
     w, g, size = wide(w), wide(g), wide(size)
     turn, size = g * wide(prev), np.where(size == 0, lr, size)
     size = np.where(turn > 0, size * etaplus, np.where(turn < 0, size * etaminus, size))

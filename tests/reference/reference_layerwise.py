@@ -28,10 +28,8 @@ def lamb(
     one_minus_beta1: float, beta2: float, one_minus_beta2: float, beta1_power: float,
     beta2_power: float, epsilon: float, decay: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """LAMB as MindSpore's GPU and Ascend kernels have it: ``|w| / |update|``, never clipped.
-
-    The powers are those of this step, ``beta**t`` with t = 1 at the first.
-    """
+    """LAMB as MindSpore's GPU and Ascend kernels have it: ``|w| / |update|``, never clipped. The
+    powers are those of this step, ``beta**t`` with t = 1 at the first."""
     w = wide(w)
     m = beta1 * wide(m) + one_minus_beta1 * wide(g)
     v = beta2 * wide(v) + one_minus_beta2 * wide(g) ** 2
@@ -45,11 +43,9 @@ def lamb_clipped(
     one_minus_beta1: float, beta2: float, one_minus_beta2: float, beta1_power: float,
     beta2_power: float, epsilon: float, decay: float, norm_decay: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """LAMB as MindSpore 1.x had it: the ratio lies in [0, 10] and 1 stands in for zero norms.
-
-    The ratio has a norm of its own: epsilon under the root, and `norm_decay`, the optimizer's
-    decay, also for a parameter whose `decay` is 0. Its gate is the norm of the raw gradient.
-    """
+    """LAMB as MindSpore 1.x had it: the ratio lies in [0, 10] and 1 stands in for zero norms. The
+    ratio has a norm of its own: epsilon under the root, and `norm_decay`, the optimizer's decay,
+    also for a parameter whose `decay` is 0. Its gate is the norm of the raw gradient."""
     w, g = wide(w), wide(g)
     m = beta1 * wide(m) + one_minus_beta1 * g
     v = beta2 * wide(v) + one_minus_beta2 * g**2
@@ -64,11 +60,9 @@ def lars_gradient(
     w: ArrayLike, g: ArrayLike, *, coefficient: float, epsilon: float, decay: float,
     lr: float | None = None,
 ) -> Array:  # fmt: skip
-    """The gradient that LARS hands to the optimizer inside of it, decay included.
-
-    With `lr`, the rate of that optimizer, the factor is divided by it and limited to [0, 1]
-    (use_clip), so that no parameter learns faster than at `lr`.
-    """
+    """The gradient that LARS hands to the optimizer inside of it, decay included. With `lr`, the
+    rate of that optimizer, the factor is divided by it and limited to [0, 1] (use_clip), so that no
+    parameter learns faster than at `lr`."""
     w, g = wide(w), wide(g)
     factor = coefficient * _norm(w) / (_norm(g) + decay * _norm(w) + epsilon)
     if lr is not None:

@@ -39,11 +39,9 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Hyper:
-    """The arguments of an optimizer that its steps depend on.
-
-    `decoupled` means AdamW, `lazy` that rows which a row-sparse gradient does not name stay as
-    they are. A `clip_gradient` that is not positive is none.
-    """
+    """The arguments of an optimizer that its steps depend on. `decoupled` means AdamW, `lazy` that
+    rows which a row-sparse gradient does not name stay as they are. A `clip_gradient` that is not
+    positive is none."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -144,10 +142,8 @@ def clipped(x: Array, s: Scalars) -> Array:
 def direction(
     x: Array, m: ArrayLike, v: ArrayLike, s: Scalars, real: Any
 ) -> tuple[Array, Array, Array]:
-    """What is subtracted from the weight, and the new moments.
-
-    Numbers too large for `real`, in which the moments are kept, are infinite.
-    """
+    """What is subtracted from the weight, and the new moments. Numbers too large for `real`, in
+    which the moments are kept, are infinite."""
     m = within(real, s.beta1 * wide(m) + s.one_minus_beta1 * x)
     v = within(real, s.beta2 * wide(v) + s.one_minus_beta2 * x * x)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -218,10 +214,8 @@ def schedule(
     base_lr: float = 0.01, **arguments: Any,
 ) -> Schedule:  # fmt: skip
     """A scheduler by MXNet's name and arguments as a pure function of the update n = 1, 2, ...
-
     MXNet's own remember the last rate, so they must be asked in order, every time. The factors
-    count from the first update, not from the end of the warm-up.
-    """
+    count from the first update, not from the end of the warm-up."""
     if name in ("PolyScheduler", "CosineScheduler"):
         arguments["start"] = warmup_steps
     rate = SCHEDULES[name](base_lr=base_lr, **arguments)
@@ -240,11 +234,9 @@ def schedule(
 
 @dataclass
 class Variable:
-    """A weight with its moments, as float64.
-
-    `w` is the master copy of a 16-bit weight if there is one, and else rounded to `dtype` after
-    every step. `dtype` is that of the weight, `real` the one that it is computed in.
-    """
+    """A weight with its moments, as float64. `w` is the master copy of a 16-bit weight if there is
+    one, and else rounded to `dtype` after every step. `dtype` is that of the weight, `real` the one
+    that it is computed in."""
 
     w: Array
     m: Array
@@ -276,10 +268,8 @@ def variable(weight: ArrayLike, dtype: DTypeLike | None = None, master: bool = F
 
 
 class Optimizer:
-    """Counters, multipliers and rates around the steps.
-
-    The schedule sees the largest count of all indices, the bias correction the index's own.
-    """
+    """Counters, multipliers and rates around the steps. The schedule sees the largest count of all
+    indices, the bias correction the index's own."""
 
     def __init__(
         self, hyper: Hyper, rate: float | Schedule, names: Mapping[int, str] | None = None,

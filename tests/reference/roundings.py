@@ -26,11 +26,9 @@ _EXACT = {np.negative, np.absolute, np.sign, np.maximum, np.minimum}
 
 
 class Rounded(NDArrayOperatorsMixin):
-    """Numbers with errors, whose unit is half of one in the last place of 1.
-
-    Sums over whole arrays give plain numbers: they are taken in float64. Averages are taken in it
-    too, and keep the errors of what they are of.
-    """
+    """Numbers with errors, whose unit is half of one in the last place of 1. Sums over whole arrays
+    give plain numbers: they are taken in float64. Averages are taken in it too, and keep the errors
+    of what they are of."""
 
     def __init__(self, value: Any, error: Any = 0.0) -> None:
         self.value = np.array(value, np.float64)

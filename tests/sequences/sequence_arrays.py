@@ -21,9 +21,8 @@ _SMALL = 70
 
 
 def thresholds() -> list[int]:
-    """Every constant of the kernels of the CPU that a number of elements, rows or occurrences
-    may be compared with; most are sizes, and the others do no harm.
-    """
+    """Every constant of the kernels of the CPU that a number of elements, rows or occurrences may
+    be compared with; most are sizes, and the others do no harm."""
     found = set()
     in_cpu = pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}.")
     for name in ("fusestep.kernels.tables", *(module.name for module in in_cpu)):

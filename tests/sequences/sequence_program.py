@@ -39,10 +39,8 @@ def _modules() -> list[Any]:
 
 
 def droppers() -> dict[str, Callable[[], None]]:
-    """What empties each cache, pool and container of a module, by its name.
-
-    A module's dict or list in lower case is taken for something that calls fill.
-    """
+    """What empties each cache, pool and container of a module, by its name. A module's dict or list
+    in lower case is taken for something that calls fill."""
     found: dict[str, Callable[[], None]] = {}
     for module in _modules():
         for name, value in vars(module).items():

@@ -35,10 +35,8 @@ def run(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess
 
 
 def both(n_threads: int, seed: int, first: int, end: int, how: str = "kept") -> list[str]:
-    """The first lines in which two processes differ, and what made one of them end; or [].
-
-    One after the other: the second finds in the cache what the first one has compiled.
-    """
+    """The first lines in which two processes differ, and what made one of them end; or []. One
+    after the other: the second finds in the cache what the first one has compiled."""
     done = [run(each, n_threads, seed, first, end) for each in (how, "fresh")]
     lines = [process.stdout.splitlines() for process in done]
     for pair in zip_longest(*lines, fillvalue="nothing"):

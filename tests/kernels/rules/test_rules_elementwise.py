@@ -24,11 +24,9 @@ F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 
 
 def test_every_rule_of_the_package_is_tested() -> None:
-    """Here, in the files beside this one, or those of optimizers by the registry.
-
-    Adafactor's are tested with its norms, Prodigy's in test_prodigy.py, those that count rows in
-    test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch.
-    """
+    """Here, in the files beside this one, or those of optimizers by the registry. Adafactor's are
+    tested with its norms, Prodigy's in test_prodigy.py, those that count rows in
+    test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch."""
     from test_rules import RULES as ADAM
 
     tested = [case.rule for case in CASES.values()]
@@ -62,10 +60,8 @@ OF_RULES += [(name, STORAGE_DTYPES[1 + k % 3], k % 2 == 0) for k, name in enumer
 def test_nothing_moves_without_gradient_and_history(
     name: str, dtype: np.dtype, has_prologue: bool
 ) -> None:
-    """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits.
-
-    FTRL's parameter is a function of its states, and where they are 0 it is 0.
-    """
+    """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits. FTRL's
+    parameter is a function of its states, and where they are 0 it is 0."""
     case, prologue = CASES[name], OPTIMIZER if has_prologue else ()
     w = np.array([1.0, -3.0, 0.0, -0.0, 1e-7, 60000.0, -1e-40] * 5).astype(dtype)
     arrays = [w.copy(), *(np.zeros_like(w) for _ in case.kinds)]

@@ -79,11 +79,9 @@ def assert_everywhere(model: Any) -> None:
 
 
 def wrapped(model: Any, comm: Communicator, shown: bool | None = None, **ddp: Any) -> Any:
-    """The model in DistributedDataParallel, which tables are hidden from or ``shown`` to.
-
-    By default they are hidden where there is an exchange: that of sparse gradients over gloo
-    corrupts memory now and then.
-    """
+    """The model in DistributedDataParallel, which tables are hidden from or ``shown`` to. By
+    default they are hidden where there is an exchange: that of sparse gradients over gloo corrupts
+    memory now and then."""
     bags = {*map(id, chain.from_iterable(
         m.parameters() for m in model.modules() if isinstance(m, fused.EmbeddingBags)
     ))}  # fmt: skip

@@ -131,11 +131,8 @@ def two_tables(comm: Communicator, *_: Any) -> None:
 
 
 def several_uses(comm: Communicator, *_: Any) -> None:
-    """Gradients that autograd has added up: right, within rounding.
-
-    Also where one use has no occurrences, here or anywhere: the places of the other must not
-    pass for those of the sum.
-    """
+    """Gradients that autograd has added up: right, within rounding. Also where one use has no
+    occurrences, here or anywhere: the places of the other must not pass for those of the sum."""
     empty = torch.empty(0, dtype=torch.int64)
     own_part = [part(batch(step), step, comm) for step in range(2)]
     of_rank = own_part[1] if comm.rank else empty

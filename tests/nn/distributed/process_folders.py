@@ -38,11 +38,9 @@ def numbers_of(name: str, like: np.ndarray) -> np.ndarray:
 
 
 class Job:
-    """One process of several with an optimizer of the `PARAMETERS`; zeros at first.
-
-    ``orders`` are those of "words" and "tones"; without, nothing is divided by rows, and the
-    states of the parameters are with their owners.
-    """
+    """One process of several with an optimizer of the `PARAMETERS`; zeros at first. ``orders`` are
+    those of "words" and "tones"; without, nothing is divided by rows, and the states of the
+    parameters are with their owners."""
 
     def __init__(self, comm: Communicator, orders: Orders = None) -> None:
         self.comm, self.shards = comm, {}

@@ -78,8 +78,7 @@ def test_positions_that_are_refused(
 )  # fmt: skip
 def test_batch_lengths_that_are_refused(length: Any, kind: type[Exception]) -> None:
     """By itself, also where it is assigned; and nothing of it is left where steps look for sizes,
-    in which 6.0 and 6 are equal.
-    """
+    in which 6.0 and 6 are equal."""
     n, match = _NEW.pop(), "^RowTensor: batch_length .*: expected an int"
     ids, values = np.zeros(n, np.int64), np.ones((n, 1), np.float32)
     with pytest.raises(kind, match=match):
@@ -171,10 +170,8 @@ N = 9000  # a row with more than 512 occurrences is summed in ranges of 4096 of 
 
 
 def whole_and_part(dtype: Any = np.float32) -> tuple[nn.RowTensor, nn.RowTensor]:
-    """A batch whose occurrences are of row 0 and of row 1 in turn, and what has row 0 of it.
-
-    Those of row 1 are zeros: sums over both have the bits of those over row 0.
-    """
+    """A batch whose occurrences are of row 0 and of row 1 in turn, and what has row 0 of it. Those
+    of row 1 are zeros: sums over both have the bits of those over row 0."""
     values = np.random.default_rng(0).standard_normal((2 * N, 3)).astype(dtype)
     values[1::2] = 0
     whole = nn.RowTensor(np.arange(2 * N) % 2, values, (2, 3))

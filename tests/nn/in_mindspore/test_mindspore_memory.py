@@ -78,9 +78,7 @@ MOVES: dict[str, Any] = {
 @pytest.mark.parametrize("move", MOVES)
 def test_whatever_moves_memory(move: str, of: str) -> None:
     """The next steps begin with what is there, or there is one error before anything is written.
-
-    (MindSpore's own classes go on writing to the old memory after many of these.)
-    """
+    (MindSpore's own classes go on writing to the old memory after many of these.)"""
     w, b = parameter(np.ones((3, 4))), parameter(np.ones(4), "b")
     optimizer = fused.Momentum([w, b], learning_rate=0.5, momentum=0.5)
     optimizer(gradients_like([w, b]))

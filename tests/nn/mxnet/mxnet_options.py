@@ -115,11 +115,8 @@ TAKEN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Option:
-    """An argument.
-
-    `moved` is a value that must change the numbers of a run, or the rates of a scheduler, in which
-    both have what is `beside`; None: it changes none.
-    """
+    """An argument. `moved` is a value that must change the numbers of a run, or the rates of a
+    scheduler, in which both have what is `beside`; None: it changes none."""
 
     takes: str
     default: Any

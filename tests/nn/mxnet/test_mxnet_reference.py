@@ -302,10 +302,8 @@ def test_multipliers(compat: str) -> None:
 @pytest.mark.parametrize("compat", ["1.9", "2.0"])
 @pytest.mark.parametrize("grad", ["dense", "lazy", "standard"])
 def test_adam_update(grad: str, compat: str, option: str, dtype: np.dtype) -> None:
-    """No bias correction; the moments change in place, the weight only if it is `out`.
-
-    Wherever the result goes, it has the same bits.
-    """
+    """No bias correction; the moments change in place, the weight only if it is `out`. Wherever the
+    result goes, it has the same bits."""
     rng = np.random.default_rng(17)
     h = Hyper(compat=compat, lazy=grad == "lazy", **OPTIONS[option])
     names = ("wd", "beta1", "beta2", "epsilon", "rescale_grad", "compat", "clip_gradient")

@@ -117,10 +117,8 @@ def test_one_index_lists_and_tuples(make: Any) -> None:
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 @pytest.mark.parametrize("masters", [False, True])
 def test_gradients_of_any_layout(make: Any, dtype: np.dtype, masters: bool) -> None:
-    """Gradients are only read, where MXNet's composed operations scale them in place.
-
-    Shapes do not count, and a step of a 16-bit weight is that of the float32 one, rounded once.
-    """
+    """Gradients are only read, where MXNet's composed operations scale them in place. Shapes do not
+    count, and a step of a 16-bit weight is that of the float32 one, rounded once."""
 
     def updated(w: Any, gradients: Any) -> Any:
         updater = mx.get_updater(make(0.1, wd=0.1, rescale_grad=0.5, multi_precision=masters))

@@ -134,10 +134,8 @@ def values(trace: Trace, entry: str) -> np.ndarray:
 
 
 def comparable(run: Run, trace: Trace, entry: str, t: int) -> Any:
-    """Which elements are compared: all, but moments of weights that have become NaN.
-
-    MXNet adds ``0 * weight`` to their gradients, here nothing is added without weight decay.
-    """
+    """Which elements are compared: all, but moments of weights that have become NaN. MXNet adds ``0
+    * weight`` to their gradients, here nothing is added without weight decay."""
     if run.name not in SPREAD or entry == "w":
         return ...
     return ~np.isnan(values(trace, "w")[t - 1])

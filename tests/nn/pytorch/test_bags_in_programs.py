@@ -138,10 +138,8 @@ def forwards(draw: st.DrawFn, *, weighted: bool) -> tuple[Forward, str, bool]:
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_programs(name: str, sparse: str, options: dict[str, Any], data: st.DataObject) -> None:
-    """Forwards, penalties and gradients that were left, beside PyTorch's modules and optimizer.
-
-    The row that counts for nothing is another one in each step.
-    """
+    """Forwards, penalties and gradients that were left, beside PyTorch's modules and optimizer. The
+    row that counts for nothing is another one in each step."""
     mode = data.draw(st.sampled_from(["sum", "mean", "max"]))
     theirs = modules_of(mode)
     ours = fused.EmbeddingBags(copy.deepcopy(theirs))

@@ -237,10 +237,8 @@ BAD_GROUPS: dict[str, Any] = {
 
 
 def looked_at(groups: list[Any]) -> list[Any]:
-    """Groups with the order of their options and the identity of what is in them.
-
-    Of iterators, what they would give.
-    """
+    """Groups with the order of their options and the identity of what is in them. Of iterators,
+    what they would give."""
 
     def seen(value: Any) -> Any:
         return [*map(id, copy.copy(value))] if isinstance(value, list | Iterator) else id(value)
