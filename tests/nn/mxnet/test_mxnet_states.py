@@ -275,7 +275,7 @@ def test_damaged_bytes() -> None:
 
 def test_arrays_of_other_kinds() -> None:
     def raw(
-        magic: int = 0xF993FAC9, kind: int = 0, n: int = 2, code: int = 1, size: int = 16
+        magic: int = 4187224777, kind: int = 0, n: int = 2, code: int = 1, size: int = 16
     ) -> bytes:
         return struct.pack("<Iii2qiii", magic, kind, 2, n, 1, 1, 0, code) + bytes(size)
 
