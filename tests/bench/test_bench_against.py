@@ -189,8 +189,7 @@ def test_a_slowed_version_is_reported(
     assert found.ratio is not None
     assert found.ratio.median == pytest.approx(factor)
     assert found.verdict == verdict
-    console = run.terminal.console()
-    assert run.terminal.show_changes([found], console) == (verdict == "slower")
+    assert run.terminal.show_changes([found], run.terminal.console()) == (verdict == "slower")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "dense/nn.Adam" in line)
     assert verdict in line.split()
     assert f"{factor:.3f}" in line

@@ -64,8 +64,7 @@ def test_names_are_unique_and_say_the_workload() -> None:
         assert case.model == (workload if workload not in ("dense", "rows", "pooled") else None)
         small = TINY if case.model is None else None
         if case.model in (None, "many-small"):
-            found = point(case.name, small or "")
-            assert kind_of(found.tensors()) == case.kind
+            assert kind_of(point(case.name, small or "").tensors()) == case.kind
 
 
 @pytest.mark.parametrize("case", cases.SPECIAL, ids=[case.name for case in cases.SPECIAL])

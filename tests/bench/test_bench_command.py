@@ -66,8 +66,7 @@ def test_a_run_writes_a_document(small_run: tuple[dict[str, Any], str, Path]) ->
     ]
     assert adam["bytes"] == 28 * 3 * 1024
     assert adam["sizes"] == {"parameters": 1, "elements": 3072}
-    unique = lazy["sizes"]["different rows"]
-    assert lazy["bytes"] == 6 * unique * 8 * 4 + 50 * 8 * 4 + 50 * 8
+    assert lazy["bytes"] == 6 * lazy["sizes"]["different rows"] * 8 * 4 + 50 * 8 * 4 + 50 * 8
     assert {(p["dtype"], p["threads"]) for p in data["points"]} == {("float32", 1)}
     assert data["seconds_per_point"] == 0.05
     assert (data["peers"], data["missing_peers"]) == ({"numpy": np.__version__}, {})

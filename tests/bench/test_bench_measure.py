@@ -172,8 +172,7 @@ def test_single_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += seconds
 
     jobs = {x: Job(partial(act, x, n), partial(act, f"load {x}", 9.0)) for n, x in enumerate("ab")}
-    found = measure.one_by_one(jobs, rounds=2, warm=1)
-    assert found == {"a": [0.0, 0.0], "b": [1.0, 1.0]}
+    assert measure.one_by_one(jobs, rounds=2, warm=1) == {"a": [0.0, 0.0], "b": [1.0, 1.0]}
     assert done == [name for label in "abbaab" for name in (f"load {label}", label)]
 
 
@@ -364,8 +363,7 @@ def test_progress_ends_at_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_protocol, "time", clock)
     told: list[float] = []
     jobs = {OURS: clock.job(3.0)}
-    contestants = measure.in_process(jobs)
-    measure.measured(contestants, "loop", 1.0, told.append)
+    measure.measured(measure.in_process(jobs), "loop", 1.0, told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
 
@@ -431,8 +429,7 @@ def test_the_jobs_of_far_rows_do_the_same() -> None:
         jobs[label]()
         grouped.release()
         results[label] = variables
-    untouched = results.pop(far_rows.GROUPING)
-    assert all((a == a[0, 0]).all() for a in untouched)
+    assert all((a == a[0, 0]).all() for a in results.pop(far_rows.GROUPING))
     for arrays in results.values():
         for array, of_step in zip(arrays, results[far_rows.STEP], strict=True):
             np.testing.assert_allclose(array, of_step, rtol=1e-5)

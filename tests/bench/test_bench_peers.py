@@ -273,8 +273,7 @@ def test_workers_need_no_fusestep() -> None:
     paths = list(WORKERS.glob("*.py"))
     assert len(paths) > 3
     for path in paths:
-        tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0
                 assert "fusestep" not in str(node.module)

@@ -38,8 +38,7 @@ class Asked(Worker):
         return self.ask({"do": "setup", "kind": kind, **usual, **case, "parameters": parameters})
 
     def sample(self, form: str, scenario: str = "loop") -> float:
-        asked = {"do": "sample", "form": form, "scenario": scenario}
-        return float(self.ask(asked)["seconds"][0])
+        return float(self.ask({"do": "sample", "form": form, "scenario": scenario})["seconds"][0])
 
     def memory(self, form: str) -> int | None:
         found: int | None = self.ask({"do": "memory", "form": form})["bytes"]

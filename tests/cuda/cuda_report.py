@@ -238,8 +238,7 @@ def main() -> None:
         library = library_of(step.dense_kernel(loop) if isinstance(loop, Kernel) else loop)
         for capability, loops in chosen.items():
             if name in loops:
-                code = machine_code(library, CAPABILITIES[capability])
-                report[capability][name] = code | moved
+                report[capability][name] = machine_code(library, CAPABILITIES[capability]) | moved
     print(json.dumps(report))
 
 

@@ -82,8 +82,7 @@ def compare_gradients(options: dict[str, Any], tables: Any, grad: Any, *given: A
         if given[1] is None and isinstance(grad, list):
             assert_same(own.values, host.values)
         if host.winners is not None:  # numbered among all ids here, there among those that count
-            expected_winners = np.append(places, -1)[host.winners]
-            np.testing.assert_array_equal(on_host(own.winners), expected_winners)
+            np.testing.assert_array_equal(on_host(own.winners), np.append(places, -1)[host.winners])
 
 
 def compare(options: dict[str, Any], tables: Any, *given: Any) -> None:
@@ -260,8 +259,7 @@ def test_hot() -> None:
     # The sums of a probe begin at a whole vector, for the tables whose rows do.
     made = kernel(ADAM, (), FLOAT32, FLOAT32, (FLOAT32,) * 2)
     widths = [RowTable((0, 0, 0), 4, width, RowSource(0, 4, HOT + 1, 0)) for width in (4, 5)]
-    step = RowStep(made, widths, touched_only=True)
-    assert step._hot_stride % 4 == 0
+    assert RowStep(made, widths, touched_only=True)._hot_stride % 4 == 0
 
 
 def test_any_bags() -> None:

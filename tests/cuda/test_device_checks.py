@@ -78,8 +78,7 @@ def results(check: Check, put: Any = None) -> list[Any]:
         replace(one, start=np.abs(rng.standard_normal(one.shape)))
         for one in workloads.parameters(point.tensors(), 0.0)
     ]
-    dtype = subject.DTYPES[check.dtype]
-    buffers = Buffers(case.subject.prepare, case.use, dtype, given, put)
+    buffers = Buffers(case.subject.prepare, case.use, subject.DTYPES[check.dtype], given, put)
     job = buffers.job(fresh=False)
     job.load()
     for _ in range(3):

@@ -199,8 +199,7 @@ def test_places() -> None:
     read_only = array(3)
     read_only.flags.writeable = False
     assert not adopted(Interface(read_only)).flags.writeable
-    nothing = Interface(array(0), data=(None, False))
-    assert adopted(nothing).address == 0
+    assert adopted(Interface(array(0), data=(None, False))).address == 0
     assert not adopted(Interface(np.zeros(9, np.uint8)[1:].view(np.float32))).flags.aligned
 
 

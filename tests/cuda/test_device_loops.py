@@ -207,8 +207,7 @@ def test_where_tables_begin_does_not_matter() -> None:
             opt = nn.LazyAdam([w], 0.1)
             opt((nn.RowTensor(ids, g, table.shape),))
             opt(tuple(pairs))
-            dense = nn.RowTensor(ids, g, table.shape).to_dense()
-            found.append([w, out, dense])
+            found.append([w, out, nn.RowTensor(ids, g, table.shape).to_dense()])
         assert_same(*found)
 
     steps()

@@ -88,8 +88,7 @@ print(int(optimizer.global_step[0]) - before)
 
 
 def test_a_launch_that_fails_counts_nothing(driver: dict[str, str]) -> None:
-    done = run(driver, "-c", PROGRAM + FAILING)
-    assert done.stdout.splitlines() == ["True 0", "1"]
+    assert run(driver, "-c", PROGRAM + FAILING).stdout.splitlines() == ["True 0", "1"]
 
 
 def test_a_launch_by_numba(driver: dict[str, str]) -> None:

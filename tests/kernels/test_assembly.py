@@ -134,8 +134,7 @@ def test_blocks_of_many_states_are_vectorised(rule):
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)
 def test_16_bit_blocks_are_vectorised(kind):
-    compiled = kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2)
-    text = blocks(compiled).update.assembly()
+    text = blocks(kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2)).update.assembly()
     assert_packed(text, {ROOT})
     if kind is storage.F16 and MACHINE == "x86_64" and FEATURES["f16c"]:
         assert re.search(r"vcvtph2psx?\s+[^\n]*[yz]mm", text)

@@ -145,8 +145,7 @@ def test_a_fork_holds_its_locks_longest():
                 os._exit(0)
             print(os.wait()[1], *seen, layers.add_atomically.is_loaded)
     """
-    printed = output_of(program, NUMBA_NUM_THREADS="2")
-    assert printed == "0 0 0 False\n0 0 0 0 0 True\n"
+    assert output_of(program, NUMBA_NUM_THREADS="2") == "0 0 0 False\n0 0 0 0 0 True\n"
 
 
 def test_a_child_of_a_fork_within_a_step_takes_the_next_one():
@@ -470,8 +469,7 @@ def test_a_fork_interrupted_at_any_moment(layer):
         assert moment > 20, moment
         print(parallel.get_num_threads())
     """
-    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
-    assert printed == "2\n"
+    assert output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer) == "2\n"
 
 
 @pytest.mark.skipif("tbb" not in LAYERS, reason="needs TBB")

@@ -52,8 +52,7 @@ def test_address(monkeypatch, usable):
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 1, 4), (), (0,), (3, 0)])
 def test_alike_arrays(dtype, shape):
     arrays = three(shape, dtype)
-    found = alike(arrays, 2)
-    assert found == [address_of(a) for a in arrays]
+    assert alike(arrays, 2) == [address_of(a) for a in arrays]
 
 
 def test_alike_arrays_that_touch():
@@ -70,8 +69,7 @@ def with_rows(shape=(6, 2), n=4, index=np.int64, dtype=np.float32):
 @pytest.mark.parametrize(("shape", "n"), [((6, 2), 4), ((6,), 9), ((2, 3, 0), 5), ((3, 2), 0)])
 def test_alike_arrays_with_rows(dtype, index, shape, n):
     arrays = tuple(with_rows(shape, n, index, dtype))
-    found = alike(arrays, 3, has_rows=True)
-    assert found == [address_of(a) for a in arrays]
+    assert alike(arrays, 3, has_rows=True) == [address_of(a) for a in arrays]
     assert alike((*arrays[:3], read_only().view(np.int64), np.ones((3, *shape[1:]), dtype)), 3,
                  has_rows=True) is not None  # fmt: skip
 
@@ -197,8 +195,7 @@ def test_operators_read_slowly(monkeypatch, dtype):
     gradient = np.linspace(-1, 1, 12).reshape(4, 3).astype(dtype)
     fast = operator_step(gradient)
     for other in (gradient, np.asfortranarray(gradient), gradient.view(Subclass)):
-        found = operator_step(other)
-        assert all(np.array_equal(a, b) for a, b in zip(found, fast, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(operator_step(other), fast, strict=True))
     monkeypatch.setattr(headers, "usable", False)
     slow = operator_step(gradient)
     assert all(np.array_equal(a, b) for a, b in zip(slow, fast, strict=True))
@@ -225,8 +222,7 @@ def mixed_steps():
 def test_optimizers_read_slowly(monkeypatch):
     fast = mixed_steps()
     monkeypatch.setattr(headers, "usable", False)
-    slow = mixed_steps()
-    assert all(np.array_equal(a, b) for a, b in zip(fast, slow, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(fast, mixed_steps(), strict=True))
 
 
 def broken(rows, attribute, value):

@@ -51,8 +51,7 @@ def test_a_tensor_alone_and_among_others(dtype: np.dtype) -> None:
     arrays = [array(shape, dtype, seed=k) for k, shape in enumerate(SHAPES)]
     alone = np.array([squares(STORAGES[dtype], [x])[0] for x in arrays])
     for order in (list(range(len(arrays))), [5, 0, 8, 6, 1, 7, 2, 4, 3], [5, 5, 4, 0, 4]):
-        found = squares(STORAGES[dtype], [arrays[k] for k in order])
-        assert_same_bits(found, alone[order])
+        assert_same_bits(squares(STORAGES[dtype], [arrays[k] for k in order]), alone[order])
 
 
 @EACH_DTYPE
@@ -142,8 +141,7 @@ def test_lars_ratio() -> None:
 
 def test_clipped_lars_ratio() -> None:
     """max(min(ratio / lr, 1), 0), also for a rate of 0."""
-    ratio = np.array([0.2, 0.2, 0.2, 0.0])
-    found = lars.clipped_ratio(ratio, np.array([0.4, 0.1, 0.0, 0.0]))
+    found = lars.clipped_ratio(np.array([0.2, 0.2, 0.2, 0.0]), np.array([0.4, 0.1, 0.0, 0.0]))
     np.testing.assert_array_equal(found, [0.5, 1.0, 1.0, 0.0])
 
 

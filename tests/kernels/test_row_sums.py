@@ -91,8 +91,7 @@ def test_forms_of_sums(
 def test_special_values() -> None:
     """Infinities and NaN go through; a row that occurs once is not changed by the sum."""
     values = np.array([[np.inf, -np.inf, np.nan, -0.0, 1e-45] * 4] * 2, np.float32)
-    once = compiled_sum(storage.F32, storage.F32, values, np.array([1]))
-    assert_same_bits(once, values[1])
+    assert_same_bits(compiled_sum(storage.F32, storage.F32, values, np.array([1])), values[1])
     values[1] = -values[1]
     twice = compiled_sum(storage.F32, storage.F32, values, np.array([0, 1]))
     assert np.isnan(twice.reshape(4, 5)[:, :3]).all()
@@ -112,8 +111,7 @@ def test_segments_of_every_length(longest: int, index_dtype: type, lazy: bool) -
         indices = rng.permutation(np.repeat(np.arange(n_rows), counts))[:12_000]
         values = rng.integers(-64, 65, (len(indices), width)).astype(np.float32) / 32
         tables.append(rng.standard_normal((n_rows, width)).astype(np.float32))
-        rows = ops.RowTensor(indices.astype(index_dtype), values, (n_rows, width))
-        gradients.append(rows)
+        gradients.append(ops.RowTensor(indices.astype(index_dtype), values, (n_rows, width)))
         dense = np.zeros((n_rows, width), np.float32)
         np.add.at(dense, indices, values)  # exact in any order
         sums.append(dense)

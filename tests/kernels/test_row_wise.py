@@ -102,8 +102,7 @@ def test_a_rule_of_a_user(how: str, dtype: Any, tolerance: float, width: int) ->
 def test_what_is_not_finite_stays_in_its_row() -> None:
     for form in (nn.RowWiseAdagrad, nn.RowWiseAdam):
         for bad in (np.nan, np.inf):
-            rng = np.random.default_rng(1)
-            g, clean = (rng.standard_normal((9, 33)).astype(F32),) * 2
+            g, clean = (np.random.default_rng(1).standard_normal((9, 33)).astype(F32),) * 2
             g = g.copy()
             g[4, 5] = bad
             found, without = (form([np.ones((9, 33), F32)]) for _ in range(2))

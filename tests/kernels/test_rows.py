@@ -293,8 +293,7 @@ def test_hot_rows_are_summed_in_the_documented_order(
     family: Family, tail: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
     """To the last bit, also for numbers whose sum depends on the order."""
-    rng = np.random.default_rng(9)
-    indices = rng.permutation(np.repeat([3, 7, 0, 4], counts))
+    indices = np.random.default_rng(9).permutation(np.repeat([3, 7, 0, 4], counts))
     problem = Problem.make(9, tail, indices, exact=False, seed=10)
     sums = ordered_sums(problem)
     # The test would prove nothing if any order gave the same bits.

@@ -57,8 +57,7 @@ def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, form: str) -> 
             out = grows(np.concatenate(given), np.concatenate((*ends, bounds[-1:])), step=step)
         else:
             out = grows(given, offsets, step=step)
-        expected = other([*plain, given[2]], offsets)
-        assert_same_bits(out, expected)
+        assert_same_bits(out, other([*plain, given[2]], offsets))
         grad = rng.standard_normal(out.shape).astype(np.float32)
         grows.backward(grad)
         other.backward(grad)

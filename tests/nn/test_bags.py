@@ -55,8 +55,7 @@ def test_a_step_is_that_of_the_expanded_gradients(form: str, how: str) -> None:
     opt, other = (make(form, tables_of(), **options) for _ in range(2))
     for step, pooling in enumerate(["sum", "mean", "max"]):
         bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
-        out = bags(*ids_of(step))
-        grad = gradient_of(out, step)
+        grad = gradient_of(bags(*ids_of(step)), step)
         other(expanded(bags.gradients(grad)))
         bags.backward(grad)
         assert_same_run(opt, other)
@@ -73,8 +72,7 @@ def test_storage_types(dtype: Any, grad_dtype: Any, form: str, pooling: str) -> 
     opt, other = (make(form, tables_of(dtype), sparse_update="lazy") for _ in range(2))
     bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
     for step in range(2):
-        out = bags(*ids_of(step))
-        grad = gradient_of(out, step, grad_dtype)
+        grad = gradient_of(bags(*ids_of(step)), step, grad_dtype)
         gradients = bags.gradients(grad)
         if grad_dtype is BF16 and pooling == "mean":  # products are not rounded to 16 bits there
             wide = bags.gradients(grad.astype(np.float32))
@@ -103,8 +101,7 @@ def test_hot_rows_and_weights() -> None:
         batch, length = 900, 15
         ids = [np.minimum(rng.zipf(1.5, (batch, length)), n) - 1 for n, _ in SHAPES.values()]
         weights = [rng.standard_normal(own.shape).astype(np.float32) for own in ids]
-        out = bags(ids, None, weights if weighted else None)
-        grad = gradient_of(out, 0)
+        grad = gradient_of(bags(ids, None, weights if weighted else None), 0)
         other(expanded(bags.gradients(grad)))
         bags.backward(grad)
         assert_same_run(opt, other)
@@ -204,17 +201,14 @@ def test_rows_without_pooling(how: str) -> None:
 def test_gradients_are_accumulated_clipped_and_taken_later() -> None:
     tables, others = tables_of(), tables_of()
     opt, other = nn.LazyAdam(tables, 0.1), nn.LazyAdam(others, 0.1)
-    bags, parts = nn.EmbeddingBags(tables, opt), []
-    for step in range(2):
-        out = bags(*ids_of(step))
-        parts.append(bags.gradients(gradient_of(out, step)))
+    bags = nn.EmbeddingBags(tables, opt)
+    parts = [bags.gradients(gradient_of(bags(*ids_of(step)), step)) for step in range(2)]
     rows = [[a.to_rows(), b.to_rows()] for a, b in zip(*parts, strict=True)]
     opt([[a, b] for a, b in zip(*parts, strict=True)])
     other(rows)
     assert_same_run(opt, other)
     assert ops.global_norm(list(parts[0])) == ops.global_norm(expanded(parts[0]))
-    clipped = ops.clip_by_global_norm(list(parts[0]), 0.5)
-    opt(clipped)
+    opt(ops.clip_by_global_norm(list(parts[0]), 0.5))
     other(ops.clip_by_global_norm(expanded(parts[0]), 0.5))
     assert_same_run(opt, other)
 
@@ -235,8 +229,7 @@ def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None
     opt, other = (nn.LazyAdam([{"params": tables_of(), **of_group}], 0.1, **rest) for _ in range(2))
     bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
     for step in range(3):
-        out = bags(*ids_of(step))
-        grad = gradient_of(out, step)
+        grad = gradient_of(bags(*ids_of(step)), step)
         if step == 1 and "skip_nonfinite" in options:
             grad[3, 9] = np.nan
             before = opt.state_dict()

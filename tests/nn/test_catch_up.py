@@ -148,8 +148,7 @@ def test_copies_are_written() -> None:
     """A copy in 16 bits follows each row that is brought up to date."""
     w = begin()[0]
     copied = w.astype(BF16)
-    group = {"params": [w], "copies": [copied]}
-    opt = nn.LazyAdam([group], 1e-2, sparse_update="catch_up")
+    opt = nn.LazyAdam([{"params": [w], "copies": [copied]}], 1e-2, sparse_update="catch_up")
     rng = np.random.default_rng(1)
     for _ in range(30):
         opt([rows(rng, SHAPES[0])])
@@ -168,8 +167,7 @@ def test_gaps_beyond_the_longest_sleep() -> None:
     for k in range(5_001):
         for own in (opt, dense):
             own([hot if k else first])
-    asleep = int(opt._steps[0]) - opt._states[LAST.name][0]
-    assert 1_000 < asleep.max() < 2_048
+    assert 1_000 < (int(opt._steps[0]) - opt._states[LAST.name][0]).max() < 2_048
     opt.flush()
     others = np.arange(len(a)) != 3
     np.testing.assert_allclose(a[others], b[others], rtol=3e-6, atol=5e-6)

@@ -245,8 +245,7 @@ def test_custom_optimizer_skips_none_and_refuses_rows() -> None:
     given = gradients(opt.parameters, 0)
     # Where LARS does not act, a gradient is passed on as it is.
     row = rows((5,), [1])
-    kinds = opt([None, None, row, given[3]])
-    assert kinds == [None, None, nn.RowTensor, np.ndarray]
+    assert opt([None, None, row, given[3]]) == [None, None, nn.RowTensor, np.ndarray]
     with refused(ValueError, "gradient of 'w' is row-sparse", opt.opt):
         opt([rows((4, 3), [1]), *given[1:]])
 

@@ -328,8 +328,7 @@ def test_lars_around_something_else() -> None:
 def test_adafactor_scales_every_fixed_rate_and_no_schedule() -> None:
     """A NumPy float is a float; an array or a schedule turns ``scale_parameter`` off."""
     for lr, scaled in ((0.5, True), (np.float32(0.5), True), ([0.5], False), (schedule, False)):
-        opt = nn.AdaFactor(parameters(), lr, relative_step=False)
-        assert opt.scale_parameter is scaled, lr
+        assert nn.AdaFactor(parameters(), lr, relative_step=False).scale_parameter is scaled, lr
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])

@@ -364,8 +364,7 @@ def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
     opt(spoiled)
     assert np.isnan(opt.parameters[0].data[1, 1])
     assert inner(opt).skipped_steps == 0
-    others = [p.data for p in opt.parameters[1:]]
-    assert all(np.isfinite(w).all() for w in others)
+    assert all(np.isfinite(p.data).all() for p in opt.parameters[1:])
 
 
 # Variables that are made read-only between steps
@@ -381,8 +380,7 @@ def test_read_only_since_the_last_step(
     opt = stepping(form, is_sparse)
     given = given_to(opt, 0, is_sparse)
     opt(given)
-    of_each = inner(opt)._states_of_each()
-    for p, states in zip(opt.parameters, of_each, strict=True):
+    for p, states in zip(opt.parameters, inner(opt)._states_of_each(), strict=True):
         for array in (p.data, *states):
             name = f"parameter '{p.name}'" if array is p.data else f"a state of '{p.name}'"
             array.flags.writeable = False

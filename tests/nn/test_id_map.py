@@ -327,8 +327,7 @@ def test_bad_input() -> None:
     for error, text, call in cases:
         with pytest.raises(error, match=text):
             call()
-    after = ids.state_dict()
-    assert all(np.array_equal(before[name], x) for name, x in after.items())
+    assert all(np.array_equal(before[name], x) for name, x in ids.state_dict().items())
 
 
 @pytest.mark.parametrize("n", [600, 3_000])
@@ -447,8 +446,7 @@ def test_states_that_are_damaged(n: int) -> None:
             tried.load_state_dict(state)
         except (TypeError, ValueError):
             refused += 1
-            after = tried.state_dict()
-            assert all(np.array_equal(good[name], x) for name, x in after.items())
+            assert all(np.array_equal(good[name], x) for name, x in tried.state_dict().items())
         assert_whole(tried)
         if k % 4 == 0 and tried.step < 2**31 - 3:
             for step in range(3):

@@ -115,8 +115,7 @@ def clipped(name: str, values: np.ndarray, scale: float = 1.0) -> np.ndarray:
 def by_hand(name: str, gradient: Any, scale: float = 1.0) -> Any:
     """A gradient in the type of the arithmetic, clipped."""
     if isinstance(gradient, nn.RowTensor):
-        wide = nn.RowTensor(gradient.indices, in_arithmetic(gradient.values), SHAPE)
-        rows = summed(wide)
+        rows = summed(nn.RowTensor(gradient.indices, in_arithmetic(gradient.values), SHAPE))
         return nn.RowTensor(rows.indices, clipped(name, rows.values, scale), SHAPE)
     return clipped(name, in_arithmetic(gradient), scale)
 

@@ -28,8 +28,7 @@ NOT_CALLED: Any = len
 
 
 def own(rule: Any = PLAIN, dtype: Any = np.float32, **options: Any) -> Own:
-    w = np.linspace(0.5, 2.0, 4, dtype=dtype)
-    return Own(0.5, [w], rule=rule, **options)
+    return Own(0.5, [np.linspace(0.5, 2.0, 4, dtype=dtype)], rule=rule, **options)
 
 
 PARTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -210,8 +209,7 @@ def test_a_rule_without_scalars() -> None:
 
 
 def test_rows_for_a_rule_that_measures() -> None:
-    table = np.ones((3, 2), np.float32)
-    opt = Own(0.5, [table], rule=MEASURED)
+    opt = Own(0.5, [np.ones((3, 2), np.float32)], rule=MEASURED)
     rows = nn.RowTensor(np.array([1]), np.ones((1, 2), np.float32), (3, 2))
     match = "is row-sparse: expected a dense one: the rule measures whole tensors, got a RowTensor"
     with refused(ValueError, match, opt):
@@ -294,8 +292,7 @@ def _after(opt: Own, g: Any) -> list[np.ndarray]:
 
 
 def given_gradients() -> dict[str, Any]:
-    values = np.array([[1.0], [3.0]], np.float32)
-    rows = nn.RowTensor(np.array([3, 1]), values, (4, 1))
+    rows = nn.RowTensor(np.array([3, 1]), np.array([[1.0], [3.0]], np.float32), (4, 1))
     return {"dense": np.ones((4, 1), np.float32), "rows": rows}
 
 

@@ -26,8 +26,7 @@ def test_what_groups_tell() -> None:
 def test_group_params_may_be_a_generator() -> None:
     # MindSpore's check uses a generator up and then optimizes nothing.
     a, b = parameters("a", "b")
-    opt = nn.Adam(iter([{"params": (p for p in (a, b))}]))
-    assert opt.parameters == (a, b)
+    assert nn.Adam(iter([{"params": (p for p in (a, b))}])).parameters == (a, b)
 
 
 def test_order_params() -> None:

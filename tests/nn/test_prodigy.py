@@ -91,8 +91,7 @@ def test_a_group_of_rate_0_goes_on_along_its_states() -> None:
 
 
 def test_a_step_without_a_denominator_is_none() -> None:
-    w = np.ones(3)
-    opt = nn.Prodigy([w])
+    opt = nn.Prodigy([np.ones(3)])
     before = opt.state_dict()
     for given in (np.zeros(3), None):
         assert opt((given,)) == (True,)
@@ -117,8 +116,7 @@ def test_what_it_refuses() -> None:
     opt = nn.Prodigy([w])
     with refused(ValueError, "is row-sparse: expected a dense one", opt):
         opt((nn.RowTensor(np.array([1]), np.ones((1, 2)), (3, 2)),))
-    groups = [{"params": [np.ones(2)], "lr": 0.5}, {"params": [np.ones(2)]}]
-    apart = nn.Prodigy(groups)
+    apart = nn.Prodigy([{"params": [np.ones(2)], "lr": 0.5}, {"params": [np.ones(2)]}])
     with refused(ValueError, "learning_rate differs between groups: expected 1.0 or 0.0, got 0.5",
                  apart):  # fmt: skip
         apart((np.ones(2), np.ones(2)))

@@ -147,8 +147,7 @@ def test_pytorch(name: str) -> None:
         )
         optimizer.step()
     np.testing.assert_allclose(w.detach().numpy(), reference.w, rtol=2e-5, atol=2e-6)
-    state = optimizer.state_dict()["state"][0]
-    assert state["updates"].tolist() == reference.t.tolist()
+    assert optimizer.state_dict()["state"][0]["updates"].tolist() == reference.t.tolist()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     group = [{"params": [torch.nn.Parameter(torch.ones(2, 2))], "amsgrad": True}]

@@ -406,7 +406,6 @@ def rates_used(opt: Any, count: int) -> list[float]:
 
 @EACH_SCHEDULE
 def test_optimizer_follows_a_schedule(schedule: Any) -> None:
-    w = np.ones(3, np.float32)
-    opt = nn.Adam([w], learning_rate=schedule, weight_decay=schedule)
+    opt = nn.Adam([np.ones(3, np.float32)], learning_rate=schedule, weight_decay=schedule)
     assert rates_used(opt, 3) == [schedule(step) for step in range(3)]
     assert opt.get_weight_decay() == schedule(3)

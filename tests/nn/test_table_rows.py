@@ -117,8 +117,7 @@ def test_a_table_that_grows(name: str) -> None:
 
 def test_columns_are_no_rows() -> None:
     """In a square table the state of a column stays, though it has as many numbers."""
-    w = np.random.default_rng(2).standard_normal((4, 4)).astype(np.float32)
-    opt = nn.AdaFactor([w])
+    opt = nn.AdaFactor([np.random.default_rng(2).standard_normal((4, 4)).astype(np.float32)])
     opt([np.arange(16, dtype=np.float32).reshape(4, 4)])
     before = {role: x.copy() for role, x in opt.state_dict().items()}
     opt.reset_rows(opt.parameters[0], np.array([1, 2]))

@@ -52,8 +52,7 @@ def strided(array: np.ndarray) -> np.ndarray:
 
 def misaligned(array: np.ndarray) -> np.ndarray:
     """The same values one byte off their natural alignment."""
-    buffer = np.zeros(array.nbytes + 1, np.uint8)[1:]
-    found = buffer.view(array.dtype).reshape(array.shape)
+    found = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
     found[...] = array
     return found
 

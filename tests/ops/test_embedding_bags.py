@@ -232,8 +232,7 @@ def test_forms_of_ids(index: type) -> None:
     ids, offsets = bags_of([len(t) for t in tables], batch, 7, dtype=index)
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets)
-    strided = [np.repeat(own, 2)[::2] for own in ids]
-    assert_same_bits(bags(tables, strided, offsets), out)
+    assert_same_bits(bags(tables, [np.repeat(own, 2)[::2] for own in ids], offsets), out)
     room = np.full(out.shape, np.nan, np.float32)
     assert bags(tables, ids, offsets, out=room) is room
     assert_same_bits(room, out)
@@ -485,8 +484,7 @@ def test_gradients_of_several_calls(pooling: str, weighted: str, dtype: Any) -> 
                 assert_same_bits(rows.values, (values / dtype(divisor)).astype(dtype))
     own, others = (tables_of(shapes, np.promote_types(dtype, np.float32)) for _ in range(2))
     nn.SGD(own, learning_rate=0.1)(tuple(joined_gradients(columns)))
-    lists = [list(column) for column in columns]
-    nn.SGD(others, learning_rate=0.1)(tuple(lists))
+    nn.SGD(others, learning_rate=0.1)(tuple(map(list, columns)))
     for one, other in zip(own, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 if dtype != np.float16 else 0.1)
 

@@ -53,8 +53,7 @@ def test_gather_and_backward(dtype: Any, index_dtype: Any, shape: tuple[int, ...
     with unchanged(table, indices):
         out = gather(table, indices, 0)
     assert_same_bits(out, table[indices])
-    grad = np.full(out.shape, 0.5, dtype)
-    rows = gather.backward(grad)
+    rows = gather.backward(np.full(out.shape, 0.5, dtype))
     counts = np.bincount(indices.reshape(-1), minlength=5)[:, None] * np.ones((1, 3)) * 0.5
     assert_same_bits(rows.to_dense(), counts.astype(dtype))
     assert rows.dense_shape == (5, 3)
@@ -102,8 +101,7 @@ def test_subclasses_are_taken_as_plain_arrays() -> None:
             return self
 
     indices = np.array([[2, 2, 2]]).view(Stubborn)
-    found = ops.SparseGatherV2()(TABLE, indices, 0)
-    np.testing.assert_array_equal(found, TABLE[[[2, 2, 2]]])
+    np.testing.assert_array_equal(ops.SparseGatherV2()(TABLE, indices, 0), TABLE[[[2, 2, 2]]])
 
 
 # RowTensor

@@ -106,8 +106,7 @@ def test_forms_of_rows() -> None:
 def test_norm_with_a_hot_row(count: int, width: int, dtype: np.dtype) -> None:
     """16-bit values are added up in float32: 20,000 of them do not get lost."""
     indices = np.random.default_rng(1).permutation(np.repeat([4, 1, 7], [count, 3, HOT]))
-    gradient = rows(indices, (width,), dtype=dtype)
-    assert_norm([gradient])
+    assert_norm([rows(indices, (width,), dtype=dtype)])
 
 
 def mixture(scale: float = 1.0) -> list[Any]:

@@ -157,8 +157,7 @@ def nesterov_on_absent_rows(case: Case) -> None:
         )  # fmt: skip
         for entry, values in zip(("var", "m", "v"), expected, strict=True):
             assert_close_recorded(arrays[entry], values, case.dtype, f"{entry} after step {t}")
-        rows = case.meta["defined_rows"][str(t)]
-        for entry, select in (("var", rows), ("m", ...), ("v", ...)):
+        for entry, select in (("var", case.meta["defined_rows"][str(t)]), ("m", ...), ("v", ...)):
             assert_close_recorded(
                 arrays[entry][select], step.outputs[entry][select], case.dtype,
                 f"recorded {entry} after step {t}",
@@ -170,8 +169,7 @@ def nesterov_on_absent_rows(case: Case) -> None:
 def amsgrad(case: Case, step: Step, at: Any, real: Any) -> dict[str, np.ndarray]:
     """The exact step from `at` with scalars rounded to `real`."""
     w, *states = (at[entry] for entry in AMSGRAD)
-    hp = scalars(case, step, real)
-    new = reference.adam_amsgrad(w, step.inputs["grad"], *states, hp)
+    new = reference.adam_amsgrad(w, step.inputs["grad"], *states, scalars(case, step, real))
     return dict(zip(AMSGRAD, new, strict=True))
 
 

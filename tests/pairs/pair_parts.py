@@ -53,8 +53,7 @@ def _event(event: Callable[[Run], None]) -> Callable[[Plan], None]:
 
 def _evict(run: Run) -> None:
     model: Any = run.model
-    table = model.lookup
-    table.ids.evict(unused_for=2)
+    model.lookup.ids.evict(unused_for=2)
     run.reference.evict(run.uses, 2)
 
 

@@ -110,8 +110,7 @@ def test_warmup_fills_the_cache(tmp_path):
         assert len(names) == n, names[n:]
     """
     folder = cache.cache_directory() or tmp_path
-    printed = output_of(program, FUSESTEP_CACHE_DIR=str(folder))
-    assert "kernels ready in" in printed
+    assert "kernels ready in" in output_of(program, FUSESTEP_CACHE_DIR=str(folder))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"loss_scale": 2.0},

@@ -205,8 +205,7 @@ def test_words_of_any_script(tmp_path: Path) -> None:
     path = tmp_path / "greek.txt"
     line = "αβγ καφές naïve été 漢字 слово x1 _y don't 42 "
     path.write_text("\ufeff" + line * 60, encoding="utf-8")
-    found = corpus.read_text(path, 2)
-    assert sorted(found.words) == sorted(
+    assert sorted(corpus.read_text(path, 2).words) == sorted(
         ["αβγ", "καφές", "naïve", "été", "漢字", "слово", "x1", "_y", "don", "t"]
     )
 
@@ -229,8 +228,7 @@ def test_run(optimizer: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFi
     vocabulary = json.loads((output / report.VOCABULARY).read_text(encoding="utf-8"))
     tables = vectors(output)
     assert tables["center"].shape == tables["context"].shape == (len(vocabulary["words"]), 16)
-    topics = nearest_topics(vocabulary["words"], tables["center"])
-    assert np.mean(topics) > 0.9
+    assert np.mean(nearest_topics(vocabulary["words"], tables["center"])) > 0.9
 
 
 def nearest_topics(words: list[str], table: np.ndarray) -> list[bool]:
@@ -258,8 +256,7 @@ def test_held_out_loss_falls(optimizer: str, text: Path) -> None:
 def test_the_estimate_for_dense_gradients_leaves_the_tables_alone(text: Path) -> None:
     trainer, history = trained(text, pairs=5_000)
     before = [table.data.tobytes() for table in trainer.model.parameters]
-    seconds = trainer.dense_seconds()
-    assert 0 < seconds < 1e3 * history.seconds
+    assert 0 < trainer.dense_seconds() < 1e3 * history.seconds
     assert [table.data.tobytes() for table in trainer.model.parameters] == before
 
 

@@ -154,8 +154,7 @@ def dotted(place: str) -> str:
 
 
 def assert_only_slower(names: list[str], **environment: str) -> None:
-    places = [NAMES[name].place for name in names]
-    digest, warned = steps_without(places, **environment)
+    digest, warned = steps_without([NAMES[name].place for name in names], **environment)
     assert digest == whole()
     assert len(warned) == len(names), warned
     for name in names:
@@ -220,8 +219,7 @@ def test_without_one_name(name: str) -> None:
 
 @pytest.mark.parametrize("place", NEEDED)
 def test_what_nothing_compiles_without(place: str) -> None:
-    program = f"{TAKE_AWAY}\nimport numba\ntake_away({place!r})\nimport fusestep.nn"
-    done = run_python(program)
+    done = run_python(f"{TAKE_AWAY}\nimport numba\ntake_away({place!r})\nimport fusestep.nn")
     *_, last = done.stderr.strip().splitlines()
     assert done.returncode == 1
     numba, llvmlite = TRIED["Numba"], TRIED["llvmlite"]

@@ -114,8 +114,7 @@ def made_up(name: str, shift: float) -> click_runs.Run:
 def test_report_of_made_up_runs() -> None:
     one, other = made_up("torch.optim", 0.0), made_up("fusestep", 0.25)
     other.seconds["optimizer"] = [1.0, 0.005, 0.005]
-    third = made_up("bags", 0.5)
-    said = "\n".join(click_runs.report([one, other, third], 0.9))
+    said = "\n".join(click_runs.report([one, other, made_up("bags", 0.5)], 0.9))
     assert "0.7500 of held-out clicks, 0.5000 untrained; the hidden model has 0.9000" in said
     assert "40.00 ms (forward 10.00, backward 20.00, optimizer 10.00; medians)" in said
     assert "25% of an iteration; its first step took 1000 ms" in said

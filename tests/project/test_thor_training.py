@@ -22,8 +22,7 @@ def net_of(name: str, seed: int = 0) -> thor_digits.Classifier:
 
 def taught(n: int, seed: int = 0) -> thor_digits.Digits:
     """Noise whose pixels differ in size by a factor of 20, labelled by a random net."""
-    rng = random(seed)
-    images = rng.standard_normal((n, 1, 8, 8)).astype(np.float32)
+    images = random(seed).standard_normal((n, 1, 8, 8)).astype(np.float32)
     labels = net_of("mlp", seed + 7).scores(images).argmax(axis=1)
     size = np.geomspace(0.05, 1.0, 64).reshape(8, 8).astype(np.float32)
     return thor_digits.Digits(images * size, labels)
@@ -83,8 +82,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short")
 def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert thor_digits.main(options("--output", str(tmp_path / "new"))) == 0
-    said = capsys.readouterr().out
-    assert said.count("of the steps of the best Momentum") == 2
+    assert capsys.readouterr().out.count("of the steps of the best Momentum") == 2
     figures = json.loads((tmp_path / "new" / thor_digits.FIGURES).read_text())
     assert list(figures) == ["mlp", "convnet"]
     for runs in figures.values():

@@ -68,8 +68,7 @@ def build(case: Case, **changed: Any) -> Any:
     if case.api == "nn.Optimizer":
         return nn.Optimizer(parameters=given, **hyper)
     is_lars = case.api == "nn.LARS(nn.Momentum(momentum=.9))"
-    make = lars if is_lars else getattr(nn, case.api.removeprefix("nn."))
-    opt = make(given, **hyper)
+    opt = (lars if is_lars else getattr(nn, case.api.removeprefix("nn.")))(given, **hyper)
     if case.meta.get("target") == "CPU":
         opt.target = "CPU"
     return opt

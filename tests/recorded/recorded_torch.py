@@ -110,8 +110,7 @@ def _adam_scalars(h: Hyper, lr: float, t: int) -> dict[str, float]:
 
 def _adam(h: Hyper, lr: float, t: int) -> Formula:
     """Decay, where there is one, is added to the gradient."""
-    step = partial(reference.adam, hp=AdamScalars(**_adam_scalars(h, lr, t)))
-    return _coupled(step, h)
+    return _coupled(partial(reference.adam, hp=AdamScalars(**_adam_scalars(h, lr, t))), h)
 
 
 def _adamw(h: Hyper, lr: float, t: int) -> Formula:

@@ -26,10 +26,9 @@ def thresholds() -> list[int]:
     found = set()
     in_cpu = pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}.")
     for name in ("fusestep.kernels.tables", *(module.name for module in in_cpu)):
-        members = vars(importlib.import_module(name))
         found |= {
             value
-            for name, value in members.items()
+            for name, value in vars(importlib.import_module(name)).items()
             if name.isupper() and type(value) is int and 1 < value <= _LARGEST
         }
     return sorted(found)

@@ -74,8 +74,7 @@ class Trained:
 
     def _shape(self, rng: np.random.Generator) -> tuple[int, ...]:
         if self.form.startswith(("AdaFactor", "LARS-AdaFactor")) or rng.random() < 0.5:
-            n = arrays.size(rng, 140_000)
-            return arrays.shape(rng, n)
+            return arrays.shape(rng, arrays.size(rng, 140_000))
         return arrays.table(rng)[0]
 
     def _random_options(self, rng: np.random.Generator, number: int) -> dict[str, Any]:

@@ -105,8 +105,7 @@ def ftrl_scalars(
 def ftrl_case(rule: Rule, **changed: float) -> RuleCase:
     """One of its four rules."""
     given, kinds = {**_FTRL, **changed}, ("squares", "signed")
-    make = partial(ftrl_scalars, rule)
-    return RuleCase(rule, make, given, elementwise.ftrl, kinds)
+    return RuleCase(rule, partial(ftrl_scalars, rule), given, elementwise.ftrl, kinds)
 
 
 def lars_gradient(

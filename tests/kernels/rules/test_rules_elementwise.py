@@ -101,8 +101,7 @@ def test_ftrl_inside_of_the_threshold_is_zero(rule: Rule) -> None:
     beyond = np.nextafter(np.float32(0.5), np.float32(1))
     linear = np.array([0.0, 0.25, -0.5, 0.5, beyond, -beyond, np.nan] * 5, np.float32)
     w, accum, g = np.full(35, 3.0, np.float32), np.full(35, 4.0, np.float32), np.zeros(35)
-    name = "ftrl" if rule is ftrl.FTRL else "ftrl_power"
-    hp = CASES[name].hp(np.float32, l1=0.5)
+    hp = CASES["ftrl" if rule is ftrl.FTRL else "ftrl_power"].hp(np.float32, l1=0.5)
     run_dense(rule, [w, accum, linear], g.astype(np.float32), hp)
     w = w.reshape(5, 7)
     assert_same_bits(w[:, :4], np.zeros((5, 4), np.float32))  # and not -0.0

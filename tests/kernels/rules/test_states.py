@@ -65,8 +65,7 @@ def test_dense(rule: Any, w: Any, g: Any, s: Any) -> None:
     gradients = [rng.uniform(-1.0, 1.0, shape).astype(g) for shape in shapes]
     addresses = np.array([a.ctypes.data for a in gradients])
     hp, hp_of = scalars_of(real_of(w)), np.arange(len(shapes)) % 2
-    storage = STORAGES[np.dtype(g)]
-    given = Variables.of(tensors), addresses, storage, hp, hp_of
+    given = Variables.of(tensors), addresses, STORAGES[np.dtype(g)], hp, hp_of
     commit([DenseUpdate(rule, (), *given).prepared()])
     for found, old, gradient, row in zip(tensors, before, gradients, hp_of, strict=True):
         compare(found, old, gradient, hp[row])

@@ -115,8 +115,7 @@ def trained(
         for optimizer in (*heads, *(tables[updates:])):
             optimizer.step()
     assert_everywhere(model)
-    dtype = model.head.weight.dtype
-    close = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 0.1)
+    close = {torch.float64: 1e-10, torch.float32: 1e-4}.get(model.head.weight.dtype, 0.1)
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.detach(), other.detach(), rtol=close, atol=close)
 

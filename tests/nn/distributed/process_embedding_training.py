@@ -84,8 +84,7 @@ def assert_part(module: Any, optimizer: Any, table: Any, states: Any, label: str
     assert own.keys() == states.keys(), label
     for name, state in states.items():
         state = torch.as_tensor(state)
-        expected = state[rows] if state.dim() else state
-        assert_bits(own[name], expected, f"{label} {name}")
+        assert_bits(own[name], state[rows] if state.dim() else state, f"{label} {name}")
 
 
 class Pair:

@@ -47,8 +47,7 @@ def sums(comm: Communicator, *_: Any) -> None:
         for value, total in zip(values, found[1:-1], strict=True):
             assert_same_bits(total, summed(value, comm.size if average else 1))
             assert total.flags.writeable and not any(a is total for a in own)
-        sums_there = everywhere(comm, [total.tobytes() for total in found[1:-1]])
-        assert len(set(sums_there)) == 1
+        assert len(set(everywhere(comm, [total.tobytes() for total in found[1:-1]]))) == 1
     if comm.size > 2:  # the order matters, or this would prove nothing
         for value in values:
             is_seen = value[0].size > 100 and value.dtype in (np.float32, np.float64)

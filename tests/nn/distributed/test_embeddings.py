@@ -97,8 +97,7 @@ def test_alone_all_gradients_are_here() -> None:
 def test_a_copy_knows_its_rows_at_once() -> None:
     """Before it has looked anything up."""
     net = Net(alone(), order="hash")
-    other = pickle.loads(pickle.dumps(net))
-    for found in (copy.deepcopy(net), other):
+    for found in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert found.words.weight.row_shard is found.words.shard
         assert_bits(found.words.weight, net.words.weight)
         found(batch(0)).backward()

@@ -99,8 +99,7 @@ _NEW = [*range(2, 40)]
 
 def test_integers_of_numpy_are_batch_lengths() -> None:
     for kind in (np.int8, np.uint16, np.int64, np.uint64):
-        places = np.arange(3)
-        gradient = nn.RowTensor(IDS, VALUES, (4, 2), positions=places, batch_length=kind(7))
+        gradient = nn.RowTensor(IDS, VALUES, (4, 2), positions=np.arange(3), batch_length=kind(7))
         assert type(gradient.batch_length) is int and gradient.batch_length == 7
 
 

@@ -34,8 +34,7 @@ def test_every_row_has_one_owner(rows: int, order: str) -> None:
 @pytest.mark.parametrize("rows", [1000, 1024, 99_991, 1_000_000])
 def test_neighbours_are_spread(rows: int) -> None:
     """The most frequent rows are the first ones, often."""
-    shard = RowShard(rows, alone(), order="hash")
-    places = shard.places(np.arange(rows))
+    places = RowShard(rows, alone(), order="hash").places(np.arange(rows))
     assert np.array_equal(np.sort(places), np.arange(rows))
     for size in (2, 3, 4, 8):
         counts = np.bincount(places[:96] // -(-rows // size), minlength=size)

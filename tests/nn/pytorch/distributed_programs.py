@@ -104,8 +104,7 @@ def checkpoint() -> None:
     for name, make in CHECKPOINTED.items():
         model, again = Tables(0), Tables(5)
         optimizer, fresh = make(model.parameters()), make(again.parameters())
-        parallel = nn.parallel.DistributedDataParallel(model)
-        table_steps(parallel, optimizer, range(3))
+        table_steps(nn.parallel.DistributedDataParallel(model), optimizer, range(3))
         state = saved(model, optimizer)
         again.load_state_dict(model.state_dict())
         before = [p.detach().clone() for p in again.parameters()]

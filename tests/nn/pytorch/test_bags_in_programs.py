@@ -205,8 +205,7 @@ def test_gradients_from_elsewhere_act(term: str, dtype: Any) -> None:
         loss.backward()
         assert all(w.grad is None for w in ours.weights)
     close = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
-    each = zip(ours.parameters(), theirs.parameters(), strict=True)
-    for own, other in each:
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own.detach().double(), other.detach(), **close)
 
 
@@ -348,8 +347,7 @@ def test_gradients_that_are_asked_for_take_no_step(dtype: Any) -> None:
     def out() -> Any:
         return bags(IDS, None, factors).sum()
 
-    found = torch.autograd.grad(out(), factors)
-    for own, table, ids in zip(found, tables, IDS, strict=True):
+    for own, table, ids in zip(torch.autograd.grad(out(), factors), tables, IDS, strict=True):
         torch.testing.assert_close(own, table[ids].sum(2).to(dtype))
     (left,) = torch.autograd.grad(bags(IDS).sum(), [bags.weights[1]])
     assert left.to_dense().sum() == 6 * 8
@@ -416,8 +414,7 @@ def test_frozen_tables() -> None:
     bags(IDS).sum().backward()
     assert torch.equal(frozen, tables[0])
     assert frozen.grad is left
-    moved = (other != tables[1]).any(1).nonzero().flatten().tolist()
-    assert moved == [0, 3, 7, 29]
+    assert (other != tables[1]).any(1).nonzero().flatten().tolist() == [0, 3, 7, 29]
     bags.update_in_backward(None)
     bags(IDS).sum().backward()
     assert frozen.grad is left
@@ -517,8 +514,7 @@ def test_who_may_step() -> None:
         other.update_in_backward(optimizer)
     bags.update_in_backward(optimizer)  # once more
     bags(IDS).sum().backward()
-    copied = copy.deepcopy(optimizer)
-    copied.step()  # has no gradients
+    copy.deepcopy(optimizer).step()  # has no gradients
     del bags  # nobody steps in its backward any more
     optimizer.step()
     other.update_in_backward(optimizer)

@@ -97,8 +97,7 @@ def test_the_step_unscales(name: str, is_fused: bool, clip: str) -> None:
     for p, q in zip(mine.parameters(), other.parameters(), strict=True):
         states = ours.state[p], theirs.state[q]
         assert states[0].keys() == states[1].keys()
-        tensors = [[x for x in s.values() if x is not None] for s in states]
-        assert_close(*tensors, 1e-5)
+        assert_close(*[[x for x in s.values() if x is not None] for s in states], 1e-5)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

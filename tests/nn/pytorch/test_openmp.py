@@ -390,6 +390,5 @@ def test_another_runtime_in_the_process(runtime: str) -> None:
     library = find_library(runtime)
     if library is None:
         pytest.skip(f"no lib{runtime} here")
-    program = BESIDE_A_RUNTIME + ON_PYTORCHS_THREADS
-    assert output_of(program, library).strip() == "True"
+    assert output_of(BESIDE_A_RUNTIME + ON_PYTORCHS_THREADS, library).strip() == "True"
     assert output_of(ON_PYTORCHS_THREADS, LD_PRELOAD=library).strip() == "True"

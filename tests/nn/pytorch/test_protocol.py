@@ -93,8 +93,7 @@ def test_hooks_run_once_for_subclasses(name: str) -> None:
 
 
 def test_a_hook_may_replace_the_arguments() -> None:
-    model = net()
-    optimizer = fused.SGD(model.parameters(), lr=0.1)
+    optimizer = fused.SGD(net().parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda self, *_: ((self, lambda: "of the hook"), {}))
     assert optimizer.step(lambda: "given") == "of the hook"
 

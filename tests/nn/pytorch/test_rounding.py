@@ -230,8 +230,7 @@ def test_a_weight_that_was_changed_wins() -> None:
     masters = [optimizer.state[p]["master"].clone() for p in parameters]
     with torch.no_grad():
         parameters[0][1:3] = 7.0
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with pytest.warns(UserWarning, match="SGD: master of parameter 0 begins at the weight") as told:
         optimizer.step()
     assert len(told) == 1
@@ -394,8 +393,7 @@ def test_a_remainder_of_another_weight_begins_anew() -> None:
 
 def test_states_that_do_not_fit_change_nothing() -> None:
     """Masters for float32 weights, masters of other shapes or only some, for which they win."""
-    parameters = mixed(torch.bfloat16)[:2]
-    optimizer = fused.SGD(parameters, lr=0.1, momentum=0.9, rounding="master")
+    optimizer = fused.SGD(mixed(torch.bfloat16)[:2], lr=0.1, momentum=0.9, rounding="master")
     optimizer.step()
     saved = optimizer.state_dict()
     plain = fused.SGD(mixed(torch.float32)[:2], lr=0.1, momentum=0.9)

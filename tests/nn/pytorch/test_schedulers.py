@@ -43,8 +43,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_all_schedulers_are_here() -> None:
-    abstract = {"LRScheduler"}
-    assert set(s.__all__) - abstract <= SCHEDULERS.keys()
+    assert set(s.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
 
 
 def run(optimizer: Any, model: Any, scheduler: Any, steps: int) -> list[Any]:

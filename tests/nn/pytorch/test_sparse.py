@@ -51,8 +51,7 @@ def step_touched(optimizer: Any, parameter: Any, rows: Any) -> None:
         if tensor.shape == parameter.shape and name in before:
             tensor.detach()[others] = before[name][others]
         elif tensor.shape == parameter.shape:  # a state that is new
-            initial = {"step_size": optimizer.param_groups[0]["lr"]}.get(name, 0.0)
-            tensor[others] = initial
+            tensor[others] = {"step_size": optimizer.param_groups[0]["lr"]}.get(name, 0.0)
 
 
 @pytest.mark.parametrize("sparse", ["touched", "all"])

@@ -79,8 +79,7 @@ def by_saving_itself(_: Any, optimizer: Any, __: Any, resumed: Any) -> None:
 
 def by_accelerate(_: Any, optimizer: Any, *__: Any) -> Any:
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    return accelerator.prepare(optimizer).state_dict()
+    return accelerate.Accelerator(cpu=True).prepare(optimizer).state_dict()
 
 
 def by_folder(*given: Any, of: str) -> None:

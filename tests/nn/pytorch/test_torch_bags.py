@@ -229,8 +229,7 @@ def test_tables_that_are_parametrized_later() -> None:
     with pytest.raises(ValueError, match="the weight of table 1 was replaced"):
         bags(IDS)
     bags.update_in_backward(None)
-    doubled = out * torch.tensor([1.0] * 4 + [2.0] * 8)
-    torch.testing.assert_close(bags(IDS), doubled)
+    torch.testing.assert_close(bags(IDS), out * torch.tensor([1.0] * 4 + [2.0] * 8))
 
 
 # Ids, and other arguments
@@ -480,8 +479,7 @@ def test_features_that_share_a_table(mode: str, updates: bool) -> None:
                 taken.step()
         assert_close(bags, theirs)
     assert bags.state_dict().keys() == theirs.state_dict().keys()
-    again = copy.deepcopy(bags)
-    assert torch.equal(again(ids, offsets), bags(ids, offsets))
+    assert torch.equal(copy.deepcopy(bags)(ids, offsets), bags(ids, offsets))
 
 
 def test_features_that_are_refused() -> None:

@@ -46,8 +46,7 @@ def tables(make: Callable[..., Any], table: Any = None) -> tuple[list[Any], list
 
 def ids_of(step: int, n: int = 7) -> Any:
     """Ids, most of which are small."""
-    generator = torch.Generator().manual_seed(step)
-    return (N * torch.rand(n, generator=generator) ** 3).long()
+    return (N * torch.rand(n, generator=torch.Generator().manual_seed(step)) ** 3).long()
 
 
 def train(model: Any, optimizer: Any, steps: range, dense: int = -1) -> None:
@@ -194,8 +193,7 @@ def test_bags_and_their_weights(kind: str) -> None:
                 outs = [called(own, per_sample_weights=factors) for own in ids]
             else:
                 outs = [called([own], per_sample_weights=[factors]) for own in ids]
-            loss = (outs[0] * outs[1]).tanh().sum()
-            loss.backward()
+            (outs[0] * outs[1]).tanh().sum().backward()
             if kind != "in backward":
                 optimizer.step()
                 optimizer.zero_grad()
@@ -211,8 +209,7 @@ def test_sharded_embedding() -> None:
     (model, awake), (optimizer, other) = tables(MAKERS["AdamW"], table)
     for own in ((model, optimizer), (awake, other)):
         train(*own, range(40))
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())
     for own in ((model, optimizer), (awake, other)):
         train(*own, range(40, 60))
     optimizer.flush()
@@ -244,8 +241,7 @@ def test_states_of_others() -> None:
         train(model, optimizer, range(15, 17))
     other.param_groups[0]["sparse"] = "catch_up"
     train(awake, other, range(5, 6))
-    last = other.state[awake.weight]["last_step"]
-    assert sorted(last.unique().tolist()) == [5, 6]
+    assert sorted(other.state[awake.weight]["last_step"].unique().tolist()) == [5, 6]
     del optimizer.param_groups[1:]
     state = optimizer.state_dict()
     state["param_groups"][0]["sparse"] = "catch_up"

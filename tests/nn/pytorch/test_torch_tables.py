@@ -254,9 +254,8 @@ def test_tables_that_another_thread_exchanges(seed: int) -> None:
             try:
                 optimizer.prepare(w, ids)
                 rows = torch.from_numpy(rng.integers(0, N, 5)).unique()
-                values = torch.ones(len(rows), D)
                 w.grad = torch.sparse_coo_tensor(
-                    rows[None], values, w.shape, check_invariants=False
+                    rows[None], torch.ones(len(rows), D), w.shape, check_invariants=False
                 )
                 optimizer.step()
                 w.grad = None

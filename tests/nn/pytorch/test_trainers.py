@@ -28,8 +28,7 @@ class Ids(Dataset):
         return 48
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(k)
-        ids = torch.randint(0, 11, (4,), generator=generator)
+        ids = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(k))
         return {"ids": ids, "labels": (ids % 3).float()}
 
 

@@ -264,8 +264,7 @@ def test_the_average_as_a_model() -> None:
             average.update_parameters(wrong)
     assert torch.equal(average.module.users.weight, weight) and average.n_averaged == 1
     optimizer.zero_grad()
-    plain = fused.averaged(torch.nn.Linear(2, 2))
-    plain.update_parameters(torch.nn.Linear(2, 2))
+    fused.averaged(torch.nn.Linear(2, 2)).update_parameters(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("is_pooled", [False, True])
@@ -288,8 +287,7 @@ def test_the_copy_of_an_averaged_model_raises(is_pooled: bool, is_late: bool) ->
 
 def test_a_mean_by_a_loop_warns_and_other_copies_do_not() -> None:
     """Copies that are evaluated, trained, loaded, converted or averaged by id are right."""
-    table = fused.GrowingEmbedding(9, 2)
-    model = torch.nn.Sequential(table)
+    model = torch.nn.Sequential(fused.GrowingEmbedding(9, 2))
     wrong, evaluated, trained, loaded, average = *(copy.deepcopy(model) for _ in range(4)), None
     with torch.inference_mode():
         assert not copy.deepcopy(model).eval()(IDS[:3]).any()

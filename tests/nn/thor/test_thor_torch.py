@@ -95,8 +95,7 @@ def test_hooks_capture_what_records_do(dtype: Any) -> None:
             kept.setdefault(name, []).append(value)
             return value
 
-        conv_out = keep("conv", module.conv(x))
-        h = torch.relu(module.bn(conv_out)).flatten(1)
+        h = torch.relu(module.bn(keep("conv", module.conv(x)))).flatten(1)
         fc_out, emb_out = keep("fc", module.fc(h)), keep("emb", module.emb(ids))
         mixed = fc_out[:, None] + emb_out
         ln_out = keep("ln", module.ln(mixed))
