@@ -104,9 +104,8 @@ def _n_states(form: str) -> int:
 # too): what forms of a class share, like the types of arrays, is tested with these alone where it
 # needs kernels of its own.
 ONE_OF_EACH = (
-    "Adam",
-    *(max((f for f in FORMS if FORMS[f][0] == name), key=_n_states) for name in BY_NAME),
-)
+    "Adam", *(max((f for f in FORMS if FORMS[f][0] == name), key=_n_states) for name in BY_NAME),
+)  # fmt: skip
 ON_DEVICES = tuple(form for form, (name, _) in FORMS.items() if not BY_NAME[name].together)
 FIXED_RATE = tuple(f for f in FORMS if arguments_of(f)["learning_rate"].takes == "fixed rate")
 OWN_RATE = tuple(

@@ -31,10 +31,9 @@ def test_changes_between_two_documents() -> None:
     )
     found = against.changes(before, now)
     assert [c.title for c in found] == [
-        "dense/nn.Adam 900 float32 1 loop",
-        "dense/nn.SGD 900 float32 1 loop",
+        "dense/nn.Adam 900 float32 1 loop", "dense/nn.SGD 900 float32 1 loop",
         "rows/nn.SGD 100x8x50 zipf1.2 float32 1 loop",
-    ]
+    ]  # fmt: skip
     assert [c.verdict for c in found] == ["slower", "faster", "same"]
     assert found[0].ratio == Summary(2.0, *map(pytest.approx, (0.018 / 0.011, 0.022 / 0.009)), 9)
 
@@ -301,9 +300,7 @@ def test_a_slowed_version_is_the_status_of_the_command(
         assert option in line
 
 
-def test_against_an_earlier_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_against_an_earlier_file(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "before.json"
     document.write(path, made_up(result(**{OURS: 0.005})))
     monkeypatch.setattr(run, "measure", lambda *_: result())

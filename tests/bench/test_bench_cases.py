@@ -111,9 +111,8 @@ def test_selection() -> None:
     assert selected("rows/*") == [case.name for case in cases.STEPS if case.kind == "rows"]
     assert selected("*") == [case.name for case in cases.CASES]
     assert selected("nn.Adam(amsgrad)", "nn.Adam(*") == [
-        "dense/nn.Adam(nesterov)",
-        "dense/nn.Adam(amsgrad)",
-    ]
+        "dense/nn.Adam(nesterov)", "dense/nn.Adam(amsgrad)",
+    ]  # fmt: skip
 
 
 def test_the_default_selection_is_that_of_the_optimizers() -> None:
@@ -269,9 +268,7 @@ def test_frequent_rows_are_scattered() -> None:
 
 
 @pytest.mark.parametrize(("case", "dtype"), sampled(EVERY_STEP, SOME_STEPS), ids=label)
-def test_every_case_takes_steps(
-    case: cases.Case, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_case_takes_steps(case: cases.Case, dtype: str, monkeypatch) -> None:
     """Two of them: finite numbers, and every parameter moves."""
     use_small_models(monkeypatch.setattr)
     given = work.inputs(point(case.name, "" if case.model else TINY, dtype))

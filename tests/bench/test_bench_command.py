@@ -60,10 +60,9 @@ def test_a_run_writes_a_document(small_run: tuple[dict[str, Any], str, Path]) ->
     document.check_schema(data)
     adam, lazy, lars = data["points"]
     assert [(p["case"], p["size"], p["indices"]) for p in data["points"]] == [
-        ("dense/nn.Adam", "3K", None),
-        ("rows/nn.LazyAdam", "100x8x50", "zipf1.2"),
+        ("dense/nn.Adam", "3K", None), ("rows/nn.LazyAdam", "100x8x50", "zipf1.2"),
         ("dense/ops.LARSUpdate", "3K", None),
-    ]
+    ]  # fmt: skip
     assert adam["bytes"] == 28 * 3 * 1024
     assert adam["sizes"] == {"parameters": 1, "elements": 3072}
     assert lazy["bytes"] == 6 * lazy["sizes"]["different rows"] * 8 * 4 + 50 * 8 * 4 + 50 * 8
@@ -108,10 +107,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     marked = [line.split()[0] for line in out.splitlines() if line.endswith("(when named)")]
     assert marked == [case.name for case in cases.CASES if not case.is_default]
     for given in (
-        ("--list", "rows/nn.S*", "first-step"),
-        ("rows/nn.SGD", "--list", "first-step"),
+        ("--list", "rows/nn.S*", "first-step"), ("rows/nn.SGD", "--list", "first-step"),
         ("rows/nn.SGD", "--threads", "1", "first-step", "--list"),
-    ):
+    ):  # fmt: skip
         assert said(capsys, *given)[:2] == (0, "rows/nn.SGD\nfirst-step\n")
     assert said(capsys, "--list", "zzz")[0] == 2
 
@@ -251,9 +249,7 @@ def test_without_its_libraries(
     assert err == (f'fusestep bench: the benchmark needs {needed}: pip install "fusestep[bench]"\n')
 
 
-def test_an_interrupted_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run(monkeypatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -261,9 +257,7 @@ def test_an_interrupted_run(
     assert said(capsys, "nn.SGD") == (130, "", "fusestep bench: interrupted\n")
 
 
-def test_check_is_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_is_a_command(monkeypatch, capsys) -> None:
     monkeypatch.setattr(machine, "checkout_at_hand", lambda: None)
     text = "--check: the documents are in a Git checkout only, and this is none"
     assert refused_line(capsys, "--check") == f"fusestep bench: {text}"

@@ -148,9 +148,7 @@ def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> 
     assert times.samples == {"b": [1.0] * 5}
 
 
-def test_before_other_processes_start_our_threads_may_settle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_before_other_processes_start_our_threads_may_settle(monkeypatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(measure.time, "sleep", lambda _: order.append("pause"))
 
@@ -236,9 +234,7 @@ def test_a_product_of_another_library_needs_it(library: str) -> None:
 
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (5, 2)])
-def test_busy_is_a_process_for_each_two_cores(
-    cores: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_is_a_process_for_each_two_cores(cores: int, count: int, monkeypatch) -> None:
     monkeypatch.setattr(point.machine, "cores", lambda: cores)
     me = psutil.Process()
     before = set(me.children())
@@ -349,10 +345,9 @@ def test_threads_are_set_and_set_back(clock: FakeClock, monkeypatch: pytest.Monk
     seen: list[int] = []
     jobs = bounds.jobs
     monkeypatch.setattr(
-        bounds,
-        "jobs",
+        bounds, "jobs",
         lambda bound, threads: seen.append(point.numba.get_num_threads()) or jobs(bound, threads),
-    )
+    )  # fmt: skip
     measured(clock, 1.0, monkeypatch)
     assert set(seen) == {1}
     assert point.numba.get_num_threads() == before
@@ -536,9 +531,7 @@ def test_changing_steps_in_small(torch: Any, small: Callable[..., SpecialResult]
             assert one.grad is None or not torch.equal(one, one.grad)
 
 
-def test_catch_up_beside_other_steps(
-    small: Callable[..., SpecialResult], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_catch_up_beside_other_steps(small: Callable[..., SpecialResult], monkeypatch) -> None:
     """The three ways take the same steps, but for two of the warm ones; ids differ each time."""
     taken, take = list[str](), catch_up.Training.take
 

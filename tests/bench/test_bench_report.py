@@ -207,10 +207,9 @@ def test_scenarios() -> None:
     text = shown(made_up(*points)).partition("dense/nn.Adam, 900 numbers:")[2]
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert [line for line in lines if line[0] in (OURS, "in", "beside")] == [
-        [OURS, "bound", "torch"],
-        ["in", "a", "loop", "10.00", "ms", "1.00", "ms", "9.00", "ms"],
+        [OURS, "bound", "torch"], ["in", "a", "loop", "10.00", "ms", "1.00", "ms", "9.00", "ms"],
         ["beside", "a", "busy", "process", "15.00", "ms", "1.00", "ms", "9.00", "ms"],
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [70, 80, 120, 200])
@@ -219,10 +218,9 @@ def test_no_letter_vanishes(width: int) -> None:
     peers = {f"{peer}_form": 0.02 for peer in PEERS}
     long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULTS["rows"], threads=2)
     data = made_up(
-        result(point(size=PUBLISHED_DENSE), **USUAL, **peers),
-        result(long, bound_x=0.009, **peers),
+        result(point(size=PUBLISHED_DENSE), **USUAL, **peers), result(long, bound_x=0.009, **peers),
         result(point(dtype="bfloat16", threads=2), **peers),
-    )
+    )  # fmt: skip
     text = shown(data, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
@@ -233,9 +231,7 @@ def test_no_letter_vanishes(width: int) -> None:
 
 
 @pytest.mark.parametrize(("is_terminal", "width"), [(True, 77), (False, 200)])
-def test_output_that_is_no_terminal_is_wide(
-    is_terminal: bool, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_that_is_no_terminal_is_wide(is_terminal: bool, width: int, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "77")
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
     monkeypatch.delenv("NO_COLOR" if is_terminal else "FORCE_COLOR", raising=False)
@@ -418,9 +414,7 @@ def test_a_region_that_cannot_be_made(name: str, text: str, checkout: Path) -> N
         region(name, checkout)
 
 
-def test_check_finds_a_figure_changed_by_hand(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_finds_a_figure_changed_by_hand(checkout: Path, capsys) -> None:
     path = checkout / "README.md"
     assert markdown.check() == 1
     assert "-old" in capsys.readouterr().out.splitlines()

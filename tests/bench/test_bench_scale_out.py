@@ -34,9 +34,7 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "counts"), [("1", [1]), ("2", [1, 2]), ("4,2, 4", [1, 2, 4]), ("64", [1, 64])]
 )
-def test_one_process_is_always_measured(
-    text: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_is_always_measured(text: str, counts: list[int], monkeypatch) -> None:
     """First with a part of the batch."""
     asked: list[int] = []
     monkeypatch.setattr(runs, "_run", lambda n, *_: asked.append(n))
@@ -146,8 +144,7 @@ def data() -> dict[str, Any]:
         "runs": [
             run_of(1, 1000, 0.005, outside=0.004, sent=0, least=0, second_per_byte=0),
             run_of(1, 4000, 0.011, outside=0.010, sent=0, least=0, second_per_byte=0),
-            run_of(2, 4000),
-            run_of(4, 4000, exchanges=12.0),
+            run_of(2, 4000), run_of(4, 4000, exchanges=12.0),
         ],
     }  # fmt: skip
 

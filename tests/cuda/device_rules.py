@@ -108,13 +108,11 @@ CENTRED = Rule(
 """Three sums of a row, one of them signed, and states of rows around that of elements."""
 
 OF_TENSORS: tuple[tuple[Rule, Formula], ...] = (
-    (NOVO, Formula(novo_scalars, (0.9, 0.75, 1e-3))),
-    (ALIGNED, Formula(aligned_scalars)),
-)
+    (NOVO, Formula(novo_scalars, (0.9, 0.75, 1e-3))), (ALIGNED, Formula(aligned_scalars)),
+)  # fmt: skip
 OF_ROWS: tuple[tuple[Rule, Formula], ...] = (
-    (COUNTED, Formula(counted_scalars)),
-    (CENTRED, Formula(centred_scalars)),
-)
+    (COUNTED, Formula(counted_scalars)), (CENTRED, Formula(centred_scalars)),
+)  # fmt: skip
 
 
 class Own(FusedOptimizer):

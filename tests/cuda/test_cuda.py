@@ -31,10 +31,9 @@ MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
 SMALLEST = {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"}
 COUNTS = {"ATOMS.POPC.INC.32", "ATOMS.ADD"}
 INTEGER_ATOMICS = {
-    "sort count": COUNTS,
-    "rows check": COUNTS | SMALLEST,
+    "sort count": COUNTS, "rows check": COUNTS | SMALLEST,
     **dict.fromkeys(("rows sort one tile", "bags bounds", "bags lay out", "gather"), SMALLEST),
-}
+}  # fmt: skip
 
 
 def run(program: str, *arguments: str) -> str:

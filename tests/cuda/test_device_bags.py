@@ -421,9 +421,8 @@ def test_refusals() -> None:
         off(tuple(found))
     host_grad = bags.gradients(host, apart, [np.array([0, 1, 2])] * 2, gradient((2, 6)))
     for opt, own, other in (
-        (nn.LazyAdam(tables, 0.1), found, host_grad),
-        (nn.LazyAdam(host, 0.1), host_grad, found),
-    ):
+        (nn.LazyAdam(tables, 0.1), found, host_grad), (nn.LazyAdam(host, 0.1), host_grad, found),
+    ):  # fmt: skip
         for step in range(2):  # also in a step that is like the last
             with refused(ValueError, "lives elsewhere than the parameter", *tables, grad):
                 opt(tuple(other))

@@ -202,10 +202,9 @@ def test_any_sequence(torch: Any, seed: int) -> None:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
     "save": lambda optimizer: optimizer,
-}
+}  # fmt: skip
 CALLS = "load", "step", "step", "by hand", *COPIES
 
 

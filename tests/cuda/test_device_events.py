@@ -442,9 +442,8 @@ CENTRALIZED: list[Callable[[Any], Any]] = [
 BAD_STEPS: tuple[Callable[[Any], Any], ...] = (
     *(partial(make, learning_rate=0.1) for make in (nn.LazyAdam, nn.Adam, nn.RowWiseAdagrad)),
     lambda p: nn.RowWiseAdam(p, 0.1, sparse_update="dense_equivalent"),
-    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"),
-    *CENTRALIZED,
-)
+    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"), *CENTRALIZED,
+)  # fmt: skip
 
 TABLES = (((5, 4), F32), ((3, 6), F32), ((0, 3), F32), ((3, 2), F64), ((5, 3), BF16))
 """Several kernel calls: a bad index of one keeps the others from writing."""
@@ -585,11 +584,10 @@ def test_failing_steps() -> None:
 
     with mock.patch.object(memory.Room, "copy", side_effect=RuntimeError("it is not copied")):
         for call in (
-            lambda: run.step([1, 2]),
-            lambda: run.step(None),
+            lambda: run.step([1, 2]), lambda: run.step(None),
             lambda: op(w, m, v, *BETAS, on_device(gradient((2, 3))), index),
             lambda: ops.Adam(use_locking=True)(w, m, v, *BETAS, on_device(gradient((5, 3)))),
-        ):
+        ):  # fmt: skip
             with refused(RuntimeError, "not copied", *run.w, w, m, v):
                 call()
     run.assert_as_before()

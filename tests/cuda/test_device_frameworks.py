@@ -29,9 +29,8 @@ from helpers import at_once
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
-    *MARKS,
-    only(SIMULATOR, reason="tensors of the CPU are given out as those of a device"),
-]
+    *MARKS, only(SIMULATOR, reason="tensors of the CPU are given out as those of a device"),
+]  # fmt: skip
 
 events: list[str] = []
 """What is on streams, in order."""

@@ -59,9 +59,8 @@ ROWS += [(op, {"use_locking": True}) for op, made in ROWS if not made]
 
 @pytest.mark.parametrize(
     ("call", "dtype"),
-    sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]),
-    ids=str,
-)
+    sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]), ids=str,
+)  # fmt: skip
 def test_dense_operators(call: tuple[Operator, dict[str, Any]], dtype: Any) -> None:
     operator, made = call
     for shape in ((9, sized(2, 37)), (), (0, 3)):

@@ -441,12 +441,11 @@ UPDATERS: tuple[Callable[[], Any], ...] = (
 )
 # Master copies on the device, written in the pass of their weights or by themselves.
 OF_MASTERS: tuple[Callable[[], Any], ...] = (
-    lambda: mx.Adam(0.1),
-    lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),
+    lambda: mx.Adam(0.1), lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),
     lambda: mx.Adam(0.1, multi_precision=True, lazy_update=True),
     lambda: mx.AdamW(0.1, multi_precision=True, wd=0.3),
     lambda: Half(0.1, multi_precision=True, use_fused_step=False, aggregate_num=np.inf),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

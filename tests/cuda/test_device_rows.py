@@ -53,12 +53,11 @@ def test_own_sort(n: int) -> None:
 # A list that one block sorts; a row of up to 512 occurrences; of more, in one range and in several.
 WIDTHS = sized((5,), (1, 8, 33, 300))
 OCCURRENCES = {
-    "short-5": (6, 16, 5),
-    **{f"cold-{d}": (*sized((60, 200), (400, 900)), d) for d in WIDTHS},
+    "short-5": (6, 16, 5), **{f"cold-{d}": (*sized((60, 200), (400, 900)), d) for d in WIDTHS},
     **{f"hot-{d}": (*sized((540, 640), (600, 900)), d) for d in WIDTHS},
     **{f"ranges-{d}": (9_000, 20_000, d) for d in sized((), WIDTHS)},
     **sized({}, {"longer ranges-8": (150_000, 300_000, 8)}),
-}
+}  # fmt: skip
 OPERATORS = [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()]
 BOTH = pytest.mark.parametrize("op", OPERATORS, ids=["lazy", "all"])
 

@@ -46,9 +46,7 @@ def test_report_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> No
         (["--append"], "--append: needs --json FILE"),
     ],
 )
-def test_options_of_a_device(
-    given: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_a_device(given: list[str], text: str, capsys) -> None:
     assert text in refused_line(capsys, *given)
 
 

@@ -228,9 +228,8 @@ def cases() -> Cases:
         **{f"nn.Parameter {t}": partial(held, data=normal(0, (4, 3), t)) for t in STORAGE_DTYPES},
         **dict.fromkeys(("nn.save_checkpoint", "nn.load_checkpoint"), saved),
         **dict.fromkeys(("nn.Formula", "nn.Rule", "nn.State"), own_rules),
-        **dict.fromkeys(("nn.UniformRows", "nn.NormalRows"), rows_anew),
-        "nn.IdMap": growing,
+        **dict.fromkeys(("nn.UniformRows", "nn.NormalRows"), rows_anew), "nn.IdMap": growing,
         **{f"nn.mxnet.{n}": registered for n in ("create", "register", "get_updater", "Updater")},
-    }
+    }  # fmt: skip
     for name, case in others.items():
         yield f"{name}", partial(wrongly, case=case)

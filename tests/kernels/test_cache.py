@@ -192,13 +192,12 @@ def with_constant(k):
 
 
 DIFFERENT = {
-    "closures": (added(1), added(2)),
-    "constants": (lambda x: x + 1, lambda x: x + 2),
+    "closures": (added(1), added(2)), "constants": (lambda x: x + 1, lambda x: x + 2),
     "callees": (lambda x: np.sqrt(x), lambda x: np.exp(x)),
     "defaults": (lambda x, k=1: x + k, lambda x, k=2: x + k),
     "constants of modules": (with_constant(1), with_constant(2)),
     "arrays": (with_constant(np.ones(2)), with_constant(np.zeros(2))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("of", DIFFERENT)
@@ -327,9 +326,8 @@ def make_link(entry, file):
 
 REPLACEMENTS = {
     "writable": lambda entry, file: file.rename(entry).chmod(0o666),
-    "writable for a group": lambda entry, file: file.rename(entry).chmod(0o620),
-    "link": make_link,
-}
+    "writable for a group": lambda entry, file: file.rename(entry).chmod(0o620), "link": make_link,
+}  # fmt: skip
 FOREIGN = {
     "foreign": lambda entry, file: os.chown(file.rename(entry), NOBODY, NOBODY),
     "foreign link": lambda entry, file: (

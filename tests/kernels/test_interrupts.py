@@ -172,11 +172,10 @@ CASES: dict[str, Callable[[], Steps]] = {
 @pytest.mark.parametrize(
     ("n_before", "every"),
     [
-        pytest.param(0, 7, id="first step"),
-        pytest.param(2, 5, id="later"),
+        pytest.param(0, 7, id="first step"), pytest.param(2, 5, id="later"),
         more(2, 1, id="later, every moment"),
     ],
-)
+)  # fmt: skip
 def test_a_step_happens_in_whole_or_not_at_all(
     case: Callable[[], Steps], n_before: int, every: int
 ) -> None:

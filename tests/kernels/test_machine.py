@@ -111,9 +111,7 @@ BROKEN = """
 """
 
 
-def test_without_an_engine_functions_are_numbas_own(
-    compiled_anew: list[str], tmp_path: Path
-) -> None:
+def test_without_an_engine_functions_are_numbas_own(compiled_anew: list[str], tmp_path) -> None:
     """With the same results, and nothing is kept."""
     folder = tmp_path / "kernels"
     found, *compiled = output_of(
@@ -133,9 +131,7 @@ def test_a_package_that_was_built_has_its_loops() -> None:
     assert {name.split(".")[-1] for name in missing} <= {"make_factors", "store_states"}
 
 
-def test_loops_of_other_sources_are_not_used(
-    portable: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_of_other_sources_are_not_used(portable: Path, monkeypatch) -> None:
     identity = sort.group_serial.identity
     monkeypatch.setattr(machine, "PORTABLE", portable)
     assert machine.portable(identity)
@@ -150,9 +146,7 @@ def test_loops_of_other_sources_are_not_used(
     assert machine.portable(identity) is None
 
 
-def test_a_damaged_file_is_as_none(
-    portable: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_as_none(portable: Path, monkeypatch, tmp_path) -> None:
     identity = sort.group_serial.identity
     name = machine._name(identity)
     content = (portable / name).read_bytes()

@@ -63,9 +63,8 @@ FORMS += [(*pair, forms.OWN) for pair in PAIRS if (*pair, forms.OWN) not in FORM
 @pytest.mark.parametrize("n", [1, 2, 3, 40])
 @pytest.mark.parametrize(
     ("g", "real", "form"),
-    sampled(((*pair, form) for pair, form in product(PAIRS, forms.FORMS)), FORMS),
-    ids=label,
-)
+    sampled(((*pair, form) for pair, form in product(PAIRS, forms.FORMS)), FORMS), ids=label,
+)  # fmt: skip
 def test_forms_of_sums(
     g: storage.Storage, real: storage.Storage, form: forms.SumForm, n: int
 ) -> None:

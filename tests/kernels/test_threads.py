@@ -142,10 +142,9 @@ def test_the_hazard_is_real():
     ("layer", "could_be_tbb"),
     [
         *((name, True) for name in ("default", "tbb", "TBB", "safe", "threadsafe", "forksafe")),
-        ("omp", False),
-        ("workqueue", False),
+        ("omp", False), ("workqueue", False),
     ],
-)
+)  # fmt: skip
 def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
     monkeypatch, tmp_path, layer, could_be_tbb
 ):
@@ -491,10 +490,9 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     used = []
     run_all = parallel.run_all
     monkeypatch.setattr(
-        parallel,
-        "run_all",
+        parallel, "run_all",
         lambda loops: (used.extend(loop.words[-1] for loop in loops), run_all(loops)),
-    )
+    )  # fmt: skip
     set_num_threads(1)
     try:
         w = np.ones(200_000, np.float32)

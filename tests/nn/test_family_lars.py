@@ -112,9 +112,8 @@ def test_use_clip(inside: str, coefficient: float) -> None:
         params = params64()
         groups = [
             {"params": params[:1], "lr": 0.5, **more},
-            {"params": params[1:3], "lr": Schedule(0.25)},
-            {"params": params[3:], **more},
-        ]
+            {"params": params[1:3], "lr": Schedule(0.25)}, {"params": params[3:], **more},
+        ]  # fmt: skip
         return build(inside, groups, learning_rate=Schedule(0.125))
 
     options = {**LARS_OPTIONS, "coefficient": coefficient}

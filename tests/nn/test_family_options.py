@@ -407,9 +407,8 @@ def test_what_chose_the_rule_cannot_be_assigned(name: str, form: str) -> None:
 def test_a_momentum_of_sgd_can_be_assigned_where_there_is_a_state_for_it() -> None:
     """As an optimizer that has had this momentum from the start, 0 in between."""
     one, other = (
-        make("SGD-momentum", parameters()),
-        make("SGD-momentum", parameters(), momentum=0.5),
-    )
+        make("SGD-momentum", parameters()), make("SGD-momentum", parameters(), momentum=0.5),
+    )  # fmt: skip
     for momentum in (0.0, 0.5):
         one.momentum = momentum
     for opt in (one, other):

@@ -60,11 +60,10 @@ def by_checkpoint(opt: Any, fresh: Callable[..., Any], folder: Path) -> Any:
 
 
 WAYS: dict[str, Callable[..., Any]] = {
-    "state_dict": by_state_dict,
-    "checkpoint": by_checkpoint,
+    "state_dict": by_state_dict, "checkpoint": by_checkpoint,
     "pickle": lambda opt, *_: pickle.loads(pickle.dumps(opt)),
     "deepcopy": lambda opt, *_: copy.deepcopy(opt),
-}
+}  # fmt: skip
 
 
 def in_groups(form: str, params: Any, rate: float = 0.05, **options: Any) -> Any:

@@ -178,9 +178,8 @@ def test_random_sequences(part: int, seed: int) -> None:
             capacity = model.capacity = capacity + 7
         elif event < 0.22:
             old, ids = (
-                ids,
-                copy.copy(ids if rng.random() < 0.5 else pickle.loads(pickle.dumps(ids))),
-            )
+                ids, copy.copy(ids if rng.random() < 0.5 else pickle.loads(pickle.dumps(ids))),
+            )  # fmt: skip
             old.evict(unused_for=0, forget_pending=True)  # a copy is one of its own
             old(every[:1], step)
         elif event < 0.235 and full != "raise":  # more steps than a byte has moments
@@ -482,9 +481,8 @@ def test_interrupts_at_every_moment(event: str, options: Any) -> None:
             "call": partial(call, ids, 6),
             "evict": partial(ids.evict, unused_for=2, forget_pending=True),
             "grow": partial(ids.grow, 5_000),
-            "load": partial(ids.load_state_dict, ids.state_dict()),
-            "copy": partial(copy.copy, ids),
-        }[event]
+            "load": partial(ids.load_state_dict, ids.state_dict()), "copy": partial(copy.copy, ids),
+        }[event]  # fmt: skip
         passed = done_at(moment, does, interrupt)
         assert_whole(ids)
         known, rows, *_ = ids.rows_of_ids()

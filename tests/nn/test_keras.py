@@ -133,10 +133,9 @@ CLIPPED += [*product(["Adam", "FTRL", "RowWiseAdagrad"], CLIPS, [F32], ["dense_e
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "dtype", "how"),
-    sampled(product(FORMS, CLIPS, [F32], ["lazy"]), CLIPPED),
+    ("form", "name", "dtype", "how"), sampled(product(FORMS, CLIPS, [F32], ["lazy"]), CLIPPED),
     ids=str,
-)
+)  # fmt: skip
 def test_every_optimizer_clips(form: str, name: str, dtype: Any, how: str) -> None:
     """Steps are those with gradients that were divided by the loss scale and clipped before.
 

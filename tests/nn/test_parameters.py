@@ -184,8 +184,7 @@ def test_rebinding_that_is_refused() -> None:
     opt([ones(4, 3), ones(4, 3)])
     for value, error, text in (
         (
-            ones(3, 4),
-            ValueError,
+            ones(3, 4), ValueError,
             r"Parameter: data has a wrong shape: expected \(4, 3\), got \(3, 4\)",
         ),
         (np.ones((4, 3), int), TypeError, "Parameter: data has a wrong dtype"),
@@ -194,7 +193,7 @@ def test_rebinding_that_is_refused() -> None:
         (b.data, ValueError, "Adam: parameter '.' shares memory with parameter '.'"),
         (pool.reshape(-1)[20:32].reshape(4, 3), ValueError, "Adam: parameter '.' shares memory"),
         ("w", TypeError, "Parameter: data is no array"),
-    ):
+    ):  # fmt: skip
         with refused(error, text, opt, pool):
             a.data = value
         assert a.data is pool[0] or np.shares_memory(a.data, pool[0])

@@ -226,11 +226,10 @@ def summed_rows(case: Case, driver: Callable[..., Any], recorded_by: Callable[..
         for powers in zip(powers1, powers2, strict=True)
     ]
     decided(
-        case,
-        ("moment1", "moment2"),
+        case, ("moment1", "moment2"),
         lambda t: recorded_quirks.merged(driver, partial(reference.adam, hp=hps[t - 1])),
         lambda t: partial(recorded_by, hp=hps[t - 1]),
-    )
+    )  # fmt: skip
 
 
 def adagrad(case: Case, update_slots: bool) -> None:
@@ -246,8 +245,7 @@ LAZY = partial(summed_rows, driver=reference.lazy_step, recorded_by=recorded_qui
 DECIDED: dict[str, Callable[[Case], None]] = {
     "nn_Adam/amsgrad_nesterov": amsgrad_with_nesterov,
     "nn_Adam/sparse_default_target_n0": partial(
-        summed_rows,
-        driver=reference.dense_equivalent_step,
+        summed_rows, driver=reference.dense_equivalent_step,
         recorded_by=recorded_quirks.adam_sum_of_squares,
     ),
     "nn_Adam/sparse_lazy_default_target_n0": LAZY,
@@ -255,7 +253,7 @@ DECIDED: dict[str, Callable[[Case], None]] = {
     "nn_Adagrad/accum0": partial(adagrad, update_slots=True),
     "nn_Adagrad/no_update_slots": partial(adagrad, update_slots=False),
     **{f"nn_{name}/groups_dynamic_lr": fixed_rate_beside_a_schedule for name in MIXED_RATES},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUIRKS)
@@ -267,10 +265,9 @@ def test_decided_behaviour(name: str) -> None:
 
 RUN = np.load(recorded.DATA / "fbgemm" / "rowwise_adagrad.npz")
 DECAYS = {
-    "none": {},
-    "l2": {"weight_decay": 0.1},
+    "none": {}, "l2": {"weight_decay": 0.1},
     "decouple": {"weight_decay": 0.1, "decoupled_weight_decay": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", DECAYS)

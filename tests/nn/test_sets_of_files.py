@@ -88,8 +88,7 @@ def swapped(file: Path, _: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
-    "deleted": lambda file, _: file.unlink(),
-    "empty": lambda file, _: file.write_bytes(b""),
+    "deleted": lambda file, _: file.unlink(), "empty": lambda file, _: file.write_bytes(b""),
     "cut": lambda file, _: file.write_bytes(file.read_bytes()[:-1]),
     "no file of states": lambda file, _: file.write_bytes(b"\x08" + b"[" * 9000),
     "another one's": lambda file, other: shutil.copy(other, file),

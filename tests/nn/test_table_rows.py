@@ -16,12 +16,11 @@ IN_NN: dict[str, Any] = {
     "Adam": lambda w, **o: nn.Adam([w], 0.1, **o),
     "AMSGrad": lambda w, **o: nn.Adam([w], 0.1, use_amsgrad=True, sparse_update="lazy", **o),
     "Adagrad": lambda w, **o: nn.Adagrad([w], 0.3, 0.1, **o),
-    "FTRL": lambda w, **o: nn.FTRL([w], 0.2, **o),
-    "SGD": lambda w, **o: nn.SGD([w], 0.1, **o),
+    "FTRL": lambda w, **o: nn.FTRL([w], 0.2, **o), "SGD": lambda w, **o: nn.SGD([w], 0.1, **o),
     "RowWiseAdagrad": lambda w, **o: nn.RowWiseAdagrad([w], 0.25, 0.1, **o),
     "LazyAdam by row": lambda w, **o: nn.LazyAdam([w], 0.1, rowwise_bias_correction=True, **o),
     "catch-up": lambda w, **o: nn.LazyAdam([w], 0.1, sparse_update="catch_up", **o),
-}
+}  # fmt: skip
 
 
 def table(dtype: Any = np.float32) -> np.ndarray:

@@ -34,18 +34,16 @@ def asleep(name: str = "Adam") -> tuple[np.ndarray, Any]:
 CHANGES: dict[str, Callable[[np.ndarray], Any]] = {
     "smaller": lambda x: x.resize((2, 2)[: x.ndim], refcheck=False),
     "larger": lambda x: x.resize((2 * N, D)[: x.ndim], refcheck=False),
-    "shape": lambda x: setattr(x, "shape", (2, -1)),
-    "read-only": lambda x: x.setflags(write=False),
-}
+    "shape": lambda x: setattr(x, "shape", (2, -1)), "read-only": lambda x: x.setflags(write=False),
+}  # fmt: skip
 CALLS: dict[str, Callable[[Any], Any]] = {
     "flush": lambda opt: opt.flush(),
     "prepare": lambda opt: opt.prepare(opt.parameters[0], np.arange(2)),
     "state_dict": lambda opt: opt.state_dict(flush=True),
     "reset_rows": lambda opt: opt.reset_rows(opt.parameters[0], ROWS, 0.5),
     "copy_rows": lambda opt: opt.copy_rows(opt.parameters[0], ROWS, ROWS + 2),
-    "grow": lambda opt: opt.grow(opt.parameters[0], 2 * N + 5),
-    "step": lambda opt: opt(rows_of()),
-}
+    "grow": lambda opt: opt.grow(opt.parameters[0], 2 * N + 5), "step": lambda opt: opt(rows_of()),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")

@@ -87,14 +87,13 @@ ARRAY = [
     Fault(lambda a: np.ma.masked_array(a, mask=True), TypeError, "is masked"),
 ]
 VARIABLE = [
-    *ARRAY,
-    Fault(frozen, ValueError, "is read-only: expected a writable array"),
+    *ARRAY, Fault(frozen, ValueError, "is read-only: expected a writable array"),
     Fault(strided, ValueError, "is not contiguous: expected a C-contiguous array"),
     Fault(np.asfortranarray, ValueError, "is not contiguous: expected a C-contiguous array"),
     Fault(misaligned, ValueError, "is not aligned: expected aligned elements"),
     Fault(Copies, TypeError, "cannot be updated in place"),
     Fault(OnDevice, RuntimeError, "lives on a CUDA device: .*; (for arrays|copy it)"),
-]
+]  # fmt: skip
 # Beside another variable, of shape (5, 3).
 SECOND_VARIABLE = [
     *VARIABLE,
@@ -144,12 +143,11 @@ _NUMBER = [
 ]  # fmt: skip
 _FLOAT = [
     *values(
-        (1, 0, np.int64(1), True, None, "0.1", [0.1], np.array(0.1)),
-        TypeError,
+        (1, 0, np.int64(1), True, None, "0.1", [0.1], np.array(0.1)), TypeError,
         "has a wrong type: expected a float, got {type}$",
     ),
     *values(_NOT_FINITE, ValueError, "is not finite"),
-]
+]  # fmt: skip
 _OUT = "is out of range: expected "
 _RANGES: dict[str, list[Fault]] = {
     "number": [],

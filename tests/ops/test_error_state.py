@@ -239,13 +239,12 @@ def test_steps_of_a_users_own() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("adam", {}),
-        ("adam", {"compat": "1.9", "clip_gradient": HUGE}),
+        ("adam", {}), ("adam", {"compat": "1.9", "clip_gradient": HUGE}),
         ("adam", {"multi_precision": True, "rescale_grad": 1e-46}),
         ("adam", {"use_fused_step": False, "wd": 1e-46, "epsilon": 0.0}),
         ("adamw", {"wd": HUGE, "correct_bias": False}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("rate", [1e-3, 1e-46, HUGE])
 def test_mxnet(name: str, options: dict[str, Any], rate: float) -> None:
     def run() -> list[Any]:

@@ -129,11 +129,10 @@ def test_row_tensor_refuses() -> None:
         reject_faults(f"^RowTensor: {name}", of_name, kinds, partial(setattr, rows, name))
         assert rows.dense_shape == (5, 3) and rows.coalesce().values.shape == (3, 3)
     for found, shape, text in (
-        (given, (5, 4), "values has a wrong shape"),
-        (given, (5,), "values has a wrong shape"),
+        (given, (5, 4), "values has a wrong shape"), (given, (5,), "values has a wrong shape"),
         (np.array(1.0), (), ".*dense_shape"),
         (given[:3], (5, 3), "values has a wrong length: expected 4"),
-    ):
+    ):  # fmt: skip
         with refused(ValueError, f"^RowTensor: {text}", indices, found):
             ops.RowTensor(indices, found, shape)
 

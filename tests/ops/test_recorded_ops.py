@@ -52,10 +52,9 @@ CANCELLING = {
 
 # Recorded with indices out of range, which fusestep drops only when it is told to.
 OUT_OF_RANGE = (
-    "op_FusedSparseAdam/all_out_of_range",
-    "op_FusedSparseFtrl/FusedSparseFtrl_4",
+    "op_FusedSparseAdam/all_out_of_range", "op_FusedSparseFtrl/FusedSparseFtrl_4",
     "op_FusedSparseProximalAdagrad/c3",
-)
+)  # fmt: skip
 
 
 POWERS = ("beta1_power", "beta2_power")
@@ -252,14 +251,13 @@ def rmsprop(case: Case) -> None:
 
 DECIDED = {
     "op_FusedSparseFtrl/SparseApplyFtrl_6": rows_of_ftrl,
-    "op_misc_dense/ApplyAdagrad_slots0": adagrad,
-    "op_misc_dense/ApplyAdagrad_zero_accum": adagrad,
+    "op_misc_dense/ApplyAdagrad_slots0": adagrad, "op_misc_dense/ApplyAdagrad_zero_accum": adagrad,
     "op_misc_dense/ApplyFtrl_l1_0.05_lp0.0": dense_ftrl,
     "op_misc_dense/ApplyMomentum_nesterov1": nesterov_momentum,
     "op_misc_dense/ApplyRMSProp_big_eps": rmsprop,
     "op_FusedSparseAdam/nesterov_partial_rows": nesterov_on_absent_rows,
     "op_ApplyAdamWithAmsgradV2/multi_step_float16": float16_variables,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUIRKS)

@@ -153,12 +153,11 @@ def test_clear(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "required: COMMAND"),
-        (("nonsense",), "invalid choice: 'nonsense'"),
+        ((), "required: COMMAND"), (("nonsense",), "invalid choice: 'nonsense'"),
         (("warmup", "--dtype", "int8"), "invalid choice: 'int8'"),
         (("info", "--nonsense"), "unrecognized arguments"),
     ],
-)
+)  # fmt: skip
 def test_wrong_commands(arguments, text):
     done = command(*arguments)
     assert done.returncode == 2

@@ -351,9 +351,7 @@ def test_second_ctrl_c_interrupts(text: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_elsewhere_gives_one_line(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_elsewhere_gives_one_line(text: Path, tmp_path, capsys, monkeypatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -362,9 +360,7 @@ def test_ctrl_c_elsewhere_gives_one_line(
     assert capsys.readouterr().err == "fusestep demo: interrupted\n"
 
 
-def test_time_limit_stops_the_training(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_time_limit_stops_the_training(text: Path, tmp_path, capsys) -> None:
     assert run(text, tmp_path / "out", "--time-limit", "1e-9") == 0
     assert "time limit" in capsys.readouterr().out
 
@@ -394,9 +390,7 @@ def test_bad_texts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "out").exists()
 
 
-def test_text_that_is_cut_inside_of_a_character(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_is_cut_inside_of_a_character(text: Path, monkeypatch) -> None:
     text.write_text("é" + topic_text() + "é", encoding="utf-8")
     monkeypatch.setattr(corpus, "MAX_TEXT_BYTES", text.stat().st_size - 1)
     found = corpus.read_text(text, 2)
@@ -404,9 +398,7 @@ def test_text_that_is_cut_inside_of_a_character(
     assert "its first" in found.source
 
 
-def test_output_that_cannot_be_written(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_that_cannot_be_written(text: Path, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(word2vec, "Trainer", None)  # it must not come to the training
     occupied = tmp_path / "file"
     occupied.write_text("here is a file, no folder")
@@ -427,18 +419,13 @@ def test_pipe_in_the_place_of_a_result(
 
 
 @pytest.mark.parametrize("library", ["tqdm", "matplotlib"])
-def test_missing_library(
-    library: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_missing_library(library: str, text: Path, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     expected = f'needs {library}: install it with pip install "fusestep[demo]"'
     assert_one_line(run(text, tmp_path / "out"), capsys, expected)
 
 
-def test_no_sources_of_the_standard_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_sources_of_the_standard_library(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DemoError, match="--text"):
         corpus.read_standard_library(2)
@@ -455,8 +442,7 @@ def assert_one_line(status: int, capsys: pytest.CaptureFixture[str], expected: s
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--dim", "0"), "expected a whole number from 1 to"),
-        (("--dim", "many"), "got 'many'"),
+        (("--dim", "0"), "expected a whole number from 1 to"), (("--dim", "many"), "got 'many'"),
         (("--pairs", "-5"), "expected a whole number from 1 up, got '-5'"),
         (("--seed", "-1"), "expected a whole number from 0 up"),
         (("--threads", "1.5"), "got '1.5'"),
@@ -465,10 +451,8 @@ def assert_one_line(status: int, capsys: pytest.CaptureFixture[str], expected: s
         (("--time-limit", "inf"), "expected a number above 0"),
         (("--optimizer", "sgd"), "invalid choice: 'sgd'"),
     ],
-)
-def test_bad_options(
-    options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_bad_options(options: tuple[str, ...], expected: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         arguments(*options)
     assert stop.value.code == 2

@@ -119,9 +119,8 @@ def test_set_up_is_two_commands() -> None:
     set_up = README.partition("## Install")[2].partition("\n## ")[0]
     commands = re.findall(r"```sh\n(.*?)```", set_up, re.DOTALL)
     assert [c.strip() for c in commands] == [
-        'pip install ".[demo]" && fusestep demo',
-        'pip install ".[test]" && pytest',
-    ]
+        'pip install ".[demo]" && fusestep demo', 'pip install ".[test]" && pytest',
+    ]  # fmt: skip
 
 
 OPTIONS = {"bench": command.add_arguments, "demo": word2vec.add_arguments}
@@ -195,10 +194,9 @@ def prose(text: str) -> str:
 
 
 WORDS = {
-    "lazy": r"\blazy\b",
-    "dense-equivalent": r"\bdense-equivalent\b",
+    "lazy": r"\blazy\b", "dense-equivalent": r"\bdense-equivalent\b",
     "bound": r"\bof (the|its) bound\b|\bbound of\b",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.startswith(("README", "docs/"))])

@@ -185,9 +185,7 @@ def test_runs_with_either_library_agree(
 
 
 @pytest.mark.usefixtures("threads")
-def test_tables_that_grow_learn_as_a_known_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_grow_learn_as_a_known_vocabulary(tmp_path, capsys) -> None:
     """The same losses to the last bit; fewer rows are used, and half of the ids come late."""
     small = ("--quick", "--steps", "12", "--batch", "128", "--rows", "3000", *ALONE)
     assert recommender.main(arguments(*small, "--hashed-ids", "--output", str(tmp_path))) == 0
@@ -242,15 +240,12 @@ def run_example(*options: str) -> subprocess.CompletedProcess[str]:
         (("--dim", "0"), "--dim: expected a whole number from 1 to"),
         (("--rows", "many"), "got 'many'"),
         (("--steps", "0"), "expected a whole number from 1 up, got '0'"),
-        (("--batch", "1.5"), "got '1.5'"),
-        (("--seed", "-1"), "expected a whole number from 0 up"),
+        (("--batch", "1.5"), "got '1.5'"), (("--seed", "-1"), "expected a whole number from 0 up"),
         (("--threads", "0"), "expected a whole number from 1 up"),
         (("--slow",), "unrecognized arguments: --slow"),
     ],
-)
-def test_bad_options(
-    options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_bad_options(options: tuple[str, ...], expected: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         arguments(*options)
     error = capsys.readouterr().err
@@ -266,9 +261,7 @@ def test_bad_option_of_a_process() -> None:
 
 
 @pytest.mark.parametrize("module", recommender.NEEDED)
-def test_missing_library(
-    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_library(module: str, capsys, monkeypatch) -> None:
     monkeypatch.setattr(recommender, "NEEDED", {module: recommender.NEEDED[module]})
     monkeypatch.setitem(sys.modules, module, None)
     expected = f"needs {recommender.NEEDED[module]}: install it with pip install "

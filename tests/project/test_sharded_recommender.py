@@ -74,9 +74,7 @@ def test_two_processes_and_one_that_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("n", [1, 2])
-def test_as_many_go_on_with_the_same_bits_and_others_but_for_roundings(
-    n: int, tmp_path: Path
-) -> None:
+def test_as_many_go_on_with_the_same_bits_and_others_but_for_roundings(n: int, tmp_path) -> None:
     whole, _ = trained(n, tmp_path / "whole", 6), trained(n, tmp_path / "half", 4)
     same = trained(n, tmp_path / "same", 6, "half")
     assert same["losses"] == whole["losses"] and same["auc"]["6"] == whole["auc"]["6"]
@@ -117,9 +115,7 @@ def arguments(*options: str) -> Any:
         (("--rows", "100000000", "--dim", "1024"), "tables and states need"),
     ],
 )
-def test_wrong_options(
-    options: tuple[str, ...], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options(options: tuple[str, ...], expected: str, checkpoint: Path, capsys) -> None:
     given = ["--quick", "--output", str(checkpoint / "results")]
     assert sharded_recommender.main([*given, *(x.format(checkpoint) for x in options)]) == 2
     out, err = capsys.readouterr()

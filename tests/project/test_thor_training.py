@@ -48,9 +48,7 @@ def test_gradients_of_the_nets(name: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, more(1)])
 @pytest.mark.parametrize("name", thor_digits.NETS)
-def test_half_the_steps_of_the_best_momentum(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_the_steps_of_the_best_momentum(name: str, seed: int, monkeypatch) -> None:
     digits, target = taught(256, seed), 0.05
     monkeypatch.setattr(thor_digits, "TARGET", target)
     monkeypatch.setattr(thor_digits, "MOST_STEPS", 150)
@@ -98,12 +96,9 @@ def test_example_is_deterministic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "text"),
-    [("scipy", "needs scipy"), ("sklearn", "needs scikit")],
-)
-def test_what_is_missing_is_named(
-    missing: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    ("missing", "text"), [("scipy", "needs scipy"), ("sklearn", "needs scikit")],
+)  # fmt: skip
+def test_what_is_missing_is_named(missing: str, text: str, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "sklearn":
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

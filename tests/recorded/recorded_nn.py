@@ -29,9 +29,8 @@ def growing_decay(global_step: Any) -> Any:
 
 # What the recorded texts stand for.
 SCHEDULES: dict[str, Callable[[], Any]] = {
-    "0.1/(1+step)": InverseTime,
-    "0.05+0.01*step": lambda: growing_decay,
-}
+    "0.1/(1+step)": InverseTime, "0.05+0.01*step": lambda: growing_decay,
+}  # fmt: skip
 GROUPS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "[{dense.weight: lr=.05, wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {
         "dense.weight": {"lr": 0.05, "weight_decay": 0.02}, "bn.gamma": {},

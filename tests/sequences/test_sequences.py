@@ -23,10 +23,9 @@ LONGER = [*((seed, 1_500) for seed in range(3)), *((seed, 3_000) for seed in ran
 
 def run(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess.CompletedProcess:
     environment = {
-        **ENVIRONMENT,
-        "NUMBA_NUM_THREADS": "1" if how == "fresh" else "4",
+        **ENVIRONMENT, "NUMBA_NUM_THREADS": "1" if how == "fresh" else "4",
         "OPENBLAS_NUM_THREADS": "1",
-    }
+    }  # fmt: skip
     arguments = [how, *map(str, (n_threads, seed, first, end))]
     return subprocess.run(
         [sys.executable, "-W", "error", str(PROGRAM), *arguments],

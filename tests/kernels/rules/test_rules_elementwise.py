@@ -54,9 +54,8 @@ OF_RULES += [(name, STORAGE_DTYPES[1 + k % 3], k % 2 == 0) for k, name in enumer
 
 @pytest.mark.parametrize(
     ("name", "dtype", "has_prologue"),
-    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES),
-    ids=str,
-)
+    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES), ids=str,
+)  # fmt: skip
 def test_nothing_moves_without_gradient_and_history(
     name: str, dtype: np.dtype, has_prologue: bool
 ) -> None:

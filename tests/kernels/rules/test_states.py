@@ -20,11 +20,10 @@ Array = Any
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16
 UNIT = {np.dtype(kind): 2.0**-bits for kind, bits in ((F16, 11), (BF16, 8), (F32, 24), (F64, 53))}
 KINDS = [
-    pytest.param(F32, F32, (F32,) * 5, id="f32"),
-    pytest.param(F64, F64, (F64,) * 5, id="f64"),
+    pytest.param(F32, F32, (F32,) * 5, id="f32"), pytest.param(F64, F64, (F64,) * 5, id="f64"),
     pytest.param(BF16, BF16, (BF16,) * 5, id="bf16"),
     pytest.param(F32, F16, (F16, F32, F16, BF16, F32), id="mixed"),
-]
+]  # fmt: skip
 DECAY = 0.25
 
 
@@ -87,9 +86,7 @@ def test_five_sums_of_four_states(w: Any, g: Any, s: Any) -> None:
         np.testing.assert_allclose(found[t], wanted, rtol=1e-6)
 
 
-def test_a_generated_function_can_be_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_generated_function_can_be_read(monkeypatch, capsys) -> None:
     """`FUSESTEP_SHOW=1` prints it as the head of its module explains it."""
     f32 = STORAGES[np.dtype(F32)]
     kernel = element.kernel(MOMENTUM, (COUPLED_DECAY,), f32, f32, (f32,))

@@ -54,9 +54,8 @@ def batches(step: int, comm: Communicator, model: Model, *, weighted: bool = Fal
     """The arguments of all ranks; with as many samples each, and none on the last one at times."""
     generator = torch.Generator().manual_seed(step)
     dtype, is_single = (
-        model.head.weight.dtype,
-        isinstance(model.bags.get_submodule("0"), nn.Embedding),
-    )
+        model.head.weight.dtype, isinstance(model.bags.get_submodule("0"), nn.Embedding),
+    )  # fmt: skip
     found = []
     for _ in range(comm.size):
         shape = (6,) if is_single else (6, 3)
@@ -125,12 +124,11 @@ def adagrad(parameters: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "Adagrad": adagrad,
-    "LazyAdam": lambda p: fused.LazyAdam(p, lr=0.01),
+    "Adagrad": adagrad, "LazyAdam": lambda p: fused.LazyAdam(p, lr=0.01),
     "Adam": lambda p: fused.Adam(p, lr=0.01, sparse="all"),
     "RowWiseAdagrad": lambda p: fused.RowWiseAdagrad(p, lr=0.1),
     "SGD": lambda p: fused.SGD(p, lr=0.1, skip_nonfinite=True),
-}
+}  # fmt: skip
 
 
 def optimizers(comm: Communicator, *_: Any) -> None:

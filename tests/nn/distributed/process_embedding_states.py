@@ -163,10 +163,9 @@ def _copy(comm: Communicator, pair: Pair) -> None:
     optimizer = MAKE["LazyAdam"](other.parameters())
     optimizer.load_state_dict(pair.optimizer.state_dict())
     for mine, its in zip(
-        optimizer.state_dict()["state"].values(),
-        pair.optimizer.state_dict()["state"].values(),
+        optimizer.state_dict()["state"].values(), pair.optimizer.state_dict()["state"].values(),
         strict=True,
-    ):
+    ):  # fmt: skip
         assert [x.shape for x in mine.values()] == [x.shape for x in its.values()]
     before = pair.own.words.weight.detach().clone()
     mine, reference = (pair.own, pair.optimizer), pair.done

@@ -106,9 +106,8 @@ class Pair:
             ids = batch(self.done)
             own = part(ids, self.done, self.comm)
             for net, optimizer, given in (
-                (self.own, self.optimizer, own),
-                (self.whole, self.reference, ids),
-            ):
+                (self.own, self.optimizer, own), (self.whole, self.reference, ids),
+            ):  # fmt: skip
                 optimizer.zero_grad()
                 net(given).backward()
                 optimizer.step()

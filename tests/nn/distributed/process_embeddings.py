@@ -350,8 +350,7 @@ def needs_all(comm: Communicator, *_: Any) -> None:
         weight.grad._values()[:1] = torch.nan
     arrays = [weight.detach().numpy(), weight.grad._values().numpy()]
     refused_everywhere(
-        comm, RuntimeError, "skip_nonfinite takes no part of a table",
-        optimizer.step, *arrays,
+        comm, RuntimeError, "skip_nonfinite takes no part of a table", optimizer.step, *arrays,
     )  # fmt: skip
     assert not optimizer.state
     for given in ({}, {"optimizer": pair.optimizer}):

@@ -189,9 +189,7 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("seed", [0, *map(more, range(1, 20))])
 @pytest.mark.parametrize("form", FORMS)
-def test_any_value_in_the_place_of_another(
-    form: str, seed: int, whole: Any, tmp_path: Path
-) -> None:
+def test_any_value_in_the_place_of_another(form: str, seed: int, whole: Any, tmp_path) -> None:
     """In an index with its digest: it is refused by all alike, or without effect."""
     rng, good = random.Random(f"{form} {seed}"), whole(form, 2)
 
@@ -214,9 +212,7 @@ def test_any_value_in_the_place_of_another(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_part_is_read_whole_by_one_process(
-    size: int, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_is_read_whole_by_one_process(size: int, whole: Any, monkeypatch) -> None:
     path, read, original = whole("hash", 3), [], of_index.file_digest
     monkeypatch.setattr(of_index, "file_digest", lambda file: read.append(file) or original(file))
     assert loaded(path, size, FORMS["range"]) == ("", "")

@@ -356,9 +356,7 @@ def test_a_disk_that_is_full(
 
 @pytest.mark.parametrize("kind", ["a folder", "a named pipe"])
 @pytest.mark.parametrize("linked", [False, True])
-def test_no_file_in_the_place_of_the_index(
-    kind: str, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_in_the_place_of_the_index(kind: str, linked: bool, tmp_path, monkeypatch) -> None:
     """It is refused before any part is written."""
     monkeypatch.setattr(checkpoint, "_write_part", None)
     path = tmp_path / "checkpoint"

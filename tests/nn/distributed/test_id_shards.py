@@ -144,10 +144,9 @@ def test_errors_are_those_of_all() -> None:
 
     for case, text in {
         "maps": "IdShard: rank 1: seed differs",
-        "dtype": "IdShard.route: rank 1: ids have a wrong dtype",
-        "step": "step differs",
+        "dtype": "IdShard.route: rank 1: ids have a wrong dtype", "step": "step differs",
         "full": "rank 1: IdMap: ids do not fit",
-    }.items():
+    }.items():  # fmt: skip
         found = in_threads(2, lambda comm, case=case: failing(comm, case))
         assert len({*found}) == 1 and all(found), (case, found)
         assert re.search(text, found[0]), (case, found)
@@ -161,9 +160,8 @@ def test_states_that_do_not_fit() -> None:
     cases: list[tuple[Any, str, Any]] = [
         (KeyError, "lacks arrays", [{k: x for k, x in state.items() if k != "table"}]),
         (ValueError, "does not fit", [{**state, "table": state["table"][1:]}]),
-        (ValueError, "does not fit", [state, state]),
-        (ValueError, "are missing", []),
-    ]
+        (ValueError, "does not fit", [state, state]), (ValueError, "are missing", []),
+    ]  # fmt: skip
     for error, text, states in cases:
         with pytest.raises(error, match=text):
             other.shard.load_state_dicts(states, other.arrays())

@@ -46,13 +46,12 @@ def stepping(gradient: nn.RowTensor, n_before: int) -> tuple[Any, Callable[[], A
 
 
 USES: dict[str, Callable[[nn.RowTensor], tuple[Any, Callable[[], Any]]]] = {
-    "a step": lambda g: stepping(g, 0),
-    "a later step": lambda g: stepping(g, 2),
+    "a step": lambda g: stepping(g, 0), "a later step": lambda g: stepping(g, 2),
     "clip_by_global_norm": lambda g: (g, lambda: ops.clip_by_global_norm([g], 0.1, in_place=True)),
     "global_norm": lambda g: (g, lambda: ops.global_norm([g])),
     "all_reduce": lambda g: (g, lambda: all_reduce((g,), alone())),
     "list": lambda g: (g, lambda: ops.global_norm([[g]])),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("positions", "length", "kind", "match"), WRONG)

@@ -55,10 +55,9 @@ def test_large_numbers_of_rows() -> None:
 
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (1.5, "range", TypeError, "rows has a wrong type"),
-    (True, "range", TypeError, "rows has a wrong type"),
-    (-1, "range", ValueError, "rows"),
+    (True, "range", TypeError, "rows has a wrong type"), (-1, "range", ValueError, "rows"),
     (3, "sorted", ValueError, "order is unknown"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "order", "kind", "match"), WRONG)

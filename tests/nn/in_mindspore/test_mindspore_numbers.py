@@ -105,10 +105,9 @@ def test_each_group_has_its_options() -> None:
             {"params": [ps[3]], "lr": 0.5, "weight_decay": 0.25, "grad_centralization": True},
             {"params": [ps[4]], "weight_decay": lambda step: 0.1 * step},
             {"params": [ps[5]], "lr": [0.5, 0.25, 0.125], "grad_centralization": True},
-            {"params": [ps[6]]},
-            {"params": [ps[7]], "grad_centralization": True},
+            {"params": [ps[6]]}, {"params": [ps[7]], "grad_centralization": True},
             {"order_params": ps[::-1]},
-        ]
+        ]  # fmt: skip
         return module.Momentum(groups, 0.25, momentum=0.5, weight_decay=0.125, loss_scale=4.0)
 
     optimizer, own = make(fused, weights), make(ours, copies)

@@ -46,11 +46,10 @@ def counts_of(opt: mx.Optimizer) -> tuple[int, dict[Any, int]]:
 Refused = list[tuple[Any, type[Exception], str]]
 TYPE = "has a wrong type: expected"
 NUMBER: Refused = [
-    ("1", TypeError, f"{TYPE} a number, got str"),
-    (True, TypeError, f"{TYPE} a number, got bool"),
+    ("1", TypeError, f"{TYPE} a number, got str"), (True, TypeError, f"{TYPE} a number, got bool"),
     (1e39, ValueError, "is too large: expected a float32 number"),
     (ones(2), ValueError, "has a wrong shape: expected a scalar"),
-]
+]  # fmt: skip
 FINITE: Refused = [*NUMBER, (np.nan, ValueError, "is not finite"),
                    (-np.inf, ValueError, "is not finite")]  # fmt: skip
 NONE: Refused = [(None, TypeError, f"{TYPE} .*, got NoneType")]
@@ -163,10 +162,9 @@ HANDED_ON: dict[type, dict[str, Option]] = {
 
 WARM = {"warmup_steps": 6, "base_lr": 0.5}
 WARM_UP = {
-    "warmup_steps": Option("count", 0, 5),
-    "warmup_begin_lr": Option("at least 0", 0, 0.25, WARM),
+    "warmup_steps": Option("count", 0, 5), "warmup_begin_lr": Option("at least 0", 0, 0.25, WARM),
     "warmup_mode": Option("mode", "linear", "constant", WARM),
-}
+}  # fmt: skip
 BASE_RATE = {"base_lr": Option("at least 0", 0.01, 0.5)}
 FALL = {"max_update": Option("positive int", REQUIRED, 12), **BASE_RATE}
 FINAL = {"final_lr": Option("at least 0", 0, 0.005)}

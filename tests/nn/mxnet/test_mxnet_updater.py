@@ -87,9 +87,8 @@ def test_what_a_call_passes_on() -> None:
         (Recorder, {"aggregate_num": 0}, [[0], [1], [2], [3], [4]]),
         (Recorder, {"compat": "1.9"}, [0, 1, 2, 3, 4]),
         (Recorder, {"compat": "1.9", "aggregate_num": 3}, [[0, 1], [2], [3, 4]]),
-        (Own, {"compat": "1.9"}, [0, 1, 2, 3, 4]),
-        (Own, {}, [[0], [1], [2], [3], [4]]),
-    ):
+        (Own, {"compat": "1.9"}, [0, 1, 2, 3, 4]), (Own, {}, [[0], [1], [2], [3], [4]]),
+    ):  # fmt: skip
         seen.clear()
         mx.get_updater(make(**options))(list(range(5)), [ones(1)] * 5, weights)
         assert [i if isinstance(i, int) else list(i) for i in seen] == expected
@@ -331,10 +330,9 @@ def test_bad_updates(make: Any, case: tuple[str, Any, Any, str]) -> None:
     updater, lists = mx.Updater(opt), ([0, 1, 2], given["w"], given["g"], given["s"])
     updater.states = dict(enumerate(given["s"]))
     for call in (
-        partial(opt.update, *lists),
-        partial(opt.update_multi_precision, *lists),
+        partial(opt.update, *lists), partial(opt.update_multi_precision, *lists),
         partial(updater, [0, 1, 2], given["g"], given["w"]),
-    ):
+    ):  # fmt: skip
         nothing_happens(call, opt, error, f"^{opt._name}: .*{text}", good, given)
     expected, other = three(), make()
     for _ in range(2):
@@ -519,12 +517,11 @@ class Steps(Momentum):
 
 
 CUSTOM: dict[str, tuple[Callable[..., Any], int]] = {
-    "1.9": (partial(Momentum, compat="1.9"), 0),
-    "2.0": (Steps, 6),
+    "1.9": (partial(Momentum, compat="1.9"), 0), "2.0": (Steps, 6),
     "2.0 fused": (partial(Steps, use_fused_step=True), 6000),
     "2.0 aggregated": (partial(Steps, aggregate_num=INF), 3),
     "2.0 by two": (partial(Steps, use_fused_step=True, aggregate_num=2), 3000),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)

@@ -119,10 +119,9 @@ OTHER_FORM = {
     "rsp_std": "squares x*x first, where the dense kernel has ((1 - beta2)*x)*x",
     "rsp_lazy_all": "squares x*x first in 1.9.1, where it clips",
     "unfused_clip_wd": "composed operations: x*x first, and divides before it multiplies",
-    "unfused_rsp": "composed operations",
-    "adamw_unfused": "composed operations",
+    "unfused_rsp": "composed operations", "adamw_unfused": "composed operations",
     "adamw_nobias": "moments as beta*(m - x) + x",
-}
+}  # fmt: skip
 
 
 def values(trace: Trace, entry: str) -> np.ndarray:

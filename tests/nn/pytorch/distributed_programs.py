@@ -263,10 +263,9 @@ def skip_over_meshes() -> None:
 def rows_over_meshes() -> None:
     """Rows that are whole are stepped where they are; those that are cut are refused."""
     classes: dict[str, dict[str, Any]] = {
-        "RowWiseAdagrad": {"weight_decay": 0.1},
-        "RowWiseAdam": {},
+        "RowWiseAdagrad": {"weight_decay": 0.1}, "RowWiseAdam": {},
         "LazyAdam": {"rowwise_bias_correction": True},
-    }
+    }  # fmt: skip
     for name, options in classes.items():
         found, kept = Cut(), [0, 2, 3, 4, 5]
         ours, reference = (

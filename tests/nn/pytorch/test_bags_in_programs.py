@@ -502,11 +502,10 @@ def test_who_may_step() -> None:
     bags, optimizer = stepping()
     first = bags.weights[0]
     for call in (
-        optimizer.step,
-        lambda: optimizer.step(param=first),
+        optimizer.step, lambda: optimizer.step(param=first),
         lambda: optimizer.step(lambda: first.sum()),
         lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1).optimizer.step(),
-    ):
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match="the optimizer steps in backward, not by step"):
             call()
     other = fused.EmbeddingBags(list(bags.children()))
@@ -630,10 +629,9 @@ def test_weights_that_are_replaced_between_forward_and_backward() -> None:
 def test_weights_need_the_tables_of_their_forward() -> None:
     """A table that has changed, or lies elsewhere, gives no gradients of weights; nothing steps."""
     for change in (
-        lambda weight: weight.mul_(2),
-        lambda weight: weight.set_(weight.clone()),
+        lambda weight: weight.mul_(2), lambda weight: weight.set_(weight.clone()),
         lambda weight: setattr(weight, "data", weight.clone()),
-    ):
+    ):  # fmt: skip
         bags, _ = stepping(fused.SGD, [(9, 4)])
         factors = torch.ones(1, 2, requires_grad=True)
         out = bags([torch.tensor([[1, 2]])], None, [factors])
@@ -709,11 +707,10 @@ def saved(bags: Any) -> Any:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "save": saved,
+    "deepcopy": copy.deepcopy, "save": saved,
     "of a model": lambda bags: copy.deepcopy(torch.nn.Sequential(bags))[0],
     "save of a model": lambda bags: saved(torch.nn.Sequential(bags))[0],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", COPIES)

@@ -169,10 +169,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "Adagrad with decay": lambda p: fused.Adagrad(p, lr=0.1, weight_decay=0.1, sparse="touched"),
 }
 WHOLE = {
-    "Lamb": lambda p: fused.Lamb(p, lr=0.1),
-    "Prodigy": fused.Prodigy,
+    "Lamb": lambda p: fused.Lamb(p, lr=0.1), "Prodigy": fused.Prodigy,
     "Adafactor": lambda p: fused.Adafactor(p, lr=0.1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*MAKERS, *WHOLE])
@@ -472,14 +471,13 @@ def test_gradients_without_memory_are_refused(name: str, way: str) -> None:
 WITH_NUMBERS: dict[str, Callable[[], Any]] = {
     "zeros": lambda: torch._efficientzerotensor(6),
     "zeros, float64": lambda: torch._efficientzerotensor(6, dtype=torch.float64),
-    "negated": lambda: torch._neg_view(torch.ones(6)),
-    "strided": lambda: torch.ones(12)[::2],
+    "negated": lambda: torch._neg_view(torch.ones(6)), "strided": lambda: torch.ones(12)[::2],
     "values negated": lambda: in_rows(None, torch._neg_view(torch.ones(2))),
     "values of elements negated": lambda: in_rows(MULTI, torch._neg_view(torch.ones(2))),
     "indices are zeros": lambda: in_rows(torch._efficientzerotensor(1, 2, dtype=torch.int64)),
     "empty, freed": lambda: cut(torch.ones(0)),
     "no rows, freed": lambda: in_rows(cut(torch.zeros(1, 0, dtype=torch.int64)), torch.ones(0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -573,13 +571,12 @@ class Clipped(fused.ClippingModule, Module):
 
 
 COMPILED: dict[str, Callable[[Any, Any], Any]] = {
-    **WAYS,
-    "generator": lambda p, _: fused.clip_grad_norm_((x for x in p), 0.5),
+    **WAYS, "generator": lambda p, _: fused.clip_grad_norm_((x for x in p), 0.5),
     "error_if_nonfinite": lambda p, _: fused.clip_grad_norm_(p, 0.5, 3.0, True, True),
     "several optimizers": lambda p, o: fused.clip_grad_norm_(p, 0.5, optimizer=[o]),
     "a trainer, norm": lambda _, o: Clipped().configure_gradient_clipping(o, 0.5, "norm"),
     "a trainer, value": lambda _, o: Clipped().configure_gradient_clipping(o, 0.5, "value"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])

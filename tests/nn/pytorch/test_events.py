@@ -188,9 +188,8 @@ class Side:
     def replace_state(self, r: random.Random) -> None:
         state = self.optimizer.state.get(r.choice(self.parameters), {})
         names, which = (
-            sorted(n for n, x in state.items() if isinstance(x, torch.Tensor)),
-            r.random(),
-        )
+            sorted(n for n, x in state.items() if isinstance(x, torch.Tensor)), r.random(),
+        )  # fmt: skip
         if names:
             name = names[int(which * len(names))]
             old, state[name] = state[name], self._moved(state[name], r)

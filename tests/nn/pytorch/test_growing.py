@@ -138,9 +138,8 @@ def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> 
 def test_features_of_a_table_keep_each_others_rows() -> None:
     """Weights are ids: no new id of one feature takes the row of an id of another."""
     options: Any = {
-        "initial": lambda new, shape: new.astype(float).reshape(shape),
-        "padding_idx": 0,
-    }
+        "initial": lambda new, shape: new.astype(float).reshape(shape), "padding_idx": 0,
+    }  # fmt: skip
     tables = [fused.GrowingEmbedding(9, 1, full="evict", **options) for _ in range(2)]
     model = fused.EmbeddingBags(tables, features=[0, 1, 0])
     optimizer = fused.SGD(model.parameters(), lr=0.0)

@@ -133,9 +133,8 @@ def test_numbers_are_those_of_pytorch(name: str, options: dict[str, Any], dtype:
     rows = name == "SparseAdam"
     mine, other = parameters(dtype, rows=rows), parameters(dtype, rows=rows)
     ours, theirs = (
-        getattr(fused, name)(mine, **options),
-        getattr(torch.optim, name)(other, **options),
-    )
+        getattr(fused, name)(mine, **options), getattr(torch.optim, name)(other, **options),
+    )  # fmt: skip
     generator, pairs = torch.Generator().manual_seed(5), list(zip(mine, other, strict=True))
     comparison = Comparison(ours, theirs, pairs)
     for step, rate in enumerate(rates(name)):

@@ -192,9 +192,7 @@ def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
 
 
 @pytest.mark.parametrize("can_start", [False, True])
-def test_each_python_thread_starts_a_team_of_its_own(
-    can_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_python_thread_starts_a_team_of_its_own(can_start: bool, monkeypatch) -> None:
     """Whatever is known of that of another thread. OpenMP ends the process if it cannot."""
     openmp._team.size, openmp._team.left_alone = 2, 0
     openmp.record_loop(time.pthread_getcpuclockid(threading.get_ident()), 0)

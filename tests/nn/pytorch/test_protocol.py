@@ -276,9 +276,8 @@ def by_state_dict(model: Any, optimizer: Any) -> Any:
 
 COPIES: dict[str, Any] = {
     "deepcopy": lambda *both: copy.deepcopy(both),
-    "pickle": lambda *both: pickle.loads(pickle.dumps(both)),
-    "file": by_state_dict,
-}
+    "pickle": lambda *both: pickle.loads(pickle.dumps(both)), "file": by_state_dict,
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*distributed is.*:UserWarning")

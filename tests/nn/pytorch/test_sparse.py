@@ -253,9 +253,8 @@ def rows_of_every_kind(kind: str, generator: Any) -> Any:
         "coalesced": lambda: made_of(ids, values, 9).coalesce(),
         "both dimensions": lambda: made_of(ids, values, 9).to_dense().to_sparse(2),
         "half": lambda: made_of(ids, values.half(), 9),
-        "dense": lambda: made_of(ids, values, 9).to_dense(),
-        "none": lambda: None,
-    }
+        "dense": lambda: made_of(ids, values, 9).to_dense(), "none": lambda: None,
+    }  # fmt: skip
     if kind == "inference":
         with torch.inference_mode():
             return made_of(ids.clone(), values.clone(), 9)
@@ -326,9 +325,7 @@ def test_rows_in_memory_that_the_step_writes(part: str) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 3), (9,), (9, 2, 2), (9, 1)])
 @pytest.mark.parametrize("name", ["LazyAdam", "SparseAdam"])
-def test_plain_rows_are_read_without_python(
-    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_rows_are_read_without_python(name: str, shape: tuple[int, ...], monkeypatch) -> None:
     table, read = Parameter(torch.ones(shape)), []
     optimizer, make = getattr(fused, name)([table]), record.rows_of
     monkeypatch.setattr(record, "rows_of", lambda *given: read.append(1) or make(*given))

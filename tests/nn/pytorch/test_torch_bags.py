@@ -251,9 +251,8 @@ def test_other_dtypes_of_ids_and_offsets(dtype: Any) -> None:
         (r"ids\[1\]", ([IDS[0], other_ids],)),
         (r"ids\[1\]", ([flat[0], other_ids.reshape(-1)], bounds)),
         (r"offsets\[1\]", (flat, [bounds[0], other_bounds])),
-        ("ids", (joined[0].to(dtype), joined[1])),
-        ("offsets", (joined[0], joined[1].to(dtype))),
-    ]
+        ("ids", (joined[0].to(dtype), joined[1])), ("offsets", (joined[0], joined[1].to(dtype))),
+    ]  # fmt: skip
     for name, arguments in calls:
         with pytest.raises(TypeError, match=f"EmbeddingBags: {name} has a wrong dtype"):
             bags(*arguments)

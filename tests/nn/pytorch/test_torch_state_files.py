@@ -26,9 +26,7 @@ MAPPED = [name for name in EVERY if name not in WHOLE]
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else more(n) for n in MAPPED])
 @pytest.mark.parametrize("rounding", ["nearest", "master", more("kahan"), more("stochastic")])
-def test_a_run_in_files_has_the_same_bits_and_goes_on(
-    name: str, rounding: str, tmp_path: Path
-) -> None:
+def test_a_run_in_files_has_the_same_bits_and_goes_on(name: str, rounding: str, tmp_path) -> None:
     """With an optimizer made anew between two steps, by the files alone."""
     if name == "Adafactor" and rounding != "nearest":
         pytest.skip("its rule is one on matrices")

@@ -57,13 +57,12 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "flush": lambda _, optimizer: optimizer.flush(),
     "prepare": lambda m, optimizer: optimizer.prepare(m.weight, torch.arange(N)),
     "state_dict": lambda _, optimizer: optimizer.state_dict(flush=True),
-    "saved module": lambda m, _: m.state_dict(),
-    "lookup": lambda m, _: m(torch.arange(N)),
+    "saved module": lambda m, _: m.state_dict(), "lookup": lambda m, _: m(torch.arange(N)),
     "reset_rows": lambda m, optimizer: optimizer.reset_rows(m.weight, ROWS, 0.0),
     "copy_rows": lambda m, optimizer: optimizer.copy_rows(m.weight, ROWS, ROWS + 2),
     "grow": lambda m, optimizer: optimizer.grow(m.weight, 2 * N),
     "step": lambda m, optimizer: stepped(m, optimizer),
-}
+}  # fmt: skip
 
 
 def stepped(module: Any, optimizer: Any) -> None:

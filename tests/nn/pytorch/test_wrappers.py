@@ -152,12 +152,11 @@ def mean(old: Any, new: Any, n: Any) -> Any:
 
 
 MEANS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "swa": ({}, mean),
-    "ema": ({"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.8)}, ema),
+    "swa": ({}, mean), "ema": ({"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.8)}, ema),
     "swa of many": ({"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()}, mean),
     "ema of each": ({"avg_fn": swa_utils.get_ema_avg_fn(0.8)}, ema),
     "by count, and buffers": ({"avg_fn": by_count, "use_buffers": True}, by_count),
-}
+}  # fmt: skip
 
 
 def weights_of(table: Any) -> dict[int, Any]:

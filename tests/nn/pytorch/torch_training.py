@@ -130,10 +130,9 @@ def through_folder(
 
 
 FOLDERS: dict[str, dict[str, Any]] = {
-    "folder": {},
-    "flat folder": {"flatten_optimizer_state_dict": True},
+    "folder": {}, "flat folder": {"flatten_optimizer_state_dict": True},
     "full folder": {"full_state_dict": True, "cpu_offload": True},
-}
+}  # fmt: skip
 """Options of ways through a folder."""
 
 

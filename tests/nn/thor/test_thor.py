@@ -79,9 +79,7 @@ def margins(options: dict[str, Any], size: Any, kernel: Any) -> tuple[Any, Any, 
 
 @pytest.mark.parametrize("block_size", [128, 4])
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
-def test_conv_is_a_kronecker_solve(
-    options: dict[str, Any], block_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conv_is_a_kronecker_solve(options: dict[str, Any], block_size: int, monkeypatch) -> None:
     monkeypatch.setattr(thor_conv, "_CHUNK_BYTES", 4000)  # several chunks of samples
     rng = random(2)
     kernel, size, n = (3, 2), (7, 6), 5
