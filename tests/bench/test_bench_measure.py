@@ -53,17 +53,14 @@ def test_paired_ratios_are_of_the_same_round() -> None:
         figures.paired([1.0, 2.0], [1.0])
 
 
-@pytest.mark.parametrize(
-    ("median", "p20", "p80", "verdict"),
-    [
-        (1.04, 1.01, 1.5, "slower"),
-        (1.04, 0.99, 1.5, "same"),  # the rounds do not agree
-        (1.02, 1.01, 1.03, "same"),  # they agree on next to nothing
-        (0.96, 0.90, 0.99, "faster"),
-        (0.96, 0.90, 1.01, "same"),
-        (0.98, 0.97, 0.99, "same"),
-    ],
-)
+@pytest.mark.parametrize(("median", "p20", "p80", "verdict"), [
+    (1.04, 1.01, 1.5, "slower"),
+    (1.04, 0.99, 1.5, "same"),  # the rounds do not agree
+    (1.02, 1.01, 1.03, "same"),  # they agree on next to nothing
+    (0.96, 0.90, 0.99, "faster"),
+    (0.96, 0.90, 1.01, "same"),
+    (0.98, 0.97, 0.99, "same"),
+])  # fmt: skip
 def test_verdicts_of_changes(median: float, p20: float, p80: float, verdict: str) -> None:
     assert figures.change(Summary(median, p20, p80, 9)) == verdict
 
@@ -111,14 +108,11 @@ def test_plans(warm: dict[str, float], budget: float, scenario: str, expected: P
 # -- interleaving ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("of_plan", "lost", "order"),
-    [
-        (Plan(3), {}, "ababab"),  # everybody once, then everybody again
-        (Plan(5, {"b": 2}), {}, "abaabaab"),  # who sits out comes back
-        (Plan(3), {"b": "gone"}, "aaa"),  # who is lost in the warm-up stays out
-    ],
-)
+@pytest.mark.parametrize(("of_plan", "lost", "order"), [
+    (Plan(3), {}, "ababab"),  # everybody once, then everybody again
+    (Plan(5, {"b": 2}), {}, "abaabaab"),  # who sits out comes back
+    (Plan(3), {"b": "gone"}, "aaa"),  # who is lost in the warm-up stays out
+])  # fmt: skip
 def test_who_takes_turns(of_plan: Plan, lost: dict[str, str], order: str) -> None:
     taken, rounds = [], []
 
@@ -316,14 +310,11 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
     return point.run(bench_support.point(), 0.01, Peers({}), quiet)
 
 
-@pytest.mark.parametrize(
-    ("ours", "from_memory", "losses"),
-    [
-        (11.4, True, ["87.7% of the bound"]),
-        (11.0, True, []),
-        (40.0, False, []),  # in the cache the bound is no target
-    ],
-)
+@pytest.mark.parametrize(("ours", "from_memory", "losses"), [
+    (11.4, True, ["87.7% of the bound"]),
+    (11.0, True, []),
+    (40.0, False, []),  # in the cache the bound is no target
+])  # fmt: skip
 def test_a_slowed_step_is_reported(
     clock: FakeClock, ours: float, from_memory: bool, losses: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -370,17 +361,14 @@ def test_a_point_that_does_not_fit_is_not_available() -> None:
     assert found.losses == []
 
 
-@pytest.mark.parametrize(
-    ("times", "losses"),
-    [
-        ({"torch_fused": 0.009}, ["0.90 x torch fused"]),
-        ({"torch_fused": 0.011, "torch_foreach": 0.02}, []),
-        ({"torch_fused": 0.02, "torch_foreach": 0.005}, ["0.50 x torch foreach"]),
-        ({"bound_x": 0.0088, "numpy_x": 0.0099}, ["88.0% of the bound", "0.99 x numpy x"]),
-        # Peers are compared where nothing comes from memory, too.
-        ({"from_memory": False, "bound_x": 0.001, "torch_x": 0.009}, ["0.90 x torch x"]),
-    ],
-)
+@pytest.mark.parametrize(("times", "losses"), [
+    ({"torch_fused": 0.009}, ["0.90 x torch fused"]),
+    ({"torch_fused": 0.011, "torch_foreach": 0.02}, []),
+    ({"torch_fused": 0.02, "torch_foreach": 0.005}, ["0.50 x torch foreach"]),
+    ({"bound_x": 0.0088, "numpy_x": 0.0099}, ["88.0% of the bound", "0.99 x numpy x"]),
+    # Peers are compared where nothing comes from memory, too.
+    ({"from_memory": False, "bound_x": 0.001, "torch_x": 0.009}, ["0.90 x torch x"]),
+])  # fmt: skip
 def test_what_is_lost(times: dict[str, Any], losses: list[str]) -> None:
     """The fastest form of a peer counts, and less than 90% of the bound."""
     assert result(**times).losses == losses

@@ -200,15 +200,12 @@ def test_pooled_tables_are_those_of_peers(library: tuple[str, Worker], name: str
 # -- missing peers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pythons", "reason"),
-    [
-        ({}, None),  # not asked for
-        ({"torch": None}, "not installed here; name its Python with --torch-python"),
-        ({"torch": "/dev/null"}, "cannot start /dev/null: Permission denied"),
-        ({"torch": "/bin/false"}, "the worker ended with status 1"),
-    ],
-)
+@pytest.mark.parametrize(("pythons", "reason"), [
+    ({}, None),  # not asked for
+    ({"torch": None}, "not installed here; name its Python with --torch-python"),
+    ({"torch": "/dev/null"}, "cannot start /dev/null: Permission denied"),
+    ({"torch": "/bin/false"}, "the worker ended with status 1"),
+])  # fmt: skip
 def test_a_missing_peer_does_not_break_a_run(
     pythons: dict[str, str | None], reason: str | None
 ) -> None:

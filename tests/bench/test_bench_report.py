@@ -111,15 +111,12 @@ def test_a_document_is_read_as_it_was_written(full: dict[str, Any], tmp_path: Pa
     assert joined["peers"] == {"torch": "2.0", "numpy": "3.0"}
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (None, "--against: cannot read 'FILE': No such file or directory"),
-        (b"{", "--against: 'FILE' holds no results: Expecting property name"),
-        (b"\xff\xfe\xfa", "--against: 'FILE' holds no results: "),
-        (b"[]", "--against: 'FILE' holds no results: expected results of schema 3, got None"),
-    ],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    (None, "--against: cannot read 'FILE': No such file or directory"),
+    (b"{", "--against: 'FILE' holds no results: Expecting property name"),
+    (b"\xff\xfe\xfa", "--against: 'FILE' holds no results: "),
+    (b"[]", "--against: 'FILE' holds no results: expected results of schema 3, got None"),
+])  # fmt: skip
 def test_what_is_no_document(content: bytes | None, text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     if content is not None:
@@ -329,16 +326,11 @@ POOLED = replace(
     result(point("pooled/ops.EmbeddingBags", "4x20x8x10x5"), memory=2**20),
     sizes={"parameters": 4, "occurrences": 200},
 )
-DLRM = SpecialResult(
-    "dlrm-training",
-    "iterations",
-    {
-        f"{scenario} {name}": summary(time)
-        for scenario in ("loop", "busy")
-        for name, time in (("torch", 0.1), ("nn.torch", 0.05), ("layers alone", 0.02))
-    },
-    {"loop nn.torch": 0.06, "busy nn.torch": 0.04},
-)
+DLRM = SpecialResult("dlrm-training", "iterations", {
+    f"{scenario} {name}": summary(time)
+    for scenario in ("loop", "busy")
+    for name, time in (("torch", 0.1), ("nn.torch", 0.05), ("layers alone", 0.02))
+}, {"loop nn.torch": 0.06, "busy nn.torch": 0.04})  # fmt: skip
 PEERS_OF = ("numpy", "torch", "optax", "mindspore", "mxnet")
 WITH_PEERS = result(point(size=PUBLISHED_DENSE), **{f"{peer}_x": 0.02 for peer in PEERS_OF})
 HEAD = "| case | size | in a loop | beside a busy process |"
@@ -390,25 +382,19 @@ def test_tables(name: str, results: list[Any], lines: list[str], checkout: Path)
     assert [line for line in shown if line in lines] == lines
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        ("4x20x8x10x5", "4 tables of 20 rows, 8 wide, 10 bags of 5 ids"),
-        ("1Kx8x10x5", "1,024 rows, 8 wide, 10 bags of 5 ids"),
-        ("click-logx64x10x5", "the tables of a click log, 64 wide, 10 bags of 5 ids"),
-    ],
-)
+@pytest.mark.parametrize(("size", "words"), [
+    ("4x20x8x10x5", "4 tables of 20 rows, 8 wide, 10 bags of 5 ids"),
+    ("1Kx8x10x5", "1,024 rows, 8 wide, 10 bags of 5 ids"),
+    ("click-logx64x10x5", "the tables of a click log, 64 wide, 10 bags of 5 ids"),
+])  # fmt: skip
 def test_sizes_of_pooled_tables_in_words(size: str, words: str) -> None:
     assert table.size_in_words({"size": size, "indices": "zipf1.2"}) == words
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("usuall x.json", "no table 'usuall': there are summary"),
-        ("usual y.json", "--check: cannot read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("usuall x.json", "no table 'usuall': there are summary"),
+    ("usual y.json", "--check: cannot read"),
+])  # fmt: skip
 def test_a_region_that_cannot_be_made(name: str, text: str, checkout: Path) -> None:
     with pytest.raises(BenchError, match=text):
         region(name, checkout)

@@ -46,15 +46,12 @@ def test_one_process_is_always_measured(text: str, counts: list[int], monkeypatc
 FAILED = "W1 of torchrun\nTraceback:\nValueError: a table\nraise ChildFailedError(\nfailed"
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (subprocess.CalledProcessError(1, "python", stderr=FAILED), "ValueError: a table"),
-        (subprocess.CalledProcessError(-9, "python", stderr="one\ntwo\n"), "two"),
-        (subprocess.CalledProcessError(-9, "python", stderr=""), "died with"),
-        (subprocess.TimeoutExpired("python", 600), "timed out after 600 seconds"),
-    ],
-)
+@pytest.mark.parametrize(("error", "text"), [
+    (subprocess.CalledProcessError(1, "python", stderr=FAILED), "ValueError: a table"),
+    (subprocess.CalledProcessError(-9, "python", stderr="one\ntwo\n"), "two"),
+    (subprocess.CalledProcessError(-9, "python", stderr=""), "died with"),
+    (subprocess.TimeoutExpired("python", 600), "timed out after 600 seconds"),
+])  # fmt: skip
 def test_a_run_that_fails(error: Exception, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -144,8 +141,7 @@ def data() -> dict[str, Any]:
         "runs": [
             run_of(1, 1000, 0.005, outside=0.004, sent=0, least=0, second_per_byte=0),
             run_of(1, 4000, 0.011, outside=0.010, sent=0, least=0, second_per_byte=0),
-            run_of(2, 4000), run_of(4, 4000, exchanges=12.0),
-        ],
+            run_of(2, 4000), run_of(4, 4000, exchanges=12.0)],
     }  # fmt: skip
 
 

@@ -158,8 +158,7 @@ DENSE: dict[str, tuple[Step, int]] = {
     "adamw": (adamw, 2),
     "sgd": (lambda _, *arrays: elementwise.sgd(*arrays, lr=LR), 0),
     "momentum": (
-        lambda _, *arrays: elementwise.momentum(*arrays, lr=LR, momentum=0.9, nesterov=False), 1,
-    ),
+        lambda _, *arrays: elementwise.momentum(*arrays, lr=LR, momentum=0.9, nesterov=False), 1),
     "adagrad": (lambda _, *arrays: elementwise.adagrad(*arrays, lr=LR), 1),
 }  # fmt: skip
 ROWS = ("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-rows")

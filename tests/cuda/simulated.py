@@ -27,9 +27,8 @@ GEOMETRY = Geometry(
     totals=4,
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort=SortGeometry(
-        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2, few=2
-    ),
-)
+        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2, few=2),
+)  # fmt: skip
 """A Python thread is one of the device's: arrays are short, and have several blocks even so."""
 
 _one_at_a_time = threading.Lock()

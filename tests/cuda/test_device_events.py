@@ -45,10 +45,9 @@ def test_numbers_of_a_group() -> None:
         theirs = on_device(variables)
         ours, other = (
             nn.AdamWeightDecay(
-                [{"params": p[:1], "lr": rate, "weight_decay": 0.2}, {"params": p[1:]}], 0.05
-            )
+                [{"params": p[:1], "lr": rate, "weight_decay": 0.2}, {"params": p[1:]}], 0.05)
             for p, rate in ((theirs, lr), (w, 0.125))
-        )
+        )  # fmt: skip
         ours.target = target
         step = [gradient(shape) for shape in SHAPES]
         ours(tuple(on_device(step)))
@@ -143,8 +142,7 @@ def test_wrong_numbers() -> None:
         (TypeError, "found_inf has a wrong dtype", lambda: setattr(opt, "found_inf", whole)),
         (ValueError, "found_inf has a wrong shape", lambda: setattr(opt, "found_inf", two)),
         (TypeError, "found_inf has a wrong type", lambda: setattr(opt, "found_inf", True)),
-        (ValueError, "found_inf lives elsewhere",
-         lambda: setattr(nn.Adam(host), "found_inf", one)),
+        (ValueError, "found_inf lives elsewhere", lambda: setattr(nn.Adam(host), "found_inf", one)),
     ):  # fmt: skip
         with refused(error, text):
             call()
@@ -700,15 +698,12 @@ def test_not_taken() -> None:
         nn.Adam(theirs, clipnorm=1.0)
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "text"),
-    [
-        (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of scalars"),
-        (lambda _real, lr, *_: lr, TypeError, "formula '<lambda>' returns"),
-        (lambda *_: (None,), TypeError, "lr of formula '<lambda>'"),
-        (lambda *_: (1 // 0,), ZeroDivisionError, ""),
-    ],
-)
+@pytest.mark.parametrize(("function", "error", "text"), [
+    (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of scalars"),
+    (lambda _real, lr, *_: lr, TypeError, "formula '<lambda>' returns"),
+    (lambda *_: (None,), TypeError, "lr of formula '<lambda>'"),
+    (lambda *_: (1 // 0,), ZeroDivisionError, ""),
+])  # fmt: skip
 def test_own_formulas(function: Any, error: type[Exception], text: str) -> None:
     """Scalars of a user's formula are looked at before the step on the device has them."""
     (w,) = on_device([np.ones(3, F32)])

@@ -88,9 +88,8 @@ CUPY = SimpleNamespace(
     empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
     ascontiguousarray=ascontiguousarray,
     cuda=SimpleNamespace(
-        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
-    ),
-)
+        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -235,10 +234,9 @@ def test_dtypes() -> None:
         *((one, "has a wrong dtype") for one in (two_bytes, *of_others)),
         *(
             (torch.empty(3, dtype=kind), f"expected a dtype that NumPy has, got {kind}")
-            for kind in (torch.bits8, torch.bits16)
-        ),
+            for kind in (torch.bits8, torch.bits16)),
         (Interface(array(3), mask=Interface(array(3))), "is masked"),
-    ):
+    ):  # fmt: skip
         with refused(TypeError, text):
             adopted(value)
     two_bytes.dtype = "bfloat16"  # type: ignore[attr-defined]

@@ -140,19 +140,16 @@ def test_rules_meet_their_references(name: str, dtype: Any) -> None:
             assert_rounded(array, value, real, most, f"array {k} after step {step + 1}: ")
 
 
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        (adam.ADAM, {}), (adam.ADAM, {"prologue": (SCALE, CLIP, COUPLED_DECAY)}),
-        (adam.ADAM, {"w": F64, "g": F64, "s": (F64, F64)}),
-        (adam.ADAM, {"w": F64, "g": F32, "s": (F64, F32)}),
-        (adam.ADAM, {"w": F16, "g": F16, "s": (F32, F32)}),
-        (adam.ADAM, {"w": BF16, "g": BF16, "s": (BF16, BF16)}),
-        (mxnet.MXNET_ADAM.kept(MASTER), {"w": F16, "g": F16, "s": (F32, F32, F32)}),
-        (adam.ADAM.kept(KAHAN), {"w": BF16, "g": BF16, "s": (F32, F32, BF16)}),
-        (adam.ADAM, {"shift": 1}), (adam.ADAM, {"w": BF16, "g": F32, "s": (F32, F32), "shift": 3}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rule", "options"), [
+    (adam.ADAM, {}), (adam.ADAM, {"prologue": (SCALE, CLIP, COUPLED_DECAY)}),
+    (adam.ADAM, {"w": F64, "g": F64, "s": (F64, F64)}),
+    (adam.ADAM, {"w": F64, "g": F32, "s": (F64, F32)}),
+    (adam.ADAM, {"w": F16, "g": F16, "s": (F32, F32)}),
+    (adam.ADAM, {"w": BF16, "g": BF16, "s": (BF16, BF16)}),
+    (mxnet.MXNET_ADAM.kept(MASTER), {"w": F16, "g": F16, "s": (F32, F32, F32)}),
+    (adam.ADAM.kept(KAHAN), {"w": BF16, "g": BF16, "s": (F32, F32, BF16)}),
+    (adam.ADAM, {"shift": 1}), (adam.ADAM, {"w": BF16, "g": F32, "s": (F32, F32), "shift": 3}),
+])  # fmt: skip
 def test_sizes_and_types(rule: Rule, options: dict[str, Any]) -> None:
     """Tails, several blocks, scalars of each tensor; tiles of 2 to 8 elements, aligned or not."""
     for sizes in (SIZES, (0, 0)):

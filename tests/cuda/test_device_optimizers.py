@@ -116,8 +116,7 @@ def centralized(params: Any, decay: float = 0.0) -> list[dict[str, Any]]:
 OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Adam(
         [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}],
-        [0.1, 0.05, 0.01, 0.1],
-    ),
+        [0.1, 0.05, 0.01, 0.1]),
     lambda p: nn.SGD(p, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
     lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9, weight_decay=0.1, loss_scale=2.0), coefficient=0.1),
     lambda p: nn.LARS(nn.Lamb(p, 0.1), use_clip=True, lars_filter=lambda q: q.ndim > 0),
@@ -127,7 +126,7 @@ OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipvalue=0.25),
     lambda p: nn.AdamWeightDecay(p, 0.1, weight_decay=0.1, clipvalue=0.25),
     lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipnorm=1.0),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -171,8 +170,7 @@ ROW_OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.Adam(p, 0.1, use_lazy=True, use_locking=True),
     lambda p: nn.LazyAdam(
-        [{"params": p[:1], "lr": 0.3}, {"params": p[1:], "weight_decay": 0.2}], 0.1
-    ),
+        [{"params": p[:1], "lr": 0.3}, {"params": p[1:], "weight_decay": 0.2}], 0.1),
     lambda p: nn.FTRL(p, learning_rate=0.1),
     lambda p: nn.ProximalAdagrad(p, learning_rate=0.1, sparse_update="dense_equivalent"),
     lambda p: nn.Momentum(p, 0.1, 0.9, sparse_update="lazy"),
@@ -184,7 +182,7 @@ ROW_OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Adam(centralized(p, 0.3), 0.1, loss_scale=2.0),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
     lambda p: nn.AdamOffload(centralized(p, 0.3), 0.1, sparse_update="lazy"),
-)
+)  # fmt: skip
 ROW_WISE: tuple[Make, ...] = (
     lambda p: nn.RowWiseAdagrad(p, accum=0.1, learning_rate=0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.RowWiseAdam(
@@ -431,14 +429,13 @@ class Half(mx.Adam):
 UPDATERS: tuple[Callable[[], Any], ...] = (
     lambda: mx.Adam(0.1, **CONDITIONS),
     lambda: mx.Adam(
-        0.1, lazy_update=True, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5), **CONDITIONS
-    ),
+        0.1, lazy_update=True, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5), **CONDITIONS),
     lambda: mx.Adam(0.1, compat="1.9", **CONDITIONS),
     lambda: mx.Adam(0.1, compat="1.9", aggregate_num=0),
     lambda: mx.Adam(0.1, use_fused_step=False, **CONDITIONS),
     lambda: mx.AdamW(0.1, aggregate_num=2, **CONDITIONS),
     lambda: mx.AdamW(0.1, use_fused_step=False, correct_bias=False, wd=0.2),
-)
+)  # fmt: skip
 # Master copies on the device, written in the pass of their weights or by themselves.
 OF_MASTERS: tuple[Callable[[], Any], ...] = (
     lambda: mx.Adam(0.1), lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),

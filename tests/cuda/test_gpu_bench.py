@@ -35,17 +35,14 @@ def test_report_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> No
     assert "dense/nn.Adam 900 fp32 x1: the device waited for the host: torch fused" in text
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (["--device", "cuda", "--threads", "1"], "--device cuda: takes no --threads"),
-        (["--device", "cuda", "--scenario", "busy"], "--device cuda: takes no --scenario"),
-        (["--device", "cuda", "--peers", "none"], "--device cuda: takes no --peers"),
-        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-        (["device-rows"], "device-rows: is measured on --device cuda only"),
-        (["--append"], "--append: needs --json FILE"),
-    ],
-)
+@pytest.mark.parametrize(("given", "text"), [
+    (["--device", "cuda", "--threads", "1"], "--device cuda: takes no --threads"),
+    (["--device", "cuda", "--scenario", "busy"], "--device cuda: takes no --scenario"),
+    (["--device", "cuda", "--peers", "none"], "--device cuda: takes no --peers"),
+    (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+    (["device-rows"], "device-rows: is measured on --device cuda only"),
+    (["--append"], "--append: needs --json FILE"),
+])  # fmt: skip
 def test_options_of_a_device(given: list[str], text: str, capsys) -> None:
     assert text in refused_line(capsys, *given)
 

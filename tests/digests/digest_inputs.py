@@ -59,9 +59,8 @@ SPARSE: dict[str, Kind] = {
     "many": lambda seed, shape, dtype: rows(seed, shape, 20_000, dtype, hot=0.3),
     "parts": lambda seed, shape, dtype: [rows((seed, n), shape, n, dtype) for n in (5, 0, 9)],
     "nan rows": lambda _, shape, dtype: nn.RowTensor(
-        np.arange(2), np.full((2, *shape[1:]), np.nan, dtype), shape
-    ),
-}
+        np.arange(2), np.full((2, *shape[1:]), np.nan, dtype), shape),
+}  # fmt: skip
 # The parameters of a run: the shape of each, and the kinds of its gradients from step to step.
 PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
     "dense": (((9, 8), "dense"), ((11,), "dense")),
@@ -74,14 +73,13 @@ PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
     "nan": (((9, 8), "dense"), ((11,), "dense, nan, dense")),
     "mixed": (
         *(((9, 8), "rows"), ((5, 7), "dense"), ((11,), "dense"), ((4, 3), "none")),
-        *(((6, 16), "parts"), ((5, 1), "no rows"), ((50,), "int32"), ((20, 3, 4), "rows")),
-    ),
+        *(((6, 16), "parts"), ((5, 1), "no rows"), ((50,), "int32"), ((20, 3, 4), "rows"))),
     "widths": tuple(((40, width), "rows") for width in (1, 3, 8, 16, 64, 100)),
     "hot": (((60, 8), "hot"), ((5, 1), "hot"), ((9, 8), "rows")),
     "many": (((2_003, 16), "many"), ((40, 64), "rows")),
     "changing": (((9, 8), "rows, dense, none"), ((7, 3), "dense, int32, no rows")),
     "nan rows": (((9, 8), "rows, nan rows, rows"), ((11,), "dense")),
-}
+}  # fmt: skip
 OF_ARRAYS = [
     name
     for name, plan in PLANS.items()

@@ -331,8 +331,7 @@ REPLACEMENTS = {
 FOREIGN = {
     "foreign": lambda entry, file: os.chown(file.rename(entry), NOBODY, NOBODY),
     "foreign link": lambda entry, file: (
-        make_link(entry, file), os.chown(entry, NOBODY, NOBODY, follow_symlinks=False)
-    ),
+        make_link(entry, file), os.chown(entry, NOBODY, NOBODY, follow_symlinks=False)),
 }  # fmt: skip
 
 

@@ -86,18 +86,15 @@ def test_expected_rows(n):
     assert found.tolist() == [address_of(a) for a in arrays]
 
 
-@pytest.mark.parametrize(
-    ("k", "wrong"),
-    [
-        (0, np.ones((3, 2), np.float32)), (0, np.ones((2, 3))), (0, np.ones((2, 3, 1), np.float32)),
-        (0, np.ones((3, 2), np.float32).T),
-        (0, np.zeros(25, np.uint8)[1:].view(np.float32).reshape(2, 3)),
-        (0, np.ones((2, 3), np.float32).view(Subclass)), (0, None), (1, np.zeros(3, np.int64)),
-        (1, np.zeros(4, np.int32)), (1, np.zeros((4, 1), np.int64)),
-        (1, np.zeros(8, np.int64)[::2]), (2, np.ones((5, 2))), (2, np.ones((4, 3))),
-        (2, np.ones((4, 2), np.float32)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("k", "wrong"), [
+    (0, np.ones((3, 2), np.float32)), (0, np.ones((2, 3))), (0, np.ones((2, 3, 1), np.float32)),
+    (0, np.ones((3, 2), np.float32).T),
+    (0, np.zeros(25, np.uint8)[1:].view(np.float32).reshape(2, 3)),
+    (0, np.ones((2, 3), np.float32).view(Subclass)), (0, None), (1, np.zeros(3, np.int64)),
+    (1, np.zeros(4, np.int32)), (1, np.zeros((4, 1), np.int64)),
+    (1, np.zeros(8, np.int64)[::2]), (2, np.ones((5, 2))), (2, np.ones((4, 3))),
+    (2, np.ones((4, 2), np.float32)),
+])  # fmt: skip
 def test_arrays_that_are_not_as_expected(k, wrong):
     arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
     expected = expected_arrays(row_forms(), NOWHERE)
@@ -231,18 +228,15 @@ def broken(rows, attribute, value):
 
 
 @pytest.mark.parametrize("usable", [True, False])
-@pytest.mark.parametrize(
-    ("attribute", "value", "error", "text"),
-    [
-        ("dense_shape", (4, 3), ValueError, "has a wrong dense_shape"),
-        ("values", np.ones((4, 2), np.float32), ValueError, "has a wrong shape"),
-        ("values", np.ones((3, 3), np.float32), ValueError, "has a wrong length"),
-        ("values", np.ones((4, 3), np.int32), TypeError, "has a wrong dtype"),
-        ("indices", np.zeros(4, np.int16), TypeError, "has a wrong dtype"),
-        ("indices", np.zeros((4, 1), np.int64), ValueError, "has a wrong shape"),
-        ("indices", np.full(4, 5), IndexError, "is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "value", "error", "text"), [
+    ("dense_shape", (4, 3), ValueError, "has a wrong dense_shape"),
+    ("values", np.ones((4, 2), np.float32), ValueError, "has a wrong shape"),
+    ("values", np.ones((3, 3), np.float32), ValueError, "has a wrong length"),
+    ("values", np.ones((4, 3), np.int32), TypeError, "has a wrong dtype"),
+    ("indices", np.zeros(4, np.int16), TypeError, "has a wrong dtype"),
+    ("indices", np.zeros((4, 1), np.int64), ValueError, "has a wrong shape"),
+    ("indices", np.full(4, 5), IndexError, "is out of range"),
+])  # fmt: skip
 def test_row_tensor_that_was_assigned_to(monkeypatch, usable, attribute, value, error, text):
     monkeypatch.setattr(headers, "usable", usable)
     rng = np.random.default_rng(1)

@@ -159,23 +159,19 @@ CASES: dict[str, Callable[[], Steps]] = {
     "mxnet.Adam, one weight": lambda: mxnet(updated_alone),
     "Adam operator, locked": lambda: operator(ops.Adam(use_locking=True), ones(6, 2)),
     "FusedSparseLazyAdam, locked": lambda: operator(
-        ops.FusedSparseLazyAdam(use_locking=True), ones(3, 2), np.array([5, 0, 5])
-    ),
+        ops.FusedSparseLazyAdam(use_locking=True), ones(3, 2), np.array([5, 0, 5])),
     "adam_update": lambda: to_another_array(ones(6, 2)),
     "adam_update, rows, locked": lambda: to_another_array(rows(6, 2, [3, 3]), use_locking=True),
-}
+}  # fmt: skip
 
 
 # What is interrupted within a finalizer goes on, and Python says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("n_before", "every"),
-    [
-        pytest.param(0, 7, id="first step"), pytest.param(2, 5, id="later"),
-        more(2, 1, id="later, every moment"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n_before", "every"), [
+    pytest.param(0, 7, id="first step"), pytest.param(2, 5, id="later"),
+    more(2, 1, id="later, every moment"),
+])  # fmt: skip
 def test_a_step_happens_in_whole_or_not_at_all(
     case: Callable[[], Steps], n_before: int, every: int
 ) -> None:

@@ -195,8 +195,7 @@ WRONG = [
     ({"n_measured": 1}, TypeError, "takes other arguments"),
     (
         {"states": (State("m"), State("seen", "row", is_read=True), State("largest", "row"))},
-        ValueError, "factor 'of_row' returns another number of values",
-    ),
+        ValueError, "factor 'of_row' returns another number of values"),
     ({"states": (State("m"), State("seen", "block"), State("largest", "row"))}, ValueError,
      "state 'seen' of the rule is of something unknown"),
     ({"states": (State("m", dtype=np.int32), State("seen", "row"), State("largest", "row"))},

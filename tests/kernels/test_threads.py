@@ -138,13 +138,10 @@ def test_the_hazard_is_real():
     assert done.returncode != 0
 
 
-@pytest.mark.parametrize(
-    ("layer", "could_be_tbb"),
-    [
-        *((name, True) for name in ("default", "tbb", "TBB", "safe", "threadsafe", "forksafe")),
-        ("omp", False), ("workqueue", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("layer", "could_be_tbb"), [
+    *((name, True) for name in ("default", "tbb", "TBB", "safe", "threadsafe", "forksafe")),
+    ("omp", False), ("workqueue", False),
+])  # fmt: skip
 def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
     monkeypatch, tmp_path, layer, could_be_tbb
 ):
@@ -257,24 +254,18 @@ def test_first_steps_of_two_threads_while_numba_makes_its_lock():
 CORES = Limit(6, "the cores of this process")
 
 
-@pytest.mark.parametrize(
-    ("environment", "budget", "expected"),
-    [
-        ({}, None, CORES),
-        ({"quota": 2}, None, Limit(2, "the CPU quota of the container")),
-        ({"quota": 9}, None, CORES),
-        ({"OMP_NUM_THREADS": "3"}, None, Limit(3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": " 3,2 "}, None, Limit(3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, Limit(5, "NUMBA_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "9"}, None, CORES),
-        ({"OMP_NUM_THREADS": "3"}, 2, Limit(2, "fusestep.set_num_threads")),
-        ({"OMP_NUM_THREADS": "1"}, 2, Limit(1, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "3"}, 4_000_000, Limit(3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "99999999999999999999"}, None, CORES),
-        *(({"OMP_NUM_THREADS": x}, None, CORES)
-          for x in ("0", "-1", "many", "", "2.5")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("environment", "budget", "expected"), [
+    ({}, None, CORES), ({"quota": 2}, None, Limit(2, "the CPU quota of the container")),
+    ({"quota": 9}, None, CORES), ({"OMP_NUM_THREADS": "3"}, None, Limit(3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": " 3,2 "}, None, Limit(3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, Limit(5, "NUMBA_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "9"}, None, CORES),
+    ({"OMP_NUM_THREADS": "3"}, 2, Limit(2, "fusestep.set_num_threads")),
+    ({"OMP_NUM_THREADS": "1"}, 2, Limit(1, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "3"}, 4_000_000, Limit(3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "99999999999999999999"}, None, CORES),
+    *(({"OMP_NUM_THREADS": x}, None, CORES) for x in ("0", "-1", "many", "", "2.5")),
+])  # fmt: skip
 def test_the_smallest_limit_decides(environment, budget, expected, monkeypatch):
     monkeypatch.setattr(layers, "_cores", lambda: 6)
     monkeypatch.setattr(layers, "_quota", lambda *_: environment.get("quota"))
@@ -435,26 +426,22 @@ def groups(folder, **files):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "cores"),
-    [
-        ("0::/\n", {"cpu_max": "250000 100000\n"}, 2),
-        ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
-        ("0::/\n", {"cpu_max": "max 100000\n"}, None),
-        ("0::/\n", {}, None),
-        ("0::/a/b\n", {"a__b__cpu_max": "max 100000", "a__cpu_max": "300000 100000"}, 3),
-        ("0::/a/b\n", {"a__b__cpu_max": "200000 100000", "a__cpu_max": "300000 100000"}, 2),
-        ("0::/not/here\n", {"cpu_max": "400000 100000"}, 4),
-        ("3:cpu,cpuacct:/x\n1:memory:/x\n",
-         {"cpu,cpuacct__x__cfs_quota_us": "200000", "cpu,cpuacct__x__cfs_period_us": "100000"}, 2),
-        ("3:cpu:/docker/1\n",
-         {"cpu__cfs_quota_us": "700000", "cpu__cfs_period_us": "100000"}, 7),
-        ("3:cpu:/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, None),
-        ("3:memory:/\n", {"memory__cfs_quota_us": "1", "memory__cfs_period_us": "1"}, None),
-        ("0::/\n", {"cpu_max": "nonsense"}, None),
-        ("0::/\n", {"cpu_max": "100000 0"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("membership", "files", "cores"), [
+    ("0::/\n", {"cpu_max": "250000 100000\n"}, 2),
+    ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
+    ("0::/\n", {"cpu_max": "max 100000\n"}, None),
+    ("0::/\n", {}, None),
+    ("0::/a/b\n", {"a__b__cpu_max": "max 100000", "a__cpu_max": "300000 100000"}, 3),
+    ("0::/a/b\n", {"a__b__cpu_max": "200000 100000", "a__cpu_max": "300000 100000"}, 2),
+    ("0::/not/here\n", {"cpu_max": "400000 100000"}, 4),
+    ("3:cpu,cpuacct:/x\n1:memory:/x\n",
+     {"cpu,cpuacct__x__cfs_quota_us": "200000", "cpu,cpuacct__x__cfs_period_us": "100000"}, 2),
+    ("3:cpu:/docker/1\n", {"cpu__cfs_quota_us": "700000", "cpu__cfs_period_us": "100000"}, 7),
+    ("3:cpu:/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, None),
+    ("3:memory:/\n", {"memory__cfs_quota_us": "1", "memory__cfs_period_us": "1"}, None),
+    ("0::/\n", {"cpu_max": "nonsense"}, None),
+    ("0::/\n", {"cpu_max": "100000 0"}, None),
+])  # fmt: skip
 def test_quotas_of_containers(membership, files, cores, tmp_path):
     place = tmp_path / "membership"
     place.write_text(membership)

@@ -214,14 +214,9 @@ def test_gradients_are_accumulated_clipped_and_taken_later() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clipnorm": 0.3}, {"clipvalue": 0.1}, {"skip_nonfinite": True},
-        {"grad_centralization": True},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"clipnorm": 0.3}, {"clipvalue": 0.1}, {"skip_nonfinite": True}, {"grad_centralization": True},
+], ids=str)  # fmt: skip
 @pytest.mark.usefixtures("short_keys")
 def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None:
     of_group = {n: options[n] for n in options if n == "grad_centralization"}
@@ -362,19 +357,15 @@ def test_a_read_only_table_is_not_written() -> None:
     bags.backward(grad)  # of the same forward
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "call"),
-    [
-        (TypeError, "optimizer has a wrong type", lambda p: nn.EmbeddingBags(p, None)),
-        (TypeError, "parameters have a wrong type",
-         lambda p: nn.EmbeddingBags(p[0], nn.SGD(p, 0.1))),
-        (ValueError, r"parameters\[0\] is none of the optimizer's",
-         lambda p: nn.EmbeddingBags(p[:1], nn.SGD(p[1:], 0.1))),
-        (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "least")),
-        (ValueError, "padding_idx of feature 1 is out of range",
-         lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), padding_idx=7)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "text", "call"), [
+    (TypeError, "optimizer has a wrong type", lambda p: nn.EmbeddingBags(p, None)),
+    (TypeError, "parameters have a wrong type", lambda p: nn.EmbeddingBags(p[0], nn.SGD(p, 0.1))),
+    (ValueError, r"parameters\[0\] is none of the optimizer's",
+     lambda p: nn.EmbeddingBags(p[:1], nn.SGD(p[1:], 0.1))),
+    (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "least")),
+    (ValueError, "padding_idx of feature 1 is out of range",
+     lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), padding_idx=7)),
+])  # fmt: skip
 def test_bad_arguments(error: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
         call(tables_of())

@@ -41,9 +41,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "Adagrad": lambda p, **o: nn.Adagrad(p, 0.1, 1e-2, **o),
     "Lion": lambda p, **o: nn.Lion(p, 1e-3, weight_decay=0.1, **o),
     "RowWiseAdagrad": lambda p, **o: nn.RowWiseAdagrad(
-        p[:2], learning_rate=1e-2, weight_decay=0.1, decoupled_weight_decay=True, **o
-    ),
-}
+        p[:2], learning_rate=1e-2, weight_decay=0.1, decoupled_weight_decay=True, **o),
+}  # fmt: skip
 
 
 def begin(seed: int = 0, dtype: Any = np.float32) -> list[np.ndarray]:
@@ -395,8 +394,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a decay": (
         lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"),
     "random bits": (
-        lambda p: nn.LazyAdam(
-            [p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"),
+        lambda p: nn.LazyAdam([p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"),
         "excludes random bits"),
     "a mean": (
         lambda p: nn.Momentum(

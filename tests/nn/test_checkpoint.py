@@ -50,15 +50,11 @@ def write(path: Path, **dtypes: str) -> None:
 # Names and dtypes
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *(np.longdouble, np.complex64, np.complex128, object, "S3", "U2", "V4", "M8[s]"),
-        np.dtype([("x", np.float32)]),
-        *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn, ml_dtypes.int4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [
+    *(np.longdouble, np.complex64, np.complex128, object, "S3", "U2", "V4", "M8[s]"),
+    np.dtype([("x", np.float32)]),
+    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn, ml_dtypes.int4),
+], ids=str)  # fmt: skip
 def test_dtype_that_cannot_be_saved(dtype: Any, tmp_path: Any) -> None:
     text = f"^save_checkpoint: bad has a wrong dtype: expected {NUMBER}, got "
     with pytest.raises(TypeError, match=text):
@@ -367,24 +363,20 @@ def test_checkpoint_of_parameters(tmp_path: Any) -> None:
         assert_same_bits(loaded[p.name], p.data)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        (3, TypeError, "save_obj has a wrong type: expected an optimizer, a mapping or parameters"),
-        (parameters("a")[0], TypeError, "save_obj has a wrong type"),
-        ([np.ones(2, np.float32)], TypeError,
-            "save_obj holds a wrong type: expected Parameters, got ndarray"),
-        ([nn.Parameter(np.ones(2))], ValueError, "parameter name is missing or repeats"),
-        (parameters("a", "a"), ValueError, "parameter name is missing or repeats: .*got a"),
-        ({"a": "text"}, TypeError, "a is no array"),
-        ({"__metadata__": np.ones(2)}, ValueError, "name is reserved: .*, got '__metadata__'$"),
-        ([nn.Parameter(np.ones(2), "__metadata__")], ValueError,
-            "name is reserved: expected another one, got '__metadata__'$"),
-        ({1: np.ones(2), "1": np.zeros(2)}, TypeError,
-            "name 1 is no str: expected a str, got int$"),
-        ({None: np.ones(2)}, TypeError, "name None is no str: expected a str, got NoneType$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "error", "text"), [
+    (3, TypeError, "save_obj has a wrong type: expected an optimizer, a mapping or parameters"),
+    (parameters("a")[0], TypeError, "save_obj has a wrong type"),
+    ([np.ones(2, np.float32)], TypeError,
+        "save_obj holds a wrong type: expected Parameters, got ndarray"),
+    ([nn.Parameter(np.ones(2))], ValueError, "parameter name is missing or repeats"),
+    (parameters("a", "a"), ValueError, "parameter name is missing or repeats: .*got a"),
+    ({"a": "text"}, TypeError, "a is no array"),
+    ({"__metadata__": np.ones(2)}, ValueError, "name is reserved: .*, got '__metadata__'$"),
+    ([nn.Parameter(np.ones(2), "__metadata__")], ValueError,
+        "name is reserved: expected another one, got '__metadata__'$"),
+    ({1: np.ones(2), "1": np.zeros(2)}, TypeError, "name 1 is no str: expected a str, got int$"),
+    ({None: np.ones(2)}, TypeError, "name None is no str: expected a str, got NoneType$"),
+])  # fmt: skip
 def test_what_cannot_be_saved(given: Any, error: Any, text: str, tmp_path: Any) -> None:
     with pytest.raises(error, match=f"^save_checkpoint: {text}"):
         nn.save_checkpoint(given, tmp_path / "x")

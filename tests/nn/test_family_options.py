@@ -88,14 +88,13 @@ def _shrunk(gradient: Any, factor: float) -> Any:
 ACTING = [
     # What clips is compared with clipping by hand in test_keras.py.
     (more if name in ("clipnorm", "clipvalue") else pytest.param)(
-        family, name, with_rows, id=f"{family.name}-{name}-{'rows' * with_rows or 'dense'}"
-    )
+        family, name, with_rows, id=f"{family.name}-{name}-{'rows' * with_rows or 'dense'}")
     for family in FAMILIES
     for name, argument in family.arguments.items()
     for with_rows in (False, True)
     if argument.moved is not ELSEWHERE
     and (family.takes_rows if with_rows else not argument.rows_only)
-]
+]  # fmt: skip
 
 
 # Each of these has kernels of its own: lazy rows go through that of a dense step, a sweep would
@@ -332,15 +331,12 @@ def test_adafactor_scales_every_fixed_rate_and_no_schedule() -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
-@pytest.mark.parametrize(
-    ("form", "name", "value", "text"),
-    [
-        ("AdaFactor-plain", "beta1", 0.9, "AdaFactor: beta1 needs a first moment: .*got 0.9"),
-        ("RMSProp", "momentum", 0.5, "RMSProp: momentum needs a moment: .*got 0.5"),
-        ("FTRL", "lr_power", -0.3, "FTRL: lr_power needs another rule: .*got -0.3"),
-        ("FTRL-power", "lr_power", -0.5, "FTRL: lr_power needs another rule: .*got -0.5"),
-    ],
-)
+@pytest.mark.parametrize(("form", "name", "value", "text"), [
+    ("AdaFactor-plain", "beta1", 0.9, "AdaFactor: beta1 needs a first moment: .*got 0.9"),
+    ("RMSProp", "momentum", 0.5, "RMSProp: momentum needs a moment: .*got 0.5"),
+    ("FTRL", "lr_power", -0.3, "FTRL: lr_power needs another rule: .*got -0.3"),
+    ("FTRL-power", "lr_power", -0.5, "FTRL: lr_power needs another rule: .*got -0.5"),
+])  # fmt: skip
 def test_what_needs_another_rule_cannot_be_assigned(
     form: str, name: str, value: float, text: str, is_sparse: bool
 ) -> None:

@@ -129,11 +129,10 @@ def test_custom_optimizer() -> None:
         lambda step: 0.5**step,
         [
             {"params": [a], "grad_centralization": True, "lr": 0.25},
-            {"params": [b], "weight_decay": 0.0},
-        ],
+            {"params": [b], "weight_decay": 0.0}],
         weight_decay=0.5,
         loss_scale=2.0,
-    )
+    )  # fmt: skip
     g, h = gradients_of(opt, 1, np.float64)
     assert opt([2 * g, 2 * h]) is True
     np.testing.assert_allclose(a.data, before[0] - 0.25 * central(g + 0.5 * before[0]), rtol=1e-12)

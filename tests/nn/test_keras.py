@@ -76,13 +76,10 @@ def test_ftrl_is_that_of_keras(options: tuple[float, ...]) -> None:
         np.testing.assert_allclose(found, expected, 1e-12, 1e-14)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("beta", 1e38, "beta is out of range: expected at least 0, with beta / lr in float32"),
-        ("l2_shrinkage", 3e38, "l2_shrinkage is out of range: expected at least 0, its double"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "text"), [
+    ("beta", 1e38, "beta is out of range: expected at least 0, with beta / lr in float32"),
+    ("l2_shrinkage", 3e38, "l2_shrinkage is out of range: expected at least 0, its double"),
+])  # fmt: skip
 def test_ftrl_options_whose_scalars_are_infinite(name: str, value: float, text: str) -> None:
     w = np.ones(3, F32)
     with refused(ValueError, f"FTRL: {text}", w):

@@ -138,9 +138,7 @@ FAILING: list[tuple[str, Callable[[], Any]]] = [
         for found in ((), (0.5, 0.5), (None,), (math.nan,), ("0.5",), 0.5, (1j,))),
     ("own", lambda: Own(0.5, [_array(3)], rule=replace(PLAIN, update=raising))),
     ("own", lambda: Own(0.5, [_array(3)], rule=ONLY_READ)),
-    *(
-        ("adam_update", partial(_adam_update, wd=x))
-        for x in (True, None, "0", math.nan, -1.0)),
+    *(("adam_update", partial(_adam_update, wd=x)) for x in (True, None, "0", math.nan, -1.0)),
     *(("mxnet", partial(_mxnet, x)) for x in (True, None, math.nan, -0.5)),
     ("mxnet", lambda: _mxnet(grad=_array(4, F64))),
     ("operator", lambda: _ftrl(True)),

@@ -138,14 +138,11 @@ def test_a_name_is_fixed_by_an_optimizer() -> None:
 # Parameters and rebinding
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((None,), TypeError, "data is no array"),  # others of no use are in BAD_PARAMETERS
-        ((ones(2), 3), TypeError, "name has a wrong type: expected a str, got int"),
-        ((ones(2), "w", 1), TypeError, "requires_grad has a wrong type: expected a bool"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    ((None,), TypeError, "data is no array"),  # others of no use are in BAD_PARAMETERS
+    ((ones(2), 3), TypeError, "name has a wrong type: expected a str, got int"),
+    ((ones(2), "w", 1), TypeError, "requires_grad has a wrong type: expected a bool"),
+])  # fmt: skip
 def test_bad_parameter(arguments: tuple[Any, ...], error: Any, text: str) -> None:
     with pytest.raises(error, match=f"^Parameter: {text}"):
         nn.Parameter(*arguments)
@@ -185,8 +182,7 @@ def test_rebinding_that_is_refused() -> None:
     for value, error, text in (
         (
             ones(3, 4), ValueError,
-            r"Parameter: data has a wrong shape: expected \(4, 3\), got \(3, 4\)",
-        ),
+            r"Parameter: data has a wrong shape: expected \(4, 3\), got \(3, 4\)"),
         (np.ones((4, 3), int), TypeError, "Parameter: data has a wrong dtype"),
         (ones(3, 4).T, ValueError, "Parameter: data is not contiguous"),
         (np.broadcast_to(ones(3), (4, 3)), ValueError, "Parameter: data is read-only"),
@@ -205,17 +201,13 @@ def test_rebinding_that_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
-        (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
-        (lambda w: w.resize((2, 2), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 2\)"),
-        (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
-        (lambda w: assign(w, dtype=np.int32), TypeError, "parameter 'w' .* wrong dtype"),
-    ],
-    ids=["read-only", "shape", "cut off", "resized", "dtype"],
-)
+@pytest.mark.parametrize(("change", "error", "text"), [
+    (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
+    (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
+    (lambda w: w.resize((2, 2), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 2\)"),
+    (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
+    (lambda w: assign(w, dtype=np.int32), TypeError, "parameter 'w' .* wrong dtype"),
+], ids=["read-only", "shape", "cut off", "resized", "dtype"])  # fmt: skip
 def test_arrays_that_were_changed_between_steps(
     change: Any, error: Any, text: str, is_sparse: bool
 ) -> None:

@@ -84,18 +84,15 @@ def later(value: Any) -> Any:
     return lambda step: 0.1 if step == 0 else value() if callable(value) else value
 
 
-@pytest.mark.parametrize(
-    ("schedule", "error", "text"),
-    [
-        (later(None), TypeError, "learning_rate has a schedule that returned no number: .*None"),
-        (later("x"), TypeError, "returned no number"),
-        (later(np.ones(2)), TypeError, "returned no number"),
-        (later(np.nan), ValueError, "learning_rate is not finite"),
-        (later(np.inf), ValueError, "learning_rate is not finite"),
-        (later(lambda: 1 / 0), ZeroDivisionError, "division"),
-        (nn.LearningRateSchedule(), NotImplementedError, "define construct"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "error", "text"), [
+    (later(None), TypeError, "learning_rate has a schedule that returned no number: .*None"),
+    (later("x"), TypeError, "returned no number"),
+    (later(np.ones(2)), TypeError, "returned no number"),
+    (later(np.nan), ValueError, "learning_rate is not finite"),
+    (later(np.inf), ValueError, "learning_rate is not finite"),
+    (later(lambda: 1 / 0), ZeroDivisionError, "division"),
+    (nn.LearningRateSchedule(), NotImplementedError, "define construct"),
+])  # fmt: skip
 def test_schedules_that_do_not_work(schedule: Any, error: Any, text: str) -> None:
     opt = nn.Adam([ones(2)], schedule)
     if error is not NotImplementedError:

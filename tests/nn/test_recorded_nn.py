@@ -246,8 +246,7 @@ DECIDED: dict[str, Callable[[Case], None]] = {
     "nn_Adam/amsgrad_nesterov": amsgrad_with_nesterov,
     "nn_Adam/sparse_default_target_n0": partial(
         summed_rows, driver=reference.dense_equivalent_step,
-        recorded_by=recorded_quirks.adam_sum_of_squares,
-    ),
+        recorded_by=recorded_quirks.adam_sum_of_squares),
     "nn_Adam/sparse_lazy_default_target_n0": LAZY,
     "nn_AdamOffload_LazyAdam/LazyAdam_sparse_default": LAZY,
     "nn_Adagrad/accum0": partial(adagrad, update_slots=True),

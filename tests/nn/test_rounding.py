@@ -22,16 +22,13 @@ SEED = 12_345_678_901
 EACH_WAY = pytest.mark.parametrize("rounding", BESIDE)
 ROUNDED = [form for form in FORMS if "rounding" in arguments_of(form) and FORMS[form][0] != "LARS"]
 QUICK = "Adam", "RowWiseAdagrad"
-EACH_CASE = pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        *((f, {}) if f in QUICK else more(f, {}) for f in ROUNDED if f in ONE_OF_EACH),
-        # A gradient is clipped by its norm first; LARS measures the whole weight.
-        *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
-        *(("SGD", {"weight_decay": 0.1}), ("Momentum", {"weight_decay": 0.1}), ("Lion", {})),
-        *((form, {"sparse_update": "dense_equivalent"}) for form in QUICK),
-    ],
-)
+EACH_CASE = pytest.mark.parametrize(("form", "options"), [
+    *((f, {}) if f in QUICK else more(f, {}) for f in ROUNDED if f in ONE_OF_EACH),
+    # A gradient is clipped by its norm first; LARS measures the whole weight.
+    *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
+    *(("SGD", {"weight_decay": 0.1}), ("Momentum", {"weight_decay": 0.1}), ("Lion", {})),
+    *((form, {"sparse_update": "dense_equivalent"}) for form in QUICK),
+])  # fmt: skip
 
 
 def wide_states(form: str) -> dict[str, Any]:

@@ -48,8 +48,7 @@ IN_NN: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "LazyAdam": (nn.LazyAdam, {}, {"row_wise": False, "inside": False}),
     "LazyAdam usual": (nn.LazyAdam, {"eps_hat": False}, {"row_wise": False, "inside": True}),
     "RowWiseAdam": (
-        nn.RowWiseAdam, {"weight_decay": 0.1}, {"row_wise": True, "inside": False, "decay": 0.1}
-    ),
+        nn.RowWiseAdam, {"weight_decay": 0.1}, {"row_wise": True, "inside": False, "decay": 0.1}),
 }  # fmt: skip
 
 
@@ -122,11 +121,10 @@ IN_TORCH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LazyAdam": ({}, {"row_wise": False, "inside": True}),
     "AdamW": (
         {"weight_decay": 0.1, "sparse": "touched"},
-        {"row_wise": False, "inside": True, "decay": 0.1},
-    ),
+        {"row_wise": False, "inside": True, "decay": 0.1}),
     "SparseAdam": ({}, {"row_wise": False, "inside": False}),
     "RowWiseAdam": ({"weight_decay": 0.1}, {"row_wise": True, "inside": True, "decay": 0.1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_TORCH)

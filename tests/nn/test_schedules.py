@@ -257,21 +257,18 @@ def test_arrays_of_steps(schedule: Any) -> None:
 
 
 @EACH_SCHEDULE
-@pytest.mark.parametrize(
-    ("step", "error", "text"),
-    [
-        (-1, ValueError, "is out of range: expected at least 0, got -1"),
-        (np.array([3, -2]), ValueError, "is out of range: expected at least 0, got -2"),
-        (1.0, TypeError, "has a wrong type: expected an int or an array of ints, got float"),
-        (True, TypeError, "has a wrong type: expected an int or an array of ints, got bool"),
-        (np.array([True]), TypeError, "has a wrong type: .*, got bool"),
-        (np.float32(2), TypeError, "has a wrong type: .*, got float32"),
-        (np.arange(2.0), TypeError, "has a wrong type: .*, got float64"),
-        ([1, 2], TypeError, "has a wrong type: .*, got list"),
-        ("1", TypeError, "has a wrong type: .*, got str"),
-        (None, TypeError, "has a wrong type: .*, got NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("step", "error", "text"), [
+    (-1, ValueError, "is out of range: expected at least 0, got -1"),
+    (np.array([3, -2]), ValueError, "is out of range: expected at least 0, got -2"),
+    (1.0, TypeError, "has a wrong type: expected an int or an array of ints, got float"),
+    (True, TypeError, "has a wrong type: expected an int or an array of ints, got bool"),
+    (np.array([True]), TypeError, "has a wrong type: .*, got bool"),
+    (np.float32(2), TypeError, "has a wrong type: .*, got float32"),
+    (np.arange(2.0), TypeError, "has a wrong type: .*, got float64"),
+    ([1, 2], TypeError, "has a wrong type: .*, got list"),
+    ("1", TypeError, "has a wrong type: .*, got str"),
+    (None, TypeError, "has a wrong type: .*, got NoneType"),
+])  # fmt: skip
 def test_bad_steps(schedule: Any, step: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{type(schedule).__name__}: global_step {text}$"):
         schedule(step)
@@ -362,14 +359,11 @@ def test_sequential_refuses(
         nn.SequentialLR(schedules, milestones)
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (None, TypeError, "has a schedule that returned no number: expected a float, got None"),
-        (math.nan, ValueError, "is not finite: expected a finite number, got nan"),
-        (-0.5, ValueError, "is out of range: expected at least 0 and a float32 number, got -0.5"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error", "text"), [
+    (None, TypeError, "has a schedule that returned no number: expected a float, got None"),
+    (math.nan, ValueError, "is not finite: expected a finite number, got nan"),
+    (-0.5, ValueError, "is out of range: expected at least 0 and a float32 number, got -0.5"),
+])  # fmt: skip
 def test_sequential_names_the_schedule_that_failed(
     value: Any, error: type[Exception], text: str
 ) -> None:

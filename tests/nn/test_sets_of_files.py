@@ -124,13 +124,10 @@ def test_a_pipe_that_somebody_writes(tmp_path: Path) -> None:
     os.close(handle)
 
 
-@pytest.mark.parametrize(
-    ("file", "dtype", "values"),
-    [
-        ("global_step", "i4", [-1, 3]), ("step", "i8", [-1, 8, 1 << 40]),
-        ("last_step.w", "i4", [-1, 8, 1 << 30]), ("idle_scalars.w", "f4", [np.nan, np.inf]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("file", "dtype", "values"), [
+    ("global_step", "i4", [-1, 3]), ("step", "i8", [-1, 8, 1 << 40]),
+    ("last_step.w", "i4", [-1, 8, 1 << 30]), ("idle_scalars.w", "f4", [np.nan, np.inf]),
+])  # fmt: skip
 def test_values_that_cannot_be(file: str, dtype: str, values: list[Any], tmp_path: Path) -> None:
     w = trained(tmp_path)
     for value in values:

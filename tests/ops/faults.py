@@ -81,11 +81,10 @@ _FLOATING = f"has a wrong dtype: expected {_FLOATS}, got {{dtype}}$"
 NO_ARRAY = "is no array: expected an array, got {type}$"
 ARRAY = [
     *_dtypes(
-        (np.int32, np.int64, np.uint8, np.complex64, bool, object, ">f4"), TypeError, _FLOATING
-    ),
+        (np.int32, np.int64, np.uint8, np.complex64, bool, object, ">f4"), TypeError, _FLOATING),
     *values((None, "var", [1.0, 2.0], [[1.0]], object(), 0.5), TypeError, NO_ARRAY),
     Fault(lambda a: np.ma.masked_array(a, mask=True), TypeError, "is masked"),
-]
+]  # fmt: skip
 VARIABLE = [
     *ARRAY, Fault(frozen, ValueError, "is read-only: expected a writable array"),
     Fault(strided, ValueError, "is not contiguous: expected a C-contiguous array"),
@@ -110,9 +109,8 @@ GRADIENT = [
     *_dtypes((np.float64,), _HIGHER, "has a higher dtype than the variable: .*, got {dtype}"),
     *(
         Fault(lambda a, s=s: np.ones(s, a.dtype), ValueError, "has a wrong (shape|length): expect")
-        for s in ((), (3,), (5, 4), (4, 4), (15,), (5, 3, 1), (0, 3))
-    ),
-]
+        for s in ((), (3,), (5, 4), (4, 4), (15,), (5, 3, 1), (0, 3))),
+]  # fmt: skip
 INDICES = [
     *_dtypes(
         (np.float32, np.float64, np.int16, np.uint32, np.uint64, bool, ">i4"), TypeError,
@@ -144,8 +142,7 @@ _NUMBER = [
 _FLOAT = [
     *values(
         (1, 0, np.int64(1), True, None, "0.1", [0.1], np.array(0.1)), TypeError,
-        "has a wrong type: expected a float, got {type}$",
-    ),
+        "has a wrong type: expected a float, got {type}$"),
     *values(_NOT_FINITE, ValueError, "is not finite"),
 ]  # fmt: skip
 _OUT = "is out of range: expected "

@@ -342,8 +342,7 @@ BAD = [
     (IndexError, r"ids\[1\]\[1\] is out of range: expected 0 <= id < 4, got 4",
      {"ids": [np.array([0, 1, 4]), np.array([3, 4], np.int32)]}),
     (TypeError, r"ids\[0\] has a wrong dtype", {"ids": [np.zeros(3), np.array([3, 3])]}),
-    (TypeError, r"offsets\[0\] has a wrong dtype",
-     {"offsets": [np.zeros(3), np.array([0, 0, 2])]}),
+    (TypeError, r"offsets\[0\] has a wrong dtype", {"offsets": [np.zeros(3), np.array([0, 0, 2])]}),
     (ValueError, r"ids have a wrong length", {"ids": [np.array([0, 1, 4])]}),
     (ValueError, r"offsets do not fit the ids", {"offsets": [np.array([0, 2, 3])]}),
     (ValueError, r"ids\[1\] have another number of bags",
@@ -424,34 +423,28 @@ def test_an_output_in_the_memory_of_what_is_read(of: str, is_joined: bool) -> No
             ops.EmbeddingBags()(**given)
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "options"),
-    [
-        (ValueError, "pooling is unknown", {"pooling": "least"}),
-        (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
-        (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
-        (ValueError, r"padding_idx of feature 0 is out of range", {"padding_idx": -1}),
-        (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
-        (ValueError, r"features\[1\] is no table", {"features": [0, 2]}),
-        (ValueError, r"features\[0\] is no table", {"features": [-1, 0]}),
-        (TypeError, "features have a wrong type", {"features": 1}),
-        (TypeError, "argument 'mode' is unknown", {"mode": "sum"}),
-    ],
-)
+@pytest.mark.parametrize(("error", "text", "options"), [
+    (ValueError, "pooling is unknown", {"pooling": "least"}),
+    (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
+    (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
+    (ValueError, r"padding_idx of feature 0 is out of range", {"padding_idx": -1}),
+    (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
+    (ValueError, r"features\[1\] is no table", {"features": [0, 2]}),
+    (ValueError, r"features\[0\] is no table", {"features": [-1, 0]}),
+    (TypeError, "features have a wrong type", {"features": 1}),
+    (TypeError, "argument 'mode' is unknown", {"mode": "sum"}),
+])  # fmt: skip
 def test_bad_options(error: type[Exception], text: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=text):
         ops.EmbeddingBags(**options)(**good())
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "grad"),
-    [
-        (ValueError, "grad has a wrong shape", np.zeros((3, 5), np.float32)),
-        (TypeError, "grad has a wrong dtype", np.zeros((2, 5), int)),
-        (ValueError, r"grad\[1\] has a wrong shape", [np.zeros((2, 2)), np.zeros((2, 2))]),
-        (ValueError, r"grad does not fit the outputs", [np.zeros((2, 2))]),
-    ],
-)
+@pytest.mark.parametrize(("error", "text", "grad"), [
+    (ValueError, "grad has a wrong shape", np.zeros((3, 5), np.float32)),
+    (TypeError, "grad has a wrong dtype", np.zeros((2, 5), int)),
+    (ValueError, r"grad\[1\] has a wrong shape", [np.zeros((2, 2)), np.zeros((2, 2))]),
+    (ValueError, r"grad does not fit the outputs", [np.zeros((2, 2))]),
+])  # fmt: skip
 def test_bad_gradients(error: type[Exception], text: str, grad: Any) -> None:
     given = good()
     with pytest.raises(error, match=text):

@@ -81,15 +81,12 @@ def extreme_calls(operator: Operator) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    ("operator", "dtype"),
-    [
-        pytest.param(operator, dtype, id=f"{operator.name}-{np.dtype(dtype)}")
-        for operator in (*EVERY_OPERATOR.values(), ADAM_UPDATE)
-        for dtype in (np.float32, np.float16, np.float64)
-        if dtype == np.float32 or not operator.takes_rows
-    ],
-)
+@pytest.mark.parametrize(("operator", "dtype"), [
+    pytest.param(operator, dtype, id=f"{operator.name}-{np.dtype(dtype)}")
+    for operator in (*EVERY_OPERATOR.values(), ADAM_UPDATE)
+    for dtype in (np.float32, np.float16, np.float64)
+    if dtype == np.float32 or not operator.takes_rows
+])  # fmt: skip
 def test_operator(operator: Operator, dtype: Any, seed: int) -> None:
     def run() -> list[Any]:
         found = []
@@ -236,15 +233,12 @@ def test_steps_of_a_users_own() -> None:
     assert_independent(run)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("adam", {}), ("adam", {"compat": "1.9", "clip_gradient": HUGE}),
-        ("adam", {"multi_precision": True, "rescale_grad": 1e-46}),
-        ("adam", {"use_fused_step": False, "wd": 1e-46, "epsilon": 0.0}),
-        ("adamw", {"wd": HUGE, "correct_bias": False}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "options"), [
+    ("adam", {}), ("adam", {"compat": "1.9", "clip_gradient": HUGE}),
+    ("adam", {"multi_precision": True, "rescale_grad": 1e-46}),
+    ("adam", {"use_fused_step": False, "wd": 1e-46, "epsilon": 0.0}),
+    ("adamw", {"wd": HUGE, "correct_bias": False}),
+])  # fmt: skip
 @pytest.mark.parametrize("rate", [1e-3, 1e-46, HUGE])
 def test_mxnet(name: str, options: dict[str, Any], rate: float) -> None:
     def run() -> list[Any]:

@@ -161,14 +161,11 @@ def test_row_tensor(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [ops.RowTensor.coalesce, ops.RowTensor.to_dense])
-@pytest.mark.parametrize(
-    ("attribute", "value", "text"),
-    [
-        ("dense_shape", (5, 4), "values has a wrong shape"),
-        ("values", np.ones((3, 3), np.float32), "values has a wrong length"),
-        ("indices", np.zeros((2, 1), np.int64), "indices has a wrong shape"),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "value", "text"), [
+    ("dense_shape", (5, 4), "values has a wrong shape"),
+    ("values", np.ones((3, 3), np.float32), "values has a wrong length"),
+    ("indices", np.zeros((2, 1), np.int64), "indices has a wrong shape"),
+])  # fmt: skip
 def test_attributes_of_row_tensor_that_do_not_fit_together(
     use: Any, attribute: str, value: Any, text: str
 ) -> None:

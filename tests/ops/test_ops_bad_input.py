@@ -345,9 +345,8 @@ FORMS: dict[str, tuple[Any, ...]] = {
     ),
     "indices": (
         *(lambda a: a.astype(np.int32), lambda a: np.repeat(a, 2)[::2]),
-        lambda a: np.repeat(a[::-1], 3)[::-3],
-    ),
-}
+        lambda a: np.repeat(a[::-1], 3)[::-3]),
+}  # fmt: skip
 FORMS |= {"second variable": WRAPPED, "array": FORMS["gradient"]}
 
 

@@ -277,8 +277,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("optimizer clips by norms: expected one that does not", "together", "clipnorm"),
         ("the folder is another one's: expected the process that made the optimizer",
          "states in files", "fork"),
-        ("clipnorm excludes clipvalue: expected at most one of them", "clipnorm", "clipvalue"),
-    )
+        ("clipnorm excludes clipvalue: expected at most one of them", "clipnorm", "clipvalue"))
     for other in others
 }  # fmt: skip
 """What an error says, by pairs that have no meaning."""

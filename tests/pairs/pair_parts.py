@@ -242,8 +242,7 @@ OF_THREE: dict[frozenset[str], str] = {
         ("skip_nonfinite", "skip_nonfinite takes no part of a table"),
         ("bags, step in backward", "is looked up by itself: expected one without comm"),
         ("states in files", "is elsewhere: expected whole parameters on the host"),
-        ("pickle", "the communicator is of these processes alone"),
-    )
+        ("pickle", "the communicator is of these processes alone"))
 } | {
     frozenset(("bags, step in backward", "clipping by norm", "clipping by value")):
         "clip_value is beside max_norm",

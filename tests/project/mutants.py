@@ -116,8 +116,7 @@ MUTANTS = (
      "test_gradients_that_are_asked_for_take_no_step"),
     ("own.rows + np.int32(begins[id(own.values)])", " + np.int32(begins[id(own.values)])", "",
      "test_gradients_of_several_calls"),
-    ("return gradient.without(row)", ".without(row)", "",
-     "test_the_padding_row_of_an_embedding"),
+    ("return gradient.without(row)", ".without(row)", "", "test_the_padding_row_of_an_embedding"),
 )  # fmt: skip
 
 

@@ -150,14 +150,11 @@ def test_clear(tmp_path, monkeypatch):
     assert cache.cache_entries() == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "required: COMMAND"), (("nonsense",), "invalid choice: 'nonsense'"),
-        (("warmup", "--dtype", "int8"), "invalid choice: 'int8'"),
-        (("info", "--nonsense"), "unrecognized arguments"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "text"), [
+    ((), "required: COMMAND"), (("nonsense",), "invalid choice: 'nonsense'"),
+    (("warmup", "--dtype", "int8"), "invalid choice: 'int8'"),
+    (("info", "--nonsense"), "unrecognized arguments"),
+])  # fmt: skip
 def test_wrong_commands(arguments, text):
     done = command(*arguments)
     assert done.returncode == 2

@@ -439,19 +439,15 @@ def assert_one_line(status: int, capsys: pytest.CaptureFixture[str], expected: s
     assert err.startswith("fusestep demo: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--dim", "0"), "expected a whole number from 1 to"), (("--dim", "many"), "got 'many'"),
-        (("--pairs", "-5"), "expected a whole number from 1 up, got '-5'"),
-        (("--seed", "-1"), "expected a whole number from 0 up"),
-        (("--threads", "1.5"), "got '1.5'"),
-        (("--learning-rate", "nan"), "expected a number above 0"),
-        (("--learning-rate", "0"), "expected a number above 0"),
-        (("--time-limit", "inf"), "expected a number above 0"),
-        (("--optimizer", "sgd"), "invalid choice: 'sgd'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--dim", "0"), "expected a whole number from 1 to"), (("--dim", "many"), "got 'many'"),
+    (("--pairs", "-5"), "expected a whole number from 1 up, got '-5'"),
+    (("--seed", "-1"), "expected a whole number from 0 up"), (("--threads", "1.5"), "got '1.5'"),
+    (("--learning-rate", "nan"), "expected a number above 0"),
+    (("--learning-rate", "0"), "expected a number above 0"),
+    (("--time-limit", "inf"), "expected a number above 0"),
+    (("--optimizer", "sgd"), "invalid choice: 'sgd'"),
+])  # fmt: skip
 def test_bad_options(options: tuple[str, ...], expected: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         arguments(*options)

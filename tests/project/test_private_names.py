@@ -236,12 +236,9 @@ NEW_PYTHON = "import platform; platform.python_version = lambda: '3.99.0rc1'"
 OFF = {"FUSESTEP_READ_HEADERS": "0"}
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (f"{NEW_PYTHON}\n{NEW_NUMPY}", "arrays .*: not tried with Python 3.99 and NumPy 2.99"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), [
+    (f"{NEW_PYTHON}\n{NEW_NUMPY}", "arrays .*: not tried with Python 3.99 and NumPy 2.99"),
+])  # fmt: skip
 def test_a_version_that_was_not_tried(change: str, text: str) -> None:
     digest, (warned,) = steps_without((), change, FUSESTEP_READ_HEADERS="")
     assert digest == whole()

@@ -234,17 +234,14 @@ def run_example(*options: str) -> subprocess.CompletedProcess[str]:
 # -- errors: one line, nothing else ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--dim", "0"), "--dim: expected a whole number from 1 to"),
-        (("--rows", "many"), "got 'many'"),
-        (("--steps", "0"), "expected a whole number from 1 up, got '0'"),
-        (("--batch", "1.5"), "got '1.5'"), (("--seed", "-1"), "expected a whole number from 0 up"),
-        (("--threads", "0"), "expected a whole number from 1 up"),
-        (("--slow",), "unrecognized arguments: --slow"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--dim", "0"), "--dim: expected a whole number from 1 to"),
+    (("--rows", "many"), "got 'many'"),
+    (("--steps", "0"), "expected a whole number from 1 up, got '0'"),
+    (("--batch", "1.5"), "got '1.5'"), (("--seed", "-1"), "expected a whole number from 0 up"),
+    (("--threads", "0"), "expected a whole number from 1 up"),
+    (("--slow",), "unrecognized arguments: --slow"),
+])  # fmt: skip
 def test_bad_options(options: tuple[str, ...], expected: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         arguments(*options)

@@ -101,20 +101,17 @@ def arguments(*options: str) -> Any:
     return parser.parse_args(options)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--rows", "none"), "argument --rows: expected a whole number from 1"),
-        (("--single",), "unrecognized arguments: --single"),
-        (("--resume", "{}/nowhere"), "nowhere' has no checkpoint"),
-        (("--resume", "{}"), "expected more than the 120 of the checkpoint, got 120"),
-        (("--resume", "{}", "--batch", "7", "--steps", "130"), "batch was 512, now it is 7"),
-        (("--checkpoint", "{}"), "has a checkpoint already"),
-        (("--checkpoint", "{}/run.json"), "--checkpoint: cannot write to"),
-        (("--output", "{}/run.json"), "--output: cannot write to"),
-        (("--rows", "100000000", "--dim", "1024"), "tables and states need"),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--rows", "none"), "argument --rows: expected a whole number from 1"),
+    (("--single",), "unrecognized arguments: --single"),
+    (("--resume", "{}/nowhere"), "nowhere' has no checkpoint"),
+    (("--resume", "{}"), "expected more than the 120 of the checkpoint, got 120"),
+    (("--resume", "{}", "--batch", "7", "--steps", "130"), "batch was 512, now it is 7"),
+    (("--checkpoint", "{}"), "has a checkpoint already"),
+    (("--checkpoint", "{}/run.json"), "--checkpoint: cannot write to"),
+    (("--output", "{}/run.json"), "--output: cannot write to"),
+    (("--rows", "100000000", "--dim", "1024"), "tables and states need"),
+])  # fmt: skip
 def test_wrong_options(options: tuple[str, ...], expected: str, checkpoint: Path, capsys) -> None:
     given = ["--quick", "--output", str(checkpoint / "results")]
     assert sharded_recommender.main([*given, *(x.format(checkpoint) for x in options)]) == 2

@@ -27,8 +27,7 @@ DECAY = {"decay": 0.05}
 # Each rule of the family: how its scalars are made, and the reference step (w, g, *states, hp).
 RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
     "adam": (rules.ADAM, POWERS, reference.adam),
-    "nesterov": (
-        rules.ADAM_NESTEROV, POWERS, lambda *a: reference.adam(*a, nesterov=True)),
+    "nesterov": (rules.ADAM_NESTEROV, POWERS, lambda *a: reference.adam(*a, nesterov=True)),
     "amsgrad": (rules.ADAM_AMSGRAD, POWERS, reference.adam_amsgrad),
     "delta": (rules.ADAM_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a)),
     "nesterov_delta": (

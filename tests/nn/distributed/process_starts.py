@@ -79,7 +79,6 @@ def start_each(
         subprocess.Popen(
             [sys.executable, str(program), "torch", *map(str, arguments)],
             env={**_ENVIRONMENT, **group, "RANK": str(rank)},
-            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(size)
     ]  # fmt: skip

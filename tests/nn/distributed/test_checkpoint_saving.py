@@ -199,14 +199,11 @@ def test_optimizers_that_a_checkpoint_does_not_fit(tmp_path: Path) -> None:
         assert found == kind and re.match(f".?load_checkpoint: rank 0: {text}", said), said
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("global_step", "parameters have names of states: expected names that no state"),
-        ("moment1.w", "parameters have names of states: expected names that no state"),
-        ("__metadata__", "name is reserved: expected another one, got '__metadata__'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("global_step", "parameters have names of states: expected names that no state"),
+    ("moment1.w", "parameters have names of states: expected names that no state"),
+    ("__metadata__", "name is reserved: expected another one, got '__metadata__'"),
+])  # fmt: skip
 def test_names_that_are_taken(name: str, text: str, tmp_path: Path) -> None:
     """Of two arrays of one name one would be lost."""
     two = [nn.Parameter(np.ones(2, np.float32), n) for n in ("w", name)]

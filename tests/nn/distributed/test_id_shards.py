@@ -51,9 +51,8 @@ class Training:
         return {
             i: (n, used, np.concatenate([a[r] for a in every]).tobytes())
             for i, r, n, used in zip(
-                ids.tolist(), rows, counts.tolist(), last.tolist(), strict=True
-            )
-        }
+                ids.tolist(), rows, counts.tolist(), last.tolist(), strict=True)
+        }  # fmt: skip
 
 
 def whole(n: int, **options: Any) -> Training:

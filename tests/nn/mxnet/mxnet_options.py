@@ -156,8 +156,7 @@ HANDED_ON: dict[type, dict[str, Option]] = {
     mx.Adam: {**BASE, **OPTIONS[mx.Adam], "compat": OF_19},
     mx.AdamW: {
         **BASE, **OPTIONS[mx.AdamW], "rescale_grad": Option("scale", 1.0, 0.5),
-        "param_idx2name": Option("names", None), "compat": Option("compat", "2.0"),
-    },
+        "param_idx2name": Option("names", None), "compat": Option("compat", "2.0")},
 }  # fmt: skip
 
 WARM = {"warmup_steps": 6, "base_lr": 0.5}

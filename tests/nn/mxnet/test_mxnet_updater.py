@@ -293,8 +293,7 @@ BAD_UPDATES: dict[str, tuple[str, Any, Any, str]] = {
     "state shape": ("s", (ones(4, 3), ones(12)), ValueError, "state of 'b' has a wrong shape"),
     "state twice": ("s", (SHARED[:12].reshape(4, 3),) * 2, ValueError, "shares memory"),
     "state overlaps": (
-        "s", (SHARED[:12].reshape(4, 3), SHARED[11:23].reshape(4, 3)), ValueError, "shares memory",
-    ),
+        "s", (SHARED[:12].reshape(4, 3), SHARED[11:23].reshape(4, 3)), ValueError, "shares memory"),
     "grad list": ("g", [1.0], TypeError, "gradient of 'b' .*got "),
     "grad int": ("g", ones(4, 3, dtype=int), TypeError, "gradient of 'b' has a wrong dtype"),
     "grad shape": ("g", ones(12), ValueError, r"'b' has a wrong shape: .*\(4, 3\), got"),
@@ -430,8 +429,7 @@ FAILING: list[tuple[Any, dict[str, Any], dict[str, Any], Any, str]] = [
         (lambda _: np.nan, ValueError, "lr_scheduler's rate is not finite"),
         (lambda _: -0.1, ValueError, "lr_scheduler's rate is out of range: expected at least 0"),
         (lambda n: 1 / (n - n), ZeroDivisionError, "division"),
-        (S.LRScheduler(), NotImplementedError, r"LRScheduler: define __call__\(self, num_update"),
-    )),
+        (S.LRScheduler(), NotImplementedError, r"LRScheduler: define __call__\(self, num_update"))),
     *((cls, {"wd": 1e20}, {"wd_mult": {1: 1e20}}, ValueError, "wd with its factor is too large")
       for cls in (mx.Adam, mx.AdamW)),
     (mx.AdamW, {"lr_scheduler": lambda _: 1e20}, {"lr_mult": {1: 1e20}}, ValueError,

@@ -164,10 +164,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda p: fused.Adam(p, lr=0.1, sparse="touched", maximize=True),
     "NAdam": lambda p: fused.NAdam(p, lr=0.1, sparse="touched"),
     "AdamW of groups": lambda p: fused.AdamW(
-        [{"params": p[:2], "lr": 0.5}, {"params": p[2:], "weight_decay": 0.5}], sparse="all"
-    ),
+        [{"params": p[:2], "lr": 0.5}, {"params": p[2:], "weight_decay": 0.5}], sparse="all"),
     "Adagrad with decay": lambda p: fused.Adagrad(p, lr=0.1, weight_decay=0.1, sparse="touched"),
-}
+}  # fmt: skip
 WHOLE = {
     "Lamb": lambda p: fused.Lamb(p, lr=0.1), "Prodigy": fused.Prodigy,
     "Adafactor": lambda p: fused.Adafactor(p, lr=0.1),

@@ -163,17 +163,14 @@ def test_other_threads_run_while_a_step_does(rounding: str) -> None:
     assert most > 1000
 
 
-@pytest.mark.parametrize(
-    ("copies", "error", "text"),
-    [
-        ([None], ValueError, "copies do not fit the parameters: expected a list of 2"),
-        ("ab", ValueError, "copies do not fit the parameters"),
-        ([None, 3], TypeError, r"copies\[1\] has a wrong type: expected a tensor or None"),
-        ([torch.zeros(5, 4), None], ValueError, r"copies\[0\] does not fit its parameter"),
-        ([torch.zeros(4, 5).half(), None], ValueError, r"copies\[0\] does not fit its parameter"),
-        ([torch.zeros(5, 4, device="meta").half(), None], ValueError, r"copies\[0\] does not fit"),
-    ],
-)
+@pytest.mark.parametrize(("copies", "error", "text"), [
+    ([None], ValueError, "copies do not fit the parameters: expected a list of 2"),
+    ("ab", ValueError, "copies do not fit the parameters"),
+    ([None, 3], TypeError, r"copies\[1\] has a wrong type: expected a tensor or None"),
+    ([torch.zeros(5, 4), None], ValueError, r"copies\[0\] does not fit its parameter"),
+    ([torch.zeros(4, 5).half(), None], ValueError, r"copies\[0\] does not fit its parameter"),
+    ([torch.zeros(5, 4, device="meta").half(), None], ValueError, r"copies\[0\] does not fit"),
+])  # fmt: skip
 def test_copies_that_do_not_fit(copies: Any, error: Any, text: str) -> None:
     parameters = mixed()[:2]
     group = {"params": parameters, "copies": copies}

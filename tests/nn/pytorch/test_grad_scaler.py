@@ -70,9 +70,8 @@ CLIPS: dict[str, Callable[[Any, Any], Any] | None] = {
     "ours, on the way": lambda p, o: (
         fused.clip_grad_norm_(p, 0.5, optimizer=o)
         if isinstance(o, fused.FusedOptimizer)
-        else torch.nn.utils.clip_grad_norm_(p, 0.5)
-    ),
-}
+        else torch.nn.utils.clip_grad_norm_(p, 0.5)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("clip", CLIPS)

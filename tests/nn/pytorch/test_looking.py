@@ -205,14 +205,10 @@ def test_exchanged_memory_is_no_new_binding(name: str, bound: list[int]) -> None
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        torch._neg_view(torch.ones(64)), torch.ones(128)[::2],
-        pytest.param(torch.ones(64).double(), marks=any_gradient), None,
-    ],
-    ids=["negative", "strided", "double", "none"],
-)  # fmt: skip
+@pytest.mark.parametrize("fault", [
+    torch._neg_view(torch.ones(64)), torch.ones(128)[::2],
+    pytest.param(torch.ones(64).double(), marks=any_gradient), None,
+], ids=["negative", "strided", "double", "none"])  # fmt: skip
 def test_memory_that_moves_in_a_step_that_is_bound_anew(fault: Any) -> None:
     """The old binding, which is used again, must have noticed."""
     one, other = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))

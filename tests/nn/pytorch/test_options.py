@@ -138,19 +138,16 @@ def sparse(indices: Any, values: Any) -> Any:
 NO_ROWS = torch.zeros(0, 1, dtype=torch.int64)  # a hybrid tensor of no sparse dimension
 
 
-@pytest.mark.parametrize(
-    ("spoil", "kind", "message"),
-    [
-        (lambda p: setattr(p[0].grad, "data", torch.ones(4, 5)), RuntimeError,
-         "gradient of parameter 0 has a wrong shape"),
-        (share, RuntimeError, "shares memory"),
-        (lambda p: setattr(p[2], "grad", sparse([[1, 9]], torch.ones(2, 3))), IndexError,
-         "gradient of parameter 2"),
-        (complex_numbers, RuntimeError, "does not support complex parameters"),
-        (lambda p: setattr(p[2], "grad", sparse(NO_ROWS, torch.ones(1, 9, 3))), RuntimeError,
-         "sparse dimension"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "kind", "message"), [
+    (lambda p: setattr(p[0].grad, "data", torch.ones(4, 5)), RuntimeError,
+     "gradient of parameter 0 has a wrong shape"),
+    (share, RuntimeError, "shares memory"),
+    (lambda p: setattr(p[2], "grad", sparse([[1, 9]], torch.ones(2, 3))), IndexError,
+     "gradient of parameter 2"),
+    (complex_numbers, RuntimeError, "does not support complex parameters"),
+    (lambda p: setattr(p[2], "grad", sparse(NO_ROWS, torch.ones(1, 9, 3))), RuntimeError,
+     "sparse dimension"),
+])  # fmt: skip
 @pytest.mark.parametrize("after", [0, 1])
 def test_bad_input(spoil: Any, kind: type, message: str, after: int) -> None:
     parameters = mixed()
@@ -198,18 +195,15 @@ def test_a_state_of_another_model() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"sparse": "lazy"}, ValueError, "sparse"),
-        ({"skip_nonfinite": 1}, TypeError, "skip_nonfinite"),
-        ({"state_dtype": torch.int8}, ValueError, "state_dtype"),
-        ({"differentiable": True}, RuntimeError, "differentiable"),
-        ({"capturable": True}, RuntimeError, "Adam: capturable=True is not supported"),
-        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
-        ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
-    ],
-)
+@pytest.mark.parametrize(("options", "kind", "message"), [
+    ({"sparse": "lazy"}, ValueError, "sparse"),
+    ({"skip_nonfinite": 1}, TypeError, "skip_nonfinite"),
+    ({"state_dtype": torch.int8}, ValueError, "state_dtype"),
+    ({"differentiable": True}, RuntimeError, "differentiable"),
+    ({"capturable": True}, RuntimeError, "Adam: capturable=True is not supported"),
+    ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+    ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
+])  # fmt: skip
 def test_bad_options(options: dict[str, Any], kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         fused.Adam(mixed(), **options)
@@ -345,11 +339,10 @@ ALIASES: dict[str, Callable[[Any, Any], Any]] = {
     "values of a state": lambda _, state: rows(torch.arange(N), state["exp_avg"]),
     "indices": lambda w, _: rows(w.detach().view(-1)[:8].view(torch.int64), torch.ones(4, D)),
     "indices of a state": lambda _, state: rows(
-        state["exp_avg_sq"].view(-1)[:8].view(torch.int64), torch.ones(4, D)
-    ),
+        state["exp_avg_sq"].view(-1)[:8].view(torch.int64), torch.ones(4, D)),
     "dense": lambda w, _: w.detach(),
     "dense state": lambda _, state: state["exp_avg"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("earlier_steps", [0, 1, 3])

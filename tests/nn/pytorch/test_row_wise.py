@@ -17,8 +17,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adagrad": ("RowWiseAdagrad", {}),
     "adagrad coupled": ("RowWiseAdagrad", {"weight_decay": 0.1, "initial_accumulator_value": 0.2}),
     "adagrad decoupled": (
-        "RowWiseAdagrad", {"weight_decay": 0.1, "decoupled_weight_decay": True, "eps": 0.1},
-    ),
+        "RowWiseAdagrad", {"weight_decay": 0.1, "decoupled_weight_decay": True, "eps": 0.1}),
     "adagrad up": ("RowWiseAdagrad", {"maximize": True}),
     "adam": ("RowWiseAdam", {}),
     "adam decaying": ("RowWiseAdam", {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 0.01}),

@@ -91,20 +91,17 @@ def test_the_padding_row_of_an_embedding(padding: int, form: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after the first forward"])
-@pytest.mark.parametrize(
-    ("option", "value", "error", "text"),
-    [
-        ("max_norm", 1.0, ValueError, "has max_norm"),
-        ("scale_grad_by_freq", True, ValueError, "has scale_grad_by_freq"),
-        ("padding_idx", 9, ValueError, "padding_idx of table 0 is out of range"),
-        ("padding_idx", -10, ValueError, "padding_idx of table 0 is out of range"),
-        ("padding_idx", 1.0, TypeError, "padding_idx of table 0 has a wrong type"),
-        ("padding_idx", True, TypeError, "padding_idx of table 0 has a wrong type"),
-        ("mode", "least", ValueError, "mode differs|pooling is unknown"),
-        ("sparse", False, ValueError, "is not sparse"),
-        ("forward", lambda *_: None, TypeError, "has a forward of its own"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value", "error", "text"), [
+    ("max_norm", 1.0, ValueError, "has max_norm"),
+    ("scale_grad_by_freq", True, ValueError, "has scale_grad_by_freq"),
+    ("padding_idx", 9, ValueError, "padding_idx of table 0 is out of range"),
+    ("padding_idx", -10, ValueError, "padding_idx of table 0 is out of range"),
+    ("padding_idx", 1.0, TypeError, "padding_idx of table 0 has a wrong type"),
+    ("padding_idx", True, TypeError, "padding_idx of table 0 has a wrong type"),
+    ("mode", "least", ValueError, "mode differs|pooling is unknown"),
+    ("sparse", False, ValueError, "is not sparse"),
+    ("forward", lambda *_: None, TypeError, "has a forward of its own"),
+])  # fmt: skip
 def test_options_that_are_refused(
     option: str, value: Any, error: Any, text: str, after: bool
 ) -> None:
@@ -196,11 +193,10 @@ class Twice(torch.nn.Module):
 PARAMETRIZATIONS: dict[str, Callable[[Any], Any]] = {
     "twice": lambda m: parametrize.register_parametrization(m, "weight", Twice()),
     "twice two times": lambda m: [
-        parametrize.register_parametrization(m, "weight", Twice()) for _ in range(2)
-    ],
+        parametrize.register_parametrization(m, "weight", Twice()) for _ in range(2)],
     "weight norm": parametrizations.weight_norm,
     "orthogonal": parametrizations.orthogonal,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -334,37 +330,33 @@ def test_numbers_that_are_marked_as_negative() -> None:
         assert bags.weights[0].grad.to_dense()[[1, 3]].tolist() == [[1] * 4] * 2
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "call"),
-    [
-        (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "least")),
-        (ValueError, "mode differs", lambda: fused.EmbeddingBags(
-            [torch.nn.EmbeddingBag(2, 2, mode="sum"), torch.nn.EmbeddingBag(2, 2, mode="mean")])),
-        (ValueError, "mode differs", lambda: fused.EmbeddingBags(modules_of(), "mean")),
-        (TypeError, "table '0' has a forward", lambda: fused.EmbeddingBags([OwnForward(3, 2)])),
-        (ValueError, "share a weight", lambda: fused.EmbeddingBags([modules_of()[0]] * 2)),
-        (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
-        (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
-        (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
-        *((kind, "the size of table '0' is wrong: expected ints above 0",
-           lambda size=size: fused.EmbeddingBags([size])) for size, kind in (
-            ((1.5, 4), TypeError), ((4, True), TypeError), ((0, 4), ValueError))),
-        (ValueError, r"offsets\[0\] has a wrong shape: expected .bags,., where each begins",
-         lambda: fused.EmbeddingBags([(2, 2)])([IDS[0][0]], [IDS[0][0, :0]])),
-        (ValueError, "ids has a wrong shape",
-         lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
-        (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])([])),
-        (TypeError, r"ids\[0\] has a wrong type", lambda: fused.EmbeddingBags([(2, 2)])([[1]])),
-        (TypeError, r"ids\[0\] has a wrong dtype",
-         lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[1.0]])])),
-        (IndexError, r"ids\[0\]\[0\] is out of range",
-         lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[2]])])),
-        (TypeError, "optimizer has a wrong type",
-         lambda: fused.EmbeddingBags([(2, 2)]).update_in_backward(torch.optim.SGD)),
-        (ValueError, "optimizer has other parameters", lambda: fused.EmbeddingBags(
-            [(2, 2)]).update_in_backward(fused.SGD(modules_of().parameters(), lr=0.1))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "text", "call"), [
+    (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "least")),
+    (ValueError, "mode differs", lambda: fused.EmbeddingBags(
+        [torch.nn.EmbeddingBag(2, 2, mode="sum"), torch.nn.EmbeddingBag(2, 2, mode="mean")])),
+    (ValueError, "mode differs", lambda: fused.EmbeddingBags(modules_of(), "mean")),
+    (TypeError, "table '0' has a forward", lambda: fused.EmbeddingBags([OwnForward(3, 2)])),
+    (ValueError, "share a weight", lambda: fused.EmbeddingBags([modules_of()[0]] * 2)),
+    (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
+    (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
+    (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
+    *((kind, "the size of table '0' is wrong: expected ints above 0",
+       lambda size=size: fused.EmbeddingBags([size])) for size, kind in (
+        ((1.5, 4), TypeError), ((4, True), TypeError), ((0, 4), ValueError))),
+    (ValueError, r"offsets\[0\] has a wrong shape: expected .bags,., where each begins",
+     lambda: fused.EmbeddingBags([(2, 2)])([IDS[0][0]], [IDS[0][0, :0]])),
+    (ValueError, "ids has a wrong shape", lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
+    (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])([])),
+    (TypeError, r"ids\[0\] has a wrong type", lambda: fused.EmbeddingBags([(2, 2)])([[1]])),
+    (TypeError, r"ids\[0\] has a wrong dtype",
+     lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[1.0]])])),
+    (IndexError, r"ids\[0\]\[0\] is out of range",
+     lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[2]])])),
+    (TypeError, "optimizer has a wrong type",
+     lambda: fused.EmbeddingBags([(2, 2)]).update_in_backward(torch.optim.SGD)),
+    (ValueError, "optimizer has other parameters", lambda: fused.EmbeddingBags(
+        [(2, 2)]).update_in_backward(fused.SGD(modules_of().parameters(), lr=0.1))),
+])  # fmt: skip
 def test_bad_input(error: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
         call()

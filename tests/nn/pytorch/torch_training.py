@@ -117,10 +117,9 @@ def through_folder(
     saved, loaded = (
         {
             "model": each.state_dict(),
-            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=given),
-        }
+            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=given)}
         for each, own in ((model, optimizer), (fresh, resumed))
-    )
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(saved, checkpoint_id=folder)
         dcp.load(loaded, checkpoint_id=folder)

@@ -308,13 +308,9 @@ def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
         opt.load_state_dict({**state, name: negative.astype(np.float16)})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_nesterov", True), ("enable_clip_grad", True), ("block_size", 2),
-        ("is_compatible", True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), [
+    ("use_nesterov", True), ("enable_clip_grad", True), ("block_size", 2), ("is_compatible", True),
+])  # fmt: skip
 def test_what_layers_and_rule_were_made_with_cannot_be_assigned(name: str, value: Any) -> None:
     opt = make(Net())
     text = f"^thor: {name} is fixed at construction: expected an optimizer .* got {value}$"

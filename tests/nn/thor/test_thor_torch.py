@@ -75,14 +75,13 @@ def test_hooks_capture_what_records_do(dtype: Any) -> None:
                   module.named_parameters()}  # fmt: skip
     net = {
         "conv": nn.ThorConv2d(
-            parameters["conv.weight"], parameters["conv.bias"], stride=2, padding=1
-        ),
+            parameters["conv.weight"], parameters["conv.bias"], stride=2, padding=1),
         "bn": [parameters["bn.weight"], parameters["bn.bias"]],
         "fc": nn.ThorDense(parameters["fc.weight"]),
         "emb": nn.ThorEmbedding(parameters["emb.weight"], padding_idx=0),
         "ln": nn.ThorLayerNorm(parameters["ln.weight"], parameters["ln.bias"]),
         "out": nn.ThorDense(parameters["out.weight"], parameters["out.bias"]),
-    }
+    }  # fmt: skip
     other = make(net)
     assert [p.name for p in opt.parameters] == [p.name for p in other.parameters]
     for t in range(5):
@@ -259,9 +258,8 @@ LEFT_OUT = [
     (lambda: torch.nn.MultiheadAttention(4, 2), "attention reads its weight without calling it"),
     (
         lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)),
-        "its weight is computed from other parameters",
-    ),
-]
+        "its weight is computed from other parameters"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make_layer", "why"), LEFT_OUT)
