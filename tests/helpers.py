@@ -143,7 +143,7 @@ def assert_same_arrays(found: Any, expected: Any, label: str = "") -> None:
 
 
 def assert_within_ulps(
-    actual: np.ndarray, expected: Any, scale: Any, ulps: float = 4.0, label: str = ""
+    actual: np.ndarray, expected, scale, ulps: float = 4.0, label: str = ""
 ) -> None:
     """`|actual - expected|` is at most `ulps` units in the last place of `scale`. Units are those
     of the dtype of `actual`. `scale` is the largest term that the expected value is a sum of: what

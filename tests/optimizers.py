@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"table": (6, 4), "vector": (5,)}
 
 
 def parameters(
-    shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: Any = np.float32, form: str = ""
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype=np.float32, form: str = ""
 ) -> Any:
     """Fresh parameters, the same ones each time; numbers have an axis, if the form needs rows."""
     rng, least = np.random.default_rng(1), (1,) if form and is_row_wise(form) else ()

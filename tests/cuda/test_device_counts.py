@@ -51,9 +51,7 @@ def traffic(torch: Any) -> Any:
             super().__init__()
             self.found: list[str] = []
 
-        def __torch_function__(
-            self, function: Any, _: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, function, _, args=(), kwargs=None) -> Any:
             given = [*args, *(args[0] if args and isinstance(args[0], list | tuple) else ())]
             is_there = any(isinstance(x, torch.Tensor) and x.is_cuda for x in given)
             found = function(*args, **(kwargs or {}))

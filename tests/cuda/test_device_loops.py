@@ -49,9 +49,7 @@ KNOWN = {
 Tensors = list[list[np.ndarray]]
 
 
-def update_of(
-    rule: Rule, tensors: Any, hp: np.ndarray, hp_of: Any, prologue: Prologue
-) -> DenseUpdate:
+def update_of(rule: Rule, tensors, hp: np.ndarray, hp_of, prologue: Prologue) -> DenseUpdate:
     """The step of parameters with states and a gradient each, on the host or on the device."""
     variables = Variables.of([tuple(arrays[:-1]) for arrays in tensors])
     places = np.array([address_of(arrays[-1]) for arrays in tensors])

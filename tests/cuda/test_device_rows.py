@@ -62,9 +62,7 @@ OPERATORS = [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()]
 BOTH = pytest.mark.parametrize("op", OPERATORS, ids=["lazy", "all"])
 
 
-def row_step(
-    op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any, shift: int = 0
-) -> list[np.ndarray]:
+def row_step(op, arrays: Sequence[np.ndarray], values, indices, shift: int = 0) -> list[np.ndarray]:
     """Adam's arrays after a step on copies, which begin so many elements further on."""
     *on, g = (shifted(a, shift) for a in (*arrays, values))
     op(*on, *BETAS, g, shifted(indices, min(shift, 1)))

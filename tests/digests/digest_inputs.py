@@ -33,9 +33,7 @@ def strided(seed: Any, shape: Shape, dtype: Any = F32) -> np.ndarray:
     return normal(seed, (*shape[::-1], 2), dtype)[..., 0].T
 
 
-def rows(
-    seed: Any, shape: Shape, n: int, dtype: Any = F32, index: Any = np.int64, hot: float = 0.0
-) -> nn.RowTensor:
+def rows(seed, shape: Shape, n: int, dtype=F32, index=np.int64, hot: float = 0.0) -> nn.RowTensor:
     """A row-sparse gradient with duplicates; the share ``hot`` of its indices is one row."""
     rng = rng_of("rows", seed)
     indices = rng.integers(0, max(shape[0], 1), n)

@@ -318,7 +318,7 @@ class Signs(mx.Optimizer):
 
 
 def update(
-    record: Record, given: Given, make: Callable[..., Any], way: str = "", **options: Any
+    record: Record, given: Given, make: Callable[..., Any], way: str = "", **options
 ) -> None:
     """Five steps; the states go through bytes before the last two."""
 

@@ -76,9 +76,7 @@ def test_what_is_not_finite_is_seen(dtype: np.dtype, bad: float) -> None:
         assert np.isnan(found) if np.isnan(bad) else found == np.inf
 
 
-def measured(
-    rule: Any, prologue: Any, tensors: list[tuple[np.ndarray, ...]], gradients: Any, rows: Any
-) -> np.ndarray:
+def measured(rule, prologue, tensors: list[tuple[np.ndarray, ...]], gradients, rows) -> np.ndarray:
     """`DenseUpdate.sums` of fresh tensors, each with a row of scalars of its own."""
     hp = np.array(rows, np.float64 if tensors[0][0].dtype == np.float64 else np.float32)
     with unchanged(tensors, gradients):

@@ -182,9 +182,7 @@ NODES = "a folder", "a named pipe", "a socket", "a device"
 @POSIX
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("kind", NODES)
-def test_what_is_no_regular_file_stays(
-    kind: str, linked: bool, tmp_path: Any, monkeypatch: Any
-) -> None:
+def test_what_is_no_regular_file_stays(kind: str, linked: bool, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     place_node(kind, tmp_path / "node")
     path, before = tmp_path / "node", os.lstat(tmp_path / "node")

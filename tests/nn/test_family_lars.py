@@ -47,9 +47,7 @@ def params64(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Any:
     return parameters(shapes, np.float64)
 
 
-def lars_gradients(
-    params: Any, given: Any, acts: Any, decays: Any, rates: Any = None, **options: Any
-) -> list[np.ndarray]:
+def lars_gradients(params, given, acts, decays, rates=None, **options) -> list[np.ndarray]:
     """What the reference hands on; with rates they are clipped to."""
     rates = [None] * len(params) if rates is None else rates
     options = {**LARS_OPTIONS, **options}

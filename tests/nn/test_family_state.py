@@ -86,9 +86,7 @@ RESUMED: list[tuple[str, str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("form", "way", "dtype", "options"), RESUMED)
-def test_resumes_bit_for_bit(
-    form: str, way: str, dtype: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_resumes_bit_for_bit(form: str, way: str, dtype, options: dict[str, Any], tmp_path) -> None:
     """Of a state that is loaded the rates count, too."""
     fresh = partial(in_groups, form, **options)
     whole, half = (fresh(parameters(SHAPES, dtype, form)) for _ in range(2))

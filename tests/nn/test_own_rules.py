@@ -302,9 +302,7 @@ def table_of_users() -> Own:
 
 @pytest.mark.parametrize("kind", given_gradients())
 @pytest.mark.parametrize(("function", "error", "text"), FORMULAS)
-def test_formulas_that_are_refused(
-    function: Any, error: type[Exception], text: str, kind: str
-) -> None:
+def test_formulas_that_are_refused(function, error: type[Exception], text: str, kind: str) -> None:
     """Nothing has changed, and nothing is left behind: steps are those of a new optimizer."""
     g, opt = given_gradients()[kind], table_of_users()
     opt.function = function

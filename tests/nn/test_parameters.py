@@ -208,9 +208,7 @@ def test_rebinding_that_is_refused() -> None:
     (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
     (lambda w: assign(w, dtype=np.int32), TypeError, "parameter 'w' .* wrong dtype"),
 ], ids=["read-only", "shape", "cut off", "resized", "dtype"])  # fmt: skip
-def test_arrays_that_were_changed_between_steps(
-    change: Any, error: Any, text: str, is_sparse: bool
-) -> None:
+def test_arrays_that_were_changed_between_steps(change, error, text: str, is_sparse: bool) -> None:
     """In place, so that nobody is told: the step looks, and does not write where they were."""
 
     def gradient(shape: tuple[int, ...]) -> Any:

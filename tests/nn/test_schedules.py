@@ -218,9 +218,7 @@ PIECES: list[tuple[Any, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("milestone", "rates", "error", "text"), PIECES)
-def test_piecewise_constant_refuses(
-    milestone: Any, rates: Any, error: type[Exception], text: str
-) -> None:
+def test_piecewise_constant_refuses(milestone, rates, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(f'piecewise_constant_lr: {text}')}$"):
         nn.piecewise_constant_lr(milestone, rates)
 
@@ -352,9 +350,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("schedules", "milestones", "error", "text"), REFUSED)
-def test_sequential_refuses(
-    schedules: Any, milestones: Any, error: type[Exception], text: str
-) -> None:
+def test_sequential_refuses(schedules, milestones, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(f'SequentialLR: {text}')}$"):
         nn.SequentialLR(schedules, milestones)
 

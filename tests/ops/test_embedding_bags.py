@@ -43,9 +43,7 @@ def joined(ids: list[np.ndarray], offsets: list[np.ndarray]) -> tuple[np.ndarray
     return np.concatenate(ids), np.concatenate([*parts, firsts[-1:]]).astype(offsets[0].dtype)
 
 
-def pooled(
-    tables: Any, ids: Any, offsets: Any, pooling: str, weights: Any = None, left_out: Any = ()
-) -> np.ndarray:
+def pooled(tables, ids, offsets, pooling: str, weights=None, left_out=()) -> np.ndarray:
     """The output in float64; ids of ``left_out`` and those out of range count for nothing."""
     columns = []
     for f, (table, own, bounds) in enumerate(zip(tables, ids, offsets, strict=True)):

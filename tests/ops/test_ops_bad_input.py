@@ -30,9 +30,7 @@ EACH_ROWS = pytest.mark.parametrize("operator", ROW_OPERATORS.values(), ids=str)
 PARALLEL = 10_000
 
 
-def reject(
-    operator: Operator, inputs: dict[str, Any], error: Any, text: str, **others: Any
-) -> None:
+def reject(operator: Operator, inputs: dict[str, Any], error, text: str, **others) -> None:
     """The call is refused; the text begins with the operator's name."""
     __tracebackhide__ = True
     for each in error if isinstance(error, tuple) else (error,):

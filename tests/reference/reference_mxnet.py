@@ -139,9 +139,7 @@ def clipped(x: Array, s: Scalars) -> Array:
     return np.minimum(np.maximum(x, -s.clip), s.clip)
 
 
-def direction(
-    x: Array, m: ArrayLike, v: ArrayLike, s: Scalars, real: Any
-) -> tuple[Array, Array, Array]:
+def direction(x: Array, m: ArrayLike, v: ArrayLike, s: Scalars, real) -> tuple[Array, Array, Array]:
     """What is subtracted from the weight, and the new moments. Numbers too large for `real`, in
     which the moments are kept, are infinite."""
     m = within(real, s.beta1 * wide(m) + s.one_minus_beta1 * x)

@@ -63,9 +63,7 @@ def _value(x: Any) -> Any:
     return x.value if isinstance(x, Rounded) else x
 
 
-def assert_rounded(
-    found: np.ndarray, exact: Any, real: Any, factor: float, label: str = ""
-) -> float:
+def assert_rounded(found: np.ndarray, exact, real, factor: float, label: str = "") -> float:
     """Every element is within ``factor`` times the bound, and one rounding to its own type.
 
     Returns:

@@ -131,9 +131,7 @@ class Memory:
             found.sort()
         return self.place(found.astype(pick(rng, (np.int32, np.int64))))
 
-    def rows(
-        self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, n: int
-    ) -> nn.RowTensor:
+    def rows(self, rng: np.random.Generator, shape: tuple[int, ...], dtype, n: int) -> nn.RowTensor:
         """A row-sparse gradient with ``n`` rows; with none where there are no rows."""
         n = n if shape[0] else 0
         indices = self.indices(rng, max(1, shape[0]), n)

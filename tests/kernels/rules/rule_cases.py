@@ -91,9 +91,7 @@ class RuleCase:
         return [w, g, *states]
 
 
-def ftrl_scalars(
-    rule: Rule, real: Any, lr: float, decay: float, step: int, constants: Any, _: Any
-) -> Any:
+def ftrl_scalars(rule: Rule, real, lr: float, decay: float, step: int, constants, _) -> Any:
     """Those of a rule, whichever the power is."""
     l1, l2, lr_power, beta, shrinkage = (*constants, 0.0, 0.0)[:5]
     last = {"power": -lr_power, "two_shrinkage": 2.0 * shrinkage}
@@ -189,9 +187,7 @@ def real_of(dtype: np.dtype) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def hp_row(
-    rule: Rule, prologue: Prologue, scalars: Any, real: Any, factors: Any = FACTORS
-) -> Array:
+def hp_row(rule: Rule, prologue: Prologue, scalars, real, factors=FACTORS) -> Array:
     """One row of scalars, those of a prologue at its end."""
     row = np.array([(*scalars, *(x for part in prologue for x in factors[part]))], real)
     assert row.shape[1] == len(hp_type(rule, prologue)._fields)

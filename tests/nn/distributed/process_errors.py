@@ -77,8 +77,9 @@ class _Errors:
         assert (table == 1).all() and (gradient == 1).all()
 
     def optimizers(self) -> Iterator[Case]:
-        def new(cls: Any = nn.LazyAdam, dtype: Any = np.float32, name: str = "w", tail: int = 2,
-                **options: Any) -> Any:  # fmt: skip
+        def new(
+            cls=nn.LazyAdam, dtype=np.float32, name: str = "w", tail: int = 2, **options
+        ) -> Any:
             return cls([nn.Parameter(np.ones((4, tail), dtype), name)], **options)
 
         stepped = new()

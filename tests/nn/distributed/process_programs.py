@@ -95,9 +95,7 @@ def without_positions(comm: Communicator, *_: Any) -> None:
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
 
 
-def beside_one(
-    tables: Tables, form: str, dtype: Any, gradients: Any = None, **options: Any
-) -> None:
+def beside_one(tables: Tables, form: str, dtype, gradients=None, **options) -> None:
     """Steps of these processes, with gradients of another type or not, beside those of one."""
     own, whole = (Training(form, dtype, of, **options) for of in (tables, None))
     for one in (own, whole):

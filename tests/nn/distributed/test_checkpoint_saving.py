@@ -330,9 +330,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize(("module", "moment", "error"), FAULTS)
-def test_a_disk_that_is_full(
-    module: Any, moment: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full(module, moment: str, error: Exception, tmp_path, monkeypatch) -> None:
     """New files are removed, unless the index is there already and only could not be flushed."""
 
     def full(*_: Any, **__: Any) -> None:

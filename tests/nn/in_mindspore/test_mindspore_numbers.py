@@ -62,9 +62,7 @@ def test_every_class_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("name", "options", "make_net", "steps"), EVERY)
-def test_a_training_is_that_of_mindspore(
-    name: str, options: Any, make_net: Any, steps: int
-) -> None:
+def test_a_training_is_that_of_mindspore(name: str, options, make_net, steps: int) -> None:
     expected, states = trained(make_net, lambda ps: getattr(nn, name)(ps, **options), steps)
     found, own = trained(make_net, lambda ps: getattr(fused, name)(ps, **options), steps)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -444,9 +444,7 @@ FAILING: list[tuple[Any, dict[str, Any], dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("make", "options", "assigned", "error", "text"), FAILING)
-def test_an_update_that_fails(
-    make: Any, options: Any, assigned: Any, error: Any, text: str
-) -> None:
+def test_an_update_that_fails(make, options, assigned, error, text: str) -> None:
     """An error from what scalars follow from, in the middle; mended, the next update goes on."""
     opt, weights = make(**options), [ones(2), ones(3)]
     before = {name: getattr(opt, name) for name in assigned}

@@ -383,9 +383,7 @@ def growing() -> None:
                 call()
 
 
-def check_shards(
-    model: Any, optimizer: Any, alone: Any, reference: Any, bound: float = 1e-11
-) -> None:
+def check_shards(model, optimizer, alone, reference, bound: float = 1e-11) -> None:
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert p.to_local().shape != q.shape
         assert_close([p.full_tensor()], [q], bound)

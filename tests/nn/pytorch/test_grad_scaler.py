@@ -21,10 +21,7 @@ FUSED = ["SGD", "Adagrad", "Adam", "AdamW"]
 F32 = torch.float32
 
 
-def scaled_step(
-    model: Any, optimizer: Any, scaler: Any, step: int, *, infinite: bool = False,
-    first: Any = None,
-) -> Any:  # fmt: skip
+def scaled_step(model, optimizer, scaler, step: int, *, infinite: bool = False, first=None) -> Any:
     """A step with a scaler, after an infinity in one gradient; what the scaler returned."""
     optimizer.zero_grad()
     scaler.scale(loss_of(model, step)).backward()

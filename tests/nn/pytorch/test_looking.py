@@ -62,9 +62,7 @@ def test_strides_along_one_element_mean_nothing(bound: list[int]) -> None:
 # -- what a parameter and a state may have become -------------------------------------------------
 
 
-def stepped(
-    shape: Any = (4,), name: str = "Adam", steps: int = 1, **options: Any
-) -> tuple[Any, Any, Any]:
+def stepped(shape=(4,), name: str = "Adam", steps: int = 1, **options) -> tuple[Any, Any, Any]:
     """A parameter of ones with its optimizer, and its states."""
     parameter = torch.nn.Parameter(torch.ones(shape))
     optimizer = getattr(fused, name)([parameter], **options)

@@ -68,9 +68,7 @@ def rounded_at_random(x: Any, weight: Any, name: str, update: int, *, by_rows: b
 @EVERY_FORM
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=["f16", "bf16"])
 @pytest.mark.parametrize("sparse", ["touched", "all"])
-def test_a_step_is_that_of_the_float32_weight(
-    name: str, form: str, dtype: Any, sparse: str
-) -> None:
+def test_a_step_is_that_of_the_float32_weight(name: str, form: str, dtype, sparse: str) -> None:
     """To the last bit, states too; then both are rounded, channels last and rows as well."""
     if name not in TABLES and sparse == "all":
         pytest.skip("takes no sparse gradients")

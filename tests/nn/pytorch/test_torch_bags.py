@@ -102,9 +102,7 @@ def test_the_padding_row_of_an_embedding(padding: int, form: str, mode: str) -> 
     ("sparse", False, ValueError, "is not sparse"),
     ("forward", lambda *_: None, TypeError, "has a forward of its own"),
 ])  # fmt: skip
-def test_options_that_are_refused(
-    option: str, value: Any, error: Any, text: str, after: bool
-) -> None:
+def test_options_that_are_refused(option: str, value, error, text: str, after: bool) -> None:
     bags, _ = stepping()
     tables = before(bags)
     if after:

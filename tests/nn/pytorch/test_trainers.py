@@ -54,9 +54,7 @@ class ForTrainer(Tagger):
         return {"loss": (logits.mean(-1) - labels).pow(2).mean(), "logits": logits}
 
 
-def hugging_face(
-    path: Path, name: str, *, dense: bool = False, resume: Any = None, **arguments: Any
-) -> Any:
+def hugging_face(path: Path, name: str, *, dense: bool = False, resume=None, **arguments) -> Any:
     """A finished Trainer."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

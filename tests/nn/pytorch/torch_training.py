@@ -105,9 +105,7 @@ def assert_same_bits(mine: Iterable[Tensor], other: Iterable[Tensor]) -> None:
         assert torch.equal(p, q)
 
 
-def through_folder(
-    model: Any, optimizer: Any, fresh: Any, resumed: Any, **options: Any
-) -> tuple[Any, Any]:
+def through_folder(model, optimizer, fresh, resumed, **options) -> tuple[Any, Any]:
     """A fresh model and optimizer that go on, by a folder of torch.distributed.checkpoint."""
     # Slow to import.
     import torch.distributed.checkpoint as dcp
