@@ -142,9 +142,7 @@ def assert_same_arrays(found: Any, expected: Any, label: str = "") -> None:
         assert_same_bits(a, b, f"{label}, array {k}")
 
 
-def assert_within_ulps(
-    actual: np.ndarray, expected, scale, ulps: float = 4.0, label: str = ""
-) -> None:
+def assert_within_ulps(actual: np.ndarray, expected: Any, scale: Any, ulps: float) -> None:
     """`|actual - expected|` is at most `ulps` units in the last place of `scale`. Units are those
     of the dtype of `actual`. `scale` is the largest term that the expected value is a sum of: what
     cancels leaves the rounding of the terms behind, not that of the difference. Below the normal
@@ -158,7 +156,7 @@ def assert_within_ulps(
     if off.any():
         where = np.unravel_index(np.argmax(np.where(off, error / allowed, 0)), error.shape)
         raise AssertionError(
-            f"{label}: {off.sum()} of {off.size} off, worst at {tuple(map(int, where))}: "
+            f"{off.sum()} of {off.size} off, worst at {tuple(map(int, where))}: "
             f"{actual[where]!r} for {np.asarray(expected)[where]!r}, "
             f"{error[where] / np.broadcast_to(allowed, error.shape)[where] * ulps:.3g} ulps"
         )

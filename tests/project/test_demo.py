@@ -19,12 +19,12 @@ from fusestep.examples.errors import DemoError
 OPTIMIZERS = training.OPTIMIZERS
 
 
-def topic_text(n_sentences: int = 600, seed: int = 0) -> str:
+def topic_text() -> str:
     """Sentences of 12 words about one of six topics, its first words more frequent than others."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     weights = 1 / np.arange(1, 16)
     lines = []
-    for topic in rng.integers(0, 6, n_sentences):
+    for topic in rng.integers(0, 6, 600):
         words = rng.choice(15, 12, p=weights / weights.sum())
         lines.append(" ".join(f"topic{topic}_word{word}" for word in words))
     return "\n".join(lines)

@@ -167,10 +167,10 @@ def test_positions_need_not_be_contiguous() -> None:
 N = 9000  # a row with more than 512 occurrences is summed in ranges of 4096 of the batch
 
 
-def whole_and_part(dtype: Any = np.float32) -> tuple[nn.RowTensor, nn.RowTensor]:
+def whole_and_part() -> tuple[nn.RowTensor, nn.RowTensor]:
     """A batch whose occurrences are of row 0 and of row 1 in turn, and what has row 0 of it. Those
     of row 1 are zeros: sums over both have the bits of those over row 0."""
-    values = np.random.default_rng(0).standard_normal((2 * N, 3)).astype(dtype)
+    values = np.random.default_rng(0).standard_normal((2 * N, 3)).astype(np.float32)
     values[1::2] = 0
     whole = nn.RowTensor(np.arange(2 * N) % 2, values, (2, 3))
     part = nn.RowTensor(

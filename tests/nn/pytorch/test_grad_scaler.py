@@ -36,8 +36,8 @@ def scaled_step(model, optimizer, scaler, step: int, *, infinite: bool = False, 
     return result
 
 
-def scaler_of(scale: float = 2.0**10) -> Any:
-    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+def scaler_of() -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
 
 def optimizers(name: str, **options: Any) -> list[tuple[Any, Any]]:
