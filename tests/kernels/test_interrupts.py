@@ -123,14 +123,6 @@ def mxnet(update: Callable[[Any, list[Any], list[Any]], Any]) -> Steps:
     return Steps(lambda: update(updater, [np.ones_like(w) for w in weights], weights), state)
 
 
-def updated_together(updater: Any, gradients: list[Any], weights: list[Any]) -> None:
-    updater([0, 1, 2], gradients, weights)
-
-
-def updated_alone(updater: Any, gradients: list[Any], weights: list[Any]) -> None:
-    updater(2, gradients[2], weights[2])
-
-
 def operator(op: Any, *gradient: np.ndarray) -> Steps:
     arrays = [ones(6, 2), 0.1 * ones(6, 2), 0.2 * ones(6, 2)]
     return Steps(lambda: op(*arrays, *HP, *gradient), lambda: arrays)
@@ -155,8 +147,8 @@ CASES: dict[str, Callable[[], Steps]] = {
     "LARS": lars,
     "AdaFactor": lambda: dense(nn.AdaFactor),
     "thor": thor,
-    "mxnet.Adam": lambda: mxnet(updated_together),
-    "mxnet.Adam, one weight": lambda: mxnet(updated_alone),
+    "mxnet.Adam": lambda: mxnet(lambda updater, g, w: updater([0, 1, 2], g, w)),
+    "mxnet.Adam, one weight": lambda: mxnet(lambda updater, g, w: updater(2, g[2], w[2])),
     "Adam operator, locked": lambda: operator(ops.Adam(use_locking=True), ones(6, 2)),
     "FusedSparseLazyAdam, locked": lambda: operator(
         ops.FusedSparseLazyAdam(use_locking=True), ones(3, 2), np.array([5, 0, 5])),

@@ -33,7 +33,7 @@ def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float =
             constants = opt.beta1, opt.beta2, opt.eps
             hp = reference.usual_adam_scalars(lr, *constants, t, decay, real)
         fixed = {"nesterov": opt.use_nesterov} if "nesterov" in names else {}
-        return partial(_with_hp, step, hp, fixed)
+        return lambda w, g, *states: step(w, g, *states, hp, **fixed)
 
     of_step = {"lr": lr, "decay": decay, "t": t}
 
@@ -54,7 +54,3 @@ def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float =
         and (p.default is p.empty or hasattr(opt, renamed.get(name, name)))
     ]
     return partial(step, **{name: scalar(name) for name in given})
-
-
-def _with_hp(step: Any, hp: Any, fixed: dict[str, Any], w: Any, g: Any, *states: Any) -> Any:
-    return step(w, g, *states, hp, **fixed)

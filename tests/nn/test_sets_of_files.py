@@ -66,10 +66,6 @@ def assert_refused(folder: Path, w: Any, name: str, error: Any = (ValueError, OS
     return str(found.value)
 
 
-def hard_link(file: Path, _: Path) -> None:
-    os.link(file, file.parent / "backup")
-
-
 def pipe(file: Path, _: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -92,7 +88,8 @@ DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
     "cut": lambda file, _: file.write_bytes(file.read_bytes()[:-1]),
     "no file of states": lambda file, _: file.write_bytes(b"\x08" + b"[" * 9000),
     "another one's": lambda file, other: shutil.copy(other, file),
-    "swapped": swapped, "pipe": pipe, "link": link, "hard link": hard_link,
+    "swapped": swapped, "pipe": pipe, "link": link,
+    "hard link": lambda file, _: os.link(file, file.parent / "backup"),
 }  # fmt: skip
 
 

@@ -397,13 +397,10 @@ def refused_in_place() -> dict[str, tuple[list[Any], type[Exception], str]]:
 def test_in_place_refuses_before_anything_is_written(fault: str) -> None:
     bad, error, text = refused_in_place()[fault]
     first = dense(5)
+    arrays = [v for v in values_of(bad) if isinstance(v, np.ndarray)]
     for use_norm in (None, 7.0) if fault != "bad index" else (None,):
-        with refused(error, f"^clip_by_global_norm: {text}", first, values_of_arrays(bad)):
+        with refused(error, f"^clip_by_global_norm: {text}", first, arrays):
             ops.clip_by_global_norm([first, *bad], 0.1, use_norm, in_place=True)
-
-
-def values_of_arrays(gradients: list[Any]) -> list[Any]:
-    return [v for v in values_of(gradients) if isinstance(v, np.ndarray)]
 
 
 # What is refused: TypeError for kinds, ValueError for values, IndexError for indices

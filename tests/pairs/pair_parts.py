@@ -72,10 +72,6 @@ def _exchange(run: Run, copied: Callable[[Any], Any]) -> None:
     run.ends.append(is_left_alone)
 
 
-def _through_pickle(parts: Any) -> Any:
-    return pickle.loads(pickle.dumps(parts))
-
-
 def _rest(run: Run) -> list[Any]:
     """What has a state dict beside model and optimizers."""
     return [x for x in (run.scaler, run.average, *run.schedulers) if x is not None]
@@ -179,7 +175,7 @@ PARTS |= {
     "add_param_group": _sets(is_late=True), "frozen table": _adds("frozen", "table"),
     "frozen layer": _adds("frozen", "dense"),
     "deepcopy": _event(partial(_exchange, copied=copy.deepcopy)),
-    "pickle": _event(partial(_exchange, copied=_through_pickle)),
+    "pickle": _event(partial(_exchange, copied=lambda parts: pickle.loads(pickle.dumps(parts)))),
     "state dict in a file": _event(_through_file), "DCP": partial(_full),
     "DCP, full": partial(_full, full_state_dict=True),
     "DCP, flat": partial(_full, flatten_optimizer_state_dict=True),

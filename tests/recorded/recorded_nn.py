@@ -22,14 +22,9 @@ class InverseTime(nn.LearningRateSchedule):
         return 0.1 / (1 + global_step)
 
 
-def growing_decay(global_step: Any) -> Any:
-    """0.05, 0.06, 0.07, ..."""
-    return 0.05 + 0.01 * global_step
-
-
 # What the recorded texts stand for.
 SCHEDULES: dict[str, Callable[[], Any]] = {
-    "0.1/(1+step)": InverseTime, "0.05+0.01*step": lambda: growing_decay,
+    "0.1/(1+step)": InverseTime, "0.05+0.01*step": lambda: lambda step: 0.05 + 0.01 * step,
 }  # fmt: skip
 GROUPS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "[{dense.weight: lr=.05, wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {

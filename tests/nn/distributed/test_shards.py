@@ -102,15 +102,12 @@ def test_ranges_that_grow_with_the_batch() -> None:
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
         shard = RowShard(rows, comm)
-        table, own = np.zeros((len(shard), 2), np.float32), slice(*_cuts(comm, n))
+        table = np.zeros((len(shard), 2), np.float32)
+        own = slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
         nn.SGD([table])((shard.route(ids[own]).scatter(values[own]),))
         return table
 
     assert_same_bits(np.concatenate(in_threads(3, program)), whole)
-
-
-def _cuts(comm: ThreadCommunicator, n: int) -> tuple[int, int]:
-    return n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size
 
 
 def test_gathered_rows() -> None:

@@ -36,10 +36,6 @@ def asleep(**options: Any) -> tuple[Any, Any]:
     return module, optimizer
 
 
-def overlapping(tensor: Any) -> Any:
-    return tensor.as_strided(tensor.shape, (0,) * tensor.dim())
-
-
 def cut(tensor: Any) -> Any:
     tensor.untyped_storage().resize_(8)
     return tensor
@@ -49,7 +45,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "one number": lambda x: x.new_zeros(1), "fewer rows": lambda x: x[:-1].clone(),
     "more rows": lambda x: torch.cat((x, x)),
     "another dtype": lambda x: x.to(torch.float64 if x.dtype != torch.float64 else torch.int8),
-    "gaps": lambda x: torch.stack((x, x), -1)[..., 0], "one place": overlapping, "no memory": cut,
+    "gaps": lambda x: torch.stack((x, x), -1)[..., 0], "no memory": cut,
+    "one place": lambda x: x.as_strided(x.shape, (0,) * x.dim()),
     "negative": lambda x: torch._neg_view(x) if x.is_floating_point() else x.to("meta"),
     "no tensor": lambda x: x.tolist(), "a part of another": lambda x: x.to_sparse(),
 }  # fmt: skip
