@@ -166,5 +166,4 @@ ADAM_UPDATE = Update(
     None,
     (
         *("weight", "grad", "mean", "var", "lr", "beta1", "beta2", "epsilon"),
-        *("wd", "rescale_grad", "clip_gradient")),
-)  # fmt: skip
+        *("wd", "rescale_grad", "clip_gradient")))  # fmt: skip

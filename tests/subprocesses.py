@@ -48,8 +48,7 @@ def run_python(program, *arguments, timeout=300, **environment):
     return subprocess.run(
         [sys.executable, *filters, "-c", program, *map(str, arguments)],
         env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=timeout,
-        check=False,
-    )  # fmt: skip
+        check=False)  # fmt: skip
 
 
 def output_of(program, *arguments, **environment):

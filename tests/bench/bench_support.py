@@ -187,8 +187,7 @@ def result(
     return PointResult(
         of or point(), bytes=450_000_000, sizes={"parameters": 1, "elements": 2**24},
         from_memory=from_memory, copies=1, times=found, memory=dict.fromkeys(found, memory),
-        unavailable={},
-    )  # fmt: skip
+        unavailable={})  # fmt: skip
 
 
 def made_up(

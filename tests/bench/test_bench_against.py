@@ -358,8 +358,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fusestep", "bench", *given, "--against", "HEAD"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        text=True, check=False)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "dense/ops.ApplyMomentum" in line)
     assert "slower" in line.split()

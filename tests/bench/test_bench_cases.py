@@ -145,8 +145,7 @@ def test_the_default_selection_is_that_of_the_optimizers() -> None:
                 "pooled": list(workloads.POOLED_SIZES)}),
         ("far,1Kx2x3", {"rows": [*workloads.FAR_SIZES, "1Kx2x3"]}),
         ("growth,1Kx2x3x4", {"pooled": [*workloads.GROWTH_SIZES, "1Kx2x3x4"]}),
-        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]})],
-)  # fmt: skip
+        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]})])  # fmt: skip
 def test_sizes(text: str, expected: dict[str, list[str]]) -> None:
     assert parse_sizes(text) == {"dense": [], "rows": [], "pooled": [], **expected}
 
@@ -172,8 +171,7 @@ def test_points_are_all_combinations_that_there_are() -> None:
     chosen = [named("dense/nn.SGD"), named("rows/ops.FusedSparseAdam")]
     found = cases.points(
         chosen, "1K,4K,9x2x5", ["float32", "float16"], [1, 2], ["uniform", "equal"],
-        ["loop", "busy"],
-    )  # fmt: skip
+        ["loop", "busy"])  # fmt: skip
     dense = [point for point in found if point.case.kind == "dense"]
     rows = [point for point in found if point.case.kind == "rows"]
     assert len(dense) == 2 * 2 * 2 * 2  # sizes, dtypes, threads, scenarios

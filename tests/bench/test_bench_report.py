@@ -23,13 +23,11 @@ from fusestep.bench.report.result import OURS, PointResult, SpecialResult
 USUAL = {"bound_fast": 0.0095, "bound_slow": 0.0200, "torch_fused": 0.0125}
 SPECIAL = SpecialResult(
     "first-step", "import and first step", {"import": summary(0.3), "nn.Adam cold": summary(3.0)},
-    {"import": 0.6, "nn.Adam cold": 2.5},
-)  # fmt: skip
+    {"import": 0.6, "nn.Adam cold": 2.5})  # fmt: skip
 PARTS = {"step": 0.004, "grouping alone": 0.001, "update alone": 0.003, "plain loop": 0.002}
 FAR = SpecialResult(
     "far-rows", "parts", {f"9x2x4: {part}": summary(seconds) for part, seconds in PARTS.items()},
-    {"9x2x4: update alone": 0.0023},
-)  # fmt: skip
+    {"9x2x4: update alone": 0.0023})  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +37,7 @@ def full() -> dict[str, Any]:
     return made_up(
         result(point(size=PUBLISHED_DENSE, threads=2), **USUAL),
         result(lost, bound_fast=0.0080, torch_fused=0.0025), SPECIAL, FAR,
-        versions={"torch": "2.0"}, missing={"mxnet": "not installed here"},
-    )  # fmt: skip
+        versions={"torch": "2.0"}, missing={"mxnet": "not installed here"})  # fmt: skip
 
 
 # -- the document ---------------------------------------------------------------------------------
@@ -216,8 +213,7 @@ def test_no_letter_vanishes(width: int) -> None:
     long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULTS["rows"], threads=2)
     data = made_up(
         result(point(size=PUBLISHED_DENSE), **USUAL, **peers), result(long, bound_x=0.009, **peers),
-        result(point(dtype="bfloat16", threads=2), **peers),
-    )  # fmt: skip
+        result(point(dtype="bfloat16", threads=2), **peers))  # fmt: skip
     text = shown(data, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text

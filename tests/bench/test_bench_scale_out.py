@@ -72,8 +72,7 @@ def test_a_run(tmp_path: Path) -> None:
         [sys.executable, "-m", "fusestep", "bench", "--processes", "1,2", "--quick", "--json",
          str(path)],
         cwd=tmp_path, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True,
-        check=False, timeout=240,
-    )  # fmt: skip
+        check=False, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
     data = json.loads(path.read_text(encoding="utf-8"))
     assert (data["rows"], data["dim"]) == (20_000, 64)

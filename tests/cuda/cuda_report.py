@@ -193,8 +193,7 @@ def library_of(function: Any) -> Any:
     options = {"cc": CAPABILITIES["9.0a"], "opt": True, "abi": "numba", "abi_info": {}}
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func, types.void(*arguments), launch_bounds=bounds, **options,
-        **dict.fromkeys(off, False),
-    )  # fmt: skip
+        **dict.fromkeys(off, False))  # fmt: skip
     library._lto = True  # as cuda.jit does by default
     return library
 

@@ -14,8 +14,7 @@ import test_embedding_bags
 
 from devices import (  # isort: skip
     COMPUTES, MARKS, RNG, assert_calls_alike, assert_close, assert_equal_runs, assert_same,
-    gradient, on_device, on_host, refused, rows, sized, told, unchanged,
-)  # fmt: skip
+    gradient, on_device, on_host, refused, rows, sized, told, unchanged)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import kernel
@@ -397,8 +396,7 @@ def test_refusals() -> None:
         (ValueError, "features are not in the order of their tables", {"features": [1, 0]},
          {"ids": ids[0], "offsets": bounds[0]}),
         (ValueError, "per_sample_weights need sums", {"pooling": "max"},
-         {"per_sample_weights": [grad, grad]}),
-    )  # fmt: skip
+         {"per_sample_weights": [grad, grad]}))  # fmt: skip
     for error, text, options, changed in cases:
         own = ops.EmbeddingBags(**options)
         call = own.gradients if "grad" in changed else own

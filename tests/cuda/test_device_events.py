@@ -22,8 +22,7 @@ import fusestep
 from devices import (  # isort: skip
     BETAS, COMPUTES, GPU, MARKS, STUB, Run, assert_alike, assert_equal_runs, assert_same, capture,
     computed, data_of, gradient, on_device, on_host, only, positive, put, refused, rows, shifted,
-    told, unchanged,
-)  # fmt: skip
+    told, unchanged)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.ops.runtime import launch, pending
@@ -46,8 +45,7 @@ def test_numbers_of_a_group() -> None:
         ours, other = (
             nn.AdamWeightDecay(
                 [{"params": p[:1], "lr": rate, "weight_decay": 0.2}, {"params": p[1:]}], 0.05)
-            for p, rate in ((theirs, lr), (w, 0.125))
-        )  # fmt: skip
+            for p, rate in ((theirs, lr), (w, 0.125)))  # fmt: skip
         ours.target = target
         step = [gradient(shape) for shape in SHAPES]
         ours(tuple(on_device(step)))
@@ -440,8 +438,7 @@ CENTRALIZED: list[Callable[[Any], Any]] = [
 BAD_STEPS: tuple[Callable[[Any], Any], ...] = (
     *(partial(make, learning_rate=0.1) for make in (nn.LazyAdam, nn.Adam, nn.RowWiseAdagrad)),
     lambda p: nn.RowWiseAdam(p, 0.1, sparse_update="dense_equivalent"),
-    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"), *CENTRALIZED,
-)  # fmt: skip
+    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"), *CENTRALIZED)  # fmt: skip
 
 TABLES = (((5, 4), F32), ((3, 6), F32), ((0, 3), F32), ((3, 2), F64), ((5, 3), BF16))
 """Several kernel calls: a bad index of one keeps the others from writing."""

@@ -19,8 +19,7 @@ import fusestep
 
 from devices import (  # isort: skip
     BETAS, BF16, MARKS, SIMULATOR, adopted, assert_same, capture, on_device, only, positive,
-    refused, told,
-)  # fmt: skip
+    refused, told)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
 from fusestep.ops.runtime import device, frameworks, launch, locks
@@ -88,8 +87,7 @@ CUPY = SimpleNamespace(
     empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
     ascontiguousarray=ascontiguousarray,
     cuda=SimpleNamespace(
-        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)),
-)  # fmt: skip
+        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)))  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

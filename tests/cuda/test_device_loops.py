@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from devices import (  # isort: skip
     BETAS, GPU, KIND, MARKS, SIMULATOR, adopted, assert_close, assert_same, computed, numba_stream,
-    on_device, on_host, shifted, sized,
-)  # fmt: skip
+    on_device, on_host, shifted, sized)  # fmt: skip
 from fusestep import nn, ops, synchronize
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules
@@ -157,8 +156,7 @@ def test_sizes_and_types(rule: Rule, options: dict[str, Any]) -> None:
 # Wide loads and stores: the simulator raises at an address that a device does not take.
 
 EXAMPLES = settings(
-    max_examples=sized(8, 60), deadline=None, derandomize=True, database=None,
-)  # fmt: skip
+    max_examples=sized(8, 60), deadline=None, derandomize=True, database=None)  # fmt: skip
 DTYPE = st.sampled_from(STORAGE_DTYPES)
 SHIFT = st.integers(0, 9)
 

@@ -11,8 +11,7 @@ import fusestep
 
 from devices import (  # isort: skip
     BETAS, COMPUTES, MARKS, SIMULATOR, assert_calls_alike, assert_close, assert_same, gradient,
-    on_device, on_host, only, pairs, positive, refused, rows, sized, told, unchanged,
-)  # fmt: skip
+    on_device, on_host, only, pairs, positive, refused, rows, sized, told, unchanged)  # fmt: skip
 from faults import FAULTS
 from fusestep import ops
 from fusestep.kernels.tables import HOT

@@ -15,8 +15,7 @@ from device_rules import OF_ROWS, OF_TENSORS, Own
 from devices import (  # isort: skip
     COMPUTES, GPU, KIND, MARKS, RNG, SIMULATOR, assert_alike, assert_close, assert_equal_runs,
     assert_same, exchange, gradient, on_device, on_host, only, positive, put, refused, rows, sized,
-    told,
-)  # fmt: skip
+    told)  # fmt: skip
 from fusestep import nn
 from fusestep.kernels.cuda.device.backend import GEOMETRY
 from fusestep.kernels.tables import HOT
@@ -31,8 +30,8 @@ from optimizers import (
     decayed_and_scaled,
     inner,
     is_row_wise,
-    parameters,
-)  # fmt: skip
+    parameters,  # fmt: skip
+)
 from optimizers import make as new_optimizer
 
 pytestmark = MARKS
@@ -46,8 +45,7 @@ Shapes = Sequence[tuple[int, ...]]
 # or are of several rounds. A number has no rows.
 WITH_ROWS: Shapes = (
     (5, 4), (7,), (9, 1), (0, 3), (3, 64), (2, 257), (1, 3), (2, 3, 4, 5),
-    *sized((), ((60, 9), (1_003,), (20_011,), (70, 3), (400, 64), (9, 5_003))),
-)  # fmt: skip
+    *sized((), ((60, 9), (1_003,), (20_011,), (70, 3), (400, 64), (9, 5_003))))  # fmt: skip
 SHAPES: Shapes = (*WITH_ROWS, (3, 0), ())
 
 
@@ -125,8 +123,7 @@ OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.AdamOffload(p, 0.1),
     lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipvalue=0.25),
     lambda p: nn.AdamWeightDecay(p, 0.1, weight_decay=0.1, clipvalue=0.25),
-    lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipnorm=1.0),
-)  # fmt: skip
+    lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipnorm=1.0))  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -181,8 +178,7 @@ ROW_OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Momentum(centralized(p, 0.3), 0.1, 0.9, loss_scale=2.0, sparse_update="lazy"),
     lambda p: nn.Adam(centralized(p, 0.3), 0.1, loss_scale=2.0),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
-    lambda p: nn.AdamOffload(centralized(p, 0.3), 0.1, sparse_update="lazy"),
-)  # fmt: skip
+    lambda p: nn.AdamOffload(centralized(p, 0.3), 0.1, sparse_update="lazy"))  # fmt: skip
 ROW_WISE: tuple[Make, ...] = (
     lambda p: nn.RowWiseAdagrad(p, accum=0.1, learning_rate=0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.RowWiseAdam(
@@ -192,8 +188,7 @@ ROW_WISE: tuple[Make, ...] = (
         sparse_update="dense_equivalent"),
     lambda p: nn.RowWiseAdam(p, 0.1, weight_decay=0.1, sparse_update="dense_equivalent"),
     *(partial(Own, of=of, sparse_update="lazy") for of in OF_ROWS),
-    *(partial(Own, of=of, sparse_update="dense_equivalent") for of in OF_ROWS),
-)  # fmt: skip
+    *(partial(Own, of=of, sparse_update="dense_equivalent") for of in OF_ROWS))  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [*ROW_OPTIMIZERS, *ROW_WISE])
@@ -300,8 +295,7 @@ TYPED: tuple[Make, ...] = (
     partial(nn.LazyAdam, learning_rate=0.1), *ROW_WISE[:2],
     partial(nn.RowWiseAdam, learning_rate=0.1, state_dtype=np.float32),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
-    lambda p: nn.Adam(kept(p), 0.1, weight_decay=0.1, sparse_update="lazy"),
-)  # fmt: skip
+    lambda p: nn.Adam(kept(p), 0.1, weight_decay=0.1, sparse_update="lazy"))  # fmt: skip
 
 
 def kept(params: Any) -> list[dict[str, Any]]:
@@ -337,8 +331,7 @@ def test_copies_beside_parameters(dtype: Any) -> None:
 # Many tiles, rows that are aligned and not, tall, wide and low matrices, batches of small ones.
 MATRICES = (
     (2_048, 1_024), (1_003, 777), (150_001, 12), (3, 70_001), (1, 9_000), (9_000, 1),
-    (70, 30, 3, 3), (5, 130, 260),
-)  # fmt: skip
+    (70, 30, 3, 3), (5, 130, 260))  # fmt: skip
 
 
 ADAFACTOR = partial(nn.AdaFactor, weight_decay=0.1, clip_threshold=0.7)
@@ -434,8 +427,7 @@ UPDATERS: tuple[Callable[[], Any], ...] = (
     lambda: mx.Adam(0.1, compat="1.9", aggregate_num=0),
     lambda: mx.Adam(0.1, use_fused_step=False, **CONDITIONS),
     lambda: mx.AdamW(0.1, aggregate_num=2, **CONDITIONS),
-    lambda: mx.AdamW(0.1, use_fused_step=False, correct_bias=False, wd=0.2),
-)  # fmt: skip
+    lambda: mx.AdamW(0.1, use_fused_step=False, correct_bias=False, wd=0.2))  # fmt: skip
 # Master copies on the device, written in the pass of their weights or by themselves.
 OF_MASTERS: tuple[Callable[[], Any], ...] = (
     lambda: mx.Adam(0.1), lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),

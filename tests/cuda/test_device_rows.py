@@ -12,8 +12,7 @@ import fusestep
 from devices import (  # isort: skip
     BETAS, COMPUTES, MARKS, Maker, adopted, assert_alike, assert_calls_alike, assert_close,
     assert_same, gradient, numba_stream, on_device, on_host, positive, refused, rows, shifted,
-    sized, told, unchanged,
-)  # fmt: skip
+    sized, told, unchanged)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.rows import sort
@@ -108,8 +107,7 @@ def test_memory_that_grows(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LEAST", 1)
     for b in (4, 60, 4):
         start, values, indices = (
-            [positive((6, 3)) for _ in "wmv"], positive((b, 3)), np.arange(b) % 6,
-        )  # fmt: skip
+            [positive((6, 3)) for _ in "wmv"], positive((b, 3)), np.arange(b) % 6)  # fmt: skip
         found = row_step(op, start, values, indices)
         op(*start, *BETAS, values, indices)
         assert_close(found, start)
@@ -203,8 +201,7 @@ def test_bad_rows() -> None:
 # The steps of custom optimizers
 
 SHAPES = (
-    (5, 4), (7,), (3, 2, 3), sized((2, 40), (2, 100_003)), (4, 1), (0, 3), (3, 0), (),
-)  # fmt: skip
+    (5, 4), (7,), (3, 2, 3), sized((2, 40), (2, 100_003)), (4, 1), (0, 3), (3, 0), ())  # fmt: skip
 
 
 def helpers(params: Any, gradients: Any) -> list[Any]:

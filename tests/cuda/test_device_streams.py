@@ -32,8 +32,8 @@ from devices import (
     positive,
     refused,
     rows,
-    wait,
-)  # fmt: skip
+    wait,  # fmt: skip
+)
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from helpers import at_once

@@ -16,8 +16,7 @@ import pytest
 
 from devices import (  # isort: skip
     GPU, KIND, MARKS, SIMULATOR, assert_equal_runs, assert_same, capture, data_of, on_device,
-    on_host, only, put, refused,
-)  # fmt: skip
+    on_host, only, put, refused)  # fmt: skip
 from fusestep import nn
 from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray
@@ -73,8 +72,7 @@ RUNS: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
     (F32, F32, {"use_nesterov": True, "frequency": 3, "learning_rate": RATES}),
     (F32, F32, {"block_size": 2, "decay_filter": lambda p: p.ndim > 1}),
     (F32, F32, {"compat": "mindspore", "enable_clip_grad": True, "loss_scale": 8.0}),
-    *((dtype, dtype, {}) for dtype in (F64, F16, BF16)), (F32, F64, {}),
-)  # fmt: skip
+    *((dtype, dtype, {}) for dtype in (F64, F16, BF16)), (F32, F64, {}))  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "of_gradient", "options"), RUNS, ids=str)

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
 # Of each kind of kernel one, compiled: as checks, and as a program.
 SAMPLE = (
     "dense/Adam/bfloat16", "dense/Lamb", "rows/LazyAdam/hot", "rows/RowWiseAdagrad",
-    "bags/LazyAdam", "ops/clip_by_global_norm",
-)  # fmt: skip
+    "bags/LazyAdam", "ops/clip_by_global_norm")  # fmt: skip
 CHECK = """
 import sys
 from fusestep.bench.gpu import clock
@@ -127,8 +126,7 @@ CUDADispatcher.compile = counted
 def test_kernels_are_compiled_once(driver: dict[str, str], tmp_path: Path) -> None:
     """A later process compiles nothing but what has changed: a rule that was edited, say."""
     edits = ("w - hp.lr", "w - 2.0 * hp.lr"), ("factor, half = 1.0", "factor, half = 3.0"), (
-        "1.0, 0.5", "1.0, 0.25"
-    )  # fmt: skip
+        "1.0, 0.5", "1.0, 0.25")  # fmt: skip
     edited = [PROGRAM + OWN_RULE.replace(*edit) for edit in edits]
     numbers = []
     for program in (PROGRAM + OWN_RULE, PROGRAM + OWN_RULE, *edited):

@@ -76,8 +76,7 @@ def test_a_second_run_of_the_script_does_what_is_left(tmp_path: Path) -> None:
         done = subprocess.run(
             [SCRIPT, to, "--no-sanitizer", "--no-bench", *options],
             env={**os.environ, "FUSESTEP_GPU_PYTHON": str(python), "PATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True, text=True, check=False)  # fmt: skip
         found = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
         return done.returncode, sorted([verdict, name] for verdict, _, name, _ in found)
 

@@ -49,8 +49,7 @@ def compiled_sum(
     for fetches in (0, 1):
         call(
             room[1:].ctypes.data, source.ctypes.data, keys.ctypes.data, 1, n + 1, width, mask,
-            fetches,
-        )  # fmt: skip
+            fetches)  # fmt: skip
     assert room[0] == room[-1] == 99
     return room[1:-1]
 

@@ -37,8 +37,7 @@ def centred(w: Any, g: Any, m: Any, hp: Any) -> Any:
 COUNTED = Rule(
     centred, (State("m"), State("seen", "row", dtype=np.int32), State("largest", "row")),
     ("lr", "fresh", "floor"), mean_and_size, 2, of_row, "lr", signed=(0,), scope="row",
-    takes=("size", "seen", "largest", "floor"),
-)  # fmt: skip
+    takes=("size", "seen", "largest", "floor"))  # fmt: skip
 
 
 def scalars(real: Any, lr: Any, decay: Any, step: Any, constants: Any, powers: Any) -> Any:
@@ -143,8 +142,7 @@ def along_moment(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
 
 NORMALISED = Rule(
     along_moment, (State("m"), State("v", "tensor", initial=0.5)), ("lr", "beta", "size"), norm, 1,
-    of_tensor, "size", takes=("v", "beta"),
-)  # fmt: skip
+    of_tensor, "size", takes=("v", "beta"))  # fmt: skip
 
 
 class Normalised(nn.FusedOptimizer):

@@ -37,8 +37,7 @@ HOT, RANGE = 512, 4_096
 # The same cases in every run; nothing is kept between runs.
 quick = settings(
     max_examples=80, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+    suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 
 
 class Family:

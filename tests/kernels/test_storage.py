@@ -197,8 +197,7 @@ def step(
     update = DenseUpdate(
         rules.ADAM, (), variables, np.array([g.ctypes.data for g in gradients]),
         STORAGES[gradients[0].dtype], np.array([hp], variables.real.dtype),
-        np.zeros(len(tensors), np.int64),
-    )  # fmt: skip
+        np.zeros(len(tensors), np.int64))  # fmt: skip
     commit([update.prepared()])
 
 

@@ -316,8 +316,7 @@ def test_a_huge_number_starts_no_more_threads_than_there_are_cores(layer):
     code = textwrap.dedent(program)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False,
-        env={**ENVIRONMENT, "NUMBA_NUM_THREADS": huge, "NUMBA_THREADING_LAYER": layer},
-    )  # fmt: skip
+        env={**ENVIRONMENT, "NUMBA_NUM_THREADS": huge, "NUMBA_THREADING_LAYER": layer})  # fmt: skip
     assert done.stdout == f"{layer}\n", done.stderr
 
 
@@ -478,8 +477,7 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     run_all = parallel.run_all
     monkeypatch.setattr(
         parallel, "run_all",
-        lambda loops: (used.extend(loop.words[-1] for loop in loops), run_all(loops)),
-    )  # fmt: skip
+        lambda loops: (used.extend(loop.words[-1] for loop in loops), run_all(loops)))  # fmt: skip
     set_num_threads(1)
     try:
         w = np.ones(200_000, np.float32)

@@ -138,8 +138,7 @@ def norms() -> Iterator[Any]:
     yield np.array([ops.global_norm([hot]), ops.global_norm([*mixture(), hot])])
     yield ops.clip_by_global_norm(
         [g for g in (dense(300_000), *mixture(10.0), dense(200_000, seed=4)) if g is not None],
-        0.5, in_place=True,
-    )  # fmt: skip
+        0.5, in_place=True)  # fmt: skip
 
 
 CASES: dict[str, Callable[[], Iterator[Any]]] = {

@@ -39,8 +39,7 @@ RATE = "a float, an int, an array, an iterable of floats or a schedule"
 NO_RATES = ("0.1", b"0.1", 1j, np.int64(1), np.array(1j), [[0.1]], ["a"], {"lr": 0.1}, object())
 BAD_RATES = (
     -0.1, -1, np.array(-0.1), *NOT_FINITE, 1e39, [], [0.1, -0.1], [0.1, np.nan], np.zeros(0),
-    np.ones((2, 2)),
-)  # fmt: skip
+    np.ones((2, 2)))  # fmt: skip
 KINDS = {
     "rate": Kind(
         (*NO_RATES, None), BAD_RATES, (0.5, 2, np.float32(0.5), [0.5, 0.1], schedule), RATE),

@@ -144,8 +144,7 @@ def test_features_of_a_table_keep_each_others_rows(form: str) -> None:
     ids, tables = nn.IdMap(9, full="evict"), [np.zeros((9, 1)), np.ones((7, 1))]
     bags = nn.EmbeddingBags(
         tables, nn.SGD(tables), features=[0, 1, 0], maps=[ids, None, ids], padding_idx=[None, 0, 5],
-        new_rows=lambda new, shape: new.astype(float).reshape(shape),
-    )  # fmt: skip
+        new_rows=lambda new, shape: new.astype(float).reshape(shape))  # fmt: skip
     rng = np.random.default_rng(4)
     for step in range(200):
         given = [rng.integers(1, 30, 4), rng.integers(0, 2, 4), rng.integers(1, 30, 4)]

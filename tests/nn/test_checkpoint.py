@@ -195,8 +195,7 @@ def test_what_is_no_regular_file_stays(kind: str, linked: bool, tmp_path, monkey
         nn.load_checkpoint(path)
     after = os.lstat(tmp_path / "node")
     assert (after.st_mode, after.st_ino, after.st_mtime) == (
-        before.st_mode, before.st_ino, before.st_mtime
-    )  # fmt: skip
+        before.st_mode, before.st_ino, before.st_mtime)  # fmt: skip
     assert sorted(os.listdir()) == ["link"] * linked + ["node"]
     assert path.is_symlink() == linked
 
@@ -250,8 +249,7 @@ def saving(path: Path, name: str, place: str = "") -> subprocess.Popen[str]:
     """A process that saves to `path`, and is killed or waits in a function of os."""
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(SAVE), str(path), name, place],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
 
 
 @POSIX

@@ -104,8 +104,7 @@ assert steps[0] > 5
 
 WHAT = (
     "parameter", "gradient", "loading", "states", "a state", "other states", "read states",
-    "weight", "table",
-)  # fmt: skip
+    "weight", "table")  # fmt: skip
 SIZES = (2, 50_000)
 SAMPLE = [(what, SIZES[k % 2]) for k, what in enumerate(WHAT)]
 

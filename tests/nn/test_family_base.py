@@ -9,16 +9,14 @@ from adam_family import Halving, central
 from fusestep import nn
 
 from fusestep.bench.registry.record import (  # isort: skip
-    LOST, LOST_LATER, MOVES, ROW_LOST_LATER, ROW_STOPS, STOPS,
-)  # fmt: skip
+    LOST, LOST_LATER, MOVES, ROW_LOST_LATER, ROW_STOPS, STOPS)  # fmt: skip
 from fusestep.ops.runtime.row_step import RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate
 from helpers import STORAGE_DTYPES, assert_same_arrays, refused, sampled
 
 from optimizers import (  # isort: skip
     ALL_FORMS, BY_NAME, FIXED_RATE, FORMS, ONE_OF_EACH, OWN_RATE, arguments_of, decayed_and_scaled,
-    gradients, inner, make, parameters, rows,
-)  # fmt: skip
+    gradients, inner, make, parameters, rows)  # fmt: skip
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (5,), "c": (), "d.weight": (2, 3, 4)}

@@ -13,8 +13,7 @@ from fusestep import nn, ops
 from helpers import assert_same_arrays, refused, sampled, unchanged
 
 from optimizers import (  # isort: skip
-    FORMS, ONE_OF_EACH, decayed_and_scaled, gradients, make, parameters, rows,
-)  # fmt: skip
+    FORMS, ONE_OF_EACH, decayed_and_scaled, gradients, make, parameters, rows)  # fmt: skip
 
 # The default filter leaves out the two in the middle.
 SHAPES = {"w": (4, 3), "LayerNorm.g": (3,), "fc.bias": (5,), "v": (7,)}

@@ -17,8 +17,7 @@ from fusestep.nn.base.stateful import StateOfEach
 from helpers import BF16, FAR, arrays_of, assert_same_arrays, distance, more, refused
 
 from optimizers import (  # isort: skip
-    BY_NAME, FAMILIES, gradients, make, parameters, rows, states,
-)  # fmt: skip
+    BY_NAME, FAMILIES, gradients, make, parameters, rows, states)  # fmt: skip
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 

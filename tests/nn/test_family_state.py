@@ -19,8 +19,7 @@ from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 
 from optimizers import (  # isort: skip
     BY_NAME, FIXED_RATE, FORMS, OWN_RATE, assert_same_run, decayed_and_scaled, gradients, inner,
-    make, parameters, rows,
-)  # fmt: skip
+    make, parameters, rows)  # fmt: skip
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (2,), "c": (), "d.weight": (2, 3, 5)}

@@ -93,8 +93,7 @@ def test_centralization_of_row_sparse_gradients(
     p = nn.Parameter(w.copy(), "w")
     opt = nn.Adam(
         [{"params": [p], "grad_centralization": True}],
-        0.1, 0.8, 0.9, 1e-3, weight_decay=decay, loss_scale=4.0, sparse_update=how,
-    )  # fmt: skip
+        0.1, 0.8, 0.9, 1e-3, weight_decay=decay, loss_scale=4.0, sparse_update=how)  # fmt: skip
     opt([nn.RowTensor(indices, 4 * values, w.shape)])
     hp = reference.adam_scalars(0.1, 0.8, 0.9, 1e-3, 0.8, 0.9, real=np.float64)
     expected, m, _ = reference.adam(w, g, 0 * w, 0 * w, hp)
@@ -131,8 +130,7 @@ def test_custom_optimizer() -> None:
             {"params": [a], "grad_centralization": True, "lr": 0.25},
             {"params": [b], "weight_decay": 0.0}],
         weight_decay=0.5,
-        loss_scale=2.0,
-    )  # fmt: skip
+        loss_scale=2.0)  # fmt: skip
     g, h = gradients_of(opt, 1, np.float64)
     assert opt([2 * g, 2 * h]) is True
     np.testing.assert_allclose(a.data, before[0] - 0.25 * central(g + 0.5 * before[0]), rtol=1e-12)

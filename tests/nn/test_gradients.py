@@ -164,8 +164,7 @@ def test_an_empty_array_shares_no_memory() -> None:
 def test_skip_nonfinite_in_the_last_tensor(dtype: Any, bad: float, use_locking: bool) -> None:
     opt = nn.Adam(
         [ones(70_001, dtype=dtype), ones(5, dtype=dtype)], skip_nonfinite=True,
-        use_locking=use_locking,
-    )  # fmt: skip
+        use_locking=use_locking)  # fmt: skip
     good = [ones(70_001, dtype=dtype), ones(5, dtype=dtype)]
     opt(good)
     for tensor, place in ((1, -1), (0, 0), (0, 69_999), (0, -1)):

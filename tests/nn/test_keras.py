@@ -12,8 +12,7 @@ from fusestep import nn
 from helpers import BF16, assert_same_bits, refused, sampled
 
 from optimizers import (  # isort: skip
-    BY_NAME, ONE_OF_EACH, arguments_of, assert_same_run, gradients, make, parameters,
-)  # fmt: skip
+    BY_NAME, ONE_OF_EACH, arguments_of, assert_same_run, gradients, make, parameters)  # fmt: skip
 from reference_elementwise import ftrl
 
 F32, F64 = np.float32, np.float64
@@ -58,8 +57,7 @@ def update_step(
     "options",
     [(0.2, -0.5, 0.02, 0.1, 0.05, 1.0), (0.2, -0.7, 0.02, 0.1, 0.05, 0.5),
      (0.2, -0.5, 0.0, 0.0, 0.0, 1.0), (0.2, -0.5, 0.0, 0.0, 0.3, 0.0),
-     (0.2, 0.0, 0.1, 0.0, 0.3, 0.2), (0.2, -0.5, 0.02, 0.1, 0.0, 0.0)],
-)  # fmt: skip
+     (0.2, 0.0, 0.1, 0.0, 0.3, 0.2), (0.2, -0.5, 0.02, 0.1, 0.0, 0.0)])  # fmt: skip
 def test_ftrl_is_that_of_keras(options: tuple[float, ...]) -> None:
     """The reference of every other test of FTRL, by Keras's names for its options."""
     theirs = [name for name in inspect.signature(update_step).parameters if name not in ARRAYS]
@@ -131,8 +129,7 @@ CLIPPED += [*product(["Adam", "FTRL", "RowWiseAdagrad"], CLIPS, [F32], ["dense_e
 
 @pytest.mark.parametrize(
     ("form", "name", "dtype", "how"), sampled(product(FORMS, CLIPS, [F32], ["lazy"]), CLIPPED),
-    ids=str,
-)  # fmt: skip
+    ids=str)  # fmt: skip
 def test_every_optimizer_clips(form: str, name: str, dtype: Any, how: str) -> None:
     """Steps are those with gradients that were divided by the loss scale and clipped before.
 

@@ -20,8 +20,7 @@ from optimizers import FORMS, make, parameters
 
 from own_functions import (  # isort: skip
     ARRAY, AVERAGED, MEASURED, PLAIN, TABLE, Own, asserting, branch, importing, plain, printing,
-    raising, unusual,
-)  # fmt: skip
+    raising, unusual)  # fmt: skip
 from subprocesses import output_of
 
 NOT_CALLED: Any = len

@@ -64,8 +64,7 @@ def test_narrow_types_find_the_same_distance(dtype: Any) -> None:
 def test_a_group_of_rate_0_goes_on_along_its_states() -> None:
     exact, _, end = both({})
     first, second = (
-        Group(exact.groups[0].params[:2]), Group(exact.groups[0].params[2:], lr=1.0),
-    )  # fmt: skip
+        Group(exact.groups[0].params[:2]), Group(exact.groups[0].params[2:], lr=1.0))  # fmt: skip
     exact = Prodigy([first, second], d0=1e-2)
     params = [[w.copy() for w in g.params] for g in (first, second)]
     opt = nn.Prodigy([{"params": own} for own in params], d0=1e-2)

@@ -153,8 +153,7 @@ WHATEVER_THE_NAME = ("AdaFactor", "Adan", "FTRL", "Lion")
 @pytest.mark.parametrize(
     ("name", "decays"),
     [*((name, False) for name in ("beta", "my_beta_x", "gamma", "bn.gamma", "alphabeta")),
-     *((name, True) for name in ("weight", "BETA", "Gamma", "alphabet", "bet"))],
-)  # fmt: skip
+     *((name, True) for name in ("weight", "BETA", "Gamma", "alphabet", "bet"))])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_beta_and_gamma_do_not_decay(family: Row, name: str, decays: bool) -> None:
     """A substring in lower case; in groups names do not count."""

@@ -228,8 +228,7 @@ def summed_rows(case: Case, driver: Callable[..., Any], recorded_by: Callable[..
     decided(
         case, ("moment1", "moment2"),
         lambda t: recorded_quirks.merged(driver, partial(reference.adam, hp=hps[t - 1])),
-        lambda t: partial(recorded_by, hp=hps[t - 1]),
-    )  # fmt: skip
+        lambda t: partial(recorded_by, hp=hps[t - 1]))  # fmt: skip
 
 
 def adagrad(case: Case, update_slots: bool) -> None:
@@ -237,8 +236,7 @@ def adagrad(case: Case, update_slots: bool) -> None:
     lr = float(np.float32(case.hyper["learning_rate"]))
     decided(
         case, ("accum",), lambda _: partial(elementwise.adagrad, lr=lr, update_slots=update_slots),
-        lambda _: partial(recorded_quirks.adagrad, lr=lr),
-    )  # fmt: skip
+        lambda _: partial(recorded_quirks.adagrad, lr=lr))  # fmt: skip
 
 
 LAZY = partial(summed_rows, driver=reference.lazy_step, recorded_by=recorded_quirks.adam_last_wins)

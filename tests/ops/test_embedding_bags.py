@@ -242,8 +242,7 @@ def test_forms_of_ids(index: type) -> None:
     grad = np.random.default_rng(1).standard_normal((batch, out.shape[1])).astype(np.float32)
     each = zip(
         bags.gradients(tables, shaped, None, grad),
-        bags.gradients(tables, square, fixed, grad), strict=True,
-    )  # fmt: skip
+        bags.gradients(tables, square, fixed, grad), strict=True)  # fmt: skip
     for one, other in each:
         assert_same_bits(one.to_dense(), other.to_dense())
 

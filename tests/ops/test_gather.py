@@ -121,8 +121,7 @@ def test_row_tensor_refuses() -> None:
         of_name = np.asarray(usual[name])
         reject_faults(
             f"^RowTensor: {name}", of_name, faults,
-            lambda bad, name=name: ops.RowTensor(**{**usual, name: bad}),
-        )  # fmt: skip
+            lambda bad, name=name: ops.RowTensor(**{**usual, name: bad}))  # fmt: skip
         rows = ops.RowTensor(**usual)
         kinds = [f for f in faults if "shape:" not in f.text and "dtype" not in f.text]
         kinds = [f for f in kinds if "masked" not in f.text]

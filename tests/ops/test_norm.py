@@ -86,8 +86,7 @@ def test_forms_of_rows() -> None:
     first, second = rows([2, 5, 2]), rows([5, 0], seed=1)
     joined = ops.RowTensor(
         np.concatenate([first.indices, second.indices]),
-        np.concatenate([first.values, second.values]), first.shape,
-    )  # fmt: skip
+        np.concatenate([first.values, second.values]), first.shape)  # fmt: skip
     for form, same in (([first, second], joined), (Sparse(first), first)):
         gradients = [dense(3), form, None]
         assert ops.global_norm(gradients) == ops.global_norm([dense(3), same, None])
@@ -234,8 +233,7 @@ def lists(draw: st.DrawFn) -> list[Any]:
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     gradients=lists(), limits=st.lists(st.floats(1e-3, 30.0), min_size=1, max_size=3),
-    known=st.none() | st.sampled_from([0.0, 0.5, 8.0, 900.0]),
-)  # fmt: skip
+    known=st.none() | st.sampled_from([0.0, 0.5, 8.0, 900.0]))  # fmt: skip
 def test_any_gradients(gradients: list[Any], limits: list[float], known: float | None) -> None:
     """Clipped again and again."""
     for k, limit in enumerate(limits):
@@ -422,8 +420,7 @@ GOOD = np.ones(3, np.float32)
             r"x\[1\] is no gradient: expected an array or RowTensors, got RowTensor, ndarray"),
         ([[]], r"x\[0\] is no gradient: expected an array or RowTensors, got nothing"),
         ([GOOD.astype(int)], r"x\[0\] has a wrong dtype: expected float32, .* got int64"),
-        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype")],
-)  # fmt: skip
+        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype")])  # fmt: skip
 def test_norm_refuses(function: Any, x: Any, text: str) -> None:
     with refused(TypeError, f"^{function.__name__}: {text}"):
         function(x)

@@ -118,8 +118,7 @@ def test_rows_need_a_dimension(operator: Operator) -> None:
 @pytest.mark.parametrize(
     ("variable", "gradient"),
     [(np.float16, np.float32), (BF16, np.float32), (BF16, np.float64), (BF16, np.float16),
-     (np.float16, BF16), (np.float32, np.float64)],
-)  # fmt: skip
+     (np.float16, BF16), (np.float32, np.float64)])  # fmt: skip
 def test_gradient_that_16_bits_cannot_hold(variable: Any, gradient: Any) -> None:
     # float16 and bfloat16 hold different numbers: neither is the higher one, both convert.
     for operator in (*DENSE_OPERATORS.values(), ADAM_UPDATE, LARS_UPDATE):

@@ -53,8 +53,7 @@ CANCELLING = {
 # Recorded with indices out of range, which fusestep drops only when it is told to.
 OUT_OF_RANGE = (
     "op_FusedSparseAdam/all_out_of_range", "op_FusedSparseFtrl/FusedSparseFtrl_4",
-    "op_FusedSparseProximalAdagrad/c3",
-)  # fmt: skip
+    "op_FusedSparseProximalAdagrad/c3")  # fmt: skip
 
 
 POWERS = ("beta1_power", "beta2_power")
@@ -152,15 +151,13 @@ def nesterov_on_absent_rows(case: Case) -> None:
         apply(op, case, arrays, step)
         expected = reference.dense_equivalent_step(
             partial(reference.adam, hp=hp, nesterov=True), before["var"], step.inputs["indices"],
-            step.inputs["grad"], before["m"], before["v"],
-        )  # fmt: skip
+            step.inputs["grad"], before["m"], before["v"])  # fmt: skip
         for entry, values in zip(("var", "m", "v"), expected, strict=True):
             assert_close_recorded(arrays[entry], values, case.dtype, f"{entry} after step {t}")
         for entry, select in (("var", case.meta["defined_rows"][str(t)]), ("m", ...), ("v", ...)):
             assert_close_recorded(
                 arrays[entry][select], step.outputs[entry][select], case.dtype,
-                f"recorded {entry} after step {t}",
-            )  # fmt: skip
+                f"recorded {entry} after step {t}")  # fmt: skip
         # The recorded step 2 goes on from what MindSpore made of the absent rows.
         before = step.outputs
 

@@ -119,8 +119,7 @@ def _through_dcp(run: Run, **options: Any) -> None:
     dcp.load(box, checkpoint_id=folder, **alone)
     set_state_dict(
         run.model, run.optimizers, model_state_dict=box["model"],
-        optim_state_dict=box["optimizers"], options=kinds,
-    )  # fmt: skip
+        optim_state_dict=box["optimizers"], options=kinds)  # fmt: skip
     _resume(run, rest)
     run.join()
 

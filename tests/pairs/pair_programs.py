@@ -71,8 +71,7 @@ class Model(nn.Module):
         if plan.table == "growing":
             table: Any = fused.GrowingEmbedding(
                 40, WIDTH, initial=begin, dtype=dtype, seed=1, average=average and is_shared,
-                comm=comm if is_shared else None,
-            )  # fmt: skip
+                comm=comm if is_shared else None)  # fmt: skip
         elif plan.table == "sharded":
             table = fused.ShardedEmbedding(IDS, WIDTH, comm, average=average, dtype=dtype)
             table.load_state_dict({"weight": rows})

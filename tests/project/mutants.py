@@ -149,8 +149,7 @@ def failed(tests: set[str], root: Path) -> str | None:
     arguments = ["-qx", "--tb=no", "-p", "no:cacheprovider", "-k", " or ".join(tests)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, *files_of(tests, root)],
-        cwd=root, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=root, env=environment, capture_output=True, text=True, check=False)  # fmt: skip
     if done.returncode == 0:
         return None
     first = re.search(r"^(?:FAILED|ERROR) .*?::(\S+)", done.stdout, re.MULTILINE)

@@ -21,8 +21,7 @@ from subprocesses import output_of, run_python
 def command(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "fusestep", *arguments],
-        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["demo", "bench", "warmup", "info"])

@@ -77,8 +77,7 @@ def _imports(
             is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             yield from _imports(
                 child, in_function or isinstance(child, ast.FunctionDef),
-                for_annotations or is_typing,
-            )  # fmt: skip
+                for_annotations or is_typing)  # fmt: skip
 
 
 IMPORTS = [found for name in MODULES for found in imports_of(name)]

@@ -66,8 +66,7 @@ def run(page: str, blocks: list[Block], folder: Path, before: str = "", **enviro
     parts = [before, *(f"exec(compile({b.code!r}, {page!r}, 'exec'))" for b in blocks)]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(parts)], cwd=folder,
-        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

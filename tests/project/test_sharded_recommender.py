@@ -38,8 +38,7 @@ def run_two(*options: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
          "--nproc-per-node=2", "-m", "fusestep.examples.sharded_recommender", *options],
         env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
 
 
 def trained(n: int, folder: Path, steps: int, resume: str | None = None) -> dict[str, Any]:

@@ -96,8 +96,7 @@ def test_example_is_deterministic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "text"), [("scipy", "needs scipy"), ("sklearn", "needs scikit")],
-)  # fmt: skip
+    ("missing", "text"), [("scipy", "needs scipy"), ("sklearn", "needs scikit")])  # fmt: skip
 def test_what_is_missing_is_named(missing: str, text: str, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "sklearn":

@@ -150,8 +150,7 @@ def _rmsprop(h: Hyper, lr: float, _: int) -> Formula:
         moment = lr * buffer[0] if buffer else np.zeros(w.shape)
         *new, moment = elementwise.rmsprop_centered(
             *(w, g, mean, square, moment), lr=lr, rho=h["alpha"], one_minus_rho=1 - h["alpha"],
-            momentum=h.get("momentum", 0.0), epsilon=1e-8**2,
-        )  # fmt: skip
+            momentum=h.get("momentum", 0.0), epsilon=1e-8**2)  # fmt: skip
         return (*new, moment / lr) if buffer else tuple(new)
 
     return _coupled(step, h)
@@ -169,8 +168,7 @@ def _torch_adafactor(h: Hyper, lr: float, t: int) -> Formula:
         new, _, *second = layerwise.adafactor(
             *(w, g, None, *second), lr=min(lr, t**-0.5), beta2=1 - t ** h.get("beta2_decay", -0.8),
             one_minus_beta2=t ** h.get("beta2_decay", -0.8), epsilon1=0.0,
-            epsilon2=h.get("eps", (None, 1e-3))[1], clip_threshold=h.get("d", 1.0),
-        )  # fmt: skip
+            epsilon2=h.get("eps", (None, 1e-3))[1], clip_threshold=h.get("d", 1.0))  # fmt: skip
         return (new - lr * h.get("weight_decay", 0.0) * w, *second)
 
     return step

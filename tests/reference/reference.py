@@ -51,8 +51,7 @@ def adam_scalars(
         beta1=beta1, one_minus_beta1=float(real(1.0 - beta1)), beta2=beta2,
         one_minus_beta2=float(real(1.0 - beta2)),
         step_size=lr * np.sqrt(1.0 - beta2_power) / (1.0 - beta1_power), lr=lr, epsilon=epsilon,
-        decay=decay,
-    )  # fmt: skip
+        decay=decay)  # fmt: skip
 
 
 def usual_adam_scalars(
@@ -65,8 +64,7 @@ def usual_adam_scalars(
     return AdamScalars(
         beta1=float(real(beta1)), one_minus_beta1=float(real(1.0 - beta1)),
         beta2=float(real(beta2)), one_minus_beta2=float(real(1.0 - beta2)), step_size=size, lr=size,
-        epsilon=float(real(epsilon * root)), decay=float(real(decay * first / root)),
-    )  # fmt: skip
+        epsilon=float(real(epsilon * root)), decay=float(real(decay * first / root)))  # fmt: skip
 
 
 def beta_powers(beta: float, steps: int, real: Any = np.float32) -> list[Any]:

@@ -20,8 +20,7 @@ from exact_steps import exact_step
 from fusestep import nn
 
 from optimizers import (  # isort: skip
-    ALL_FORMS, BY_NAME, FIXED_RATE, FORMS, OWN_RATE, decayed_and_scaled, inner,
-)  # fmt: skip
+    ALL_FORMS, BY_NAME, FIXED_RATE, FORMS, OWN_RATE, decayed_and_scaled, inner)  # fmt: skip
 from sequence_arrays import DTYPES, F32, F64, OTHER, Memory, pick
 from sequence_operators import Call, assert_near
 

@@ -29,8 +29,7 @@ def run(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess
     arguments = [how, *map(str, (n_threads, seed, first, end))]
     return subprocess.run(
         [sys.executable, "-W", "error", str(PROGRAM), *arguments],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env=environment, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
 
 
 def both(n_threads: int, seed: int, first: int, end: int, how: str = "kept") -> list[str]:

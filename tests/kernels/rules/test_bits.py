@@ -19,16 +19,14 @@ def of_adam(name: str) -> Any:
     rule, *_ = RULES[name]
     return SimpleNamespace(
         rule=rule, hp=lambda real: scalars(name, real)[0],
-        samples=lambda n, seed: samples(n, len(rule.states), seed),
-    )  # fmt: skip
+        samples=lambda n, seed: samples(n, len(rule.states), seed))  # fmt: skip
 
 
 def of_many_states(rule: Any) -> Any:
     """A rule of more states than any of the package."""
     return SimpleNamespace(
         rule=rule, hp=lambda real: tuple(map(real, SCALARS)),
-        samples=lambda n, seed: samples(n, len(rule.states), seed),
-    )  # fmt: skip
+        samples=lambda n, seed: samples(n, len(rule.states), seed))  # fmt: skip
 
 
 CASES: dict[str, Any] = {**OTHERS, **{n: of_adam(n) for n in RULES}}

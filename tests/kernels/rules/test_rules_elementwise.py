@@ -54,8 +54,7 @@ OF_RULES += [(name, STORAGE_DTYPES[1 + k % 3], k % 2 == 0) for k, name in enumer
 
 @pytest.mark.parametrize(
     ("name", "dtype", "has_prologue"),
-    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES), ids=str,
-)  # fmt: skip
+    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES), ids=str)  # fmt: skip
 def test_nothing_moves_without_gradient_and_history(
     name: str, dtype: np.dtype, has_prologue: bool
 ) -> None:
@@ -80,8 +79,7 @@ def test_centered_rmsprop_waits_without_a_positive_variance(with_momentum: bool)
     # With a decay of 1/2: the variances are -3/4, 0, 1 and NaN.
     w, g, mg, s, mo = float32s(
         [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0], [2.0, 1.0, 0.0, np.nan],
-        [0.5, 1.0, 2.0, 2.0], [0.5, 0.25, 0.125, 0.5],
-    )  # fmt: skip
+        [0.5, 1.0, 2.0, 2.0], [0.5, 0.25, 0.125, 0.5])  # fmt: skip
     case = CASES["rmsprop_centered_momentum" if with_momentum else "rmsprop_centered"]
     arrays = [w, mg, s, *([mo] if with_momentum else [])]
     run_dense(case.rule, arrays, g, case.hp(np.float32, decay=0.5, epsilon=0.0))

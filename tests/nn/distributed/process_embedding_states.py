@@ -12,8 +12,7 @@ from fusestep.nn.distributed import Communicator
 from process_checks import everywhere, refused_everywhere
 
 from process_embedding_training import (  # isort: skip
-    MAKE, ORDERS, N, Net, Pair, Whole, assert_bits, batch, part, whole_of,
-)  # fmt: skip
+    MAKE, ORDERS, N, Net, Pair, Whole, assert_bits, batch, part, whole_of)  # fmt: skip
 
 FULL = dcp.StateDictOptions(full_state_dict=True)
 CASES = [

@@ -20,8 +20,7 @@ from optimizers import BY_NAME, FORMS, decayed_and_scaled, make
 from process_checks import communicator, everywhere, run_parts, smaller
 
 from process_training import (  # isort: skip
-    SHAPES, Tables, Training, assert_part_of, batch, part, whole_gradients,
-)  # fmt: skip
+    SHAPES, Tables, Training, assert_part_of, batch, part, whole_gradients)  # fmt: skip
 
 TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
 STEPS = 3

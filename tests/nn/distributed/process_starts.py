@@ -53,8 +53,7 @@ def start(
     return subprocess.run(
         command(engine, size, program, *arguments),
         env=_ENVIRONMENT, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TIMEOUT, check=False,
-    )  # fmt: skip
+        timeout=TIMEOUT, check=False)  # fmt: skip
 
 
 def start_job(

@@ -21,8 +21,7 @@ LARGE = {**SHAPES, "embedding": (300_000,), "head": (2, 200_000)}
 EVEN = {f"layer{k}": (64, 5) for k in range(24)}  # divided evenly among 1, 2, 3 or 4
 FORMS = (
     "Adam", "Adam-amsgrad", "AdamWeightDecay", "Momentum", "FTRL", "ASGD", "Adan", "Lamb",
-    "LARS", "AdaFactor", "AdaFactor-compressed",
-)  # fmt: skip
+    "LARS", "AdaFactor", "AdaFactor-compressed")  # fmt: skip
 
 
 class Descent(nn.Optimizer):

@@ -106,5 +106,4 @@ def sums_that_differ(comm: Communicator, *_: Any) -> None:
         text = f"rank {bad}: average differs"
         refused_everywhere(
             comm, ValueError, text,
-            lambda bad=bad: all_reduce([dense], comm, average=comm.rank == bad), dense,
-        )  # fmt: skip
+            lambda bad=bad: all_reduce([dense], comm, average=comm.rank == bad), dense)  # fmt: skip

@@ -183,8 +183,7 @@ def test_flipped_bits(form: str, step: int, whole: Any, tmp_path: Path) -> None:
 
 VALUES: tuple[Any, ...] = (
     float("nan"), -1, 0, 1, 3, 10**30, -(2**63), 1.0, 0.5, "0", "", "..", "range", "hash",
-    "float64", True, None, [], {}, [1], {"a": 1},
-)  # fmt: skip
+    "float64", True, None, [], {}, [1], {"a": 1})  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [0, *map(more, range(1, 20))])

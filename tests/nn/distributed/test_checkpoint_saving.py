@@ -81,8 +81,7 @@ def refusing(job: Job) -> None:
             (
                 partial(read_only, name=name),
                 f"{name} is read-only: expected a writable array, got a")
-            for name in ("words", "moment2.words", "bias"))],
-)  # fmt: skip
+            for name in ("words", "moment2.words", "bias"))])  # fmt: skip
 @pytest.mark.parametrize("bad", [1, 2])
 def test_what_one_rank_cannot_load(bad: int, change: Any, text: str, tmp_path: Path) -> None:
     """The others write nothing either."""
@@ -325,8 +324,7 @@ FAULTS = (
     (checkpoint, "save_file", SafetensorError("No space left on device")),
     (checkpoint.os, "replace", FULL), (checkpoint, "file_digest", FULL),
     (checkpoint, "_check_folder", FULL), (checkpoint, "replace_file", FULL),
-    (files, "_flush_folder", FULL),
-)  # fmt: skip
+    (files, "_flush_folder", FULL))  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "moment", "error"), FAULTS)

@@ -19,8 +19,7 @@ PARTS = (
     "training", "initial", "ids", "average", "two_tables", "several_uses",
     "one_backward_again", "beside_ddp", "hidden", "handed_out_by_each",
     "errors", "arguments", "needs_all", "scaler",
-    "full", "whole_tables", "other_order", "states_of_ranks",
-)  # fmt: skip
+    "full", "whole_tables", "other_order", "states_of_ranks")  # fmt: skip
 
 
 def run(size: int, folder: Path, *parts: str) -> None:

@@ -175,8 +175,7 @@ def whole_and_part() -> tuple[nn.RowTensor, nn.RowTensor]:
     whole = nn.RowTensor(np.arange(2 * N) % 2, values, (2, 3))
     part = nn.RowTensor(
         np.zeros(N, np.int64), values[::2].copy(), (2, 3),
-        positions=np.arange(2 * N)[::2].copy(), batch_length=2 * N,
-    )  # fmt: skip
+        positions=np.arange(2 * N)[::2].copy(), batch_length=2 * N)  # fmt: skip
     return whole, part
 
 

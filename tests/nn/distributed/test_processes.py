@@ -14,8 +14,7 @@ OPTIMIZERS = ("optimizers", "decayed")
 CHECKPOINTS = ("saved", "saved_states")
 OTHERS = (
     "training", "some_have_no_rows", "sums", "row_sums", "sharded", "sharded_rows", "large",
-    "errors", "not_waited_for",
-)  # fmt: skip
+    "errors", "not_waited_for")  # fmt: skip
 OF_ANY_ENGINE = (
     "without_positions", "storages", "some_have_no_rows", "sums", "row_sums", "sums_that_differ",
     "sharded", "sharded_rows", "large", "custom", "memory", "skipped", "sharded_errors", "errors",

@@ -14,8 +14,7 @@ from helpers import FAR, distance
 
 from mxnet_options import (  # isort: skip
     HANDED_ON, HELD, NEEDED, OF_SCHEDULERS, OPTIONS, REFUSED, REQUIRED, TAKEN, Option, S, ones,
-    random, rows,
-)  # fmt: skip
+    random, rows)  # fmt: skip
 
 POSITIONAL = {**OPTIONS, **OF_SCHEDULERS}
 EVERY = {**HANDED_ON, **OF_SCHEDULERS}

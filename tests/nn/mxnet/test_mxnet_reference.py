@@ -279,8 +279,7 @@ def test_multipliers(compat: str) -> None:
     pair = Pair(
         Hyper(compat=compat, wd=0.2), [normal(rng, 5, F32) for _ in range(7)],
         tables={"lr_mult": {**lr_mult, 5: 0.5}, "wd_mult": {**wd_mult, 5: 3.0}},
-        param_idx2name=names, param_dict=held,
-    )  # fmt: skip
+        param_idx2name=names, param_dict=held)  # fmt: skip
     pair.opt.set_lr_mult({**lr_mult, 5: 11.0})
     pair.opt.set_wd_mult({**wd_mult, 5: 12.0})
     for rate in (RATE, 0.5, 0.02):
@@ -297,8 +296,7 @@ def test_multipliers(compat: str) -> None:
     [(o, d) for d in (F32, F64, F16, BF16)
      for o in ("plain", "wd", "all", "betas", "no-clip-0", "no-clip-negative")
      if d == F32 or o == "all"],
-    ids=str,
-)  # fmt: skip
+    ids=str)  # fmt: skip
 @pytest.mark.parametrize("compat", ["1.9", "2.0"])
 @pytest.mark.parametrize("grad", ["dense", "lazy", "standard"])
 def test_adam_update(grad: str, compat: str, option: str, dtype: np.dtype) -> None:

@@ -15,8 +15,7 @@ from fusestep.ops import RowTensor
 
 from helpers import (  # isort: skip
     BF16, STORAGE_DTYPES, arrays_of, assert_same_arrays, assert_same_bits, assign, refused,
-    unchanged,
-)  # fmt: skip
+    unchanged)  # fmt: skip
 from mxnet_options import F16, F32, F64, KINDS, S, counts_of, ones, random, rows
 
 EACH_KIND = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

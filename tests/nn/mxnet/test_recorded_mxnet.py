@@ -30,8 +30,7 @@ def build(run: Run, **changed: Any) -> mx.Optimizer:
         arguments["lr_scheduler"] = getattr(mx.lr_scheduler, given.pop("cls"))(**given)
     opt = getattr(mx, run.meta["class"])(
         **arguments, param_idx2name=run.names, multi_precision=run.meta["multi_precision"],
-        compat=run.compat, **changed,
-    )  # fmt: skip
+        compat=run.compat, **changed)  # fmt: skip
     # Without a call the defaults by name of 1.9.1 stay.
     if run.multipliers["lr"]:
         opt.set_lr_mult(run.multipliers["lr"])

@@ -24,8 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils.checkpoint import checkpoint
 
 from bag_modules import (  # isort: skip
-    IDS, SIZES, assert_as, assert_close, before, modules_of, pair, pooled, stepping,
-)  # fmt: skip
+    IDS, SIZES, assert_as, assert_close, before, modules_of, pair, pooled, stepping)  # fmt: skip
 from fusestep.nn import torch as fused
 from helpers import at_once
 from subprocesses import TORCH
@@ -129,8 +128,7 @@ def forwards(draw: st.DrawFn, *, weighted: bool) -> tuple[Forward, str, bool]:
     longest, form = draw(st.sampled_from([6, 6, 200])), ["offsets", "square", "joined"]
     of = Forward(
         draw(st.integers(0, 99)), draw(st.integers(0, 12)), longest, draw(st.sampled_from(form)),
-        weighted and draw(st.booleans()),
-    )  # fmt: skip
+        weighted and draw(st.booleans()))  # fmt: skip
     return of, draw(st.sampled_from([*USES])), draw(st.booleans())
 
 

@@ -13,8 +13,7 @@ from helpers import more
 from test_options import SIXTEEN_BITS, mixed
 
 from torch_training import (  # isort: skip
-    EVERY, FOLDERS, TABLES, any_gradient, assert_same_bits, everything, refused,
-)  # fmt: skip
+    EVERY, FOLDERS, TABLES, any_gradient, assert_same_bits, everything, refused)  # fmt: skip
 
 # A rule on matrices, and a class that takes no dense gradients.
 COPIED = [name for name in EVERY if name not in ("Adafactor", "SparseAdam")]

@@ -23,7 +23,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          PROGRAM, tmp_path],
         env={**ENVIRONMENT, "OMP_NUM_THREADS": "2"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

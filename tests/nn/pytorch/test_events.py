@@ -272,8 +272,7 @@ OTHERS = (
     "change_options", "change_options_in_place", "change_decay", "change_direction",
     "change_rate", "exchange_groups", "replace_memory", "replace_state", "scale_state",
     "exchange", "add_group", "merge_groups", "copy", "freeze", "exchange_all_memory",
-    "exchange_all_memory", "change_dtype_of_count", "forget",
-)  # fmt: skip
+    "exchange_all_memory", "change_dtype_of_count", "forget")  # fmt: skip
 
 
 def exchange_state_dicts(mine: Side, other: Side) -> None:

@@ -13,8 +13,7 @@ from subprocesses import TORCH
 
 from torch_training import (  # isort: skip
     DENSE, EVERY, TABLES, Tagger, assert_close, assert_equal_models, assert_same_bits, loss_of, net,
-    snapshot, train,
-)  # fmt: skip
+    snapshot, train)  # fmt: skip
 
 FUSED = ["SGD", "Adagrad", "Adam", "AdamW"]
 """Those that take ``fused`` in PyTorch too."""

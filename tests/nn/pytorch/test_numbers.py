@@ -224,8 +224,7 @@ def test_edges_are_those_of_pytorch(name: str, options: dict[str, Any], dtype: A
     [(torch.float32, (3,)), (torch.float32, (2, 3)),
      *(pytest.param(*each, marks=pytest.mark.exhaustive)
        for each in product(BOUND, [(), (3,), (1, 1), (2, 3), (2, 2, 2)])
-       if each not in ((torch.float32, (3,)), (torch.float32, (2, 3))))],
-)  # fmt: skip
+       if each not in ((torch.float32, (3,)), (torch.float32, (2, 3))))])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"d": 2.0, "weight_decay": 0.1}, {"eps": (1e-10, 0.0)}])
 def test_edges_of_adafactor(options: dict[str, Any], shape: tuple[int, ...], dtype: Any) -> None:
     """Values of one element or of all, in two steps, at three parameters."""

@@ -18,8 +18,7 @@ from fusestep.nn import torch as fused
 
 from torch_training import (  # isort: skip
     DENSE, EVERY, FOLDERS, TABLES, Tagger, assert_equal_models, assert_same_bits, batch_of, loss_of,
-    net, snapshot, through_folder, train,
-)  # fmt: skip
+    net, snapshot, through_folder, train)  # fmt: skip
 
 
 def pair(name: str, **options: Any) -> tuple[Any, Any, Any, Any]:

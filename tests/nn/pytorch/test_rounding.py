@@ -60,8 +60,7 @@ def rounded_at_random(x: Any, weight: Any, name: str, update: int, *, by_rows: b
     flat, dtype = x.as_strided((x.numel(),), (1,)).numpy(), NUMPY[weight.dtype]
     found = model.all_rounded(flat, dtype, SEED, name, update)
     return torch.from_numpy(found.astype(np.float32)).to(weight.dtype).as_strided(
-        weight.shape, weight.stride()
-    )  # fmt: skip
+        weight.shape, weight.stride())  # fmt: skip
 
 
 @EACH

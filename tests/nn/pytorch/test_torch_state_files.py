@@ -60,8 +60,7 @@ def test_a_run_in_files_has_the_same_bits_and_goes_on(name: str, rounding: str, 
                 [torch.as_tensor(other[role]).float()], [torch.as_tensor(tensor).float()]
             )
     assert_same_bits(
-        *([p for group in o.param_groups for p in group["params"]] for o in runs)
-    )  # fmt: skip
+        *([p for group in o.param_groups for p in group["params"]] for o in runs))  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="cannot reserve room")

@@ -62,16 +62,14 @@ def hugging_face(path: Path, name: str, *, dense: bool = False, resume=None, **a
     model = ForTrainer(F32, sparse=not dense)
     given = transformers.TrainingArguments(
         output_dir=str(path), max_steps=12, per_device_train_batch_size=8, use_cpu=True,
-        report_to=[], disable_tqdm=True, seed=3, learning_rate=0.05, **arguments,
-    )  # fmt: skip
+        report_to=[], disable_tqdm=True, seed=3, learning_rate=0.05, **arguments)  # fmt: skip
 
     class WithTables(fused.ClippingTrainer, transformers.Trainer):
         pass
 
     trainer = WithTables(
         model=model, args=given, train_dataset=Ids(),
-        optimizer_cls_and_kwargs=(getattr(fused, name), {"lr": 0.05, **options}),
-    )  # fmt: skip
+        optimizer_cls_and_kwargs=(getattr(fused, name), {"lr": 0.05, **options}))  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -156,8 +154,7 @@ def lightning_run(path: Path, name: str, package: Any, **arguments: Any) -> Any:
     trainer = lightning.Trainer(
         max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=path, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **arguments,
-    )  # fmt: skip
+        **arguments)  # fmt: skip
     trainer.fit(module, DataLoader(Ids(), batch_size=8), ckpt_path=resume)
     return module.tagger, trainer
 

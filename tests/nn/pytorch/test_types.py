@@ -64,13 +64,11 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
     program.write_text(CALLS, encoding="utf-8")
     options = (
         "--follow-imports=silent", "--no-color-output", "--no-error-summary",
-        "--hide-error-context",
-    )  # fmt: skip
+        "--hide-error-context")  # fmt: skip
     result = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "--cache-dir", str(tmp_path / "cache"), program],
         capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(tmp_path)},
-    )  # fmt: skip
+        env={**os.environ, "MYPYPATH": str(tmp_path)})  # fmt: skip
     assert result.stderr == ""
     found = re.findall(r"^program\.py:(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.M)
     lines = enumerate(CALLS.splitlines(), 1)

@@ -116,8 +116,7 @@ def through_folder(model, optimizer, fresh, resumed, **options) -> tuple[Any, An
         {
             "model": each.state_dict(),
             "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=given)}
-        for each, own in ((model, optimizer), (fresh, resumed))
-    )  # fmt: skip
+        for each, own in ((model, optimizer), (fresh, resumed)))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(saved, checkpoint_id=folder)
         dcp.load(loaded, checkpoint_id=folder)
