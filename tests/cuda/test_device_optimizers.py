@@ -22,16 +22,10 @@ from fusestep.kernels.tables import HOT
 from fusestep.nn import mxnet as mx
 from fusestep.nn.engine import offload
 from helpers import STORAGE_DTYPES, in_turn
-from optimizers import (
-    BY_NAME,
-    FORMS,
-    ON_DEVICES,
-    arguments_of,
-    decayed_and_scaled,
-    inner,
-    is_row_wise,
-    parameters,  # fmt: skip
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, FORMS, ON_DEVICES, arguments_of, decayed_and_scaled, inner, is_row_wise, parameters,
+)  # fmt: skip
 from optimizers import make as new_optimizer
 
 pytestmark = MARKS

@@ -10,30 +10,11 @@ import numpy as np
 import pytest
 
 import fusestep
-from devices import (
-    BETAS,
-    GPU,
-    MARKS,
-    RNG,
-    STUB,
-    Maker,
-    TorchMaker,
-    adopted,
-    assert_equal_runs,
-    assert_same,
-    capture,
-    computed,
-    exchange,
-    gradient,
-    numba_stream,
-    on_device,
-    on_host,
-    only,
-    positive,
-    refused,
-    rows,
-    wait,  # fmt: skip
-)
+
+from devices import (  # isort: skip
+    BETAS, GPU, MARKS, RNG, STUB, Maker, TorchMaker, adopted, assert_equal_runs, assert_same,
+    capture, computed, exchange, gradient, numba_stream, on_device, on_host, only, positive,
+    refused, rows, wait)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from helpers import at_once

@@ -9,13 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from fusestep import nn
-from fusestep.nn.distributed import (
-    Communicator,
-    RowShard,
-    ShardedStates,
-    load_checkpoint,
-    save_checkpoint,
-)
+
+from fusestep.nn.distributed import (  # isort: skip
+    Communicator, RowShard, ShardedStates, load_checkpoint, save_checkpoint)  # fmt: skip
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 
