@@ -70,15 +70,13 @@ def test_several_python_threads_at_once(layer, serial_digests):
     program = (
         STEPS
         + """
-    import threading
     from fusestep import threading_layer
+    from helpers import at_once
     results = []
     def work():
         for _ in range(3):
             results.append((step("lazy"), step("all")))
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
+    at_once([work] * 4)
     assert threading_layer() == sys.argv[1], threading_layer()
     assert len(results) == 12 and len(set(results)) == 1, set(results)
     print(*results[0])
