@@ -4,7 +4,6 @@ import gc
 import os
 
 import pytest
-
 from subprocesses import IGNORED
 
 MOST_WORKERS = 8  # each has several threads and compiles

@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-
 from fusestep import ops
 from fusestep.bench.cases import operators
 from fusestep.bench.registry import Argument

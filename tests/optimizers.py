@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.bench.registry import ROWS as BY_NAME
 from fusestep.bench.registry import Argument, Form, Options

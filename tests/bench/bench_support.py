@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import __main__ as main
 from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads

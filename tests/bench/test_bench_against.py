@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-
 import bench_support
 from bench_support import made_up, point, quiet, result
 from fusestep import __main__ as main

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from fusestep.bench import bounds, machine, work
 from fusestep.bench.buffers import Buffers

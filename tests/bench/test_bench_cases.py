@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from fusestep import nn, ops
 from fusestep.bench import run, work

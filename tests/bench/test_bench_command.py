@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from bench_support import arguments, refused_line
 from fusestep import __main__ as main
 from fusestep.bench import command, machine, run

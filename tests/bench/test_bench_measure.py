@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-
 import bench_support
 from bench_support import FakeClock, quiet, result
 from fusestep.bench import bounds, measure, point, work

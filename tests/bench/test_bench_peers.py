@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import bench_support
 from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
 from fusestep.bench import measure, peer, point, work

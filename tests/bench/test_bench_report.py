@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-
 from bench_support import made_up, point, result, summary
 from fusestep.bench import machine
 from fusestep.bench.cases.workloads import DEFAULTS, PUBLISHED_DENSE

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from bench_support import arguments, refused_line
 from fusestep.bench.cases.indices import DEFAULT, draw
 from fusestep.bench.errors import BenchError

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 import reference_elementwise as elementwise
 from bench_support import FAKE_WORKER, values_of

@@ -6,7 +6,6 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-
 import devices
 
 if devices.LACKS:

@@ -22,7 +22,6 @@ from typing import Any
 import numba.cuda.dispatcher
 from numba.cuda import types
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
-
 from device_rules import ALIGNED, CENTRED, COUNTED, NOVO
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import norm, step, totals

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import numpy as np
-
 from fusestep.nn import Formula, FusedOptimizer, Rule, State
 
 

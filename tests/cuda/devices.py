@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-
 from fusestep import nn, synchronize
 from fusestep.ops.runtime.device import DeviceArray
 from helpers import BF16, EPSILON, assert_same_bits
@@ -213,7 +212,6 @@ def capture() -> Iterator[list[str]]:
             yield enqueued
         return
     from cuda.bindings import driver
-
     import watch
 
     stream, launched = Maker().stream(), watch.launched

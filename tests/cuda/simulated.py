@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
-
 from fusestep.kernels.cuda.device.geometry import ChunkGeometry, Geometry, SortGeometry
 from fusestep.kernels.storage import f16_to_f32, f32_to_f16
 

@@ -27,7 +27,6 @@ import numpy as np
 from numba.cuda.simulator import kernel
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
-
 import simulated
 from fusestep.kernels.cuda import device
 from fusestep.ops.runtime import frameworks

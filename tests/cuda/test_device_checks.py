@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-
 from devices import GPU, MARKS, STUB, computed, only
 from fusestep import synchronize
 from fusestep.bench.buffers import Buffers

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from devices import COMPUTES, GPU, KIND, MARKS, STUB, only
 
 pytestmark = [*MARKS, only(STUB, GPU, reason="the simulator has no tensors of PyTorch")]

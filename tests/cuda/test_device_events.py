@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
 import fusestep
 
 from devices import (  # isort: skip

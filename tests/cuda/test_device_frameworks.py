@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 
 from devices import (  # isort: skip

@@ -238,7 +238,6 @@ needs_room = pytest.mark.skipif(
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Numba's, filled on the device."""
     from numba import cuda
-
     from fusestep.kernels.cuda.device.arrays import fill
 
     free = cuda.current_context().get_memory_info().free

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from device_rules import OF_ROWS, OF_TENSORS, Own
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 
 from devices import (  # isort: skip

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 
 from devices import (  # isort: skip
@@ -265,7 +264,6 @@ def test_steps_are_those_of_the_host(torch: Any, name: str, dtype: str) -> None:
 def test_what_a_device_refuses(torch: Any) -> None:
     """Options; and captures by one error, before PyTorch has copied, read or scaled anything."""
     from torch.utils._python_dispatch import TorchDispatchMode
-
     from fusestep.nn import torch as fused
 
     class Operations(TorchDispatchMode):

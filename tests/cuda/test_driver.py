@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import stub
 
 pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())

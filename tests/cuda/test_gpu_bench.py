@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import stub
 from bench_support import made_up, point, refused_line, result, summary
 from devices import LACKS

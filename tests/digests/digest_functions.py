@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from digest_inputs import BAD, EVERY_PLAN, F32, OF_ROWS, Given, normal, strided, unusual
 from digest_record import Record, wrongly
 from digest_steps import Cases, Signs, Subject, labelled, of_subject, update

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from fusestep import nn
 from helpers import STORAGE_DTYPES
 

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-
 from digest_inputs import unusual
 from fusestep import nn, ops
 from helpers import arrays_of

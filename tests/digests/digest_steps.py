@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
 import optimizers
 import thor_nets
 from digest_inputs import BAD, EVERY_PLAN, F32, OF_ARRAYS, OF_ROWS, PLANS, Given, normal, rng_of

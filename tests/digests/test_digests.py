@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import digests
 from digest_inputs import Given
 from digest_record import Record, wrongly

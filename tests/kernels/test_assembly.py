@@ -10,7 +10,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
-
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
 from fusestep.kernels.cpu.compiler.compile import NativeFunction

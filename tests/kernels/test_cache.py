@@ -11,7 +11,6 @@ import warnings
 
 import numpy as np
 import pytest
-
 from fusestep.kernels import cache
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from subprocesses import output_of, run_python

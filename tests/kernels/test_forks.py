@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from fusestep.kernels.cpu.threads import layers, parallel, tbb
 from helpers import more
 from subprocesses import output_of, run_python

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numba import carray
-
 from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer

@@ -9,7 +9,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-
 from fusestep.kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.element import kernel

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.nn import mxnet as mx
 from helpers import arrays_of, more

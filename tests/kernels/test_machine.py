@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from fusestep.kernels import cache
 from fusestep.kernels.cpu import warmup
 from fusestep.kernels.cpu.compiler import machine

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference_layerwise as layerwise
 from fusestep import ops
 from fusestep.kernels.cpu.dense import PART

@@ -4,7 +4,6 @@ import sys
 from textwrap import dedent
 
 import pytest
-
 from helpers import more
 from subprocesses import output_of
 from test_forks import LAYERS

@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.rows import sums as forms

@@ -8,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.kernels.rule import Rule
 from fusestep.kernels.state import State

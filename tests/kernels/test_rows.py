@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-
 import reference
 import reference_elementwise as elementwise
 from fusestep import nn, ops

@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numba import njit
-
 import reference
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules import adam as rules

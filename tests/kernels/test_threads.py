@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from fusestep import get_num_threads, set_num_threads
 from fusestep.kernels.cpu import info
 from fusestep.kernels.cpu.threads import layers, parallel

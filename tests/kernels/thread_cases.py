@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 from fusestep import get_num_threads, nn, ops, set_num_threads
 from fusestep.kernels.rules.lamb import LAMB_CLIPPED, lamb_scalars
 from fusestep.kernels.storage import STORAGES

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 
 CLASSES = (nn.Adam, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay)

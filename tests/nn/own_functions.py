@@ -8,7 +8,6 @@ from typing import Any
 
 import numba
 import numpy as np
-
 from fusestep.kernels.rule import rule_helper
 from fusestep.nn import Formula, FusedOptimizer, Rule
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from helpers import assert_same_bits, refused
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.kernels.cpu.rows import step as row_step
 from helpers import BF16, assert_same_arrays, assert_same_bits, assign, refused

@@ -15,7 +15,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from adam_family import parameters
 from fusestep import nn
 from helpers import assert_same_bits

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn.engine import reader
 from helpers import sampled

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from adam_family import Halving, central
 from fusestep import nn
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference_layerwise as reference
 from adam_family import Descent
 from fusestep import nn, ops

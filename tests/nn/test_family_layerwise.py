@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, at_once, more, typed
 from optimizers import BY_NAME, FORMS, ONE_OF_EACH, gradients, make, parameters, states

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from argument_kinds import KINDS, schedule
 from fusestep import nn
 from fusestep.bench.registry import ELSEWHERE, Argument, Row

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from exact_steps import FORMS, exact_step
 from helpers import STORAGE_DTYPES
 from optimizers import decayed_and_scaled, make, parameters

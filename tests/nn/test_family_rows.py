@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-
 from fusestep import nn
 from helpers import arrays_of, assert_same_arrays, assert_same_bits, refused
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from adam_family import Descent
 from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers

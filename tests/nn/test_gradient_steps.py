@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 from adam_family import Descent, central, gradients_of, ones, parameters, rows
 from fusestep import nn

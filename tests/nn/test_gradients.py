@@ -6,7 +6,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from adam_family import ones, parameters, rows
 from fusestep import nn
 from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged

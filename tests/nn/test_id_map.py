@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from helpers import BF16, assert_same_bits, refused, sampled
 

@@ -4,7 +4,6 @@ import mmap
 
 import numpy as np
 import pytest
-
 from fusestep import ops
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)

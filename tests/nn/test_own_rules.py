@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.kernels.cpu.compiler import traits
 from fusestep.kernels.cpu.warmup import all_rules

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from adam_family import ones, parameters
 from fusestep import nn
 from fusestep.bench.registry import Row

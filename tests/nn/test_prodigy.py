@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from helpers import assert_same_arrays, refused
 from reference_prodigy import OPTIONS, Group, Prodigy, reference_with

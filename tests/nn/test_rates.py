@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from fusestep import nn
 from fusestep.bench.registry import Row

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded
 import recorded_nn
 import recorded_quirks

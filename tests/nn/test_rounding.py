@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 import reference_random as model
 from fusestep import nn

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from argument_kinds import KINDS
 from fusestep import nn
 from helpers import assert_same_bits

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn
 from helpers import BF16, assert_same_bits, more

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.kernels.idle_table import IdleTable
 from fusestep.kernels.rules.adam import ADAM

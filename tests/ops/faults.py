@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from fusestep import ConversionError
 from helpers import BF16
 

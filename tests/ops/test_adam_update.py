@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from faults import FAULTS, frozen, strided
 from fusestep import nn
 from fusestep.ops import RowTensor, adam_update

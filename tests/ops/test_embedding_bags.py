@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from fusestep import nn, ops
 from fusestep.ops.runtime.bags.tensor import BagTensor
 from fusestep.ops.runtime.bags.tensor import joined as joined_gradients

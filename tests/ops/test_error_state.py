@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from helpers import arrays_of, assert_same_bits
 from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from faults import ARRAY, INDICES, Fault, values
 from fusestep import nn, ops
 from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged

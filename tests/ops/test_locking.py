@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.ops.runtime import launch, locks
 from helpers import at_once

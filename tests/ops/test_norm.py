@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 import reference_layerwise as layerwise
 from faults import FAULTS
 from fusestep import nn, ops

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import ops
 from fusestep.bench.registry import ELSEWHERE
 from fusestep.ops.primitive import Primitive

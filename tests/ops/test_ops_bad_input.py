@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from faults import FAULTS, TAKEN, frozen, misaligned, strided
 from fusestep import ConversionError, nn
 from helpers import BF16, assert_same_bits, label, refused, typed, unchanged

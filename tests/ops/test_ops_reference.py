@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 import reference_elementwise as elementwise
 from helpers import STORAGE_DTYPES

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded_quirks
 import reference
 import reference_elementwise as elementwise

@@ -14,7 +14,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 import fusestep
 from fusestep import nn
 from fusestep.nn import distributed

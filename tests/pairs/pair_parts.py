@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-
 from pair_programs import EVENT, STEPS, Plan, Run
 from subprocesses import TORCH
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from pair_parts import outcome, plan_of
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
 import fusestep
 from fusestep.nn import distributed
 from fusestep.nn import torch as fused

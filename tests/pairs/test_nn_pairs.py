@@ -4,7 +4,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-
 from pair_nn import NOT_APPLICABLE, PAIRS, PARTS, REFUSED, outcome, plan_of
 from pair_reference import assert_as_known, assert_of_pairs
 

@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn
 from fusestep.kernels import cache

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-
 from fusestep.examples import corpus, report, sampling, skipgram, training, word2vec
 from fusestep.examples.errors import DemoError
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.keeping import KEEPINGS

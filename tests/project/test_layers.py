@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 import fusestep
 
 ROOT = Path(fusestep.__file__).parent

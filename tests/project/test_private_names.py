@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 import fusestep
 from fusestep.kernels import private
 from fusestep.kernels.cpu.headers import arrays

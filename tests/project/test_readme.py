@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 from fusestep import __main__ as main
 from fusestep.bench import command, machine
 from fusestep.bench.cases import options

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import set_num_threads
 from fusestep.examples import recommender
 from fusestep.examples.click_model import clicks

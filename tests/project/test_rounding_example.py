@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 import pytest
-
 from fusestep import set_num_threads
 from fusestep.examples import catch_up, rounding
 from fusestep.examples.options import Parser

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep.examples import thor_digits
 from helpers import more
 from thor_nets import random

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.nn import mxnet

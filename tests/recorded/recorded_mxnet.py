@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-
 import reference_mxnet
 from recorded import DATA
 from reference_mxnet import Gradient, Hyper, Optimizer, Schedule

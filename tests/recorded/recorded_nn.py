@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from recorded import Case, Step
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
-
 import reference
 import reference_elementwise as elementwise
 from recorded import Case, Step, assert_close_recorded

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 import reference
 import reference_elementwise as elementwise
 import reference_layerwise as layerwise

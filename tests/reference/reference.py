@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
 from roundings import Rounded
 
 Array = NDArray[np.float64]

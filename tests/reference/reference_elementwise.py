@@ -14,7 +14,6 @@ An element is left alone only where its condition holds, so a NaN always reaches
 
 import numpy as np
 from numpy.typing import ArrayLike
-
 from reference import Array, wide
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
-
 from reference import Array, merge_rows, wide
 
 # Of MindSpore's Adafactor: no factor of the second moment and no denominator is smaller.

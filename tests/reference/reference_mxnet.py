@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
-
 import reference
 from reference import Array, wide
 

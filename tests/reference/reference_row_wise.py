@@ -9,7 +9,6 @@ arXiv:2104.05158.
 
 import numpy as np
 from numpy.typing import ArrayLike
-
 from reference import AdamScalars, Array, wide
 
 

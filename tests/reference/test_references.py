@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded
 import recorded_torch
 import reference

@@ -6,7 +6,6 @@ import pkgutil
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.kernels import cpu
 from helpers import BF16

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 import reference
 import sequence_arrays as arrays
 from fusestep import ops

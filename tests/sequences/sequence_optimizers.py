@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 import optimizers as table
 import reference
 import sequence_arrays as arrays

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-
 import fusestep
 import sequence_operators as operators
 from fusestep import nn

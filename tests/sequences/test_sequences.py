@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-
 from helpers import more, sampled
 from subprocesses import ENVIRONMENT
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from numba import cuda
 from torch.overrides import TorchFunctionMode
-
 import watch
 
 _DEVICE, _HOST = torch.device("cuda:0"), torch.device("cpu")

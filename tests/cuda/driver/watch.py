@@ -16,7 +16,6 @@ from typing import Any
 from cuda.core import ObjectCode
 from numba import cuda
 from numba.cuda.cudadrv.driver import Context, Event
-
 from fusestep.kernels.cuda.device import backend, driver, memory
 from stub import LIBRARY
 

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import numpy as np
-
 from fusestep.kernels.rule import Rule, product, rule_helper
 
 Array = Any

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 import reference_elementwise as elementwise
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rule import Prologue, Rule, hp_type

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from helpers import BF16, assert_same_arrays, sampled
 from many_states import FIVE, FOUR, SCALARS
 from rule_cases import CASES as OTHERS

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 from fusestep.kernels.formula import running_powers
 from fusestep.kernels.rule import Rule, hp_type

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import exact_steps
 import optimizers
 from fusestep.kernels.cpu.warmup import all_rules

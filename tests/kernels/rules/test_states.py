@@ -6,7 +6,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from fusestep.kernels import element
 from fusestep.kernels.cpu.blocks import CPU
 from fusestep.kernels.cpu.threads.parallel import commit

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator
 from process_programs import communicator, run_parts

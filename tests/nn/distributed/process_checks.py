@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from fusestep.nn.distributed import Communicator
 from fusestep.nn.distributed.agreement import gather_texts
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
-
 from fusestep.nn.distributed import Communicator
 from process_checks import everywhere, refused_everywhere
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator
 

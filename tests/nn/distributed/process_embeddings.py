@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
-
 import process_embedding_states
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator, alone

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn import distributed
 from fusestep.nn.distributed import Communicator, RowShard, all_reduce, together

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from fusestep.nn.distributed import LostProcessError
 from process_checks import communicator, report
 from process_training import Tables, Training, assert_part_of

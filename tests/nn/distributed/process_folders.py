@@ -7,7 +7,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 from fusestep import nn
 
 from fusestep.nn.distributed import (  # isort: skip

@@ -7,7 +7,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 import process_checkpoints
 import process_errors
 import process_states

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from subprocesses import ENVIRONMENT
 
 TIMEOUT = 240  # seconds: nothing here takes a tenth of it

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, ShardedStates, all_reduce, save_checkpoint
 from fusestep.nn.distributed.agreement import agree, gather_texts

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, all_reduce
 from helpers import STORAGE_DTYPES, assert_same_bits

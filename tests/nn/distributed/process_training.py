@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn import distributed
 from helpers import assert_same_bits

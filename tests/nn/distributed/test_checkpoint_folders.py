@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from fusestep.nn.distributed import index as of_index
 from helpers import more
 from process_folders import FORMS, ORDERS, RECORDED, Job, loaded, outcome, parts_of, saved

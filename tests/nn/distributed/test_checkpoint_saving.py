@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import SafetensorError
-
 from fusestep import nn
 from fusestep.nn.base import checkpoint as files
 from fusestep.nn.distributed import RowShard, alone, checkpoint, load_checkpoint, save_checkpoint

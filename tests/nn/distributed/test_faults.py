@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from helpers import more
 from process_faults import EVERY, check
 from process_starts import ENGINES, TIMEOUT, needs_torch, start, start_each, start_job

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn.distributed import IdShard, alone
 from fusestep.nn.distributed.id_shard import _ids_of, keys_of

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 import process_programs
 from process_checks import run_parts
 from process_starts import ENGINES, needs_mpi, start

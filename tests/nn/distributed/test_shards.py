@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, alone, together

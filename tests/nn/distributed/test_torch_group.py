@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep.nn import distributed
 from fusestep.nn.distributed import LostProcessError, RowShard
 from process_starts import needs_torch

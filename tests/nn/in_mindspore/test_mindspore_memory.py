@@ -19,7 +19,6 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.graph.jit_context import set_jit_context
 from mindspore.nn.utils import no_init_parameters
-
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
 from mindspore_training import batches, dense_net, gradients_like, losses, parameter

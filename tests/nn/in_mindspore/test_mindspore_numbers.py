@@ -12,7 +12,6 @@ pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 
 import mindspore
 from mindspore import Tensor, nn
-
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
 from fusestep.nn.mindspore.binding import host_array

@@ -12,7 +12,6 @@ pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 import mindspore
 from mindspore import dataset, nn
 from mindspore.train import LearningRateScheduler, Model
-
 from fusestep import nn as ours
 from fusestep.bench.report.result import SpecialResult
 from fusestep.bench.special import in_mindspore, training

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-
 from fusestep.nn import mxnet as mx
 from fusestep.ops import RowTensor
 

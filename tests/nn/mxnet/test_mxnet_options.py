@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from fusestep.nn import mxnet as mx
 from helpers import FAR, distance
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 import reference_mxnet
 from fusestep import ops

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 import reference_mxnet
 from fusestep.nn import mxnet as mx
 from mxnet_options import NEEDED, SCHEDULERS, S, ones

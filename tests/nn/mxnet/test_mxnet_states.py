@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.states import _array
 from helpers import arrays_of, assert_same_arrays, assert_same_bits, refused, unchanged

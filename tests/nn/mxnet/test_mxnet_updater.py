@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded_mxnet
 import reference_mxnet
 from fusestep.nn import RowTensor

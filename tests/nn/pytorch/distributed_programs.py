@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
-
 from fusestep.nn import torch as fused
 from fusestep.nn.torch.engine.tensors import local
 from subprocesses import TORCH

@@ -17,7 +17,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
-
 from fusestep.nn import torch as fused
 from torch_training import refused
 

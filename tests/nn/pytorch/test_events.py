@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.nn import Parameter
-
 from fusestep.nn import torch as fused
 from helpers import more
 from subprocesses import TORCH

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn import torch as fused
 from thread_processes import in_threads

@@ -16,7 +16,6 @@ import numpy as np
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as of_dcp
 from torch.export import Dim, load, save
-
 from fusestep.nn import UniformRows
 from fusestep.nn import torch as fused
 from subprocesses import TORCH

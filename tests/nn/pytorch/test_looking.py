@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.nn import Parameter
-
 from fusestep.nn import torch as fused
 from fusestep.nn.torch.optimizer import Fused
 from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train

@@ -11,7 +11,6 @@ pytest.importorskip("expecttest")  # PyTorch's own cases need it
 
 from torch.testing._internal import common_optimizers
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum
-
 from fusestep.nn import torch as fused
 from torch_training import SHARED, assert_close
 

@@ -13,7 +13,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-
 from fusestep.nn import torch as fused
 
 from torch_training import (  # isort: skip

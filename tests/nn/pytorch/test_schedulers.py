@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 
 from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
-
 from fusestep.nn import torch as fused
 from subprocesses import output_of
 from torch_training import DENSE, assert_equal_models, loss_of, net, since

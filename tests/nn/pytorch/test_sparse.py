@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.nn import Parameter
-
 from fusestep.nn import torch as fused
 from fusestep.nn.torch.engine import record
 from fusestep.nn.torch.engine.step import Steps

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
 import torch.distributed.checkpoint as dcp
-
 from fusestep.nn import thor
 from fusestep.nn import torch as fused
 from torch_training import FOLDERS, through_folder

@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.nn.utils import parametrizations, parametrize, prune
-
 from bag_modules import IDS, SIZES, assert_as, assert_close, before, modules_of, pooled, stepping
 from fusestep import ops
 from fusestep.kernels.tables import LEFT_OUT

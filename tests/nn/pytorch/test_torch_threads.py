@@ -1,7 +1,6 @@
 """Threads that meet in an optimizer, and PyTorch's number of threads as a limit of steps."""
 
 import pytest
-
 from subprocesses import output_of
 
 pytest.importorskip("torch")

@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, Dataset
-
 from fusestep.nn import torch as fused
 from torch_training import Tagger, assert_close, assert_same_bits, snapshot
 

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 import fusestep
 
 pytest.importorskip("torch")

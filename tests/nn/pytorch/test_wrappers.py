@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 
 import numpy as np
 from torch.optim import swa_utils
-
 from fusestep import nn
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import alone

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
 from fusestep.nn import torch as fused
 from subprocesses import TORCH
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import thor_nets
 from fusestep import nn
 from fusestep.nn.thor import conv as thor_conv

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from argument_kinds import KINDS
 from fusestep import nn
 from fusestep.nn.thor import factors as thor_factors

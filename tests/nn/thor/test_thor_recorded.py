@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded
 import thor_nets
 from fusestep import nn

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from helpers import assert_same_arrays, assert_same_bits
 from optimizers import assert_same_run

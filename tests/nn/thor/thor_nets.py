@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 
 Put = Callable[[np.ndarray], Any]
