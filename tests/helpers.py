@@ -3,7 +3,7 @@
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
@@ -112,6 +112,28 @@ def at_once(calls: Collection[Callable[[], Any]]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def meanwhile(act: Callable[[int], Any], *passed: type[BaseException]) -> Iterator[None]:
+    """Another thread calls ``act(1)``, ``act(2)``, ... until the block ends; errors of the classes
+    in ``passed`` do not stop it."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        k = 0
+        while not is_over.is_set():
+            k += 1
+            with suppress(*passed):
+                act(k)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def assign(array: np.ndarray, **attributes: Any) -> None:

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import sys
-import threading
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
 from fusestep.nn.base.id_map import IdMap, TooManyChangesError
-from helpers import more
+from helpers import at_once, meanwhile, more
 from test_interrupts import done_at, interrupt
 
 ALL = (1 << 64) - 1
@@ -500,9 +499,9 @@ def test_interrupts_at_every_moment(event: str, options: Any) -> None:
 @pytest.mark.parametrize("n", [300, more(10_000)])
 def test_threads_that_share_a_map(n: int) -> None:
     """One grows and evicts, one changes the ids and times that two others have given."""
-    ids, errors = IdMap(500, after=2, full="evict", pending=400), list[BaseException]()
-    shared, times, is_done = np.arange(9_000), np.ones(9_000, np.int64), threading.Event()
-    interval = sys.getswitchinterval()
+    ids = IdMap(500, after=2, full="evict", pending=400)
+    shared, times = np.arange(9_000), np.ones(9_000, np.int64)
+    interval, draws = sys.getswitchinterval(), [np.random.default_rng(seed) for seed in range(4)]
 
     def steps(draw: Any) -> None:
         for _ in range(n):
@@ -513,10 +512,9 @@ def test_threads_that_share_a_map(n: int) -> None:
             except ValueError as error:  # a step that another thread has ended, or times
                 assert "step is out of" in str(error) or "times do not" in str(error)  # noqa: PT017
 
-    def changes(draw: Any) -> None:
-        while not is_done.is_set():
-            shared[:] = draw.integers(-900, 900, len(shared))
-            times[draw.integers(len(times))] = draw.choice([1, 2, -(2**63), 2**63 - 1])
+    def change(_: int) -> None:
+        shared[:] = draws[3].integers(-900, 900, len(shared))
+        times[draws[3].integers(len(times))] = draws[3].choice([1, 2, -(2**63), 2**63 - 1])
 
     def grows(draw: Any) -> None:
         for k in range(n // 4):
@@ -528,25 +526,12 @@ def test_threads_that_share_a_map(n: int) -> None:
             if k % 9 == 0:
                 ids.load_state_dict(ids.state_dict())
 
-    def run(work: Any, seed: int) -> None:
-        try:
-            work(np.random.default_rng(seed))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=x) for x in ((steps, 0), (steps, 1), (grows, 2))]
-    changing = threading.Thread(target=run, args=(changes, 3))
     sys.setswitchinterval(1e-5)
     try:
-        for thread in (changing, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with meanwhile(change):
+            at_once([*map(partial, (steps, steps, grows), draws)])
     finally:
-        is_done.set()
-        changing.join()
         sys.setswitchinterval(interval)
-    assert not errors
     assert_whole(ids)
 
 

@@ -6,7 +6,6 @@ import math
 import pickle
 import random
 import re
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from fusestep.nn import torch as fused
+from helpers import meanwhile
 from torch_training import refused
 
 ORDERS = [2.0, 1.0, 3, 0.5, math.inf, "inf"]
@@ -522,28 +522,21 @@ def test_gradients_that_share_memory() -> None:
 
 def test_gradients_that_another_thread_exchanges_and_frees() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2_000)) for _ in range(20)]
-    optimizer, is_over = fused.SGD(parameters, lr=0.0), threading.Event()
+    optimizer, draw, errors = fused.SGD(parameters, lr=0.0), random.Random(0), []
 
-    def exchange() -> None:
-        draw = random.Random(0)
-        while not is_over.is_set():
-            p = draw.choice(parameters)
-            new = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
-                               cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
-            old, p.grad = p.grad, new  # PyTorch itself reads a gradient that is freed by this
-            del old
+    def exchange(_: int) -> None:
+        p = draw.choice(parameters)
+        new = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
+                           cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
+        old, p.grad = p.grad, new  # PyTorch itself reads a gradient that is freed by this
+        del old
 
-    thread, errors = threading.Thread(target=exchange), []
-    thread.start()
-    try:
+    with meanwhile(exchange):
         for k in range(400):
             try:
                 [*WAYS.values()][k % 4](parameters, optimizer)
             except RuntimeError as error:
                 errors.append(str(error))
-    finally:
-        is_over.set()
-        thread.join()
     assert all(re.search("has no memory|cannot be written", text) for text in errors)
 
 

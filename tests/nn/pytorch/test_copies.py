@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused
-from helpers import more
+from helpers import at_once, more
 from test_options import SIXTEEN_BITS, mixed
 
 from torch_training import (  # isort: skip
@@ -120,14 +121,7 @@ def test_steps_of_single_parameters_by_threads() -> None:
         for _ in range(50):
             one.step(param=parameter)
 
-    threads = [
-        threading.Thread(target=work, args=own)
-        for own in ((optimizer, parameters[0]), (other, parameters[2]))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([partial(work, optimizer, parameters[0]), partial(work, other, parameters[2])])
     assert torch.equal(copies[0], parameters[0].bfloat16())
 
 

@@ -3,7 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
-from threading import Thread
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import distributed
 from fusestep.nn import torch as fused
+from helpers import at_once
 from torch_training import assert_same_bits, everything
 
 N, D = 60, 11
@@ -408,11 +409,7 @@ def test_lookups_of_several_threads() -> None:
     for k in range(60):
         train(model, optimizer, range(k, k + 1))
         train(other, dense, range(k, k + 1))
-        looks = [Thread(target=model, args=(torch.arange(t, N, 3),)) for t in range(3)]
-        for look in looks:
-            look.start()
-        for look in looks:
-            look.join()
+        at_once([partial(model, torch.arange(t, N, 3)) for t in range(3)])
     torch.testing.assert_close(model.weight, other.weight, rtol=1e-5, atol=2e-5)
 
 

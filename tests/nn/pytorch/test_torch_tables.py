@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused
+from helpers import meanwhile
 from torch_training import assert_same_bits, everything
 
 N, D = 300, 8
@@ -217,35 +217,29 @@ def test_tables_that_another_thread_exchanges(seed: int) -> None:
     """States, data and row numbers change, rows are reset and tables grow: calls raise, or work."""
     rng = np.random.default_rng(seed)
     module, optimizer = asleep()
-    w, stop = module.weight, list[bool]()
+    w = module.weight
     guard = [torch.full((N, D), 7.0) for _ in range(40)]  # of others, beside it in memory
     ids = torch.from_numpy(rng.integers(0, N, 64))
 
-    def change() -> None:
-        k = 0
-        while not stop:
-            k, state = k + 1, optimizer.state.get(w, {})
-            try:
-                if k % 7 == 0:
-                    state["exp_avg"] = state["exp_avg"].clone()
-                elif k % 7 == 1:
-                    w.data = w.data.clone()
-                elif k % 7 == 2:
-                    state["last_step"] = state["last_step"].clone()
-                elif k % 7 == 3:
-                    optimizer.reset_rows(w, torch.tensor([k % N]), 0.5)
-                elif k % 7 == 4:
-                    ids.fill_(k % (2 * N) - N // 2)
-                elif k % 7 == 5 and len(w) < 3 * N:
-                    optimizer.grow(w, len(w) + 1)
-                else:
-                    state["exp_avg_sq"] = torch.zeros(len(w) - k % 2, D)
-            except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
-                pass
+    def change(k: int) -> None:
+        state = optimizer.state.get(w, {})
+        if k % 7 == 0:
+            state["exp_avg"] = state["exp_avg"].clone()
+        elif k % 7 == 1:
+            w.data = w.data.clone()
+        elif k % 7 == 2:
+            state["last_step"] = state["last_step"].clone()
+        elif k % 7 == 3:
+            optimizer.reset_rows(w, torch.tensor([k % N]), 0.5)
+        elif k % 7 == 4:
+            ids.fill_(k % (2 * N) - N // 2)
+        elif k % 7 == 5 and len(w) < 3 * N:
+            optimizer.grow(w, len(w) + 1)
+        else:
+            state["exp_avg_sq"] = torch.zeros(len(w) - k % 2, D)
 
-    thread = Thread(target=change)
-    thread.start()
-    try:
+    errors = RuntimeError, ValueError, IndexError, TypeError
+    with meanwhile(change, *errors, KeyError):
         for k in range(400):
             try:
                 optimizer.prepare(w, ids)
@@ -257,11 +251,8 @@ def test_tables_that_another_thread_exchanges(seed: int) -> None:
                 w.grad = None
                 if k % 50 == 0:
                     optimizer.flush()
-            except (RuntimeError, ValueError, IndexError, TypeError):
+            except errors:
                 w.grad = None
-    finally:
-        stop.append(True)
-        thread.join()
     assert all((own == 7.0).all() for own in guard)
 
 
