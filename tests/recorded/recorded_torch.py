@@ -3,59 +3,32 @@
 The files and their format are described in ``data/README.md``.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import recorded
 import reference
 import reference_elementwise as elementwise
 import reference_layerwise as layerwise
-from recorded import DATA
+from recorded import Gradient, Trace
 from reference import AdamScalars, Array
 
-# A dense gradient, or (indices, values) in the order of lookup, with duplicates.
-Gradient = np.ndarray | tuple[np.ndarray, np.ndarray]
 Hyper = dict[str, Any]
 # (w, g, *states) -> (w, *states)
 Formula = Callable[..., tuple[Any, ...]]
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What happened to one parameter; step t = 1, 2, ... made ``weights[t]``."""
-
-    weights: np.ndarray
-    gradients: tuple[Gradient, ...]
-    states: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(recorded.Run):
     """One recorded optimizer with its parameters."""
-
-    name: str
-    meta: dict[str, Any]
-    traces: tuple[Trace, ...]
 
     @property
     def optimizer(self) -> str:
         """What ran, as ``library.Class``: ``torch.Adam``, ``po.Lamb``, ``optax.adam``."""
         return f"{self.meta['lib']}.{self.meta['class']}"
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        """Arguments of the constructor that were not left at their defaults."""
-        return self.meta["hyper"]
-
-    @property
-    def steps(self) -> int:
-        """Number of recorded steps."""
-        return self.meta["T"]
 
     def lr(self, t: int) -> float:
         """The learning rate of step t = 1, 2, ...; optax records only its argument."""
@@ -64,7 +37,7 @@ class Run:
 
 def runs() -> dict[str, Run]:
     """Every recorded run, by the name of its file."""
-    return {path.stem: _load(path.stem) for path in sorted((DATA / "torch").glob("*.npz"))}
+    return recorded.runs("torch", Run, _trace)
 
 
 def states(run: Run, i: int) -> dict[str, np.ndarray]:
@@ -277,20 +250,10 @@ _OPTIMIZERS: dict[str, tuple[Callable[[Hyper, float, int], Formula], tuple[str, 
 }  # fmt: skip
 
 
-def _load(name: str) -> Run:
-    """Read one file."""
-    with np.load(DATA / "torch" / f"{name}.npz") as archive:
-        arrays = dict(archive)
-    meta = json.loads(str(arrays.pop("meta")))
-    if meta["bf16"]:
-        raise ValueError(f"{name}: bfloat16 bit patterns are not read: {meta['bf16']}")
-    for array in arrays.values():
-        array.setflags(write=False)  # runs are shared between tests
-    return Run(name, meta, tuple(_trace(arrays, i, meta) for i in range(len(meta["shapes"]))))
-
-
 def _trace(arrays: dict[str, np.ndarray], i: int, meta: dict[str, Any]) -> Trace:
     """Parameter `i` of a file; its states are ``p<i>_s_<key>``, optax's ``s_<stage>_<key>_<i>``."""
+    if meta["bf16"]:
+        raise ValueError(f"bfloat16 bit patterns are not read: {meta['bf16']}")
     states = {
         match[1] or match[2]: array
         for key, array in arrays.items()

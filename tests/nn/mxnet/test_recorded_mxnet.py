@@ -10,8 +10,8 @@ import recorded_mxnet
 import reference_mxnet
 from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
-from recorded import assert_close_recorded
-from recorded_mxnet import DUPLICATES, FLUSHED, HALF, LERPED, SPREAD, Run, Trace
+from recorded import Gradient, Trace, assert_close_recorded
+from recorded_mxnet import DUPLICATES, FLUSHED, HALF, LERPED, SPREAD, Run
 from reference import wide
 
 RUNS = recorded_mxnet.runs()
@@ -38,7 +38,7 @@ def build(run: Run, **changed: Any) -> mx.Optimizer:
     return opt
 
 
-def as_library(g: recorded_mxnet.Gradient, shape: tuple[int, ...]) -> Any:
+def as_library(g: Gradient, shape: tuple[int, ...]) -> Any:
     """A recorded gradient as the library takes it."""
     return RowTensor(*g, shape) if isinstance(g, tuple) else g
 
