@@ -52,8 +52,8 @@ PARTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
      "hp of the rule has a name of what comes before the rule: expected another one, got "
      "clip_bound"),
     (replace(PLAIN, states=("m",)), {}, TypeError,
-     "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: 'Any', g: 'Any', "
-     "hp: 'Any') -> 'Any'"),
+     "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: Any, g: Any, "
+     "hp: Any) -> Any"),
     (replace(PLAIN, update=NOT_CALLED), {}, TypeError,
      "update has a wrong type: expected a function, got builtin_function_or_method"),
     (replace(PLAIN, lines=plain), {}, TypeError,
