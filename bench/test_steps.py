@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from fusestep import get_num_threads
 from fusestep.bench.cases import indices
 from fusestep.bench.cases import steps as cases

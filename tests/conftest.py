@@ -1,12 +1,9 @@
 """How many processes share the tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 
 import pytest
-
 from subprocesses import IGNORED
 
 MOST_WORKERS = 8  # each has several threads and compiles

@@ -1,18 +1,15 @@
 """What several test files share: operators as tables, unchanged buffers, distances in ulps."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -56,10 +53,8 @@ def sampled(every: Iterable[tuple[Any, ...]], sample: Collection[tuple[Any, ...]
 
 
 def in_turn(cases: Iterable[Any], *, beside_float32: bool = True) -> list[tuple[Any, np.dtype]]:
-    """Each case in float32 and, in turn, in one other type: each is a kernel of its own.
-
-    Without ``beside_float32`` each case has one type, which is any of them.
-    """
+    """Each case in float32 and, in turn, in one other type: each is a kernel of its own. Without
+    ``beside_float32`` each case has one type, which is any of them."""
     first, *others = STORAGE_DTYPES
     if not beside_float32:
         return [(case, STORAGE_DTYPES[k % len(STORAGE_DTYPES)]) for k, case in enumerate(cases)]
@@ -119,6 +114,28 @@ def at_once(calls: Collection[Callable[[], Any]]) -> None:
         raise errors[0]
 
 
+@contextmanager
+def meanwhile(act: Callable[[int], Any], *passed: type[BaseException]) -> Iterator[None]:
+    """Another thread calls ``act(1)``, ``act(2)``, ... until the block ends; errors of the classes
+    in ``passed`` do not stop it."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        k = 0
+        while not is_over.is_set():
+            k += 1
+            with suppress(*passed):
+                act(k)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def assign(array: np.ndarray, **attributes: Any) -> None:
     """Set `shape` or `dtype` of an array, which NumPy advises against, and programs do."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -146,15 +163,11 @@ def assert_same_arrays(found: Any, expected: Any, label: str = "") -> None:
         assert_same_bits(a, b, f"{label}, array {k}")
 
 
-def assert_within_ulps(
-    actual: np.ndarray, expected: Any, scale: Any, ulps: float = 4.0, label: str = ""
-) -> None:
-    """`|actual - expected|` is at most `ulps` units in the last place of `scale`.
-
-    Units are those of the dtype of `actual`. `scale` is the largest term that the expected
-    value is a sum of: what cancels leaves the rounding of the terms behind, not that of the
-    difference. Below the normal range the unit is the smallest subnormal.
-    """
+def assert_within_ulps(actual: np.ndarray, expected: Any, scale: Any, ulps: float) -> None:
+    """`|actual - expected|` is at most `ulps` units in the last place of `scale`. Units are those
+    of the dtype of `actual`. `scale` is the largest term that the expected value is a sum of: what
+    cancels leaves the rounding of the terms behind, not that of the difference. Below the normal
+    range the unit is the smallest subnormal."""
     __tracebackhide__ = True
     largest = np.maximum(np.abs(np.asarray(scale, np.float64)), TINY[actual.dtype])
     unit = EPSILON[actual.dtype] * np.exp2(np.floor(np.log2(largest)))
@@ -164,7 +177,7 @@ def assert_within_ulps(
     if off.any():
         where = np.unravel_index(np.argmax(np.where(off, error / allowed, 0)), error.shape)
         raise AssertionError(
-            f"{label}: {off.sum()} of {off.size} off, worst at {tuple(map(int, where))}: "
+            f"{off.sum()} of {off.size} off, worst at {tuple(map(int, where))}: "
             f"{actual[where]!r} for {np.asarray(expected)[where]!r}, "
             f"{error[where] / np.broadcast_to(allowed, error.shape)[where] * ulps:.3g} ulps"
         )

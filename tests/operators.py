@@ -1,24 +1,18 @@
 """Every operator out of the table of the benchmark: calls of it, and what its arguments take."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-
 from fusestep import ops
 from fusestep.bench.cases import operators
 from fusestep.bench.registry import Argument
 
 # The variables that are returned, where these are not all.
 _RETURNS: Mapping[str, tuple[str, ...]] = {
-    "AdamNoUpdateParam": (),
-    "SGD": ("parameters",),
-    "LARSUpdate": (),
-    "adam_update": ("weight",),
-}
+    "AdamNoUpdateParam": (), "SGD": ("parameters",), "LARSUpdate": (), "adam_update": ("weight",),
+}  # fmt: skip
 # How a variable is made out of random numbers in (0.1, 1), where not as they are.
 _RANGES: Mapping[str, Mapping[str, Callable[[np.ndarray], Any]]] = {
     "SGD": {"stat": np.round},  # some elements take their first step
@@ -27,28 +21,19 @@ _RANGES: Mapping[str, Mapping[str, Callable[[np.ndarray], Any]]] = {
 # What the arguments beside arrays take, as documented, and values that move a result far. 1e-8 is
 # not neutral only beside gradients of its size; an epsilon of 0.1 acts everywhere.
 _COMMON: Mapping[str, Argument] = {
-    "use_locking": Argument("flag"),
-    "use_nesterov": Argument("flag", True),
-    "out_of_range": Argument("out of range"),
-    "beta1_power": Argument("number", 0.5),
-    "beta2_power": Argument("at most 1", 0.5),
-    "lr": Argument("number", 0.02),
-    "learning_rate": Argument("number", 0.02),
-    "beta1": Argument("number", 0.5),
-    "beta2": Argument("number", 0.9),
-    "epsilon": Argument("epsilon", 0.1),
-    "decay": Argument("number", 0.5),
-    "momentum": Argument("number", 0.3),
-    "l1": Argument("not negative", 0.5),
-    "l2": Argument("not negative", 1.0),
-}
+    "use_locking": Argument("flag"), "use_nesterov": Argument("flag", True),
+    "out_of_range": Argument("out of range"), "beta1_power": Argument("number", 0.5),
+    "beta2_power": Argument("at most 1", 0.5), "lr": Argument("number", 0.02),
+    "learning_rate": Argument("number", 0.02), "beta1": Argument("number", 0.5),
+    "beta2": Argument("number", 0.9), "epsilon": Argument("epsilon", 0.1),
+    "decay": Argument("number", 0.5), "momentum": Argument("number", 0.3),
+    "l1": Argument("not negative", 0.5), "l2": Argument("not negative", 1.0),
+}  # fmt: skip
 _OF_FTRL = {"lr": Argument("reciprocal", 0.02), "lr_power": Argument("not positive", -0.3)}
 _OF_SPARSE_FTRL = {
-    "lr": Argument("reciprocal float", 0.02),
-    "l1": Argument("not negative float", 0.5),
-    "l2": Argument("not negative float", 1.0),
-    "lr_power": Argument("not positive float", -0.3),
-}
+    "lr": Argument("reciprocal float", 0.02), "l1": Argument("not negative float", 0.5),
+    "l2": Argument("not negative float", 1.0), "lr_power": Argument("not positive float", -0.3),
+}  # fmt: skip
 _OF_ROW_ADAM = {"beta1_power": Argument("not 1", 0.5)}
 _OWN: Mapping[str, Mapping[str, Argument]] = {
     "FusedSparseAdam": _OF_ROW_ADAM,
@@ -59,22 +44,14 @@ _OWN: Mapping[str, Mapping[str, Argument]] = {
     "ApplyAdagrad": {"update_slots": Argument("flag", False)},
     "ApplyMomentum": {"gradient_scale": Argument("number", 2.0)},
     "adam_update": {
-        "lr": Argument("not negative", 0.02),
-        "beta1": Argument("closed unit", 0.5),
-        "beta2": Argument("closed unit", 0.5),
-        "epsilon": Argument("epsilon of MXNet", 0.1),
-        "wd": Argument("not negative", 0.5),
-        "rescale_grad": Argument("number", 0.4),
-        "clip_gradient": Argument("number", 0.1),
-        "lazy_update": Argument("flag"),
-        "compat": Argument("version", "1.9"),
-    },
+        "lr": Argument("not negative", 0.02), "beta1": Argument("closed unit", 0.5),
+        "beta2": Argument("closed unit", 0.5), "epsilon": Argument("epsilon of MXNet", 0.1),
+        "wd": Argument("not negative", 0.5), "rescale_grad": Argument("number", 0.4),
+        "clip_gradient": Argument("number", 0.1), "lazy_update": Argument("flag"),
+        "compat": Argument("version", "1.9")},
     "SGD": {
-        "momentum": Argument("not negative", 0.3),
-        "dampening": Argument("not negative", 0.5),
-        "weight_decay": Argument("not negative", 0.3),
-        "nesterov": Argument("flag", True),
-    },
+        "momentum": Argument("not negative", 0.3), "dampening": Argument("not negative", 0.5),
+        "weight_decay": Argument("not negative", 0.3), "nesterov": Argument("flag", True)},
     "LARSUpdate": {
         "epsilon": Argument("not negative float", 0.5),
         "hyperpara": Argument("not negative float", 0.01),
@@ -83,9 +60,8 @@ _OWN: Mapping[str, Mapping[str, Argument]] = {
         "norm_gradient": Argument("not negative", 1.0),
         "weight_decay": Argument("not negative", 0.7),
         # The bound of the local rate; without use_clip it has no part in the formula.
-        "learning_rate": Argument("not negative", 1e-5, {"use_clip": True}),
-    },
-}
+        "learning_rate": Argument("not negative", 1e-5, {"use_clip": True})},
+}  # fmt: skip
 
 
 class Operator(operators.Operator):
@@ -184,17 +160,9 @@ ADAM_UPDATE = Update(
     ops.adam_update,
     ("weight", "mean", "var"),
     {
-        "lr": 0.1,
-        "beta1": 0.8,
-        "beta2": 0.9,
-        "epsilon": 1e-3,
-        "wd": 0.25,
-        "rescale_grad": 0.5,
-        "clip_gradient": 0.4,
-    },
+        "lr": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3, "wd": 0.25, "rescale_grad": 0.5,
+        "clip_gradient": 0.4},
     None,
     (
         *("weight", "grad", "mean", "var", "lr", "beta1", "beta2", "epsilon"),
-        *("wd", "rescale_grad", "clip_gradient"),
-    ),
-)
+        *("wd", "rescale_grad", "clip_gradient")))  # fmt: skip

@@ -1,17 +1,13 @@
 """Every optimizer class of nn and its forms, out of the registry, and runs of any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.bench.registry import ROWS as BY_NAME
 from fusestep.bench.registry import Argument, Form, Options
 from fusestep.bench.registry.layerwise import MOMENTUM
-
 from helpers import assert_same_arrays, assert_same_bits
 
 FAMILIES = tuple(BY_NAME.values())
@@ -59,7 +55,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"table": (6, 4), "vector": (5,)}
 
 
 def parameters(
-    shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: Any = np.float32, form: str = ""
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype=np.float32, form: str = ""
 ) -> Any:
     """Fresh parameters, the same ones each time; numbers have an axis, if the form needs rows."""
     rng, least = np.random.default_rng(1), (1,) if form and is_row_wise(form) else ()
@@ -107,9 +103,8 @@ def _n_states(form: str) -> int:
 # too): what forms of a class share, like the types of arrays, is tested with these alone where it
 # needs kernels of its own.
 ONE_OF_EACH = (
-    "Adam",
-    *(max((f for f in FORMS if FORMS[f][0] == name), key=_n_states) for name in BY_NAME),
-)
+    "Adam", *(max((f for f in FORMS if FORMS[f][0] == name), key=_n_states) for name in BY_NAME),
+)  # fmt: skip
 ON_DEVICES = tuple(form for form, (name, _) in FORMS.items() if not BY_NAME[name].together)
 FIXED_RATE = tuple(f for f in FORMS if arguments_of(f)["learning_rate"].takes == "fixed rate")
 OWN_RATE = tuple(

@@ -47,12 +47,8 @@ def run_python(program, *arguments, timeout=300, **environment):
     filters = [part for one in ("error", *IGNORED) for part in ("-W", one)]
     return subprocess.run(
         [sys.executable, *filters, "-c", program, *map(str, arguments)],
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+        env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=timeout,
+        check=False)  # fmt: skip
 
 
 def output_of(program, *arguments, **environment):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import griffe
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.nn.base.docstrings import TORCH

@@ -20,7 +20,6 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
-
 import fusestep
 from fusestep import nn, ops
 

@@ -1,7 +1,5 @@
 """What the tests of the benchmark share: small models, a clock of their own, made-up results."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import __main__ as main
 from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads
@@ -22,7 +19,6 @@ from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult, Summary
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job
-
 from helpers import in_turn
 
 WORKERS = Path(worker_protocol.__file__).parent
@@ -80,12 +76,9 @@ def named(name: str) -> Case:
 
 
 def point(
-    name: str = "dense/nn.Adam",
-    size: str = TINY,
-    dtype: str = "float32",
-    threads: int = 1,
+    name: str = "dense/nn.Adam", size: str = TINY, dtype: str = "float32", threads: int = 1,
     scenario: str = cases.LOOP,
-) -> Point:
+) -> Point:  # fmt: skip
     """The only point of a case at this size."""
     (found,) = cases.points([named(name)], size, [dtype], [threads], ["zipf1.2"], [scenario])
     return found
@@ -191,23 +184,15 @@ def result(
     found = {label.replace("bound ", "bound: "): value for label, value in found.items()}
     found.setdefault(OURS, summary(0.010))
     return PointResult(
-        of or point(),
-        bytes=450_000_000,
-        sizes={"parameters": 1, "elements": 2**24},
-        from_memory=from_memory,
-        copies=1,
-        times=found,
-        memory=dict.fromkeys(found, memory),
-        unavailable={},
-    )
+        of or point(), bytes=450_000_000, sizes={"parameters": 1, "elements": 2**24},
+        from_memory=from_memory, copies=1, times=found, memory=dict.fromkeys(found, memory),
+        unavailable={})  # fmt: skip
 
 
 def made_up(
-    *results: PointResult | SpecialResult,
-    load: float | None = 0.1,
-    gpu: dict[str, Any] | None = None,
-    **peers: dict[str, str],
-) -> dict[str, Any]:
+    *results: PointResult | SpecialResult, load: float | None = 0.1,
+    gpu: dict[str, Any] | None = None, **peers: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
     """A document of these results; ``versions`` and ``missing`` are those of its peers."""
     of_run = Peers({})
     of_run.versions = peers.get("versions", {})

@@ -1,7 +1,5 @@
 """Two versions compared: worktrees that come and go, and verdicts on a clock of the tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-
+import bench_support
+from bench_support import made_up, point, quiet, result
 from fusestep import __main__ as main
 from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
@@ -19,9 +18,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, SECONDS, Summary
 from fusestep.bench.workers import worker_protocol
-
-import bench_support
-from bench_support import made_up, point, quiet, result
 
 # -- two documents --------------------------------------------------------------------------------
 
@@ -34,10 +30,9 @@ def test_changes_between_two_documents() -> None:
     )
     found = against.changes(before, now)
     assert [c.title for c in found] == [
-        "dense/nn.Adam 900 float32 1 loop",
-        "dense/nn.SGD 900 float32 1 loop",
+        "dense/nn.Adam 900 float32 1 loop", "dense/nn.SGD 900 float32 1 loop",
         "rows/nn.SGD 100x8x50 zipf1.2 float32 1 loop",
-    ]
+    ]  # fmt: skip
     assert [c.verdict for c in found] == ["slower", "faster", "same"]
     assert found[0].ratio == Summary(2.0, *map(pytest.approx, (0.018 / 0.011, 0.022 / 0.009)), 9)
 
@@ -192,8 +187,7 @@ def test_a_slowed_version_is_reported(
     assert found.ratio is not None
     assert found.ratio.median == pytest.approx(factor)
     assert found.verdict == verdict
-    console = run.terminal.console()
-    assert run.terminal.show_changes([found], console) == (verdict == "slower")
+    assert run.terminal.show_changes([found], run.terminal.console()) == (verdict == "slower")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "dense/nn.Adam" in line)
     assert verdict in line.split()
     assert f"{factor:.3f}" in line
@@ -273,12 +267,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("error", "why"), [(KeyboardInterrupt(), "interrupted"), (BenchError("lost"), "lost")]
 )
 def test_what_was_compared_before_an_interrupt_is_shown(
-    error: BaseException,
-    why: str,
-    given: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, why: str, given: list[str], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     compare = against._compare
 
     def interrupted(workers: Any, of: Any, *rest: Any) -> Changed:
@@ -308,9 +299,7 @@ def test_a_slowed_version_is_the_status_of_the_command(
         assert option in line
 
 
-def test_against_an_earlier_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_against_an_earlier_file(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "before.json"
     document.write(path, made_up(result(**{OURS: 0.005})))
     monkeypatch.setattr(run, "measure", lambda *_: result())
@@ -367,12 +356,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     given = ("dense/ops.ApplyMomentum", "--size", "900", "--threads", "1", "--seconds", "0.05")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fusestep", "bench", *given, "--against", "HEAD"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, check=False)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "dense/ops.ApplyMomentum" in line)
     assert "slower" in line.split()

@@ -1,7 +1,5 @@
 """The byte model against the arrays that steps really have, and the loops that move as much."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from fusestep.bench import bounds, machine, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
@@ -21,8 +19,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
 from fusestep.bench.report.result import OURS
 from fusestep.bench.workers.worker_protocol import Job, in_turn
-
-from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from helpers import arrays_of, label, sampled, unchanged
 
 each = pytest.mark.parametrize(("case", "dtype"), sampled(EVERY_STEP, SOME_STEPS), ids=label)

@@ -1,14 +1,12 @@
 """The table of cases: complete, selectable, and every entry of it takes the steps it names."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
-
+from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from fusestep import nn, ops
 from fusestep.bench import run, work
 from fusestep.bench.buffers import Buffers
@@ -21,8 +19,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import Peers
 from fusestep.bench.registry import ROWS
 from fusestep.bench.report.result import SpecialResult
-
-from bench_support import EVERY_STEP, SOME_STEPS, TINY, named, point, quiet, use_small_models
 from helpers import arrays_of, label, sampled
 
 # -- complete -------------------------------------------------------------------------------------
@@ -67,8 +63,7 @@ def test_names_are_unique_and_say_the_workload() -> None:
         assert case.model == (workload if workload not in ("dense", "rows", "pooled") else None)
         small = TINY if case.model is None else None
         if case.model in (None, "many-small"):
-            found = point(case.name, small or "")
-            assert kind_of(found.tensors()) == case.kind
+            assert kind_of(point(case.name, small or "").tensors()) == case.kind
 
 
 @pytest.mark.parametrize("case", cases.SPECIAL, ids=[case.name for case in cases.SPECIAL])
@@ -108,19 +103,15 @@ def selected(*patterns: str) -> list[str]:
 
 def test_selection() -> None:
     assert selected("nn.LazyAdam") == [
-        "dense/nn.LazyAdam",
-        "rows/nn.LazyAdam",
-        "dlrm/nn.LazyAdam",
-        "bags/nn.LazyAdam",
-    ]
+        "dense/nn.LazyAdam", "rows/nn.LazyAdam", "dlrm/nn.LazyAdam", "bags/nn.LazyAdam",
+    ]  # fmt: skip
     assert selected("rows/nn.LazyAdam") == ["rows/nn.LazyAdam"]
     assert selected("first-step", "far-*") == ["far-rows", "first-step"]  # as in the table
     assert selected("rows/*") == [case.name for case in cases.STEPS if case.kind == "rows"]
     assert selected("*") == [case.name for case in cases.CASES]
     assert selected("nn.Adam(amsgrad)", "nn.Adam(*") == [
-        "dense/nn.Adam(nesterov)",
-        "dense/nn.Adam(amsgrad)",
-    ]
+        "dense/nn.Adam(nesterov)", "dense/nn.Adam(amsgrad)",
+    ]  # fmt: skip
 
 
 def test_the_default_selection_is_that_of_the_optimizers() -> None:
@@ -150,14 +141,10 @@ def test_the_default_selection_is_that_of_the_optimizers() -> None:
             {
                 "dense": list(workloads.DENSE_SIZES),
                 "rows": list(workloads.ROW_SIZES),
-                "pooled": list(workloads.POOLED_SIZES),
-            },
-        ),
+                "pooled": list(workloads.POOLED_SIZES)}),
         ("far,1Kx2x3", {"rows": [*workloads.FAR_SIZES, "1Kx2x3"]}),
         ("growth,1Kx2x3x4", {"pooled": [*workloads.GROWTH_SIZES, "1Kx2x3x4"]}),
-        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]}),
-    ],
-)
+        ("click-logx64x9x1,5x1x2x3x4", {"pooled": ["click-logx64x9x1", "5x1x2x3x4"]})])  # fmt: skip
 def test_sizes(text: str, expected: dict[str, list[str]]) -> None:
     assert parse_sizes(text) == {"dense": [], "rows": [], "pooled": [], **expected}
 
@@ -182,13 +169,8 @@ def test_numbers_have_units_of_1024() -> None:
 def test_points_are_all_combinations_that_there_are() -> None:
     chosen = [named("dense/nn.SGD"), named("rows/ops.FusedSparseAdam")]
     found = cases.points(
-        chosen,
-        "1K,4K,9x2x5",
-        ["float32", "float16"],
-        [1, 2],
-        ["uniform", "equal"],
-        ["loop", "busy"],
-    )
+        chosen, "1K,4K,9x2x5", ["float32", "float16"], [1, 2], ["uniform", "equal"],
+        ["loop", "busy"])  # fmt: skip
     dense = [point for point in found if point.case.kind == "dense"]
     rows = [point for point in found if point.case.kind == "rows"]
     assert len(dense) == 2 * 2 * 2 * 2  # sizes, dtypes, threads, scenarios
@@ -283,9 +265,7 @@ def test_frequent_rows_are_scattered() -> None:
 
 
 @pytest.mark.parametrize(("case", "dtype"), sampled(EVERY_STEP, SOME_STEPS), ids=label)
-def test_every_case_takes_steps(
-    case: cases.Case, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_case_takes_steps(case: cases.Case, dtype: str, monkeypatch) -> None:
     """Two of them: finite numbers, and every parameter moves."""
     use_small_models(monkeypatch.setattr)
     given = work.inputs(point(case.name, "" if case.model else TINY, dtype))

@@ -1,7 +1,5 @@
 """The command line of the benchmark: what it measures, what it writes, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+from bench_support import arguments, refused_line
 from fusestep import __main__ as main
 from fusestep.bench import command, machine, run
 from fusestep.bench.cases import options
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.report import document, markdown
 from fusestep.bench.report.result import OURS
-
-from bench_support import arguments, refused_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,14 +59,12 @@ def test_a_run_writes_a_document(small_run: tuple[dict[str, Any], str, Path]) ->
     document.check_schema(data)
     adam, lazy, lars = data["points"]
     assert [(p["case"], p["size"], p["indices"]) for p in data["points"]] == [
-        ("dense/nn.Adam", "3K", None),
-        ("rows/nn.LazyAdam", "100x8x50", "zipf1.2"),
+        ("dense/nn.Adam", "3K", None), ("rows/nn.LazyAdam", "100x8x50", "zipf1.2"),
         ("dense/ops.LARSUpdate", "3K", None),
-    ]
+    ]  # fmt: skip
     assert adam["bytes"] == 28 * 3 * 1024
     assert adam["sizes"] == {"parameters": 1, "elements": 3072}
-    unique = lazy["sizes"]["different rows"]
-    assert lazy["bytes"] == 6 * unique * 8 * 4 + 50 * 8 * 4 + 50 * 8
+    assert lazy["bytes"] == 6 * lazy["sizes"]["different rows"] * 8 * 4 + 50 * 8 * 4 + 50 * 8
     assert {(p["dtype"], p["threads"]) for p in data["points"]} == {("float32", 1)}
     assert data["seconds_per_point"] == 0.05
     assert (data["peers"], data["missing_peers"]) == ({"numpy": np.__version__}, {})
@@ -112,10 +106,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     marked = [line.split()[0] for line in out.splitlines() if line.endswith("(when named)")]
     assert marked == [case.name for case in cases.CASES if not case.is_default]
     for given in (
-        ("--list", "rows/nn.S*", "first-step"),
-        ("rows/nn.SGD", "--list", "first-step"),
+        ("--list", "rows/nn.S*", "first-step"), ("rows/nn.SGD", "--list", "first-step"),
         ("rows/nn.SGD", "--threads", "1", "first-step", "--list"),
-    ):
+    ):  # fmt: skip
         assert said(capsys, *given)[:2] == (0, "rows/nn.SGD\nfirst-step\n")
     assert said(capsys, "--list", "zzz")[0] == 2
 
@@ -179,19 +172,15 @@ WRONG: dict[tuple[str, ...], str] = {
         (case, "--size", size, "--dtype", dtype): f"--size {size}, --dtype {dtype}: fits none of"
         for case, size, dtype in (
             *(("rows/nn.SGD", "1K", "float32"), ("dense/nn.SGD", "9x2x5", "float32")),
-            ("rows/ops.FusedSparseAdam", "9x2x5", "float16"),
-        )
-    },
+            ("rows/ops.FusedSparseAdam", "9x2x5", "float16"))},
     ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
     **{
         ("--scenario", text): "--scenario: expected names out of loop, pause20"
-        for text in ("pause30", "", "Loop")
-    },
+        for text in ("pause30", "", "Loop")},
     ("--dtype", ""): "--dtype: expected names out of float32, bfloat16, float16, or all, got ''",
     **{
         ("--indices", text): "--indices: expected uniform, equal or zipf with an exponent above 1"
-        for text in ("", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2")
-    },
+        for text in ("", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2")},
     ("--threads", "0"): "--threads: expected a whole number from 1 to",
     ("--threads", "1,"): "--threads: expected a whole number from 1 to",
     ("--threads", "many"): "got 'many'",
@@ -220,11 +209,9 @@ WRONG: dict[tuple[str, ...], str] = {
 
 @pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
 def test_wrong_options_cost_one_line(
-    given: tuple[str, ...],
-    text: str,
-    capsys: pytest.CaptureFixture[str],
+    given: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Before anything is measured."""
     monkeypatch.setattr(run, "run", lambda *_: pytest.fail("measured"))
     assert text in refused_line(capsys, *given)
@@ -249,11 +236,9 @@ def test_pipe_in_the_place_of_results(
 @pytest.mark.parametrize("missing", [("rich",), ("jsonschema", "psutil")])
 @pytest.mark.parametrize("given", [(), ("--list",), ("nn.Adam", "--size", "1K"), ("--quick",)])
 def test_without_its_libraries(
-    missing: tuple[str, ...],
-    given: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    missing: tuple[str, ...], given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """One line says what to install, whatever was asked for."""
     find: Callable[[str], Any] = command.find_spec
     monkeypatch.setattr(command, "find_spec", lambda n: None if n in missing else find(n))
@@ -263,9 +248,7 @@ def test_without_its_libraries(
     assert err == (f'fusestep bench: the benchmark needs {needed}: pip install "fusestep[bench]"\n')
 
 
-def test_an_interrupted_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run(monkeypatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -273,9 +256,7 @@ def test_an_interrupted_run(
     assert said(capsys, "nn.SGD") == (130, "", "fusestep bench: interrupted\n")
 
 
-def test_check_is_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_is_a_command(monkeypatch, capsys) -> None:
     monkeypatch.setattr(machine, "checkout_at_hand", lambda: None)
     text = "--check: the documents are in a Git checkout only, and this is none"
     assert refused_line(capsys, "--check") == f"fusestep bench: {text}"

@@ -1,7 +1,5 @@
 """Statistics, plans and verdicts, on a clock that only steps move."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter
@@ -14,7 +12,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-
+import bench_support
+from bench_support import FakeClock, quiet, result
 from fusestep.bench import bounds, measure, point, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import model_shapes, options
@@ -25,22 +24,13 @@ from fusestep.bench.measure import Contestant, ContestantLostError, Plan, interl
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import result as figures
 from fusestep.bench.report.result import OURS, PointResult, SpecialResult, Summary
-from fusestep.bench.special import (
-    catch_up,
-    changing_steps,
-    dlrm_training,
-    far_rows,
-    first_step,
-    id_map,
-    rounding,
-    training,
-)
+
+from fusestep.bench.special import (  # isort: skip
+    catch_up, changing_steps, dlrm_training, far_rows, first_step, id_map, rounding, training,
+)  # fmt: skip
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job, before_step, in_turn, samples
 from fusestep.kernels.cache import cache_directory
-
-import bench_support
-from bench_support import FakeClock, quiet, result
 
 # -- statistics -----------------------------------------------------------------------------------
 
@@ -62,17 +52,14 @@ def test_paired_ratios_are_of_the_same_round() -> None:
         figures.paired([1.0, 2.0], [1.0])
 
 
-@pytest.mark.parametrize(
-    ("median", "p20", "p80", "verdict"),
-    [
-        (1.04, 1.01, 1.5, "slower"),
-        (1.04, 0.99, 1.5, "same"),  # the rounds do not agree
-        (1.02, 1.01, 1.03, "same"),  # they agree on next to nothing
-        (0.96, 0.90, 0.99, "faster"),
-        (0.96, 0.90, 1.01, "same"),
-        (0.98, 0.97, 0.99, "same"),
-    ],
-)
+@pytest.mark.parametrize(("median", "p20", "p80", "verdict"), [
+    (1.04, 1.01, 1.5, "slower"),
+    (1.04, 0.99, 1.5, "same"),  # the rounds do not agree
+    (1.02, 1.01, 1.03, "same"),  # they agree on next to nothing
+    (0.96, 0.90, 0.99, "faster"),
+    (0.96, 0.90, 1.01, "same"),
+    (0.98, 0.97, 0.99, "same"),
+])  # fmt: skip
 def test_verdicts_of_changes(median: float, p20: float, p80: float, verdict: str) -> None:
     assert figures.change(Summary(median, p20, p80, 9)) == verdict
 
@@ -120,14 +107,11 @@ def test_plans(warm: dict[str, float], budget: float, scenario: str, expected: P
 # -- interleaving ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("of_plan", "lost", "order"),
-    [
-        (Plan(3), {}, "ababab"),  # everybody once, then everybody again
-        (Plan(5, {"b": 2}), {}, "abaabaab"),  # who sits out comes back
-        (Plan(3), {"b": "gone"}, "aaa"),  # who is lost in the warm-up stays out
-    ],
-)
+@pytest.mark.parametrize(("of_plan", "lost", "order"), [
+    (Plan(3), {}, "ababab"),  # everybody once, then everybody again
+    (Plan(5, {"b": 2}), {}, "abaabaab"),  # who sits out comes back
+    (Plan(3), {"b": "gone"}, "aaa"),  # who is lost in the warm-up stays out
+])  # fmt: skip
 def test_who_takes_turns(of_plan: Plan, lost: dict[str, str], order: str) -> None:
     taken, rounds = [], []
 
@@ -157,9 +141,7 @@ def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> 
     assert times.samples == {"b": [1.0] * 5}
 
 
-def test_before_other_processes_start_our_threads_may_settle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_before_other_processes_start_our_threads_may_settle(monkeypatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(measure.time, "sleep", lambda _: order.append("pause"))
 
@@ -181,8 +163,7 @@ def test_single_steps_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += seconds
 
     jobs = {x: Job(partial(act, x, n), partial(act, f"load {x}", 9.0)) for n, x in enumerate("ab")}
-    found = measure.one_by_one(jobs, rounds=2, warm=1)
-    assert found == {"a": [0.0, 0.0], "b": [1.0, 1.0]}
+    assert measure.one_by_one(jobs, rounds=2, warm=1) == {"a": [0.0, 0.0], "b": [1.0, 1.0]}
     assert done == [name for label in "abbaab" for name in (f"load {label}", label)]
 
 
@@ -205,12 +186,9 @@ TURNS: list[tuple[str, float, list[float], list[float]]] = [
 
 @pytest.mark.parametrize(("scenario", "before", "durations", "expected"), TURNS)
 def test_turns(
-    scenario: str,
-    before: float,
-    durations: list[float],
-    expected: list[float],
+    scenario: str, before: float, durations: list[float], expected: list[float],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """What comes before a step comes after its arrays, and does not count."""
     clock, left = FakeClock(), iter(durations)
     done: list[str] = []
@@ -249,9 +227,7 @@ def test_a_product_of_another_library_needs_it(library: str) -> None:
 
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (5, 2)])
-def test_busy_is_a_process_for_each_two_cores(
-    cores: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_is_a_process_for_each_two_cores(cores: int, count: int, monkeypatch) -> None:
     monkeypatch.setattr(point.machine, "cores", lambda: cores)
     me = psutil.Process()
     before = set(me.children())
@@ -333,21 +309,15 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
     return point.run(bench_support.point(), 0.01, Peers({}), quiet)
 
 
-@pytest.mark.parametrize(
-    ("ours", "from_memory", "losses"),
-    [
-        (11.4, True, ["87.7% of the bound"]),
-        (11.0, True, []),
-        (40.0, False, []),  # in the cache the bound is no target
-    ],
-)
+@pytest.mark.parametrize(("ours", "from_memory", "losses"), [
+    (11.4, True, ["87.7% of the bound"]),
+    (11.0, True, []),
+    (40.0, False, []),  # in the cache the bound is no target
+])  # fmt: skip
 def test_a_slowed_step_is_reported(
-    clock: FakeClock,
-    ours: float,
-    from_memory: bool,
-    losses: list[str],
+    clock: FakeClock, ours: float, from_memory: bool, losses: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     if not from_memory:
         monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 2**25)
     found = measured(clock, ours, monkeypatch)
@@ -365,10 +335,9 @@ def test_threads_are_set_and_set_back(clock: FakeClock, monkeypatch: pytest.Monk
     seen: list[int] = []
     jobs = bounds.jobs
     monkeypatch.setattr(
-        bounds,
-        "jobs",
+        bounds, "jobs",
         lambda bound, threads: seen.append(point.numba.get_num_threads()) or jobs(bound, threads),
-    )
+    )  # fmt: skip
     measured(clock, 1.0, monkeypatch)
     assert set(seen) == {1}
     assert point.numba.get_num_threads() == before
@@ -379,8 +348,7 @@ def test_progress_ends_at_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_protocol, "time", clock)
     told: list[float] = []
     jobs = {OURS: clock.job(3.0)}
-    contestants = measure.in_process(jobs)
-    measure.measured(contestants, "loop", 1.0, told.append)
+    measure.measured(measure.in_process(jobs), "loop", 1.0, told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
 
@@ -392,17 +360,14 @@ def test_a_point_that_does_not_fit_is_not_available() -> None:
     assert found.losses == []
 
 
-@pytest.mark.parametrize(
-    ("times", "losses"),
-    [
-        ({"torch_fused": 0.009}, ["0.90 x torch fused"]),
-        ({"torch_fused": 0.011, "torch_foreach": 0.02}, []),
-        ({"torch_fused": 0.02, "torch_foreach": 0.005}, ["0.50 x torch foreach"]),
-        ({"bound_x": 0.0088, "numpy_x": 0.0099}, ["88.0% of the bound", "0.99 x numpy x"]),
-        # Peers are compared where nothing comes from memory, too.
-        ({"from_memory": False, "bound_x": 0.001, "torch_x": 0.009}, ["0.90 x torch x"]),
-    ],
-)
+@pytest.mark.parametrize(("times", "losses"), [
+    ({"torch_fused": 0.009}, ["0.90 x torch fused"]),
+    ({"torch_fused": 0.011, "torch_foreach": 0.02}, []),
+    ({"torch_fused": 0.02, "torch_foreach": 0.005}, ["0.50 x torch foreach"]),
+    ({"bound_x": 0.0088, "numpy_x": 0.0099}, ["88.0% of the bound", "0.99 x numpy x"]),
+    # Peers are compared where nothing comes from memory, too.
+    ({"from_memory": False, "bound_x": 0.001, "torch_x": 0.009}, ["0.90 x torch x"]),
+])  # fmt: skip
 def test_what_is_lost(times: dict[str, Any], losses: list[str]) -> None:
     """The fastest form of a peer counts, and less than 90% of the bound."""
     assert result(**times).losses == losses
@@ -446,8 +411,7 @@ def test_the_jobs_of_far_rows_do_the_same() -> None:
         jobs[label]()
         grouped.release()
         results[label] = variables
-    untouched = results.pop(far_rows.GROUPING)
-    assert all((a == a[0, 0]).all() for a in untouched)
+    assert all((a == a[0, 0]).all() for a in results.pop(far_rows.GROUPING))
     for arrays in results.values():
         for array, of_step in zip(arrays, results[far_rows.STEP], strict=True):
             np.testing.assert_allclose(array, of_step, rtol=1e-5)
@@ -554,9 +518,7 @@ def test_changing_steps_in_small(torch: Any, small: Callable[..., SpecialResult]
             assert one.grad is None or not torch.equal(one, one.grad)
 
 
-def test_catch_up_beside_other_steps(
-    small: Callable[..., SpecialResult], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_catch_up_beside_other_steps(small: Callable[..., SpecialResult], monkeypatch) -> None:
     """The three ways take the same steps, but for two of the warm ones; ids differ each time."""
     taken, take = list[str](), catch_up.Training.take
 

@@ -1,7 +1,5 @@
 """The worker processes of other libraries: they answer, rest, fail and end without us."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os
@@ -13,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
+import bench_support
+from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
 from fusestep.bench import measure, peer, point, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
@@ -21,9 +20,6 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
 from fusestep.bench.report.result import OURS, PointResult
-
-import bench_support
-from bench_support import FAKE_WORKER, WORKERS, quiet, values_of
 
 
 @pytest.fixture
@@ -203,15 +199,12 @@ def test_pooled_tables_are_those_of_peers(library: tuple[str, Worker], name: str
 # -- missing peers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pythons", "reason"),
-    [
-        ({}, None),  # not asked for
-        ({"torch": None}, "not installed here; name its Python with --torch-python"),
-        ({"torch": "/dev/null"}, "cannot start /dev/null: Permission denied"),
-        ({"torch": "/bin/false"}, "the worker ended with status 1"),
-    ],
-)
+@pytest.mark.parametrize(("pythons", "reason"), [
+    ({}, None),  # not asked for
+    ({"torch": None}, "not installed here; name its Python with --torch-python"),
+    ({"torch": "/dev/null"}, "cannot start /dev/null: Permission denied"),
+    ({"torch": "/bin/false"}, "the worker ended with status 1"),
+])  # fmt: skip
 def test_a_missing_peer_does_not_break_a_run(
     pythons: dict[str, str | None], reason: str | None
 ) -> None:
@@ -276,8 +269,7 @@ def test_workers_need_no_fusestep() -> None:
     paths = list(WORKERS.glob("*.py"))
     assert len(paths) > 3
     for path in paths:
-        tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0
                 assert "fusestep" not in str(node.module)

@@ -1,7 +1,5 @@
 """What becomes of results: the JSON document, the terminal, the picture, the documents' tables."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-
+from bench_support import made_up, point, result, summary
 from fusestep.bench import machine
 from fusestep.bench.cases.workloads import DEFAULTS, PUBLISHED_DENSE
 from fusestep.bench.errors import BenchError
@@ -21,22 +19,14 @@ from fusestep.bench.peer import PEERS
 from fusestep.bench.report import document, markdown, plot, table, tables, terminal
 from fusestep.bench.report.result import OURS, PointResult, SpecialResult
 
-from bench_support import made_up, point, result, summary
-
 USUAL = {"bound_fast": 0.0095, "bound_slow": 0.0200, "torch_fused": 0.0125}
 SPECIAL = SpecialResult(
-    "first-step",
-    "import and first step",
-    {"import": summary(0.3), "nn.Adam cold": summary(3.0)},
-    {"import": 0.6, "nn.Adam cold": 2.5},
-)
+    "first-step", "import and first step", {"import": summary(0.3), "nn.Adam cold": summary(3.0)},
+    {"import": 0.6, "nn.Adam cold": 2.5})  # fmt: skip
 PARTS = {"step": 0.004, "grouping alone": 0.001, "update alone": 0.003, "plain loop": 0.002}
 FAR = SpecialResult(
-    "far-rows",
-    "parts",
-    {f"9x2x4: {part}": summary(seconds) for part, seconds in PARTS.items()},
-    {"9x2x4: update alone": 0.0023},
-)
+    "far-rows", "parts", {f"9x2x4: {part}": summary(seconds) for part, seconds in PARTS.items()},
+    {"9x2x4: update alone": 0.0023})  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +35,8 @@ def full() -> dict[str, Any]:
     lost = point("rows/nn.LazyAdam", DEFAULTS["rows"], threads=2)
     return made_up(
         result(point(size=PUBLISHED_DENSE, threads=2), **USUAL),
-        result(lost, bound_fast=0.0080, torch_fused=0.0025),
-        SPECIAL,
-        FAR,
-        versions={"torch": "2.0"},
-        missing={"mxnet": "not installed here"},
-    )
+        result(lost, bound_fast=0.0080, torch_fused=0.0025), SPECIAL, FAR,
+        versions={"torch": "2.0"}, missing={"mxnet": "not installed here"})  # fmt: skip
 
 
 # -- the document ---------------------------------------------------------------------------------
@@ -91,15 +77,13 @@ def test_a_document_has_the_figures_of_its_results(full: dict[str, Any]) -> None
         (lambda d: d["points"][0].update(losses=[1]), "$.points[0].losses[0]: 1 is not"),
         (
             lambda d: d["points"][0]["times"][OURS].update(median="1"),
-            "$.points[0].times.fusestep.median: '1' is not of type 'number'",
-        ),
+            "$.points[0].times.fusestep.median: '1' is not of type 'number'"),
         (lambda d: d["points"][0]["times"][OURS].update(p20=0), "p20: 0 is less than or equal"),
         (lambda d: d["points"][0]["bound"].pop("low"), "$.points[0].bound: "),
         (lambda d: d["points"][0]["peers"].update(torch=2.0), "$.points[0].peers.torch: 2.0 is"),
         (lambda d: d["machine"].update(cores=True), "$.machine.cores: True is not of type"),
-        (lambda d: d["special"][0].pop("limits"), "$.special[0]: 'limits' is a required"),
-    ],
-)
+        (lambda d: d["special"][0].pop("limits"), "$.special[0]: 'limits' is a required")],
+)  # fmt: skip
 def test_a_document_of_another_form_is_refused(
     full: dict[str, Any], damage: Callable[[dict[str, Any]], object], text: str
 ) -> None:
@@ -123,15 +107,12 @@ def test_a_document_is_read_as_it_was_written(full: dict[str, Any], tmp_path: Pa
     assert joined["peers"] == {"torch": "2.0", "numpy": "3.0"}
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (None, "--against: cannot read 'FILE': No such file or directory"),
-        (b"{", "--against: 'FILE' holds no results: Expecting property name"),
-        (b"\xff\xfe\xfa", "--against: 'FILE' holds no results: "),
-        (b"[]", "--against: 'FILE' holds no results: expected results of schema 3, got None"),
-    ],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    (None, "--against: cannot read 'FILE': No such file or directory"),
+    (b"{", "--against: 'FILE' holds no results: Expecting property name"),
+    (b"\xff\xfe\xfa", "--against: 'FILE' holds no results: "),
+    (b"[]", "--against: 'FILE' holds no results: expected results of schema 3, got None"),
+])  # fmt: skip
 def test_what_is_no_document(content: bytes | None, text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     if content is not None:
@@ -178,18 +159,15 @@ SHOWN: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "no losses": (lambda: made_up(result(**USUAL)), ["No losses."]),
     "not available": (
         lambda: made_up(result(**USUAL), result(point("dense/nn.SGD")), NOTHING),
-        ["dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB"],
-    ),
+        ["dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB"]),
     "from the cache": (lambda: made_up(result(from_memory=False, **USUAL)), ["(95%)"]),
     "doubts": (
         lambda: made_up(WIDE, load=3.25),
         [
             "the machine was busy before the run: load 3.2",
             "dense/nn.Adam 900 fp32 x1: p80 is 1.9 x p20: was the machine busy?",
-            "dense/nn.Adam 900 fp32 x1: faster than its bound",
-        ],
-    ),
-}
+            "dense/nn.Adam 900 fp32 x1: faster than its bound"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -222,10 +200,9 @@ def test_scenarios() -> None:
     text = shown(made_up(*points)).partition("dense/nn.Adam, 900 numbers:")[2]
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert [line for line in lines if line[0] in (OURS, "in", "beside")] == [
-        [OURS, "bound", "torch"],
-        ["in", "a", "loop", "10.00", "ms", "1.00", "ms", "9.00", "ms"],
+        [OURS, "bound", "torch"], ["in", "a", "loop", "10.00", "ms", "1.00", "ms", "9.00", "ms"],
         ["beside", "a", "busy", "process", "15.00", "ms", "1.00", "ms", "9.00", "ms"],
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [70, 80, 120, 200])
@@ -234,10 +211,8 @@ def test_no_letter_vanishes(width: int) -> None:
     peers = {f"{peer}_form": 0.02 for peer in PEERS}
     long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULTS["rows"], threads=2)
     data = made_up(
-        result(point(size=PUBLISHED_DENSE), **USUAL, **peers),
-        result(long, bound_x=0.009, **peers),
-        result(point(dtype="bfloat16", threads=2), **peers),
-    )
+        result(point(size=PUBLISHED_DENSE), **USUAL, **peers), result(long, bound_x=0.009, **peers),
+        result(point(dtype="bfloat16", threads=2), **peers))  # fmt: skip
     text = shown(data, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
@@ -248,9 +223,7 @@ def test_no_letter_vanishes(width: int) -> None:
 
 
 @pytest.mark.parametrize(("is_terminal", "width"), [(True, 77), (False, 200)])
-def test_output_that_is_no_terminal_is_wide(
-    is_terminal: bool, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_that_is_no_terminal_is_wide(is_terminal: bool, width: int, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "77")
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
     monkeypatch.delenv("NO_COLOR" if is_terminal else "FORCE_COLOR", raising=False)
@@ -348,16 +321,11 @@ POOLED = replace(
     result(point("pooled/ops.EmbeddingBags", "4x20x8x10x5"), memory=2**20),
     sizes={"parameters": 4, "occurrences": 200},
 )
-DLRM = SpecialResult(
-    "dlrm-training",
-    "iterations",
-    {
-        f"{scenario} {name}": summary(time)
-        for scenario in ("loop", "busy")
-        for name, time in (("torch", 0.1), ("nn.torch", 0.05), ("layers alone", 0.02))
-    },
-    {"loop nn.torch": 0.06, "busy nn.torch": 0.04},
-)
+DLRM = SpecialResult("dlrm-training", "iterations", {
+    f"{scenario} {name}": summary(time)
+    for scenario in ("loop", "busy")
+    for name, time in (("torch", 0.1), ("nn.torch", 0.05), ("layers alone", 0.02))
+}, {"loop nn.torch": 0.06, "busy nn.torch": 0.04})  # fmt: skip
 PEERS_OF = ("numpy", "torch", "optax", "mindspore", "mxnet")
 WITH_PEERS = result(point(size=PUBLISHED_DENSE), **{f"{peer}_x": 0.02 for peer in PEERS_OF})
 HEAD = "| case | size | in a loop | beside a busy process |"
@@ -409,33 +377,25 @@ def test_tables(name: str, results: list[Any], lines: list[str], checkout: Path)
     assert [line for line in shown if line in lines] == lines
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        ("4x20x8x10x5", "4 tables of 20 rows, 8 wide, 10 bags of 5 ids"),
-        ("1Kx8x10x5", "1,024 rows, 8 wide, 10 bags of 5 ids"),
-        ("click-logx64x10x5", "the tables of a click log, 64 wide, 10 bags of 5 ids"),
-    ],
-)
+@pytest.mark.parametrize(("size", "words"), [
+    ("4x20x8x10x5", "4 tables of 20 rows, 8 wide, 10 bags of 5 ids"),
+    ("1Kx8x10x5", "1,024 rows, 8 wide, 10 bags of 5 ids"),
+    ("click-logx64x10x5", "the tables of a click log, 64 wide, 10 bags of 5 ids"),
+])  # fmt: skip
 def test_sizes_of_pooled_tables_in_words(size: str, words: str) -> None:
     assert table.size_in_words({"size": size, "indices": "zipf1.2"}) == words
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("usuall x.json", "no table 'usuall': there are summary"),
-        ("usual y.json", "--check: cannot read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("usuall x.json", "no table 'usuall': there are summary"),
+    ("usual y.json", "--check: cannot read"),
+])  # fmt: skip
 def test_a_region_that_cannot_be_made(name: str, text: str, checkout: Path) -> None:
     with pytest.raises(BenchError, match=text):
         region(name, checkout)
 
 
-def test_check_finds_a_figure_changed_by_hand(
-    checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_finds_a_figure_changed_by_hand(checkout: Path, capsys) -> None:
     path = checkout / "README.md"
     assert markdown.check() == 1
     assert "-old" in capsys.readouterr().out.splitlines()

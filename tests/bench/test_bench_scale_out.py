@@ -1,7 +1,5 @@
 """``fusestep bench --processes``: its options, a small run, and the arithmetic of its runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+from bench_support import arguments, refused_line
 from fusestep.bench.cases.indices import DEFAULT, draw
 from fusestep.bench.errors import BenchError
 from fusestep.bench.report.table import Table, markdown
 from fusestep.bench.scale_out import runs
-
-from bench_support import arguments, refused_line
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -37,9 +33,7 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "counts"), [("1", [1]), ("2", [1, 2]), ("4,2, 4", [1, 2, 4]), ("64", [1, 64])]
 )
-def test_one_process_is_always_measured(
-    text: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_is_always_measured(text: str, counts: list[int], monkeypatch) -> None:
     """First with a part of the batch."""
     asked: list[int] = []
     monkeypatch.setattr(runs, "_run", lambda n, *_: asked.append(n))
@@ -51,15 +45,12 @@ def test_one_process_is_always_measured(
 FAILED = "W1 of torchrun\nTraceback:\nValueError: a table\nraise ChildFailedError(\nfailed"
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (subprocess.CalledProcessError(1, "python", stderr=FAILED), "ValueError: a table"),
-        (subprocess.CalledProcessError(-9, "python", stderr="one\ntwo\n"), "two"),
-        (subprocess.CalledProcessError(-9, "python", stderr=""), "died with"),
-        (subprocess.TimeoutExpired("python", 600), "timed out after 600 seconds"),
-    ],
-)
+@pytest.mark.parametrize(("error", "text"), [
+    (subprocess.CalledProcessError(1, "python", stderr=FAILED), "ValueError: a table"),
+    (subprocess.CalledProcessError(-9, "python", stderr="one\ntwo\n"), "two"),
+    (subprocess.CalledProcessError(-9, "python", stderr=""), "died with"),
+    (subprocess.TimeoutExpired("python", 600), "timed out after 600 seconds"),
+])  # fmt: skip
 def test_a_run_that_fails(error: Exception, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
@@ -80,8 +71,7 @@ def test_a_run(tmp_path: Path) -> None:
         [sys.executable, "-m", "fusestep", "bench", "--processes", "1,2", "--quick", "--json",
          str(path)],
         cwd=tmp_path, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True,
-        check=False, timeout=240,
-    )  # fmt: skip
+        check=False, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
     data = json.loads(path.read_text(encoding="utf-8"))
     assert (data["rows"], data["dim"]) == (20_000, 64)
@@ -149,9 +139,7 @@ def data() -> dict[str, Any]:
         "runs": [
             run_of(1, 1000, 0.005, outside=0.004, sent=0, least=0, second_per_byte=0),
             run_of(1, 4000, 0.011, outside=0.010, sent=0, least=0, second_per_byte=0),
-            run_of(2, 4000),
-            run_of(4, 4000, exchanges=12.0),
-        ],
+            run_of(2, 4000), run_of(4, 4000, exchanges=12.0)],
     }  # fmt: skip
 
 

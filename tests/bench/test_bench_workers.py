@@ -1,7 +1,5 @@
 """The workers of the benchmark: their protocol, and that NumPy's computes what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -10,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+import reference
+import reference_elementwise as elementwise
+from bench_support import FAKE_WORKER, values_of
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, Worker
 from fusestep.bench.workers import worker_protocol
 from fusestep.bench.workers.worker_protocol import Job
-
-import reference
-import reference_elementwise as elementwise
-from bench_support import FAKE_WORKER, values_of
 
 Arrays = list[np.ndarray]
 Given = tuple[Any, ...]
@@ -41,8 +37,7 @@ class Asked(Worker):
         return self.ask({"do": "setup", "kind": kind, **usual, **case, "parameters": parameters})
 
     def sample(self, form: str, scenario: str = "loop") -> float:
-        asked = {"do": "sample", "form": form, "scenario": scenario}
-        return float(self.ask(asked)["seconds"][0])
+        return float(self.ask({"do": "sample", "form": form, "scenario": scenario})["seconds"][0])
 
     def memory(self, form: str) -> int | None:
         found: int | None = self.ask({"do": "memory", "form": form})["bytes"]
@@ -162,11 +157,9 @@ DENSE: dict[str, tuple[Step, int]] = {
     "adamw": (adamw, 2),
     "sgd": (lambda _, *arrays: elementwise.sgd(*arrays, lr=LR), 0),
     "momentum": (
-        lambda _, *arrays: elementwise.momentum(*arrays, lr=LR, momentum=0.9, nesterov=False),
-        1,
-    ),
+        lambda _, *arrays: elementwise.momentum(*arrays, lr=LR, momentum=0.9, nesterov=False), 1),
     "adagrad": (lambda _, *arrays: elementwise.adagrad(*arrays, lr=LR), 1),
-}
+}  # fmt: skip
 ROWS = ("adam-lazy", "adam-rows", "sgd-rows", "momentum-lazy", "adagrad-rows")
 
 

@@ -1,14 +1,11 @@
 """The set of device tests is there where a device of any kind is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 from zlib import crc32
 
 import pytest
-
 import devices
 
 if devices.LACKS:
@@ -24,10 +21,8 @@ elif devices.KIND == devices.STUB:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test has the arrays of each framework; where nothing is computed, of one in turn.
-
-    A test of ``torch`` has its arrays alone.
-    """
+    """Each test has the arrays of each framework; where nothing is computed, of one in turn. A test
+    of ``torch`` has its arrays alone."""
     if "framework" in metafunc.fixturenames:
         turn = crc32(metafunc.definition.nodeid.encode())
         chosen = ("torch",) if "torch" in metafunc.fixturenames else devices.FRAMEWORKS

@@ -5,8 +5,6 @@ question for the device's compute capability is answered here in its place. What
 does not depend on it but for names, and takes the most time: it is done once for all capabilities.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -24,7 +22,7 @@ from typing import Any
 import numba.cuda.dispatcher
 from numba.cuda import types
 from numba.cuda.compiler import _compile_pyfunc_with_fixup
-
+from device_rules import ALIGNED, CENTRED, COUNTED, NOVO
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import norm, step, totals
 from fusestep.kernels.cuda.dense.row_wise import row_wise_kernel
@@ -41,8 +39,6 @@ from fusestep.kernels.rules.mxnet import MXNET_ADAM
 from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
 from fusestep.kernels.storage import BF16, F16, F32, F64, I32, Storage
 from fusestep.kernels.tables import LARGEST, MEAN, SUM
-
-from device_rules import ALIGNED, CENTRED, COUNTED, NOVO
 
 # The older one has some kernels, for its instructions on storage types differ.
 CAPABILITIES = {"9.0a": (9, 0, "a"), "8.0": (8, 0)}
@@ -76,11 +72,9 @@ def mixtures(*, every: bool) -> dict[str, Any]:
     """The dense loop with a prologue, and of other storage types than float32."""
     found = {
         "dense adam, scaled, clipped, decayed": adam(F32, F32, (SCALE, CLIP, COUPLED_DECAY)),
-        "dense adam f64": adam(F64, F64),
-        "dense adam f16": adam(F16, F32),
-        "dense adam bf16": adam(BF16, F32),
-        "dense adam all bf16": adam(BF16, BF16),
-    }
+        "dense adam f64": adam(F64, F64), "dense adam f16": adam(F16, F32),
+        "dense adam bf16": adam(BF16, F32), "dense adam all bf16": adam(BF16, BF16),
+    }  # fmt: skip
     if every:
         with_master = kernel(MXNET_ADAM.kept(MASTER), (), F16, F16, (F32, F32, F32))
         found["dense mxnet_adam_master f16"] = with_master
@@ -101,26 +95,20 @@ def other_loops(*, every: bool) -> dict[str, Any]:
     for s in (F32, F64, F16):
         found[f"finite {s.name}"] = step.chunk_sums_kernel(norm.scaling(s, norm.FINITE))
     return found | {
-        "rows check": keys.check_kernel,
-        "rows sort one tile": keys.tile_kernel,
-        "rows mark": rows.mark_kernel,
-        "sort count": sort.count_kernel,
-        "sort scan": sort.scan_kernel,
-        "sort scatter": sort.scatter_kernel,
+        "rows check": keys.check_kernel, "rows sort one tile": keys.tile_kernel,
+        "rows mark": rows.mark_kernel, "sort count": sort.count_kernel,
+        "sort scan": sort.scan_kernel, "sort scatter": sort.scatter_kernel,
         "measure lamb": step.chunk_sums_kernel(lamb),
         "totals lamb": totals.totals_kernel(lamb, *constants),
         "measure four values": step.chunk_sums_kernel(aligned),
         "totals of four values": totals.totals_kernel(aligned, *constants),
         "totals of a state": totals.totals_kernel(novo, *constants),
         "states of tensors": totals.states_kernel(novo, step.TensorRow),
-        "update beside a state": step.dense_kernel(novo),
-        "counted rows": row_wise_kernel(counted),
+        "update beside a state": step.dense_kernel(novo), "counted rows": row_wise_kernel(counted),
         "lazy counted rows": rows.touched_kernel(counted),
-        "rows squares": rows.row_squares_kernel(F32, F32, 4),
-        "total": norm.total_kernel,
-        "gather": gather.gather_kernel(16),
-        "fill": arrays.fill_kernel,
-    }
+        "rows squares": rows.row_squares_kernel(F32, F32, 4), "total": norm.total_kernel,
+        "gather": gather.gather_kernel(16), "fill": arrays.fill_kernel,
+    }  # fmt: skip
 
 
 def bag_loops(*, every: bool) -> dict[str, Any]:
@@ -151,25 +139,21 @@ def bag_loops(*, every: bool) -> dict[str, Any]:
             "bags max f64": bags.pool_kernel(F64, F64, LARGEST, False),
         }
     return found | {
-        "bags bounds": bags.bounds_kernel,
-        "bags ends": bags.ends_kernel,
-        "bags lay out": bags.lay_out_kernel,
-        "bags keep": bags.keep_kernel,
+        "bags bounds": bags.bounds_kernel, "bags ends": bags.ends_kernel,
+        "bags lay out": bags.lay_out_kernel, "bags keep": bags.keep_kernel,
         "bags weights of means": bags.mean_weights_kernel(F32),
         "bags products": bags.products_kernel(F32, F32, F32),
-    }
+    }  # fmt: skip
 
 
 # Rules that measure rows have about as many registers; storage types differ in instructions.
 # Some are the first two.
 ROW_WISE: dict[str, Any] = {
-    "centred f32": (CENTRED, F32, (F32, F32, I32)),
-    "adam f16": (ROW_WISE_ADAM, F16, (F16, F32)),
+    "centred f32": (CENTRED, F32, (F32, F32, I32)), "adam f16": (ROW_WISE_ADAM, F16, (F16, F32)),
     "adam f32": (ROW_WISE_ADAM, F32, (F32, F32)),
     "adam mixed bf16": (ROW_WISE_ADAM, BF16, (F32, F32)),
-    "adam f64": (ROW_WISE_ADAM, F64, (F64, F64)),
-    "adagrad f32": (ROW_WISE_ADAGRAD, F32, (F32,)),
-}
+    "adam f64": (ROW_WISE_ADAM, F64, (F64, F64)), "adagrad f32": (ROW_WISE_ADAGRAD, F32, (F32,)),
+}  # fmt: skip
 
 
 def row_wise_loops(*, every: bool) -> dict[str, Any]:
@@ -208,8 +192,7 @@ def library_of(function: Any) -> Any:
     options = {"cc": CAPABILITIES["9.0a"], "opt": True, "abi": "numba", "abi_info": {}}
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func, types.void(*arguments), launch_bounds=bounds, **options,
-        **dict.fromkeys(off, False),
-    )  # fmt: skip
+        **dict.fromkeys(off, False))  # fmt: skip
     library._lto = True  # as cuda.jit does by default
     return library
 
@@ -236,13 +219,9 @@ def machine_code(library: Any, capability: tuple[Any, ...]) -> dict[str, Any]:
 
 
 LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
-    "rules": rules,
-    "torch": partial(rules, of_torch=True),
-    "mixtures": mixtures,
-    "others": other_loops,
-    "bags": bag_loops,
-    "row-wise": row_wise_loops,
-}
+    "rules": rules, "torch": partial(rules, of_torch=True), "mixtures": mixtures,
+    "others": other_loops, "bags": bag_loops, "row-wise": row_wise_loops,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -257,8 +236,7 @@ def main() -> None:
         library = library_of(step.dense_kernel(loop) if isinstance(loop, Kernel) else loop)
         for capability, loops in chosen.items():
             if name in loops:
-                code = machine_code(library, CAPABILITIES[capability])
-                report[capability][name] = code | moved
+                report[capability][name] = machine_code(library, CAPABILITIES[capability]) | moved
     print(json.dumps(report))
 
 

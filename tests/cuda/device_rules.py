@@ -1,13 +1,10 @@
 """Rules such as users write, with states and sums that none of the package has."""
 # ruff: noqa: ARG001 (whoever calls such a function decides what it takes)
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
-
 from fusestep.nn import Formula, FusedOptimizer, Rule, State
 
 
@@ -34,8 +31,7 @@ NOVO = Rule(
     novo_update,
     (State("m"), State("v", "tensor", initial=0.5), State("count", "tensor", 1.0, dtype=np.int32)),
     ("beta1", "one_minus_beta2", "epsilon", "lr", "decay", "scale"), novo_measure, 1, novo_factor,
-    "scale", takes=("v", "count", "size", "one_minus_beta2", "epsilon"), decays=True,
-)  # fmt: skip
+    "scale", takes=("v", "count", "size", "one_minus_beta2", "epsilon"), decays=True)  # fmt: skip
 """A second moment and a count for each tensor, which the update sees as they were."""
 
 
@@ -58,8 +54,7 @@ def aligned_scalars(real, lr, decay, step, constants, powers):
 
 ALIGNED = Rule(
     aligned_update, (), ("lr", "decay"), aligned_measure, 4, aligned_factor, ("lr", "decay"),
-    signed=(1, 2), decays=True,
-)  # fmt: skip
+    signed=(1, 2), decays=True)  # fmt: skip
 """Four sums, two of them signed, and two factors."""
 
 
@@ -77,8 +72,7 @@ def counted_scalars(real, lr, decay, step, constants, powers):
 
 COUNTED = Rule(
     counted_update, (State("count", "row", dtype=np.int32),), ("lr",), factor=counted_factor,
-    factor_of="lr", scope="row", takes=("count",),
-)  # fmt: skip
+    factor_of="lr", scope="row", takes=("count",))  # fmt: skip
 """A rate that falls with the updates of a row; nothing is measured."""
 
 
@@ -105,18 +99,14 @@ CENTRED = Rule(
     centred_update,
     (State("spread", "row"), State("m"), State("count", "row", initial=3, dtype=np.int32)),
     ("one_minus_beta", "lr", "shift"), centred_measure, 3, centred_factor, ("lr", "shift"),
-    signed=(0,), scope="row", takes=("spread", "size", "count"),
-)  # fmt: skip
+    signed=(0,), scope="row", takes=("spread", "size", "count"))  # fmt: skip
 """Three sums of a row, one of them signed, and states of rows around that of elements."""
 
 OF_TENSORS: tuple[tuple[Rule, Formula], ...] = (
-    (NOVO, Formula(novo_scalars, (0.9, 0.75, 1e-3))),
-    (ALIGNED, Formula(aligned_scalars)),
-)
+    (NOVO, Formula(novo_scalars, (0.9, 0.75, 1e-3))), (ALIGNED, Formula(aligned_scalars)),
+)  # fmt: skip
 OF_ROWS: tuple[tuple[Rule, Formula], ...] = (
-    (COUNTED, Formula(counted_scalars)),
-    (CENTRED, Formula(centred_scalars)),
-)
+    (COUNTED, Formula(counted_scalars)), (CENTRED, Formula(centred_scalars)))  # fmt: skip
 
 
 class Own(FusedOptimizer):

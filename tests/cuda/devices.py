@@ -10,8 +10,6 @@ One set of tests, `test_device_*.py`, has three kinds of devices:
   it needs a number of the device: it ends as "not computed".
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -24,10 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-
 from fusestep import nn, synchronize
 from fusestep.ops.runtime.device import DeviceArray
-
 from helpers import BF16, EPSILON, assert_same_bits
 
 SIMULATOR, STUB, GPU = "simulator", "stub", "GPU"
@@ -216,7 +212,6 @@ def capture() -> Iterator[list[str]]:
             yield enqueued
         return
     from cuda.bindings import driver
-
     import watch
 
     stream, launched = Maker().stream(), watch.launched
@@ -260,10 +255,8 @@ def on_device(value: Any) -> Any:
 
 
 def shifted(array: np.ndarray, shift: int) -> Any:
-    """A copy on the device that begins ``shift`` elements past the start of its memory.
-
-    That of a number begins at the start.
-    """
+    """A copy on the device that begins ``shift`` elements past the start of its memory. That of a
+    number begins at the start."""
     if not array.ndim:
         return on_device(array)
     room = np.concatenate(
@@ -362,10 +355,8 @@ def assert_same(found: Any, expected: Any, label: str = "") -> None:
 
 
 def assert_equal_runs(ours: Any, theirs: Any, same: Any = None) -> None:
-    """Parameters and states of an optimizer on the device, and of another one.
-
-    They are near, or as ``same`` compares two arrays.
-    """
+    """Parameters and states of an optimizer on the device, and of another one. They are near, or as
+    ``same`` compares two arrays."""
     __tracebackhide__ = True
     synchronize()
     narrow = max((p.dtype for p in ours.parameters), key=EPSILON.__getitem__)
@@ -384,10 +375,8 @@ def assert_alike(
     make: Callable[[Any], Any], variables: Sequence[np.ndarray], steps: Sequence[Any],
     *, target: str = "",
 ) -> None:  # fmt: skip
-    """An optimizer takes the same steps on the device and on the host, and writes no gradient.
-
-    A step is the gradients, or a dict of options that are assigned to before the next one.
-    """
+    """An optimizer takes the same steps on the device and on the host, and writes no gradient. A
+    step is the gradients, or a dict of options that are assigned to before the next one."""
     __tracebackhide__ = True
     on_cpu, on_gpu = make([w.copy() for w in variables]), make(on_device(variables))
     if target:
@@ -408,10 +397,8 @@ def assert_alike(
 
 
 def assert_calls_alike(call: Callable[..., Any], *given: Any, compare: Any = None) -> Any:
-    """A call returns and changes the same on the device and on the host; what the host returns.
-
-    All that it is given are arrays, row-sparse gradients, None, and lists of these.
-    """
+    """A call returns and changes the same on the device and on the host; what the host returns. All
+    that it is given are arrays, row-sparse gradients, None, and lists of these."""
     __tracebackhide__ = True
     host, there = copy.deepcopy(list(given)), on_device(given)
     expected, found = call(*host), call(*there)
@@ -441,10 +428,8 @@ def refused(error: type[BaseException], text: str, *arrays: Any) -> Iterator[Non
 def told(
     error: type[BaseException], text: str, *arrays: Any, by: Callable[[], Any] = synchronize
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The device finds out what is wrong, and the host hears of it in the block or in ``by``.
-
-    A device that computes nothing finds nothing.
-    """
+    """The device finds out what is wrong, and the host hears of it in the block or in ``by``. A
+    device that computes nothing finds nothing."""
     __tracebackhide__ = True
     with unchanged(*arrays):
         if not COMPUTES:

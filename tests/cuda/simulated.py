@@ -6,8 +6,6 @@ store is refused here, too.
 """
 # ruff: noqa: ARG001 (arguments are those of the real functions)
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable
@@ -16,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
-
 from fusestep.kernels.cuda.device.geometry import ChunkGeometry, Geometry, SortGeometry
 from fusestep.kernels.storage import f16_to_f32, f32_to_f16
 
@@ -29,9 +26,8 @@ GEOMETRY = Geometry(
     totals=4,
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort=SortGeometry(
-        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2, few=2
-    ),
-)
+        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2, few=2),
+)  # fmt: skip
 """A Python thread is one of the device's: arrays are short, and have several blocks even so."""
 
 _one_at_a_time = threading.Lock()
@@ -66,11 +62,9 @@ def tile_storer(count, itemsize):
 
 # How numbers lie in memory, and what they become.
 _NUMBERS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
-    types.int32: (ctypes.c_int32, int),
-    types.int64: (ctypes.c_int64, int),
-    types.float32: (ctypes.c_float, np.float32),
-    types.float64: (ctypes.c_double, np.float64),
-}
+    types.int32: (ctypes.c_int32, int), types.int64: (ctypes.c_int64, int),
+    types.float32: (ctypes.c_float, np.float32), types.float64: (ctypes.c_double, np.float64),
+}  # fmt: skip
 
 
 def _size_of(kind):

@@ -10,8 +10,6 @@ lacks a barrier is wrong in every run: of two blocks the first thread begins in 
 other.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -29,11 +27,9 @@ import numpy as np
 from numba.cuda.simulator import kernel
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
-
+import simulated
 from fusestep.kernels.cuda import device
 from fusestep.ops.runtime import frameworks
-
-import simulated
 
 sys.modules[f"{device.__name__}.backend"] = simulated
 device.backend = simulated  # type: ignore[attr-defined]

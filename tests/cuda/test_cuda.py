@@ -1,7 +1,5 @@
 """CUDA without a GPU: machine code, and the set of device tests on devices that are none."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -10,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import devices
 import stub
 from helpers import more
@@ -33,10 +30,9 @@ MOST_REGISTERS = {"float32": 64, "others": 80, "maxima": 112, "hot": 255}
 SMALLEST = {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"}
 COUNTS = {"ATOMS.POPC.INC.32", "ATOMS.ADD"}
 INTEGER_ATOMICS = {
-    "sort count": COUNTS,
-    "rows check": COUNTS | SMALLEST,
+    "sort count": COUNTS, "rows check": COUNTS | SMALLEST,
     **dict.fromkeys(("rows sort one tile", "bags bounds", "bags lay out", "gather"), SMALLEST),
-}
+}  # fmt: skip
 
 
 def run(program: str, *arguments: str) -> str:

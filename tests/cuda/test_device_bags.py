@@ -1,7 +1,5 @@
 """Pooled tables on device arrays, and steps on the gradients of their outputs, as on the host."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Sequence
@@ -10,33 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
+import test_embedding_bags
+
+from devices import (  # isort: skip
+    COMPUTES, MARKS, RNG, assert_calls_alike, assert_close, assert_equal_runs, assert_same,
+    gradient, on_device, on_host, refused, rows, sized, told, unchanged)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.adam import ADAM
 from fusestep.kernels.storage import F32 as FLOAT32
 from fusestep.kernels.tables import HOT, RowSource, RowTable
-
-import test_embedding_bags
-from devices import (
-    COMPUTES,
-    MARKS,
-    RNG,
-    assert_calls_alike,
-    assert_close,
-    assert_equal_runs,
-    assert_same,
-    gradient,
-    on_device,
-    on_host,
-    refused,
-    rows,
-    sized,
-    told,
-    unchanged,
-)
 from helpers import STORAGE_DTYPES
 from test_embedding_bags import joined
 
@@ -56,11 +39,9 @@ def tables_of(shapes: Sequence[tuple[int, int]] = SHAPES, dtype: Any = F32) -> l
 
 
 def bags_of(
-    tables: Sequence[np.ndarray],
-    batch: int = sized(5, 2_000),
-    longest: int = sized(7, 20),
+    tables: Sequence[np.ndarray], batch: int = sized(5, 2_000), longest: int = sized(7, 20),
     dtype: Any = np.int64,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """Ids and offsets of a feature for each table; some bags are empty."""
     return test_embedding_bags.bags_of(
         list(map(len, tables)), batch, longest, int(RNG.integers(1 << 30)), dtype
@@ -99,8 +80,7 @@ def compare_gradients(options: dict[str, Any], tables: Any, grad: Any, *given: A
         if given[1] is None and isinstance(grad, list):
             assert_same(own.values, host.values)
         if host.winners is not None:  # numbered among all ids here, there among those that count
-            expected_winners = np.append(places, -1)[host.winners]
-            np.testing.assert_array_equal(on_host(own.winners), expected_winners)
+            np.testing.assert_array_equal(on_host(own.winners), np.append(places, -1)[host.winners])
 
 
 def compare(options: dict[str, Any], tables: Any, *given: Any) -> None:
@@ -276,11 +256,9 @@ def test_hot() -> None:
     compare_steps(OPTIMIZERS[1], tables, {}, [(ids, None, [gradient(x.shape) for x in ids])])
     # The sums of a probe begin at a whole vector, for the tables whose rows do.
     made = kernel(ADAM, (), FLOAT32, FLOAT32, (FLOAT32,) * 2)
-    widths = [
-        RowTable((0, 0, 0), 4, width, RowSource(index_bytes=4, length=HOT + 1)) for width in (4, 5)
-    ]
-    step = RowStep(made, widths, touched_only=True)
-    assert step._hot_stride % 4 == 0
+    sources = RowSource(index_bytes=4, length=HOT + 1)
+    widths = [RowTable((0, 0, 0), 4, width, sources) for width in (4, 5)]
+    assert RowStep(made, widths, touched_only=True)._hot_stride % 4 == 0
 
 
 def test_any_bags() -> None:
@@ -418,8 +396,7 @@ def test_refusals() -> None:
         (ValueError, "features are not in the order of their tables", {"features": [1, 0]},
          {"ids": ids[0], "offsets": bounds[0]}),
         (ValueError, "per_sample_weights need sums", {"pooling": "max"},
-         {"per_sample_weights": [grad, grad]}),
-    )  # fmt: skip
+         {"per_sample_weights": [grad, grad]}))  # fmt: skip
     for error, text, options, changed in cases:
         own = ops.EmbeddingBags(**options)
         call = own.gradients if "grad" in changed else own
@@ -442,9 +419,8 @@ def test_refusals() -> None:
         off(tuple(found))
     host_grad = bags.gradients(host, apart, [np.array([0, 1, 2])] * 2, gradient((2, 6)))
     for opt, own, other in (
-        (nn.LazyAdam(tables, 0.1), found, host_grad),
-        (nn.LazyAdam(host, 0.1), host_grad, found),
-    ):
+        (nn.LazyAdam(tables, 0.1), found, host_grad), (nn.LazyAdam(host, 0.1), host_grad, found),
+    ):  # fmt: skip
         for step in range(2):  # also in a step that is like the last
             with refused(ValueError, "lives elsewhere than the parameter", *tables, grad):
                 opt(tuple(other))

@@ -1,20 +1,16 @@
 """Cases of the benchmark in small sizes: the checks with which ``bench/gpu.sh`` begins."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
-
+from devices import GPU, MARKS, STUB, computed, only
 from fusestep import synchronize
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps, subject, workloads
 from fusestep.bench.errors import BenchError
-
-from devices import GPU, MARKS, STUB, computed, only
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,8 +77,7 @@ def results(check: Check, put: Any = None) -> list[Any]:
         replace(one, start=np.abs(rng.standard_normal(one.shape)))
         for one in workloads.parameters(point.tensors(), 0.0)
     ]
-    dtype = subject.DTYPES[check.dtype]
-    buffers = Buffers(case.subject.prepare, case.use, dtype, given, put)
+    buffers = Buffers(case.subject.prepare, case.use, subject.DTYPES[check.dtype], given, put)
     job = buffers.job(fresh=False)
     job.load()
     for _ in range(3):

@@ -1,7 +1,5 @@
 """Counts of a run of PyTorch on a device: loaded, stepped and saved, and what that asks of it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from devices import COMPUTES, GPU, KIND, MARKS, STUB, only
 
 pytestmark = [*MARKS, only(STUB, GPU, reason="the simulator has no tensors of PyTorch")]
@@ -53,9 +50,7 @@ def traffic(torch: Any) -> Any:
             super().__init__()
             self.found: list[str] = []
 
-        def __torch_function__(
-            self, function: Any, _: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, function, _, args=(), kwargs=None) -> Any:
             given = [*args, *(args[0] if args and isinstance(args[0], list | tuple) else ())]
             is_there = any(isinstance(x, torch.Tensor) and x.is_cuda for x in given)
             found = function(*args, **(kwargs or {}))
@@ -92,9 +87,8 @@ def places(torch: Any, value: Any) -> Any:
 @pytest.mark.parametrize("flags", FLAGS[:2], ids=str)
 def test_one_transfer_and_no_wait(torch: Any, flags: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One transfer when they are loaded and when they are saved; one launch a step."""
-    from fusestep.nn import torch as fused
-
     import watch
+    from fusestep.nn import torch as fused
 
     counts = [torch.tensor(float(k % 7), device="cuda") for k in range(MANY)]
     if "capturable" in flags:
@@ -205,10 +199,9 @@ def test_any_sequence(torch: Any, seed: int) -> None:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
     "save": lambda optimizer: optimizer,
-}
+}  # fmt: skip
 CALLS = "load", "step", "step", "by hand", *COPIES
 
 

@@ -1,7 +1,5 @@
 """Whatever can happen between steps of a device: changes, errors that are told later, refusals."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -18,38 +16,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-
 import fusestep
+
+from devices import (  # isort: skip
+    BETAS, COMPUTES, GPU, MARKS, STUB, Run, assert_alike, assert_equal_runs, assert_same, capture,
+    computed, data_of, gradient, on_device, on_host, only, positive, put, refused, rows, shifted,
+    told, unchanged)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.ops.runtime import launch, pending
 from fusestep.ops.runtime.device import DeviceArray
-
-from devices import (
-    BETAS,
-    COMPUTES,
-    GPU,
-    MARKS,
-    STUB,
-    Run,
-    assert_alike,
-    assert_equal_runs,
-    assert_same,
-    capture,
-    computed,
-    data_of,
-    gradient,
-    on_device,
-    on_host,
-    only,
-    positive,
-    put,
-    refused,
-    rows,
-    shifted,
-    told,
-    unchanged,
-)
 from helpers import STORAGE_DTYPES
 from own_functions import PLAIN, Own
 
@@ -67,10 +43,8 @@ def test_numbers_of_a_group() -> None:
         theirs = on_device(variables)
         ours, other = (
             nn.AdamWeightDecay(
-                [{"params": p[:1], "lr": rate, "weight_decay": 0.2}, {"params": p[1:]}], 0.05
-            )
-            for p, rate in ((theirs, lr), (w, 0.125))
-        )
+                [{"params": p[:1], "lr": rate, "weight_decay": 0.2}, {"params": p[1:]}], 0.05)
+            for p, rate in ((theirs, lr), (w, 0.125)))  # fmt: skip
         ours.target = target
         step = [gradient(shape) for shape in SHAPES]
         ours(tuple(on_device(step)))
@@ -165,8 +139,7 @@ def test_wrong_numbers() -> None:
         (TypeError, "found_inf has a wrong dtype", lambda: setattr(opt, "found_inf", whole)),
         (ValueError, "found_inf has a wrong shape", lambda: setattr(opt, "found_inf", two)),
         (TypeError, "found_inf has a wrong type", lambda: setattr(opt, "found_inf", True)),
-        (ValueError, "found_inf lives elsewhere",
-         lambda: setattr(nn.Adam(host), "found_inf", one)),
+        (ValueError, "found_inf lives elsewhere", lambda: setattr(nn.Adam(host), "found_inf", one)),
     ):  # fmt: skip
         with refused(error, text):
             call()
@@ -233,12 +206,9 @@ def test_captures() -> None:
         lambda: ops.Adam()(*table, *BETAS, g),
         lambda: ops.FusedSparseLazyAdam()(*table, *BETAS, part.values, part.indices),
         lambda: ops.clip_by_global_norm([g], 1.0),
-        lambda: ops.clip_by_global_norm([g], 1.0, in_place=True),
-        lambda: ops.global_norm([g]),
-        lambda: ops.EmbeddingBags()(w, [part.indices], [offsets]),
-        part.to_dense,
-        part.coalesce,
-    ]
+        lambda: ops.clip_by_global_norm([g], 1.0, in_place=True), lambda: ops.global_norm([g]),
+        lambda: ops.EmbeddingBags()(w, [part.indices], [offsets]), part.to_dense, part.coalesce,
+    ]  # fmt: skip
     for call in calls:
         call()
         fusestep.synchronize()
@@ -386,9 +356,7 @@ def test_targets() -> None:
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 def test_skip_nonfinite(dtype: Any, bad: float) -> None:
     """A step with a NaN or an infinity anywhere, in memory that begins anywhere, changes nothing.
-
-    Counts stay, too. The largest number of 16 bits is finite.
-    """
+    Counts stay, too. The largest number of 16 bits is finite."""
     start = [positive(shape, dtype) for shape in ((70,), (3,), (), (0, 3))]
     opt = nn.Adam(on_device(start), 0.05, skip_nonfinite=True)
     twin = nn.Adam(on_device(start), 0.05)
@@ -469,9 +437,7 @@ CENTRALIZED: list[Callable[[Any], Any]] = [
 BAD_STEPS: tuple[Callable[[Any], Any], ...] = (
     *(partial(make, learning_rate=0.1) for make in (nn.LazyAdam, nn.Adam, nn.RowWiseAdagrad)),
     lambda p: nn.RowWiseAdam(p, 0.1, sparse_update="dense_equivalent"),
-    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"),
-    *CENTRALIZED,
-)
+    lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"), *CENTRALIZED)  # fmt: skip
 
 TABLES = (((5, 4), F32), ((3, 6), F32), ((0, 3), F32), ((3, 2), F64), ((5, 3), BF16))
 """Several kernel calls: a bad index of one keeps the others from writing."""
@@ -612,11 +578,10 @@ def test_failing_steps() -> None:
 
     with mock.patch.object(memory.Room, "copy", side_effect=RuntimeError("it is not copied")):
         for call in (
-            lambda: run.step([1, 2]),
-            lambda: run.step(None),
+            lambda: run.step([1, 2]), lambda: run.step(None),
             lambda: op(w, m, v, *BETAS, on_device(gradient((2, 3))), index),
             lambda: ops.Adam(use_locking=True)(w, m, v, *BETAS, on_device(gradient((5, 3)))),
-        ):
+        ):  # fmt: skip
             with refused(RuntimeError, "not copied", *run.w, w, m, v):
                 call()
     run.assert_as_before()
@@ -700,14 +665,10 @@ def test_mixtures() -> None:
     mixed = on_device(rows([1], (5, 4)))
     mixed.indices = index
     for one, bad in (
-        (opt, gradient((5, 4))),
-        (opt, rows([1], (5, 4))),
-        (opt, mixed),
-        (opt, [rows([1], (5, 4)), theirs]),
-        (on_cpu, on_device(gradient((5, 4)))),
-        (on_cpu, theirs),
+        (opt, gradient((5, 4))), (opt, rows([1], (5, 4))), (opt, mixed),
+        (opt, [rows([1], (5, 4)), theirs]), (on_cpu, on_device(gradient((5, 4)))), (on_cpu, theirs),
         (on_cpu, mixed),
-    ):
+    ):  # fmt: skip
         with refused(ValueError, "lives elsewhere than", w):
             one((bad,))
     with refused(ValueError, "lives elsewhere than"):
@@ -733,15 +694,12 @@ def test_not_taken() -> None:
         nn.Adam(theirs, clipnorm=1.0)
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "text"),
-    [
-        (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of scalars"),
-        (lambda _real, lr, *_: lr, TypeError, "formula '<lambda>' returns"),
-        (lambda *_: (None,), TypeError, "lr of formula '<lambda>'"),
-        (lambda *_: (1 // 0,), ZeroDivisionError, ""),
-    ],
-)
+@pytest.mark.parametrize(("function", "error", "text"), [
+    (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of scalars"),
+    (lambda _real, lr, *_: lr, TypeError, "formula '<lambda>' returns"),
+    (lambda *_: (None,), TypeError, "lr of formula '<lambda>'"),
+    (lambda *_: (1 // 0,), ZeroDivisionError, ""),
+])  # fmt: skip
 def test_own_formulas(function: Any, error: type[Exception], text: str) -> None:
     """Scalars of a user's formula are looked at before the step on the device has them."""
     (w,) = on_device([np.ones(3, F32)])

@@ -4,8 +4,6 @@ Tensors of the CPU say that they lie on a device, which is the host. The stand-i
 `fusestep.ops.runtime.frameworks` asks of it, around NumPy arrays.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,34 +14,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
+
+from devices import (  # isort: skip
+    BETAS, BF16, MARKS, SIMULATOR, adopted, assert_same, capture, on_device, only, positive,
+    refused, told)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
 from fusestep.ops.runtime import device, frameworks, launch, locks
 from fusestep.ops.runtime.device import launching
-
-from devices import (
-    BETAS,
-    BF16,
-    MARKS,
-    SIMULATOR,
-    adopted,
-    assert_same,
-    capture,
-    on_device,
-    only,
-    positive,
-    refused,
-    told,
-)
 from helpers import at_once
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
-    *MARKS,
-    only(SIMULATOR, reason="tensors of the CPU are given out as those of a device"),
-]
+    *MARKS, only(SIMULATOR, reason="tensors of the CPU are given out as those of a device"),
+]  # fmt: skip
 
 events: list[str] = []
 """What is on streams, in order."""
@@ -101,9 +86,7 @@ CUPY = SimpleNamespace(
     empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
     ascontiguousarray=ascontiguousarray,
     cuda=SimpleNamespace(
-        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
-    ),
-)
+        Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)))  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -123,13 +106,10 @@ class Interface:
         self._array = array
         strides = None if array.flags.c_contiguous else array.strides
         self.__cuda_array_interface__ = {
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (array.ctypes.data, not array.flags.writeable),
-            "strides": strides,
-            "version": 3,
-            **changed,
-        }
+            "shape": array.shape, "typestr": array.dtype.str,
+            "data": (array.ctypes.data, not array.flags.writeable), "strides": strides,
+            "version": 3, **changed,
+        }  # fmt: skip
 
 
 class Stream(int):
@@ -214,8 +194,7 @@ def test_places() -> None:
     read_only = array(3)
     read_only.flags.writeable = False
     assert not adopted(Interface(read_only)).flags.writeable
-    nothing = Interface(array(0), data=(None, False))
-    assert adopted(nothing).address == 0
+    assert adopted(Interface(array(0), data=(None, False))).address == 0
     assert not adopted(Interface(np.zeros(9, np.uint8)[1:].view(np.float32))).flags.aligned
 
 
@@ -252,10 +231,9 @@ def test_dtypes() -> None:
         *((one, "has a wrong dtype") for one in (two_bytes, *of_others)),
         *(
             (torch.empty(3, dtype=kind), f"expected a dtype that NumPy has, got {kind}")
-            for kind in (torch.bits8, torch.bits16)
-        ),
+            for kind in (torch.bits8, torch.bits16)),
         (Interface(array(3), mask=Interface(array(3))), "is masked"),
-    ):
+    ):  # fmt: skip
         with refused(TypeError, text):
             adopted(value)
     two_bytes.dtype = "bfloat16"  # type: ignore[attr-defined]
@@ -351,11 +329,9 @@ def test_streams(log: list[str]) -> None:
     of_torch, of_cupy = adopted(tensor(array(3))), adopted(CuPyArray(array(3)))
     own = adopted(Interface(array(3), stream=9))
     for expected, arrays in (
-        (7, [of_torch, adopted(tensor(array(3)))]),
-        (8, [of_cupy]),
-        (0, [adopted(Interface(array(3)))]),
-        (9, [own]),
-    ):
+        (7, [of_torch, adopted(tensor(array(3)))]), (8, [of_cupy]),
+        (0, [adopted(Interface(array(3)))]), (9, [own]),
+    ):  # fmt: skip
         with launching(arrays) as call:
             assert call.stream == expected
     assert log == []

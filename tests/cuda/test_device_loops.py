@@ -1,7 +1,5 @@
 """Loops: rules, sizes, storage types, alignment; finite values; the largest arrays."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -13,6 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from devices import (  # isort: skip
+    BETAS, GPU, KIND, MARKS, SIMULATOR, adopted, assert_close, assert_same, computed, numba_stream,
+    on_device, on_host, shifted, sized)  # fmt: skip
 from fusestep import nn, ops, synchronize
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.cpu.warmup import all_rules
@@ -26,23 +27,6 @@ from fusestep.ops.runtime.arrays import address_of
 from fusestep.ops.runtime.launch import launch_on
 from fusestep.ops.runtime.measured_step import measured_step
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-from devices import (
-    BETAS,
-    GPU,
-    KIND,
-    MARKS,
-    SIMULATOR,
-    adopted,
-    assert_close,
-    assert_same,
-    computed,
-    numba_stream,
-    on_device,
-    on_host,
-    shifted,
-    sized,
-)
 from helpers import STORAGE_DTYPES, in_turn
 from roundings import Rounded, assert_rounded
 from rule_cases import CASES, real_of
@@ -64,9 +48,7 @@ KNOWN = {
 Tensors = list[list[np.ndarray]]
 
 
-def update_of(
-    rule: Rule, tensors: Any, hp: np.ndarray, hp_of: Any, prologue: Prologue
-) -> DenseUpdate:
+def update_of(rule: Rule, tensors, hp: np.ndarray, hp_of, prologue: Prologue) -> DenseUpdate:
     """The step of parameters with states and a gradient each, on the host or on the device."""
     variables = Variables.of([tuple(arrays[:-1]) for arrays in tensors])
     places = np.array([address_of(arrays[-1]) for arrays in tensors])
@@ -155,21 +137,16 @@ def test_rules_meet_their_references(name: str, dtype: Any) -> None:
             assert_rounded(array, value, real, most, f"array {k} after step {step + 1}: ")
 
 
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        (adam.ADAM, {}),
-        (adam.ADAM, {"prologue": (SCALE, CLIP, COUPLED_DECAY)}),
-        (adam.ADAM, {"w": F64, "g": F64, "s": (F64, F64)}),
-        (adam.ADAM, {"w": F64, "g": F32, "s": (F64, F32)}),
-        (adam.ADAM, {"w": F16, "g": F16, "s": (F32, F32)}),
-        (adam.ADAM, {"w": BF16, "g": BF16, "s": (BF16, BF16)}),
-        (mxnet.MXNET_ADAM.kept(MASTER), {"w": F16, "g": F16, "s": (F32, F32, F32)}),
-        (adam.ADAM.kept(KAHAN), {"w": BF16, "g": BF16, "s": (F32, F32, BF16)}),
-        (adam.ADAM, {"shift": 1}),
-        (adam.ADAM, {"w": BF16, "g": F32, "s": (F32, F32), "shift": 3}),
-    ],
-)
+@pytest.mark.parametrize(("rule", "options"), [
+    (adam.ADAM, {}), (adam.ADAM, {"prologue": (SCALE, CLIP, COUPLED_DECAY)}),
+    (adam.ADAM, {"w": F64, "g": F64, "s": (F64, F64)}),
+    (adam.ADAM, {"w": F64, "g": F32, "s": (F64, F32)}),
+    (adam.ADAM, {"w": F16, "g": F16, "s": (F32, F32)}),
+    (adam.ADAM, {"w": BF16, "g": BF16, "s": (BF16, BF16)}),
+    (mxnet.MXNET_ADAM.kept(MASTER), {"w": F16, "g": F16, "s": (F32, F32, F32)}),
+    (adam.ADAM.kept(KAHAN), {"w": BF16, "g": BF16, "s": (F32, F32, BF16)}),
+    (adam.ADAM, {"shift": 1}), (adam.ADAM, {"w": BF16, "g": F32, "s": (F32, F32), "shift": 3}),
+])  # fmt: skip
 def test_sizes_and_types(rule: Rule, options: dict[str, Any]) -> None:
     """Tails, several blocks, scalars of each tensor; tiles of 2 to 8 elements, aligned or not."""
     for sizes in (SIZES, (0, 0)):
@@ -179,8 +156,7 @@ def test_sizes_and_types(rule: Rule, options: dict[str, Any]) -> None:
 # Wide loads and stores: the simulator raises at an address that a device does not take.
 
 EXAMPLES = settings(
-    max_examples=sized(8, 60), deadline=None, derandomize=True, database=None,
-)  # fmt: skip
+    max_examples=sized(8, 60), deadline=None, derandomize=True, database=None)  # fmt: skip
 DTYPE = st.sampled_from(STORAGE_DTYPES)
 SHIFT = st.integers(0, 9)
 
@@ -224,8 +200,7 @@ def test_where_tables_begin_does_not_matter() -> None:
             opt = nn.LazyAdam([w], 0.1)
             opt((nn.RowTensor(ids, g, table.shape),))
             opt(tuple(pairs))
-            dense = nn.RowTensor(ids, g, table.shape).to_dense()
-            found.append([w, out, dense])
+            found.append([w, out, nn.RowTensor(ids, g, table.shape).to_dense()])
         assert_same(*found)
 
     steps()
@@ -263,7 +238,6 @@ needs_room = pytest.mark.skipif(
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Numba's, filled on the device."""
     from numba import cuda
-
     from fusestep.kernels.cuda.device.arrays import fill
 
     free = cuda.current_context().get_memory_info().free

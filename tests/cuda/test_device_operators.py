@@ -1,39 +1,19 @@
 """Operators on device arrays, as on the host and as published; `ops.adam_update` of MXNet."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS
-
 import fusestep
+
+from devices import (  # isort: skip
+    BETAS, COMPUTES, MARKS, SIMULATOR, assert_calls_alike, assert_close, assert_same, gradient,
+    on_device, on_host, only, pairs, positive, refused, rows, sized, told, unchanged)  # fmt: skip
+from faults import FAULTS
 from fusestep import ops
 from fusestep.kernels.tables import HOT
-
-from devices import (
-    BETAS,
-    COMPUTES,
-    MARKS,
-    SIMULATOR,
-    assert_calls_alike,
-    assert_close,
-    assert_same,
-    gradient,
-    on_device,
-    on_host,
-    only,
-    pairs,
-    positive,
-    refused,
-    rows,
-    sized,
-    told,
-    unchanged,
-)
 from helpers import STORAGE_DTYPES, assert_within_ulps, in_turn
 from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, Operator
 from test_ops_reference import CALLS
@@ -77,9 +57,8 @@ ROWS += [(op, {"use_locking": True}) for op, made in ROWS if not made]
 
 @pytest.mark.parametrize(
     ("call", "dtype"),
-    sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]),
-    ids=str,
-)
+    sized(in_turn(DENSE, beside_float32=False), [*product(DENSE, STORAGE_DTYPES)]), ids=str,
+)  # fmt: skip
 def test_dense_operators(call: tuple[Operator, dict[str, Any]], dtype: Any) -> None:
     operator, made = call
     for shape in ((9, sized(2, 37)), (), (0, 3)):
@@ -244,12 +223,10 @@ def test_clipping() -> None:
 SHAPE = (5, 3)
 SCALARS: dict[str, Any] = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-3}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "2.0": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4},
+    "plain": {}, "2.0": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4},
     "1.9": {"wd": 0.3, "rescale_grad": 0.7, "clip_gradient": 0.4, "compat": "1.9"},
-    "standard": {"wd": 0.3, "lazy_update": False},
-    "locked": {"wd": 0.3, "use_locking": True},
-}
+    "standard": {"wd": 0.3, "lazy_update": False}, "locked": {"wd": 0.3, "use_locking": True},
+}  # fmt: skip
 
 
 WHOLE, EMPTY = ((5, 3), None), ((0, 3), None)
@@ -260,12 +237,10 @@ UPDATES = [
     *product(["1.9"], ["None"], (WHOLE, SPARSE), [(F32, F32)]),
     *product(["standard", "locked"], ["other"], (WHOLE, SPARSE), [(F32, F32)]),
     *product(
-        ["standard"], ["None", "other"], (WHOLE, SPARSE), [(F64, F32), (F16, F16), (BF16, BF16)]
-    ),
+        ["standard"], ["None", "other"], (WHOLE, SPARSE), [(F64, F32), (F16, F16), (BF16, BF16)]),
     *product(
-        ["plain"], ["weight", "None", "other"], (((), None), EMPTY, NO_ROWS, ONE), [(F32, F32)]
-    ),
-]
+        ["plain"], ["weight", "None", "other"], (((), None), EMPTY, NO_ROWS, ONE), [(F32, F32)]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "place", "form", "dtypes"), UPDATES, ids=str)

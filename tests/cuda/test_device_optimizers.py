@@ -1,7 +1,5 @@
 """Steps of optimizers, and MXNet's, on device arrays, as on the host: forms, gradients, types."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,48 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
+from device_rules import OF_ROWS, OF_TENSORS, Own
+
+from devices import (  # isort: skip
+    COMPUTES, GPU, KIND, MARKS, RNG, SIMULATOR, assert_alike, assert_close, assert_equal_runs,
+    assert_same, exchange, gradient, on_device, on_host, only, positive, put, refused, rows, sized,
+    told)  # fmt: skip
 from fusestep import nn
 from fusestep.kernels.cuda.device.backend import GEOMETRY
 from fusestep.kernels.tables import HOT
 from fusestep.nn import mxnet as mx
 from fusestep.nn.engine import offload
-
-from device_rules import OF_ROWS, OF_TENSORS, Own
-from devices import (
-    COMPUTES,
-    GPU,
-    KIND,
-    MARKS,
-    RNG,
-    SIMULATOR,
-    assert_alike,
-    assert_close,
-    assert_equal_runs,
-    assert_same,
-    exchange,
-    gradient,
-    on_device,
-    on_host,
-    only,
-    positive,
-    put,
-    refused,
-    rows,
-    sized,
-    told,
-)
 from helpers import STORAGE_DTYPES, in_turn
-from optimizers import (
-    BY_NAME,
-    FORMS,
-    ON_DEVICES,
-    arguments_of,
-    decayed_and_scaled,
-    inner,
-    is_row_wise,
-    parameters,
+
+from optimizers import (  # isort: skip
+    BY_NAME, FORMS, ON_DEVICES, arguments_of, decayed_and_scaled, inner, is_row_wise, parameters,
 )  # fmt: skip
 from optimizers import make as new_optimizer
 
@@ -66,8 +38,7 @@ Shapes = Sequence[tuple[int, ...]]
 # or are of several rounds. A number has no rows.
 WITH_ROWS: Shapes = (
     (5, 4), (7,), (9, 1), (0, 3), (3, 64), (2, 257), (1, 3), (2, 3, 4, 5),
-    *sized((), ((60, 9), (1_003,), (20_011,), (70, 3), (400, 64), (9, 5_003))),
-)  # fmt: skip
+    *sized((), ((60, 9), (1_003,), (20_011,), (70, 3), (400, 64), (9, 5_003))))  # fmt: skip
 SHAPES: Shapes = (*WITH_ROWS, (3, 0), ())
 
 
@@ -136,8 +107,7 @@ def centralized(params: Any, decay: float = 0.0) -> list[dict[str, Any]]:
 OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Adam(
         [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}],
-        [0.1, 0.05, 0.01, 0.1],
-    ),
+        [0.1, 0.05, 0.01, 0.1]),
     lambda p: nn.SGD(p, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
     lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9, weight_decay=0.1, loss_scale=2.0), coefficient=0.1),
     lambda p: nn.LARS(nn.Lamb(p, 0.1), use_clip=True, lars_filter=lambda q: q.ndim > 0),
@@ -146,8 +116,7 @@ OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.AdamOffload(p, 0.1),
     lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipvalue=0.25),
     lambda p: nn.AdamWeightDecay(p, 0.1, weight_decay=0.1, clipvalue=0.25),
-    lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipnorm=1.0),
-)
+    lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipnorm=1.0))  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -191,8 +160,7 @@ ROW_OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.Adam(p, 0.1, use_lazy=True, use_locking=True),
     lambda p: nn.LazyAdam(
-        [{"params": p[:1], "lr": 0.3}, {"params": p[1:], "weight_decay": 0.2}], 0.1
-    ),
+        [{"params": p[:1], "lr": 0.3}, {"params": p[1:], "weight_decay": 0.2}], 0.1),
     lambda p: nn.FTRL(p, learning_rate=0.1),
     lambda p: nn.ProximalAdagrad(p, learning_rate=0.1, sparse_update="dense_equivalent"),
     lambda p: nn.Momentum(p, 0.1, 0.9, sparse_update="lazy"),
@@ -203,21 +171,17 @@ ROW_OPTIMIZERS: tuple[Make, ...] = (
     lambda p: nn.Momentum(centralized(p, 0.3), 0.1, 0.9, loss_scale=2.0, sparse_update="lazy"),
     lambda p: nn.Adam(centralized(p, 0.3), 0.1, loss_scale=2.0),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
-    lambda p: nn.AdamOffload(centralized(p, 0.3), 0.1, sparse_update="lazy"),
-)
+    lambda p: nn.AdamOffload(centralized(p, 0.3), 0.1, sparse_update="lazy"))  # fmt: skip
 ROW_WISE: tuple[Make, ...] = (
     lambda p: nn.RowWiseAdagrad(p, accum=0.1, learning_rate=0.1, weight_decay=0.1, loss_scale=2.0),
     lambda p: nn.RowWiseAdam(
-        [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}], 0.1
-    ),
+        [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}], 0.1),
     lambda p: nn.RowWiseAdagrad(
         p, learning_rate=0.1, weight_decay=0.1, decoupled_weight_decay=True,
-        sparse_update="dense_equivalent",
-    ),
+        sparse_update="dense_equivalent"),
     lambda p: nn.RowWiseAdam(p, 0.1, weight_decay=0.1, sparse_update="dense_equivalent"),
     *(partial(Own, of=of, sparse_update="lazy") for of in OF_ROWS),
-    *(partial(Own, of=of, sparse_update="dense_equivalent") for of in OF_ROWS),
-)  # fmt: skip
+    *(partial(Own, of=of, sparse_update="dense_equivalent") for of in OF_ROWS))  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [*ROW_OPTIMIZERS, *ROW_WISE])
@@ -324,8 +288,7 @@ TYPED: tuple[Make, ...] = (
     partial(nn.LazyAdam, learning_rate=0.1), *ROW_WISE[:2],
     partial(nn.RowWiseAdam, learning_rate=0.1, state_dtype=np.float32),
     lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
-    lambda p: nn.Adam(kept(p), 0.1, weight_decay=0.1, sparse_update="lazy"),
-)  # fmt: skip
+    lambda p: nn.Adam(kept(p), 0.1, weight_decay=0.1, sparse_update="lazy"))  # fmt: skip
 
 
 def kept(params: Any) -> list[dict[str, Any]]:
@@ -342,10 +305,8 @@ def test_several_dtypes(make: Make) -> None:
     sparse = [rows([1, 2, 1], *own) for own in gradients[:3]]
     dense = [gradient(*own) for own in gradients]
     steps = [
-        dense,
-        [*sparse, None],
-        [None, rows([4], *gradients[1]), rows([], *gradients[2]), None],
-    ]
+        dense, [*sparse, None], [None, rows([4], *gradients[1]), rows([], *gradients[2]), None],
+    ]  # fmt: skip
     assert_alike(make, list(map(positive, shapes, (F16, BF16, F64, BF16))), steps)
 
 
@@ -363,8 +324,7 @@ def test_copies_beside_parameters(dtype: Any) -> None:
 # Many tiles, rows that are aligned and not, tall, wide and low matrices, batches of small ones.
 MATRICES = (
     (2_048, 1_024), (1_003, 777), (150_001, 12), (3, 70_001), (1, 9_000), (9_000, 1),
-    (70, 30, 3, 3), (5, 130, 260),
-)  # fmt: skip
+    (70, 30, 3, 3), (5, 130, 260))  # fmt: skip
 
 
 ADAFACTOR = partial(nn.AdaFactor, weight_decay=0.1, clip_threshold=0.7)
@@ -455,22 +415,19 @@ class Half(mx.Adam):
 UPDATERS: tuple[Callable[[], Any], ...] = (
     lambda: mx.Adam(0.1, **CONDITIONS),
     lambda: mx.Adam(
-        0.1, lazy_update=True, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5), **CONDITIONS
-    ),
+        0.1, lazy_update=True, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5), **CONDITIONS),
     lambda: mx.Adam(0.1, compat="1.9", **CONDITIONS),
     lambda: mx.Adam(0.1, compat="1.9", aggregate_num=0),
     lambda: mx.Adam(0.1, use_fused_step=False, **CONDITIONS),
     lambda: mx.AdamW(0.1, aggregate_num=2, **CONDITIONS),
-    lambda: mx.AdamW(0.1, use_fused_step=False, correct_bias=False, wd=0.2),
-)
+    lambda: mx.AdamW(0.1, use_fused_step=False, correct_bias=False, wd=0.2))  # fmt: skip
 # Master copies on the device, written in the pass of their weights or by themselves.
 OF_MASTERS: tuple[Callable[[], Any], ...] = (
-    lambda: mx.Adam(0.1),
-    lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),
+    lambda: mx.Adam(0.1), lambda: mx.Adam(0.1, multi_precision=True, **CONDITIONS),
     lambda: mx.Adam(0.1, multi_precision=True, lazy_update=True),
     lambda: mx.AdamW(0.1, multi_precision=True, wd=0.3),
     lambda: Half(0.1, multi_precision=True, use_fused_step=False, aggregate_num=np.inf),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -537,16 +494,14 @@ def test_updater_errors() -> None:
     arrays = [weights[0], weights[2], g, *state]
     elsewhere, shared, w = "lives elsewhere than", "shares memory with", weights[0]
     for text, arguments in (
-        (elsewhere, (0, w, on_host(g), state)),
-        (elsewhere, (0, w, rows([1], (5, 3)), state)),
-        (elsewhere, (0, w, g, of_host)),
-        (elsewhere, (0, host, g, of_host)),
+        (elsewhere, (0, w, on_host(g), state)), (elsewhere, (0, w, rows([1], (5, 3)), state)),
+        (elsewhere, (0, w, g, of_host)), (elsewhere, (0, host, g, of_host)),
         (elsewhere, (0, host, on_host(g), state)),
         (elsewhere, ([0, 1], [w, host], [g, on_host(g)], [state, of_host])),
         (shared, (0, w, w, state)),
         (shared, ([0, 1], [w, w], [g, g], [state, opt.create_state(1, g)])),
         ("has a wrong shape", (0, w, on_device(gradient((3, 5))), state)),
-    ):
+    ):  # fmt: skip
         with refused(ValueError, text, *arrays):
             opt.update(*arguments)
     assert opt.num_update == 0 and not opt._index_update_count

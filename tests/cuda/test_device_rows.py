@@ -1,43 +1,22 @@
 """Row-sparse gradients: steps on them, their sums, sorting, whole ones, and between processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
+
+from devices import (  # isort: skip
+    BETAS, COMPUTES, MARKS, Maker, adopted, assert_alike, assert_calls_alike, assert_close,
+    assert_same, gradient, numba_stream, on_device, on_host, positive, refused, rows, shifted,
+    sized, told, unchanged)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.tables import HOT, ranges_of
 from fusestep.nn.distributed import RowShard, all_reduce, alone, save_checkpoint
-
-from devices import (
-    BETAS,
-    COMPUTES,
-    MARKS,
-    Maker,
-    adopted,
-    assert_alike,
-    assert_calls_alike,
-    assert_close,
-    assert_same,
-    gradient,
-    numba_stream,
-    on_device,
-    on_host,
-    positive,
-    refused,
-    rows,
-    shifted,
-    sized,
-    told,
-    unchanged,
-)
 from helpers import STORAGE_DTYPES
 from thread_processes import ThreadCommunicator, in_threads
 
@@ -72,19 +51,16 @@ def test_own_sort(n: int) -> None:
 # A list that one block sorts; a row of up to 512 occurrences; of more, in one range and in several.
 WIDTHS = sized((5,), (1, 8, 33, 300))
 OCCURRENCES = {
-    "short-5": (6, 16, 5),
-    **{f"cold-{d}": (*sized((60, 200), (400, 900)), d) for d in WIDTHS},
+    "short-5": (6, 16, 5), **{f"cold-{d}": (*sized((60, 200), (400, 900)), d) for d in WIDTHS},
     **{f"hot-{d}": (*sized((540, 640), (600, 900)), d) for d in WIDTHS},
     **{f"ranges-{d}": (9_000, 20_000, d) for d in sized((), WIDTHS)},
     **sized({}, {"longer ranges-8": (150_000, 300_000, 8)}),
-}
+}  # fmt: skip
 OPERATORS = [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()]
 BOTH = pytest.mark.parametrize("op", OPERATORS, ids=["lazy", "all"])
 
 
-def row_step(
-    op: Any, arrays: Sequence[np.ndarray], values: Any, indices: Any, shift: int = 0
-) -> list[np.ndarray]:
+def row_step(op, arrays: Sequence[np.ndarray], values, indices, shift: int = 0) -> list[np.ndarray]:
     """Adam's arrays after a step on copies, which begin so many elements further on."""
     *on, g = (shifted(a, shift) for a in (*arrays, values))
     op(*on, *BETAS, g, shifted(indices, min(shift, 1)))
@@ -95,11 +71,9 @@ def row_step(
 @pytest.mark.parametrize(("hottest", "b", "d"), OCCURRENCES.values(), ids=OCCURRENCES)
 @BOTH
 def test_rows_are_summed_as_on_the_cpu(op: Any, hottest: int, b: int, d: int) -> None:
-    """In the same order: with the folded gradient, once for each row, the bits are the same.
-
-    They are so wherever the arrays begin, too.
-    Sums have no products that could become an FMA, so the order alone decides.
-    """
+    """In the same order: with the folded gradient, once for each row, the bits are the same. They
+    are so wherever the arrays begin, too. Sums have no products that could become an FMA, so the
+    order alone decides."""
     n, rng, length = sized(40, 500), np.random.default_rng(3), ranges_of(b)[0]
     indices = rng.integers(0, n, b)
     indices[rng.permutation(b)[:hottest]] = 7
@@ -132,10 +106,7 @@ def test_memory_that_grows(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LEAST", 1)
     for b in (4, 60, 4):
         start, values, indices = (
-            [positive((6, 3)) for _ in "wmv"],
-            positive((b, 3)),
-            np.arange(b) % 6,
-        )
+            [positive((6, 3)) for _ in "wmv"], positive((b, 3)), np.arange(b) % 6)  # fmt: skip
         found = row_step(op, start, values, indices)
         op(*start, *BETAS, values, indices)
         assert_close(found, start)
@@ -229,8 +200,7 @@ def test_bad_rows() -> None:
 # The steps of custom optimizers
 
 SHAPES = (
-    (5, 4), (7,), (3, 2, 3), sized((2, 40), (2, 100_003)), (4, 1), (0, 3), (3, 0), (),
-)  # fmt: skip
+    (5, 4), (7,), (3, 2, 3), sized((2, 40), (2, 100_003)), (4, 1), (0, 3), (3, 0), ())  # fmt: skip
 
 
 def helpers(params: Any, gradients: Any) -> list[Any]:
@@ -281,10 +251,8 @@ def test_routes() -> None:
 
 
 def test_parts() -> None:
-    """Rows that one of three processes has, of the whole batch: positions are cut into ranges.
-
-    That their sums do not depend on the number of processes is tested on the host.
-    """
+    """Rows that one of three processes has, of the whole batch: positions are cut into ranges. That
+    their sums do not depend on the number of processes is tested on the host."""
     n, rng = HOT + HOT // 4, np.random.default_rng(0)
     ids = np.where(rng.random(n) < 0.9, 3, rng.integers(0, N, n))
     values = np.ones((n, 2), np.float32)

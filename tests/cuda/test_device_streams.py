@@ -1,7 +1,5 @@
 """Streams, threads, waiting, whose memory a stream may still use; PyTorch's form."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Sequence
@@ -10,35 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
+
+from devices import (  # isort: skip
+    BETAS, GPU, MARKS, RNG, STUB, Maker, TorchMaker, adopted, assert_equal_runs, assert_same,
+    capture, computed, exchange, gradient, numba_stream, on_device, on_host, only, positive,
+    refused, rows, wait)  # fmt: skip
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
-
-from devices import (
-    BETAS,
-    GPU,
-    MARKS,
-    RNG,
-    STUB,
-    Maker,
-    TorchMaker,
-    adopted,
-    assert_equal_runs,
-    assert_same,
-    capture,
-    computed,
-    exchange,
-    gradient,
-    numba_stream,
-    on_device,
-    on_host,
-    only,
-    positive,
-    refused,
-    rows,
-    wait,
-)  # fmt: skip
 from helpers import at_once
 from optimizers import BY_NAME
 
@@ -54,10 +31,8 @@ late = [positive((N_LATE,)) for _ in "wmv"]
 
 
 def keep_busy(handle: int, milliseconds: int) -> Any:
-    """Enqueue work of about so long; the event that comes after it.
-
-    One thread sleeps, so other streams can work meanwhile. It may sleep up to twice as long.
-    """
+    """Enqueue work of about so long; the event that comes after it. One thread sleeps, so other
+    streams can work meanwhile. It may sleep up to twice as long."""
     from fusestep.bench.gpu import clock
 
     return clock.keep_busy(milliseconds / 1e3, numba_stream(handle))
@@ -75,11 +50,9 @@ def fill_later(handle: int, array: Any, value: float) -> None:
 @pytest.mark.parametrize("apart", [False, True], ids=["one stream", "another stream"])
 @ON_GPU
 def test_a_step_comes_after_what_is_on_its_streams(framework: Maker, apart: bool) -> None:
-    """A step on a gradient of a new stream, written there later than the call is made.
-
-    The variables belong to that stream too, or ``apart``, to the default stream: the parameter
-    decides where the step runs, and that stream and the gradient's wait for each other.
-    """
+    """A step on a gradient of a new stream, written there later than the call is made. The
+    variables belong to that stream too, or ``apart``, to the default stream: the parameter decides
+    where the step runs, and that stream and the gradient's wait for each other."""
     expected, stream = on_device(late), framework.stream()
     ops.Adam()(*expected, *BETAS, on_device(np.full(N_LATE, 0.5, np.float32)))
 
@@ -291,7 +264,6 @@ def test_steps_are_those_of_the_host(torch: Any, name: str, dtype: str) -> None:
 def test_what_a_device_refuses(torch: Any) -> None:
     """Options; and captures by one error, before PyTorch has copied, read or scaled anything."""
     from torch.utils._python_dispatch import TorchDispatchMode
-
     from fusestep.nn import torch as fused
 
     class Operations(TorchDispatchMode):

@@ -3,8 +3,6 @@
 The arithmetic is the host's, so that everything is compared to the last bit.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
@@ -16,25 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from devices import (  # isort: skip
+    GPU, KIND, MARKS, SIMULATOR, assert_equal_runs, assert_same, capture, data_of, on_device,
+    on_host, only, put, refused)  # fmt: skip
 from fusestep import nn
 from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray
-
-from devices import (
-    GPU,
-    KIND,
-    MARKS,
-    SIMULATOR,
-    assert_equal_runs,
-    assert_same,
-    capture,
-    data_of,
-    on_device,
-    on_host,
-    only,
-    put,
-    refused,
-)
 from helpers import STORAGE_DTYPES, assert_same_bits
 from test_thor_errors import CAPTURES, GRADIENTS
 from thor_nets import BASE, Net, Pass, make
@@ -87,9 +72,7 @@ RUNS: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
     (F32, F32, {"use_nesterov": True, "frequency": 3, "learning_rate": RATES}),
     (F32, F32, {"block_size": 2, "decay_filter": lambda p: p.ndim > 1}),
     (F32, F32, {"compat": "mindspore", "enable_clip_grad": True, "loss_scale": 8.0}),
-    *((dtype, dtype, {}) for dtype in (F64, F16, BF16)),
-    (F32, F64, {}),
-)
+    *((dtype, dtype, {}) for dtype in (F64, F16, BF16)), (F32, F64, {}))  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "of_gradient", "options"), RUNS, ids=str)
@@ -342,9 +325,7 @@ def test_nets() -> None:
 @pytest.mark.parametrize("name", ["learning_rate", "damping"])
 def test_used_up(name: str) -> None:
     """A list of rates or dampings that is used up raises before the step; so do LARS and targets.
-
-    States stay on the host, and LARS around THOR computes gradients of its own.
-    """
+    States stay on the host, and LARS around THOR computes gradients of its own."""
     both = Both(**{name: [0.1, 0.1]})
     assert both.opt.target == both.on_cpu.target == "CPU"
     both.opt.target = "CPU"
@@ -403,10 +384,8 @@ def given_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @only(SIMULATOR, reason="the expected parameters are those of the host")
 def test_modules(nets: Any, dtype: str, request: pytest.FixtureRequest) -> None:
-    """The steps are those of the host; storage may be replaced, optimizers be copied.
-
-    Gradients need not be contiguous.
-    """
+    """The steps are those of the host; storage may be replaced, optimizers be copied. Gradients
+    need not be contiguous."""
     kind = getattr(nets.torch, dtype)
 
     def go_on(module: Any, opt: Any, numbers: range, moved: Any = lambda grad: grad) -> Any:

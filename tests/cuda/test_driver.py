@@ -1,22 +1,18 @@
 """The real stack of CUDA under a driver without a device: what launches, and with what."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
 import stub
 
 pytestmark = pytest.mark.skipif(stub.lacks() != "", reason=stub.lacks())
 # Of each kind of kernel one, compiled: as checks, and as a program.
 SAMPLE = (
     "dense/Adam/bfloat16", "dense/Lamb", "rows/LazyAdam/hot", "rows/RowWiseAdagrad",
-    "bags/LazyAdam", "ops/clip_by_global_norm",
-)  # fmt: skip
+    "bags/LazyAdam", "ops/clip_by_global_norm")  # fmt: skip
 CHECK = """
 import sys
 from fusestep.bench.gpu import clock
@@ -90,8 +86,7 @@ print(int(optimizer.global_step[0]) - before)
 
 
 def test_a_launch_that_fails_counts_nothing(driver: dict[str, str]) -> None:
-    done = run(driver, "-c", PROGRAM + FAILING)
-    assert done.stdout.splitlines() == ["True 0", "1"]
+    assert run(driver, "-c", PROGRAM + FAILING).stdout.splitlines() == ["True 0", "1"]
 
 
 def test_a_launch_by_numba(driver: dict[str, str]) -> None:
@@ -130,8 +125,7 @@ CUDADispatcher.compile = counted
 def test_kernels_are_compiled_once(driver: dict[str, str], tmp_path: Path) -> None:
     """A later process compiles nothing but what has changed: a rule that was edited, say."""
     edits = ("w - hp.lr", "w - 2.0 * hp.lr"), ("factor, half = 1.0", "factor, half = 3.0"), (
-        "1.0, 0.5", "1.0, 0.25"
-    )  # fmt: skip
+        "1.0, 0.5", "1.0, 0.25")  # fmt: skip
     edited = [PROGRAM + OWN_RULE.replace(*edit) for edit in edits]
     numbers = []
     for program in (PROGRAM + OWN_RULE, PROGRAM + OWN_RULE, *edited):

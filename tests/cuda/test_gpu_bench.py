@@ -1,7 +1,5 @@
 """The benchmark on a CUDA device: its report, its script, and points under any driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,21 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fusestep.bench import run
-from fusestep.bench.report.result import BOUND, OURS
-
 import stub
 from bench_support import made_up, point, refused_line, result, summary
 from devices import LACKS
+from fusestep.bench import run
+from fusestep.bench.report.result import BOUND, OURS
 
 DEVICE = {
-    "name": "NVIDIA Test",
-    "compute_capability": "9.0",
-    "multiprocessors": 132,
-    "memory_bytes": 10**11,
-    "cuda_of_driver": "13.0",
-}
+    "name": "NVIDIA Test", "compute_capability": "9.0", "multiprocessors": 132,
+    "memory_bytes": 10**11, "cuda_of_driver": "13.0",
+}  # fmt: skip
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.sh"
 
 
@@ -41,20 +34,15 @@ def test_report_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> No
     assert "dense/nn.Adam 900 fp32 x1: the device waited for the host: torch fused" in text
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (["--device", "cuda", "--threads", "1"], "--device cuda: takes no --threads"),
-        (["--device", "cuda", "--scenario", "busy"], "--device cuda: takes no --scenario"),
-        (["--device", "cuda", "--peers", "none"], "--device cuda: takes no --peers"),
-        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
-        (["device-rows"], "device-rows: is measured on --device cuda only"),
-        (["--append"], "--append: needs --json FILE"),
-    ],
-)
-def test_options_of_a_device(
-    given: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("given", "text"), [
+    (["--device", "cuda", "--threads", "1"], "--device cuda: takes no --threads"),
+    (["--device", "cuda", "--scenario", "busy"], "--device cuda: takes no --scenario"),
+    (["--device", "cuda", "--peers", "none"], "--device cuda: takes no --peers"),
+    (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+    (["device-rows"], "device-rows: is measured on --device cuda only"),
+    (["--append"], "--append: needs --json FILE"),
+])  # fmt: skip
+def test_options_of_a_device(given: list[str], text: str, capsys) -> None:
     assert text in refused_line(capsys, *given)
 
 
@@ -87,8 +75,7 @@ def test_a_second_run_of_the_script_does_what_is_left(tmp_path: Path) -> None:
         done = subprocess.run(
             [SCRIPT, to, "--no-sanitizer", "--no-bench", *options],
             env={**os.environ, "FUSESTEP_GPU_PYTHON": str(python), "PATH": path},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True, text=True, check=False)  # fmt: skip
         found = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
         return done.returncode, sorted([verdict, name] for verdict, _, name, _ in found)
 

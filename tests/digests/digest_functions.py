@@ -1,7 +1,5 @@
 """Cases of `digests.py`: functions of gradients, pooled tables, schedules and files."""
 
-from __future__ import annotations
-
 import inspect
 import tempfile
 from collections.abc import Callable
@@ -10,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from fusestep import nn, ops
-from fusestep.nn import mxnet as mx
-
 from digest_inputs import BAD, EVERY_PLAN, F32, OF_ROWS, Given, normal, strided, unusual
 from digest_record import Record, wrongly
 from digest_steps import Cases, Signs, Subject, labelled, of_subject, update
+from fusestep import nn, ops
+from fusestep.nn import mxnet as mx
 from helpers import STORAGE_DTYPES
 from own_functions import AVERAGED, Own
 
@@ -135,19 +131,11 @@ def of_gradients() -> Cases:
 
 # Values of arguments by their names, or else their types; others are halves, thirds, ... by place.
 NUMBERS: dict[str, Any] = {
-    "min_lr": 0.01,
-    "warmup_begin_lr": 0.002,
-    "max_update": 11,
-    "total_step": 13,
-    "step_per_epoch": 2,
-    "int": 3,
-    "bool": True,
-    "str": "constant",
-    "list[int]": [2, 5, 9],
-    "Sequence[int]": [2, 5],
-    "Sequence[float]": [0.1, 0.05],
+    "min_lr": 0.01, "warmup_begin_lr": 0.002, "max_update": 11, "total_step": 13,
+    "step_per_epoch": 2, "int": 3, "bool": True, "str": "constant", "list[int]": [2, 5, 9],
+    "Sequence[int]": [2, 5], "Sequence[float]": [0.1, 0.05],
     "Sequence[Schedule | float]": [nn.WarmUpLR(0.1, 3), 0.05, lambda step: 0.1 / (step + 1)],
-}
+}  # fmt: skip
 
 
 def values(record: Record, make: Callable[..., Any], **options: Any) -> None:
@@ -239,9 +227,8 @@ def cases() -> Cases:
         **{f"nn.Parameter {t}": partial(held, data=normal(0, (4, 3), t)) for t in STORAGE_DTYPES},
         **dict.fromkeys(("nn.save_checkpoint", "nn.load_checkpoint"), saved),
         **dict.fromkeys(("nn.Formula", "nn.Rule", "nn.State"), own_rules),
-        **dict.fromkeys(("nn.UniformRows", "nn.NormalRows"), rows_anew),
-        "nn.IdMap": growing,
+        **dict.fromkeys(("nn.UniformRows", "nn.NormalRows"), rows_anew), "nn.IdMap": growing,
         **{f"nn.mxnet.{n}": registered for n in ("create", "register", "get_updater", "Updater")},
-    }
+    }  # fmt: skip
     for name, case in others.items():
         yield f"{name}", partial(wrongly, case=case)

@@ -1,16 +1,12 @@
 """Arrays, parameters and gradients of the cases of `digests.py`, and what is given wrongly."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from fusestep import nn
-
 from helpers import STORAGE_DTYPES
 
 Shape = tuple[int, ...]
@@ -36,9 +32,7 @@ def strided(seed: Any, shape: Shape, dtype: Any = F32) -> np.ndarray:
     return normal(seed, (*shape[::-1], 2), dtype)[..., 0].T
 
 
-def rows(
-    seed: Any, shape: Shape, n: int, dtype: Any = F32, index: Any = np.int64, hot: float = 0.0
-) -> nn.RowTensor:
+def rows(seed, shape: Shape, n: int, dtype=F32, index=np.int64, hot: float = 0.0) -> nn.RowTensor:
     """A row-sparse gradient with duplicates; the share ``hot`` of its indices is one row."""
     rng = rng_of("rows", seed)
     indices = rng.integers(0, max(shape[0], 1), n)
@@ -51,11 +45,9 @@ def rows(
 
 Kind = Callable[[Any, Shape, Any], Any]
 DENSE: dict[str, Kind] = {
-    "dense": normal,
-    "strided": strided,
-    "none": lambda *_: None,
+    "dense": normal, "strided": strided, "none": lambda *_: None,
     "nan": lambda seed, shape, dtype: normal(seed, shape, dtype) * np.array(np.nan, dtype),
-}
+}  # fmt: skip
 SPARSE: dict[str, Kind] = {
     "rows": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype),
     "int32": lambda seed, shape, dtype: rows(seed, shape, 2 * shape[0], dtype, np.int32),
@@ -64,9 +56,8 @@ SPARSE: dict[str, Kind] = {
     "many": lambda seed, shape, dtype: rows(seed, shape, 20_000, dtype, hot=0.3),
     "parts": lambda seed, shape, dtype: [rows((seed, n), shape, n, dtype) for n in (5, 0, 9)],
     "nan rows": lambda _, shape, dtype: nn.RowTensor(
-        np.arange(2), np.full((2, *shape[1:]), np.nan, dtype), shape
-    ),
-}
+        np.arange(2), np.full((2, *shape[1:]), np.nan, dtype), shape),
+}  # fmt: skip
 # The parameters of a run: the shape of each, and the kinds of its gradients from step to step.
 PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
     "dense": (((9, 8), "dense"), ((11,), "dense")),
@@ -79,14 +70,13 @@ PLANS: dict[str, tuple[tuple[Shape, str], ...]] = {
     "nan": (((9, 8), "dense"), ((11,), "dense, nan, dense")),
     "mixed": (
         *(((9, 8), "rows"), ((5, 7), "dense"), ((11,), "dense"), ((4, 3), "none")),
-        *(((6, 16), "parts"), ((5, 1), "no rows"), ((50,), "int32"), ((20, 3, 4), "rows")),
-    ),
+        *(((6, 16), "parts"), ((5, 1), "no rows"), ((50,), "int32"), ((20, 3, 4), "rows"))),
     "widths": tuple(((40, width), "rows") for width in (1, 3, 8, 16, 64, 100)),
     "hot": (((60, 8), "hot"), ((5, 1), "hot"), ((9, 8), "rows")),
     "many": (((2_003, 16), "many"), ((40, 64), "rows")),
     "changing": (((9, 8), "rows, dense, none"), ((7, 3), "dense, int32, no rows")),
     "nan rows": (((9, 8), "rows, nan rows, rows"), ((11,), "dense")),
-}
+}  # fmt: skip
 OF_ARRAYS = [
     name
     for name, plan in PLANS.items()

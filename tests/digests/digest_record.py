@@ -1,7 +1,5 @@
 """What a case of `digests.py` leaves, as a hash; and calls with wrong arguments."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import re
@@ -10,18 +8,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-
-from fusestep import nn, ops
-
 from digest_inputs import unusual
+from fusestep import nn, ops
 from helpers import arrays_of
 
 MODULES = {
-    "nn": nn,
-    "nn.mxnet": nn.mxnet,
-    "nn.mxnet.lr_scheduler": nn.mxnet.lr_scheduler,
-    "ops": ops,
-}
+    "nn": nn, "nn.mxnet": nn.mxnet, "nn.mxnet.lr_scheduler": nn.mxnet.lr_scheduler, "ops": ops,
+}  # fmt: skip
 # What a text may hold of the run and of the place of a file, which is not looked at.
 _ADDRESS, _MODULE = re.compile(r"\b0x[0-9a-f]+"), re.compile(r"\bfusestep(?:\.\w+)*\.(?=\w)")
 
@@ -102,11 +95,9 @@ class WrongCalls(Record):
         return super().attempt(function, *given, **named)
 
     def try_wrongly(self, function: Callable[..., Any], *given: Any, **named: Any) -> None:
-        """Add what is left by a call with each unusual value for each of the named arguments.
-
-        A call is made on copies, of the object too whose method it is, so that none shows in the
-        next one.
-        """
+        """Add what is left by a call with each unusual value for each of the named arguments. A
+        call is made on copies, of the object too whose method it is, so that none shows in the next
+        one."""
         kind = f"{type(function).__name__} {getattr(function, '__qualname__', '')} {[*named]}"
         names = (*named, "learning_rat") if named and kind not in self._seen else ()
         self._seen.add(kind)

@@ -1,7 +1,5 @@
 """Cases of `digests.py`: steps of all optimizers and operators with every option."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -12,16 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from fusestep import nn, ops
-from fusestep.bench.registry import Argument
-from fusestep.bench.registry.record import COMMON
-from fusestep.nn import mxnet as mx
-
 import optimizers
 import thor_nets
 from digest_inputs import BAD, EVERY_PLAN, F32, OF_ARRAYS, OF_ROWS, PLANS, Given, normal, rng_of
 from digest_record import Record, wrongly
+from fusestep import nn, ops
+from fusestep.bench.registry import Argument
+from fusestep.bench.registry.record import COMMON
+from fusestep.nn import mxnet as mx
 from helpers import BF16, STORAGE_DTYPES
 from mxnet_options import HANDED_ON, OPTIONS
 from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator
@@ -44,24 +40,13 @@ RATES = ((0.1, 0.05, 0.2, 0.1, 0.3), nn.CosineDecayLR(0.01, 0.1, 4), halving)
 FURTHER: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rate", "rate or none"), RATES),
     **dict.fromkeys(("decay", "float decay", "unit decay"), (halving,)),
-    "damping": ((0.1, 0.2, 0.3, 0.4, 0.5), halving),
-    "loss scale": (1_000,),
-    "not positive": (-0.7, 0.0),
-    "not negative": (0.0,),
-    "number or None": (0.0,),
-    "positive": (0.5,),
-    "positive or infinite": (1.02,),
-    "beta1": (None, 0.5),
-    "sparse update": ("dense_equivalent", None),
-    "out of range": ("drop",),
-    "filter": (of_weights,),
-    "scheduler": (halving,),
-    "aggregate": (1, 3),
-    "frequency": (3, 100),
-    "block size": (2, None),
-    "form": ("mindspore",),
-    **dict.fromkeys(("version", "compat"), ("1.9",)),
-}
+    "damping": ((0.1, 0.2, 0.3, 0.4, 0.5), halving), "loss scale": (1_000,),
+    "not positive": (-0.7, 0.0), "not negative": (0.0,), "number or None": (0.0,),
+    "positive": (0.5,), "positive or infinite": (1.02,), "beta1": (None, 0.5),
+    "sparse update": ("dense_equivalent", None), "out of range": ("drop",), "filter": (of_weights,),
+    "scheduler": (halving,), "aggregate": (1, 3), "frequency": (3, 100), "block size": (2, None),
+    "form": ("mindspore",), **dict.fromkeys(("version", "compat"), ("1.9",)),
+}  # fmt: skip
 # What a registry moves an argument to that is taken over; others are callables and texts.
 MOVED = (int, float, tuple, type, dict, mx.lr_scheduler.LRScheduler)
 # Dtypes of parameters, of gradients, and of states where they have others.
@@ -179,16 +164,12 @@ class Descent(nn.Optimizer):
 GROUPS: dict[str, Callable[[list[nn.Parameter]], list[dict[str, Any]]]] = {
     "rates": lambda p: [{"params": p[:1], "lr": 0.2}, {"params": p[1:]}],
     "decays": lambda p: [
-        {"params": p[:1], "weight_decay": 0.3},
-        {"params": p[1:], "weight_decay": halving},
-    ],
+        {"params": p[:1], "weight_decay": 0.3}, {"params": p[1:], "weight_decay": halving}],
     "centralized": lambda p: [{"params": p, "grad_centralization": True, "weight_decay": 0.1}],
     "ordered": lambda p: [
         {"params": p[1:], "lr": nn.ExponentialDecayLR(0.1, 0.9, 2)},
-        {"params": p[:1], "grad_centralization": True, "weight_decay": 0.1},
-        {"order_params": p},
-    ],
-}
+        {"params": p[:1], "grad_centralization": True, "weight_decay": 0.1}, {"order_params": p}],
+}  # fmt: skip
 
 
 def resumed(opt: Any, new: Callable[[], Any], through: Callable[[Any], Any] = dict) -> Any:
@@ -228,19 +209,15 @@ def at(step: int, opt: Any, _: Any) -> None:
 
 # What may happen between two steps.
 BETWEEN: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
-    "resumed": resumed,
-    "read": partial(resumed, through=through_a_file),
+    "resumed": resumed, "read": partial(resumed, through=through_a_file),
     "resumed as MindSpore's": partial(resumed, through=of_mindspore),
     "pickled": lambda opt, _: pickle.loads(pickle.dumps(opt)),
-    "copied": lambda opt, _: copy.deepcopy(opt),
-    "rebound": rebound,
-    "with another rate": rated,
+    "copied": lambda opt, _: copy.deepcopy(opt), "rebound": rebound, "with another rate": rated,
     "with another loss scale": lambda opt, _: setattr(opt, "loss_scale", 8.0),
-    "at step 100": partial(at, 100),
-    "at the last step": partial(at, 2**31 - 1),
+    "at step 100": partial(at, 100), "at the last step": partial(at, 2**31 - 1),
     "by its own memory": lambda opt, _: opt([p.data for p in opt.parameters]),
     "read-only": lambda opt, _: opt.parameters[0].data.setflags(write=False),
-}
+}  # fmt: skip
 ATTRIBUTES = ("loss_scale", "global_step", "target", "unique", "found_inf", "learning_rate")
 
 
@@ -251,13 +228,10 @@ def assign(opt: Any, name: str, value: Any) -> list[Any]:
 
 
 def train(
-    record: Record,
-    given: Given,
-    make: Callable[..., Any],
-    between: Callable[..., Any] | None = None,
-    of_groups: Callable[[Any], Any] = list,
+    record: Record, given: Given, make: Callable[..., Any],
+    between: Callable[..., Any] | None = None, of_groups: Callable[[Any], Any] = list,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Five steps; before the last two something may happen to the optimizer."""
 
     def new() -> Any:
@@ -343,7 +317,7 @@ class Signs(mx.Optimizer):
 
 
 def update(
-    record: Record, given: Given, make: Callable[..., Any], way: str = "", **options: Any
+    record: Record, given: Given, make: Callable[..., Any], way: str = "", **options
 ) -> None:
     """Five steps; the states go through bytes before the last two."""
 
@@ -393,18 +367,13 @@ def of_mxnet() -> Cases:
 
 OF_THOR = {
     **{name: COMMON[name] for name in ("learning_rate", "weight_decay", "loss_scale")},
-    "damping": Argument("damping", 0.5),
-    "momentum": Argument("not negative", 0.5),
-    "batch_size": Argument("count", 24),
-    "use_nesterov": Argument("flag"),
-    "decay_filter": Argument("filter"),
-    "enable_clip_grad": Argument("flag"),
-    "frequency": Argument("frequency"),
-    "compat": Argument("form"),
-    "block_size": Argument("block size"),
-    "bad_factor": Argument("what to do"),
+    "damping": Argument("damping", 0.5), "momentum": Argument("not negative", 0.5),
+    "batch_size": Argument("count", 24), "use_nesterov": Argument("flag"),
+    "decay_filter": Argument("filter"), "enable_clip_grad": Argument("flag"),
+    "frequency": Argument("frequency"), "compat": Argument("form"),
+    "block_size": Argument("block size"), "bad_factor": Argument("what to do"),
     "split_indices": Argument("nothing alone"),
-}
+}  # fmt: skip
 SHAPES = ((7, 4), (3, 2, 3, 3), (3,), (5, 4), (5,), (5,), (5,), (3,))
 PLANS["layers"] = tuple((shape, "dense, dense, none") for shape in SHAPES)
 
@@ -430,11 +399,9 @@ def infinite(opt: Any, _: Any) -> None:
 
 
 BETWEEN_OF_THOR: dict[str, Callable[[Any, Any], Any]] = {
-    **BETWEEN,
-    "refreshed": lambda opt, _: opt.request_refresh(),
-    "infinite": infinite,
+    **BETWEEN, "refreshed": lambda opt, _: opt.request_refresh(), "infinite": infinite,
     "cleared": lambda opt, _: infinite(opt, None) or opt.clear_captured(),
-}
+}  # fmt: skip
 
 
 # A kind of layer, the shape of its weight, options, and what goes in and comes out.

@@ -13,8 +13,6 @@ tests), the names in ``__all__`` and signatures. A public name without a case en
 unless the file of the other tree does not have that name either.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import inspect
@@ -39,10 +37,9 @@ sys.path += [
     str(Path(__file__).parents[1] / folder) for folder in ("", *("nn", "nn/mxnet", "nn/thor"))
 ]
 
-import fusestep
-
 import digest_functions
 import digest_steps
+import fusestep
 from digest_record import Record, public_names
 
 PACKAGES = ("numpy", "numba", "llvmlite", "ml_dtypes", "safetensors", "scipy")

@@ -1,7 +1,5 @@
 """Tests of the script that compares two trees: `digests.py`."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import digests
 from digest_inputs import Given
 from digest_record import Record, wrongly
@@ -81,16 +78,10 @@ def test_wrong_calls_come_before_the_first_and_do_not_show_in_it():
 
 
 DIFFERENT: list[tuple[Any, Any]] = [
-    (np.zeros(2), -np.zeros(2)),
-    (np.zeros((1, 2)), np.zeros((2, 1))),
-    (np.zeros(2, np.int32), np.zeros(2, np.float32)),
-    ([1, [2]], [[1], 2]),
-    (1, True),
-    (1, 1.0),
-    (("a", "b"), ("ab",)),
-    (ValueError("a"), TypeError("a")),
-    (ValueError("a"), ValueError("b")),
-]
+    (np.zeros(2), -np.zeros(2)), (np.zeros((1, 2)), np.zeros((2, 1))),
+    (np.zeros(2, np.int32), np.zeros(2, np.float32)), ([1, [2]], [[1], 2]), (1, True), (1, 1.0),
+    (("a", "b"), ("ab",)), (ValueError("a"), TypeError("a")), (ValueError("a"), ValueError("b")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("a", "b"), DIFFERENT)

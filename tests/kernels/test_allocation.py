@@ -1,7 +1,5 @@
 """Arrays of our own begin at a cache line, and steps do not mind where those of users begin."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref
@@ -9,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cpu.threads import allocation, workspace
-
 from helpers import BF16, assert_same_arrays
 
 LINE = 64

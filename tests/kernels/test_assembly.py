@@ -10,7 +10,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
-
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
@@ -20,7 +19,6 @@ from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.element import kernel
 from fusestep.kernels.keeping import MASTER
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-
 from helpers import sampled
 from many_states import FIVE, FOUR
 
@@ -31,24 +29,15 @@ MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platfo
 # Instructions for several elements at once, by machine.
 _PACKED = {
     "x86_64": {
-        "square root": r"v?sqrtps",
-        "division": r"v?divps",
-        "multiplication": r"v?mulps",
-        "addition": r"v?addps",
-        "FMA": r"vfn?m(add|sub)\d+ps",
-        "float64 FMA": r"vfn?m(add|sub)\d+pd",
-        "float64 addition": r"v?addpd",
-    },
+        "square root": r"v?sqrtps", "division": r"v?divps", "multiplication": r"v?mulps",
+        "addition": r"v?addps", "FMA": r"vfn?m(add|sub)\d+ps",
+        "float64 FMA": r"vfn?m(add|sub)\d+pd", "float64 addition": r"v?addpd"},
     "aarch64": {
-        "square root": r"fsqrt\s+v\d+\.[24]s",
-        "division": r"fdiv\s+v\d+\.[24]s",
-        "multiplication": r"fmul\s+v\d+\.[24]s",
-        "addition": r"fadd\s+v\d+\.[24]s",
-        "FMA": r"fml[as]\s+v\d+\.[24]s",
-        "float64 FMA": r"fml[as]\s+v\d+\.2d",
-        "float64 addition": r"fadd\s+v\d+\.2d",
-    },
-}
+        "square root": r"fsqrt\s+v\d+\.[24]s", "division": r"fdiv\s+v\d+\.[24]s",
+        "multiplication": r"fmul\s+v\d+\.[24]s", "addition": r"fadd\s+v\d+\.[24]s",
+        "FMA": r"fml[as]\s+v\d+\.[24]s", "float64 FMA": r"fml[as]\s+v\d+\.2d",
+        "float64 addition": r"fadd\s+v\d+\.2d"},
+}  # fmt: skip
 
 ROOT, DIVISION, FMA, PRODUCT = "square root", "division", "FMA", "multiplication"
 
@@ -127,10 +116,8 @@ def test_the_general_power_is_the_only_scalar_operation():
     ids=lambda x: x if isinstance(x, str) else x.name,
 )
 def test_sums_of_squares_are_vectorised(name, kind):
-    """Products of float64 numbers, or numbers, are added to several partial sums at once.
-
-    What measures rows does so in the block that updates them.
-    """
+    """Products of float64 numbers, or numbers, are added to several partial sums at once. What
+    measures rows does so in the block that updates them."""
     rule = RULES[name]
     compiled = blocks(kernel(rule, (), kind, kind, (kind,) * len(rule.states)))
     block = compiled.measure or compiled.update
@@ -146,8 +133,7 @@ def test_blocks_of_many_states_are_vectorised(rule):
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)
 def test_16_bit_blocks_are_vectorised(kind):
-    compiled = kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2)
-    text = blocks(compiled).update.assembly()
+    text = blocks(kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2)).update.assembly()
     assert_packed(text, {ROOT})
     if kind is storage.F16 and MACHINE == "x86_64" and FEATURES["f16c"]:
         assert re.search(r"vcvtph2psx?\s+[^\n]*[yz]mm", text)

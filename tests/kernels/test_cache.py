@@ -11,10 +11,8 @@ import warnings
 
 import numpy as np
 import pytest
-
 from fusestep.kernels import cache
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
-
 from subprocesses import output_of, run_python
 
 NO_FILE = "expected a regular file or a name that is free"
@@ -193,13 +191,12 @@ def with_constant(k):
 
 
 DIFFERENT = {
-    "closures": (added(1), added(2)),
-    "constants": (lambda x: x + 1, lambda x: x + 2),
+    "closures": (added(1), added(2)), "constants": (lambda x: x + 1, lambda x: x + 2),
     "callees": (lambda x: np.sqrt(x), lambda x: np.exp(x)),
     "defaults": (lambda x, k=1: x + k, lambda x, k=2: x + k),
     "constants of modules": (with_constant(1), with_constant(2)),
     "arrays": (with_constant(np.ones(2)), with_constant(np.zeros(2))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("of", DIFFERENT)
@@ -264,9 +261,8 @@ BOTH_STORAGES = """
 
 def test_entries_of_different_processes_can_be_loaded_together(tmp_path):
     """Numba numbers the functions of a process, and the numbers are in the names of symbols. Two
-    processes that both begin at 1 give different functions one name, and of two entries that
-    are loaded together the second then calls the functions of the first.
-    """
+    processes that both begin at 1 give different functions one name, and of two entries that are
+    loaded together the second then calls the functions of the first."""
     folder = {"FUSESTEP_CACHE_DIR": str(tmp_path)}
     for name in ("float32", "bfloat16"):
         output_of(ONE_STORAGE, name, **folder)
@@ -329,14 +325,12 @@ def make_link(entry, file):
 
 REPLACEMENTS = {
     "writable": lambda entry, file: file.rename(entry).chmod(0o666),
-    "writable for a group": lambda entry, file: file.rename(entry).chmod(0o620),
-    "link": make_link,
-}
+    "writable for a group": lambda entry, file: file.rename(entry).chmod(0o620), "link": make_link,
+}  # fmt: skip
 FOREIGN = {
     "foreign": lambda entry, file: os.chown(file.rename(entry), NOBODY, NOBODY),
     "foreign link": lambda entry, file: (
-        make_link(entry, file), os.chown(entry, NOBODY, NOBODY, follow_symlinks=False)
-    ),
+        make_link(entry, file), os.chown(entry, NOBODY, NOBODY, follow_symlinks=False)),
 }  # fmt: skip
 
 
@@ -449,8 +443,7 @@ def exchange(a, b):
 @pytest.mark.parametrize("kind", ["link", "writable", "folder"])
 def test_exchanges_while_an_entry_is_loaded(entry, planted, tmp_path, monkeypatch, kind):
     """Before the load and after each call that looks at a path or opens it, another user may
-    exchange what is there; all ways to do so are tried.
-    """
+    exchange what is there; all ways to do so are tried."""
     file, good, bad = planted, entry, tmp_path / "bad"
     if kind == "link":
         bad.symlink_to(file)

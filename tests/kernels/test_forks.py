@@ -1,16 +1,12 @@
 """Forks while other threads compile, start threads or step: no child waits for one of them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from fusestep.kernels.cpu.threads import layers, parallel, tbb
-
 from helpers import more
 from subprocesses import output_of, run_python
 
@@ -87,8 +83,7 @@ def test_fork_while_another_thread_holds_a_lock(busy):
 
 def test_what_surrounds_a_fork():
     """A fork that is interrupted while it waits, one within it as of a signal handler, and the
-    functions of the child: no lock stays taken, and those come in order when locks are free.
-    """
+    functions of the child: no lock stays taken, and those come in order when locks are free."""
     program = """
         import os, threading
         from fusestep.kernels.cpu.process.forks import fork_between, in_child
@@ -149,8 +144,7 @@ def test_a_fork_holds_its_locks_longest():
                 os._exit(0)
             print(os.wait()[1], *seen, layers.add_atomically.is_loaded)
     """
-    printed = output_of(program, NUMBA_NUM_THREADS="2")
-    assert printed == "0 0 0 False\n0 0 0 0 0 True\n"
+    assert output_of(program, NUMBA_NUM_THREADS="2") == "0 0 0 False\n0 0 0 0 0 True\n"
 
 
 def test_a_child_of_a_fork_within_a_step_takes_the_next_one():
@@ -338,9 +332,7 @@ def test_what_a_child_can_use_of_tbb():
 @pytest.mark.skipif("tbb" not in LAYERS, reason="there is no wheel of tbb for this system")
 def test_a_fork_of_which_tbb_hears_nothing():
     """An interrupt while the fork waits for a lock: TBB has not ended, unlike at the fork before.
-
-    The child does without TBB, whose threads it does not have.
-    """
+    The child does without TBB, whose threads it does not have."""
     program = """
         import os, signal, sys, threading
         import numpy as np
@@ -476,8 +468,7 @@ def test_a_fork_interrupted_at_any_moment(layer):
         assert moment > 20, moment
         print(parallel.get_num_threads())
     """
-    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
-    assert printed == "2\n"
+    assert output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer) == "2\n"
 
 
 @pytest.mark.skipif("tbb" not in LAYERS, reason="needs TBB")

@@ -1,29 +1,19 @@
 """The compiled reading of array headers: what it takes, what it leaves to the checks in Python."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numba import carray
-
 from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
 from fusestep.kernels.cpu.compiler.machine import PythonEntry
 from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import arrays as headers
-from fusestep.kernels.cpu.headers.arrays import (
-    OPEN,
-    address_of,
-    alike,
-    expected_arrays,
-    overlaps,
-)
+from fusestep.kernels.cpu.headers.arrays import OPEN, address_of, alike, expected_arrays, overlaps
 from fusestep.kernels.cpu.threads.parallel import commit
-
 from helpers import at_once
 
 NOWHERE = np.zeros((2, 0), np.int64)
@@ -61,8 +51,7 @@ def test_address(monkeypatch, usable):
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 1, 4), (), (0,), (3, 0)])
 def test_alike_arrays(dtype, shape):
     arrays = three(shape, dtype)
-    found = alike(arrays, 2)
-    assert found == [address_of(a) for a in arrays]
+    assert alike(arrays, 2) == [address_of(a) for a in arrays]
 
 
 def test_alike_arrays_that_touch():
@@ -79,8 +68,7 @@ def with_rows(shape=(6, 2), n=4, index=np.int64, dtype=np.float32):
 @pytest.mark.parametrize(("shape", "n"), [((6, 2), 4), ((6,), 9), ((2, 3, 0), 5), ((3, 2), 0)])
 def test_alike_arrays_with_rows(dtype, index, shape, n):
     arrays = tuple(with_rows(shape, n, index, dtype))
-    found = alike(arrays, 3, has_rows=True)
-    assert found == [address_of(a) for a in arrays]
+    assert alike(arrays, 3, has_rows=True) == [address_of(a) for a in arrays]
     assert alike((*arrays[:3], read_only().view(np.int64), np.ones((3, *shape[1:]), dtype)), 3,
                  has_rows=True) is not None  # fmt: skip
 
@@ -97,25 +85,15 @@ def test_expected_rows(n):
     assert found.tolist() == [address_of(a) for a in arrays]
 
 
-@pytest.mark.parametrize(
-    ("k", "wrong"),
-    [
-        (0, np.ones((3, 2), np.float32)),
-        (0, np.ones((2, 3))),
-        (0, np.ones((2, 3, 1), np.float32)),
-        (0, np.ones((3, 2), np.float32).T),
-        (0, np.zeros(25, np.uint8)[1:].view(np.float32).reshape(2, 3)),
-        (0, np.ones((2, 3), np.float32).view(Subclass)),
-        (0, None),
-        (1, np.zeros(3, np.int64)),
-        (1, np.zeros(4, np.int32)),
-        (1, np.zeros((4, 1), np.int64)),
-        (1, np.zeros(8, np.int64)[::2]),
-        (2, np.ones((5, 2))),
-        (2, np.ones((4, 3))),
-        (2, np.ones((4, 2), np.float32)),
-    ],
-)
+@pytest.mark.parametrize(("k", "wrong"), [
+    (0, np.ones((3, 2), np.float32)), (0, np.ones((2, 3))), (0, np.ones((2, 3, 1), np.float32)),
+    (0, np.ones((3, 2), np.float32).T),
+    (0, np.zeros(25, np.uint8)[1:].view(np.float32).reshape(2, 3)),
+    (0, np.ones((2, 3), np.float32).view(Subclass)), (0, None), (1, np.zeros(3, np.int64)),
+    (1, np.zeros(4, np.int32)), (1, np.zeros((4, 1), np.int64)),
+    (1, np.zeros(8, np.int64)[::2]), (2, np.ones((5, 2))), (2, np.ones((4, 3))),
+    (2, np.ones((4, 2), np.float32)),
+])  # fmt: skip
 def test_arrays_that_are_not_as_expected(k, wrong):
     arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
     expected = expected_arrays(row_forms(), NOWHERE)
@@ -213,8 +191,7 @@ def test_operators_read_slowly(monkeypatch, dtype):
     gradient = np.linspace(-1, 1, 12).reshape(4, 3).astype(dtype)
     fast = operator_step(gradient)
     for other in (gradient, np.asfortranarray(gradient), gradient.view(Subclass)):
-        found = operator_step(other)
-        assert all(np.array_equal(a, b) for a, b in zip(found, fast, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(operator_step(other), fast, strict=True))
     monkeypatch.setattr(headers, "usable", False)
     slow = operator_step(gradient)
     assert all(np.array_equal(a, b) for a, b in zip(slow, fast, strict=True))
@@ -241,8 +218,7 @@ def mixed_steps():
 def test_optimizers_read_slowly(monkeypatch):
     fast = mixed_steps()
     monkeypatch.setattr(headers, "usable", False)
-    slow = mixed_steps()
-    assert all(np.array_equal(a, b) for a, b in zip(fast, slow, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(fast, mixed_steps(), strict=True))
 
 
 def broken(rows, attribute, value):
@@ -251,18 +227,15 @@ def broken(rows, attribute, value):
 
 
 @pytest.mark.parametrize("usable", [True, False])
-@pytest.mark.parametrize(
-    ("attribute", "value", "error", "text"),
-    [
-        ("dense_shape", (4, 3), ValueError, "has a wrong dense_shape"),
-        ("values", np.ones((4, 2), np.float32), ValueError, "has a wrong shape"),
-        ("values", np.ones((3, 3), np.float32), ValueError, "has a wrong length"),
-        ("values", np.ones((4, 3), np.int32), TypeError, "has a wrong dtype"),
-        ("indices", np.zeros(4, np.int16), TypeError, "has a wrong dtype"),
-        ("indices", np.zeros((4, 1), np.int64), ValueError, "has a wrong shape"),
-        ("indices", np.full(4, 5), IndexError, "is out of range"),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "value", "error", "text"), [
+    ("dense_shape", (4, 3), ValueError, "has a wrong dense_shape"),
+    ("values", np.ones((4, 2), np.float32), ValueError, "has a wrong shape"),
+    ("values", np.ones((3, 3), np.float32), ValueError, "has a wrong length"),
+    ("values", np.ones((4, 3), np.int32), TypeError, "has a wrong dtype"),
+    ("indices", np.zeros(4, np.int16), TypeError, "has a wrong dtype"),
+    ("indices", np.zeros((4, 1), np.int64), ValueError, "has a wrong shape"),
+    ("indices", np.full(4, 5), IndexError, "is out of range"),
+])  # fmt: skip
 def test_row_tensor_that_was_assigned_to(monkeypatch, usable, attribute, value, error, text):
     monkeypatch.setattr(headers, "usable", usable)
     rng = np.random.default_rng(1)

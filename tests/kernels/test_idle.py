@@ -1,7 +1,5 @@
 """Steps without a gradient, many at once: every idle form, against float64 step by step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +9,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-
 from fusestep.kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.element import kernel
@@ -21,21 +18,17 @@ from fusestep.kernels.rules import adam, lion, rmsprop, row_wise, sgd
 from fusestep.kernels.rules.torch import adagrad as torch_adagrad
 from fusestep.kernels.rules.torch import adam as torch_adam
 from fusestep.kernels.storage import STORAGES, real_of
-
 from helpers import BF16, EPSILON, TINY, more
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 N, D = 120, 9
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.95, 0.999), (0.99, 0.999), (0.5, 0.9), (0.0, 0.99)]
 RATES: dict[str, Callable[[int], float]] = {
-    "constant": lambda _: 0.01,
-    "cosine": lambda t: 0.005 * (1.0 + math.cos(t / 50.0)),
+    "constant": lambda _: 0.01, "cosine": lambda t: 0.005 * (1.0 + math.cos(t / 50.0)),
     "stairs": lambda t: 0.01 * 0.3 ** (t // 40),
-    "now and then": lambda t: 0.01 if t % 7 == 0 else 0.0,
-    "warm up": lambda t: min(0.01, 1e-4 * t),
-    "rising": lambda t: 1e-6 * 1.01**t,
-    "late": lambda t: 0.0 if t < 1_200 else 0.01,
-}
+    "now and then": lambda t: 0.01 if t % 7 == 0 else 0.0, "warm up": lambda t: min(0.01, 1e-4 * t),
+    "rising": lambda t: 1e-6 * 1.01**t, "late": lambda t: 0.0 if t < 1_200 else 0.01,
+}  # fmt: skip
 Scalars = Callable[[float, int], tuple[float, ...]]
 
 
@@ -76,22 +69,18 @@ LINEAR: dict[str, tuple[Rule, Scalars, float]] = {
     "rmsprop centered": (rmsprop.RMSPROP_CENTERED, lambda lr, _: (lr, 0.1, 1e-8, 0.0), 0.0),
     "torch rmsprop": (torch_adagrad.TORCH_RMSPROP, lambda lr, _: (lr, 0.9, 0.1, 1e-8), 0.0),
     "torch rmsprop momentum": (
-        torch_adagrad.TORCH_RMSPROP_MOMENTUM, lambda lr, _: (lr, 0.9, 0.1, 1e-8, 0.8), 0.0
-    ),
+        torch_adagrad.TORCH_RMSPROP_MOMENTUM, lambda lr, _: (lr, 0.9, 0.1, 1e-8, 0.8), 0.0),
     "torch rmsprop centered": (
         torch_adagrad.TORCH_RMSPROP_CENTERED,
-        lambda lr, _: (lr, 0.9, 0.1, 1e-8, torch_adam.share_of(0.1), 0.0), 0.0,
-    ),
+        lambda lr, _: (lr, 0.9, 0.1, 1e-8, torch_adam.share_of(0.1), 0.0), 0.0),
     "lion": (lion.LION, lambda lr, _: (0.9, 0.1, 0.99, 0.01, lr, 0.3, 0.0, 1.0), 0.0),
 }  # fmt: skip
 ROOTED: dict[str, tuple[Rule, Callable[..., Scalars]]] = {
-    "adam": (adam.ADAM, mindspore),
-    "adam nesterov": (adam.ADAM_NESTEROV, mindspore),
-    "amsgrad": (adam.ADAM_AMSGRAD, mindspore),
-    "weight decay": (adam.ADAM_WEIGHT_DECAY, decoupled),
+    "adam": (adam.ADAM, mindspore), "adam nesterov": (adam.ADAM_NESTEROV, mindspore),
+    "amsgrad": (adam.ADAM_AMSGRAD, mindspore), "weight decay": (adam.ADAM_WEIGHT_DECAY, decoupled),
     "torch adamw": (torch_adam.TORCH_ADAM, corrected),
     "torch amsgrad": (torch_adam.TORCH_AMSGRAD, corrected),
-}
+}  # fmt: skip
 
 
 class Missed:
@@ -125,10 +114,8 @@ class Missed:
     def reference(
         self, plain: Callable[..., Any] | None = None
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Weights, states and the sum of all absolute changes of the weights.
-
-        Each step is that of the rule, or ``plain(w, g, *states, hp)``.
-        """
+        """Weights, states and the sum of all absolute changes of the weights. Each step is that of
+        the rule, or ``plain(w, g, *states, hp)``."""
         w, *states = (x.astype(np.float64) for x in (self.w, *self.states))
         moved, step = np.zeros_like(w), stepper(plain or self.rule.update, len(states))
         for t, hp in self.hp.items():
@@ -220,14 +207,11 @@ def test_schedules(name: str, betas: tuple[float, float], rate: str, now: int) -
 # The scalars of so many steps in turn. Steps without an epsilon are no part of steps with one.
 CHANGING: dict[str, tuple[Rule, list[Scalars], int]] = {
     "betas and epsilon": (
-        adam.ADAM, [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)], 70
-    ),
+        adam.ADAM, [mindspore(0.9, 0.999), mindspore(0.8, 0.99), mindspore(0.9, 0.999, 1e-3)], 70),
     **{
         f"epsilon beside {betas}": (
-            torch_adam.TORCH_ADAM, [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)], 90
-        )
-        for betas in ((0.9, 0.999), (0.9, 0.95))
-    },
+            torch_adam.TORCH_ADAM, [corrected(*betas, epsilon) for epsilon in (0.0, 1e-2)], 90)
+        for betas in ((0.9, 0.999), (0.9, 0.95))},
 }  # fmt: skip
 
 
@@ -248,10 +232,8 @@ def test_epsilon_and_dtypes(name: str, dtype: np.dtype, epsilon: float) -> None:
 
 
 def by_formula(w: Any, _: Any, m: Any, v: Any, hp: Any) -> Any:
-    """A step of Adam without a gradient as it is published: an infinite moment stays infinite.
-
-    The rules compute ``m + (1 - beta1)*(g - m)``, which makes it a NaN.
-    """
+    """A step of Adam without a gradient as it is published: an infinite moment stays infinite. The
+    rules compute ``m + (1 - beta1)*(g - m)``, which makes it a NaN."""
     m, v = 0.9 * m, 0.999 * v
     return hp.shrink * w - hp.step_size * m / (math.sqrt(v) * hp.root + hp.epsilon), m, v
 

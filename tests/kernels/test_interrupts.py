@@ -4,8 +4,6 @@ Python looks at signals where a function begins or ends. A profiler is called th
 raises tries all these moments, one after the other.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading
@@ -15,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.nn import mxnet as mx
-
 from helpers import arrays_of, more
 from thor_nets import Net, Pass, make
 
@@ -28,10 +24,8 @@ MOMENTS = {"call", "return", "c_return"}
 
 
 def done_at(moment: int, step: Callable[[], Any], handler: Callable[[], Any]) -> int:
-    """A step with a call of a signal handler at this moment of it; how many moments have passed.
-
-    A KeyboardInterrupt of the handler ends the step.
-    """
+    """A step with a call of a signal handler at this moment of it; how many moments have passed. A
+    KeyboardInterrupt of the handler ends the step."""
     passed = 0
 
     def look(_frame: FrameType, event: str, _argument: Any) -> None:
@@ -128,14 +122,6 @@ def mxnet(update: Callable[[Any, list[Any], list[Any]], Any]) -> Steps:
     return Steps(lambda: update(updater, [np.ones_like(w) for w in weights], weights), state)
 
 
-def updated_together(updater: Any, gradients: list[Any], weights: list[Any]) -> None:
-    updater([0, 1, 2], gradients, weights)
-
-
-def updated_alone(updater: Any, gradients: list[Any], weights: list[Any]) -> None:
-    updater(2, gradients[2], weights[2])
-
-
 def operator(op: Any, *gradient: np.ndarray) -> Steps:
     arrays = [ones(6, 2), 0.1 * ones(6, 2), 0.2 * ones(6, 2)]
     return Steps(lambda: op(*arrays, *HP, *gradient), lambda: arrays)
@@ -160,28 +146,23 @@ CASES: dict[str, Callable[[], Steps]] = {
     "LARS": lars,
     "AdaFactor": lambda: dense(nn.AdaFactor),
     "thor": thor,
-    "mxnet.Adam": lambda: mxnet(updated_together),
-    "mxnet.Adam, one weight": lambda: mxnet(updated_alone),
+    "mxnet.Adam": lambda: mxnet(lambda updater, g, w: updater([0, 1, 2], g, w)),
+    "mxnet.Adam, one weight": lambda: mxnet(lambda updater, g, w: updater(2, g[2], w[2])),
     "Adam operator, locked": lambda: operator(ops.Adam(use_locking=True), ones(6, 2)),
     "FusedSparseLazyAdam, locked": lambda: operator(
-        ops.FusedSparseLazyAdam(use_locking=True), ones(3, 2), np.array([5, 0, 5])
-    ),
+        ops.FusedSparseLazyAdam(use_locking=True), ones(3, 2), np.array([5, 0, 5])),
     "adam_update": lambda: to_another_array(ones(6, 2)),
     "adam_update, rows, locked": lambda: to_another_array(rows(6, 2, [3, 3]), use_locking=True),
-}
+}  # fmt: skip
 
 
 # What is interrupted within a finalizer goes on, and Python says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("n_before", "every"),
-    [
-        pytest.param(0, 7, id="first step"),
-        pytest.param(2, 5, id="later"),
-        more(2, 1, id="later, every moment"),
-    ],
-)
+@pytest.mark.parametrize(("n_before", "every"), [
+    pytest.param(0, 7, id="first step"), pytest.param(2, 5, id="later"),
+    more(2, 1, id="later, every moment"),
+])  # fmt: skip
 def test_a_step_happens_in_whole_or_not_at_all(
     case: Callable[[], Steps], n_before: int, every: int
 ) -> None:

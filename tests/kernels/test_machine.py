@@ -1,14 +1,11 @@
 """Machine code without Numba: made of portable IR, kept as bytes, called by ints."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-
 from fusestep.kernels import cache
 from fusestep.kernels.cpu import warmup
 from fusestep.kernels.cpu.compiler import machine
@@ -20,7 +17,6 @@ from fusestep.kernels.cpu.gather import gather_part
 from fusestep.kernels.cpu.rows import sort, sums
 from fusestep.kernels.cpu.threads.layers import add_atomically
 from fusestep.kernels.storage import F32, STORAGES
-
 from subprocesses import output_of
 
 # Steps through every loop that depends on no rule: what they leave, and what Numba compiled.
@@ -114,9 +110,7 @@ BROKEN = """
 """
 
 
-def test_without_an_engine_functions_are_numbas_own(
-    compiled_anew: list[str], tmp_path: Path
-) -> None:
+def test_without_an_engine_functions_are_numbas_own(compiled_anew: list[str], tmp_path) -> None:
     """With the same results, and nothing is kept."""
     folder = tmp_path / "kernels"
     found, *compiled = output_of(
@@ -136,9 +130,7 @@ def test_a_package_that_was_built_has_its_loops() -> None:
     assert {name.split(".")[-1] for name in missing} <= {"make_factors", "store_states"}
 
 
-def test_loops_of_other_sources_are_not_used(
-    portable: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loops_of_other_sources_are_not_used(portable: Path, monkeypatch) -> None:
     identity = sort.group_serial.identity
     monkeypatch.setattr(machine, "PORTABLE", portable)
     assert machine.portable(identity)
@@ -153,9 +145,7 @@ def test_loops_of_other_sources_are_not_used(
     assert machine.portable(identity) is None
 
 
-def test_a_damaged_file_is_as_none(
-    portable: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_as_none(portable: Path, monkeypatch, tmp_path) -> None:
     identity = sort.group_serial.identity
     name = machine._name(identity)
     content = (portable / name).read_bytes()

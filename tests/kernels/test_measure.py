@@ -1,13 +1,11 @@
 """Sums of squares, exact to float64, in an order that the tensor decides; ratios of norms."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-
+import reference_layerwise as layerwise
 from fusestep import ops
 from fusestep.kernels.cpu.dense import PART
 from fusestep.kernels.rule import Rule, factors
@@ -16,8 +14,6 @@ from fusestep.kernels.rules.lamb import LAMB, lamb_scalars
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
 from reference import wide
 
@@ -54,8 +50,7 @@ def test_a_tensor_alone_and_among_others(dtype: np.dtype) -> None:
     arrays = [array(shape, dtype, seed=k) for k, shape in enumerate(SHAPES)]
     alone = np.array([squares(STORAGES[dtype], [x])[0] for x in arrays])
     for order in (list(range(len(arrays))), [5, 0, 8, 6, 1, 7, 2, 4, 3], [5, 5, 4, 0, 4]):
-        found = squares(STORAGES[dtype], [arrays[k] for k in order])
-        assert_same_bits(found, alone[order])
+        assert_same_bits(squares(STORAGES[dtype], [arrays[k] for k in order]), alone[order])
 
 
 @EACH_DTYPE
@@ -80,9 +75,7 @@ def test_what_is_not_finite_is_seen(dtype: np.dtype, bad: float) -> None:
         assert np.isnan(found) if np.isnan(bad) else found == np.inf
 
 
-def measured(
-    rule: Any, prologue: Any, tensors: list[tuple[np.ndarray, ...]], gradients: Any, rows: Any
-) -> np.ndarray:
+def measured(rule, prologue, tensors: list[tuple[np.ndarray, ...]], gradients, rows) -> np.ndarray:
     """`DenseUpdate.sums` of fresh tensors, each with a row of scalars of its own."""
     hp = np.array(rows, np.float64 if tensors[0][0].dtype == np.float64 else np.float32)
     with unchanged(tensors, gradients):
@@ -145,8 +138,7 @@ def test_lars_ratio() -> None:
 
 def test_clipped_lars_ratio() -> None:
     """max(min(ratio / lr, 1), 0), also for a rate of 0."""
-    ratio = np.array([0.2, 0.2, 0.2, 0.0])
-    found = lars.clipped_ratio(ratio, np.array([0.4, 0.1, 0.0, 0.0]))
+    found = lars.clipped_ratio(np.array([0.2, 0.2, 0.2, 0.0]), np.array([0.4, 0.1, 0.0, 0.0]))
     np.testing.assert_array_equal(found, [0.5, 1.0, 1.0, 0.0])
 
 

@@ -1,12 +1,9 @@
 """Steps where memory or threads are short: serial ones, or an error before anything happens."""
 
-from __future__ import annotations
-
 import sys
 from textwrap import dedent
 
 import pytest
-
 from helpers import more
 from subprocesses import output_of
 from test_forks import LAYERS

@@ -1,7 +1,5 @@
 """Rules that know rows: each is measured by itself, in every loop, with the same bits."""
 
-from __future__ import annotations
-
 # ruff: noqa: ARG001  # the arguments of rules are fixed
 import math
 from dataclasses import replace
@@ -10,11 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.kernels.rule import Rule
 from fusestep.kernels.state import State
-
 from helpers import assert_same_arrays, assert_same_bits
 
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16
@@ -38,17 +34,9 @@ def centred(w: Any, g: Any, m: Any, hp: Any) -> Any:
 
 
 COUNTED = Rule(
-    centred,
-    (State("m"), State("seen", "row", dtype=np.int32), State("largest", "row")),
-    ("lr", "fresh", "floor"),
-    mean_and_size,
-    2,
-    of_row,
-    "lr",
-    signed=(0,),
-    scope="row",
-    takes=("size", "seen", "largest", "floor"),
-)
+    centred, (State("m"), State("seen", "row", dtype=np.int32), State("largest", "row")),
+    ("lr", "fresh", "floor"), mean_and_size, 2, of_row, "lr", signed=(0,), scope="row",
+    takes=("size", "seen", "largest", "floor"))  # fmt: skip
 
 
 def scalars(real: Any, lr: Any, decay: Any, step: Any, constants: Any, powers: Any) -> Any:
@@ -112,8 +100,7 @@ def test_a_rule_of_a_user(how: str, dtype: Any, tolerance: float, width: int) ->
 def test_what_is_not_finite_stays_in_its_row() -> None:
     for form in (nn.RowWiseAdagrad, nn.RowWiseAdam):
         for bad in (np.nan, np.inf):
-            rng = np.random.default_rng(1)
-            g, clean = (rng.standard_normal((9, 33)).astype(F32),) * 2
+            g, clean = (np.random.default_rng(1).standard_normal((9, 33)).astype(F32),) * 2
             g = g.copy()
             g[4, 5] = bad
             found, without = (form([np.ones((9, 33), F32)]) for _ in range(2))
@@ -153,15 +140,8 @@ def along_moment(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
 
 
 NORMALISED = Rule(
-    along_moment,
-    (State("m"), State("v", "tensor", initial=0.5)),
-    ("lr", "beta", "size"),
-    norm,
-    1,
-    of_tensor,
-    "size",
-    takes=("v", "beta"),
-)
+    along_moment, (State("m"), State("v", "tensor", initial=0.5)), ("lr", "beta", "size"), norm, 1,
+    of_tensor, "size", takes=("v", "beta"))  # fmt: skip
 
 
 class Normalised(nn.FusedOptimizer):
@@ -212,9 +192,7 @@ WRONG = [
     ({"n_measured": 1}, TypeError, "takes other arguments"),
     (
         {"states": (State("m"), State("seen", "row", is_read=True), State("largest", "row"))},
-        ValueError,
-        "factor 'of_row' returns another number of values",
-    ),
+        ValueError, "factor 'of_row' returns another number of values"),
     ({"states": (State("m"), State("seen", "block"), State("largest", "row"))}, ValueError,
      "state 'seen' of the rule is of something unknown"),
     ({"states": (State("m", dtype=np.int32), State("seen", "row"), State("largest", "row"))},

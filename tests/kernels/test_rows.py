@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-
+import reference
+import reference_elementwise as elementwise
 from fusestep import nn, ops
 from fusestep.kernels.cpu.rows import step
 from fusestep.kernels.cpu.rows.arguments import lay_out
-
-import reference
-import reference_elementwise as elementwise
 from helpers import BF16, assert_same_arrays, assert_same_bits, unchanged
 from operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
 from roundings import Rounded, assert_rounded
@@ -38,8 +36,7 @@ HOT, RANGE = 512, 4_096
 # The same cases in every run; nothing is kept between runs.
 quick = settings(
     max_examples=80, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+    suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 
 
 class Family:
@@ -107,15 +104,9 @@ class Problem:
 
     @classmethod
     def make(
-        cls,
-        n: int,
-        tail: tuple[int, ...],
-        indices: np.ndarray,
-        *,
-        exact: bool = True,
-        seed: int = 0,
-        dtype: Any = np.float32,
-    ) -> Problem:
+        cls, n: int, tail: tuple[int, ...], indices: np.ndarray, *, exact: bool = True,
+        seed: int = 0, dtype: Any = np.float32,
+    ) -> Problem:  # fmt: skip
         """With `exact`, every sum of gradient rows is exact in float32, in any order."""
         rng = np.random.default_rng(seed)
         w, signed = rng.standard_normal((2, n, *tail)).astype(dtype)
@@ -164,10 +155,8 @@ def fixed(n: int, tail: tuple[int, ...], indices: list[int], *, exact: bool = Tr
 
 
 def assert_near_reference(family: Family, problem: Problem, found: list[np.ndarray]) -> None:
-    """Within the bound of the rounding errors of sums and step.
-
-    Rows that take no step keep their bits.
-    """
+    """Within the bound of the rounding errors of sums and step. Rows that take no step keep their
+    bits."""
     __tracebackhide__ = True
     before, rows = problem.variables(family), problem.stepped(family)
     g, size = (
@@ -302,8 +291,7 @@ def test_hot_rows_are_summed_in_the_documented_order(
     family: Family, tail: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
     """To the last bit, also for numbers whose sum depends on the order."""
-    rng = np.random.default_rng(9)
-    indices = rng.permutation(np.repeat([3, 7, 0, 4], counts))
+    indices = np.random.default_rng(9).permutation(np.repeat([3, 7, 0, 4], counts))
     problem = Problem.make(9, tail, indices, exact=False, seed=10)
     sums = ordered_sums(problem)
     # The test would prove nothing if any order gave the same bits.

@@ -1,7 +1,5 @@
 """Storage types: every 16-bit pattern, both ways; every combination; odd sizes and shapes."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -9,14 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numba import njit
-
+import reference
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-import reference
 from helpers import BF16, PAIRWISE, STORAGE_DTYPES, assert_same_bits, sampled
 from roundings import Rounded, assert_rounded
 
@@ -198,14 +194,9 @@ def step(
     """One compiled Adam step on any number of tensors, in one call."""
     variables = Variables.of(tensors)
     update = DenseUpdate(
-        rules.ADAM,
-        (),
-        variables,
-        np.array([g.ctypes.data for g in gradients]),
-        STORAGES[gradients[0].dtype],
-        np.array([hp], variables.real.dtype),
-        np.zeros(len(tensors), np.int64),
-    )
+        rules.ADAM, (), variables, np.array([g.ctypes.data for g in gradients]),
+        STORAGES[gradients[0].dtype], np.array([hp], variables.real.dtype),
+        np.zeros(len(tensors), np.int64))  # fmt: skip
     commit([update.prepared()])
 
 

@@ -12,13 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from fusestep import get_num_threads, set_num_threads
 from fusestep.kernels.cpu import info
 from fusestep.kernels.cpu.threads import layers, parallel
 from fusestep.kernels.cpu.threads.layers import Limit
 from fusestep.kernels.cpu.threads.parallel import deciding_limit, limit_threads
-
 from subprocesses import ENVIRONMENT, output_of, run_python
 from test_interrupts import done_at, interrupt
 
@@ -71,15 +69,13 @@ def test_several_python_threads_at_once(layer, serial_digests):
     program = (
         STEPS
         + """
-    import threading
     from fusestep import threading_layer
+    from helpers import at_once
     results = []
     def work():
         for _ in range(3):
             results.append((step("lazy"), step("all")))
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
+    at_once([work] * 4)
     assert threading_layer() == sys.argv[1], threading_layer()
     assert len(results) == 12 and len(set(results)) == 1, set(results)
     print(*results[0])
@@ -139,14 +135,10 @@ def test_the_hazard_is_real():
     assert done.returncode != 0
 
 
-@pytest.mark.parametrize(
-    ("layer", "could_be_tbb"),
-    [
-        *((name, True) for name in ("default", "tbb", "TBB", "safe", "threadsafe", "forksafe")),
-        ("omp", False),
-        ("workqueue", False),
-    ],
-)
+@pytest.mark.parametrize(("layer", "could_be_tbb"), [
+    *((name, True) for name in ("default", "tbb", "TBB", "safe", "threadsafe", "forksafe")),
+    ("omp", False), ("workqueue", False),
+])  # fmt: skip
 def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
     monkeypatch, tmp_path, layer, could_be_tbb
 ):
@@ -259,24 +251,18 @@ def test_first_steps_of_two_threads_while_numba_makes_its_lock():
 CORES = Limit(6, "the cores of this process")
 
 
-@pytest.mark.parametrize(
-    ("environment", "budget", "expected"),
-    [
-        ({}, None, CORES),
-        ({"quota": 2}, None, Limit(2, "the CPU quota of the container")),
-        ({"quota": 9}, None, CORES),
-        ({"OMP_NUM_THREADS": "3"}, None, Limit(3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": " 3,2 "}, None, Limit(3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, Limit(5, "NUMBA_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "9"}, None, CORES),
-        ({"OMP_NUM_THREADS": "3"}, 2, Limit(2, "fusestep.set_num_threads")),
-        ({"OMP_NUM_THREADS": "1"}, 2, Limit(1, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "3"}, 4_000_000, Limit(3, "OMP_NUM_THREADS")),
-        ({"OMP_NUM_THREADS": "99999999999999999999"}, None, CORES),
-        *(({"OMP_NUM_THREADS": x}, None, CORES)
-          for x in ("0", "-1", "many", "", "2.5")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("environment", "budget", "expected"), [
+    ({}, None, CORES), ({"quota": 2}, None, Limit(2, "the CPU quota of the container")),
+    ({"quota": 9}, None, CORES), ({"OMP_NUM_THREADS": "3"}, None, Limit(3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": " 3,2 "}, None, Limit(3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, Limit(5, "NUMBA_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "9"}, None, CORES),
+    ({"OMP_NUM_THREADS": "3"}, 2, Limit(2, "fusestep.set_num_threads")),
+    ({"OMP_NUM_THREADS": "1"}, 2, Limit(1, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "3"}, 4_000_000, Limit(3, "OMP_NUM_THREADS")),
+    ({"OMP_NUM_THREADS": "99999999999999999999"}, None, CORES),
+    *(({"OMP_NUM_THREADS": x}, None, CORES) for x in ("0", "-1", "many", "", "2.5")),
+])  # fmt: skip
 def test_the_smallest_limit_decides(environment, budget, expected, monkeypatch):
     monkeypatch.setattr(layers, "_cores", lambda: 6)
     monkeypatch.setattr(layers, "_quota", lambda *_: environment.get("quota"))
@@ -327,8 +313,7 @@ def test_a_huge_number_starts_no_more_threads_than_there_are_cores(layer):
     code = textwrap.dedent(program)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False,
-        env={**ENVIRONMENT, "NUMBA_NUM_THREADS": huge, "NUMBA_THREADING_LAYER": layer},
-    )  # fmt: skip
+        env={**ENVIRONMENT, "NUMBA_NUM_THREADS": huge, "NUMBA_THREADING_LAYER": layer})  # fmt: skip
     assert done.stdout == f"{layer}\n", done.stderr
 
 
@@ -437,26 +422,22 @@ def groups(folder, **files):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "cores"),
-    [
-        ("0::/\n", {"cpu_max": "250000 100000\n"}, 2),
-        ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
-        ("0::/\n", {"cpu_max": "max 100000\n"}, None),
-        ("0::/\n", {}, None),
-        ("0::/a/b\n", {"a__b__cpu_max": "max 100000", "a__cpu_max": "300000 100000"}, 3),
-        ("0::/a/b\n", {"a__b__cpu_max": "200000 100000", "a__cpu_max": "300000 100000"}, 2),
-        ("0::/not/here\n", {"cpu_max": "400000 100000"}, 4),
-        ("3:cpu,cpuacct:/x\n1:memory:/x\n",
-         {"cpu,cpuacct__x__cfs_quota_us": "200000", "cpu,cpuacct__x__cfs_period_us": "100000"}, 2),
-        ("3:cpu:/docker/1\n",
-         {"cpu__cfs_quota_us": "700000", "cpu__cfs_period_us": "100000"}, 7),
-        ("3:cpu:/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, None),
-        ("3:memory:/\n", {"memory__cfs_quota_us": "1", "memory__cfs_period_us": "1"}, None),
-        ("0::/\n", {"cpu_max": "nonsense"}, None),
-        ("0::/\n", {"cpu_max": "100000 0"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("membership", "files", "cores"), [
+    ("0::/\n", {"cpu_max": "250000 100000\n"}, 2),
+    ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
+    ("0::/\n", {"cpu_max": "max 100000\n"}, None),
+    ("0::/\n", {}, None),
+    ("0::/a/b\n", {"a__b__cpu_max": "max 100000", "a__cpu_max": "300000 100000"}, 3),
+    ("0::/a/b\n", {"a__b__cpu_max": "200000 100000", "a__cpu_max": "300000 100000"}, 2),
+    ("0::/not/here\n", {"cpu_max": "400000 100000"}, 4),
+    ("3:cpu,cpuacct:/x\n1:memory:/x\n",
+     {"cpu,cpuacct__x__cfs_quota_us": "200000", "cpu,cpuacct__x__cfs_period_us": "100000"}, 2),
+    ("3:cpu:/docker/1\n", {"cpu__cfs_quota_us": "700000", "cpu__cfs_period_us": "100000"}, 7),
+    ("3:cpu:/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, None),
+    ("3:memory:/\n", {"memory__cfs_quota_us": "1", "memory__cfs_period_us": "1"}, None),
+    ("0::/\n", {"cpu_max": "nonsense"}, None),
+    ("0::/\n", {"cpu_max": "100000 0"}, None),
+])  # fmt: skip
 def test_quotas_of_containers(membership, files, cores, tmp_path):
     place = tmp_path / "membership"
     place.write_text(membership)
@@ -492,10 +473,8 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     used = []
     run_all = parallel.run_all
     monkeypatch.setattr(
-        parallel,
-        "run_all",
-        lambda loops: (used.extend(loop.words[-1] for loop in loops), run_all(loops)),
-    )
+        parallel, "run_all",
+        lambda loops: (used.extend(loop.words[-1] for loop in loops), run_all(loops)))  # fmt: skip
     set_num_threads(1)
     try:
         w = np.ones(200_000, np.float32)

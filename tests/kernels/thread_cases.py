@@ -3,20 +3,16 @@
 Tensors of several parts, lists of them, tables with hot rows, and rows that occur once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
-
 from fusestep import get_num_threads, nn, ops, set_num_threads
 from fusestep.kernels.rules.lamb import LAMB_CLIPPED, lamb_scalars
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
-
 from helpers import STORAGE_DTYPES, arrays_of
 from optimizers import FORMS, is_row_wise, make
 from test_bits import CASES as RULES
@@ -141,8 +137,7 @@ def norms() -> Iterator[Any]:
     yield np.array([ops.global_norm([hot]), ops.global_norm([*mixture(), hot])])
     yield ops.clip_by_global_norm(
         [g for g in (dense(300_000), *mixture(10.0), dense(200_000, seed=4)) if g is not None],
-        0.5, in_place=True,
-    )  # fmt: skip
+        0.5, in_place=True)  # fmt: skip
 
 
 CASES: dict[str, Callable[[], Iterator[Any]]] = {
@@ -151,21 +146,17 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
         f"{form} {dtype.__name__}": partial(steps, partial(make, form), LARGE, dtype)
         for form in FORMS
         for dtype in (np.float32, *[np.float16] * (form in MEASURED))
-        if not is_row_wise(form)
-    },
+        if not is_row_wise(form)},
     "LARS-Lamb": partial(steps, lambda p: nn.LARS(nn.Lamb(p, 0.5), coefficient=0.1), LARGE),
     **{
         build.__name__: partial(steps, build, OF_ROWS)
-        for build in (nn.RowWiseAdagrad, nn.RowWiseAdam, Counted)
-    },
+        for build in (nn.RowWiseAdagrad, nn.RowWiseAdam, Counted)},
     **{
         f"{clip} {how}": partial(
             steps_of_rows,
-            partial(nn.LazyAdam, weight_decay=0.1, sparse_update=how, **{clip: 0.1}),
-        )
+            partial(nn.LazyAdam, weight_decay=0.1, sparse_update=how, **{clip: 0.1}))
         for clip in ("clipvalue", "clipnorm")
-        for how in ("lazy", "dense_equivalent")
-    },
+        for how in ("lazy", "dense_equivalent")},
     **{
         f"mxnet {name} {options}": partial(steps_of_mxnet, name, **options)
         for name in ("adam", "adamw")
@@ -174,17 +165,15 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
     },
     **{
         f"bags {options}": partial(bags, **options)
-        for options in ({}, {"padding_idx": 1}, {"pooling": "mean"}, {"pooling": "max"})
-    },
+        for options in ({}, {"padding_idx": 1}, {"pooling": "mean"}, {"pooling": "max"})},
     **{
         f"bags {form} {how}": partial(steps_of_bags, form, how)
         for form in ("Adam", "Adagrad", "RowWiseAdam")
-        for how in ("lazy", "dense_equivalent")
-    },
+        for how in ("lazy", "dense_equivalent")},
     "sums of squares": sums_of_squares,
     "norms": norms,
     "gathered": gathered,
-}
+}  # fmt: skip
 
 
 def main() -> None:

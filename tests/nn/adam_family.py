@@ -1,12 +1,9 @@
 """Classes of Adam's family, an optimizer of a user, and small parameters and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 
 CLASSES = (nn.Adam, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay)

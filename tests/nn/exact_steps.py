@@ -1,7 +1,5 @@
 """The step of each form of an optimizer in float64, with the scalars of the optimizer at hand."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +21,9 @@ def reference_of(form: str) -> Callable[..., Any]:
 
 
 def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float = 0.0) -> Step:
-    """The reference of update t = 1, 2, ... of a parameter.
-
-    A scalar of the reference is an option of the optimizer with the same name, rounded to `real`;
-    but for ``lr``, ``decay``, ``t``, complements ``one_minus_x`` and powers ``x_power``.
-    """
+    """The reference of update t = 1, 2, ... of a parameter. A scalar of the reference is an option
+    of the optimizer with the same name, rounded to `real`; but for ``lr``, ``decay``, ``t``,
+    complements ``one_minus_x`` and powers ``x_power``."""
     step, renamed = reference_of(form), ALL_FORMS[form].renamed
     names = inspect.signature(step).parameters
     if "hp" in names:
@@ -37,7 +33,7 @@ def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float =
             constants = opt.beta1, opt.beta2, opt.eps
             hp = reference.usual_adam_scalars(lr, *constants, t, decay, real)
         fixed = {"nesterov": opt.use_nesterov} if "nesterov" in names else {}
-        return partial(_with_hp, step, hp, fixed)
+        return lambda w, g, *states: step(w, g, *states, hp, **fixed)
 
     of_step = {"lr": lr, "decay": decay, "t": t}
 
@@ -58,7 +54,3 @@ def exact_step(form: str, opt: Any, lr: float, t: int, real: Any, decay: float =
         and (p.default is p.empty or hasattr(opt, renamed.get(name, name)))
     ]
     return partial(step, **{name: scalar(name) for name in given})
-
-
-def _with_hp(step: Any, hp: Any, fixed: dict[str, Any], w: Any, g: Any, *states: Any) -> Any:
-    return step(w, g, *states, hp, **fixed)

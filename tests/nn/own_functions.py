@@ -3,14 +3,11 @@
 No file of tests: pytest would put calls into the assertion of a rule.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numba
 import numpy as np
-
 from fusestep.kernels.rule import rule_helper
 from fusestep.nn import Formula, FusedOptimizer, Rule
 

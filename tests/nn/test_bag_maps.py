@@ -1,14 +1,10 @@
 """Bags whose ids go through maps, against tables with a vocabulary that is known beforehand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import assert_same_bits, refused
 
 D, N_IDS, CAPACITY = 4, 30, 64
@@ -60,8 +56,7 @@ def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, form: str) -> 
             out = grows(np.concatenate(given), np.concatenate((*ends, bounds[-1:])), step=step)
         else:
             out = grows(given, offsets, step=step)
-        expected = other([*plain, given[2]], offsets)
-        assert_same_bits(out, expected)
+        assert_same_bits(out, other([*plain, given[2]], offsets))
         grad = rng.standard_normal(out.shape).astype(np.float32)
         grows.backward(grad)
         other.backward(grad)
@@ -148,8 +143,7 @@ def test_features_of_a_table_keep_each_others_rows(form: str) -> None:
     ids, tables = nn.IdMap(9, full="evict"), [np.zeros((9, 1)), np.ones((7, 1))]
     bags = nn.EmbeddingBags(
         tables, nn.SGD(tables), features=[0, 1, 0], maps=[ids, None, ids], padding_idx=[None, 0, 5],
-        new_rows=lambda new, shape: new.astype(float).reshape(shape),
-    )  # fmt: skip
+        new_rows=lambda new, shape: new.astype(float).reshape(shape))  # fmt: skip
     rng = np.random.default_rng(4)
     for step in range(200):
         given = [rng.integers(1, 30, 4), rng.integers(0, 2, 4), rng.integers(1, 30, 4)]

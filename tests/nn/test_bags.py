@@ -1,7 +1,5 @@
 """Bags with optimizers: steps on the gradient of a pooled output, and what must not be done."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
@@ -10,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.kernels.cpu.rows import step as row_step
-
 from helpers import BF16, assert_same_arrays, assert_same_bits, assign, refused
 from optimizers import BY_NAME, FORMS, assert_same_run, decayed_and_scaled, make, states
 
@@ -58,8 +54,7 @@ def test_a_step_is_that_of_the_expanded_gradients(form: str, how: str) -> None:
     opt, other = (make(form, tables_of(), **options) for _ in range(2))
     for step, pooling in enumerate(["sum", "mean", "max"]):
         bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
-        out = bags(*ids_of(step))
-        grad = gradient_of(out, step)
+        grad = gradient_of(bags(*ids_of(step)), step)
         other(expanded(bags.gradients(grad)))
         bags.backward(grad)
         assert_same_run(opt, other)
@@ -76,8 +71,7 @@ def test_storage_types(dtype: Any, grad_dtype: Any, form: str, pooling: str) -> 
     opt, other = (make(form, tables_of(dtype), sparse_update="lazy") for _ in range(2))
     bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
     for step in range(2):
-        out = bags(*ids_of(step))
-        grad = gradient_of(out, step, grad_dtype)
+        grad = gradient_of(bags(*ids_of(step)), step, grad_dtype)
         gradients = bags.gradients(grad)
         if grad_dtype is BF16 and pooling == "mean":  # products are not rounded to 16 bits there
             wide = bags.gradients(grad.astype(np.float32))
@@ -106,8 +100,7 @@ def test_hot_rows_and_weights() -> None:
         batch, length = 900, 15
         ids = [np.minimum(rng.zipf(1.5, (batch, length)), n) - 1 for n, _ in SHAPES.values()]
         weights = [rng.standard_normal(own.shape).astype(np.float32) for own in ids]
-        out = bags(ids, None, weights if weighted else None)
-        grad = gradient_of(out, 0)
+        grad = gradient_of(bags(ids, None, weights if weighted else None), 0)
         other(expanded(bags.gradients(grad)))
         bags.backward(grad)
         assert_same_run(opt, other)
@@ -150,10 +143,8 @@ def test_gradients_of_weights() -> None:
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
 @pytest.mark.usefixtures("short_keys")
 def test_tables_of_several_kinds_in_one_step(how: str) -> None:
-    """Sums, maxima, means and plain rows of gradients of their own, some of other dtypes.
-
-    One that is none of its kind in the step before is read as what it is.
-    """
+    """Sums, maxima, means and plain rows of gradients of their own, some of other dtypes. One that
+    is none of its kind in the step before is read as what it is."""
     rng, shape = np.random.default_rng(7), (11, 6)
 
     def gradient(kind: str) -> Any:
@@ -209,32 +200,22 @@ def test_rows_without_pooling(how: str) -> None:
 def test_gradients_are_accumulated_clipped_and_taken_later() -> None:
     tables, others = tables_of(), tables_of()
     opt, other = nn.LazyAdam(tables, 0.1), nn.LazyAdam(others, 0.1)
-    bags, parts = nn.EmbeddingBags(tables, opt), []
-    for step in range(2):
-        out = bags(*ids_of(step))
-        parts.append(bags.gradients(gradient_of(out, step)))
+    bags = nn.EmbeddingBags(tables, opt)
+    parts = [bags.gradients(gradient_of(bags(*ids_of(step)), step)) for step in range(2)]
     rows = [[a.to_rows(), b.to_rows()] for a, b in zip(*parts, strict=True)]
     opt([[a, b] for a, b in zip(*parts, strict=True)])
     other(rows)
     assert_same_run(opt, other)
     assert ops.global_norm(list(parts[0])) == ops.global_norm(expanded(parts[0]))
-    clipped = ops.clip_by_global_norm(list(parts[0]), 0.5)
-    opt(clipped)
+    opt(ops.clip_by_global_norm(list(parts[0]), 0.5))
     other(ops.clip_by_global_norm(expanded(parts[0]), 0.5))
     assert_same_run(opt, other)
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clipnorm": 0.3},
-        {"clipvalue": 0.1},
-        {"skip_nonfinite": True},
-        {"grad_centralization": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"clipnorm": 0.3}, {"clipvalue": 0.1}, {"skip_nonfinite": True}, {"grad_centralization": True},
+], ids=str)  # fmt: skip
 @pytest.mark.usefixtures("short_keys")
 def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None:
     of_group = {n: options[n] for n in options if n == "grad_centralization"}
@@ -242,8 +223,7 @@ def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None
     opt, other = (nn.LazyAdam([{"params": tables_of(), **of_group}], 0.1, **rest) for _ in range(2))
     bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
     for step in range(3):
-        out = bags(*ids_of(step))
-        grad = gradient_of(out, step)
+        grad = gradient_of(bags(*ids_of(step)), step)
         if step == 1 and "skip_nonfinite" in options:
             grad[3, 9] = np.nan
             before = opt.state_dict()
@@ -260,9 +240,7 @@ def test_options_of_the_optimizer(options: dict[str, Any], pooling: str) -> None
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sequences(seed: int) -> None:
     """Bags, features that share tables, plain rows, dense gradients, lists, rebinding and errors.
-
-    Beside an optimizer that is given the expanded gradients.
-    """
+    Beside an optimizer that is given the expanded gradients."""
     rng = np.random.default_rng(seed)
     form = ["LazyAdam", "Adagrad", "RowWiseAdagrad"][seed % 3]
     how = "lazy" if seed < 3 else "dense_equivalent"
@@ -378,19 +356,15 @@ def test_a_read_only_table_is_not_written() -> None:
     bags.backward(grad)  # of the same forward
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "call"),
-    [
-        (TypeError, "optimizer has a wrong type", lambda p: nn.EmbeddingBags(p, None)),
-        (TypeError, "parameters have a wrong type",
-         lambda p: nn.EmbeddingBags(p[0], nn.SGD(p, 0.1))),
-        (ValueError, r"parameters\[0\] is none of the optimizer's",
-         lambda p: nn.EmbeddingBags(p[:1], nn.SGD(p[1:], 0.1))),
-        (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "least")),
-        (ValueError, "padding_idx of feature 1 is out of range",
-         lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), padding_idx=7)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "text", "call"), [
+    (TypeError, "optimizer has a wrong type", lambda p: nn.EmbeddingBags(p, None)),
+    (TypeError, "parameters have a wrong type", lambda p: nn.EmbeddingBags(p[0], nn.SGD(p, 0.1))),
+    (ValueError, r"parameters\[0\] is none of the optimizer's",
+     lambda p: nn.EmbeddingBags(p[:1], nn.SGD(p[1:], 0.1))),
+    (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "least")),
+    (ValueError, "padding_idx of feature 1 is out of range",
+     lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), padding_idx=7)),
+])  # fmt: skip
 def test_bad_arguments(error: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
         call(tables_of())

@@ -1,7 +1,5 @@
 """Rows that sleep: the numbers of dense-equivalent steps, whatever comes in between."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.idle_table import IdleTable
@@ -21,7 +18,6 @@ from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, ShardedStates, alone, together
 from fusestep.nn.engine.catch_up import SCALARS
 from fusestep.nn.engine.tables import LAST
-
 from helpers import BF16, EPSILON, arrays_of, assert_same_arrays, refused, unchanged
 
 SHAPES = (90, 5), (40, 17), (7,)
@@ -44,9 +40,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "Adagrad": lambda p, **o: nn.Adagrad(p, 0.1, 1e-2, **o),
     "Lion": lambda p, **o: nn.Lion(p, 1e-3, weight_decay=0.1, **o),
     "RowWiseAdagrad": lambda p, **o: nn.RowWiseAdagrad(
-        p[:2], learning_rate=1e-2, weight_decay=0.1, decoupled_weight_decay=True, **o
-    ),
-}
+        p[:2], learning_rate=1e-2, weight_decay=0.1, decoupled_weight_decay=True, **o),
+}  # fmt: skip
 
 
 def begin(seed: int = 0, dtype: Any = np.float32) -> list[np.ndarray]:
@@ -94,11 +89,9 @@ def assert_near(found: np.ndarray, expected: np.ndarray, moved: np.ndarray) -> N
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_random_sequences(name: str, seed: int) -> None:
-    """Reads, steps, flushes, copies and checkpoints at random, on any number of threads.
-
-    The numbers are those of dense-equivalent steps in float64; a run that was copied or resumed has
-    the bits of one that was not.
-    """
+    """Reads, steps, flushes, copies and checkpoints at random, on any number of threads. The
+    numbers are those of dense-equivalent steps in float64; a run that was copied or resumed has the
+    bits of one that was not."""
     rng, make = np.random.default_rng(seed), MAKERS[name]
     opt, twin = (make(begin(), sparse_update="catch_up") for _ in range(2))
     dense = make(begin(dtype=np.float64), sparse_update="dense_equivalent")
@@ -153,8 +146,7 @@ def test_copies_are_written() -> None:
     """A copy in 16 bits follows each row that is brought up to date."""
     w = begin()[0]
     copied = w.astype(BF16)
-    group = {"params": [w], "copies": [copied]}
-    opt = nn.LazyAdam([group], 1e-2, sparse_update="catch_up")
+    opt = nn.LazyAdam([{"params": [w], "copies": [copied]}], 1e-2, sparse_update="catch_up")
     rng = np.random.default_rng(1)
     for _ in range(30):
         opt([rows(rng, SHAPES[0])])
@@ -173,8 +165,7 @@ def test_gaps_beyond_the_longest_sleep() -> None:
     for k in range(5_001):
         for own in (opt, dense):
             own([hot if k else first])
-    asleep = int(opt._steps[0]) - opt._states[LAST.name][0]
-    assert 1_000 < asleep.max() < 2_048
+    assert 1_000 < (int(opt._steps[0]) - opt._states[LAST.name][0]).max() < 2_048
     opt.flush()
     others = np.arange(len(a)) != 3
     np.testing.assert_allclose(a[others], b[others], rtol=3e-6, atol=5e-6)
@@ -400,21 +391,15 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a rule": (lambda p: nn.AdaMax(p, sparse_update="catch_up"), "steps without a gradient can"),
     "FTRL": (lambda p: nn.FTRL(p, sparse_update="catch_up"), "expected a rule whose steps"),
     "a decay": (
-        lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"
-    ),
+        lambda p: nn.Adam(p, weight_decay=0.1, sparse_update="catch_up"), "AdamWeightDecay's"),
     "random bits": (
-        lambda p: nn.LazyAdam(
-            [p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"
-        ),
-        "excludes random bits",
-    ),
+        lambda p: nn.LazyAdam([p[0].astype(BF16)], sparse_update="catch_up", rounding="stochastic"),
+        "excludes random bits"),
     "a mean": (
         lambda p: nn.Momentum(
             [{"params": p, "grad_centralization": True, "weight_decay": 0.1}], 0.1, 0.9,
-            sparse_update="catch_up",
-        ),
-        "excludes centralized decays",
-    ),
+            sparse_update="catch_up"),
+        "excludes centralized decays"),
     "no such way": (lambda p: nn.Adam(p, sparse_update="later"), "is unknown"),
 }  # fmt: skip
 

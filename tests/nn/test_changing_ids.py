@@ -1,9 +1,6 @@
 """Ids, indices and offsets that another thread changes during a call: no write outside of rows."""
 
-from __future__ import annotations
-
 import pytest
-
 from helpers import more
 from subprocesses import run_python
 

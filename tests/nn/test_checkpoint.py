@@ -1,7 +1,5 @@
 """Files of checkpoints: names, dtypes, permissions, links, and what a killed save leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -17,10 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
-from fusestep import nn
-
 from adam_family import parameters
+from fusestep import nn
 from helpers import assert_same_bits
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")
@@ -53,15 +49,11 @@ def write(path: Path, **dtypes: str) -> None:
 # Names and dtypes
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *(np.longdouble, np.complex64, np.complex128, object, "S3", "U2", "V4", "M8[s]"),
-        np.dtype([("x", np.float32)]),
-        *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn, ml_dtypes.int4),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [
+    *(np.longdouble, np.complex64, np.complex128, object, "S3", "U2", "V4", "M8[s]"),
+    np.dtype([("x", np.float32)]),
+    *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn, ml_dtypes.int4),
+], ids=str)  # fmt: skip
 def test_dtype_that_cannot_be_saved(dtype: Any, tmp_path: Any) -> None:
     text = f"^save_checkpoint: bad has a wrong dtype: expected {NUMBER}, got "
     with pytest.raises(TypeError, match=text):
@@ -189,9 +181,7 @@ NODES = "a folder", "a named pipe", "a socket", "a device"
 @POSIX
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("kind", NODES)
-def test_what_is_no_regular_file_stays(
-    kind: str, linked: bool, tmp_path: Any, monkeypatch: Any
-) -> None:
+def test_what_is_no_regular_file_stays(kind: str, linked: bool, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     place_node(kind, tmp_path / "node")
     path, before = tmp_path / "node", os.lstat(tmp_path / "node")
@@ -204,8 +194,7 @@ def test_what_is_no_regular_file_stays(
         nn.load_checkpoint(path)
     after = os.lstat(tmp_path / "node")
     assert (after.st_mode, after.st_ino, after.st_mtime) == (
-        before.st_mode, before.st_ino, before.st_mtime
-    )  # fmt: skip
+        before.st_mode, before.st_ino, before.st_mtime)  # fmt: skip
     assert sorted(os.listdir()) == ["link"] * linked + ["node"]
     assert path.is_symlink() == linked
 
@@ -259,10 +248,7 @@ def saving(path: Path, name: str, place: str = "") -> subprocess.Popen[str]:
     """A process that saves to `path`, and is killed or waits in a function of os."""
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(SAVE), str(path), name, place],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
 
 
 @POSIX
@@ -308,10 +294,8 @@ def test_two_processes_save_to_one_path(tmp_path: Any) -> None:
 
 @POSIX
 def test_what_is_no_abandoned_file_stays(tmp_path: Any, monkeypatch: Any) -> None:
-    """Links, folders and pipes with the name of a temporary file, files with another one.
-
-    Nor is a file of another user removed.
-    """
+    """Links, folders and pipes with the name of a temporary file, files with another one. Nor is a
+    file of another user removed."""
     path = tmp_path / "x"
     with saving(path, "killed", "fsync") as child:
         child.wait(60)
@@ -374,24 +358,20 @@ def test_checkpoint_of_parameters(tmp_path: Any) -> None:
         assert_same_bits(loaded[p.name], p.data)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        (3, TypeError, "save_obj has a wrong type: expected an optimizer, a mapping or parameters"),
-        (parameters("a")[0], TypeError, "save_obj has a wrong type"),
-        ([np.ones(2, np.float32)], TypeError,
-            "save_obj holds a wrong type: expected Parameters, got ndarray"),
-        ([nn.Parameter(np.ones(2))], ValueError, "parameter name is missing or repeats"),
-        (parameters("a", "a"), ValueError, "parameter name is missing or repeats: .*got a"),
-        ({"a": "text"}, TypeError, "a is no array"),
-        ({"__metadata__": np.ones(2)}, ValueError, "name is reserved: .*, got '__metadata__'$"),
-        ([nn.Parameter(np.ones(2), "__metadata__")], ValueError,
-            "name is reserved: expected another one, got '__metadata__'$"),
-        ({1: np.ones(2), "1": np.zeros(2)}, TypeError,
-            "name 1 is no str: expected a str, got int$"),
-        ({None: np.ones(2)}, TypeError, "name None is no str: expected a str, got NoneType$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "error", "text"), [
+    (3, TypeError, "save_obj has a wrong type: expected an optimizer, a mapping or parameters"),
+    (parameters("a")[0], TypeError, "save_obj has a wrong type"),
+    ([np.ones(2, np.float32)], TypeError,
+        "save_obj holds a wrong type: expected Parameters, got ndarray"),
+    ([nn.Parameter(np.ones(2))], ValueError, "parameter name is missing or repeats"),
+    (parameters("a", "a"), ValueError, "parameter name is missing or repeats: .*got a"),
+    ({"a": "text"}, TypeError, "a is no array"),
+    ({"__metadata__": np.ones(2)}, ValueError, "name is reserved: .*, got '__metadata__'$"),
+    ([nn.Parameter(np.ones(2), "__metadata__")], ValueError,
+        "name is reserved: expected another one, got '__metadata__'$"),
+    ({1: np.ones(2), "1": np.zeros(2)}, TypeError, "name 1 is no str: expected a str, got int$"),
+    ({None: np.ones(2)}, TypeError, "name None is no str: expected a str, got NoneType$"),
+])  # fmt: skip
 def test_what_cannot_be_saved(given: Any, error: Any, text: str, tmp_path: Any) -> None:
     with pytest.raises(error, match=f"^save_checkpoint: {text}"):
         nn.save_checkpoint(given, tmp_path / "x")

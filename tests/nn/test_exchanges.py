@@ -1,7 +1,5 @@
 """A thread that drops or replaces arrays while another one steps: memory, and what is lost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import product
@@ -9,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn.engine import reader
-
 from helpers import sampled
 
 # `exchange` gives one thread's arrays up for others while the main thread steps. Whatever is freed
@@ -107,8 +103,7 @@ assert steps[0] > 5
 
 WHAT = (
     "parameter", "gradient", "loading", "states", "a state", "other states", "read states",
-    "weight", "table",
-)  # fmt: skip
+    "weight", "table")  # fmt: skip
 SIZES = (2, 50_000)
 SAMPLE = [(what, SIZES[k % 2]) for k, what in enumerate(WHAT)]
 

@@ -1,41 +1,21 @@
 """What every optimizer has from the base class: groups, schedules, centralization, one call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
+from adam_family import Halving, central
 from fusestep import nn
-from fusestep.bench.registry.record import (
-    LOST,
-    LOST_LATER,
-    MOVES,
-    ROW_LOST_LATER,
-    ROW_STOPS,
-    STOPS,
-)
+
+from fusestep.bench.registry.record import (  # isort: skip
+    LOST, LOST_LATER, MOVES, ROW_LOST_LATER, ROW_STOPS, STOPS)  # fmt: skip
 from fusestep.ops.runtime.row_step import RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate
-
-from adam_family import Halving, central
 from helpers import STORAGE_DTYPES, assert_same_arrays, refused, sampled
-from optimizers import (
-    ALL_FORMS,
-    BY_NAME,
-    FIXED_RATE,
-    FORMS,
-    ONE_OF_EACH,
-    OWN_RATE,
-    arguments_of,
-    decayed_and_scaled,
-    gradients,
-    inner,
-    make,
-    parameters,
-    rows,
-)
+
+from optimizers import (  # isort: skip
+    ALL_FORMS, BY_NAME, FIXED_RATE, FORMS, ONE_OF_EACH, OWN_RATE, arguments_of, decayed_and_scaled,
+    gradients, inner, make, parameters, rows)  # fmt: skip
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (5,), "c": (), "d.weight": (2, 3, 4)}
@@ -188,11 +168,8 @@ def test_an_assigned_loss_scale_acts_from_the_next_step(form: str) -> None:
         changed(tuple(np.float32(scale) * g for g in given))
     assert_same_arrays(changed.parameters, plain.parameters)
     for wrong, error in (
-        (0.0, ValueError),
-        (-1.0, ValueError),
-        (1e39, ValueError),
-        ("4", TypeError),
-    ):
+        (0.0, ValueError), (-1.0, ValueError), (1e39, ValueError), ("4", TypeError),
+    ):  # fmt: skip
         with refused(error, "loss_scale", changed):
             changed.loss_scale = wrong
         assert changed.loss_scale == 16.0

@@ -1,28 +1,18 @@
 """LARS around every other optimizer: its formula, and that it leaves the optimizer as it was."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-
-from fusestep import nn, ops
-
 import reference_layerwise as reference
 from adam_family import Descent
+from fusestep import nn, ops
 from helpers import assert_same_arrays, refused, sampled, unchanged
-from optimizers import (
-    FORMS,
-    ONE_OF_EACH,
-    decayed_and_scaled,
-    gradients,
-    make,
-    parameters,
-    rows,
-)
+
+from optimizers import (  # isort: skip
+    FORMS, ONE_OF_EACH, decayed_and_scaled, gradients, make, parameters, rows)  # fmt: skip
 
 # The default filter leaves out the two in the middle.
 SHAPES = {"w": (4, 3), "LayerNorm.g": (3,), "fc.bias": (5,), "v": (7,)}
@@ -55,9 +45,7 @@ def params64(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Any:
     return parameters(shapes, np.float64)
 
 
-def lars_gradients(
-    params: Any, given: Any, acts: Any, decays: Any, rates: Any = None, **options: Any
-) -> list[np.ndarray]:
+def lars_gradients(params, given, acts, decays, rates=None, **options) -> list[np.ndarray]:
     """What the reference hands on; with rates they are clipped to."""
     rates = [None] * len(params) if rates is None else rates
     options = {**LARS_OPTIONS, **options}
@@ -120,9 +108,8 @@ def test_use_clip(inside: str, coefficient: float) -> None:
         params = params64()
         groups = [
             {"params": params[:1], "lr": 0.5, **more},
-            {"params": params[1:3], "lr": Schedule(0.25)},
-            {"params": params[3:], **more},
-        ]
+            {"params": params[1:3], "lr": Schedule(0.25)}, {"params": params[3:], **more},
+        ]  # fmt: skip
         return build(inside, groups, learning_rate=Schedule(0.125))
 
     options = {**LARS_OPTIONS, "coefficient": coefficient}
@@ -253,8 +240,7 @@ def test_custom_optimizer_skips_none_and_refuses_rows() -> None:
     given = gradients(opt.parameters, 0)
     # Where LARS does not act, a gradient is passed on as it is.
     row = rows((5,), [1])
-    kinds = opt([None, None, row, given[3]])
-    assert kinds == [None, None, nn.RowTensor, np.ndarray]
+    assert opt([None, None, row, given[3]]) == [None, None, nn.RowTensor, np.ndarray]
     with refused(ValueError, "gradient of 'w' is row-sparse", opt.opt):
         opt([rows((4, 3), [1]), *given[1:]])
 

@@ -1,15 +1,11 @@
 """Optimizers that look at whole tensors: Lamb, AdaFactor, LARS."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, at_once, more, typed
 from optimizers import BY_NAME, FORMS, ONE_OF_EACH, gradients, make, parameters, states
 
@@ -177,8 +173,7 @@ def test_two_threads_step_in_some_order(form: str) -> None:
 def test_adafactor_leaves_zero_by_its_second_epsilon() -> None:
     """Its first update is the gradient's sign, its first rate 0.01: the size is what is left."""
     w = np.zeros((3, 4), np.float32)
-    opt = nn.AdaFactor([w], eps=(1e-30, 10.0), beta1=None)
-    opt((np.ones((3, 4), np.float32),))
+    nn.AdaFactor([w], eps=(1e-30, 10.0), beta1=None)((np.ones((3, 4), np.float32),))
     np.testing.assert_allclose(w, -0.01 * 10.0, rtol=1e-6)
 
 

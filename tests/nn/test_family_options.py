@@ -1,7 +1,5 @@
 """Constructors of all optimizers: every argument acts, wrong ones are refused."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
@@ -11,22 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from argument_kinds import KINDS, schedule
-
 from fusestep import nn
 from fusestep.bench.registry import ELSEWHERE, Argument, Row
 from fusestep.bench.registry.record import COMMON
 from fusestep.nn.base.stateful import StateOfEach
-
 from helpers import BF16, FAR, arrays_of, assert_same_arrays, distance, more, refused
-from optimizers import (
-    BY_NAME,
-    FAMILIES,
-    gradients,
-    make,
-    parameters,
-    rows,
-    states,
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, FAMILIES, gradients, make, parameters, rows, states)  # fmt: skip
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
@@ -96,14 +86,13 @@ def _shrunk(gradient: Any, factor: float) -> Any:
 ACTING = [
     # What clips is compared with clipping by hand in test_keras.py.
     (more if name in ("clipnorm", "clipvalue") else pytest.param)(
-        family, name, with_rows, id=f"{family.name}-{name}-{'rows' * with_rows or 'dense'}"
-    )
+        family, name, with_rows, id=f"{family.name}-{name}-{'rows' * with_rows or 'dense'}")
     for family in FAMILIES
     for name, argument in family.arguments.items()
     for with_rows in (False, True)
     if argument.moved is not ELSEWHERE
     and (family.takes_rows if with_rows else not argument.rows_only)
-]
+]  # fmt: skip
 
 
 # Each of these has kernels of its own: lazy rows go through that of a dense step, a sweep would
@@ -223,10 +212,8 @@ def test_a_loss_scale_of_an_optimizer_of_users() -> None:
 
 @EACH_ARGUMENT
 def test_right_values(family: Row, name: str, argument: Argument) -> None:
-    """At the edges of what is taken too; a step with each is finite.
-
-    Those of all types of states are above.
-    """
+    """At the edges of what is taken too; a step with each is finite. Those of all types of states
+    are above."""
     for value in KINDS[argument.takes].taken:
         params = parameters()
         also = argument.also if value is argument.moved else {}
@@ -301,9 +288,7 @@ EXCLUDED: list[tuple[str, str, dict[str, Any]]] = [
         ("Adam", f"{one} excludes {other}", {one: True, other: True})
         for one, other in (
             ("use_lazy", "use_offload"), (_AMSGRAD, "use_lazy"), (_AMSGRAD, "use_offload"),
-            (_AMSGRAD, "use_nesterov"),
-        )
-    ),
+            (_AMSGRAD, "use_nesterov"))),
     ("Adam", "sparse_update contradicts use_lazy: expected 'lazy', got '?dense",
      {"use_lazy": True, "sparse_update": "dense_equivalent"}),
     ("Adam", "clipnorm excludes clipvalue: expected at most one of them",
@@ -340,20 +325,16 @@ def test_lars_around_something_else() -> None:
 def test_adafactor_scales_every_fixed_rate_and_no_schedule() -> None:
     """A NumPy float is a float; an array or a schedule turns ``scale_parameter`` off."""
     for lr, scaled in ((0.5, True), (np.float32(0.5), True), ([0.5], False), (schedule, False)):
-        opt = nn.AdaFactor(parameters(), lr, relative_step=False)
-        assert opt.scale_parameter is scaled, lr
+        assert nn.AdaFactor(parameters(), lr, relative_step=False).scale_parameter is scaled, lr
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
-@pytest.mark.parametrize(
-    ("form", "name", "value", "text"),
-    [
-        ("AdaFactor-plain", "beta1", 0.9, "AdaFactor: beta1 needs a first moment: .*got 0.9"),
-        ("RMSProp", "momentum", 0.5, "RMSProp: momentum needs a moment: .*got 0.5"),
-        ("FTRL", "lr_power", -0.3, "FTRL: lr_power needs another rule: .*got -0.3"),
-        ("FTRL-power", "lr_power", -0.5, "FTRL: lr_power needs another rule: .*got -0.5"),
-    ],
-)
+@pytest.mark.parametrize(("form", "name", "value", "text"), [
+    ("AdaFactor-plain", "beta1", 0.9, "AdaFactor: beta1 needs a first moment: .*got 0.9"),
+    ("RMSProp", "momentum", 0.5, "RMSProp: momentum needs a moment: .*got 0.5"),
+    ("FTRL", "lr_power", -0.3, "FTRL: lr_power needs another rule: .*got -0.3"),
+    ("FTRL-power", "lr_power", -0.5, "FTRL: lr_power needs another rule: .*got -0.5"),
+])  # fmt: skip
 def test_what_needs_another_rule_cannot_be_assigned(
     form: str, name: str, value: float, text: str, is_sparse: bool
 ) -> None:
@@ -394,19 +375,12 @@ def test_a_moment_can_be_left_unused(form: str, name: str) -> None:
 
 FIXED = {
     "use_nesterov": ("Adam", "Adam-nesterov", "LazyAdam", "AdamOffload", "Momentum"),
-    "use_amsgrad": ("Adam", "Adam-amsgrad"),
-    "use_lazy": ("Adam", "Adam-lazy"),
-    "use_offload": ("Adam",),
-    "nesterov": ("SGD-momentum", "SGD-nesterov"),
-    "momentum": ("SGD",),
-    "centered": ("RMSProp", "RMSProp-both"),
-    "update_slots": ("Adagrad", "Adagrad-fixed"),
-    "clip_ratio": ("Lamb", "Lamb-clipped"),
-    "relative_step": ("AdaFactor",),
-    "warmup_init": ("AdaFactor",),
-    "clipvalue": ("Adam",),
-    "clipnorm": ("Adam",),
-}
+    "use_amsgrad": ("Adam", "Adam-amsgrad"), "use_lazy": ("Adam", "Adam-lazy"),
+    "use_offload": ("Adam",), "nesterov": ("SGD-momentum", "SGD-nesterov"), "momentum": ("SGD",),
+    "centered": ("RMSProp", "RMSProp-both"), "update_slots": ("Adagrad", "Adagrad-fixed"),
+    "clip_ratio": ("Lamb", "Lamb-clipped"), "relative_step": ("AdaFactor",),
+    "warmup_init": ("AdaFactor",), "clipvalue": ("Adam",), "clipnorm": ("Adam",),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "form"), [(n, form) for n in FIXED for form in FIXED[n]])
@@ -427,9 +401,8 @@ def test_what_chose_the_rule_cannot_be_assigned(name: str, form: str) -> None:
 def test_a_momentum_of_sgd_can_be_assigned_where_there_is_a_state_for_it() -> None:
     """As an optimizer that has had this momentum from the start, 0 in between."""
     one, other = (
-        make("SGD-momentum", parameters()),
-        make("SGD-momentum", parameters(), momentum=0.5),
-    )
+        make("SGD-momentum", parameters()), make("SGD-momentum", parameters(), momentum=0.5),
+    )  # fmt: skip
     for momentum in (0.0, 0.5):
         one.momentum = momentum
     for opt in (one, other):

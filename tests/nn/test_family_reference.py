@@ -1,12 +1,9 @@
 """Every optimizer against its float64 reference: parameters and states, step by step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
 from exact_steps import FORMS, exact_step
 from helpers import STORAGE_DTYPES
 from optimizers import decayed_and_scaled, make, parameters
@@ -79,10 +76,8 @@ ONE_STAGE = [form for form in FORMS if not make(form, parameters())._rule.measur
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("form", ONE_STAGE)
 def test_what_is_not_finite_is_not_lost(form: str, bad: float) -> None:
-    """From a gradient, a parameter or a state, it reaches what it reaches in the reference.
-
-    Beside that an infinite state may become NaN. Other elements hear nothing of it.
-    """
+    """From a gradient, a parameter or a state, it reaches what it reaches in the reference. Beside
+    that an infinite state may become NaN. Other elements hear nothing of it."""
     rng, places = np.random.default_rng(5), (0, 5, 16, 100)
     given = [spread(rng, shape, F32) for shape in SHAPES.values()]
     n_arrays = len(arrays_of_each(new(form, F32, rng))[1])

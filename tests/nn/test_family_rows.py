@@ -9,24 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-
 from fusestep import nn
-
 from helpers import arrays_of, assert_same_arrays, assert_same_bits, refused
-from optimizers import (
-    ALL_FORMS,
-    BY_NAME,
-    FORMS,
-    arguments_of,
-    decayed_and_scaled,
-    gradients,
-    inner,
-    is_row_wise,
-    make,
-    parameters,
-    rows,
-    states,
-)
+
+from optimizers import (  # isort: skip
+    ALL_FORMS, BY_NAME, FORMS, arguments_of, decayed_and_scaled, gradients, inner, is_row_wise,
+    make, parameters, rows, states)  # fmt: skip
 
 TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
 REFUSING = [form for form in FORMS if form not in TAKING]
@@ -36,8 +24,7 @@ EACH_TAKING = pytest.mark.parametrize("form", TAKING)
 # The same cases in every run; nothing is kept between runs.
 quick = settings(
     max_examples=25, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+    suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 
 
 @dataclass(frozen=True)

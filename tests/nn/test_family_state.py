@@ -1,7 +1,5 @@
 """State of all optimizers: resumed, copied, counted, refused; rebinding, steps that are skipped."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle
@@ -13,25 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+from adam_family import Descent
 from fusestep import nn
 from fusestep.kernels.cpu.headers import arrays as headers
-
-from adam_family import Descent
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
-from optimizers import (
-    BY_NAME,
-    FIXED_RATE,
-    FORMS,
-    OWN_RATE,
-    assert_same_run,
-    decayed_and_scaled,
-    gradients,
-    inner,
-    make,
-    parameters,
-    rows,
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, FIXED_RATE, FORMS, OWN_RATE, assert_same_run, decayed_and_scaled, gradients, inner,
+    make, parameters, rows)  # fmt: skip
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (2,), "c": (), "d.weight": (2, 3, 5)}
@@ -71,11 +58,10 @@ def by_checkpoint(opt: Any, fresh: Callable[..., Any], folder: Path) -> Any:
 
 
 WAYS: dict[str, Callable[..., Any]] = {
-    "state_dict": by_state_dict,
-    "checkpoint": by_checkpoint,
+    "state_dict": by_state_dict, "checkpoint": by_checkpoint,
     "pickle": lambda opt, *_: pickle.loads(pickle.dumps(opt)),
     "deepcopy": lambda opt, *_: copy.deepcopy(opt),
-}
+}  # fmt: skip
 
 
 def in_groups(form: str, params: Any, rate: float = 0.05, **options: Any) -> Any:
@@ -93,16 +79,12 @@ RESUMED: list[tuple[str, str, Any, dict[str, Any]]] = [
         for form in ("Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor")
         for other in (
             (BF16, {}), (np.float32, {"state_dtype": np.float16}),
-            (np.float32, {"use_locking": True, "skip_nonfinite": True}),
-        )
-    ),
+            (np.float32, {"use_locking": True, "skip_nonfinite": True}))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "way", "dtype", "options"), RESUMED)
-def test_resumes_bit_for_bit(
-    form: str, way: str, dtype: Any, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_resumes_bit_for_bit(form: str, way: str, dtype, options: dict[str, Any], tmp_path) -> None:
     """Of a state that is loaded the rates count, too."""
     fresh = partial(in_groups, form, **options)
     whole, half = (fresh(parameters(SHAPES, dtype, form)) for _ in range(2))
@@ -188,23 +170,14 @@ def test_state_that_does_not_fit(form: str, trained: Callable[[str], Any]) -> No
 
 OTHER_OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("Momentum", "Momentum", {"momentum": 0.8}),
-    ("SGD-momentum", "SGD-momentum", {"momentum": 0.8}),
-    ("SGD", "SGD-momentum", {}),
-    ("SGD-momentum", "SGD", {}),
-    ("LARS", "LARS", {"momentum": 0.8}),
-    ("Adam", "Adam", {"beta1": 0.8}),
-    ("LazyAdam", "LazyAdam", {"beta2": 0.99}),
-    ("Adam", "Adam-amsgrad", {}),
-    ("Adam-amsgrad", "Adam", {}),
-    ("RMSProp", "RMSProp-centered", {}),
-    ("RMSProp-centered", "RMSProp", {}),
-    ("RMSProp", "RMSProp-momentum", {}),
-    ("AdaFactor", "AdaFactor-compressed", {}),
-    ("AdaFactor-plain", "AdaFactor", {}),
-    ("AdaFactor-rate", "AdaFactor", {}),
-    ("Adagrad", "FTRL", {}),
-    ("Lamb", "AdamWeightDecay", {}),
-]
+    ("SGD-momentum", "SGD-momentum", {"momentum": 0.8}), ("SGD", "SGD-momentum", {}),
+    ("SGD-momentum", "SGD", {}), ("LARS", "LARS", {"momentum": 0.8}),
+    ("Adam", "Adam", {"beta1": 0.8}), ("LazyAdam", "LazyAdam", {"beta2": 0.99}),
+    ("Adam", "Adam-amsgrad", {}), ("Adam-amsgrad", "Adam", {}), ("RMSProp", "RMSProp-centered", {}),
+    ("RMSProp-centered", "RMSProp", {}), ("RMSProp", "RMSProp-momentum", {}),
+    ("AdaFactor", "AdaFactor-compressed", {}), ("AdaFactor-plain", "AdaFactor", {}),
+    ("AdaFactor-rate", "AdaFactor", {}), ("Adagrad", "FTRL", {}), ("Lamb", "AdamWeightDecay", {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "form", "options"), OTHER_OPTIONS)
@@ -245,10 +218,8 @@ EMPTY_STATES: dict[str, dict[str, np.ndarray]] = {
     "AdaFactor": {
         f"exp_avg_sq{part}_{name}": np.zeros(1, np.float32)
         for part, names in (
-            ("", of_adafactor(True)), ("_row", of_adafactor(False)), ("_col", of_adafactor(False))
-        )
-        for name in names
-    },
+            ("", of_adafactor(True)), ("_row", of_adafactor(False)), ("_col", of_adafactor(False)))
+        for name in names},
 }  # fmt: skip
 
 
@@ -388,8 +359,7 @@ def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
     opt(spoiled)
     assert np.isnan(opt.parameters[0].data[1, 1])
     assert inner(opt).skipped_steps == 0
-    others = [p.data for p in opt.parameters[1:]]
-    assert all(np.isfinite(w).all() for w in others)
+    assert all(np.isfinite(p.data).all() for p in opt.parameters[1:])
 
 
 # Variables that are made read-only between steps
@@ -405,8 +375,7 @@ def test_read_only_since_the_last_step(
     opt = stepping(form, is_sparse)
     given = given_to(opt, 0, is_sparse)
     opt(given)
-    of_each = inner(opt)._states_of_each()
-    for p, states in zip(opt.parameters, of_each, strict=True):
+    for p, states in zip(opt.parameters, inner(opt)._states_of_each(), strict=True):
         for array in (p.data, *states):
             name = f"parameter '{p.name}'" if array is p.data else f"a state of '{p.name}'"
             array.flags.writeable = False

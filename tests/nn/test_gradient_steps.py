@@ -1,17 +1,13 @@
 """Decay, centralization and scaling of gradients, in a step or apart; custom optimizers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import numpy as np
 import pytest
-
-from fusestep import nn
-
 import reference
 from adam_family import Descent, central, gradients_of, ones, parameters, rows
+from fusestep import nn
 from helpers import assert_same_bits, refused, unchanged
 
 # Gradients as separate steps
@@ -96,8 +92,7 @@ def test_centralization_of_row_sparse_gradients(
     p = nn.Parameter(w.copy(), "w")
     opt = nn.Adam(
         [{"params": [p], "grad_centralization": True}],
-        0.1, 0.8, 0.9, 1e-3, weight_decay=decay, loss_scale=4.0, sparse_update=how,
-    )  # fmt: skip
+        0.1, 0.8, 0.9, 1e-3, weight_decay=decay, loss_scale=4.0, sparse_update=how)  # fmt: skip
     opt([nn.RowTensor(indices, 4 * values, w.shape)])
     hp = reference.adam_scalars(0.1, 0.8, 0.9, 1e-3, 0.8, 0.9, real=np.float64)
     expected, m, _ = reference.adam(w, g, 0 * w, 0 * w, hp)
@@ -132,11 +127,9 @@ def test_custom_optimizer() -> None:
         lambda step: 0.5**step,
         [
             {"params": [a], "grad_centralization": True, "lr": 0.25},
-            {"params": [b], "weight_decay": 0.0},
-        ],
+            {"params": [b], "weight_decay": 0.0}],
         weight_decay=0.5,
-        loss_scale=2.0,
-    )
+        loss_scale=2.0)  # fmt: skip
     g, h = gradients_of(opt, 1, np.float64)
     assert opt([2 * g, 2 * h]) is True
     np.testing.assert_allclose(a.data, before[0] - 0.25 * central(g + 0.5 * before[0]), rtol=1e-12)

@@ -1,17 +1,13 @@
 """Gradients of a step: of every form, without some, refused, not finite."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-
-from fusestep import nn
-
 from adam_family import ones, parameters, rows
+from fusestep import nn
 from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
 from optimizers import FORMS, make
 from optimizers import parameters as table_and_vector
@@ -128,12 +124,9 @@ def test_gradient_layouts_and_kinds() -> None:
     frozen = g.copy()
     frozen.flags.writeable = False
     for form in (
-        np.asfortranarray(g),
-        np.repeat(g, 2, axis=1)[:, ::2],
-        frozen,
-        Like(g),
+        np.asfortranarray(g), np.repeat(g, 2, axis=1)[:, ::2], frozen, Like(g),
         nn.Parameter(g.copy()),
-    ):
+    ):  # fmt: skip
         w, expected = ones(4, 3), ones(4, 3)
         opt, plain = nn.Adam([w]), nn.Adam([expected])
         for one, given in ((opt, form), (plain, g)):
@@ -169,10 +162,8 @@ def test_an_empty_array_shares_no_memory() -> None:
 @pytest.mark.parametrize("use_locking", [False, True])
 def test_skip_nonfinite_in_the_last_tensor(dtype: Any, bad: float, use_locking: bool) -> None:
     opt = nn.Adam(
-        [ones(70_001, dtype=dtype), ones(5, dtype=dtype)],
-        skip_nonfinite=True,
-        use_locking=use_locking,
-    )
+        [ones(70_001, dtype=dtype), ones(5, dtype=dtype)], skip_nonfinite=True,
+        use_locking=use_locking)  # fmt: skip
     good = [ones(70_001, dtype=dtype), ones(5, dtype=dtype)]
     opt(good)
     for tensor, place in ((1, -1), (0, 0), (0, 69_999), (0, -1)):
@@ -194,11 +185,9 @@ def test_skip_nonfinite_in_row_values(bad: float, options: dict[str, Any]) -> No
     spoiled, dense = rows([1, 3, 1]), ones(3, 2)
     spoiled.values[2, 2] = dense[0, 1] = bad
     for gradients in (
-        [ones(3, 2), rows([1]), spoiled],
-        [None, spoiled, None],
-        [ones(3, 2), [rows([0]), spoiled], None],
-        [dense, rows([1]), None],
-    ):
+        [ones(3, 2), rows([1]), spoiled], [None, spoiled, None],
+        [ones(3, 2), [rows([0]), spoiled], None], [dense, rows([1]), None],
+    ):  # fmt: skip
         with unchanged(opt):
             opt(gradients)
     assert opt.skipped_steps == 4

@@ -1,11 +1,8 @@
 """IdMap against a dict, over random sequences; admission, eviction, resume, adversarial ids."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
-import threading
 from functools import partial
 from typing import Any
 
@@ -13,13 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 import fusestep
 from fusestep.kernels.cpu import ids as kernels
 from fusestep.kernels.keeping import unmixed
 from fusestep.nn.base.id_map import IdMap, TooManyChangesError
-
-from helpers import more
+from helpers import at_once, meanwhile, more
 from test_interrupts import done_at, interrupt
 
 ALL = (1 << 64) - 1
@@ -181,9 +176,8 @@ def test_random_sequences(part: int, seed: int) -> None:
             capacity = model.capacity = capacity + 7
         elif event < 0.22:
             old, ids = (
-                ids,
-                copy.copy(ids if rng.random() < 0.5 else pickle.loads(pickle.dumps(ids))),
-            )
+                ids, copy.copy(ids if rng.random() < 0.5 else pickle.loads(pickle.dumps(ids))),
+            )  # fmt: skip
             old.evict(unused_for=0, forget_pending=True)  # a copy is one of its own
             old(every[:1], step)
         elif event < 0.235 and full != "raise":  # more steps than a byte has moments
@@ -243,11 +237,9 @@ def test_adversarial_ids(kind: str) -> None:
     """At 80 % full no search is longer than 64, and an id takes at most 42 bytes."""
     n, rng = 300_000, np.random.default_rng(1)
     made = {
-        "random": rng.integers(-(2**63), 2**63 - 1, n),
-        "sequential": np.arange(n),
-        "multiples": np.arange(n) * 300_001,
-        "high bits": np.arange(n) << 40,
-    }[kind]
+        "random": rng.integers(-(2**63), 2**63 - 1, n), "sequential": np.arange(n),
+        "multiples": np.arange(n) * 300_001, "high bits": np.arange(n) << 40,
+    }[kind]  # fmt: skip
     ids, longest, most_bytes = IdMap(n + 1), 0, 0.0
     for k, batch in enumerate(np.array_split(made, 60)):
         assert (ids(batch, k) == np.arange(len(batch)) + 1 + k * len(batch)).all()
@@ -327,15 +319,12 @@ def test_bad_input() -> None:
             (ValueError, "does not fit", partial(ids.load_state_dict, {**before, **wrong}))
             for wrong in (
                 {"ids": np.zeros(5, np.int64)}, {"counts": np.zeros(5, np.int32)},
-                {"last_uses": np.full(5, 4, np.int32)}, {"rows": np.arange(5, dtype=np.int32)},
-            )
-        ),
+                {"last_uses": np.full(5, 4, np.int32)}, {"rows": np.arange(5, dtype=np.int32)})),
     ]  # fmt: skip
     for error, text, call in cases:
         with pytest.raises(error, match=text):
             call()
-    after = ids.state_dict()
-    assert all(np.array_equal(before[name], x) for name, x in after.items())
+    assert all(np.array_equal(before[name], x) for name, x in ids.state_dict().items())
 
 
 @pytest.mark.parametrize("n", [600, 3_000])
@@ -454,8 +443,7 @@ def test_states_that_are_damaged(n: int) -> None:
             tried.load_state_dict(state)
         except (TypeError, ValueError):
             refused += 1
-            after = tried.state_dict()
-            assert all(np.array_equal(good[name], x) for name, x in after.items())
+            assert all(np.array_equal(good[name], x) for name, x in tried.state_dict().items())
         assert_whole(tried)
         if k % 4 == 0 and tried.step < 2**31 - 3:
             for step in range(3):
@@ -491,9 +479,8 @@ def test_interrupts_at_every_moment(event: str, options: Any) -> None:
             "call": partial(call, ids, 6),
             "evict": partial(ids.evict, unused_for=2, forget_pending=True),
             "grow": partial(ids.grow, 5_000),
-            "load": partial(ids.load_state_dict, ids.state_dict()),
-            "copy": partial(copy.copy, ids),
-        }[event]
+            "load": partial(ids.load_state_dict, ids.state_dict()), "copy": partial(copy.copy, ids),
+        }[event]  # fmt: skip
         passed = done_at(moment, does, interrupt)
         assert_whole(ids)
         known, rows, *_ = ids.rows_of_ids()
@@ -512,9 +499,9 @@ def test_interrupts_at_every_moment(event: str, options: Any) -> None:
 @pytest.mark.parametrize("n", [300, more(10_000)])
 def test_threads_that_share_a_map(n: int) -> None:
     """One grows and evicts, one changes the ids and times that two others have given."""
-    ids, errors = IdMap(500, after=2, full="evict", pending=400), list[BaseException]()
-    shared, times, is_done = np.arange(9_000), np.ones(9_000, np.int64), threading.Event()
-    interval = sys.getswitchinterval()
+    ids = IdMap(500, after=2, full="evict", pending=400)
+    shared, times = np.arange(9_000), np.ones(9_000, np.int64)
+    interval, draws = sys.getswitchinterval(), [np.random.default_rng(seed) for seed in range(4)]
 
     def steps(draw: Any) -> None:
         for _ in range(n):
@@ -525,10 +512,9 @@ def test_threads_that_share_a_map(n: int) -> None:
             except ValueError as error:  # a step that another thread has ended, or times
                 assert "step is out of" in str(error) or "times do not" in str(error)  # noqa: PT017
 
-    def changes(draw: Any) -> None:
-        while not is_done.is_set():
-            shared[:] = draw.integers(-900, 900, len(shared))
-            times[draw.integers(len(times))] = draw.choice([1, 2, -(2**63), 2**63 - 1])
+    def change(_: int) -> None:
+        shared[:] = draws[3].integers(-900, 900, len(shared))
+        times[draws[3].integers(len(times))] = draws[3].choice([1, 2, -(2**63), 2**63 - 1])
 
     def grows(draw: Any) -> None:
         for k in range(n // 4):
@@ -540,25 +526,12 @@ def test_threads_that_share_a_map(n: int) -> None:
             if k % 9 == 0:
                 ids.load_state_dict(ids.state_dict())
 
-    def run(work: Any, seed: int) -> None:
-        try:
-            work(np.random.default_rng(seed))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=x) for x in ((steps, 0), (steps, 1), (grows, 2))]
-    changing = threading.Thread(target=run, args=(changes, 3))
     sys.setswitchinterval(1e-5)
     try:
-        for thread in (changing, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with meanwhile(change):
+            at_once([*map(partial, (steps, steps, grows), draws)])
     finally:
-        is_done.set()
-        changing.join()
         sys.setswitchinterval(interval)
-    assert not errors
     assert_whole(ids)
 
 

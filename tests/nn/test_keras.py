@@ -1,7 +1,5 @@
 """Options from Keras: Ftrl's ``beta`` and ``l2_shrinkage``, ``clipvalue`` and ``clipnorm``."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from itertools import product
@@ -9,19 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import BF16, assert_same_bits, refused, sampled
-from optimizers import (
-    BY_NAME,
-    ONE_OF_EACH,
-    arguments_of,
-    assert_same_run,
-    gradients,
-    make,
-    parameters,
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, ONE_OF_EACH, arguments_of, assert_same_run, gradients, make, parameters)  # fmt: skip
 from reference_elementwise import ftrl
 
 F32, F64 = np.float32, np.float64
@@ -47,18 +37,10 @@ def summed(gradient: nn.RowTensor) -> nn.RowTensor:
 
 
 def update_step(
-    variable: np.ndarray,
-    gradient: np.ndarray,
-    accum: np.ndarray,
-    linear: np.ndarray,
-    *,
-    learning_rate: float,
-    learning_rate_power: float,
-    l1_regularization_strength: float,
-    l2_regularization_strength: float,
-    l2_shrinkage_regularization_strength: float,
-    beta: float,
-) -> tuple[np.ndarray, ...]:
+    variable: np.ndarray, gradient: np.ndarray, accum: np.ndarray, linear: np.ndarray, *,
+    learning_rate: float, learning_rate_power: float, l1_regularization_strength: float,
+    l2_regularization_strength: float, l2_shrinkage_regularization_strength: float, beta: float,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     """``keras.optimizers.Ftrl.update_step`` of Keras 3 in float64, with Keras's names."""
     l2_reg = l2_regularization_strength + beta / (2.0 * learning_rate)
     grad_to_use = gradient + 2 * l2_shrinkage_regularization_strength * variable
@@ -74,8 +56,7 @@ def update_step(
     "options",
     [(0.2, -0.5, 0.02, 0.1, 0.05, 1.0), (0.2, -0.7, 0.02, 0.1, 0.05, 0.5),
      (0.2, -0.5, 0.0, 0.0, 0.0, 1.0), (0.2, -0.5, 0.0, 0.0, 0.3, 0.0),
-     (0.2, 0.0, 0.1, 0.0, 0.3, 0.2), (0.2, -0.5, 0.02, 0.1, 0.0, 0.0)],
-)  # fmt: skip
+     (0.2, 0.0, 0.1, 0.0, 0.3, 0.2), (0.2, -0.5, 0.02, 0.1, 0.0, 0.0)])  # fmt: skip
 def test_ftrl_is_that_of_keras(options: tuple[float, ...]) -> None:
     """The reference of every other test of FTRL, by Keras's names for its options."""
     theirs = [name for name in inspect.signature(update_step).parameters if name not in ARRAYS]
@@ -92,13 +73,10 @@ def test_ftrl_is_that_of_keras(options: tuple[float, ...]) -> None:
         np.testing.assert_allclose(found, expected, 1e-12, 1e-14)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("beta", 1e38, "beta is out of range: expected at least 0, with beta / lr in float32"),
-        ("l2_shrinkage", 3e38, "l2_shrinkage is out of range: expected at least 0, its double"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "text"), [
+    ("beta", 1e38, "beta is out of range: expected at least 0, with beta / lr in float32"),
+    ("l2_shrinkage", 3e38, "l2_shrinkage is out of range: expected at least 0, its double"),
+])  # fmt: skip
 def test_ftrl_options_whose_scalars_are_infinite(name: str, value: float, text: str) -> None:
     w = np.ones(3, F32)
     with refused(ValueError, f"FTRL: {text}", w):
@@ -131,8 +109,7 @@ def clipped(name: str, values: np.ndarray, scale: float = 1.0) -> np.ndarray:
 def by_hand(name: str, gradient: Any, scale: float = 1.0) -> Any:
     """A gradient in the type of the arithmetic, clipped."""
     if isinstance(gradient, nn.RowTensor):
-        wide = nn.RowTensor(gradient.indices, in_arithmetic(gradient.values), SHAPE)
-        rows = summed(wide)
+        rows = summed(nn.RowTensor(gradient.indices, in_arithmetic(gradient.values), SHAPE))
         return nn.RowTensor(rows.indices, clipped(name, rows.values, scale), SHAPE)
     return clipped(name, in_arithmetic(gradient), scale)
 
@@ -150,10 +127,8 @@ CLIPPED += [*product(["Adam", "FTRL", "RowWiseAdagrad"], CLIPS, [F32], ["dense_e
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "dtype", "how"),
-    sampled(product(FORMS, CLIPS, [F32], ["lazy"]), CLIPPED),
-    ids=str,
-)
+    ("form", "name", "dtype", "how"), sampled(product(FORMS, CLIPS, [F32], ["lazy"]), CLIPPED),
+    ids=str)  # fmt: skip
 def test_every_optimizer_clips(form: str, name: str, dtype: Any, how: str) -> None:
     """Steps are those with gradients that were divided by the loss scale and clipped before.
 

@@ -4,7 +4,6 @@ import mmap
 
 import numpy as np
 import pytest
-
 from fusestep import ops
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
@@ -43,8 +42,7 @@ def test_gather_beyond_2_31_elements():
     n = 2**31 + 10
     table = sparse_memory(n, np.float32)
     table[[5, n - 1]] = 1.0, 2.0
-    gathered = ops.SparseGatherV2()(table, np.array([n - 1, 0, 5]), 0)
-    assert gathered.tolist() == [2.0, 0.0, 1.0]
+    assert ops.SparseGatherV2()(table, np.array([n - 1, 0, 5]), 0).tolist() == [2.0, 0.0, 1.0]
 
 
 @pytest.mark.exhaustive  # takes 9 GiB of memory and half a minute

@@ -4,8 +4,6 @@ A good call has the bits that it has where nothing is kept: what is kept from ca
 up by such numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,11 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.nn import mxnet
-
 from helpers import arrays_of, assert_same_arrays
 from own_functions import AVERAGED, PLAIN, Own, raising
 from sequence_program import droppers
@@ -98,12 +94,9 @@ GOOD: dict[str, Callable[[], Any]] = {
     "float64": lambda: _stepped(lambda p: nn.Adam(p, beta1=0.5, beta2=0.75), DENSE, F64),
     "factored": lambda: _stepped(nn.AdaFactor, DENSE),
     "lars": lambda: _stepped(lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9)), DENSE),
-    "own": lambda: _stepped(_own, DENSE),
-    "own-rows": lambda: _stepped(_own, (_rows(), _array(5))),
-    "adam_update": _adam_update,
-    "mxnet": _mxnet,
-    "operator": _ftrl,
-}
+    "own": lambda: _stepped(_own, DENSE), "own-rows": lambda: _stepped(_own, (_rows(), _array(5))),
+    "adam_update": _adam_update, "mxnet": _mxnet, "operator": _ftrl,
+}  # fmt: skip
 
 
 def _assigned(length: Any) -> Any:
@@ -129,8 +122,7 @@ FAILING: list[tuple[str, Callable[[], Any]]] = [
     *(
         (name, partial(make, n))
         for n in (2.0 * N, 2 * N + 0.5, F32(2 * N), True, "6", None, -1, 2**63, 2**200)
-        for name, make in (("rows", _assigned), ("norm", _norm))
-    ),
+        for name, make in (("rows", _assigned), ("norm", _norm))),
     ("rows", lambda: _stepped(nn.LazyAdam, (_rows(index=6), _array(5)))),
     ("rows", lambda: _stepped(nn.LazyAdam, (_rows(), _array(6)))),
     ("rows", lambda: _stepped(nn.LazyAdam, (_rows(values=_array((N, 2), F64)), _array(5, int)))),
@@ -142,14 +134,10 @@ FAILING: list[tuple[str, Callable[[], Any]]] = [
     *(
         (name, partial(_stepped, partial(_own, found=found), gradients))
         for name, gradients in (("own", DENSE), ("own-rows", (_rows(), _array(5))))
-        for found in ((), (0.5, 0.5), (None,), (math.nan,), ("0.5",), 0.5, (1j,))
-    ),
+        for found in ((), (0.5, 0.5), (None,), (math.nan,), ("0.5",), 0.5, (1j,))),
     ("own", lambda: Own(0.5, [_array(3)], rule=replace(PLAIN, update=raising))),
     ("own", lambda: Own(0.5, [_array(3)], rule=ONLY_READ)),
-    *(
-        ("adam_update", partial(_adam_update, wd=x))
-        for x in (True, None, "0", math.nan, -1.0)
-    ),
+    *(("adam_update", partial(_adam_update, wd=x)) for x in (True, None, "0", math.nan, -1.0)),
     *(("mxnet", partial(_mxnet, x)) for x in (True, None, math.nan, -0.5)),
     ("mxnet", lambda: _mxnet(grad=_array(4, F64))),
     ("operator", lambda: _ftrl(True)),
@@ -175,10 +163,8 @@ DROPS = [*droppers().values()]
     [*((*one, True) for one in FAILING), *((*one, False) for one in EQUAL)],
 )
 def test_nothing_is_left_behind(name: str, call: Callable[[], Any], fails: bool) -> None:
-    """Neither before good calls, of which something is kept, nor after them.
-
-    Equal numbers of another type or sign are not taken for each other.
-    """
+    """Neither before good calls, of which something is kept, nor after them. Equal numbers of
+    another type or sign are not taken for each other."""
     expected = []
     for calls in ((), (call,), (call, call)):
         for drop in DROPS if len(calls) < 2 else ():

@@ -1,7 +1,5 @@
 """Rules and formulas of users: what is refused before anything is written, and what is not."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
@@ -11,38 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.kernels.cpu.compiler import traits
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.storage import F32, F64
 from fusestep.nn import Rule
-
 from helpers import assert_same_arrays, more, refused
 from optimizers import FORMS, make, parameters
-from own_functions import (
-    ARRAY,
-    AVERAGED,
-    MEASURED,
-    PLAIN,
-    TABLE,
-    Own,
-    asserting,
-    branch,
-    importing,
-    plain,
-    printing,
-    raising,
-    unusual,
-)
+
+from own_functions import (  # isort: skip
+    ARRAY, AVERAGED, MEASURED, PLAIN, TABLE, Own, asserting, branch, importing, plain, printing,
+    raising, unusual)  # fmt: skip
 from subprocesses import output_of
 
 NOT_CALLED: Any = len
 
 
 def own(rule: Any = PLAIN, dtype: Any = np.float32, **options: Any) -> Own:
-    w = np.linspace(0.5, 2.0, 4, dtype=dtype)
-    return Own(0.5, [w], rule=rule, **options)
+    return Own(0.5, [np.linspace(0.5, 2.0, 4, dtype=dtype)], rule=rule, **options)
 
 
 PARTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -68,8 +52,8 @@ PARTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
      "hp of the rule has a name of what comes before the rule: expected another one, got "
      "clip_bound"),
     (replace(PLAIN, states=("m",)), {}, TypeError,
-     "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: 'Any', g: 'Any', "
-     "hp: 'Any') -> 'Any'"),
+     "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: Any, g: Any, "
+     "hp: Any) -> Any"),
     (replace(PLAIN, update=NOT_CALLED), {}, TypeError,
      "update has a wrong type: expected a function, got builtin_function_or_method"),
     (replace(PLAIN, lines=plain), {}, TypeError,
@@ -116,15 +100,13 @@ def test_parts_that_do_not_fit(
 # -- what is compiled -----------------------------------------------------------------------------
 
 RAISES = {
-    "raise": raising,
-    "assert": asserting,
+    "raise": raising, "assert": asserting,
     "index of a tuple": lambda w, g, hp: w - TABLE[int(g * hp.lr)],
-    "index of an array": lambda w, g, hp: w - ARRAY[int(g * hp.lr)],
-    "print": printing,
+    "index of an array": lambda w, g, hp: w - ARRAY[int(g * hp.lr)], "print": printing,
     "list": lambda w, g, hp: [w, g][int(hp.lr)],
     "int as exponent": lambda w, g, hp: w ** int(g * hp.lr),
     "range": lambda w, g, hp: w - len(range(0, 10, int(g * hp.lr))),
-}
+}  # fmt: skip
 WRONG_TYPES: list[tuple[Rule, type[Exception], str]] = [
     (replace(PLAIN, update=branch), TypeError,
      "update 'branch' returns a wrong type: expected the float w, got OptionalType(float32)"),
@@ -225,8 +207,7 @@ def test_a_rule_without_scalars() -> None:
 
 
 def test_rows_for_a_rule_that_measures() -> None:
-    table = np.ones((3, 2), np.float32)
-    opt = Own(0.5, [table], rule=MEASURED)
+    opt = Own(0.5, [np.ones((3, 2), np.float32)], rule=MEASURED)
     rows = nn.RowTensor(np.array([1]), np.ones((1, 2), np.float32), (3, 2))
     match = "is row-sparse: expected a dense one: the rule measures whole tensors, got a RowTensor"
     with refused(ValueError, match, opt):
@@ -282,8 +263,7 @@ FORMULAS: list[tuple[Any, type[Exception], str]] = [
              f"{LAMBDA}returns another number of scalars: expected 1 ('lr',), got 2"),
             ((), ValueError,
              f"{LAMBDA}returns another number of scalars: expected 1 ('lr',), got 0"),
-            (1.0, TypeError,
-             f"what {LAMBDA}returns has a wrong type: expected a tuple, got float"),
+            (1.0, TypeError, f"what {LAMBDA}returns has a wrong type: expected a tuple, got float"),
             ((None,), TypeError, f"{NUMBER}, got NoneType"),
             (("1.0",), TypeError, f"{NUMBER}, got str"),
             ((True,), TypeError, f"{NUMBER}, got bool"),
@@ -291,9 +271,7 @@ FORMULAS: list[tuple[Any, type[Exception], str]] = [
             ((math.nan,), ValueError,
              f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"),
             ((np.float32(np.nan),), ValueError,
-             f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"),
-        )
-    ),
+             f"lr of {LAMBDA}is NaN: expected a number or an infinity, got nan"))),
     (lambda lr: (lr,), TypeError,
      f"{LAMBDA}takes other arguments: expected (real, lr, decay, step, constants, powers), "
      "got (lr)"),
@@ -311,8 +289,7 @@ def _after(opt: Own, g: Any) -> list[np.ndarray]:
 
 
 def given_gradients() -> dict[str, Any]:
-    values = np.array([[1.0], [3.0]], np.float32)
-    rows = nn.RowTensor(np.array([3, 1]), values, (4, 1))
+    rows = nn.RowTensor(np.array([3, 1]), np.array([[1.0], [3.0]], np.float32), (4, 1))
     return {"dense": np.ones((4, 1), np.float32), "rows": rows}
 
 
@@ -323,9 +300,7 @@ def table_of_users() -> Own:
 
 @pytest.mark.parametrize("kind", given_gradients())
 @pytest.mark.parametrize(("function", "error", "text"), FORMULAS)
-def test_formulas_that_are_refused(
-    function: Any, error: type[Exception], text: str, kind: str
-) -> None:
+def test_formulas_that_are_refused(function, error: type[Exception], text: str, kind: str) -> None:
     """Nothing has changed, and nothing is left behind: steps are those of a new optimizer."""
     g, opt = given_gradients()[kind], table_of_users()
     opt.function = function

@@ -1,16 +1,12 @@
 """Parameters of optimizers: groups, names, order, rebinding, arrays changed in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
+from adam_family import ones, parameters
 from fusestep import nn
 from fusestep.bench.registry import Row
-
-from adam_family import ones, parameters
 from helpers import assert_same_bits, assign, refused, unchanged
 from optimizers import FAMILIES
 
@@ -29,8 +25,7 @@ def test_what_groups_tell() -> None:
 def test_group_params_may_be_a_generator() -> None:
     # MindSpore's check uses a generator up and then optimizes nothing.
     a, b = parameters("a", "b")
-    opt = nn.Adam(iter([{"params": (p for p in (a, b))}]))
-    assert opt.parameters == (a, b)
+    assert nn.Adam(iter([{"params": (p for p in (a, b))}])).parameters == (a, b)
 
 
 def test_order_params() -> None:
@@ -142,14 +137,11 @@ def test_a_name_is_fixed_by_an_optimizer() -> None:
 # Parameters and rebinding
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((None,), TypeError, "data is no array"),  # others of no use are in BAD_PARAMETERS
-        ((ones(2), 3), TypeError, "name has a wrong type: expected a str, got int"),
-        ((ones(2), "w", 1), TypeError, "requires_grad has a wrong type: expected a bool"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "text"), [
+    ((None,), TypeError, "data is no array"),  # others of no use are in BAD_PARAMETERS
+    ((ones(2), 3), TypeError, "name has a wrong type: expected a str, got int"),
+    ((ones(2), "w", 1), TypeError, "requires_grad has a wrong type: expected a bool"),
+])  # fmt: skip
 def test_bad_parameter(arguments: tuple[Any, ...], error: Any, text: str) -> None:
     with pytest.raises(error, match=f"^Parameter: {text}"):
         nn.Parameter(*arguments)
@@ -188,17 +180,15 @@ def test_rebinding_that_is_refused() -> None:
     opt([ones(4, 3), ones(4, 3)])
     for value, error, text in (
         (
-            ones(3, 4),
-            ValueError,
-            r"Parameter: data has a wrong shape: expected \(4, 3\), got \(3, 4\)",
-        ),
+            ones(3, 4), ValueError,
+            r"Parameter: data has a wrong shape: expected \(4, 3\), got \(3, 4\)"),
         (np.ones((4, 3), int), TypeError, "Parameter: data has a wrong dtype"),
         (ones(3, 4).T, ValueError, "Parameter: data is not contiguous"),
         (np.broadcast_to(ones(3), (4, 3)), ValueError, "Parameter: data is read-only"),
         (b.data, ValueError, "Adam: parameter '.' shares memory with parameter '.'"),
         (pool.reshape(-1)[20:32].reshape(4, 3), ValueError, "Adam: parameter '.' shares memory"),
         ("w", TypeError, "Parameter: data is no array"),
-    ):
+    ):  # fmt: skip
         with refused(error, text, opt, pool):
             a.data = value
         assert a.data is pool[0] or np.shares_memory(a.data, pool[0])
@@ -210,20 +200,14 @@ def test_rebinding_that_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
-        (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
-        (lambda w: w.resize((2, 2), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 2\)"),
-        (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
-        (lambda w: assign(w, dtype=np.int32), TypeError, "parameter 'w' .* wrong dtype"),
-    ],
-    ids=["read-only", "shape", "cut off", "resized", "dtype"],
-)
-def test_arrays_that_were_changed_between_steps(
-    change: Any, error: Any, text: str, is_sparse: bool
-) -> None:
+@pytest.mark.parametrize(("change", "error", "text"), [
+    (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
+    (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
+    (lambda w: w.resize((2, 2), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 2\)"),
+    (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
+    (lambda w: assign(w, dtype=np.int32), TypeError, "parameter 'w' .* wrong dtype"),
+], ids=["read-only", "shape", "cut off", "resized", "dtype"])  # fmt: skip
+def test_arrays_that_were_changed_between_steps(change, error, text: str, is_sparse: bool) -> None:
     """In place, so that nobody is told: the step looks, and does not write where they were."""
 
     def gradient(shape: tuple[int, ...]) -> Any:

@@ -1,15 +1,11 @@
 """Prodigy against its float64 reference, over all of its options."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import assert_same_arrays, refused
 from reference_prodigy import OPTIONS, Group, Prodigy, reference_with
 
@@ -67,8 +63,7 @@ def test_narrow_types_find_the_same_distance(dtype: Any) -> None:
 def test_a_group_of_rate_0_goes_on_along_its_states() -> None:
     exact, _, end = both({})
     first, second = (
-        Group(exact.groups[0].params[:2]), Group(exact.groups[0].params[2:], lr=1.0),
-    )  # fmt: skip
+        Group(exact.groups[0].params[:2]), Group(exact.groups[0].params[2:], lr=1.0))  # fmt: skip
     exact = Prodigy([first, second], d0=1e-2)
     params = [[w.copy() for w in g.params] for g in (first, second)]
     opt = nn.Prodigy([{"params": own} for own in params], d0=1e-2)
@@ -94,8 +89,7 @@ def test_a_group_of_rate_0_goes_on_along_its_states() -> None:
 
 
 def test_a_step_without_a_denominator_is_none() -> None:
-    w = np.ones(3)
-    opt = nn.Prodigy([w])
+    opt = nn.Prodigy([np.ones(3)])
     before = opt.state_dict()
     for given in (np.zeros(3), None):
         assert opt((given,)) == (True,)
@@ -120,8 +114,7 @@ def test_what_it_refuses() -> None:
     opt = nn.Prodigy([w])
     with refused(ValueError, "is row-sparse: expected a dense one", opt):
         opt((nn.RowTensor(np.array([1]), np.ones((1, 2)), (3, 2)),))
-    groups = [{"params": [np.ones(2)], "lr": 0.5}, {"params": [np.ones(2)]}]
-    apart = nn.Prodigy(groups)
+    apart = nn.Prodigy([{"params": [np.ones(2)], "lr": 0.5}, {"params": [np.ones(2)]}])
     with refused(ValueError, "learning_rate differs between groups: expected 1.0 or 0.0, got 0.5",
                  apart):  # fmt: skip
         apart((np.ones(2), np.ones(2)))

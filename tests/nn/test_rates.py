@@ -1,18 +1,14 @@
 """Learning rates and weight decays: numbers, lists, schedules; of all parameters or of groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-
+from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from fusestep import nn
 from fusestep.bench.registry import Row
-
-from adam_family import EACH_CLASS, Halving, ones, parameters, rows
 from helpers import BF16, assert_same_bits, refused
 from optimizers import FAMILIES
 
@@ -24,23 +20,19 @@ def numbers() -> Iterator[float]:
 
 
 RATES: dict[str, tuple[Callable[[], Any], list[float]]] = {
-    "float": (lambda: 0.5, [0.5] * 3),
-    "int": (lambda: 2, [2.0] * 3),
-    "bool": (lambda: True, [1.0] * 3),
-    "zero": (lambda: 0.0, [0.0] * 3),
-    "float32": (lambda: np.float32(0.5), [0.5] * 3),
-    "0-d": (lambda: np.array(0.5), [0.5] * 3),
+    "float": (lambda: 0.5, [0.5] * 3), "int": (lambda: 2, [2.0] * 3),
+    "bool": (lambda: True, [1.0] * 3), "zero": (lambda: 0.0, [0.0] * 3),
+    "float32": (lambda: np.float32(0.5), [0.5] * 3), "0-d": (lambda: np.array(0.5), [0.5] * 3),
     "0-d int": (lambda: np.array(2), [2.0] * 3),
     "0-d bfloat16": (lambda: np.array(0.5, BF16), [0.5] * 3),
     "Parameter": (lambda: nn.Parameter(np.array(0.5)), [0.5] * 3),
     "1-d": (lambda: np.array([0.5, 0.25, 0.125], np.float32), [0.5, 0.25, 0.125]),
     "list": (lambda: [0.5, 0.25, 0.125], [0.5, 0.25, 0.125]),
     "tuple of ints": (lambda: (2, 1, 0), [2.0, 1.0, 0.0]),
-    "generator": (numbers, [0.5, 0.25, 0.125]),
-    "schedule": (Halving, [0.5, 0.25, 0.125]),
+    "generator": (numbers, [0.5, 0.25, 0.125]), "schedule": (Halving, [0.5, 0.25, 0.125]),
     "callable": (lambda: lambda step: 0.5 / (1 + step), [0.5, 0.25, 0.5 / 3]),
     "callable of arrays": (lambda: lambda step: np.full((1,), 0.5**step), [1.0, 0.5, 0.25]),
-}
+}  # fmt: skip
 LISTS = ("1-d", "list", "tuple of ints", "generator")
 EACH_RATE = pytest.mark.parametrize("form", RATES)
 
@@ -91,18 +83,15 @@ def later(value: Any) -> Any:
     return lambda step: 0.1 if step == 0 else value() if callable(value) else value
 
 
-@pytest.mark.parametrize(
-    ("schedule", "error", "text"),
-    [
-        (later(None), TypeError, "learning_rate has a schedule that returned no number: .*None"),
-        (later("x"), TypeError, "returned no number"),
-        (later(np.ones(2)), TypeError, "returned no number"),
-        (later(np.nan), ValueError, "learning_rate is not finite"),
-        (later(np.inf), ValueError, "learning_rate is not finite"),
-        (later(lambda: 1 / 0), ZeroDivisionError, "division"),
-        (nn.LearningRateSchedule(), NotImplementedError, "define construct"),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "error", "text"), [
+    (later(None), TypeError, "learning_rate has a schedule that returned no number: .*None"),
+    (later("x"), TypeError, "returned no number"),
+    (later(np.ones(2)), TypeError, "returned no number"),
+    (later(np.nan), ValueError, "learning_rate is not finite"),
+    (later(np.inf), ValueError, "learning_rate is not finite"),
+    (later(lambda: 1 / 0), ZeroDivisionError, "division"),
+    (nn.LearningRateSchedule(), NotImplementedError, "define construct"),
+])  # fmt: skip
 def test_schedules_that_do_not_work(schedule: Any, error: Any, text: str) -> None:
     opt = nn.Adam([ones(2)], schedule)
     if error is not NotImplementedError:
@@ -163,8 +152,7 @@ WHATEVER_THE_NAME = ("AdaFactor", "Adan", "FTRL", "Lion")
 @pytest.mark.parametrize(
     ("name", "decays"),
     [*((name, False) for name in ("beta", "my_beta_x", "gamma", "bn.gamma", "alphabeta")),
-     *((name, True) for name in ("weight", "BETA", "Gamma", "alphabet", "bet"))],
-)  # fmt: skip
+     *((name, True) for name in ("weight", "BETA", "Gamma", "alphabet", "bet"))])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_beta_and_gamma_do_not_decay(family: Row, name: str, decays: bool) -> None:
     """A substring in lower case; in groups names do not count."""

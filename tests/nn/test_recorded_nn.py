@@ -4,23 +4,19 @@ What runs of PyTorch and others say of optimizers that MindSpore has too, the re
 in test_references.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-
-from fusestep import nn
-
 import recorded
 import recorded_nn
 import recorded_quirks
 import recorded_torch
 import reference
 import reference_elementwise as elementwise
+from fusestep import nn
 from helpers import assert_same_bits
 from recorded import Case, all_cases, assert_close_recorded
 from recorded_quirks import Formula
@@ -35,28 +31,20 @@ FIXED_RATE = (
 )
 # Optimizers whose groups were recorded with a fixed rate beside a schedule.
 MIXED_RATES = (
-    "Adagrad",
-    "Adam",
-    "AdamWeightDecay",
-    "Momentum",
-    "ProximalAdagrad",
-    "RMSProp",
-    "SGD",
-)
+    "Adagrad", "Adam", "AdamWeightDecay", "Momentum", "ProximalAdagrad", "RMSProp", "SGD",
+)  # fmt: skip
 # Cases that are not compared as they stand, with what fusestep does instead.
 QUIRKS = {
     "nn_Adam/amsgrad_nesterov": (
-        "use_amsgrad with use_nesterov raises ValueError; MindSpore ignores use_nesterov"
-    ),
+        "use_amsgrad with use_nesterov raises ValueError; MindSpore ignores use_nesterov"),
     "nn_Adam/sparse_default_target_n0": SUMMED + "adds their squares",
     "nn_Adam/sparse_lazy_default_target_n0": SUMMED + "lets the last one win",
     "nn_AdamOffload_LazyAdam/LazyAdam_sparse_default": SUMMED + "lets the last one win",
     "nn_Adagrad/accum0": "no epsilon; MindSpore's CPU kernel adds 1e-8 under the root",
     "nn_Adagrad/no_update_slots": (
-        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"
-    ),
+        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"),
     **{f"nn_{name}/groups_dynamic_lr": FIXED_RATE for name in MIXED_RATES},
-}
+}  # fmt: skip
 # Deviations of MindSpore from its documentation that fusestep has too.
 SHARED_QUIRKS = {"nn_AdaFactor/lr_list"}
 
@@ -237,38 +225,31 @@ def summed_rows(case: Case, driver: Callable[..., Any], recorded_by: Callable[..
         for powers in zip(powers1, powers2, strict=True)
     ]
     decided(
-        case,
-        ("moment1", "moment2"),
+        case, ("moment1", "moment2"),
         lambda t: recorded_quirks.merged(driver, partial(reference.adam, hp=hps[t - 1])),
-        lambda t: partial(recorded_by, hp=hps[t - 1]),
-    )
+        lambda t: partial(recorded_by, hp=hps[t - 1]))  # fmt: skip
 
 
 def adagrad(case: Case, update_slots: bool) -> None:
     """No epsilon, and an accumulator that can be kept."""
     lr = float(np.float32(case.hyper["learning_rate"]))
     decided(
-        case,
-        ("accum",),
-        lambda _: partial(elementwise.adagrad, lr=lr, update_slots=update_slots),
-        lambda _: partial(recorded_quirks.adagrad, lr=lr),
-    )
+        case, ("accum",), lambda _: partial(elementwise.adagrad, lr=lr, update_slots=update_slots),
+        lambda _: partial(recorded_quirks.adagrad, lr=lr))  # fmt: skip
 
 
 LAZY = partial(summed_rows, driver=reference.lazy_step, recorded_by=recorded_quirks.adam_last_wins)
 DECIDED: dict[str, Callable[[Case], None]] = {
     "nn_Adam/amsgrad_nesterov": amsgrad_with_nesterov,
     "nn_Adam/sparse_default_target_n0": partial(
-        summed_rows,
-        driver=reference.dense_equivalent_step,
-        recorded_by=recorded_quirks.adam_sum_of_squares,
-    ),
+        summed_rows, driver=reference.dense_equivalent_step,
+        recorded_by=recorded_quirks.adam_sum_of_squares),
     "nn_Adam/sparse_lazy_default_target_n0": LAZY,
     "nn_AdamOffload_LazyAdam/LazyAdam_sparse_default": LAZY,
     "nn_Adagrad/accum0": partial(adagrad, update_slots=True),
     "nn_Adagrad/no_update_slots": partial(adagrad, update_slots=False),
     **{f"nn_{name}/groups_dynamic_lr": fixed_rate_beside_a_schedule for name in MIXED_RATES},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUIRKS)
@@ -280,10 +261,9 @@ def test_decided_behaviour(name: str) -> None:
 
 RUN = np.load(recorded.DATA / "fbgemm" / "rowwise_adagrad.npz")
 DECAYS = {
-    "none": {},
-    "l2": {"weight_decay": 0.1},
+    "none": {}, "l2": {"weight_decay": 0.1},
     "decouple": {"weight_decay": 0.1, "decoupled_weight_decay": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", DECAYS)
@@ -313,10 +293,8 @@ OF_OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[str, int]], dic
         lambda p: nn.Adan(p, 0.01, weight_decay=0.1),
         {
             **{name: (f"{name}.p", 1) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")},
-            "previous_grad": ("previous_grad.p", -1),
-        },
-        {"exp_avg": 1.0, "exp_avg_diff": 1.0},
-    ),
+            "previous_grad": ("previous_grad.p", -1)},
+        {"exp_avg": 1.0, "exp_avg_diff": 1.0}),
     # Weights alone, to 1e-6: optax corrects biases in float32, where 1 - beta2 has few digits left.
     "optax_adam": (lambda p: nn.Adam(p, 0.01, eps_hat=False), {}, {}),
     **dict.fromkeys(
@@ -324,10 +302,8 @@ OF_OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, tuple[str, int]], dic
         (
             lambda p: nn.AdamWeightDecay(p, 0.01, eps=1e-8, weight_decay=0.1, correct_bias=True),
             {},
-            {},
-        ),
-    ),
-}
+            {})),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)

@@ -1,30 +1,19 @@
 """Weights of 16 bits in nn, beside masters or remainders, or rounded at random."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
+import reference_random as model
 from fusestep import nn
 from fusestep.kernels.keeping import key_of, random_scalars
-
-import reference_random as model
 from helpers import BF16, assert_same_arrays, assert_same_bits, more, refused
-from optimizers import (
-    BY_NAME,
-    FORMS,
-    ONE_OF_EACH,
-    arguments_of,
-    gradients,
-    inner,
-    make,
-    parameters,
-    rows,
-)
+
+from optimizers import (  # isort: skip
+    BY_NAME, FORMS, ONE_OF_EACH, arguments_of, gradients, inner, make, parameters, rows,
+)  # fmt: skip
 
 F16, F32 = np.float16, np.float32
 BESIDE = {"master": "master", "kahan": "remainder"}
@@ -32,16 +21,13 @@ SEED = 12_345_678_901
 EACH_WAY = pytest.mark.parametrize("rounding", BESIDE)
 ROUNDED = [form for form in FORMS if "rounding" in arguments_of(form) and FORMS[form][0] != "LARS"]
 QUICK = "Adam", "RowWiseAdagrad"
-EACH_CASE = pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        *((f, {}) if f in QUICK else more(f, {}) for f in ROUNDED if f in ONE_OF_EACH),
-        # A gradient is clipped by its norm first; LARS measures the whole weight.
-        *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
-        *(("SGD", {"weight_decay": 0.1}), ("Momentum", {"weight_decay": 0.1}), ("Lion", {})),
-        *((form, {"sparse_update": "dense_equivalent"}) for form in QUICK),
-    ],
-)
+EACH_CASE = pytest.mark.parametrize(("form", "options"), [
+    *((f, {}) if f in QUICK else more(f, {}) for f in ROUNDED if f in ONE_OF_EACH),
+    # A gradient is clipped by its norm first; LARS measures the whole weight.
+    *(("Momentum", {"clipnorm": 0.5}), ("Momentum", {"clipvalue": 0.1}), ("LARS", {})),
+    *(("SGD", {"weight_decay": 0.1}), ("Momentum", {"weight_decay": 0.1}), ("Lion", {})),
+    *((form, {"sparse_update": "dense_equivalent"}) for form in QUICK),
+])  # fmt: skip
 
 
 def wide_states(form: str) -> dict[str, Any]:

@@ -1,14 +1,10 @@
 """Bias correction by the number of updates of each row, in nn and nn.torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import assert_same_bits
 
 N, D, LR, BETA1, BETA2, EPS = 12, 9, 0.05, 0.9, 0.99, 1e-3
@@ -51,8 +47,7 @@ IN_NN: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "LazyAdam": (nn.LazyAdam, {}, {"row_wise": False, "inside": False}),
     "LazyAdam usual": (nn.LazyAdam, {"eps_hat": False}, {"row_wise": False, "inside": True}),
     "RowWiseAdam": (
-        nn.RowWiseAdam, {"weight_decay": 0.1}, {"row_wise": True, "inside": False, "decay": 0.1}
-    ),
+        nn.RowWiseAdam, {"weight_decay": 0.1}, {"row_wise": True, "inside": False, "decay": 0.1}),
 }  # fmt: skip
 
 
@@ -125,11 +120,10 @@ IN_TORCH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LazyAdam": ({}, {"row_wise": False, "inside": True}),
     "AdamW": (
         {"weight_decay": 0.1, "sparse": "touched"},
-        {"row_wise": False, "inside": True, "decay": 0.1},
-    ),
+        {"row_wise": False, "inside": True, "decay": 0.1}),
     "SparseAdam": ({}, {"row_wise": False, "inside": False}),
     "RowWiseAdam": ({"weight_decay": 0.1}, {"row_wise": True, "inside": True, "decay": 0.1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
@@ -150,8 +144,7 @@ def test_pytorch(name: str) -> None:
         )
         optimizer.step()
     np.testing.assert_allclose(w.detach().numpy(), reference.w, rtol=2e-5, atol=2e-6)
-    state = optimizer.state_dict()["state"][0]
-    assert state["updates"].tolist() == reference.t.tolist()
+    assert optimizer.state_dict()["state"][0]["updates"].tolist() == reference.t.tolist()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     group = [{"params": [torch.nn.Parameter(torch.ones(2, 2))], "amsgrad": True}]

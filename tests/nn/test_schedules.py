@@ -1,7 +1,5 @@
 """Learning-rate schedules and lists: recorded runs, formulas, refusals; one after the other."""
 
-from __future__ import annotations
-
 import bisect
 import copy
 import inspect
@@ -13,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from argument_kinds import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
+from argument_kinds import KINDS
 from fusestep import nn
-
 from helpers import assert_same_bits
 from recorded import all_cases
 
@@ -87,16 +83,14 @@ ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
         (name, (*arguments, *stair))
         for name in ("exponential", "natural_exp", "inverse")
         for arguments in ((0.1, 0.9, 4), (0.5, 0.3, 7), (0.1, 1.5, 1))
-        for stair in ((), (False,), (True,))
-    ),
+        for stair in ((), (False,), (True,))),
     *(("cosine", arguments) for arguments in ((0.01, 0.1, 10), (0.0, 0.5, 7), (0.2, 0.3, 1))),
     *(
         ("polynomial", (*arguments, *update))
         for arguments in ((0.1, 0.01, 7, 0.5), (0.5, 0.0, 10, 2.0), (0.1, 0.3, 1, 1.0))
-        for update in ((), (False,), (True,))
-    ),
+        for update in ((), (False,), (True,))),
     *(("warmup", arguments) for arguments in ((0.1, 5), (0.3, 1), (0.0, 4))),
-]
+]  # fmt: skip
 EACH_FORMULA = pytest.mark.parametrize(("name", "arguments"), ARGUMENTS)
 
 
@@ -186,11 +180,8 @@ def test_every_argument_is_checked(api: Any) -> None:
 def test_numpy_scalars(api: Any) -> None:
     valid = {name: VALID[kind] for name, kind in ARGUMENTS_OF[api].items()}
     to_numpy = {
-        "count": np.int32,
-        "flag": bool,
-        "positive 64": np.float32,
-        "not negative": np.float16,
-    }
+        "count": np.int32, "flag": bool, "positive 64": np.float32, "not negative": np.float16,
+    }  # fmt: skip
     given = {name: to_numpy[kind](valid[name]) for name, kind in ARGUMENTS_OF[api].items()}
     # Equal texts: everything is a number of Python's afterwards.
     assert repr(api(**given)) == repr(api(**valid))
@@ -226,9 +217,7 @@ PIECES: list[tuple[Any, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("milestone", "rates", "error", "text"), PIECES)
-def test_piecewise_constant_refuses(
-    milestone: Any, rates: Any, error: type[Exception], text: str
-) -> None:
+def test_piecewise_constant_refuses(milestone, rates, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(f'piecewise_constant_lr: {text}')}$"):
         nn.piecewise_constant_lr(milestone, rates)
 
@@ -265,21 +254,18 @@ def test_arrays_of_steps(schedule: Any) -> None:
 
 
 @EACH_SCHEDULE
-@pytest.mark.parametrize(
-    ("step", "error", "text"),
-    [
-        (-1, ValueError, "is out of range: expected at least 0, got -1"),
-        (np.array([3, -2]), ValueError, "is out of range: expected at least 0, got -2"),
-        (1.0, TypeError, "has a wrong type: expected an int or an array of ints, got float"),
-        (True, TypeError, "has a wrong type: expected an int or an array of ints, got bool"),
-        (np.array([True]), TypeError, "has a wrong type: .*, got bool"),
-        (np.float32(2), TypeError, "has a wrong type: .*, got float32"),
-        (np.arange(2.0), TypeError, "has a wrong type: .*, got float64"),
-        ([1, 2], TypeError, "has a wrong type: .*, got list"),
-        ("1", TypeError, "has a wrong type: .*, got str"),
-        (None, TypeError, "has a wrong type: .*, got NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("step", "error", "text"), [
+    (-1, ValueError, "is out of range: expected at least 0, got -1"),
+    (np.array([3, -2]), ValueError, "is out of range: expected at least 0, got -2"),
+    (1.0, TypeError, "has a wrong type: expected an int or an array of ints, got float"),
+    (True, TypeError, "has a wrong type: expected an int or an array of ints, got bool"),
+    (np.array([True]), TypeError, "has a wrong type: .*, got bool"),
+    (np.float32(2), TypeError, "has a wrong type: .*, got float32"),
+    (np.arange(2.0), TypeError, "has a wrong type: .*, got float64"),
+    ([1, 2], TypeError, "has a wrong type: .*, got list"),
+    ("1", TypeError, "has a wrong type: .*, got str"),
+    (None, TypeError, "has a wrong type: .*, got NoneType"),
+])  # fmt: skip
 def test_bad_steps(schedule: Any, step: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{type(schedule).__name__}: global_step {text}$"):
         schedule(step)
@@ -349,41 +335,30 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ([math.inf], [], ValueError, "schedules[0] is not finite: expected a finite number, got inf"),
     ([0.5], 3, TypeError, f"milestones {WRONG} a list or a tuple, got int"),
     (
-        [0.5, 0.5, 0.5],
-        [3],
-        ValueError,
-        "milestones has a wrong length: expected 2, one fewer than the schedules, got 1",
-    ),
+        [0.5, 0.5, 0.5], [3], ValueError,
+        "milestones has a wrong length: expected 2, one fewer than the schedules, got 1"),
     (
-        [0.5],
-        [3],
-        ValueError,
-        "milestones has a wrong length: expected 0, one fewer than the schedules, got 1",
-    ),
+        [0.5], [3], ValueError,
+        "milestones has a wrong length: expected 0, one fewer than the schedules, got 1"),
     ([0.5, 0.5, 0.5], [3, 3], ValueError, f"milestones[1] {AFTER} 3, the one before, got 3"),
     ([0.5, 0.5, 0.5], [3, 2], ValueError, f"milestones[1] {AFTER} 3, the one before, got 2"),
     ([0.5, 0.5], [0], ValueError, "milestones[0] is out of range: expected at least 1, got 0"),
     ([0.5, 0.5], [1.0], TypeError, f"milestones[0] {WRONG} an int, got float"),
     ([0.5, 0.5], [True], TypeError, f"milestones[0] {WRONG} an int, got bool"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schedules", "milestones", "error", "text"), REFUSED)
-def test_sequential_refuses(
-    schedules: Any, milestones: Any, error: type[Exception], text: str
-) -> None:
+def test_sequential_refuses(schedules, milestones, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(f'SequentialLR: {text}')}$"):
         nn.SequentialLR(schedules, milestones)
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (None, TypeError, "has a schedule that returned no number: expected a float, got None"),
-        (math.nan, ValueError, "is not finite: expected a finite number, got nan"),
-        (-0.5, ValueError, "is out of range: expected at least 0 and a float32 number, got -0.5"),
-    ],
-)
+@pytest.mark.parametrize(("value", "error", "text"), [
+    (None, TypeError, "has a schedule that returned no number: expected a float, got None"),
+    (math.nan, ValueError, "is not finite: expected a finite number, got nan"),
+    (-0.5, ValueError, "is out of range: expected at least 0 and a float32 number, got -0.5"),
+])  # fmt: skip
 def test_sequential_names_the_schedule_that_failed(
     value: Any, error: type[Exception], text: str
 ) -> None:
@@ -420,7 +395,6 @@ def rates_used(opt: Any, count: int) -> list[float]:
 
 @EACH_SCHEDULE
 def test_optimizer_follows_a_schedule(schedule: Any) -> None:
-    w = np.ones(3, np.float32)
-    opt = nn.Adam([w], learning_rate=schedule, weight_decay=schedule)
+    opt = nn.Adam([np.ones(3, np.float32)], learning_rate=schedule, weight_decay=schedule)
     assert rates_used(opt, 3) == [schedule(step) for step in range(3)]
     assert opt.get_weight_decay() == schedule(3)

@@ -1,7 +1,5 @@
 """Mapped files of an optimizer belong together: they are taken over as a whole, or not at all."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -16,12 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn
 from fusestep.nn.base import file_set
 from fusestep.nn.base.checkpoint import replace_file
-
 from helpers import more
 
 SHAPE = (20, 4)
@@ -69,10 +65,6 @@ def assert_refused(folder: Path, w: Any, name: str, error: Any = (ValueError, OS
     return str(found.value)
 
 
-def hard_link(file: Path, _: Path) -> None:
-    os.link(file, file.parent / "backup")
-
-
 def pipe(file: Path, _: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -91,12 +83,12 @@ def swapped(file: Path, _: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
-    "deleted": lambda file, _: file.unlink(),
-    "empty": lambda file, _: file.write_bytes(b""),
+    "deleted": lambda file, _: file.unlink(), "empty": lambda file, _: file.write_bytes(b""),
     "cut": lambda file, _: file.write_bytes(file.read_bytes()[:-1]),
     "no file of states": lambda file, _: file.write_bytes(b"\x08" + b"[" * 9000),
     "another one's": lambda file, other: shutil.copy(other, file),
-    "swapped": swapped, "pipe": pipe, "link": link, "hard link": hard_link,
+    "swapped": swapped, "pipe": pipe, "link": link,
+    "hard link": lambda file, _: os.link(file, file.parent / "backup"),
 }  # fmt: skip
 
 
@@ -128,13 +120,10 @@ def test_a_pipe_that_somebody_writes(tmp_path: Path) -> None:
     os.close(handle)
 
 
-@pytest.mark.parametrize(
-    ("file", "dtype", "values"),
-    [
-        ("global_step", "i4", [-1, 3]), ("step", "i8", [-1, 8, 1 << 40]),
-        ("last_step.w", "i4", [-1, 8, 1 << 30]), ("idle_scalars.w", "f4", [np.nan, np.inf]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("file", "dtype", "values"), [
+    ("global_step", "i4", [-1, 3]), ("step", "i8", [-1, 8, 1 << 40]),
+    ("last_step.w", "i4", [-1, 8, 1 << 30]), ("idle_scalars.w", "f4", [np.nan, np.inf]),
+])  # fmt: skip
 def test_values_that_cannot_be(file: str, dtype: str, values: list[Any], tmp_path: Path) -> None:
     w = trained(tmp_path)
     for value in values:

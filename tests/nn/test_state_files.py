@@ -1,7 +1,5 @@
 """States that functions make, in files and in memory that nobody has touched."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -11,22 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn
-
 from helpers import BF16, assert_same_bits, more
-from optimizers import (
-    FORMS,
-    ONE_OF_EACH,
-    arguments_of,
-    assert_same_run,
-    gradients,
-    make,
-    parameters,
-    rows,
-    states,
-)
+
+from optimizers import (  # isort: skip
+    FORMS, ONE_OF_EACH, arguments_of, assert_same_run, gradients, make, parameters, rows, states,
+)  # fmt: skip
 
 F32 = np.float32
 QUICK = "LazyAdam", "SGD", "Prodigy"
@@ -121,16 +110,13 @@ def test_files_that_do_not_fit(damage: str, tmp_path: Path) -> None:
     assert now is None or file.read_bytes() == now
 
 
-@pytest.mark.parametrize(
-    ("found", "error", "text"),
-    [
-        (lambda _: [0.0], TypeError, "has a wrong type: expected an array of NumPy"),
-        (lambda a: np.zeros((3, *a.shape), a.dtype), ValueError, "has a wrong shape"),
-        (lambda a: a.astype(np.int8), ValueError, "has a wrong dtype"),
-        (lambda a: np.broadcast_to(a[:1, :1], a.shape), ValueError, "in place"),
-        (lambda a: np.zeros(a.shape[::-1], a.dtype).T, ValueError, "in place"),
-    ],
-)
+@pytest.mark.parametrize(("found", "error", "text"), [
+    (lambda _: [0.0], TypeError, "has a wrong type: expected an array of NumPy"),
+    (lambda a: np.zeros((3, *a.shape), a.dtype), ValueError, "has a wrong shape"),
+    (lambda a: a.astype(np.int8), ValueError, "has a wrong dtype"),
+    (lambda a: np.broadcast_to(a[:1, :1], a.shape), ValueError, "in place"),
+    (lambda a: np.zeros(a.shape[::-1], a.dtype).T, ValueError, "in place"),
+])  # fmt: skip
 def test_arrays_that_cannot_be_states(found: Any, error: Any, text: str) -> None:
     def wrong(name: str, shape: tuple[int, ...], dtype: Any, initial: Any) -> Any:  # noqa: ARG001
         made = np.zeros(shape, dtype)

@@ -1,15 +1,11 @@
 """Rows of tables that begin anew or become copies of others, in nn and nn.torch."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import BF16, assert_same_arrays, assert_same_bits, refused
 from optimizers import assert_same_run
 
@@ -19,12 +15,11 @@ IN_NN: dict[str, Any] = {
     "Adam": lambda w, **o: nn.Adam([w], 0.1, **o),
     "AMSGrad": lambda w, **o: nn.Adam([w], 0.1, use_amsgrad=True, sparse_update="lazy", **o),
     "Adagrad": lambda w, **o: nn.Adagrad([w], 0.3, 0.1, **o),
-    "FTRL": lambda w, **o: nn.FTRL([w], 0.2, **o),
-    "SGD": lambda w, **o: nn.SGD([w], 0.1, **o),
+    "FTRL": lambda w, **o: nn.FTRL([w], 0.2, **o), "SGD": lambda w, **o: nn.SGD([w], 0.1, **o),
     "RowWiseAdagrad": lambda w, **o: nn.RowWiseAdagrad([w], 0.25, 0.1, **o),
     "LazyAdam by row": lambda w, **o: nn.LazyAdam([w], 0.1, rowwise_bias_correction=True, **o),
     "catch-up": lambda w, **o: nn.LazyAdam([w], 0.1, sparse_update="catch_up", **o),
-}
+}  # fmt: skip
 
 
 def table(dtype: Any = np.float32) -> np.ndarray:
@@ -120,8 +115,7 @@ def test_a_table_that_grows(name: str) -> None:
 
 def test_columns_are_no_rows() -> None:
     """In a square table the state of a column stays, though it has as many numbers."""
-    w = np.random.default_rng(2).standard_normal((4, 4)).astype(np.float32)
-    opt = nn.AdaFactor([w])
+    opt = nn.AdaFactor([np.random.default_rng(2).standard_normal((4, 4)).astype(np.float32)])
     opt([np.arange(16, dtype=np.float32).reshape(4, 4)])
     before = {role: x.copy() for role, x in opt.state_dict().items()}
     opt.reset_rows(opt.parameters[0], np.array([1, 2]))
@@ -203,12 +197,10 @@ def test_normal_rows() -> None:
 
 
 TORCH = {
-    "AdamW": {"sparse": "touched"},
-    "Adagrad": {"initial_accumulator_value": 0.3},
-    "SparseAdam": {"sparse": "catch_up"},
-    "RowWiseAdam": {"rowwise_bias_correction": True},
+    "AdamW": {"sparse": "touched"}, "Adagrad": {"initial_accumulator_value": 0.3},
+    "SparseAdam": {"sparse": "catch_up"}, "RowWiseAdam": {"rowwise_bias_correction": True},
     "SGD": {"momentum": 0.9, "sparse": "touched"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -1,19 +1,18 @@
 """All that belongs to a table: checked by each call before it writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.kernels.idle_table import IdleTable
 from fusestep.kernels.rules.adam import ADAM
 from fusestep.nn.engine.tables import LAST
 from fusestep.ops.runtime import locks
+from helpers import meanwhile
 
 N, D = 300, 8
 ROWS = np.array([3, 5])
@@ -36,18 +35,16 @@ def asleep(name: str = "Adam") -> tuple[np.ndarray, Any]:
 CHANGES: dict[str, Callable[[np.ndarray], Any]] = {
     "smaller": lambda x: x.resize((2, 2)[: x.ndim], refcheck=False),
     "larger": lambda x: x.resize((2 * N, D)[: x.ndim], refcheck=False),
-    "shape": lambda x: setattr(x, "shape", (2, -1)),
-    "read-only": lambda x: x.setflags(write=False),
-}
+    "shape": lambda x: setattr(x, "shape", (2, -1)), "read-only": lambda x: x.setflags(write=False),
+}  # fmt: skip
 CALLS: dict[str, Callable[[Any], Any]] = {
     "flush": lambda opt: opt.flush(),
     "prepare": lambda opt: opt.prepare(opt.parameters[0], np.arange(2)),
     "state_dict": lambda opt: opt.state_dict(flush=True),
     "reset_rows": lambda opt: opt.reset_rows(opt.parameters[0], ROWS, 0.5),
     "copy_rows": lambda opt: opt.copy_rows(opt.parameters[0], ROWS, ROWS + 2),
-    "grow": lambda opt: opt.grow(opt.parameters[0], 2 * N + 5),
-    "step": lambda opt: opt(rows_of()),
-}
+    "grow": lambda opt: opt.grow(opt.parameters[0], 2 * N + 5), "step": lambda opt: opt(rows_of()),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
@@ -139,39 +136,27 @@ def test_tables_that_another_thread_exchanges(seed: int) -> None:
     """Data is rebound, row numbers change, rows are reset and tables grow: calls raise, or work."""
     rng = np.random.default_rng(seed)
     _, opt = asleep()
-    guard, stop = [np.full((N, D), 7.0, np.float32) for _ in range(40)], list[bool]()
+    guard = [np.full((N, D), 7.0, np.float32) for _ in range(40)]
     p, ids = opt.parameters[0], rng.integers(0, N, 64)
 
-    def change() -> None:
-        k = 0
-        while not stop:
-            k += 1
-            try:
-                if k % 4 == 0:
-                    opt.flush()
-                    p.data = p.data.copy()
-                elif k % 4 == 1:
-                    opt.reset_rows(p, np.array([k % N]), 0.5)
-                elif k % 4 == 2:
-                    ids.fill(k % (2 * N) - N // 2)
-                elif len(p) < 3 * N:
-                    opt.grow(p, len(p) + 1)
-            except (ValueError, RuntimeError, IndexError):
-                pass
+    def change(k: int) -> None:
+        if k % 4 == 0:
+            opt.flush()
+            p.data = p.data.copy()
+        elif k % 4 == 1:
+            opt.reset_rows(p, np.array([k % N]), 0.5)
+        elif k % 4 == 2:
+            ids.fill(k % (2 * N) - N // 2)
+        elif len(p) < 3 * N:
+            opt.grow(p, len(p) + 1)
 
-    thread = Thread(target=change)
-    thread.start()
-    try:
+    errors = ValueError, RuntimeError, IndexError
+    with meanwhile(change, *errors):
         for k in range(400):
-            try:
+            with suppress(*errors):
                 opt.prepare(p, ids)
                 opt(rows_of(rng.integers(0, N, 5), len(p)))
                 opt(rows_of(ids, len(p)))
                 if k % 50 == 0:
                     opt.flush()
-            except (ValueError, RuntimeError, IndexError):
-                pass
-    finally:
-        stop.append(True)
-        thread.join()
     assert all((x == 7.0).all() for x in guard)

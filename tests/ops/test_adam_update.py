@@ -3,18 +3,14 @@
 What it shares with the operators is tested with them: see `ADAM_UPDATE` in operators.py.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 from faults import FAULTS, frozen, strided
-
 from fusestep import nn
 from fusestep.ops import RowTensor, adam_update
-
 from helpers import assert_same_bits, refused
 from operators import ADAM_UPDATE
 from optimizers import rows
@@ -140,13 +136,10 @@ def test_out_that_cannot_be_written() -> None:
             reject(inputs(), each, f"out {text}", out=out)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "shift", "place"),
-    [
-        *(("weight", "out", 8, ""), ("grad", "out", 8, ""), ("weight", "mean", 8, "None")),
-        *(("grad", "mean", 8, "None"), ("mean", "var", 8, "None"), ("grad", "mean", 0, "other")),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "shift", "place"), [
+    *(("weight", "out", 8, ""), ("grad", "out", 8, ""), ("weight", "mean", 8, "None")),
+    *(("grad", "mean", 8, "None"), ("mean", "var", 8, "None"), ("grad", "mean", 0, "other")),
+])  # fmt: skip
 def test_overlaps(one: str, other: str, shift: int, place: str) -> None:
     buffer = np.ones(23, np.float32)
     given = {**inputs(), one: buffer[:15].reshape(5, 3)}

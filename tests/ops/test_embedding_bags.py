@@ -1,18 +1,14 @@
 """Pooled tables: sums, means and gradients against float64, in every form of ids; bad ids."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from fusestep import nn, ops
 from fusestep.ops.runtime.bags.tensor import BagTensor
 from fusestep.ops.runtime.bags.tensor import joined as joined_gradients
-
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, refused
 
 SHAPES = [(30, 8), (5, 16), (1_000, 64), (17, 5), (1, 1), (40, 130)]
@@ -46,9 +42,7 @@ def joined(ids: list[np.ndarray], offsets: list[np.ndarray]) -> tuple[np.ndarray
     return np.concatenate(ids), np.concatenate([*parts, firsts[-1:]]).astype(offsets[0].dtype)
 
 
-def pooled(
-    tables: Any, ids: Any, offsets: Any, pooling: str, weights: Any = None, left_out: Any = ()
-) -> np.ndarray:
+def pooled(tables, ids, offsets, pooling: str, weights=None, left_out=()) -> np.ndarray:
     """The output in float64; ids of ``left_out`` and those out of range count for nothing."""
     columns = []
     for f, (table, own, bounds) in enumerate(zip(tables, ids, offsets, strict=True)):
@@ -215,11 +209,9 @@ def test_objects_that_compiled_code_cannot_read() -> None:
         pass
 
     for change in (
-        lambda a: a.view(Array),
-        lambda a: np.repeat(a, 2)[::2],
-        lambda a: a.astype(np.longlong),
+        lambda a: a.view(Array), lambda a: np.repeat(a, 2)[::2], lambda a: a.astype(np.longlong),
         lambda a: np.frombuffer(b"x" + a.tobytes(), np.uint8)[1:].view(np.int64),
-    ):
+    ):  # fmt: skip
         assert_same_bits(bags(tables, [change(a) for a in ids], offsets), out)
         assert_same_bits(bags(tables, ids, [change(a) for a in offsets]), out)
     for thing in (3, None, "ids", object(), [1, 2], ids):
@@ -237,8 +229,7 @@ def test_forms_of_ids(index: type) -> None:
     ids, offsets = bags_of([len(t) for t in tables], batch, 7, dtype=index)
     bags = ops.EmbeddingBags()
     out = bags(tables, ids, offsets)
-    strided = [np.repeat(own, 2)[::2] for own in ids]
-    assert_same_bits(bags(tables, strided, offsets), out)
+    assert_same_bits(bags(tables, [np.repeat(own, 2)[::2] for own in ids], offsets), out)
     room = np.full(out.shape, np.nan, np.float32)
     assert bags(tables, ids, offsets, out=room) is room
     assert_same_bits(room, out)
@@ -250,8 +241,7 @@ def test_forms_of_ids(index: type) -> None:
     grad = np.random.default_rng(1).standard_normal((batch, out.shape[1])).astype(np.float32)
     each = zip(
         bags.gradients(tables, shaped, None, grad),
-        bags.gradients(tables, square, fixed, grad), strict=True,
-    )  # fmt: skip
+        bags.gradients(tables, square, fixed, grad), strict=True)  # fmt: skip
     for one, other in each:
         assert_same_bits(one.to_dense(), other.to_dense())
 
@@ -348,8 +338,7 @@ BAD = [
     (IndexError, r"ids\[1\]\[1\] is out of range: expected 0 <= id < 4, got 4",
      {"ids": [np.array([0, 1, 4]), np.array([3, 4], np.int32)]}),
     (TypeError, r"ids\[0\] has a wrong dtype", {"ids": [np.zeros(3), np.array([3, 3])]}),
-    (TypeError, r"offsets\[0\] has a wrong dtype",
-     {"offsets": [np.zeros(3), np.array([0, 0, 2])]}),
+    (TypeError, r"offsets\[0\] has a wrong dtype", {"offsets": [np.zeros(3), np.array([0, 0, 2])]}),
     (ValueError, r"ids have a wrong length", {"ids": [np.array([0, 1, 4])]}),
     (ValueError, r"offsets do not fit the ids", {"offsets": [np.array([0, 2, 3])]}),
     (ValueError, r"ids\[1\] have another number of bags",
@@ -430,34 +419,28 @@ def test_an_output_in_the_memory_of_what_is_read(of: str, is_joined: bool) -> No
             ops.EmbeddingBags()(**given)
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "options"),
-    [
-        (ValueError, "pooling is unknown", {"pooling": "least"}),
-        (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
-        (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
-        (ValueError, r"padding_idx of feature 0 is out of range", {"padding_idx": -1}),
-        (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
-        (ValueError, r"features\[1\] is no table", {"features": [0, 2]}),
-        (ValueError, r"features\[0\] is no table", {"features": [-1, 0]}),
-        (TypeError, "features have a wrong type", {"features": 1}),
-        (TypeError, "argument 'mode' is unknown", {"mode": "sum"}),
-    ],
-)
+@pytest.mark.parametrize(("error", "text", "options"), [
+    (ValueError, "pooling is unknown", {"pooling": "least"}),
+    (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
+    (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
+    (ValueError, r"padding_idx of feature 0 is out of range", {"padding_idx": -1}),
+    (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
+    (ValueError, r"features\[1\] is no table", {"features": [0, 2]}),
+    (ValueError, r"features\[0\] is no table", {"features": [-1, 0]}),
+    (TypeError, "features have a wrong type", {"features": 1}),
+    (TypeError, "argument 'mode' is unknown", {"mode": "sum"}),
+])  # fmt: skip
 def test_bad_options(error: type[Exception], text: str, options: dict[str, Any]) -> None:
     with pytest.raises(error, match=text):
         ops.EmbeddingBags(**options)(**good())
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "grad"),
-    [
-        (ValueError, "grad has a wrong shape", np.zeros((3, 5), np.float32)),
-        (TypeError, "grad has a wrong dtype", np.zeros((2, 5), int)),
-        (ValueError, r"grad\[1\] has a wrong shape", [np.zeros((2, 2)), np.zeros((2, 2))]),
-        (ValueError, r"grad does not fit the outputs", [np.zeros((2, 2))]),
-    ],
-)
+@pytest.mark.parametrize(("error", "text", "grad"), [
+    (ValueError, "grad has a wrong shape", np.zeros((3, 5), np.float32)),
+    (TypeError, "grad has a wrong dtype", np.zeros((2, 5), int)),
+    (ValueError, r"grad\[1\] has a wrong shape", [np.zeros((2, 2)), np.zeros((2, 2))]),
+    (ValueError, r"grad does not fit the outputs", [np.zeros((2, 2))]),
+])  # fmt: skip
 def test_bad_gradients(error: type[Exception], text: str, grad: Any) -> None:
     given = good()
     with pytest.raises(error, match=text):
@@ -490,8 +473,7 @@ def test_gradients_of_several_calls(pooling: str, weighted: str, dtype: Any) -> 
                 assert_same_bits(rows.values, (values / dtype(divisor)).astype(dtype))
     own, others = (tables_of(shapes, np.promote_types(dtype, np.float32)) for _ in range(2))
     nn.SGD(own, learning_rate=0.1)(tuple(joined_gradients(columns)))
-    lists = [list(column) for column in columns]
-    nn.SGD(others, learning_rate=0.1)(tuple(lists))
+    nn.SGD(others, learning_rate=0.1)(tuple(map(list, columns)))
     for one, other in zip(own, others, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 if dtype != np.float16 else 0.1)
 

@@ -4,17 +4,13 @@ A first run under a strict state, a second one under "ignore" (what is remembere
 next one must not hide an error), and the bits of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
-
 from helpers import arrays_of, assert_same_bits
 from operators import ADAM_UPDATE, EVERY_OPERATOR, Operator
 from optimizers import BY_NAME, FORMS, SHAPES, inner, make, parameters
@@ -64,15 +60,11 @@ def hostile(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 # Operators
 
 EXTREMES: dict[str, tuple[float, ...]] = {
-    "number": (0.0, 1e-46, HUGE),
-    "not negative": (1e-46, HUGE),
-    "closed unit": (1e-46, 1.0),
-    "reciprocal": (1e-38, HUGE),
-    "not positive": (-HUGE, -0.0),
-    "epsilon": (TINY, HUGE),
+    "number": (0.0, 1e-46, HUGE), "not negative": (1e-46, HUGE), "closed unit": (1e-46, 1.0),
+    "reciprocal": (1e-38, HUGE), "not positive": (-HUGE, -0.0), "epsilon": (TINY, HUGE),
     "epsilon of MXNet": (TINY, HUGE),
     **dict.fromkeys(("not 1", "at most 1"), (0.0, 1e-46, 1.0 - 2**-23)),
-}
+}  # fmt: skip
 """The smallest and the largest values that scalars may have, by what they take."""
 
 
@@ -88,15 +80,12 @@ def extreme_calls(operator: Operator) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    ("operator", "dtype"),
-    [
-        pytest.param(operator, dtype, id=f"{operator.name}-{np.dtype(dtype)}")
-        for operator in (*EVERY_OPERATOR.values(), ADAM_UPDATE)
-        for dtype in (np.float32, np.float16, np.float64)
-        if dtype == np.float32 or not operator.takes_rows
-    ],
-)
+@pytest.mark.parametrize(("operator", "dtype"), [
+    pytest.param(operator, dtype, id=f"{operator.name}-{np.dtype(dtype)}")
+    for operator in (*EVERY_OPERATOR.values(), ADAM_UPDATE)
+    for dtype in (np.float32, np.float16, np.float64)
+    if dtype == np.float32 or not operator.takes_rows
+])  # fmt: skip
 def test_operator(operator: Operator, dtype: Any, seed: int) -> None:
     def run() -> list[Any]:
         found = []
@@ -243,16 +232,12 @@ def test_steps_of_a_users_own() -> None:
     assert_independent(run)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("adam", {}),
-        ("adam", {"compat": "1.9", "clip_gradient": HUGE}),
-        ("adam", {"multi_precision": True, "rescale_grad": 1e-46}),
-        ("adam", {"use_fused_step": False, "wd": 1e-46, "epsilon": 0.0}),
-        ("adamw", {"wd": HUGE, "correct_bias": False}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), [
+    ("adam", {}), ("adam", {"compat": "1.9", "clip_gradient": HUGE}),
+    ("adam", {"multi_precision": True, "rescale_grad": 1e-46}),
+    ("adam", {"use_fused_step": False, "wd": 1e-46, "epsilon": 0.0}),
+    ("adamw", {"wd": HUGE, "correct_bias": False}),
+])  # fmt: skip
 @pytest.mark.parametrize("rate", [1e-3, 1e-46, HUGE])
 def test_mxnet(name: str, options: dict[str, Any], rate: float) -> None:
     def run() -> list[Any]:

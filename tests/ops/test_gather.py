@@ -1,7 +1,5 @@
 """SparseGatherV2 and RowTensor: what they give, what they refuse, what can be assigned."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import ARRAY, INDICES, Fault, values
-
 from fusestep import nn, ops
-
 from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3)
@@ -56,8 +52,7 @@ def test_gather_and_backward(dtype: Any, index_dtype: Any, shape: tuple[int, ...
     with unchanged(table, indices):
         out = gather(table, indices, 0)
     assert_same_bits(out, table[indices])
-    grad = np.full(out.shape, 0.5, dtype)
-    rows = gather.backward(grad)
+    rows = gather.backward(np.full(out.shape, 0.5, dtype))
     counts = np.bincount(indices.reshape(-1), minlength=5)[:, None] * np.ones((1, 3)) * 0.5
     assert_same_bits(rows.to_dense(), counts.astype(dtype))
     assert rows.dense_shape == (5, 3)
@@ -105,8 +100,7 @@ def test_subclasses_are_taken_as_plain_arrays() -> None:
             return self
 
     indices = np.array([[2, 2, 2]]).view(Stubborn)
-    found = ops.SparseGatherV2()(TABLE, indices, 0)
-    np.testing.assert_array_equal(found, TABLE[[[2, 2, 2]]])
+    np.testing.assert_array_equal(ops.SparseGatherV2()(TABLE, indices, 0), TABLE[[[2, 2, 2]]])
 
 
 # RowTensor
@@ -126,19 +120,17 @@ def test_row_tensor_refuses() -> None:
         of_name = np.asarray(usual[name])
         reject_faults(
             f"^RowTensor: {name}", of_name, faults,
-            lambda bad, name=name: ops.RowTensor(**{**usual, name: bad}),
-        )  # fmt: skip
+            lambda bad, name=name: ops.RowTensor(**{**usual, name: bad}))  # fmt: skip
         rows = ops.RowTensor(**usual)
         kinds = [f for f in faults if "shape:" not in f.text and "dtype" not in f.text]
         kinds = [f for f in kinds if "masked" not in f.text]
         reject_faults(f"^RowTensor: {name}", of_name, kinds, partial(setattr, rows, name))
         assert rows.dense_shape == (5, 3) and rows.coalesce().values.shape == (3, 3)
     for found, shape, text in (
-        (given, (5, 4), "values has a wrong shape"),
-        (given, (5,), "values has a wrong shape"),
+        (given, (5, 4), "values has a wrong shape"), (given, (5,), "values has a wrong shape"),
         (np.array(1.0), (), ".*dense_shape"),
         (given[:3], (5, 3), "values has a wrong length: expected 4"),
-    ):
+    ):  # fmt: skip
         with refused(ValueError, f"^RowTensor: {text}", indices, found):
             ops.RowTensor(indices, found, shape)
 
@@ -167,14 +159,11 @@ def test_row_tensor(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [ops.RowTensor.coalesce, ops.RowTensor.to_dense])
-@pytest.mark.parametrize(
-    ("attribute", "value", "text"),
-    [
-        ("dense_shape", (5, 4), "values has a wrong shape"),
-        ("values", np.ones((3, 3), np.float32), "values has a wrong length"),
-        ("indices", np.zeros((2, 1), np.int64), "indices has a wrong shape"),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "value", "text"), [
+    ("dense_shape", (5, 4), "values has a wrong shape"),
+    ("values", np.ones((3, 3), np.float32), "values has a wrong length"),
+    ("indices", np.zeros((2, 1), np.int64), "indices has a wrong shape"),
+])  # fmt: skip
 def test_attributes_of_row_tensor_that_do_not_fit_together(
     use: Any, attribute: str, value: Any, text: str
 ) -> None:

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.ops.runtime import launch, locks
-
 from helpers import at_once
 from subprocesses import output_of
 
@@ -22,13 +20,13 @@ def tables(n, d):
     return [np.full((n, d), x, np.float32) for x in (1.0, 0.1, 0.2)]
 
 
-def apply_serially(counts, d, gradient=0.5):
+def apply_serially(counts, d):
     """Rows after ``counts[row]`` equal updates, one after the other."""
     var, m, v = tables(len(counts), d)
     op = ops.FusedSparseLazyAdam()
     for k in range(max(counts)):
         rows = np.flatnonzero(counts > k)
-        op(var, m, v, *HP, np.full((len(rows), d), gradient, np.float32), rows)
+        op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
     return var, m, v
 
 

@@ -1,7 +1,5 @@
 """global_norm and clip_by_global_norm: dense and row-sparse gradients taken together."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -10,22 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults import FAULTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
+import reference_layerwise as layerwise
+from faults import FAULTS
 from fusestep import nn, ops
 
-import reference_layerwise as layerwise
-from helpers import (
-    BF16,
-    EPSILON,
-    STORAGE_DTYPES,
-    assert_same_arrays,
-    assert_same_bits,
-    refused,
-    unchanged,
-)
+from helpers import (  # isort: skip
+    BF16, EPSILON, STORAGE_DTYPES, assert_same_arrays, assert_same_bits, refused, unchanged,
+)  # fmt: skip
 from reference import wide
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
@@ -94,9 +85,7 @@ def test_forms_of_rows() -> None:
     first, second = rows([2, 5, 2]), rows([5, 0], seed=1)
     joined = ops.RowTensor(
         np.concatenate([first.indices, second.indices]),
-        np.concatenate([first.values, second.values]),
-        first.shape,
-    )
+        np.concatenate([first.values, second.values]), first.shape)  # fmt: skip
     for form, same in (([first, second], joined), (Sparse(first), first)):
         gradients = [dense(3), form, None]
         assert ops.global_norm(gradients) == ops.global_norm([dense(3), same, None])
@@ -114,8 +103,7 @@ def test_forms_of_rows() -> None:
 def test_norm_with_a_hot_row(count: int, width: int, dtype: np.dtype) -> None:
     """16-bit values are added up in float32: 20,000 of them do not get lost."""
     indices = np.random.default_rng(1).permutation(np.repeat([4, 1, 7], [count, 3, HOT]))
-    gradient = rows(indices, (width,), dtype=dtype)
-    assert_norm([gradient])
+    assert_norm([rows(indices, (width,), dtype=dtype)])
 
 
 def mixture(scale: float = 1.0) -> list[Any]:
@@ -203,10 +191,8 @@ def values_of(gradients: Any) -> list[np.ndarray]:
 def check(
     gradients: list[Any], limit: float, known: float | None = None, *, exact: bool = True
 ) -> None:
-    """Gradients that are clipped anew, and in place, by their own norm or by a known one.
-
-    Where sums of rows are not exact, their own norm is taken from `ops.global_norm`.
-    """
+    """Gradients that are clipped anew, and in place, by their own norm or by a known one. Where
+    sums of rows are not exact, their own norm is taken from `ops.global_norm`."""
     __tracebackhide__ = True
     norm = known
     if known is None:
@@ -245,10 +231,8 @@ def lists(draw: st.DrawFn) -> list[Any]:
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
-    gradients=lists(),
-    limits=st.lists(st.floats(1e-3, 30.0), min_size=1, max_size=3),
-    known=st.none() | st.sampled_from([0.0, 0.5, 8.0, 900.0]),
-)
+    gradients=lists(), limits=st.lists(st.floats(1e-3, 30.0), min_size=1, max_size=3),
+    known=st.none() | st.sampled_from([0.0, 0.5, 8.0, 900.0]))  # fmt: skip
 def test_any_gradients(gradients: list[Any], limits: list[float], known: float | None) -> None:
     """Clipped again and again."""
     for k, limit in enumerate(limits):
@@ -410,13 +394,10 @@ def refused_in_place() -> dict[str, tuple[list[Any], type[Exception], str]]:
 def test_in_place_refuses_before_anything_is_written(fault: str) -> None:
     bad, error, text = refused_in_place()[fault]
     first = dense(5)
+    arrays = [v for v in values_of(bad) if isinstance(v, np.ndarray)]
     for use_norm in (None, 7.0) if fault != "bad index" else (None,):
-        with refused(error, f"^clip_by_global_norm: {text}", first, values_of_arrays(bad)):
+        with refused(error, f"^clip_by_global_norm: {text}", first, arrays):
             ops.clip_by_global_norm([first, *bad], 0.1, use_norm, in_place=True)
-
-
-def values_of_arrays(gradients: list[Any]) -> list[Any]:
-    return [v for v in values_of(gradients) if isinstance(v, np.ndarray)]
 
 
 # What is refused: TypeError for kinds, ValueError for values, IndexError for indices
@@ -435,13 +416,10 @@ GOOD = np.ones(3, np.float32)
         ([GOOD, 1.0], r"x\[1\] is no array: expected an array, got float"),
         (
             [None, [rows([1]), GOOD]],
-            r"x\[1\] is no gradient: expected an array or RowTensors, got RowTensor, ndarray",
-        ),
+            r"x\[1\] is no gradient: expected an array or RowTensors, got RowTensor, ndarray"),
         ([[]], r"x\[0\] is no gradient: expected an array or RowTensors, got nothing"),
         ([GOOD.astype(int)], r"x\[0\] has a wrong dtype: expected float32, .* got int64"),
-        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype"),
-    ],
-)
+        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype")])  # fmt: skip
 def test_norm_refuses(function: Any, x: Any, text: str) -> None:
     with refused(TypeError, f"^{function.__name__}: {text}"):
         function(x)

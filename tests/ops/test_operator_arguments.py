@@ -1,26 +1,16 @@
 """Arguments of operators: their published order, that each of them acts, and what is special."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import ops
 from fusestep.bench.registry import ELSEWHERE
 from fusestep.ops.primitive import Primitive
 from fusestep.ops.runtime import locks
-
-from helpers import (
-    FAR,
-    assert_same_bits,
-    distance,
-    refused,
-    unchanged,
-)
+from helpers import FAR, assert_same_bits, distance, refused, unchanged
 from operators import ADAM_UPDATE, EVERY_OPERATOR, LARS_UPDATE, OPERATORS, Operator
 
 EACH = pytest.mark.parametrize("operator", EVERY_OPERATOR.values(), ids=str)

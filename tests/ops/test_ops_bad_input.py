@@ -1,7 +1,5 @@
 """Operators: what is refused, with which text, without a byte written; and what must work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -9,19 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import FAULTS, TAKEN, frozen, misaligned, strided
-
 from fusestep import ConversionError, nn
-
 from helpers import BF16, assert_same_bits, label, refused, typed, unchanged
-from operators import (
-    ADAM_UPDATE,
-    DENSE_OPERATORS,
-    EVERY_OPERATOR,
-    LARS_UPDATE,
-    OPERATORS,
-    ROW_OPERATORS,
-    Operator,
-)
+
+from operators import (  # isort: skip
+    ADAM_UPDATE, DENSE_OPERATORS, EVERY_OPERATOR, LARS_UPDATE, OPERATORS, ROW_OPERATORS, Operator,
+)  # fmt: skip
 
 # Without momentum the states of SGD have no part in the step, and are checked all the same.
 SGD = OPERATORS["SGD"]
@@ -38,9 +29,7 @@ EACH_ROWS = pytest.mark.parametrize("operator", ROW_OPERATORS.values(), ids=str)
 PARALLEL = 10_000
 
 
-def reject(
-    operator: Operator, inputs: dict[str, Any], error: Any, text: str, **others: Any
-) -> None:
+def reject(operator: Operator, inputs: dict[str, Any], error, text: str, **others) -> None:
     """The call is refused; the text begins with the operator's name."""
     __tracebackhide__ = True
     for each in error if isinstance(error, tuple) else (error,):
@@ -128,8 +117,7 @@ def test_rows_need_a_dimension(operator: Operator) -> None:
 @pytest.mark.parametrize(
     ("variable", "gradient"),
     [(np.float16, np.float32), (BF16, np.float32), (BF16, np.float64), (BF16, np.float16),
-     (np.float16, BF16), (np.float32, np.float64)],
-)  # fmt: skip
+     (np.float16, BF16), (np.float32, np.float64)])  # fmt: skip
 def test_gradient_that_16_bits_cannot_hold(variable: Any, gradient: Any) -> None:
     # float16 and bfloat16 hold different numbers: neither is the higher one, both convert.
     for operator in (*DENSE_OPERATORS.values(), ADAM_UPDATE, LARS_UPDATE):
@@ -353,9 +341,8 @@ FORMS: dict[str, tuple[Any, ...]] = {
     ),
     "indices": (
         *(lambda a: a.astype(np.int32), lambda a: np.repeat(a, 2)[::2]),
-        lambda a: np.repeat(a[::-1], 3)[::-3],
-    ),
-}
+        lambda a: np.repeat(a[::-1], 3)[::-3]),
+}  # fmt: skip
 FORMS |= {"second variable": WRAPPED, "array": FORMS["gradient"]}
 
 

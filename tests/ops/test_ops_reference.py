@@ -1,13 +1,10 @@
 """Every operator against the reference: what it hands to its rule, and rules of its own."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-
 import reference
 import reference_elementwise as elementwise
 from helpers import STORAGE_DTYPES
@@ -23,8 +20,7 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     *(
         (name, made, partial(reference.adam, nesterov=bool(made)))
         for name in ("Adam", "AdamNoUpdateParam", "FusedSparseAdam", "FusedSparseLazyAdam")
-        for made in ({}, NESTEROV)
-    ),
+        for made in ({}, NESTEROV)),
     ("AdamWeightDecay", {}, reference.adam_weight_decay),
     ("ApplyAdamWithAmsgrad", {}, reference.adam_amsgrad),
     ("ApplyAdamWithAmsgradV2", {}, reference.adam_amsgrad),
@@ -33,17 +29,14 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     (
         "ApplyMomentum",
         {"gradient_scale": 0.3, **NESTEROV},
-        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, nesterov=True, **k),
-    ),
+        lambda w, g, *s, **k: elementwise.momentum(w, 0.3 * g, *s, nesterov=True, **k)),
     ("SGD", {}, partial(elementwise.sgd_stat, one_minus_dampening=1.0)),
     ("SGD", {"dampening": 0.4}, partial(elementwise.sgd_stat, one_minus_dampening=0.6)),
     (
         "SGD",
         {"nesterov": True, "weight_decay": 0.2},
         lambda w, g, *s, **k: elementwise.sgd_stat(
-            w, g + 0.2 * wide(w), *s, one_minus_dampening=1.0, nesterov=True, **k
-        ),
-    ),
+            w, g + 0.2 * wide(w), *s, one_minus_dampening=1.0, nesterov=True, **k)),
     ("ApplyRMSProp", {}, elementwise.rmsprop),
     ("ApplyCenteredRMSProp", {}, elementwise.rmsprop_centered),
     ("ApplyAdagrad", {}, elementwise.adagrad),
@@ -54,7 +47,7 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = [
     ("SparseApplyFtrl", {"lr_power": -0.3}, elementwise.ftrl),
     ("FusedSparseProximalAdagrad", {}, elementwise.proximal_adagrad),
     ("SparseApplyProximalAdagrad", {}, elementwise.proximal_adagrad),
-]
+]  # fmt: skip
 
 
 def known_scalars(

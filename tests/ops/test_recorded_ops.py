@@ -1,13 +1,10 @@
 """Operators against runs of MindSpore."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded_quirks
 import reference
 import reference_elementwise as elementwise
@@ -19,31 +16,24 @@ CASES = all_cases("op_*")
 # Cases that are not compared as they stand, with what fusestep does instead.
 QUIRKS = {
     "op_FusedSparseAdam/nesterov_partial_rows": (
-        "absent rows step along beta1*m; MindSpore moves them by uninitialised memory"
-    ),
+        "absent rows step along beta1*m; MindSpore moves them by uninitialised memory"),
     "op_ApplyAdamWithAmsgradV2/multi_step_float16": (
         "float32 scalars and arithmetic, one rounding at the store; MindSpore rounds every "
-        "operation to float16, 1 - 0.999 among them: 2 % too small"
-    ),
+        "operation to float16, 1 - 0.999 among them: 2 % too small"),
     "op_FusedSparseFtrl/SparseApplyFtrl_6": (
-        "rows of equal indices are summed first; MindSpore applies one after the other"
-    ),
+        "rows of equal indices are summed first; MindSpore applies one after the other"),
     "op_misc_dense/ApplyAdagrad_slots0": (
-        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"
-    ),
+        "the accumulator keeps its values; MindSpore's CPU kernel ignores update_slots=False"),
     "op_misc_dense/ApplyAdagrad_zero_accum": (
-        "no epsilon; MindSpore's CPU kernel adds 1e-8 under the root"
-    ),
+        "no epsilon; MindSpore's CPU kernel adds 1e-8 under the root"),
     "op_misc_dense/ApplyFtrl_l1_0.05_lp0.0": (
-        "l1 has the sign of linear; in MindSpore's dense CPU kernel it is always positive"
-    ),
+        "l1 has the sign of linear; in MindSpore's dense CPU kernel it is always positive"),
     "op_misc_dense/ApplyMomentum_nesterov1": (
-        "use_nesterov makes Nesterov's step; MindSpore's CPU kernel ignores it"
-    ),
+        "use_nesterov makes Nesterov's step; MindSpore's CPU kernel ignores it"),
     "op_misc_dense/ApplyRMSProp_big_eps": (
         "epsilon is under the root; MindSpore's CPU kernel adds it to the root in whole SIMD blocks"
     ),
-}
+}  # fmt: skip
 # Deviations of MindSpore from its documentation that fusestep has too.
 SHARED_QUIRKS = {f"op_FusedSparseProximalAdagrad/c{i}" for i in range(4)}
 COMPARED = [name for name in CASES if name not in QUIRKS]
@@ -61,10 +51,8 @@ CANCELLING = {
 
 # Recorded with indices out of range, which fusestep drops only when it is told to.
 OUT_OF_RANGE = (
-    "op_FusedSparseAdam/all_out_of_range",
-    "op_FusedSparseFtrl/FusedSparseFtrl_4",
-    "op_FusedSparseProximalAdagrad/c3",
-)
+    "op_FusedSparseAdam/all_out_of_range", "op_FusedSparseFtrl/FusedSparseFtrl_4",
+    "op_FusedSparseProximalAdagrad/c3")  # fmt: skip
 
 
 POWERS = ("beta1_power", "beta2_power")
@@ -161,23 +149,14 @@ def nesterov_on_absent_rows(case: Case) -> None:
         arrays = copies(before)
         apply(op, case, arrays, step)
         expected = reference.dense_equivalent_step(
-            partial(reference.adam, hp=hp, nesterov=True),
-            before["var"],
-            step.inputs["indices"],
-            step.inputs["grad"],
-            before["m"],
-            before["v"],
-        )
+            partial(reference.adam, hp=hp, nesterov=True), before["var"], step.inputs["indices"],
+            step.inputs["grad"], before["m"], before["v"])  # fmt: skip
         for entry, values in zip(("var", "m", "v"), expected, strict=True):
             assert_close_recorded(arrays[entry], values, case.dtype, f"{entry} after step {t}")
-        rows = case.meta["defined_rows"][str(t)]
-        for entry, select in (("var", rows), ("m", ...), ("v", ...)):
+        for entry, select in (("var", case.meta["defined_rows"][str(t)]), ("m", ...), ("v", ...)):
             assert_close_recorded(
-                arrays[entry][select],
-                step.outputs[entry][select],
-                case.dtype,
-                f"recorded {entry} after step {t}",
-            )
+                arrays[entry][select], step.outputs[entry][select], case.dtype,
+                f"recorded {entry} after step {t}")  # fmt: skip
         # The recorded step 2 goes on from what MindSpore made of the absent rows.
         before = step.outputs
 
@@ -185,16 +164,13 @@ def nesterov_on_absent_rows(case: Case) -> None:
 def amsgrad(case: Case, step: Step, at: Any, real: Any) -> dict[str, np.ndarray]:
     """The exact step from `at` with scalars rounded to `real`."""
     w, *states = (at[entry] for entry in AMSGRAD)
-    hp = scalars(case, step, real)
-    new = reference.adam_amsgrad(w, step.inputs["grad"], *states, hp)
+    new = reference.adam_amsgrad(w, step.inputs["grad"], *states, scalars(case, step, real))
     return dict(zip(AMSGRAD, new, strict=True))
 
 
 def float16_variables(case: Case) -> None:
-    """The parameter as recorded; every variable as one rounding of the exact step.
-
-    The recorded second moments are those of scalars in float16.
-    """
+    """The parameter as recorded; every variable as one rounding of the exact step. The recorded
+    second moments are those of scalars in float16."""
     op, arrays, before = build(case), copies(case.initial), case.initial
     for t, step in enumerate(case.steps, 1):
         expected = amsgrad(case, step, arrays, np.float32)
@@ -271,14 +247,13 @@ def rmsprop(case: Case) -> None:
 
 DECIDED = {
     "op_FusedSparseFtrl/SparseApplyFtrl_6": rows_of_ftrl,
-    "op_misc_dense/ApplyAdagrad_slots0": adagrad,
-    "op_misc_dense/ApplyAdagrad_zero_accum": adagrad,
+    "op_misc_dense/ApplyAdagrad_slots0": adagrad, "op_misc_dense/ApplyAdagrad_zero_accum": adagrad,
     "op_misc_dense/ApplyFtrl_l1_0.05_lp0.0": dense_ftrl,
     "op_misc_dense/ApplyMomentum_nesterov1": nesterov_momentum,
     "op_misc_dense/ApplyRMSProp_big_eps": rmsprop,
     "op_FusedSparseAdam/nesterov_partial_rows": nesterov_on_absent_rows,
     "op_ApplyAdamWithAmsgradV2/multi_step_float16": float16_variables,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUIRKS)

@@ -1,7 +1,5 @@
 """Programs of two features of `fusestep.nn`, each beside a reference in float64."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle
@@ -16,11 +14,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 import fusestep
 from fusestep import nn
 from fusestep.nn import distributed
-
 from pair_reference import RATE, WIDTH, Reference, Weight, begin
 
 STEPS, EVENT, BAD, IDS, MORE_IDS, LENGTH, FADE, OWN_RATE = 9, 4, 6, 24, 30, 3, 0.8, 0.02
@@ -280,8 +276,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("optimizer clips by norms: expected one that does not", "together", "clipnorm"),
         ("the folder is another one's: expected the process that made the optimizer",
          "states in files", "fork"),
-        ("clipnorm excludes clipvalue: expected at most one of them", "clipnorm", "clipvalue"),
-    )
+        ("clipnorm excludes clipvalue: expected at most one of them", "clipnorm", "clipvalue"))
     for other in others
 }  # fmt: skip
 """What an error says, by pairs that have no meaning."""

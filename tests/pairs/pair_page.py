@@ -1,7 +1,5 @@
 """The page of pairs of features: ``python tests/pairs/pair_page.py`` writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The parts of programs, one for each feature, and what is known of pairs of them."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -17,12 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
-
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from pair_programs import EVENT, STEPS, Plan, Run
 from subprocesses import TORCH
 
@@ -59,8 +52,7 @@ def _event(event: Callable[[Run], None]) -> Callable[[Plan], None]:
 
 def _evict(run: Run) -> None:
     model: Any = run.model
-    table = model.lookup
-    table.ids.evict(unused_for=2)
+    model.lookup.ids.evict(unused_for=2)
     run.reference.evict(run.uses, 2)
 
 
@@ -77,10 +69,6 @@ def _exchange(run: Run, copied: Callable[[Any], Any]) -> None:
         assert all(torch.equal(p.detach(), w) for p, w in pairs), "a copy wrote to its original"
 
     run.ends.append(is_left_alone)
-
-
-def _through_pickle(parts: Any) -> Any:
-    return pickle.loads(pickle.dumps(parts))
 
 
 def _rest(run: Run) -> list[Any]:
@@ -130,8 +118,7 @@ def _through_dcp(run: Run, **options: Any) -> None:
     dcp.load(box, checkpoint_id=folder, **alone)
     set_state_dict(
         run.model, run.optimizers, model_state_dict=box["model"],
-        optim_state_dict=box["optimizers"], options=kinds,
-    )  # fmt: skip
+        optim_state_dict=box["optimizers"], options=kinds)  # fmt: skip
     _resume(run, rest)
     run.join()
 
@@ -175,37 +162,25 @@ PARTS |= {
     "master weights": _options(2e-2, torch.bfloat16, rounding="master"),
     "Kahan sums": _options(2e-2, torch.bfloat16, rounding="kahan"),
     "stochastic rounding": _options(0.15, torch.bfloat16, rounding="stochastic"),
-    "copies": _sets(copies=True),
-    "states of 16 bits": _options(3e-2, state_dtype=torch.bfloat16),
-    "states in files": _sets(files=True),
-    "catch-up": _options(sparse="catch_up"),
-    "row-wise bias correction": _sets(kind="LazyAdam", by_row=True),
-    "growing ids": _grows,
-    "bags, step in backward": _sets(bags=True),
-    "shared features": _sets(features=2),
-    "accumulation": _sets(batches=2),
-    "clipping by norm": _adds("clips", "norm"),
+    "copies": _sets(copies=True), "states of 16 bits": _options(3e-2, state_dtype=torch.bfloat16),
+    "states in files": _sets(files=True), "catch-up": _options(sparse="catch_up"),
+    "row-wise bias correction": _sets(kind="LazyAdam", by_row=True), "growing ids": _grows,
+    "bags, step in backward": _sets(bags=True), "shared features": _sets(features=2),
+    "accumulation": _sets(batches=2), "clipping by norm": _adds("clips", "norm"),
     "clipping by value": _adds("clips", "value"),
     "skip_nonfinite": lambda plan: (_options(skip_nonfinite=True)(plan), _sets(is_bad=True)(plan)),
-    "GradScaler": _sets(scaler=True, is_bad=True),
-    "schedule": _sets(schedule=True),
-    "add_param_group": _sets(is_late=True),
-    "frozen table": _adds("frozen", "table"),
+    "GradScaler": _sets(scaler=True, is_bad=True), "schedule": _sets(schedule=True),
+    "add_param_group": _sets(is_late=True), "frozen table": _adds("frozen", "table"),
     "frozen layer": _adds("frozen", "dense"),
     "deepcopy": _event(partial(_exchange, copied=copy.deepcopy)),
-    "pickle": _event(partial(_exchange, copied=_through_pickle)),
-    "state dict in a file": _event(_through_file),
-    "DCP": partial(_full),
+    "pickle": _event(partial(_exchange, copied=lambda parts: pickle.loads(pickle.dumps(parts)))),
+    "state dict in a file": _event(_through_file), "DCP": partial(_full),
     "DCP, full": partial(_full, full_state_dict=True),
     "DCP, flat": partial(_full, flatten_optimizer_state_dict=True),
-    "DDP": _sets(wrap="ddp", processes=2),
-    "FSDP2": _sets(wrap="fsdp", processes=2),
-    "ShardedEmbedding": _sets(table="sharded", processes=2),
-    "averaged model": _sets(average=True),
-    "torch.compile": _sets(compiles=True),
-    "threads": _sets(threads=2),
-    "fork": _event(_fork),
-}
+    "DDP": _sets(wrap="ddp", processes=2), "FSDP2": _sets(wrap="fsdp", processes=2),
+    "ShardedEmbedding": _sets(table="sharded", processes=2), "averaged model": _sets(average=True),
+    "torch.compile": _sets(compiles=True), "threads": _sets(threads=2), "fork": _event(_fork),
+}  # fmt: skip
 PAIRS = [*combinations(PARTS, 2)]
 _ROUNDINGS = "master weights", "Kahan sums", "stochastic rounding"
 _EXCHANGES = "DDP", "FSDP2", "ShardedEmbedding"
@@ -221,29 +196,22 @@ REFUSED: dict[frozenset[str], str] = {
     **_each(["stochastic rounding"], ["catch-up"], "sparse='catch_up' excludes random bits"),
     **_each(["catch-up"], ["row-wise bias correction"], "sparse='catch_up' is impossible"),
     **_each(
-        ["states in files"],
-        ["fork"],
-        "the folder is another one's: expected the process that made the optimizer",
-    ),
+        ["states in files"], ["fork"],
+        "the folder is another one's: expected the process that made the optimizer"),
     **_each(
-        ["states in files"],
-        _EXCHANGES[1:],
-        "is elsewhere: expected whole parameters on the host, as states_in needs them",
-    ),
+        ["states in files"], _EXCHANGES[1:],
+        "is elsewhere: expected whole parameters on the host, as states_in needs them"),
     **_each(
         ["bags, step in backward"],
         ["ShardedEmbedding"],
         "has a wrong type: expected a "
-        "module, or (num_embeddings, embedding_dim), got ShardedEmbedding",
-    ),
+        "module, or (num_embeddings, embedding_dim), got ShardedEmbedding"),
     **_each(
-        ["clipping by norm"],
-        ["ShardedEmbedding"],
-        "is distributed: expected a tensor of one process",
-    ),
+        ["clipping by norm"], ["ShardedEmbedding"],
+        "is distributed: expected a tensor of one process"),
     **_each(["skip_nonfinite"], ["ShardedEmbedding"], "skip_nonfinite takes no part of a table"),
     **_each(["pickle"], ["ShardedEmbedding"], "the communicator is of these processes alone"),
-}
+}  # fmt: skip
 """What an error says, by pairs that have no meaning."""
 NOT_APPLICABLE: dict[frozenset[str], str] = {
     **{frozenset(pair): "values of one option" for pair in combinations(_ROUNDINGS, 2)},
@@ -268,8 +236,7 @@ OF_THREE: dict[frozenset[str], str] = {
         ("skip_nonfinite", "skip_nonfinite takes no part of a table"),
         ("bags, step in backward", "is looked up by itself: expected one without comm"),
         ("states in files", "is elsewhere: expected whole parameters on the host"),
-        ("pickle", "the communicator is of these processes alone"),
-    )
+        ("pickle", "the communicator is of these processes alone"))
 } | {
     frozenset(("bags, step in backward", "clipping by norm", "clipping by value")):
         "clip_value is beside max_norm",

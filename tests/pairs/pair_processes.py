@@ -1,7 +1,5 @@
 """Pairs of features in two processes; run by ``torchrun`` with a folder and a file for outcomes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from pair_parts import outcome, plan_of
 
 

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
 import fusestep
 from fusestep.nn import distributed
 from fusestep.nn import torch as fused
-
 from pair_reference import RATE, WIDTH, Reference, begin
 
 STEPS, IDS, BATCH, LENGTH, OUT = 9, 24, 4, 3, 3
@@ -72,8 +70,7 @@ class Model(nn.Module):
         if plan.table == "growing":
             table: Any = fused.GrowingEmbedding(
                 40, WIDTH, initial=begin, dtype=dtype, seed=1, average=average and is_shared,
-                comm=comm if is_shared else None,
-            )  # fmt: skip
+                comm=comm if is_shared else None)  # fmt: skip
         elif plan.table == "sharded":
             table = fused.ShardedEmbedding(IDS, WIDTH, comm, average=average, dtype=dtype)
             table.load_state_dict({"weight": rows})

@@ -1,7 +1,5 @@
 """Adam in float64 with its rows by id, in plain Python: what programs of two features must meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,10 +74,8 @@ class Reference:
         self, table: Mapping[int, Any] | None, dense: Mapping[str, Any], rate: float,
         factors: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """One step with the gradients of rows and of parameters; None: the table rests.
-
-        ``factors`` are those of the rates of some parameters.
-        """
+        """One step with the gradients of rows and of parameters; None: the table rests. ``factors``
+        are those of the rates of some parameters."""
         for name, g in dense.items():
             self.dense[name].step(g, rate * factors.get(name, 1.0), self.dense[name].t + 1)
         if table is None:

@@ -1,12 +1,9 @@
 """Each pair of features of `fusestep.nn`: right, or refused by the error that is documented."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 
 import pytest
-
 from pair_nn import NOT_APPLICABLE, PAIRS, PARTS, REFUSED, outcome, plan_of
 from pair_reference import assert_as_known, assert_of_pairs
 

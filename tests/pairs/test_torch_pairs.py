@@ -1,7 +1,5 @@
 """Each pair of features: right, refused by the error that the documentation shows, or not tried."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,16 +12,9 @@ import pytest
 pytest.importorskip("torch")
 
 from pair_page import PAGE, page
-from pair_parts import (
-    NOT_APPLICABLE,
-    OF_THREE,
-    PAIRS,
-    PARTS,
-    REFUSED,
-    outcome,
-    plan_of,
-    programs,
-)
+
+from pair_parts import (  # isort: skip
+    NOT_APPLICABLE, OF_THREE, PAIRS, PARTS, REFUSED, outcome, plan_of, programs)  # fmt: skip
 from pair_reference import assert_as_known, assert_of_pairs
 from subprocesses import ENVIRONMENT, TORCH
 
@@ -83,8 +74,7 @@ def test_two_processes(step: int, tmp_path: Path) -> None:
     command += ["--nproc-per-node", "2", str(PROGRAM), str(tmp_path), str(told)]
     done = subprocess.run(
         command, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+        timeout=300, check=False)  # fmt: skip
     results = json.loads((tmp_path / "outcomes").read_text())
     assert len(results) == len(pairs), done.stderr
     for names, result in zip(pairs, results, strict=True):

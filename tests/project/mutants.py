@@ -7,8 +7,6 @@ that contain one. Code is found by its text and a test by its name: both may mov
 Run it when tests were made fewer or faster.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -118,8 +116,7 @@ MUTANTS = (
      "test_gradients_that_are_asked_for_take_no_step"),
     ("own.rows + np.int32(begins[id(own.values)])", " + np.int32(begins[id(own.values)])", "",
      "test_gradients_of_several_calls"),
-    ("return gradient.without(row)", ".without(row)", "",
-     "test_the_padding_row_of_an_embedding"),
+    ("return gradient.without(row)", ".without(row)", "", "test_the_padding_row_of_an_embedding"),
 )  # fmt: skip
 
 
@@ -152,8 +149,7 @@ def failed(tests: set[str], root: Path) -> str | None:
     arguments = ["-qx", "--tb=no", "-p", "no:cacheprovider", "-k", " or ".join(tests)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, *files_of(tests, root)],
-        cwd=root, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=root, env=environment, capture_output=True, text=True, check=False)  # fmt: skip
     if done.returncode == 0:
         return None
     first = re.search(r"^(?:FAILED|ERROR) .*?::(\S+)", done.stdout, re.MULTILINE)

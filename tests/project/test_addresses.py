@@ -1,7 +1,5 @@
 """Every place that takes an address of memory, with what makes sure that the memory is there."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 
@@ -32,36 +29,27 @@ CHECKED = {
         "nn/torch/engine/step.py": "_run (of numbers: by check_written and each look)",
         "nn/torch/engine/clipping.py": "_euclidean (by in_memory)",
         "nn/thor/torch.py": "_view",
-        "ops/runtime/measured_step.py": "number_at (of states that a step writes)",
-    },
+        "ops/runtime/measured_step.py": "number_at (of states that a step writes)"},
     "adopt of ops.runtime.arrays: what exports it holds it; tensors by check_there": {
-        "ops/runtime/arrays.py": "adopt",
-    },
+        "ops/runtime/arrays.py": "adopt"},
     "what exports it holds it; where that is not known, it is not 0": {
         "ops/runtime/frameworks.py": "Framework.place, Framework.form, _CuPy.place, _CuPy.stream",
-        "nn/base/parameter.py": "Parameter.__cuda_array_interface__",
-    },
+        "nn/base/parameter.py": "Parameter.__cuda_array_interface__"},
     "it is an array of NumPy, which holds its memory, or owns what it is a view of": {
         "kernels/cpu/headers/arrays.py": "address_of, addresses_of, read_array, _read_expected "
                                          "(where it writes addresses), _read_alike_arrays, "
                                          "_lies_as_expected",
         "kernels/cpu/headers/id_lists.py": "_read_header",
-        "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out",
-    },
+        "kernels/cuda/device/driver.py": "address_of, copy_in, start_copy_out"},
     "the size of the storage is compared with that of the array": {
-        "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array",
-    },
+        "nn/mindspore/binding.py": "_looked_at, check_memory, places_of, shared_array"},
     "it is made here, and nobody else has it": {
-        "kernels/cpu/headers/id_lists.py": "_read_lists",
-        "kernels/cpu/rows/sort.py": "_finish",
-        "kernels/tables.py": "RowTable.bounds",
-        "kernels/cuda/device/memory.py": "_Pinned.begin",
-        "nn/torch/engine/state.py": "full_like",
-        "nn/torch/engine/clipping.py": "_of_order",
+        "kernels/cpu/headers/id_lists.py": "_read_lists", "kernels/cpu/rows/sort.py": "_finish",
+        "kernels/tables.py": "RowTable.bounds", "kernels/cuda/device/memory.py": "_Pinned.begin",
+        "nn/torch/engine/state.py": "full_like", "nn/torch/engine/clipping.py": "_of_order",
         "ops/runtime/frameworks.py": "_Torch.empty, _CuPy.empty",
         "examples/click_model/training.py": "Training.measure",
-        "examples/click_model/sharded_training.py": "ShardedTraining._sums",
-    },
+        "examples/click_model/sharded_training.py": "ShardedTraining._sums"},
     "nothing is read there: addresses are compared": {
         "kernels/private.py": "zero_tensors.has_only_a_size",
         "nn/base/parameter.py": "Parameter.is_of",
@@ -69,8 +57,7 @@ CHECKED = {
         "nn/torch/engine/bags/gradients.py": "versions_of",
         "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
         "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy (each "
-                                     "by a form that its place has seen)",
-    },
+                                     "by a form that its place has seen)"},
 }  # fmt: skip
 
 
@@ -122,11 +109,9 @@ def of_rows(values: Any) -> None:
 
 
 TAKERS: dict[str, Callable[[Any], Any]] = {
-    "parameter": lambda t: nn.Parameter(t, "w"),
-    "gradient": momentum,
-    "operand": lambda t: ops.global_norm([t]),
-    "values of rows": of_rows,
-}
+    "parameter": lambda t: nn.Parameter(t, "w"), "gradient": momentum,
+    "operand": lambda t: ops.global_norm([t]), "values of rows": of_rows,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["freed", "shrunk", "end of a shrunk one", "functional"])

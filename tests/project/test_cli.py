@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn
 from fusestep.kernels import cache
@@ -15,18 +14,13 @@ from fusestep.kernels.cpu import info, warmup
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import _free_steps
-
 from subprocesses import output_of, run_python
 
 
 def command(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "fusestep", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["demo", "bench", "warmup", "info"])
@@ -91,10 +85,8 @@ def test_without_the_compiler_there_is_one_clear_error():
 
 
 def test_warmup_fills_the_cache(tmp_path):
-    """All that it looked for is in the cache, and steps look for nothing else.
-
-    In the cache of these tests: all loops of the package take long to compile.
-    """
+    """All that it looked for is in the cache, and steps look for nothing else. In the cache of
+    these tests: all loops of the package take long to compile."""
     program = """
         from fusestep.kernels import cache
         load, names = cache.load, []
@@ -116,8 +108,7 @@ def test_warmup_fills_the_cache(tmp_path):
         assert len(names) == n, names[n:]
     """
     folder = cache.cache_directory() or tmp_path
-    printed = output_of(program, FUSESTEP_CACHE_DIR=str(folder))
-    assert "kernels ready in" in printed
+    assert "kernels ready in" in output_of(program, FUSESTEP_CACHE_DIR=str(folder))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"loss_scale": 2.0},
@@ -157,15 +148,11 @@ def test_clear(tmp_path, monkeypatch):
     assert cache.cache_entries() == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "required: COMMAND"),
-        (("nonsense",), "invalid choice: 'nonsense'"),
-        (("warmup", "--dtype", "int8"), "invalid choice: 'int8'"),
-        (("info", "--nonsense"), "unrecognized arguments"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "text"), [
+    ((), "required: COMMAND"), (("nonsense",), "invalid choice: 'nonsense'"),
+    (("warmup", "--dtype", "int8"), "invalid choice: 'int8'"),
+    (("info", "--nonsense"), "unrecognized arguments"),
+])  # fmt: skip
 def test_wrong_commands(arguments, text):
     done = command(*arguments)
     assert done.returncode == 2

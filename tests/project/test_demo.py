@@ -1,7 +1,5 @@
 """The demo: its model against finite differences, its sampling against the formulas, its runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -14,19 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-
 from fusestep.examples import corpus, report, sampling, skipgram, training, word2vec
 from fusestep.examples.errors import DemoError
 
 OPTIMIZERS = training.OPTIMIZERS
 
 
-def topic_text(n_sentences: int = 600, seed: int = 0) -> str:
+def topic_text() -> str:
     """Sentences of 12 words about one of six topics, its first words more frequent than others."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     weights = 1 / np.arange(1, 16)
     lines = []
-    for topic in rng.integers(0, 6, n_sentences):
+    for topic in rng.integers(0, 6, 600):
         words = rng.choice(15, 12, p=weights / weights.sum())
         lines.append(" ".join(f"topic{topic}_word{word}" for word in words))
     return "\n".join(lines)
@@ -207,8 +204,7 @@ def test_words_of_any_script(tmp_path: Path) -> None:
     path = tmp_path / "greek.txt"
     line = "αβγ καφές naïve été 漢字 слово x1 _y don't 42 "
     path.write_text("\ufeff" + line * 60, encoding="utf-8")
-    found = corpus.read_text(path, 2)
-    assert sorted(found.words) == sorted(
+    assert sorted(corpus.read_text(path, 2).words) == sorted(
         ["αβγ", "καφές", "naïve", "été", "漢字", "слово", "x1", "_y", "don", "t"]
     )
 
@@ -231,8 +227,7 @@ def test_run(optimizer: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFi
     vocabulary = json.loads((output / report.VOCABULARY).read_text(encoding="utf-8"))
     tables = vectors(output)
     assert tables["center"].shape == tables["context"].shape == (len(vocabulary["words"]), 16)
-    topics = nearest_topics(vocabulary["words"], tables["center"])
-    assert np.mean(topics) > 0.9
+    assert np.mean(nearest_topics(vocabulary["words"], tables["center"])) > 0.9
 
 
 def nearest_topics(words: list[str], table: np.ndarray) -> list[bool]:
@@ -260,8 +255,7 @@ def test_held_out_loss_falls(optimizer: str, text: Path) -> None:
 def test_the_estimate_for_dense_gradients_leaves_the_tables_alone(text: Path) -> None:
     trainer, history = trained(text, pairs=5_000)
     before = [table.data.tobytes() for table in trainer.model.parameters]
-    seconds = trainer.dense_seconds()
-    assert 0 < seconds < 1e3 * history.seconds
+    assert 0 < trainer.dense_seconds() < 1e3 * history.seconds
     assert [table.data.tobytes() for table in trainer.model.parameters] == before
 
 
@@ -356,9 +350,7 @@ def test_second_ctrl_c_interrupts(text: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_elsewhere_gives_one_line(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_elsewhere_gives_one_line(text: Path, tmp_path, capsys, monkeypatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -367,9 +359,7 @@ def test_ctrl_c_elsewhere_gives_one_line(
     assert capsys.readouterr().err == "fusestep demo: interrupted\n"
 
 
-def test_time_limit_stops_the_training(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_time_limit_stops_the_training(text: Path, tmp_path, capsys) -> None:
     assert run(text, tmp_path / "out", "--time-limit", "1e-9") == 0
     assert "time limit" in capsys.readouterr().out
 
@@ -399,9 +389,7 @@ def test_bad_texts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "out").exists()
 
 
-def test_text_that_is_cut_inside_of_a_character(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_is_cut_inside_of_a_character(text: Path, monkeypatch) -> None:
     text.write_text("é" + topic_text() + "é", encoding="utf-8")
     monkeypatch.setattr(corpus, "MAX_TEXT_BYTES", text.stat().st_size - 1)
     found = corpus.read_text(text, 2)
@@ -409,9 +397,7 @@ def test_text_that_is_cut_inside_of_a_character(
     assert "its first" in found.source
 
 
-def test_output_that_cannot_be_written(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_that_cannot_be_written(text: Path, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(word2vec, "Trainer", None)  # it must not come to the training
     occupied = tmp_path / "file"
     occupied.write_text("here is a file, no folder")
@@ -432,21 +418,13 @@ def test_pipe_in_the_place_of_a_result(
 
 
 @pytest.mark.parametrize("library", ["tqdm", "matplotlib"])
-def test_missing_library(
-    library: str,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_library(library: str, text: Path, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     expected = f'needs {library}: install it with pip install "fusestep[demo]"'
     assert_one_line(run(text, tmp_path / "out"), capsys, expected)
 
 
-def test_no_sources_of_the_standard_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_sources_of_the_standard_library(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DemoError, match="--text"):
         corpus.read_standard_library(2)
@@ -460,23 +438,16 @@ def assert_one_line(status: int, capsys: pytest.CaptureFixture[str], expected: s
     assert err.startswith("fusestep demo: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--dim", "0"), "expected a whole number from 1 to"),
-        (("--dim", "many"), "got 'many'"),
-        (("--pairs", "-5"), "expected a whole number from 1 up, got '-5'"),
-        (("--seed", "-1"), "expected a whole number from 0 up"),
-        (("--threads", "1.5"), "got '1.5'"),
-        (("--learning-rate", "nan"), "expected a number above 0"),
-        (("--learning-rate", "0"), "expected a number above 0"),
-        (("--time-limit", "inf"), "expected a number above 0"),
-        (("--optimizer", "sgd"), "invalid choice: 'sgd'"),
-    ],
-)
-def test_bad_options(
-    options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--dim", "0"), "expected a whole number from 1 to"), (("--dim", "many"), "got 'many'"),
+    (("--pairs", "-5"), "expected a whole number from 1 up, got '-5'"),
+    (("--seed", "-1"), "expected a whole number from 0 up"), (("--threads", "1.5"), "got '1.5'"),
+    (("--learning-rate", "nan"), "expected a number above 0"),
+    (("--learning-rate", "0"), "expected a number above 0"),
+    (("--time-limit", "inf"), "expected a number above 0"),
+    (("--optimizer", "sgd"), "invalid choice: 'sgd'"),
+])  # fmt: skip
+def test_bad_options(options: tuple[str, ...], expected: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         arguments(*options)
     assert stop.value.code == 2

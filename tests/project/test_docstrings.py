@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.keeping import KEEPINGS
@@ -150,10 +149,8 @@ def test_what_a_class_describes_goes_before_what_classes_share():
     )
     args = "Mine.\n\nArgs:\n    "
     for other in (
-        f"{args}a (int): it.",
-        f"{args[:-2]}a: it\n    is.",
-        f"{args}Words and\n    words.",
-    ):
+        f"{args}a (int): it.", f"{args[:-2]}a: it\n    is.", f"{args}Words and\n    words.",
+    ):  # fmt: skip
         assert completed(other, "abc", common) == other
     for other in ("Mine.", "Mine: no Args:\n", f"Mine.\n\n{raises}"):
         assert completed(other, "x", common) == other

@@ -1,36 +1,25 @@
 """Who imports whom: layers downwards only, no circles, nothing hidden inside a function."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 import fusestep
 
 ROOT = Path(fusestep.__file__).parent
 # Each folder, and what its files may import beside it; a folder stands for those in it too.
 MAY_IMPORT = {
-    "kernels/rules": ("kernels",),
-    "kernels/cpu": ("kernels",),
-    "kernels/cuda": ("kernels",),
-    "kernels": ("kernels/rules",),
-    "ops/runtime": ("kernels",),
-    "ops": ("kernels", "ops/runtime"),
-    "nn/base": ("kernels", "ops"),
-    "nn/schedules": ("kernels", "ops", "nn/base"),
-    "nn/engine": ("kernels", "ops", "nn/base"),
-    "nn/thor": ("kernels", "ops", "nn"),
-    "nn/mxnet": ("kernels", "ops", "nn"),
-    "nn/distributed": ("kernels", "ops", "nn"),
+    "kernels/rules": ("kernels",), "kernels/cpu": ("kernels",), "kernels/cuda": ("kernels",),
+    "kernels": ("kernels/rules",), "ops/runtime": ("kernels",), "ops": ("kernels", "ops/runtime"),
+    "nn/base": ("kernels", "ops"), "nn/schedules": ("kernels", "ops", "nn/base"),
+    "nn/engine": ("kernels", "ops", "nn/base"), "nn/thor": ("kernels", "ops", "nn"),
+    "nn/mxnet": ("kernels", "ops", "nn"), "nn/distributed": ("kernels", "ops", "nn"),
     "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
-    "nn/torch": ("kernels", "ops", "nn"),
-    "nn/mindspore": ("kernels", "ops", "nn"),
+    "nn/torch": ("kernels", "ops", "nn"), "nn/mindspore": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
-}
+}  # fmt: skip
 # Rooms of kernels/cpu: each may import those before it. The drivers are behind all of them.
 ROOMS = ("process", "compiler", "headers", "threads")
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}
@@ -86,10 +75,8 @@ def _imports(
         else:
             is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             yield from _imports(
-                child,
-                in_function or isinstance(child, ast.FunctionDef),
-                for_annotations or is_typing,
-            )
+                child, in_function or isinstance(child, ast.FunctionDef),
+                for_annotations or is_typing)  # fmt: skip
 
 
 IMPORTS = [found for name in MODULES for found in imports_of(name)]
@@ -102,17 +89,13 @@ def folder_of(name: str) -> str:
     return max((f for f in MAY_IMPORT if path == f or path.startswith(f + "/")), key=len)
 
 
-def is_in(folder: str, place: str) -> bool:
-    """Whether a folder is a place or lies in it."""
-    return folder == place or folder.startswith(place + "/")
-
-
 def test_imports_point_downwards() -> None:
     wrong = []
     for found in IMPORTS:
         source, target = folder_of(found.source), folder_of(found.target)
         allowed = (source, *MAY_IMPORT[source])
-        fits = any(is_in(target, place) for place in allowed) and (source, target) not in APART
+        is_allowed = any(f"{target}/".startswith(f"{place}/") for place in allowed)
+        fits = is_allowed and (source, target) not in APART
         if source in NEUTRAL and target not in NEUTRAL:
             fits = False
         is_face = MODULES[found.target].name == "__init__.py" and target != source
@@ -139,8 +122,7 @@ def test_rooms_of_the_cpu_stand_on_those_before_them() -> None:
 def test_there_is_no_circle() -> None:
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
     for found in IMPORTS:
-        faces = found.source, found.target
-        if not any(MODULES[name].name == "__init__.py" for name in faces):
+        if not any(MODULES[name].name == "__init__.py" for name in (found.source, found.target)):
             graph[found.source].add(found.target)
     left = dict(graph)
     while left:

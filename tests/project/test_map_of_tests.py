@@ -1,7 +1,5 @@
 """The map of the tests, tests/README.md: complete, without repetition, and nothing that is gone."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

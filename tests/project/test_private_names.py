@@ -4,8 +4,6 @@ Names are taken away in a fresh process after the import of Numba and PyTorch: t
 imported, optimizers take their steps with the same bits, and each name has one warning.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -18,12 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 import fusestep
 from fusestep.kernels import private
 from fusestep.kernels.cpu.headers import arrays
 from fusestep.kernels.private import NAMES, NEEDED, TRIED
-
 from subprocesses import output_of, run_python
 
 ROOT = Path(fusestep.__file__).parent
@@ -157,8 +153,7 @@ def dotted(place: str) -> str:
 
 
 def assert_only_slower(names: list[str], **environment: str) -> None:
-    places = [NAMES[name].place for name in names]
-    digest, warned = steps_without(places, **environment)
+    digest, warned = steps_without([NAMES[name].place for name in names], **environment)
     assert digest == whole()
     assert len(warned) == len(names), warned
     for name in names:
@@ -223,8 +218,7 @@ def test_without_one_name(name: str) -> None:
 
 @pytest.mark.parametrize("place", NEEDED)
 def test_what_nothing_compiles_without(place: str) -> None:
-    program = f"{TAKE_AWAY}\nimport numba\ntake_away({place!r})\nimport fusestep.nn"
-    done = run_python(program)
+    done = run_python(f"{TAKE_AWAY}\nimport numba\ntake_away({place!r})\nimport fusestep.nn")
     *_, last = done.stderr.strip().splitlines()
     assert done.returncode == 1
     numba, llvmlite = TRIED["Numba"], TRIED["llvmlite"]
@@ -241,12 +235,9 @@ NEW_PYTHON = "import platform; platform.python_version = lambda: '3.99.0rc1'"
 OFF = {"FUSESTEP_READ_HEADERS": "0"}
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (f"{NEW_PYTHON}\n{NEW_NUMPY}", "arrays .*: not tried with Python 3.99 and NumPy 2.99"),
-    ],
-)
+@pytest.mark.parametrize(("change", "text"), [
+    (f"{NEW_PYTHON}\n{NEW_NUMPY}", "arrays .*: not tried with Python 3.99 and NumPy 2.99"),
+])  # fmt: skip
 def test_a_version_that_was_not_tried(change: str, text: str) -> None:
     digest, (warned,) = steps_without((), change, FUSESTEP_READ_HEADERS="")
     assert digest == whole()

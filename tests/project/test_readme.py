@@ -5,8 +5,6 @@ otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also und
 -->``, ``<!-- run: with torch -->`` (or jax), or ``<!-- not run: ... -->``, which is counted below.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 from fusestep import __main__ as main
 from fusestep.bench import command, machine
 from fusestep.bench.cases import options
@@ -67,13 +64,8 @@ def run(page: str, blocks: list[Block], folder: Path, before: str = "", **enviro
     """Run blocks as one program, in which errors have the lines of the page."""
     parts = [before, *(f"exec(compile({b.code!r}, {page!r}, 'exec'))" for b in blocks)]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(parts)],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-W", "error", "-c", "\n".join(parts)], cwd=folder,
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
@@ -125,9 +117,8 @@ def test_set_up_is_two_commands() -> None:
     set_up = README.partition("## Install")[2].partition("\n## ")[0]
     commands = re.findall(r"```sh\n(.*?)```", set_up, re.DOTALL)
     assert [c.strip() for c in commands] == [
-        'pip install ".[demo]" && fusestep demo',
-        'pip install ".[test]" && pytest',
-    ]
+        'pip install ".[demo]" && fusestep demo', 'pip install ".[test]" && pytest',
+    ]  # fmt: skip
 
 
 OPTIONS = {"bench": command.add_arguments, "demo": word2vec.add_arguments}
@@ -201,10 +192,9 @@ def prose(text: str) -> str:
 
 
 WORDS = {
-    "lazy": r"\blazy\b",
-    "dense-equivalent": r"\bdense-equivalent\b",
+    "lazy": r"\blazy\b", "dense-equivalent": r"\bdense-equivalent\b",
     "bound": r"\bof (the|its) bound\b|\bbound of\b",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.startswith(("README", "docs/"))])

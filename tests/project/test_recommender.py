@@ -1,7 +1,5 @@
 """The example of a recommender: its click log, its model, its runs, and what it says."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -11,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import set_num_threads
 from fusestep.examples import recommender
 from fusestep.examples.click_model import clicks
 from fusestep.examples.click_model import runs as click_runs
 from fusestep.examples.options import Parser
-
 from subprocesses import ENVIRONMENT, output_of
 
 NAMES = ["torch.optim", "fusestep", "fusestep, EmbeddingBags"]
@@ -117,8 +113,7 @@ def made_up(name: str, shift: float) -> click_runs.Run:
 def test_report_of_made_up_runs() -> None:
     one, other = made_up("torch.optim", 0.0), made_up("fusestep", 0.25)
     other.seconds["optimizer"] = [1.0, 0.005, 0.005]
-    third = made_up("bags", 0.5)
-    said = "\n".join(click_runs.report([one, other, third], 0.9))
+    said = "\n".join(click_runs.report([one, other, made_up("bags", 0.5)], 0.9))
     assert "0.7500 of held-out clicks, 0.5000 untrained; the hidden model has 0.9000" in said
     assert "40.00 ms (forward 10.00, backward 20.00, optimizer 10.00; medians)" in said
     assert "25% of an iteration; its first step took 1000 ms" in said
@@ -176,11 +171,8 @@ def test_the_step_in_backward_is_the_optimizers() -> None:
     [((), "SparseAdam and Adam"), (("--single",), 'one Adam(sparse="touched")')],
 )
 def test_runs_with_either_library_agree(
-    options: tuple[str, ...],
-    optimizers: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    options: tuple[str, ...], optimizers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """In float64 to the last digits, so what differs in float32 are roundings that grow."""
     small = ("--quick", "--steps", "20", "--batch", "128", "--rows", "1000", "--float64", *ALONE)
     assert recommender.main(arguments(*small, *options, "--output", str(tmp_path))) == 0
@@ -192,9 +184,7 @@ def test_runs_with_either_library_agree(
 
 
 @pytest.mark.usefixtures("threads")
-def test_tables_that_grow_learn_as_a_known_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_that_grow_learn_as_a_known_vocabulary(tmp_path, capsys) -> None:
     """The same losses to the last bit; fewer rows are used, and half of the ids come late."""
     small = ("--quick", "--steps", "12", "--batch", "128", "--rows", "3000", *ALONE)
     assert recommender.main(arguments(*small, "--hashed-ids", "--output", str(tmp_path))) == 0
@@ -243,21 +233,15 @@ def run_example(*options: str) -> subprocess.CompletedProcess[str]:
 # -- errors: one line, nothing else ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--dim", "0"), "--dim: expected a whole number from 1 to"),
-        (("--rows", "many"), "got 'many'"),
-        (("--steps", "0"), "expected a whole number from 1 up, got '0'"),
-        (("--batch", "1.5"), "got '1.5'"),
-        (("--seed", "-1"), "expected a whole number from 0 up"),
-        (("--threads", "0"), "expected a whole number from 1 up"),
-        (("--slow",), "unrecognized arguments: --slow"),
-    ],
-)
-def test_bad_options(
-    options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--dim", "0"), "--dim: expected a whole number from 1 to"),
+    (("--rows", "many"), "got 'many'"),
+    (("--steps", "0"), "expected a whole number from 1 up, got '0'"),
+    (("--batch", "1.5"), "got '1.5'"), (("--seed", "-1"), "expected a whole number from 0 up"),
+    (("--threads", "0"), "expected a whole number from 1 up"),
+    (("--slow",), "unrecognized arguments: --slow"),
+])  # fmt: skip
+def test_bad_options(options: tuple[str, ...], expected: str, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         arguments(*options)
     error = capsys.readouterr().err
@@ -273,9 +257,7 @@ def test_bad_option_of_a_process() -> None:
 
 
 @pytest.mark.parametrize("module", recommender.NEEDED)
-def test_missing_library(
-    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_library(module: str, capsys, monkeypatch) -> None:
     monkeypatch.setattr(recommender, "NEEDED", {module: recommender.NEEDED[module]})
     monkeypatch.setitem(sys.modules, module, None)
     expected = f"needs {recommender.NEEDED[module]}: install it with pip install "

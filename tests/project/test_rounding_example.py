@@ -1,14 +1,10 @@
 """Examples that train models in several ways: weights of 16 bits, and rows that sleep."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
 from fusestep import set_num_threads
 from fusestep.examples import catch_up, rounding
 from fusestep.examples.options import Parser
@@ -22,9 +18,7 @@ def arguments(*options: str) -> Any:
     return parser.parse_args(options)
 
 
-def test_all_models_are_trained_in_each_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_models_are_trained_in_each_way(tmp_path, monkeypatch, capsys) -> None:
     """Two steps from the same weights on the same batches."""
     monkeypatch.setattr(rounding, "QUICK_STEPS", 2)
     study = rounding.STUDY._replace(ways={"float32": {}, "stochastic": {"rounding": "stochastic"}})
@@ -44,9 +38,7 @@ def test_all_models_are_trained_in_each_way(
     assert "recommender: held-out loss" in capsys.readouterr().out
 
 
-def test_catch_up_is_dense_adam(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_catch_up_is_dense_adam(tmp_path, monkeypatch, capsys) -> None:
     """A few steps: the losses of every row's steps, which lazy ones do not have."""
     monkeypatch.setattr(rounding, "QUICK_STEPS", 6)
     threads = torch.get_num_threads()
@@ -77,9 +69,7 @@ def test_distances_are_in_spreads_of_seeds() -> None:
     assert rounding.compared(losses) == {"float32": (1.5, 0.0), "kahan": (2.25, 0.75)}
 
 
-def test_mistakes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "file").write_text("here is a file, no folder")
     assert rounding.main(arguments("--output", str(tmp_path / "file"))) == 2
     with pytest.raises(SystemExit):

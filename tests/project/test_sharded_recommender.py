@@ -1,7 +1,5 @@
 """The example of a recommender whose tables several processes own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,11 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from fusestep import set_num_threads  # noqa: E402
-from fusestep.examples import recommender, sharded_recommender  # noqa: E402
-from fusestep.examples.options import Parser  # noqa: E402
-
-from subprocesses import ENVIRONMENT  # noqa: E402
+from fusestep import set_num_threads
+from fusestep.examples import recommender, sharded_recommender
+from fusestep.examples.options import Parser
+from subprocesses import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -41,8 +38,7 @@ def run_two(*options: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone",
          "--nproc-per-node=2", "-m", "fusestep.examples.sharded_recommender", *options],
         env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
 
 
 def trained(n: int, folder: Path, steps: int, resume: str | None = None) -> dict[str, Any]:
@@ -77,9 +73,7 @@ def test_two_processes_and_one_that_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("n", [1, 2])
-def test_as_many_go_on_with_the_same_bits_and_others_but_for_roundings(
-    n: int, tmp_path: Path
-) -> None:
+def test_as_many_go_on_with_the_same_bits_and_others_but_for_roundings(n: int, tmp_path) -> None:
     whole, _ = trained(n, tmp_path / "whole", 6), trained(n, tmp_path / "half", 4)
     same = trained(n, tmp_path / "same", 6, "half")
     assert same["losses"] == whole["losses"] and same["auc"]["6"] == whole["auc"]["6"]
@@ -106,23 +100,18 @@ def arguments(*options: str) -> Any:
     return parser.parse_args(options)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--rows", "none"), "argument --rows: expected a whole number from 1"),
-        (("--single",), "unrecognized arguments: --single"),
-        (("--resume", "{}/nowhere"), "nowhere' has no checkpoint"),
-        (("--resume", "{}"), "expected more than the 120 of the checkpoint, got 120"),
-        (("--resume", "{}", "--batch", "7", "--steps", "130"), "batch was 512, now it is 7"),
-        (("--checkpoint", "{}"), "has a checkpoint already"),
-        (("--checkpoint", "{}/run.json"), "--checkpoint: cannot write to"),
-        (("--output", "{}/run.json"), "--output: cannot write to"),
-        (("--rows", "100000000", "--dim", "1024"), "tables and states need"),
-    ],
-)
-def test_wrong_options(
-    options: tuple[str, ...], expected: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--rows", "none"), "argument --rows: expected a whole number from 1"),
+    (("--single",), "unrecognized arguments: --single"),
+    (("--resume", "{}/nowhere"), "nowhere' has no checkpoint"),
+    (("--resume", "{}"), "expected more than the 120 of the checkpoint, got 120"),
+    (("--resume", "{}", "--batch", "7", "--steps", "130"), "batch was 512, now it is 7"),
+    (("--checkpoint", "{}"), "has a checkpoint already"),
+    (("--checkpoint", "{}/run.json"), "--checkpoint: cannot write to"),
+    (("--output", "{}/run.json"), "--output: cannot write to"),
+    (("--rows", "100000000", "--dim", "1024"), "tables and states need"),
+])  # fmt: skip
+def test_wrong_options(options: tuple[str, ...], expected: str, checkpoint: Path, capsys) -> None:
     given = ["--quick", "--output", str(checkpoint / "results")]
     assert sharded_recommender.main([*given, *(x.format(checkpoint) for x in options)]) == 2
     out, err = capsys.readouterr()

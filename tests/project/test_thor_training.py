@@ -1,7 +1,5 @@
 """THOR trains: the example in miniature, its nets, and its runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -10,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep.examples import thor_digits
-
 from helpers import more
 from thor_nets import random
 
@@ -25,8 +21,7 @@ def net_of(name: str, seed: int = 0) -> thor_digits.Classifier:
 
 def taught(n: int, seed: int = 0) -> thor_digits.Digits:
     """Noise whose pixels differ in size by a factor of 20, labelled by a random net."""
-    rng = random(seed)
-    images = rng.standard_normal((n, 1, 8, 8)).astype(np.float32)
+    images = random(seed).standard_normal((n, 1, 8, 8)).astype(np.float32)
     labels = net_of("mlp", seed + 7).scores(images).argmax(axis=1)
     size = np.geomspace(0.05, 1.0, 64).reshape(8, 8).astype(np.float32)
     return thor_digits.Digits(images * size, labels)
@@ -52,9 +47,7 @@ def test_gradients_of_the_nets(name: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, more(1)])
 @pytest.mark.parametrize("name", thor_digits.NETS)
-def test_half_the_steps_of_the_best_momentum(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_the_steps_of_the_best_momentum(name: str, seed: int, monkeypatch) -> None:
     digits, target = taught(256, seed), 0.05
     monkeypatch.setattr(thor_digits, "TARGET", target)
     monkeypatch.setattr(thor_digits, "MOST_STEPS", 150)
@@ -86,8 +79,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short")
 def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert thor_digits.main(options("--output", str(tmp_path / "new"))) == 0
-    said = capsys.readouterr().out
-    assert said.count("of the steps of the best Momentum") == 2
+    assert capsys.readouterr().out.count("of the steps of the best Momentum") == 2
     figures = json.loads((tmp_path / "new" / thor_digits.FIGURES).read_text())
     assert list(figures) == ["mlp", "convnet"]
     for runs in figures.values():
@@ -103,12 +95,8 @@ def test_example_is_deterministic(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "text"),
-    [("scipy", "needs scipy"), ("sklearn", "needs scikit")],
-)
-def test_what_is_missing_is_named(
-    missing: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    ("missing", "text"), [("scipy", "needs scipy"), ("sklearn", "needs scikit")])  # fmt: skip
+def test_what_is_missing_is_named(missing: str, text: str, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "sklearn":
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

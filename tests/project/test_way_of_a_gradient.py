@@ -1,7 +1,5 @@
 """The ways of steps on the CPU, from the call to the loops: short, and only downwards."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType
@@ -9,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import fusestep
 from fusestep import nn, ops
 from fusestep.nn import mxnet

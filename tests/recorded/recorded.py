@@ -3,9 +3,8 @@
 The files and their format are described in ``data/README.md``.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,9 @@ DATA = Path(__file__).with_name("data")
 # nothing is held to the rounding errors of its neighbours, not to those of its own value.
 RELATIVE_TOLERANCE = {np.dtype(np.float32): 3e-6, np.dtype(np.float16): 2e-3}
 FLOOR = 1e-3
+
+# A dense gradient, or (indices, values) in the order of lookup, with duplicates.
+Gradient = np.ndarray | tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,56 @@ class Case:
         return np.dtype(self.meta["dtype"])
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What happened to one parameter. Step t = 1, 2, ... made ``weights[t]`` and, of each of the
+    states, ``states[...][t - 1]``."""
+
+    weights: np.ndarray
+    gradients: tuple[Gradient, ...]
+    states: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded optimizer with its parameters."""
+
+    name: str
+    meta: dict[str, Any]
+    traces: tuple[Trace, ...]
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """Arguments of the constructor that were not left at their defaults."""
+        return self.meta["hyper"]
+
+    @property
+    def steps(self) -> int:
+        """Number of recorded steps."""
+        return self.meta["T"]
+
+
+def runs(folder: str, kind: type[Run], trace: Callable[..., Trace]) -> dict[str, Any]:
+    """Every recorded run of a folder, by the name of its file; ``trace(arrays, i, meta)`` reads
+    parameter `i` of a file."""
+    found = {}
+    for path in sorted((DATA / folder).glob("*.npz")):
+        arrays, meta = _read(path)
+        traces = tuple(trace(arrays, i, meta) for i in range(len(meta["shapes"])))
+        found[path.stem] = kind(path.stem, meta, traces)
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of a file, which tests share, so they are read-only; and its ``meta``."""
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    meta = json.loads(str(arrays.pop("meta")))
+    for array in arrays.values():
+        array.setflags(write=False)
+    return arrays, meta
+
+
 def files(pattern: str) -> list[str]:
     """Names, without suffix, of the recorded files that match, in alphabetical order."""
     return sorted(path.stem for path in DATA.glob(f"{pattern}.npz"))
@@ -66,15 +118,12 @@ def all_cases(pattern: str) -> dict[str, Case]:
 
 def cases(file: str) -> list[Case]:
     """Every case of a recorded file, in the order of recording."""
-    with np.load(DATA / f"{file}.npz") as archive:
-        arrays = dict(archive)
-    metas = json.loads(str(arrays.pop("meta")))["cases"]
+    arrays, meta = _read(DATA / f"{file}.npz")
     found = {
-        name: Case(f"{file}/{name}", meta, {}, tuple(Step() for _ in range(meta["steps"])))
-        for name, meta in metas.items()
+        name: Case(f"{file}/{name}", own, {}, tuple(Step() for _ in range(own["steps"])))
+        for name, own in meta["cases"].items()
     }
     for key, array in arrays.items():
-        array.setflags(write=False)  # cases are shared between tests
         name, *where, entry = key.split("/")
         _place(found[name], where)[entry] = array
     return list(found.values())
@@ -98,12 +147,9 @@ def _step(case: Case, label: str) -> Step:
 
 
 def assert_close_recorded(
-    actual: ArrayLike,
-    expected: ArrayLike,
-    dtype: DTypeLike,
-    label: str = "array",
+    actual: ArrayLike, expected: ArrayLike, dtype: DTypeLike, label: str = "array",
     reached: ArrayLike = 0.0,
-) -> None:
+) -> None:  # fmt: skip
     """Compare every element: relative 3e-6 for float32, 2e-3 for float16.
 
     `actual` must be stored as `dtype` and have the shape of `expected`; NaN and infinities must

@@ -3,18 +3,14 @@
 The files and their format are described in ``data/README.md``.
 """
 
-from __future__ import annotations
-
-import json
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-
+import recorded
 import reference_mxnet
-from recorded import DATA
-from reference_mxnet import Gradient, Hyper, Optimizer, Schedule
+from recorded import Gradient, Trace
+from reference_mxnet import Hyper, Optimizer, Schedule
 
 # What `Hyper` calls otherwise, and what is no argument of a step.
 OTHER_NAMES = {"lazy_update": "lazy", "use_fused_step": "fused"}
@@ -34,41 +30,14 @@ FLUSHED = {("mx200b1_dense_special", "v", 1): 9}
 LERPED = {"mx200b1_adamw_nobias"}
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What happened to one weight.
-
-    Step t = 1, 2, ... made ``weights[t]`` and ``states[...][t - 1]`` of ``m``, ``v`` and, where
-    there is a float32 master copy, ``w32``.
-    """
-
-    weights: np.ndarray
-    gradients: tuple[Gradient, ...]
-    states: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One recorded optimizer with its weights, called by their indices 0, 1, ..."""
-
-    name: str
-    meta: dict[str, Any]
-    traces: tuple[Trace, ...]
+class Run(recorded.Run):
+    """One recorded optimizer with its weights, called by their indices 0, 1, ... States are ``m``,
+    ``v`` and, where there is a float32 master copy, ``w32``."""
 
     @property
     def compat(self) -> str:
         """The version, as far as they differ."""
         return "1.9" if self.meta["mxnet"].startswith("1.9") else "2.0"
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        """Arguments of the constructor that were not left at their defaults."""
-        return self.meta["hyper"]
-
-    @property
-    def steps(self) -> int:
-        """Number of recorded steps."""
-        return self.meta["T"]
 
     @property
     def dtype(self) -> np.dtype:
@@ -108,7 +77,7 @@ class Run:
 
 def runs() -> dict[str, Run]:
     """Every recorded run, by the name of its file."""
-    return {path.stem: _load(path.stem) for path in sorted((DATA / "mxnet").glob("*.npz"))}
+    return recorded.runs("mxnet", Run, _trace)
 
 
 def hyper(run: Run) -> Hyper:
@@ -134,11 +103,9 @@ def variables(run: Run) -> list[reference_mxnet.Variable]:
 
 
 def lerped(trace: Trace, t: int) -> dict[str, np.ndarray]:
-    """The sizes whose rounding is in the values of `LERPED` after step t = 1, 2, ...
-
-    AdamW computes ``beta2 * (v - x*x) + x*x``, so ``v`` holds the rounding of x*x, a thousand times
-    its own in the first step, and half of that goes from its root into the way of the weight.
-    """
+    """The sizes whose rounding is in the values of `LERPED` after step t = 1, 2, ... AdamW computes
+    ``beta2 * (v - x*x) + x*x``, so ``v`` holds the rounding of x*x, a thousand times its own in the
+    first step, and half of that goes from its root into the way of the weight."""
     x = np.abs(np.stack(trace.gradients[:t]).astype(np.float64))
     way = np.abs(np.diff(trace.weights[: t + 1].astype(np.float64), axis=0))
     lost = x.max(0) ** 2 / trace.states["v"][:t]
@@ -159,16 +126,6 @@ def flushed(run: Run, entry: str, t: int, found: np.ndarray) -> np.ndarray:
 def _by_index(table: dict[str, float]) -> dict[int | str, float]:
     """Indices are text in JSON."""
     return {int(key) if key.isdecimal() else key: value for key, value in table.items()}
-
-
-def _load(name: str) -> Run:
-    """Read one file."""
-    with np.load(DATA / "mxnet" / f"{name}.npz") as archive:
-        arrays = dict(archive)
-    meta = json.loads(str(arrays.pop("meta")))
-    for array in arrays.values():
-        array.setflags(write=False)  # runs are shared between tests
-    return Run(name, meta, tuple(_trace(arrays, i, meta) for i in range(len(meta["shapes"]))))
 
 
 def _trace(arrays: dict[str, np.ndarray], i: int, meta: dict[str, Any]) -> Trace:

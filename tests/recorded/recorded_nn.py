@@ -1,14 +1,10 @@
 """Optimizers of the library as the recorded runs of MindSpore had them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
-
 from recorded import Case, Step
 
 
@@ -25,35 +21,22 @@ class InverseTime(nn.LearningRateSchedule):
         return 0.1 / (1 + global_step)
 
 
-def growing_decay(global_step: Any) -> Any:
-    """0.05, 0.06, 0.07, ..."""
-    return 0.05 + 0.01 * global_step
-
-
 # What the recorded texts stand for.
 SCHEDULES: dict[str, Callable[[], Any]] = {
-    "0.1/(1+step)": InverseTime,
-    "0.05+0.01*step": lambda: growing_decay,
-}
+    "0.1/(1+step)": InverseTime, "0.05+0.01*step": lambda: lambda step: 0.05 + 0.01 * step,
+}  # fmt: skip
 GROUPS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "[{dense.weight: lr=.05, wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {
-        "dense.weight": {"lr": 0.05, "weight_decay": 0.02},
-        "bn.gamma": {},
-        "conv.weight": {"weight_decay": 0.0},
-    },
+        "dense.weight": {"lr": 0.05, "weight_decay": 0.02}, "bn.gamma": {},
+        "conv.weight": {"weight_decay": 0.0}},
     "[{dense.weight: lr=0.1/(1+step), wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": (
         lambda: {
-            "dense.weight": {"lr": InverseTime(), "weight_decay": 0.02},
-            "bn.gamma": {},
-            "conv.weight": {"weight_decay": 0.0},
-        }
-    ),
+            "dense.weight": {"lr": InverseTime(), "weight_decay": 0.02}, "bn.gamma": {},
+            "conv.weight": {"weight_decay": 0.0}}),
     "[{dense.weight: wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {
-        "dense.weight": {"weight_decay": 0.02},
-        "bn.gamma": {},
-        "conv.weight": {"weight_decay": 0.0},
-    },
-}
+        "dense.weight": {"weight_decay": 0.02}, "bn.gamma": {},
+        "conv.weight": {"weight_decay": 0.0}},
+}  # fmt: skip
 
 
 def build(case: Case, **changed: Any) -> Any:
@@ -78,8 +61,7 @@ def build(case: Case, **changed: Any) -> Any:
     if case.api == "nn.Optimizer":
         return nn.Optimizer(parameters=given, **hyper)
     is_lars = case.api == "nn.LARS(nn.Momentum(momentum=.9))"
-    make = lars if is_lars else getattr(nn, case.api.removeprefix("nn."))
-    opt = make(given, **hyper)
+    opt = (lars if is_lars else getattr(nn, case.api.removeprefix("nn.")))(given, **hyper)
     if case.meta.get("target") == "CPU":
         opt.target = "CPU"
     return opt
@@ -106,11 +88,9 @@ def recorded_states(case: Case) -> dict[str, np.ndarray]:
 
 
 def unkept_states(case: Case) -> dict[str, np.ndarray]:
-    """States of MindSpore that the library does without, with what they hold at the end.
-
-    That is nothing to resume from: constants, which tell at most that there was a first step,
-    the last step itself, or what follows from its number.
-    """
+    """States of MindSpore that the library does without, with what they hold at the end. That is
+    nothing to resume from: constants, which tell at most that there was a first step, the last step
+    itself, or what follows from its number."""
     momentum = case.hyper.get("momentum", 0.0)
     found: dict[str, np.ndarray] = {}
     for i, (name, shape) in enumerate(case.meta["params"]):

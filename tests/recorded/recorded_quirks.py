@@ -4,13 +4,10 @@ The formulas are steps like those of the references: ``(w, g, *states) -> (w, *s
 float64, where ``g`` is a dense gradient or the pair (indices, rows).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
-
 import reference
 import reference_elementwise as elementwise
 from recorded import Case, Step, assert_close_recorded
@@ -43,10 +40,8 @@ def terms(
 def assert_follows(
     case: Case, entries: Sequence[str], start: Sequence[ArrayLike], formula: Formula, i: int = 0
 ) -> None:
-    """What a case recorded of `entries` follows from `start` by `formula`, step after step.
-
-    An element may hold the rounding of all that it has been the sum of.
-    """
+    """What a case recorded of `entries` follows from `start` by `formula`, step after step. An
+    element may hold the rounding of all that it has been the sum of."""
     __tracebackhide__ = True
     values = dict(zip(entries, map(wide, start), strict=True))
     reached = dict.fromkeys(entries, 0.0)
@@ -85,17 +80,9 @@ def ftrl(w: Array, g: Array, accum: Array, linear: Array, **scalars: float) -> t
 
 
 def rmsprop(
-    w: Array,
-    g: Array,
-    mean_square: Array,
-    moment: Array,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    momentum: float,
-    epsilon: float,
-) -> tuple[Array, ...]:
+    w: Array, g: Array, mean_square: Array, moment: Array, *, lr: float, rho: float,
+    one_minus_rho: float, momentum: float, epsilon: float,
+) -> tuple[Array, ...]:  # fmt: skip
     """Epsilon is added to the root in whole blocks of 8 elements, under it in the rest."""
     mean_square = rho * mean_square + one_minus_rho * wide(g) ** 2
     root = np.sqrt(mean_square + epsilon)

@@ -3,62 +3,32 @@
 The files and their format are described in ``data/README.md``.
 """
 
-from __future__ import annotations
-
-import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-
+import recorded
 import reference
 import reference_elementwise as elementwise
 import reference_layerwise as layerwise
-from recorded import DATA
+from recorded import Gradient, Trace
 from reference import AdamScalars, Array
 
-# A dense gradient, or (indices, values) in the order of lookup, with duplicates.
-Gradient = np.ndarray | tuple[np.ndarray, np.ndarray]
 Hyper = dict[str, Any]
 # (w, g, *states) -> (w, *states)
 Formula = Callable[..., tuple[Any, ...]]
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What happened to one parameter; step t = 1, 2, ... made ``weights[t]``."""
-
-    weights: np.ndarray
-    gradients: tuple[Gradient, ...]
-    states: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(recorded.Run):
     """One recorded optimizer with its parameters."""
-
-    name: str
-    meta: dict[str, Any]
-    traces: tuple[Trace, ...]
 
     @property
     def optimizer(self) -> str:
         """What ran, as ``library.Class``: ``torch.Adam``, ``po.Lamb``, ``optax.adam``."""
         return f"{self.meta['lib']}.{self.meta['class']}"
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        """Arguments of the constructor that were not left at their defaults."""
-        return self.meta["hyper"]
-
-    @property
-    def steps(self) -> int:
-        """Number of recorded steps."""
-        return self.meta["T"]
 
     def lr(self, t: int) -> float:
         """The learning rate of step t = 1, 2, ...; optax records only its argument."""
@@ -67,14 +37,12 @@ class Run:
 
 def runs() -> dict[str, Run]:
     """Every recorded run, by the name of its file."""
-    return {path.stem: _load(path.stem) for path in sorted((DATA / "torch").glob("*.npz"))}
+    return recorded.runs("torch", Run, _trace)
 
 
 def states(run: Run, i: int) -> dict[str, np.ndarray]:
-    """What parameter `i` starts with, in the order in which its formula takes it.
-
-    Axes of length 1, which torch keeps in the factors of Adafactor, are left out.
-    """
+    """What parameter `i` starts with, in the order in which its formula takes it. Axes of length 1,
+    which torch keeps in the factors of Adafactor, are left out."""
     _, names, initial = _OPTIMIZERS[run.optimizer]
     recorded = run.traces[i].states
     return {
@@ -85,10 +53,8 @@ def states(run: Run, i: int) -> dict[str, np.ndarray]:
 
 
 def formula(run: Run, t: int) -> Formula:
-    """What the optimizer does at step t = 1, 2, ..., as a step of the references.
-
-    The scalars are not rounded: the libraries compute nearly all of them in double precision.
-    """
+    """What the optimizer does at step t = 1, 2, ..., as a step of the references. The scalars are
+    not rounded: the libraries compute nearly all of them in double precision."""
     return _OPTIMIZERS[run.optimizer][0](run.hyper, run.lr(t), t)
 
 
@@ -109,20 +75,14 @@ def _adam_scalars(h: Hyper, lr: float, t: int) -> dict[str, float]:
     real = np.float32 if "learning_rate" in h else np.float64
     correction1, root = 1 - float(real(beta1) ** t), math.sqrt(1 - float(real(beta2) ** t))
     return {
-        "beta1": beta1,
-        "one_minus_beta1": 1 - beta1,
-        "beta2": beta2,
-        "one_minus_beta2": 1 - beta2,
-        "step_size": lr * root / correction1,
-        "lr": lr,
-        "epsilon": h.get("eps", 1e-8) * root,
-    }
+        "beta1": beta1, "one_minus_beta1": 1 - beta1, "beta2": beta2, "one_minus_beta2": 1 - beta2,
+        "step_size": lr * root / correction1, "lr": lr, "epsilon": h.get("eps", 1e-8) * root,
+    }  # fmt: skip
 
 
 def _adam(h: Hyper, lr: float, t: int) -> Formula:
     """Decay, where there is one, is added to the gradient."""
-    step = partial(reference.adam, hp=AdamScalars(**_adam_scalars(h, lr, t)))
-    return _coupled(step, h)
+    return _coupled(partial(reference.adam, hp=AdamScalars(**_adam_scalars(h, lr, t))), h)
 
 
 def _adamw(h: Hyper, lr: float, t: int) -> Formula:
@@ -161,13 +121,8 @@ def _rmsprop(h: Hyper, lr: float, _: int) -> Formula:
     def step(w: Array, g: Array, mean: Array, square: Array, *buffer: Array) -> tuple[Array, ...]:
         moment = lr * buffer[0] if buffer else np.zeros(w.shape)
         *new, moment = elementwise.rmsprop_centered(
-            *(w, g, mean, square, moment),
-            lr=lr,
-            rho=h["alpha"],
-            one_minus_rho=1 - h["alpha"],
-            momentum=h.get("momentum", 0.0),
-            epsilon=1e-8**2,
-        )
+            *(w, g, mean, square, moment), lr=lr, rho=h["alpha"], one_minus_rho=1 - h["alpha"],
+            momentum=h.get("momentum", 0.0), epsilon=1e-8**2)  # fmt: skip
         return (*new, moment / lr) if buffer else tuple(new)
 
     return _coupled(step, h)
@@ -183,14 +138,9 @@ def _torch_adafactor(h: Hyper, lr: float, t: int) -> Formula:
 
     def step(w: Array, g: Array, *second: Array) -> tuple[Array, ...]:
         new, _, *second = layerwise.adafactor(
-            *(w, g, None, *second),
-            lr=min(lr, t**-0.5),
-            beta2=1 - t ** h.get("beta2_decay", -0.8),
-            one_minus_beta2=t ** h.get("beta2_decay", -0.8),
-            epsilon1=0.0,
-            epsilon2=h.get("eps", (None, 1e-3))[1],
-            clip_threshold=h.get("d", 1.0),
-        )
+            *(w, g, None, *second), lr=min(lr, t**-0.5), beta2=1 - t ** h.get("beta2_decay", -0.8),
+            one_minus_beta2=t ** h.get("beta2_decay", -0.8), epsilon1=0.0,
+            epsilon2=h.get("eps", (None, 1e-3))[1], clip_threshold=h.get("d", 1.0))  # fmt: skip
         return (new - lr * h.get("weight_decay", 0.0) * w, *second)
 
     return step
@@ -204,14 +154,10 @@ def _adafactor(h: Hyper, lr: float, t: int) -> Formula:
     def step(w: Array, g: Array, *states: Array) -> tuple[Array, ...]:
         new = layerwise.adafactor(
             *(w, g, *states) if beta1 else (w, g, None, *states),
-            lr=min(1e-2, t**-0.5) if relative else lr,
-            beta2=1 - t**-0.8,
-            one_minus_beta2=t**-0.8,
-            beta1=beta1,
-            one_minus_beta1=1 - (beta1 or 0.0),
-            scale_parameter=h.get("scale_parameter", True),
-            decay=h.get("weight_decay", 0.0),
-        )
+            lr=min(1e-2, t**-0.5) if relative else lr, beta2=1 - t**-0.8, one_minus_beta2=t**-0.8,
+            beta1=beta1, one_minus_beta1=1 - (beta1 or 0.0),
+            scale_parameter=h.get("scale_parameter", True), decay=h.get("weight_decay", 0.0),
+        )  # fmt: skip
         return new if beta1 else (new[0], *new[2:])
 
     return step
@@ -294,33 +240,20 @@ _OPTIMIZERS: dict[str, tuple[Callable[[Hyper, float, int], Formula], tuple[str, 
     "optax.adagrad": (_adagrad, ("sum_of_squares",), 0.1),
     "torch.Adafactor": (_torch_adafactor, ("row_var", "col_var", "variance"), 0.0),
     "po.AdaFactor": (
-        _adafactor,
-        ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
-        0.0,
-    ),
+        _adafactor, ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"), 0.0),
     "optax.adafactor": (_adafactor, ("v",), 0.0),
     "po.Lamb": (_lamb, MOMENTS, 0.0),
     "po.Adan": (_adan, ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"), 0.0),
     "po.LARS": (_po_lars, ("momentum_buffer",), 0.0),
     "optax.lion": (_lion, ("mu",), 0.0),
     "optax.lars": (_optax_lars, ("trace",), 0.0),
-}
-
-
-def _load(name: str) -> Run:
-    """Read one file."""
-    with np.load(DATA / "torch" / f"{name}.npz") as archive:
-        arrays = dict(archive)
-    meta = json.loads(str(arrays.pop("meta")))
-    if meta["bf16"]:
-        raise ValueError(f"{name}: bfloat16 bit patterns are not read: {meta['bf16']}")
-    for array in arrays.values():
-        array.setflags(write=False)  # runs are shared between tests
-    return Run(name, meta, tuple(_trace(arrays, i, meta) for i in range(len(meta["shapes"]))))
+}  # fmt: skip
 
 
 def _trace(arrays: dict[str, np.ndarray], i: int, meta: dict[str, Any]) -> Trace:
     """Parameter `i` of a file; its states are ``p<i>_s_<key>``, optax's ``s_<stage>_<key>_<i>``."""
+    if meta["bf16"]:
+        raise ValueError(f"bfloat16 bit patterns are not read: {meta['bf16']}")
     states = {
         match[1] or match[2]: array
         for key, array in arrays.items()

@@ -9,15 +9,12 @@ Formulas: Kingma and Ba (2015), arXiv:1412.6980, end of section 2; AMSGrad as Mi
 ApplyAdamWithAmsgrad documents it; decoupled decay as MindSpore's AdamWeightDecay does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
 from roundings import Rounded
 
 Array = NDArray[np.float64]
@@ -40,54 +37,33 @@ class AdamScalars:
 
 
 def adam_scalars(
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    beta1_power: float = 0.0,
-    beta2_power: float = 0.0,
-    decay: float = 0.0,
-    real: Any = np.float32,
-) -> AdamScalars:
-    """Round every hyper-parameter to ``real``; ``1 - beta`` is taken between rounded numbers.
-
-    The step size ``lr * sqrt(1 - beta2_power) / (1 - beta1_power)`` is not rounded again. With
-    both powers 0 it is ``lr``: Adam without bias correction.
-    """
+    lr: float, beta1: float, beta2: float, epsilon: float, beta1_power: float = 0.0,
+    beta2_power: float = 0.0, decay: float = 0.0, real: Any = np.float32,
+) -> AdamScalars:  # fmt: skip
+    """Round every hyper-parameter to ``real``; ``1 - beta`` is taken between rounded numbers. The
+    step size ``lr * sqrt(1 - beta2_power) / (1 - beta1_power)`` is not rounded again. With both
+    powers 0 it is ``lr``: Adam without bias correction."""
     lr, beta1, beta2, epsilon, beta1_power, beta2_power, decay = (
         float(real(x)) for x in (lr, beta1, beta2, epsilon, beta1_power, beta2_power, decay)
     )
     return AdamScalars(
-        beta1=beta1,
-        one_minus_beta1=float(real(1.0 - beta1)),
-        beta2=beta2,
+        beta1=beta1, one_minus_beta1=float(real(1.0 - beta1)), beta2=beta2,
         one_minus_beta2=float(real(1.0 - beta2)),
-        step_size=lr * np.sqrt(1.0 - beta2_power) / (1.0 - beta1_power),
-        lr=lr,
-        epsilon=epsilon,
-        decay=decay,
-    )
+        step_size=lr * np.sqrt(1.0 - beta2_power) / (1.0 - beta1_power), lr=lr, epsilon=epsilon,
+        decay=decay)  # fmt: skip
 
 
 def usual_adam_scalars(
     lr: float, beta1: float, beta2: float, epsilon: float, t: int, decay: float, real: Any
 ) -> AdamScalars:
     """Those with which `adam` and `adam_weight_decay` are Adam and AdamW at update t = 1, 2, ...
-
-    Each is rounded to ``real`` once.
-    """
+    Each is rounded to ``real`` once."""
     root, first = np.sqrt(1.0 - beta2**t), 1.0 - beta1**t
     size = float(real(lr * root / first))
     return AdamScalars(
-        beta1=float(real(beta1)),
-        one_minus_beta1=float(real(1.0 - beta1)),
-        beta2=float(real(beta2)),
-        one_minus_beta2=float(real(1.0 - beta2)),
-        step_size=size,
-        lr=size,
-        epsilon=float(real(epsilon * root)),
-        decay=float(real(decay * first / root)),
-    )
+        beta1=float(real(beta1)), one_minus_beta1=float(real(1.0 - beta1)),
+        beta2=float(real(beta2)), one_minus_beta2=float(real(1.0 - beta2)), step_size=size, lr=size,
+        epsilon=float(real(epsilon * root)), decay=float(real(decay * first / root)))  # fmt: skip
 
 
 def beta_powers(beta: float, steps: int, real: Any = np.float32) -> list[Any]:

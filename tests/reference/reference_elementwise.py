@@ -12,11 +12,8 @@ else, the function says so.
 An element is left alone only where its condition holds, so a NaN always reaches the parameter.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
-
 from reference import Array, wide
 
 
@@ -26,15 +23,9 @@ def sgd(w: ArrayLike, g: ArrayLike, *, lr: float) -> tuple[Array]:
 
 
 def momentum(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    *,
-    lr: float,
-    momentum: float,
-    one_minus_dampening: float = 1.0,
-    nesterov: bool = False,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, momentum: float,
+    one_minus_dampening: float = 1.0, nesterov: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
     """Heavy ball; with `nesterov` the step looks one more momentum ahead."""
     w, g = wide(w), wide(g)
     accum = momentum * wide(accum) + one_minus_dampening * g
@@ -43,16 +34,9 @@ def momentum(
 
 
 def sgd_momentum(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    *,
-    lr: float,
-    momentum: float,
-    one_minus_dampening: float,
-    nesterov: bool,
-    t: int,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, momentum: float,
+    one_minus_dampening: float, nesterov: bool, t: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """Heavy ball that begins, at t = 1, with the first gradient as it is: nn.SGD."""
     w, g = wide(w), wide(g)
     accum = g if t == 1 else momentum * wide(accum) + one_minus_dampening * g
@@ -61,21 +45,12 @@ def sgd_momentum(
 
 
 def sgd_stat(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    stat: ArrayLike,
-    *,
-    lr: float,
-    momentum: float,
-    one_minus_dampening: float,
-    nesterov: bool = False,
-) -> tuple[Array, Array, Array]:
-    """Heavy ball in which elements with ``stat > 0`` start from the bare gradient.
-
-    The gradient that starts an element is not dampened; its `stat` becomes 0. This is ops.SGD
-    with momentum > 0; without momentum it is `sgd`, and both states stay as they are.
-    """
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, stat: ArrayLike, *, lr: float, momentum: float,
+    one_minus_dampening: float, nesterov: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Heavy ball in which elements with ``stat > 0`` start from the bare gradient. The gradient
+    that starts an element is not dampened; its `stat` becomes 0. This is ops.SGD with momentum > 0;
+    without momentum it is `sgd`, and both states stay as they are."""
     w, g = wide(w), wide(g)
     fresh = wide(stat) > 0
     accum = np.where(fresh, g, momentum * wide(accum) + one_minus_dampening * g)
@@ -84,17 +59,9 @@ def sgd_stat(
 
 
 def rmsprop(
-    w: ArrayLike,
-    g: ArrayLike,
-    mean_square: ArrayLike,
-    moment: ArrayLike = 0.0,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    momentum: float,
-    epsilon: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, mean_square: ArrayLike, moment: ArrayLike = 0.0, *, lr: float,
+    rho: float, one_minus_rho: float, momentum: float, epsilon: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradient over its root mean square, epsilon under the root; lr enters before momentum."""
     w, g = wide(w), wide(g)
     mean_square = rho * wide(mean_square) + one_minus_rho * g**2
@@ -103,23 +70,13 @@ def rmsprop(
 
 
 def rmsprop_centered(
-    w: ArrayLike,
-    g: ArrayLike,
-    mean_gradient: ArrayLike,
-    mean_square: ArrayLike,
-    moment: ArrayLike = 0.0,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    momentum: float,
+    w: ArrayLike, g: ArrayLike, mean_gradient: ArrayLike, mean_square: ArrayLike,
+    moment: ArrayLike = 0.0, *, lr: float, rho: float, one_minus_rho: float, momentum: float,
     epsilon: float,
-) -> tuple[Array, Array, Array, Array]:
-    """RMSProp over the variance of the gradient instead of its mean square.
-
-    Where rounding left no positive variance plus epsilon, parameter and moment wait; the two
-    means do not. That is what MindSpore's CPU kernel does (its GPU kernel makes NaN).
-    """
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    """RMSProp over the variance of the gradient instead of its mean square. Where rounding left no
+    positive variance plus epsilon, parameter and moment wait; the two means do not. That is what
+    MindSpore's CPU kernel does (its GPU kernel makes NaN)."""
     w, g, moment = wide(w), wide(g), wide(moment)
     mean_gradient = rho * wide(mean_gradient) + one_minus_rho * g
     mean_square = rho * wide(mean_square) + one_minus_rho * g**2
@@ -133,10 +90,8 @@ def rmsprop_centered(
 def adagrad(
     w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, update_slots: bool = True
 ) -> tuple[Array, Array]:
-    """Gradient over the root of the sum of its squares, without an epsilon.
-
-    Nothing moves where the accumulator is 0. Without `update_slots` it keeps its value.
-    """
+    """Gradient over the root of the sum of its squares, without an epsilon. Nothing moves where the
+    accumulator is 0. Without `update_slots` it keeps its value."""
     w, g, accum = wide(w), wide(g), wide(accum)
     if update_slots:
         accum = accum + g**2
@@ -146,11 +101,9 @@ def adagrad(
 def proximal_adagrad(
     w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, l1: float, l2: float
 ) -> tuple[Array, Array]:
-    """Adagrad, then the proximal step of ``l1*|w| + l2*w**2/2`` at each element's own rate.
-
-    The documentation has `lr` in the proximal step; every kernel of MindSpore has
-    ``lr / sqrt(accum)``, which is also what the paper derives. A rate of 0 moves nothing.
-    """
+    """Adagrad, then the proximal step of ``l1*|w| + l2*w**2/2`` at each element's own rate. The
+    documentation has `lr` in the proximal step; every kernel of MindSpore has ``lr / sqrt(accum)``,
+    which is also what the paper derives. A rate of 0 moves nothing."""
     w, g = wide(w), wide(g)
     accum = wide(accum) + g**2
     rate = _rate(lr, accum)
@@ -160,24 +113,13 @@ def proximal_adagrad(
 
 
 def ftrl(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    linear: ArrayLike,
-    *,
-    lr: float,
-    l1: float,
-    l2: float,
-    lr_power: float,
-    beta: float = 0.0,
-    l2_shrinkage: float = 0.0,
-) -> tuple[Array, Array, Array]:
-    """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``.
-
-    The new parameter depends on the old one only through `linear`. `lr_power` is the exponent
-    of the accumulator in the learning rate, -0.5 in the paper; l2 counts twice, as published.
-    `beta` and `l2_shrinkage` are those of ``update_step`` in Keras 3.
-    """
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, linear: ArrayLike, *, lr: float, l1: float,
+    l2: float, lr_power: float, beta: float = 0.0, l2_shrinkage: float = 0.0,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``. The new
+    parameter depends on the old one only through `linear`. `lr_power` is the exponent of the
+    accumulator in the learning rate, -0.5 in the paper; l2 counts twice, as published. `beta` and
+    `l2_shrinkage` are those of ``update_step`` in Keras 3."""
     w, g, accum = wide(w), wide(g), wide(accum)
     new_accum = accum + g**2
     old_power, power = accum**-lr_power, new_accum**-lr_power
@@ -189,22 +131,11 @@ def ftrl(
 
 
 def adamax(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    eps: float,
-    beta1_power: float,
-) -> tuple[Array, Array, Array]:
-    """Algorithm 2 of Kingma and Ba (2015), with MindSpore's epsilon in the denominator.
-
-    A NaN is not the largest, there and here: it comes to the parameter by way of `m`.
-    """
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
+    one_minus_beta1: float, beta2: float, eps: float, beta1_power: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Algorithm 2 of Kingma and Ba (2015), with MindSpore's epsilon in the denominator. A NaN is
+    not the largest, there and here: it comes to the parameter by way of `m`."""
     w, g, faded = wide(w), wide(g), beta2 * wide(v)
     m = beta1 * wide(m) + one_minus_beta1 * g
     v = np.where(np.abs(g) > faded, np.abs(g), faded)
@@ -212,16 +143,9 @@ def adamax(
 
 
 def adadelta(
-    w: ArrayLike,
-    g: ArrayLike,
-    accum: ArrayLike,
-    accum_update: ArrayLike,
-    *,
-    lr: float,
-    rho: float,
-    one_minus_rho: float,
-    epsilon: float,
-) -> tuple[Array, Array, Array]:
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, accum_update: ArrayLike, *, lr: float, rho: float,
+    one_minus_rho: float, epsilon: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Algorithm 1 of Zeiler (2012), times `lr`."""
     w, g, accum_update = wide(w), wide(g), wide(accum_update)
     accum = rho * wide(accum) + one_minus_rho * g**2
@@ -230,20 +154,11 @@ def adadelta(
 
 
 def asgd(
-    w: ArrayLike,
-    g: ArrayLike,
-    average: ArrayLike,
-    *,
-    lr: float,
-    lambd: float,
-    alpha: float,
-    t0: float,
-    t: int,
-) -> tuple[Array, Array]:
-    """Bottou's averaged descent for a fixed `lr`, with rates that are one step old, as published.
-
-    A first step of an average is what is averaged.
-    """
+    w: ArrayLike, g: ArrayLike, average: ArrayLike, *, lr: float, lambd: float, alpha: float,
+    t0: float, t: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Bottou's averaged descent for a fixed `lr`, with rates that are one step old, as published. A
+    first step of an average is what is averaged."""
     eta = lr / (1.0 + lambd * lr * (t - 1)) ** alpha
     w, average = (1.0 - lambd * eta) * wide(w) - eta * wide(g), wide(average)
     later = max(1.0, t - 1 - t0)
@@ -251,21 +166,11 @@ def asgd(
 
 
 def rprop(
-    w: ArrayLike,
-    g: ArrayLike,
-    prev: ArrayLike,
-    size: ArrayLike,
-    *,
-    lr: float,
-    etaminus: float,
-    etaplus: float,
-    step_size_min: float,
-    step_size_max: float,
-) -> tuple[Array, Array, Array]:
-    """Riedmiller and Braun (1993), without their weight backtracking, as in PyTorch too.
-
-    A size that is 0 has not begun: it is `lr`.
-    """
+    w: ArrayLike, g: ArrayLike, prev: ArrayLike, size: ArrayLike, *, lr: float, etaminus: float,
+    etaplus: float, step_size_min: float, step_size_max: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Riedmiller and Braun (1993), without their weight backtracking, as in PyTorch too. A size
+    that is 0 has not begun: it is `lr`."""
     w, g, size = wide(w), wide(g), wide(size)
     turn, size = g * wide(prev), np.where(size == 0, lr, size)
     size = np.where(turn > 0, size * etaplus, np.where(turn < 0, size * etaminus, size))
@@ -275,17 +180,9 @@ def rprop(
 
 
 def lion(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    *,
-    lr: float,
-    decay: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-) -> tuple[Array, Array]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, *, lr: float, decay: float, beta1: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float,
+) -> tuple[Array, Array]:  # fmt: skip
     """Algorithm 2 of Chen et al. (2023)."""
     w, g, m = wide(w), wide(g), wide(m)
     direction = np.sign(beta1 * m + one_minus_beta1 * g)
@@ -293,21 +190,9 @@ def lion(
 
 
 def adan(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    n: ArrayLike,
-    previous: ArrayLike,
-    *,
-    lr: float,
-    decay: float,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    eps: float,
-    t: int,
-) -> tuple[Array, ...]:
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, n: ArrayLike, previous: ArrayLike, *,
+    lr: float, decay: float, beta1: float, beta2: float, beta3: float, eps: float, t: int,
+) -> tuple[Array, ...]:  # fmt: skip
     """Algorithm 1 of Xie et al. (2022) with betas and bias corrections of its authors' code."""
     w, g = wide(w), wide(g)
     change = g - wide(previous) if t > 1 else 0.0 * g

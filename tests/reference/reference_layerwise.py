@@ -9,13 +9,10 @@ LARS; Shazeer and Stern (2018), arXiv:1804.04235, for Adafactor; Pascanu et al. 
 norm of all gradients. MindSpore's kernels decide where they differ from the papers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
-
 from reference import Array, merge_rows, wide
 
 # Of MindSpore's Adafactor: no factor of the second moment and no denominator is smaller.
@@ -26,25 +23,12 @@ Gradient = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 def lamb(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    beta1_power: float,
-    beta2_power: float,
-    epsilon: float,
-    decay: float,
-) -> tuple[Array, Array, Array]:
-    """LAMB as MindSpore's GPU and Ascend kernels have it: ``|w| / |update|``, never clipped.
-
-    The powers are those of this step, ``beta**t`` with t = 1 at the first.
-    """
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float, beta1_power: float,
+    beta2_power: float, epsilon: float, decay: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """LAMB as MindSpore's GPU and Ascend kernels have it: ``|w| / |update|``, never clipped. The
+    powers are those of this step, ``beta**t`` with t = 1 at the first."""
     w = wide(w)
     m = beta1 * wide(m) + one_minus_beta1 * wide(g)
     v = beta2 * wide(v) + one_minus_beta2 * wide(g) ** 2
@@ -54,27 +38,13 @@ def lamb(
 
 
 def lamb_clipped(
-    w: ArrayLike,
-    g: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    beta1: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    beta1_power: float,
-    beta2_power: float,
-    epsilon: float,
-    decay: float,
-    norm_decay: float,
-) -> tuple[Array, Array, Array]:
-    """LAMB as MindSpore 1.x had it: the ratio lies in [0, 10] and 1 stands in for zero norms.
-
-    The ratio has a norm of its own: epsilon under the root, and `norm_decay`, the optimizer's
-    decay, also for a parameter whose `decay` is 0. Its gate is the norm of the raw gradient.
-    """
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, *, lr: float, beta1: float,
+    one_minus_beta1: float, beta2: float, one_minus_beta2: float, beta1_power: float,
+    beta2_power: float, epsilon: float, decay: float, norm_decay: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """LAMB as MindSpore 1.x had it: the ratio lies in [0, 10] and 1 stands in for zero norms. The
+    ratio has a norm of its own: epsilon under the root, and `norm_decay`, the optimizer's decay,
+    also for a parameter whose `decay` is 0. Its gate is the norm of the raw gradient."""
     w, g = wide(w), wide(g)
     m = beta1 * wide(m) + one_minus_beta1 * g
     v = beta2 * wide(v) + one_minus_beta2 * g**2
@@ -86,19 +56,12 @@ def lamb_clipped(
 
 
 def lars_gradient(
-    w: ArrayLike,
-    g: ArrayLike,
-    *,
-    coefficient: float,
-    epsilon: float,
-    decay: float,
+    w: ArrayLike, g: ArrayLike, *, coefficient: float, epsilon: float, decay: float,
     lr: float | None = None,
-) -> Array:
-    """The gradient that LARS hands to the optimizer inside of it, decay included.
-
-    With `lr`, the rate of that optimizer, the factor is divided by it and limited to [0, 1]
-    (use_clip), so that no parameter learns faster than at `lr`.
-    """
+) -> Array:  # fmt: skip
+    """The gradient that LARS hands to the optimizer inside of it, decay included. With `lr`, the
+    rate of that optimizer, the factor is divided by it and limited to [0, 1] (use_clip), so that no
+    parameter learns faster than at `lr`."""
     w, g = wide(w), wide(g)
     factor = coefficient * _norm(w) / (_norm(g) + decay * _norm(w) + epsilon)
     if lr is not None:
@@ -107,22 +70,11 @@ def lars_gradient(
 
 
 def adafactor(
-    w: ArrayLike,
-    g: ArrayLike,
-    exp_avg: ArrayLike | None,
-    *second_moment: ArrayLike,
-    lr: float,
-    beta2: float,
-    one_minus_beta2: float,
-    beta1: float | None = None,
-    one_minus_beta1: float = 0.0,
-    epsilon1: float = 1e-30,
-    epsilon2: float = 1e-3,
-    clip_threshold: float = 1.0,
-    scale_parameter: bool = True,
-    decay: float = 0.0,
-    compression: bool = False,
-) -> tuple[Array | None, ...]:
+    w: ArrayLike, g: ArrayLike, exp_avg: ArrayLike | None, *second_moment: ArrayLike, lr: float,
+    beta2: float, one_minus_beta2: float, beta1: float | None = None, one_minus_beta1: float = 0.0,
+    epsilon1: float = 1e-30, epsilon2: float = 1e-3, clip_threshold: float = 1.0,
+    scale_parameter: bool = True, decay: float = 0.0, compression: bool = False,
+) -> tuple[Array | None, ...]:  # fmt: skip
     """Adafactor: ``(w, exp_avg, *second_moment)`` after one step.
 
     The second moment is either ``row, column``, with the last two axes of `w` factored and the

@@ -14,8 +14,6 @@ without a master copy, and rows of equal ids are summed first, the ids in any or
 ids that are sorted and unique.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
-
 import reference
 from reference import Array, wide
 
@@ -41,11 +38,9 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Hyper:
-    """The arguments of an optimizer that its steps depend on.
-
-    `decoupled` means AdamW, `lazy` that rows which a row-sparse gradient does not name stay as
-    they are. A `clip_gradient` that is not positive is none.
-    """
+    """The arguments of an optimizer that its steps depend on. `decoupled` means AdamW, `lazy` that
+    rows which a row-sparse gradient does not name stay as they are. A `clip_gradient` that is not
+    positive is none."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -105,16 +100,9 @@ def corrected(h: Hyper, lr: float, t: int) -> float:
 
 
 def step(
-    h: Hyper,
-    w: ArrayLike,
-    g: Gradient,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    lr: float,
-    wd: float,
+    h: Hyper, w: ArrayLike, g: Gradient, m: ArrayLike, v: ArrayLike, *, lr: float, wd: float,
     real: Any = np.float32,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One update with the rate `lr`, which holds the bias correction."""
     s = scalars(h, lr, wd, real)
     formula = partial(adamw if h.decoupled else adam, h=h, s=s, real=real)
@@ -150,13 +138,9 @@ def clipped(x: Array, s: Scalars) -> Array:
     return np.minimum(np.maximum(x, -s.clip), s.clip)
 
 
-def direction(
-    x: Array, m: ArrayLike, v: ArrayLike, s: Scalars, real: Any
-) -> tuple[Array, Array, Array]:
-    """What is subtracted from the weight, and the new moments.
-
-    Numbers too large for `real`, in which the moments are kept, are infinite.
-    """
+def direction(x: Array, m: ArrayLike, v: ArrayLike, s: Scalars, real) -> tuple[Array, Array, Array]:
+    """What is subtracted from the weight, and the new moments. Numbers too large for `real`, in
+    which the moments are kept, are infinite."""
     m = within(real, s.beta1 * wide(m) + s.one_minus_beta1 * x)
     v = within(real, s.beta2 * wide(v) + s.one_minus_beta2 * x * x)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -217,27 +201,18 @@ def cosine_schedule(
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "FactorScheduler": factor_schedule,
-    "MultiFactorScheduler": multi_factor_schedule,
-    "PolyScheduler": poly_schedule,
-    "CosineScheduler": cosine_schedule,
-}
+    "FactorScheduler": factor_schedule, "MultiFactorScheduler": multi_factor_schedule,
+    "PolyScheduler": poly_schedule, "CosineScheduler": cosine_schedule,
+}  # fmt: skip
 
 
 def schedule(
-    name: str,
-    *,
-    warmup_steps: int = 0,
-    warmup_begin_lr: float = 0.0,
-    warmup_mode: str = "linear",
-    base_lr: float = 0.01,
-    **arguments: Any,
-) -> Schedule:
+    name: str, *, warmup_steps: int = 0, warmup_begin_lr: float = 0.0, warmup_mode: str = "linear",
+    base_lr: float = 0.01, **arguments: Any,
+) -> Schedule:  # fmt: skip
     """A scheduler by MXNet's name and arguments as a pure function of the update n = 1, 2, ...
-
     MXNet's own remember the last rate, so they must be asked in order, every time. The factors
-    count from the first update, not from the end of the warm-up.
-    """
+    count from the first update, not from the end of the warm-up."""
     if name in ("PolyScheduler", "CosineScheduler"):
         arguments["start"] = warmup_steps
     rate = SCHEDULES[name](base_lr=base_lr, **arguments)
@@ -256,11 +231,9 @@ def schedule(
 
 @dataclass
 class Variable:
-    """A weight with its moments, as float64.
-
-    `w` is the master copy of a 16-bit weight if there is one, and else rounded to `dtype` after
-    every step. `dtype` is that of the weight, `real` the one that it is computed in.
-    """
+    """A weight with its moments, as float64. `w` is the master copy of a 16-bit weight if there is
+    one, and else rounded to `dtype` after every step. `dtype` is that of the weight, `real` the one
+    that it is computed in."""
 
     w: Array
     m: Array
@@ -292,20 +265,13 @@ def variable(weight: ArrayLike, dtype: DTypeLike | None = None, master: bool = F
 
 
 class Optimizer:
-    """Counters, multipliers and rates around the steps.
-
-    The schedule sees the largest count of all indices, the bias correction the index's own.
-    """
+    """Counters, multipliers and rates around the steps. The schedule sees the largest count of all
+    indices, the bias correction the index's own."""
 
     def __init__(
-        self,
-        hyper: Hyper,
-        rate: float | Schedule,
-        names: Mapping[int, str] | None = None,
-        lr_mult: Table | None = None,
-        wd_mult: Table | None = None,
-        begin: int = 0,
-    ) -> None:
+        self, hyper: Hyper, rate: float | Schedule, names: Mapping[int, str] | None = None,
+        lr_mult: Table | None = None, wd_mult: Table | None = None, begin: int = 0,
+    ) -> None:  # fmt: skip
         self.hyper = hyper
         self.names = dict(names or {})
         self.lr_mult = dict(lr_mult or {})

@@ -4,8 +4,6 @@ The method: Mishchenko and Defazio (2024), arXiv:2306.06101. Where package and p
 follows the package. `slice_p` is 1 and nothing is distributed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -134,21 +132,14 @@ class Prodigy:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "rate": {"lr": 0.5},
-    "bias correction": {"use_bias_correction": True},
-    "decoupled": {"weight_decay": 0.1},
-    "coupled": {"weight_decay": 0.1, "decouple": False},
-    "safeguarded": {"safeguard_warmup": True, "lr": 0.3},
-    "d0": {"d0": 1e-3},
-    "d_coef": {"d_coef": 2.0},
-    "growing slowly": {"growth_rate": 1.05},
-    "beta3": {"beta3": 0.9},
-    "betas": {"betas": (0.8, 0.99)},
-    "no first moment": {"betas": (0.0, 0.99)},
+    "default": {}, "rate": {"lr": 0.5}, "bias correction": {"use_bias_correction": True},
+    "decoupled": {"weight_decay": 0.1}, "coupled": {"weight_decay": 0.1, "decouple": False},
+    "safeguarded": {"safeguard_warmup": True, "lr": 0.3}, "d0": {"d0": 1e-3},
+    "d_coef": {"d_coef": 2.0}, "growing slowly": {"growth_rate": 1.05}, "beta3": {"beta3": 0.9},
+    "betas": {"betas": (0.8, 0.99)}, "no first moment": {"betas": (0.0, 0.99)},
     "no first moment, coupled": {"betas": (0.0, 0.99), "decouple": False, "weight_decay": 0.01},
     "eps": {"eps": 0.1},
-}
+}  # fmt: skip
 """Options that tell runs apart."""
 _OF_GROUPS = "lr", "weight_decay", "eps", "safeguard_warmup"
 

@@ -1,7 +1,5 @@
 """Stochastic rounding by whole numbers and fractions: the random bits, and what they decide."""
 
-from __future__ import annotations
-
 import hashlib
 from fractions import Fraction
 from typing import Any
@@ -50,10 +48,10 @@ def rounded(x: Any, dtype: Any, bits: int) -> Any:
     return np.copysign(high if takes_high else low, dtype(x))
 
 
-def all_rounded(x: Any, dtype: Any, seed: int, name: str, update: int, begin: int = 0) -> Any:
+def all_rounded(x: Any, dtype: Any, seed: int, name: str, update: int) -> Any:
     """The elements of a float32 array, as they lie one after the other, rounded in an update."""
     found = [
-        rounded(number, dtype, bits_of(seed, name, update, begin + place))
+        rounded(number, dtype, bits_of(seed, name, update, place))
         for place, number in enumerate(np.asarray(x).reshape(-1))
     ]
     return np.array(found, dtype).reshape(np.shape(x))

@@ -7,11 +7,8 @@ Formulas: `EXACT_ROWWISE_ADAGRAD` and `PARTIAL_ROWWISE_ADAM` of FBGEMM; Mudigere
 arXiv:2104.05158.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
-
 from reference import AdamScalars, Array, wide
 
 

@@ -5,8 +5,6 @@ terms that it is a sum of. Running error analysis, as in Higham, "Accuracy and S
 Numerical Algorithms" (2002), section 3.3, to first order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,29 +14,21 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 # How much a result moves with each operand, from the operands and the result.
 _SLOPES: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    np.add: lambda *_: (1.0, 1.0),
-    np.subtract: lambda *_: (1.0, 1.0),
-    np.multiply: lambda a, b, _: (b, a),
-    np.divide: lambda _, b, r: (1.0 / b, r / b),
-    np.power: lambda a, b, _: (b * np.power(a, b - 1.0), 0.0),
-    np.square: lambda a, _: (2.0 * a,),
-    np.sqrt: lambda _, r: (0.5 / r,),
-    np.negative: lambda *_: (1.0,),
-    np.absolute: lambda *_: (1.0,),
-    np.sign: lambda *_: (0.0,),
-    np.maximum: lambda a, b, _: (a >= b, a < b),
-    np.minimum: lambda a, b, _: (a <= b, a > b),
-}
+    np.add: lambda *_: (1.0, 1.0), np.subtract: lambda *_: (1.0, 1.0),
+    np.multiply: lambda a, b, _: (b, a), np.divide: lambda _, b, r: (1.0 / b, r / b),
+    np.power: lambda a, b, _: (b * np.power(a, b - 1.0), 0.0), np.square: lambda a, _: (2.0 * a,),
+    np.sqrt: lambda _, r: (0.5 / r,), np.negative: lambda *_: (1.0,),
+    np.absolute: lambda *_: (1.0,), np.sign: lambda *_: (0.0,),
+    np.maximum: lambda a, b, _: (a >= b, a < b), np.minimum: lambda a, b, _: (a <= b, a > b),
+}  # fmt: skip
 _quiet = np.errstate(divide="ignore", invalid="ignore", over="ignore")  # what is not chosen
 _EXACT = {np.negative, np.absolute, np.sign, np.maximum, np.minimum}
 
 
 class Rounded(NDArrayOperatorsMixin):
-    """Numbers with errors, whose unit is half of one in the last place of 1.
-
-    Sums over whole arrays give plain numbers: they are taken in float64. Averages are taken in it
-    too, and keep the errors of what they are of.
-    """
+    """Numbers with errors, whose unit is half of one in the last place of 1. Sums over whole arrays
+    give plain numbers: they are taken in float64. Averages are taken in it too, and keep the errors
+    of what they are of."""
 
     def __init__(self, value: Any, error: Any = 0.0) -> None:
         self.value = np.array(value, np.float64)
@@ -73,9 +63,7 @@ def _value(x: Any) -> Any:
     return x.value if isinstance(x, Rounded) else x
 
 
-def assert_rounded(
-    found: np.ndarray, exact: Any, real: Any, factor: float, label: str = ""
-) -> float:
+def assert_rounded(found: np.ndarray, exact, real, factor: float, label: str = "") -> float:
     """Every element is within ``factor`` times the bound, and one rounding to its own type.
 
     Returns:

@@ -7,8 +7,6 @@ it has had. MindSpore and MXNet were recorded for what the library has of them: 
 runs as well as the references.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 import recorded
 import recorded_torch
 import reference

@@ -1,17 +1,13 @@
 """Arrays for sequences of calls: sizes on both sides of every threshold, at the same addresses."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import pkgutil
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.kernels import cpu
-
 from helpers import BF16
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
@@ -24,16 +20,14 @@ _SMALL = 70
 
 
 def thresholds() -> list[int]:
-    """Every constant of the kernels of the CPU that a number of elements, rows or occurrences
-    may be compared with; most are sizes, and the others do no harm.
-    """
+    """Every constant of the kernels of the CPU that a number of elements, rows or occurrences may
+    be compared with; most are sizes, and the others do no harm."""
     found = set()
     in_cpu = pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}.")
     for name in ("fusestep.kernels.tables", *(module.name for module in in_cpu)):
-        members = vars(importlib.import_module(name))
         found |= {
             value
-            for name, value in members.items()
+            for name, value in vars(importlib.import_module(name)).items()
             if name.isupper() and type(value) is int and 1 < value <= _LARGEST
         }
     return sorted(found)
@@ -136,9 +130,7 @@ class Memory:
             found.sort()
         return self.place(found.astype(pick(rng, (np.int32, np.int64))))
 
-    def rows(
-        self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, n: int
-    ) -> nn.RowTensor:
+    def rows(self, rng: np.random.Generator, shape: tuple[int, ...], dtype, n: int) -> nn.RowTensor:
         """A row-sparse gradient with ``n`` rows; with none where there are no rows."""
         n = n if shape[0] else 0
         indices = self.indices(rng, max(1, shape[0]), n)

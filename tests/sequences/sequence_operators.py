@@ -1,7 +1,5 @@
 """Calls of operators and functions with random arguments, valid and not, for sequences."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
-from fusestep import ops
-from fusestep.bench.cases.operators import FUNCTIONS
-
 import reference
 import sequence_arrays as arrays
+from fusestep import ops
+from fusestep.bench.cases.operators import FUNCTIONS
 from operators import LARS_UPDATE, OPERATORS, Operator
 from sequence_arrays import DTYPES, F32, F64, Memory, pick
 from test_ops_reference import CALLS, known_scalars

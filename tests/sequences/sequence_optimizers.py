@@ -4,8 +4,6 @@ What is made anew has nothing but arrays from before: parameters, states and cou
 the optimizer that is kept must do.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -14,22 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from fusestep import nn
-
 import optimizers as table
 import reference
 import sequence_arrays as arrays
 from exact_steps import exact_step
-from optimizers import (
-    ALL_FORMS,
-    BY_NAME,
-    FIXED_RATE,
-    FORMS,
-    OWN_RATE,
-    decayed_and_scaled,
-    inner,
-)
+from fusestep import nn
+
+from optimizers import (  # isort: skip
+    ALL_FORMS, BY_NAME, FIXED_RATE, FORMS, OWN_RATE, decayed_and_scaled, inner)  # fmt: skip
 from sequence_arrays import DTYPES, F32, F64, OTHER, Memory, pick
 from sequence_operators import Call, assert_near
 
@@ -82,8 +72,7 @@ class Trained:
 
     def _shape(self, rng: np.random.Generator) -> tuple[int, ...]:
         if self.form.startswith(("AdaFactor", "LARS-AdaFactor")) or rng.random() < 0.5:
-            n = arrays.size(rng, 140_000)
-            return arrays.shape(rng, n)
+            return arrays.shape(rng, arrays.size(rng, 140_000))
         return arrays.table(rng)[0]
 
     def _random_options(self, rng: np.random.Generator, number: int) -> dict[str, Any]:

@@ -7,8 +7,6 @@ left over: optimizers are made anew from their states, and what a failing call h
 back. Both must print the same. "stale" is "kept" with a defect, which must show.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io
@@ -18,13 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-
 import fusestep
+import sequence_operators as operators
 from fusestep import nn
 from fusestep.kernels import formula
 from fusestep.kernels.cpu.threads.workspace import Pool
-
-import sequence_operators as operators
 from optimizers import FORMS
 from sequence_arrays import DTYPES, Memory, pick
 from sequence_optimizers import Trained
@@ -42,10 +38,8 @@ def _modules() -> list[Any]:
 
 
 def droppers() -> dict[str, Callable[[], None]]:
-    """What empties each cache, pool and container of a module, by its name.
-
-    A module's dict or list in lower case is taken for something that calls fill.
-    """
+    """What empties each cache, pool and container of a module, by its name. A module's dict or list
+    in lower case is taken for something that calls fill."""
     found: dict[str, Callable[[], None]] = {}
     for module in _modules():
         for name, value in vars(module).items():

@@ -5,15 +5,12 @@ one to four threads, and must leave the same bits as in a process where nothing 
 `sequence_program.py`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
-
 from helpers import more, sampled
 from subprocesses import ENVIRONMENT
 
@@ -25,22 +22,18 @@ LONGER = [*((seed, 1_500) for seed in range(3)), *((seed, 3_000) for seed in ran
 
 def run(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess.CompletedProcess:
     environment = {
-        **ENVIRONMENT,
-        "NUMBA_NUM_THREADS": "1" if how == "fresh" else "4",
+        **ENVIRONMENT, "NUMBA_NUM_THREADS": "1" if how == "fresh" else "4",
         "OPENBLAS_NUM_THREADS": "1",
-    }
+    }  # fmt: skip
     arguments = [how, *map(str, (n_threads, seed, first, end))]
     return subprocess.run(
         [sys.executable, "-W", "error", str(PROGRAM), *arguments],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        env=environment, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
 
 
 def both(n_threads: int, seed: int, first: int, end: int, how: str = "kept") -> list[str]:
-    """The first lines in which two processes differ, and what made one of them end; or [].
-
-    One after the other: the second finds in the cache what the first one has compiled.
-    """
+    """The first lines in which two processes differ, and what made one of them end; or []. One
+    after the other: the second finds in the cache what the first one has compiled."""
     done = [run(each, n_threads, seed, first, end) for each in (how, "fresh")]
     lines = [process.stdout.splitlines() for process in done]
     for pair in zip_longest(*lines, fillvalue="nothing"):

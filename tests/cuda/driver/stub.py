@@ -1,7 +1,5 @@
 """The driver without a device: built by the compiler that is there, and asked what it was given."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

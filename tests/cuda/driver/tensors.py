@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from numba import cuda
 from torch.overrides import TorchFunctionMode
-
 import watch
 
 _DEVICE, _HOST = torch.device("cuda:0"), torch.device("cpu")
@@ -38,9 +37,7 @@ def _memory(n_bytes: int) -> Any:
 class _OnDevice(TorchFunctionMode):
     """Tensors that are asked for on the device are made on the host, in the driver's memory."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
         given = {name: _there(value) for name, value in (kwargs or {}).items()}
         found = function(*map(_there, args), **given)
         is_asked_for = any(map(_is_device, (*args, *(kwargs or {}).values())))

@@ -8,8 +8,6 @@ Frameworks give the memory of an array that is gone to the next one on the same 
 other streams have used of it must be behind what this stream has waited for (`Order`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from functools import cache
@@ -18,9 +16,7 @@ from typing import Any
 from cuda.core import ObjectCode
 from numba import cuda
 from numba.cuda.cudadrv.driver import Context, Event
-
 from fusestep.kernels.cuda.device import backend, driver, memory
-
 from stub import LIBRARY
 
 STUB = "driver without a device"  # in the name of its device

@@ -1,12 +1,9 @@
 """Rules of four and five states, which no rule of the package has, and their float64 reference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
-
 from fusestep.kernels.rule import Rule, product, rule_helper
 
 Array = Any

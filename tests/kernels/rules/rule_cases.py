@@ -1,14 +1,12 @@
 """Elementwise rules outside of Adam's family as a table: scalars, reference, samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
-
+import reference_elementwise as elementwise
 from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rule import Prologue, Rule, hp_type
 from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
@@ -16,8 +14,6 @@ from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
-import reference_elementwise as elementwise
 from reference import wide
 
 Array = Any
@@ -94,9 +90,7 @@ class RuleCase:
         return [w, g, *states]
 
 
-def ftrl_scalars(
-    rule: Rule, real: Any, lr: float, decay: float, step: int, constants: Any, _: Any
-) -> Any:
+def ftrl_scalars(rule: Rule, real, lr: float, decay: float, step: int, constants, _) -> Any:
     """Those of a rule, whichever the power is."""
     l1, l2, lr_power, beta, shrinkage = (*constants, 0.0, 0.0)[:5]
     last = {"power": -lr_power, "two_shrinkage": 2.0 * shrinkage}
@@ -108,8 +102,7 @@ def ftrl_scalars(
 def ftrl_case(rule: Rule, **changed: float) -> RuleCase:
     """One of its four rules."""
     given, kinds = {**_FTRL, **changed}, ("squares", "signed")
-    make = partial(ftrl_scalars, rule)
-    return RuleCase(rule, make, given, elementwise.ftrl, kinds)
+    return RuleCase(rule, partial(ftrl_scalars, rule), given, elementwise.ftrl, kinds)
 
 
 def lars_gradient(
@@ -145,98 +138,47 @@ _RHO = {"decay": "rho"}
 CASES = {
     "sgd": RuleCase(sgd.SGD, sgd.sgd_scalars, {"lr": 0.1}, elementwise.sgd, ()),
     "momentum": RuleCase(
-        sgd.MOMENTUM, sgd.momentum_scalars, _SGD, elementwise.momentum, ("signed",)
-    ),
+        sgd.MOMENTUM, sgd.momentum_scalars, _SGD, elementwise.momentum, ("signed",)),
     "momentum_nesterov": RuleCase(
-        sgd.MOMENTUM_NESTEROV,
-        sgd.momentum_scalars,
-        _SGD,
-        partial(elementwise.momentum, nesterov=True),
-        ("signed",),
-    ),
+        sgd.MOMENTUM_NESTEROV, sgd.momentum_scalars, _SGD,
+        partial(elementwise.momentum, nesterov=True), ("signed",)),
     "sgd_first_step": RuleCase(
-        sgd.SGD_FIRST_STEP,
-        sgd.first_step_scalars,
-        _SGD,
-        elementwise.sgd_stat,
-        ("signed", "stat"),
-    ),
+        sgd.SGD_FIRST_STEP, sgd.first_step_scalars, _SGD, elementwise.sgd_stat, ("signed", "stat")),
     "sgd_first_step_nesterov": RuleCase(
-        sgd.SGD_FIRST_STEP_NESTEROV,
-        sgd.first_step_scalars,
-        _SGD,
-        partial(elementwise.sgd_stat, nesterov=True),
-        ("signed", "stat"),
-    ),
+        sgd.SGD_FIRST_STEP_NESTEROV, sgd.first_step_scalars, _SGD,
+        partial(elementwise.sgd_stat, nesterov=True), ("signed", "stat")),
     "rmsprop": RuleCase(
-        rmsprop.RMSPROP,
-        rmsprop.rmsprop_scalars,
-        _RMSPROP,
-        lambda w, g, s, **k: elementwise.rmsprop(w, g, s, 0.0, momentum=0.0, **k)[:2],
-        ("squares",),
-        _RHO,
-    ),
+        rmsprop.RMSPROP, rmsprop.rmsprop_scalars, _RMSPROP,
+        lambda w, g, s, **k: elementwise.rmsprop(w, g, s, 0.0, momentum=0.0, **k)[:2], ("squares",),
+        _RHO),
     "rmsprop_momentum": RuleCase(
-        rmsprop.RMSPROP_MOMENTUM,
-        rmsprop.rmsprop_momentum_scalars,
-        _MOMENT,
-        elementwise.rmsprop,
-        ("squares", "signed"),
-        _RHO,
-    ),
+        rmsprop.RMSPROP_MOMENTUM, rmsprop.rmsprop_momentum_scalars, _MOMENT, elementwise.rmsprop,
+        ("squares", "signed"), _RHO),
     "rmsprop_centered": RuleCase(
-        rmsprop.RMSPROP_CENTERED,
-        rmsprop.rmsprop_scalars,
-        _RMSPROP,
+        rmsprop.RMSPROP_CENTERED, rmsprop.rmsprop_scalars, _RMSPROP,
         lambda w, g, *s, **k: elementwise.rmsprop_centered(w, g, *s, 0.0, momentum=0.0, **k)[:3],
-        ("mean", "squares"),
-        _RHO,
-    ),
+        ("mean", "squares"), _RHO),
     "rmsprop_centered_momentum": RuleCase(
-        rmsprop.RMSPROP_CENTERED_MOMENTUM,
-        rmsprop.rmsprop_momentum_scalars,
-        _MOMENT,
-        elementwise.rmsprop_centered,
-        ("mean", "squares", "signed"),
-        _RHO,
-    ),
+        rmsprop.RMSPROP_CENTERED_MOMENTUM, rmsprop.rmsprop_momentum_scalars, _MOMENT,
+        elementwise.rmsprop_centered, ("mean", "squares", "signed"), _RHO),
     "adagrad": RuleCase(
-        adagrad.ADAGRAD,
-        adagrad.adagrad_scalars,
-        {"lr": 0.3},
-        elementwise.adagrad,
-        ("squares",),
-    ),
+        adagrad.ADAGRAD, adagrad.adagrad_scalars, {"lr": 0.3}, elementwise.adagrad, ("squares",)),
     "adagrad_fixed": RuleCase(
-        adagrad.ADAGRAD_FIXED,
-        adagrad.adagrad_scalars,
-        {"lr": 0.3},
-        partial(elementwise.adagrad, update_slots=False),
-        ("squares",),
-    ),
+        adagrad.ADAGRAD_FIXED, adagrad.adagrad_scalars, {"lr": 0.3},
+        partial(elementwise.adagrad, update_slots=False), ("squares",)),
     "proximal_adagrad": RuleCase(
-        adagrad.PROXIMAL_ADAGRAD,
-        adagrad.proximal_adagrad_scalars,
-        _PROXIMAL,
-        elementwise.proximal_adagrad,
-        ("squares",),
-    ),
+        adagrad.PROXIMAL_ADAGRAD, adagrad.proximal_adagrad_scalars, _PROXIMAL,
+        elementwise.proximal_adagrad, ("squares",)),
     "ftrl": ftrl_case(ftrl.FTRL),
     "ftrl_power": ftrl_case(ftrl.FTRL_POWER, lr_power=-0.3),
     "ftrl_shrunk": ftrl_case(ftrl.FTRL_SHRUNK, **_KERAS),
     "ftrl_power_shrunk": ftrl_case(ftrl.FTRL_POWER_SHRUNK, lr_power=-0.3, **_KERAS),
     "lars_gradient": RuleCase(
-        lars.LARS_GRADIENT,
-        rounded,
-        {"ratio": 0.3, "decay": 0.6},
-        lars_gradient,
-        ("signed",),
-    ),
+        lars.LARS_GRADIENT, rounded, {"ratio": 0.3, "decay": 0.6}, lars_gradient, ("signed",)),
     "scaled": RuleCase(norm.SCALED, rounded, {"factor": 0.3}, scaled, ()),
     "scaled_in_place": RuleCase(
-        norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, ()
-    ),
-}
+        norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, ()),
+}  # fmt: skip
 
 
 def real_of(dtype: np.dtype) -> Any:
@@ -244,9 +186,7 @@ def real_of(dtype: np.dtype) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def hp_row(
-    rule: Rule, prologue: Prologue, scalars: Any, real: Any, factors: Any = FACTORS
-) -> Array:
+def hp_row(rule: Rule, prologue: Prologue, scalars, real, factors=FACTORS) -> Array:
     """One row of scalars, those of a prologue at its end."""
     row = np.array([(*scalars, *(x for part in prologue for x in factors[part]))], real)
     assert row.shape[1] == len(hp_type(rule, prologue)._fields)
@@ -254,13 +194,9 @@ def hp_row(
 
 
 def run_dense(
-    rule: Rule,
-    arrays: list[Array],
-    g: Array,
-    scalars: Any,
-    prologue: Prologue = (),
+    rule: Rule, arrays: list[Array], g: Array, scalars: Any, prologue: Prologue = (),
     factors: Any = FACTORS,
-) -> None:
+) -> None:  # fmt: skip
     """One dense step on one tensor: its parameter and states, in place."""
     hp = hp_row(rule, prologue, scalars, real_of(arrays[0].dtype), factors)
     variables, places = Variables.of([tuple(arrays)]), np.array([g.ctypes.data])

@@ -1,14 +1,11 @@
 """One rule gives equal bits in every loop: dense, rows and sweeps, of every storage and place."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
 from helpers import BF16, assert_same_arrays, sampled
 from many_states import FIVE, FOUR, SCALARS
 from rule_cases import CASES as OTHERS
@@ -20,19 +17,15 @@ def of_adam(name: str) -> Any:
     """A rule of Adam's family in the form of the others."""
     rule, *_ = RULES[name]
     return SimpleNamespace(
-        rule=rule,
-        hp=lambda real: scalars(name, real)[0],
-        samples=lambda n, seed: samples(n, len(rule.states), seed),
-    )
+        rule=rule, hp=lambda real: scalars(name, real)[0],
+        samples=lambda n, seed: samples(n, len(rule.states), seed))  # fmt: skip
 
 
 def of_many_states(rule: Any) -> Any:
     """A rule of more states than any of the package."""
     return SimpleNamespace(
-        rule=rule,
-        hp=lambda real: tuple(map(real, SCALARS)),
-        samples=lambda n, seed: samples(n, len(rule.states), seed),
-    )
+        rule=rule, hp=lambda real: tuple(map(real, SCALARS)),
+        samples=lambda n, seed: samples(n, len(rule.states), seed))  # fmt: skip
 
 
 CASES: dict[str, Any] = {**OTHERS, **{n: of_adam(n) for n in RULES}}
@@ -42,13 +35,11 @@ F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 # Storage of parameter and states, storage of the gradient, prologue. Summed rows are float32 or
 # float64, whatever the gradient is: they go through machine code of their own.
 BUILDS = {
-    "float32": (F32, F32, ()),
-    "float32, prologue": (F32, F32, OPTIMIZER),
+    "float32": (F32, F32, ()), "float32, prologue": (F32, F32, OPTIMIZER),
     "float32, bfloat16 gradient": (F32, BF16, ()),
-    "float32, bfloat16 gradient, prologue": (F32, BF16, LARS),
-    "float16": (F16, F16, ()),
+    "float32, bfloat16 gradient, prologue": (F32, BF16, LARS), "float16": (F16, F16, ()),
     "float64, float32 gradient": (F64, F32, ()),
-}
+}  # fmt: skip
 
 
 def problem(

@@ -4,22 +4,18 @@ Steps are compared with the references in test_family_reference.py, test_ops_ref
 test_mxnet_reference.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-
+import reference
 from fusestep.kernels.formula import running_powers
 from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import mxnet
-
-import reference
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.
@@ -30,23 +26,16 @@ DECAY = {"decay": 0.05}
 # Each rule of the family: how its scalars are made, and the reference step (w, g, *states, hp).
 RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
     "adam": (rules.ADAM, POWERS, reference.adam),
-    "nesterov": (
-        rules.ADAM_NESTEROV,
-        POWERS,
-        lambda *a: reference.adam(*a, nesterov=True),
-    ),
+    "nesterov": (rules.ADAM_NESTEROV, POWERS, lambda *a: reference.adam(*a, nesterov=True)),
     "amsgrad": (rules.ADAM_AMSGRAD, POWERS, reference.adam_amsgrad),
     "delta": (rules.ADAM_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a)),
     "nesterov_delta": (
-        rules.ADAM_NESTEROV_DELTA,
-        POWERS,
-        lambda _, *a: reference.adam_delta(*a, nesterov=True),
-    ),
+        rules.ADAM_NESTEROV_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a, nesterov=True)),
     "weight_decay": (rules.ADAM_WEIGHT_DECAY, DECAY, reference.adam_weight_decay),
     "mxnet": (mxnet.MXNET_ADAM, POWERS, reference.adam),
     "mxnet_decay": (mxnet.MXNET_ADAMW, DECAY, reference.adam_weight_decay),
     "mxnet_decay_composed": (mxnet.MXNET_ADAMW_COMPOSED, DECAY, reference.adamw_composed),
-}
+}  # fmt: skip
 
 
 def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalars]:

@@ -4,40 +4,28 @@ Their steps are compared with the references in test_family_reference.py and tes
 states of several storage types in test_states.py.
 """
 
-from __future__ import annotations
-
 import pickle
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-
+import exact_steps
+import optimizers
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.keeping import KAHAN, MASTER
 from fusestep.kernels.rule import Rule
 from fusestep.kernels.rules import adagrad, adam, ftrl, mxnet, rmsprop, sgd
-
-import exact_steps
-import optimizers
 from helpers import STORAGE_DTYPES, assert_same_bits, sampled
-from rule_cases import (
-    CASES,
-    NEUTRAL,
-    OPTIMIZER,
-    real_of,
-    run_dense,
-)
+from rule_cases import CASES, NEUTRAL, OPTIMIZER, real_of, run_dense
 
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
 
 
 def test_every_rule_of_the_package_is_tested() -> None:
-    """Here, in the files beside this one, or those of optimizers by the registry.
-
-    Adafactor's are tested with its norms, Prodigy's in test_prodigy.py, those that count rows in
-    test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch.
-    """
+    """Here, in the files beside this one, or those of optimizers by the registry. Adafactor's are
+    tested with its norms, Prodigy's in test_prodigy.py, those that count rows in
+    test_rowwise_bias_correction.py, and those of PyTorch's form beside PyTorch."""
     from test_rules import RULES as ADAM
 
     tested = [case.rule for case in CASES.values()]
@@ -65,16 +53,12 @@ OF_RULES += [(name, STORAGE_DTYPES[1 + k % 3], k % 2 == 0) for k, name in enumer
 
 @pytest.mark.parametrize(
     ("name", "dtype", "has_prologue"),
-    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES),
-    ids=str,
-)
+    sampled(product(MOVING, STORAGE_DTYPES, (False, True)), OF_RULES), ids=str)  # fmt: skip
 def test_nothing_moves_without_gradient_and_history(
     name: str, dtype: np.dtype, has_prologue: bool
 ) -> None:
-    """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits.
-
-    FTRL's parameter is a function of its states, and where they are 0 it is 0.
-    """
+    """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits. FTRL's
+    parameter is a function of its states, and where they are 0 it is 0."""
     case, prologue = CASES[name], OPTIMIZER if has_prologue else ()
     w = np.array([1.0, -3.0, 0.0, -0.0, 1e-7, 60000.0, -1e-40] * 5).astype(dtype)
     arrays = [w.copy(), *(np.zeros_like(w) for _ in case.kinds)]
@@ -94,8 +78,7 @@ def test_centered_rmsprop_waits_without_a_positive_variance(with_momentum: bool)
     # With a decay of 1/2: the variances are -3/4, 0, 1 and NaN.
     w, g, mg, s, mo = float32s(
         [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0], [2.0, 1.0, 0.0, np.nan],
-        [0.5, 1.0, 2.0, 2.0], [0.5, 0.25, 0.125, 0.5],
-    )  # fmt: skip
+        [0.5, 1.0, 2.0, 2.0], [0.5, 0.25, 0.125, 0.5])  # fmt: skip
     case = CASES["rmsprop_centered_momentum" if with_momentum else "rmsprop_centered"]
     arrays = [w, mg, s, *([mo] if with_momentum else [])]
     run_dense(case.rule, arrays, g, case.hp(np.float32, decay=0.5, epsilon=0.0))
@@ -114,8 +97,7 @@ def test_ftrl_inside_of_the_threshold_is_zero(rule: Rule) -> None:
     beyond = np.nextafter(np.float32(0.5), np.float32(1))
     linear = np.array([0.0, 0.25, -0.5, 0.5, beyond, -beyond, np.nan] * 5, np.float32)
     w, accum, g = np.full(35, 3.0, np.float32), np.full(35, 4.0, np.float32), np.zeros(35)
-    name = "ftrl" if rule is ftrl.FTRL else "ftrl_power"
-    hp = CASES[name].hp(np.float32, l1=0.5)
+    hp = CASES["ftrl" if rule is ftrl.FTRL else "ftrl_power"].hp(np.float32, l1=0.5)
     run_dense(rule, [w, accum, linear], g.astype(np.float32), hp)
     w = w.reshape(5, 7)
     assert_same_bits(w[:, :4], np.zeros((5, 4), np.float32))  # and not -0.0
@@ -134,12 +116,9 @@ def test_ftrl_without_regularisation_and_history_is_zero(name: str) -> None:
 def test_ftrl_rule_follows_the_options() -> None:
     """Rule and scalars fit each other."""
     for (power, shrinkage), rule in {
-        (-0.5, 0.0): ftrl.FTRL,
-        (-0.3, 0.0): ftrl.FTRL_POWER,
-        (0.0, 0.0): ftrl.FTRL_POWER,
-        (-0.5, 0.1): ftrl.FTRL_SHRUNK,
-        (-0.3, 0.1): ftrl.FTRL_POWER_SHRUNK,
-    }.items():
+        (-0.5, 0.0): ftrl.FTRL, (-0.3, 0.0): ftrl.FTRL_POWER, (0.0, 0.0): ftrl.FTRL_POWER,
+        (-0.5, 0.1): ftrl.FTRL_SHRUNK, (-0.3, 0.1): ftrl.FTRL_POWER_SHRUNK,
+    }.items():  # fmt: skip
         assert ftrl.ftrl_rule(power, shrinkage) is rule
         formula = ftrl.ftrl_formula(0.0, 0.0, power, 1.0, shrinkage)
         assert len(formula.at(np.float32, 0.1, 0.0, 1)) == len(rule.hp)

@@ -1,14 +1,11 @@
 """Rules of more states than any of the package: every storage type, and sums; see test_bits.py."""
 
-from __future__ import annotations
-
 from textwrap import indent
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-
 from fusestep.kernels import element
 from fusestep.kernels.cpu.blocks import CPU
 from fusestep.kernels.cpu.threads.parallel import commit
@@ -16,18 +13,16 @@ from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.rules.sgd import MOMENTUM
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import DenseUpdate, Variables
-
 from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 Array = Any
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16
 UNIT = {np.dtype(kind): 2.0**-bits for kind, bits in ((F16, 11), (BF16, 8), (F32, 24), (F64, 53))}
 KINDS = [
-    pytest.param(F32, F32, (F32,) * 5, id="f32"),
-    pytest.param(F64, F64, (F64,) * 5, id="f64"),
+    pytest.param(F32, F32, (F32,) * 5, id="f32"), pytest.param(F64, F64, (F64,) * 5, id="f64"),
     pytest.param(BF16, BF16, (BF16,) * 5, id="bf16"),
     pytest.param(F32, F16, (F16, F32, F16, BF16, F32), id="mixed"),
-]
+]  # fmt: skip
 DECAY = 0.25
 
 
@@ -68,8 +63,7 @@ def test_dense(rule: Any, w: Any, g: Any, s: Any) -> None:
     gradients = [rng.uniform(-1.0, 1.0, shape).astype(g) for shape in shapes]
     addresses = np.array([a.ctypes.data for a in gradients])
     hp, hp_of = scalars_of(real_of(w)), np.arange(len(shapes)) % 2
-    storage = STORAGES[np.dtype(g)]
-    given = Variables.of(tensors), addresses, storage, hp, hp_of
+    given = Variables.of(tensors), addresses, STORAGES[np.dtype(g)], hp, hp_of
     commit([DenseUpdate(rule, (), *given).prepared()])
     for found, old, gradient, row in zip(tensors, before, gradients, hp_of, strict=True):
         compare(found, old, gradient, hp[row])
@@ -91,9 +85,7 @@ def test_five_sums_of_four_states(w: Any, g: Any, s: Any) -> None:
         np.testing.assert_allclose(found[t], wanted, rtol=1e-6)
 
 
-def test_a_generated_function_can_be_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_generated_function_can_be_read(monkeypatch, capsys) -> None:
     """`FUSESTEP_SHOW=1` prints it as the head of its module explains it."""
     f32 = STORAGES[np.dtype(F32)]
     kernel = element.kernel(MOMENTUM, (COUPLED_DECAY,), f32, f32, (f32,))

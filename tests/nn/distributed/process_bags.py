@@ -1,7 +1,5 @@
 """What the ranks do with bags in DistributedDataParallel: run by ``torchrun`` with a folder."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings
@@ -17,10 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator
-
 from process_programs import communicator, run_parts
 
 SIZES = [(40, 4), (7, 16), (300, 8)]
@@ -57,9 +53,8 @@ def batches(step: int, comm: Communicator, model: Model, *, weighted: bool = Fal
     """The arguments of all ranks; with as many samples each, and none on the last one at times."""
     generator = torch.Generator().manual_seed(step)
     dtype, is_single = (
-        model.head.weight.dtype,
-        isinstance(model.bags.get_submodule("0"), nn.Embedding),
-    )
+        model.head.weight.dtype, isinstance(model.bags.get_submodule("0"), nn.Embedding),
+    )  # fmt: skip
     found = []
     for _ in range(comm.size):
         shape = (6,) if is_single else (6, 3)
@@ -82,11 +77,9 @@ def assert_everywhere(model: Any) -> None:
 
 
 def wrapped(model: Any, comm: Communicator, shown: bool | None = None, **ddp: Any) -> Any:
-    """The model in DistributedDataParallel, which tables are hidden from or ``shown`` to.
-
-    By default they are hidden where there is an exchange: that of sparse gradients over gloo
-    corrupts memory now and then.
-    """
+    """The model in DistributedDataParallel, which tables are hidden from or ``shown`` to. By
+    default they are hidden where there is an exchange: that of sparse gradients over gloo corrupts
+    memory now and then."""
     bags = {*map(id, chain.from_iterable(
         m.parameters() for m in model.modules() if isinstance(m, fused.EmbeddingBags)
     ))}  # fmt: skip
@@ -120,8 +113,7 @@ def trained(
         for optimizer in (*heads, *(tables[updates:])):
             optimizer.step()
     assert_everywhere(model)
-    dtype = model.head.weight.dtype
-    close = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 0.1)
+    close = {torch.float64: 1e-10, torch.float32: 1e-4}.get(model.head.weight.dtype, 0.1)
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.detach(), other.detach(), rtol=close, atol=close)
 
@@ -131,12 +123,11 @@ def adagrad(parameters: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "Adagrad": adagrad,
-    "LazyAdam": lambda p: fused.LazyAdam(p, lr=0.01),
+    "Adagrad": adagrad, "LazyAdam": lambda p: fused.LazyAdam(p, lr=0.01),
     "Adam": lambda p: fused.Adam(p, lr=0.01, sparse="all"),
     "RowWiseAdagrad": lambda p: fused.RowWiseAdagrad(p, lr=0.1),
     "SGD": lambda p: fused.SGD(p, lr=0.1, skip_nonfinite=True),
-}
+}  # fmt: skip
 
 
 def optimizers(comm: Communicator, *_: Any) -> None:

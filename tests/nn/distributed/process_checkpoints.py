@@ -1,20 +1,12 @@
 """Checkpoints on each rank: written by these processes, read by these, by fewer, by others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fusestep.nn.distributed import (
-    Communicator,
-    ShardedStates,
-    alone,
-    load_checkpoint,
-    save_checkpoint,
-)
-
+from fusestep.nn.distributed import (  # isort: skip
+    Communicator, ShardedStates, alone, load_checkpoint, save_checkpoint)  # fmt: skip
 from helpers import STORAGE_DTYPES, assert_same_arrays, assert_same_bits
 from optimizers import make
 from process_checks import everywhere, smaller

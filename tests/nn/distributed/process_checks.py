@@ -1,7 +1,5 @@
 """What programs of several processes share."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from fusestep.nn.distributed import Communicator
 from fusestep.nn.distributed.agreement import gather_texts
 
@@ -58,12 +55,9 @@ def everywhere(comm: Communicator, value: Any) -> list[str]:
 
 
 def refused_everywhere(
-    comm: Communicator,
-    kind: type[Exception],
-    match: str,
-    call: Callable[[], Any],
+    comm: Communicator, kind: type[Exception], match: str, call: Callable[[], Any],
     *watched: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """The call raises the same error on all processes, and no array changes on any."""
     before, found = [array.tobytes() for array in watched], None
     try:

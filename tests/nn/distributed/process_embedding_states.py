@@ -1,7 +1,5 @@
 """Checkpoints of a `ShardedEmbedding` and its optimizer, on each rank."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -9,22 +7,11 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict as dcp
-
 from fusestep.nn.distributed import Communicator
-
 from process_checks import everywhere, refused_everywhere
-from process_embedding_training import (
-    MAKE,
-    ORDERS,
-    N,
-    Net,
-    Pair,
-    Whole,
-    assert_bits,
-    batch,
-    part,
-    whole_of,
-)
+
+from process_embedding_training import (  # isort: skip
+    MAKE, ORDERS, N, Net, Pair, Whole, assert_bits, batch, part, whole_of)  # fmt: skip
 
 FULL = dcp.StateDictOptions(full_state_dict=True)
 CASES = [
@@ -174,10 +161,9 @@ def _copy(comm: Communicator, pair: Pair) -> None:
     optimizer = MAKE["LazyAdam"](other.parameters())
     optimizer.load_state_dict(pair.optimizer.state_dict())
     for mine, its in zip(
-        optimizer.state_dict()["state"].values(),
-        pair.optimizer.state_dict()["state"].values(),
+        optimizer.state_dict()["state"].values(), pair.optimizer.state_dict()["state"].values(),
         strict=True,
-    ):
+    ):  # fmt: skip
         assert [x.shape for x in mine.values()] == [x.shape for x in its.values()]
     before = pair.own.words.weight.detach().clone()
     mine, reference = (pair.own, pair.optimizer), pair.done

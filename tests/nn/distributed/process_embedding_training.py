@@ -1,14 +1,11 @@
 """Trainings of a `ShardedEmbedding` beside those of one process with the whole table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator
 
@@ -86,8 +83,7 @@ def assert_part(module: Any, optimizer: Any, table: Any, states: Any, label: str
     assert own.keys() == states.keys(), label
     for name, state in states.items():
         state = torch.as_tensor(state)
-        expected = state[rows] if state.dim() else state
-        assert_bits(own[name], expected, f"{label} {name}")
+        assert_bits(own[name], state[rows] if state.dim() else state, f"{label} {name}")
 
 
 class Pair:
@@ -109,9 +105,8 @@ class Pair:
             ids = batch(self.done)
             own = part(ids, self.done, self.comm)
             for net, optimizer, given in (
-                (self.own, self.optimizer, own),
-                (self.whole, self.reference, ids),
-            ):
+                (self.own, self.optimizer, own), (self.whole, self.reference, ids),
+            ):  # fmt: skip
                 optimizer.zero_grad()
                 net(given).backward()
                 optimizer.step()

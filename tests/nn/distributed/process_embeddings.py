@@ -1,7 +1,5 @@
 """What each rank does with `ShardedEmbedding`; started by `test_embeddings` with names of parts."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from pathlib import Path
@@ -12,26 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
-
+import process_embedding_states
 from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator, alone
-
-import process_embedding_states
 from process_checks import communicator, refused_everywhere, run_parts
-from process_embedding_training import (
-    DIM,
-    MAKE,
-    ORDERS,
-    N,
-    Net,
-    Pair,
-    Whole,
-    assert_bits,
-    assert_part,
-    batch,
-    part,
-    whole_of,
-)
+
+from process_embedding_training import (  # isort: skip
+    DIM, MAKE, ORDERS, N, Net, Pair, Whole, assert_bits, assert_part, batch, part, whole_of,
+)  # fmt: skip
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -144,11 +130,8 @@ def two_tables(comm: Communicator, *_: Any) -> None:
 
 
 def several_uses(comm: Communicator, *_: Any) -> None:
-    """Gradients that autograd has added up: right, within rounding.
-
-    Also where one use has no occurrences, here or anywhere: the places of the other must not
-    pass for those of the sum.
-    """
+    """Gradients that autograd has added up: right, within rounding. Also where one use has no
+    occurrences, here or anywhere: the places of the other must not pass for those of the sum."""
     empty = torch.empty(0, dtype=torch.int64)
     own_part = [part(batch(step), step, comm) for step in range(2)]
     of_rank = own_part[1] if comm.rank else empty
@@ -366,8 +349,7 @@ def needs_all(comm: Communicator, *_: Any) -> None:
         weight.grad._values()[:1] = torch.nan
     arrays = [weight.detach().numpy(), weight.grad._values().numpy()]
     refused_everywhere(
-        comm, RuntimeError, "skip_nonfinite takes no part of a table",
-        optimizer.step, *arrays,
+        comm, RuntimeError, "skip_nonfinite takes no part of a table", optimizer.step, *arrays,
     )  # fmt: skip
     assert not optimizer.state
     for given in ({}, {"optimizer": pair.optimizer}):

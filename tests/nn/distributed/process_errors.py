@@ -1,18 +1,14 @@
 """What is wrong on one rank is an error of all, and nothing is written."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn import distributed
 from fusestep.nn.distributed import Communicator, RowShard, all_reduce, together
-
 from process_checks import everywhere, refused_everywhere
 from process_training import Tables, Training
 
@@ -42,10 +38,9 @@ class _Errors:
             (ValueError, "DIFFERING: rows differ", N + 1, {}),
             (ValueError, "DIFFERING: order differ", N, {"order": "hash"}),
             (ValueError, "BAD: order is unknown", N, {"order": "sorted"}),
-            (TypeError, "BAD: rows has a wrong type", 1.5, {}),
-            (ValueError, "BAD: rows", -1, {}),
+            (TypeError, "BAD: rows has a wrong type", 1.5, {}), (ValueError, "BAD: rows", -1, {}),
             (ValueError, "BAD: rows", 2**40, {"order": "hash"}),
-        ]
+        ]  # fmt: skip
         for kind, match, rows, options in wrong:
             given = self.only((rows, options), (N, {}))
             yield kind, match, lambda g=given: RowShard(g[0], self.comm, **g[1])
@@ -56,9 +51,8 @@ class _Errors:
             (IndexError, r"BAD: indices\[2\] is out of range.*got 97", np.array([1, 2, N])),
             (IndexError, r"BAD: indices\[0\] is out of range", np.array([-1, 2])),
             (TypeError, "BAD: ", np.ones(3, np.float32)),
-            (TypeError, "BAD: ", np.ones(3, np.int16)),
-            (TypeError, "BAD: ", [1, 2]),
-        ):
+            (TypeError, "BAD: ", np.ones(3, np.int16)), (TypeError, "BAD: ", [1, 2]),
+        ):  # fmt: skip
             yield kind, match, partial(shard.route, self.only(ids, usual))
         other = self.only(RowShard(N, self.comm, order="hash"), shard)
         yield ValueError, "DIFFERING: order differ", lambda: other.route(usual)
@@ -82,21 +76,21 @@ class _Errors:
         assert (table == 1).all() and (gradient == 1).all()
 
     def optimizers(self) -> Iterator[Case]:
-        def new(cls: Any = nn.LazyAdam, dtype: Any = np.float32, name: str = "w", tail: int = 2,
-                **options: Any) -> Any:  # fmt: skip
+        def new(
+            cls=nn.LazyAdam, dtype=np.float32, name: str = "w", tail: int = 2, **options
+        ) -> Any:
             return cls([nn.Parameter(np.ones((4, tail), dtype), name)], **options)
 
         stepped = new()
         stepped((np.ones((4, 2), np.float32),))
         for match, optimizer in {
-            "optimizer differ": new(nn.FTRL),
-            r"parameters\[0\] differs": new(name="v"),
+            "optimizer differ": new(nn.FTRL), r"parameters\[0\] differs": new(name="v"),
             r"dtypes\[0\] differs": new(dtype=np.float16),
             r"shapes of rows\[0\]\[0\] differs": new(tail=3),
             r"options\[1\] differs": new(beta1=0.5),
             r"options\[0\] differs": new(sparse_update="dense_equivalent"),
             "global_step differ": stepped,
-        }.items():
+        }.items():  # fmt: skip
             given = self.only(optimizer, new())
             yield ValueError, f"DIFFERING: {match}", lambda o=given: together(o, self.comm)
             assert given.together is None
@@ -147,14 +141,12 @@ class _Errors:
             "RowShard.route": lambda: shard.route(np.arange(3)),
             "Route.gather": lambda: route.gather(table),
             "Route.scatter": lambda: route.scatter(np.ones((3, 3), np.float32)),
-            "LazyAdam": lambda: opt((gradient,)),
-            "all_reduce": lambda: all_reduce([dense], comm),
-            "RowShard": lambda: RowShard(N, comm),
-            "together": lambda: together(opt, comm),
+            "LazyAdam": lambda: opt((gradient,)), "all_reduce": lambda: all_reduce([dense], comm),
+            "RowShard": lambda: RowShard(N, comm), "together": lambda: together(opt, comm),
             "ShardedStates": lambda: distributed.ShardedStates(nn.Adam([dense.copy()]), comm),
             "save_checkpoint": lambda: distributed.save_checkpoint("/nowhere", opt, comm),
             "load_checkpoint": lambda: distributed.load_checkpoint("/nowhere", opt, comm),
-        }
+        }  # fmt: skip
         before = [array.tobytes() for array in (table, *opt.state_arrays().values())]
         names = list(calls)
         for name, other in zip(names, names[1:] + names[:1], strict=True):
@@ -187,8 +179,7 @@ class _Errors:
             (IndexError, "is out of range", [first, outside, *rest]),
             (ValueError, "", [first, np.ones((99, 2), np.float32), *rest]),
             (TypeError, "", [first, np.ones(shape, np.int64), *rest]),
-            (TypeError, "", [first, "gradient", *rest]),
-            (ValueError, "wrong length", [first]),
+            (TypeError, "", [first, "gradient", *rest]), (ValueError, "wrong length", [first]),
         ):  # fmt: skip
             given = tuple(self.only(wrong, usual))
             self.raises(kind, f"BAD: .*{match}", lambda g=given: one.optimizer(g), *one.arrays())

@@ -1,16 +1,12 @@
 """A training with checkpoints that goes on until a process is killed; see `test_faults`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from pathlib import Path
 
 import numpy as np
-
 from fusestep.nn.distributed import LostProcessError
-
 from process_checks import communicator, report
 from process_training import Tables, Training, assert_part_of
 

@@ -1,7 +1,5 @@
 """Checkpoints of small optimizers whose numbers follow from their names alone."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,16 +7,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 from fusestep import nn
-from fusestep.nn.distributed import (
-    Communicator,
-    RowShard,
-    ShardedStates,
-    load_checkpoint,
-    save_checkpoint,
-)
 
+from fusestep.nn.distributed import (  # isort: skip
+    Communicator, RowShard, ShardedStates, load_checkpoint, save_checkpoint)  # fmt: skip
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 
@@ -41,11 +33,9 @@ def numbers_of(name: str, like: np.ndarray) -> np.ndarray:
 
 
 class Job:
-    """One process of several with an optimizer of the `PARAMETERS`; zeros at first.
-
-    ``orders`` are those of "words" and "tones"; without, nothing is divided by rows, and the
-    states of the parameters are with their owners.
-    """
+    """One process of several with an optimizer of the `PARAMETERS`; zeros at first. ``orders`` are
+    those of "words" and "tones"; without, nothing is divided by rows, and the states of the
+    parameters are with their owners."""
 
     def __init__(self, comm: Communicator, orders: Orders = None) -> None:
         self.comm, self.shards = comm, {}

@@ -1,7 +1,5 @@
 """What each rank does; started by `test_processes` with an engine, a folder and names of parts."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path
@@ -9,27 +7,19 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
-from fusestep import nn
-from fusestep.nn import distributed
-from fusestep.nn.distributed import Communicator
-
 import process_checkpoints
 import process_errors
 import process_states
 import process_sums
+from fusestep import nn
+from fusestep.nn import distributed
+from fusestep.nn.distributed import Communicator
 from helpers import STORAGE_DTYPES, assert_same_bits, in_turn
 from optimizers import BY_NAME, FORMS, decayed_and_scaled, make
 from process_checks import communicator, everywhere, run_parts, smaller
-from process_training import (
-    SHAPES,
-    Tables,
-    Training,
-    assert_part_of,
-    batch,
-    part,
-    whole_gradients,
-)
+
+from process_training import (  # isort: skip
+    SHAPES, Tables, Training, assert_part_of, batch, part, whole_gradients)  # fmt: skip
 
 TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
 STEPS = 3
@@ -103,9 +93,7 @@ def without_positions(comm: Communicator, *_: Any) -> None:
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
 
 
-def beside_one(
-    tables: Tables, form: str, dtype: Any, gradients: Any = None, **options: Any
-) -> None:
+def beside_one(tables: Tables, form: str, dtype, gradients=None, **options) -> None:
     """Steps of these processes, with gradients of another type or not, beside those of one."""
     own, whole = (Training(form, dtype, of, **options) for of in (tables, None))
     for one in (own, whole):
@@ -141,8 +129,7 @@ def some_have_no_rows(comm: Communicator, *_: Any) -> None:
             assert route.gather(table).shape == (*ids.shape, 3)
             optimizer((route.scatter(np.ones((*ids.shape, 3), np.float32)),))
         assert (table != 1).all()
-        counts = everywhere(comm, len(shard))
-        assert sum(map(int, counts)) == rows
+        assert sum(map(int, everywhere(comm, len(shard)))) == rows
 
 
 def not_waited_for(comm: Communicator, engine: str, *_: Any) -> None:

@@ -1,7 +1,5 @@
 """Start a program in several processes of this machine: by torchrun, by mpiexec, by nobody."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -11,17 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from subprocesses import ENVIRONMENT
 
 TIMEOUT = 240  # seconds: nothing here takes a tenth of it
 # Each process has its share of the cores at best, and waits for others most of the time.
 _ENVIRONMENT = {
-    **ENVIRONMENT,
-    "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    **ENVIRONMENT, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONFAULTHANDLER": "1",
-}
+}  # fmt: skip
 _SCRIPTS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 MPIEXEC = shutil.which("mpiexec", path=_SCRIPTS)
 
@@ -57,8 +52,7 @@ def start(
     return subprocess.run(
         command(engine, size, program, *arguments),
         env=_ENVIRONMENT, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TIMEOUT, check=False,
-    )  # fmt: skip
+        timeout=TIMEOUT, check=False)  # fmt: skip
 
 
 def start_job(
@@ -83,7 +77,6 @@ def start_each(
         subprocess.Popen(
             [sys.executable, str(program), "torch", *map(str, arguments)],
             env={**_ENVIRONMENT, **group, "RANK": str(rank)},
-            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(size)
     ]  # fmt: skip

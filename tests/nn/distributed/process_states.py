@@ -1,16 +1,12 @@
 """`ShardedStates` on each rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, ShardedStates, all_reduce, save_checkpoint
 from fusestep.nn.distributed.agreement import agree, gather_texts
-
 from helpers import BF16, STORAGE_DTYPES, assert_same_arrays, assert_same_bits
 from optimizers import make, states
 from process_checks import everywhere, refused_everywhere
@@ -24,8 +20,7 @@ LARGE = {**SHAPES, "embedding": (300_000,), "head": (2, 200_000)}
 EVEN = {f"layer{k}": (64, 5) for k in range(24)}  # divided evenly among 1, 2, 3 or 4
 FORMS = (
     "Adam", "Adam-amsgrad", "AdamWeightDecay", "Momentum", "FTRL", "ASGD", "Adan", "Lamb",
-    "LARS", "AdaFactor", "AdaFactor-compressed",
-)  # fmt: skip
+    "LARS", "AdaFactor", "AdaFactor-compressed")  # fmt: skip
 
 
 class Descent(nn.Optimizer):

@@ -1,14 +1,10 @@
 """`all_reduce` on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn.distributed import Communicator, all_reduce
-
 from helpers import STORAGE_DTYPES, assert_same_bits
 from process_checks import everywhere, refused_everywhere
 
@@ -50,8 +46,7 @@ def sums(comm: Communicator, *_: Any) -> None:
         for value, total in zip(values, found[1:-1], strict=True):
             assert_same_bits(total, summed(value, comm.size if average else 1))
             assert total.flags.writeable and not any(a is total for a in own)
-        sums_there = everywhere(comm, [total.tobytes() for total in found[1:-1]])
-        assert len(set(sums_there)) == 1
+        assert len(set(everywhere(comm, [total.tobytes() for total in found[1:-1]]))) == 1
     if comm.size > 2:  # the order matters, or this would prove nothing
         for value in values:
             is_seen = value[0].size > 100 and value.dtype in (np.float32, np.float64)
@@ -89,17 +84,15 @@ def sums_that_differ(comm: Communicator, *_: Any) -> None:
     wrong: list[tuple[Any, Any, type[Exception], str]] = [
         ([dense], [dense.astype(np.float16)], ValueError, differs),
         ([dense], [dense[:3]], ValueError, differs),
-        ([dense], [dense.reshape(-1)], ValueError, differs),
-        ([dense], [rows], ValueError, differs),
-        ([dense], [None], ValueError, differs),
-        ([None], [dense], ValueError, differs),
+        ([dense], [dense.reshape(-1)], ValueError, differs), ([dense], [rows], ValueError, differs),
+        ([dense], [None], ValueError, differs), ([None], [dense], ValueError, differs),
         ([rows], [of_int32], ValueError, differs),
         ([rows], [nn.RowTensor(rows.indices, rows.values, (5, 2))], ValueError, differs),
         ([dense], [dense, dense], ValueError, differs),
         ([dense], [np.ones(3, np.int32)], TypeError, "rank {}: gradient 0"),
         ([dense], [3.0], TypeError, "rank {}: gradient 0"),
         ([dense], dense, TypeError, "rank {}: gradients"),
-    ]
+    ]  # fmt: skip
     for bad in range(1, comm.size):
         for usual, other, kind, text in wrong:
             given = other if comm.rank == bad else usual
@@ -112,5 +105,4 @@ def sums_that_differ(comm: Communicator, *_: Any) -> None:
         text = f"rank {bad}: average differs"
         refused_everywhere(
             comm, ValueError, text,
-            lambda bad=bad: all_reduce([dense], comm, average=comm.rank == bad), dense,
-        )  # fmt: skip
+            lambda bad=bad: all_reduce([dense], comm, average=comm.rank == bad), dense)  # fmt: skip

@@ -1,16 +1,12 @@
 """Trainings of tables whose steps follow from their numbers: of one process, or of several."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 from fusestep.nn import distributed
-
 from helpers import assert_same_bits
 from optimizers import is_row_wise, make
 

@@ -1,7 +1,5 @@
 """`EmbeddingBags` of PyTorch in DistributedDataParallel: in real processes, by ``process_bags``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,16 +14,13 @@ PARTS = "optimizers", "bits", "refusals", "beside", "warned"
 
 
 @needs_torch
-@pytest.mark.parametrize(
-    ("size", "others"),
-    [
-        (1, ("left", "shown", "wrappers")),
-        (2, ("forms", "wrappers", "checkpoints")),
-        # PyTorch's exchange of sparse gradients over gloo corrupts memory now and then.
-        more(2, ("left", "shown")),
-        more(3, ("forms",)),
-    ],
-)
+@pytest.mark.parametrize(("size", "others"), [
+    (1, ("left", "shown", "wrappers")),
+    (2, ("forms", "wrappers", "checkpoints")),
+    # PyTorch's exchange of sparse gradients over gloo corrupts memory now and then.
+    more(2, ("left", "shown")),
+    more(3, ("forms",)),
+])  # fmt: skip
 def test_processes(size: int, others: tuple[str, ...], tmp_path: Path) -> None:
     """All that there is in one start, which costs seconds."""
     done = start("torch", size, PROGRAM, tmp_path, *PARTS, *others, cwd=tmp_path)

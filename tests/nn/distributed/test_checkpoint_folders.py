@@ -1,7 +1,5 @@
 """Damaged folders of checkpoints, read by threads that stand for processes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from fusestep.nn.distributed import index as of_index
-
 from helpers import more
 from process_folders import FORMS, ORDERS, RECORDED, Job, loaded, outcome, parts_of, saved
 from thread_processes import ThreadCommunicator, in_threads
@@ -112,16 +108,12 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
                 lambda content: content[:0], lambda content: content[:8],
                 lambda content: content[: len(content) // 2], lambda content: content[:-1],
                 lambda content: content + b"\0", lambda content: flipped(content, 0),
-                lambda content: flipped(content, -1),
-            )
-        ),
-    ],
+                lambda content: flipped(content, -1)))],
     "an index that is none": [
         ("ValueError", f"{INDEX} .* in .*bad",
             lambda path, text=text: (path / INDEX).write_bytes(text))
         for text in (b"[" * 100_000, b'{"a":' * 100_000, b"{}", b"[]", b"3", b"", b"\xed\xa0\x80",
-            b'{"format": 1', b"NaN", b'{"format": ' + b"1" * 5000 + b"}")
-    ],
+            b'{"format": 1', b"NaN", b'{"format": ' + b"1" * 5000 + b"}")],
     # As it could be of another checkpoint: only the digest tells.
     "an index without its digest": [
         ("ValueError", f"{INDEX} is damaged: expected sha256 ", index_with(change))
@@ -129,9 +121,7 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
             of_array("words", order="hash"), of_array("words", shape=[9, 4]),
             lambda index: [of_array(n, order="hash")(index) for n in ("words", "moment1.words")],
             of_array("bias", rank=1), of_array("bias", new=1), lambda index: index.pop("sha256"),
-            lambda index: index.update(parts=dict.fromkeys(index["parts"], "a")),
-        )
-    ],
+            lambda index: index.update(parts=dict.fromkeys(index["parts"], "a")))],
     "an index with its digest": [
         ("ValueError", f"{INDEX} does not fit together: expected the parts of a checkpoint",
             index_with(change, seals=True))
@@ -152,17 +142,14 @@ DAMAGES: dict[str, list[tuple[str, str, Damage]]] = {
             *(of_array("bias", **{field: value}) for field, values in {
                 "rank": (0.0, True, "0", None, -1, 2, 10**30, float("nan")),
                 "shape": ([3.0], [float("inf")], {}),
-            }.items() for value in values),
-        )
-    ],
+            }.items() for value in values))],
     "another index with its digest": [
         ("ValueError", DIGEST, index_with(
             lambda index: index.update(parts=dict.fromkeys(index["parts"])), seals=True)),
         ("ValueError", f"words has a wrong shape: expected .*, got .11, 4. in {INDEX}",
             index_with(of_array("words", shape=[11, 4]), seals=True)),
         ("ValueError", "part-00001.* does not fit the index: expected .*'?bias",
-            index_with(of_array("bias", rank=1), seals=True)),
-    ],
+            index_with(of_array("bias", rank=1), seals=True))],
 }  # fmt: skip
 
 
@@ -195,15 +182,12 @@ def test_flipped_bits(form: str, step: int, whole: Any, tmp_path: Path) -> None:
 
 VALUES: tuple[Any, ...] = (
     float("nan"), -1, 0, 1, 3, 10**30, -(2**63), 1.0, 0.5, "0", "", "..", "range", "hash",
-    "float64", True, None, [], {}, [1], {"a": 1},
-)  # fmt: skip
+    "float64", True, None, [], {}, [1], {"a": 1})  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [0, *map(more, range(1, 20))])
 @pytest.mark.parametrize("form", FORMS)
-def test_any_value_in_the_place_of_another(
-    form: str, seed: int, whole: Any, tmp_path: Path
-) -> None:
+def test_any_value_in_the_place_of_another(form: str, seed: int, whole: Any, tmp_path) -> None:
     """In an index with its digest: it is refused by all alike, or without effect."""
     rng, good = random.Random(f"{form} {seed}"), whole(form, 2)
 
@@ -226,9 +210,7 @@ def test_any_value_in_the_place_of_another(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_part_is_read_whole_by_one_process(
-    size: int, whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_is_read_whole_by_one_process(size: int, whole: Any, monkeypatch) -> None:
     path, read, original = whole("hash", 3), [], of_index.file_digest
     monkeypatch.setattr(of_index, "file_digest", lambda file: read.append(file) or original(file))
     assert loaded(path, size, FORMS["range"]) == ("", "")

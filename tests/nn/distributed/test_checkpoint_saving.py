@@ -1,7 +1,5 @@
 """Folders of checkpoints as they are written: what is left, and links in them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable
@@ -12,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import SafetensorError
-
 from fusestep import nn
 from fusestep.nn.base import checkpoint as files
 from fusestep.nn.distributed import RowShard, alone, checkpoint, load_checkpoint, save_checkpoint
-
 from process_folders import FORMS, PARAMETERS, Job, loaded, outcome, parts_of, saved
 from subprocesses import output_of
 from thread_processes import ThreadCommunicator, in_threads
@@ -83,12 +79,8 @@ def refusing(job: Job) -> None:
         *(
             (
                 partial(read_only, name=name),
-                f"{name} is read-only: expected a writable array, got a",
-            )
-            for name in ("words", "moment2.words", "bias")
-        ),
-    ],
-)
+                f"{name} is read-only: expected a writable array, got a")
+            for name in ("words", "moment2.words", "bias"))])  # fmt: skip
 @pytest.mark.parametrize("bad", [1, 2])
 def test_what_one_rank_cannot_load(bad: int, change: Any, text: str, tmp_path: Path) -> None:
     """The others write nothing either."""
@@ -205,14 +197,11 @@ def test_optimizers_that_a_checkpoint_does_not_fit(tmp_path: Path) -> None:
         assert found == kind and re.match(f".?load_checkpoint: rank 0: {text}", said), said
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("global_step", "parameters have names of states: expected names that no state"),
-        ("moment1.w", "parameters have names of states: expected names that no state"),
-        ("__metadata__", "name is reserved: expected another one, got '__metadata__'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("global_step", "parameters have names of states: expected names that no state"),
+    ("moment1.w", "parameters have names of states: expected names that no state"),
+    ("__metadata__", "name is reserved: expected another one, got '__metadata__'"),
+])  # fmt: skip
 def test_names_that_are_taken(name: str, text: str, tmp_path: Path) -> None:
     """Of two arrays of one name one would be lost."""
     two = [nn.Parameter(np.ones(2, np.float32), n) for n in ("w", name)]
@@ -334,14 +323,11 @@ FAULTS = (
     (checkpoint, "save_file", SafetensorError("No space left on device")),
     (checkpoint.os, "replace", FULL), (checkpoint, "file_digest", FULL),
     (checkpoint, "_check_folder", FULL), (checkpoint, "replace_file", FULL),
-    (files, "_flush_folder", FULL),
-)  # fmt: skip
+    (files, "_flush_folder", FULL))  # fmt: skip
 
 
 @pytest.mark.parametrize(("module", "moment", "error"), FAULTS)
-def test_a_disk_that_is_full(
-    module: Any, moment: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full(module, moment: str, error: Exception, tmp_path, monkeypatch) -> None:
     """New files are removed, unless the index is there already and only could not be flushed."""
 
     def full(*_: Any, **__: Any) -> None:
@@ -362,9 +348,7 @@ def test_a_disk_that_is_full(
 
 @pytest.mark.parametrize("kind", ["a folder", "a named pipe"])
 @pytest.mark.parametrize("linked", [False, True])
-def test_no_file_in_the_place_of_the_index(
-    kind: str, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_in_the_place_of_the_index(kind: str, linked: bool, tmp_path, monkeypatch) -> None:
     """It is refused before any part is written."""
     monkeypatch.setattr(checkpoint, "_write_part", None)
     path = tmp_path / "checkpoint"
@@ -410,8 +394,7 @@ def test_links(tmp_path: Path) -> None:
 
 def test_links_to_nothing(tmp_path: Path) -> None:
     path = saved(tmp_path / "good", 1, FORMS["range"])
-    part = parts_of(path)[0]
-    for file in (part, path / "index.json"):
+    for file in (parts_of(path)[0], path / "index.json"):
         file.unlink()
         file.symlink_to(tmp_path / "nothing")
         kind, text = loaded(path, 2, FORMS["range"])

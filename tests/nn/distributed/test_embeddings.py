@@ -1,7 +1,5 @@
 """`ShardedEmbedding`: in real processes, by the modules ``process_embedding*``, and alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path
@@ -10,28 +8,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.distributed import alone  # noqa: E402
-
-from helpers import more  # noqa: E402
-from process_embedding_training import (  # noqa: E402
-    MAKE,
-    ORDERS,
-    Net,
-    Pair,
-    assert_bits,
-    batch,
-    whole_of,
-)
-from process_starts import needs_torch, start  # noqa: E402
+from fusestep.nn import torch as fused
+from fusestep.nn.distributed import alone
+from helpers import more
+from process_embedding_training import MAKE, ORDERS, Net, Pair, assert_bits, batch, whole_of
+from process_starts import needs_torch, start
 
 PROGRAM = Path(__file__).with_name("process_embeddings.py")
 PARTS = (
     "training", "initial", "ids", "average", "two_tables", "several_uses",
     "one_backward_again", "beside_ddp", "hidden", "handed_out_by_each",
     "errors", "arguments", "needs_all", "scaler",
-    "full", "whole_tables", "other_order", "states_of_ranks",
-)  # fmt: skip
+    "full", "whole_tables", "other_order", "states_of_ranks")  # fmt: skip
 
 
 def run(size: int, folder: Path, *parts: str) -> None:
@@ -108,8 +96,7 @@ def test_alone_all_gradients_are_here() -> None:
 def test_a_copy_knows_its_rows_at_once() -> None:
     """Before it has looked anything up."""
     net = Net(alone(), order="hash")
-    other = pickle.loads(pickle.dumps(net))
-    for found in (copy.deepcopy(net), other):
+    for found in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert found.words.weight.row_shard is found.words.shard
         assert_bits(found.words.weight, net.words.weight)
         found(batch(0)).backward()

@@ -1,7 +1,5 @@
 """Processes that are killed: the others name them, and what was saved stays whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from helpers import more
 from process_faults import EVERY, check
 from process_starts import ENGINES, TIMEOUT, needs_torch, start, start_each, start_job

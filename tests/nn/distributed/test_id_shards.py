@@ -1,17 +1,13 @@
 """Tables that grow on several processes: weights by id are those of one process."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn.distributed import IdShard, alone
 from fusestep.nn.distributed.id_shard import _ids_of, keys_of
-
 from helpers import assert_same_bits
 from thread_processes import ThreadCommunicator, in_threads
 
@@ -54,9 +50,8 @@ class Training:
         return {
             i: (n, used, np.concatenate([a[r] for a in every]).tobytes())
             for i, r, n, used in zip(
-                ids.tolist(), rows, counts.tolist(), last.tolist(), strict=True
-            )
-        }
+                ids.tolist(), rows, counts.tolist(), last.tolist(), strict=True)
+        }  # fmt: skip
 
 
 def whole(n: int, **options: Any) -> Training:
@@ -147,10 +142,9 @@ def test_errors_are_those_of_all() -> None:
 
     for case, text in {
         "maps": "IdShard: rank 1: seed differs",
-        "dtype": "IdShard.route: rank 1: ids have a wrong dtype",
-        "step": "step differs",
+        "dtype": "IdShard.route: rank 1: ids have a wrong dtype", "step": "step differs",
         "full": "rank 1: IdMap: ids do not fit",
-    }.items():
+    }.items():  # fmt: skip
         found = in_threads(2, lambda comm, case=case: failing(comm, case))
         assert len({*found}) == 1 and all(found), (case, found)
         assert re.search(text, found[0]), (case, found)
@@ -164,9 +158,8 @@ def test_states_that_do_not_fit() -> None:
     cases: list[tuple[Any, str, Any]] = [
         (KeyError, "lacks arrays", [{k: x for k, x in state.items() if k != "table"}]),
         (ValueError, "does not fit", [{**state, "table": state["table"][1:]}]),
-        (ValueError, "does not fit", [state, state]),
-        (ValueError, "are missing", []),
-    ]
+        (ValueError, "does not fit", [state, state]), (ValueError, "are missing", []),
+    ]  # fmt: skip
     for error, text, states in cases:
         with pytest.raises(error, match=text):
             other.shard.load_state_dicts(states, other.arrays())

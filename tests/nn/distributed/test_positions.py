@@ -1,7 +1,5 @@
 """The positions of a `RowTensor`: what is refused, when it is made and when it is used."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -9,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn, ops
 from fusestep.nn import mxnet
 from fusestep.nn.base import gradients
 from fusestep.nn.distributed import all_reduce, alone
 from fusestep.nn.mxnet import master
-
 from helpers import assert_same_bits, refused
 from thread_processes import in_threads
 
@@ -49,13 +45,12 @@ def stepping(gradient: nn.RowTensor, n_before: int) -> tuple[Any, Callable[[], A
 
 
 USES: dict[str, Callable[[nn.RowTensor], tuple[Any, Callable[[], Any]]]] = {
-    "a step": lambda g: stepping(g, 0),
-    "a later step": lambda g: stepping(g, 2),
+    "a step": lambda g: stepping(g, 0), "a later step": lambda g: stepping(g, 2),
     "clip_by_global_norm": lambda g: (g, lambda: ops.clip_by_global_norm([g], 0.1, in_place=True)),
     "global_norm": lambda g: (g, lambda: ops.global_norm([g])),
     "all_reduce": lambda g: (g, lambda: all_reduce((g,), alone())),
     "list": lambda g: (g, lambda: ops.global_norm([[g]])),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("positions", "length", "kind", "match"), WRONG)
@@ -81,8 +76,7 @@ def test_positions_that_are_refused(
 )  # fmt: skip
 def test_batch_lengths_that_are_refused(length: Any, kind: type[Exception]) -> None:
     """By itself, also where it is assigned; and nothing of it is left where steps look for sizes,
-    in which 6.0 and 6 are equal.
-    """
+    in which 6.0 and 6 are equal."""
     n, match = _NEW.pop(), "^RowTensor: batch_length .*: expected an int"
     ids, values = np.zeros(n, np.int64), np.ones((n, 1), np.float32)
     with pytest.raises(kind, match=match):
@@ -103,8 +97,7 @@ _NEW = [*range(2, 40)]
 
 def test_integers_of_numpy_are_batch_lengths() -> None:
     for kind in (np.int8, np.uint16, np.int64, np.uint64):
-        places = np.arange(3)
-        gradient = nn.RowTensor(IDS, VALUES, (4, 2), positions=places, batch_length=kind(7))
+        gradient = nn.RowTensor(IDS, VALUES, (4, 2), positions=np.arange(3), batch_length=kind(7))
         assert type(gradient.batch_length) is int and gradient.batch_length == 7
 
 
@@ -173,18 +166,15 @@ def test_positions_need_not_be_contiguous() -> None:
 N = 9000  # a row with more than 512 occurrences is summed in ranges of 4096 of the batch
 
 
-def whole_and_part(dtype: Any = np.float32) -> tuple[nn.RowTensor, nn.RowTensor]:
-    """A batch whose occurrences are of row 0 and of row 1 in turn, and what has row 0 of it.
-
-    Those of row 1 are zeros: sums over both have the bits of those over row 0.
-    """
-    values = np.random.default_rng(0).standard_normal((2 * N, 3)).astype(dtype)
+def whole_and_part() -> tuple[nn.RowTensor, nn.RowTensor]:
+    """A batch whose occurrences are of row 0 and of row 1 in turn, and what has row 0 of it. Those
+    of row 1 are zeros: sums over both have the bits of those over row 0."""
+    values = np.random.default_rng(0).standard_normal((2 * N, 3)).astype(np.float32)
     values[1::2] = 0
     whole = nn.RowTensor(np.arange(2 * N) % 2, values, (2, 3))
     part = nn.RowTensor(
         np.zeros(N, np.int64), values[::2].copy(), (2, 3),
-        positions=np.arange(2 * N)[::2].copy(), batch_length=2 * N,
-    )  # fmt: skip
+        positions=np.arange(2 * N)[::2].copy(), batch_length=2 * N)  # fmt: skip
     return whole, part
 
 
@@ -221,25 +211,21 @@ def _of_mxnet(gradient: Any, dtype: Any = np.float32) -> np.ndarray:
 
 _BASE = nn.SGD([np.ones(2, np.float32)], loss_scale=3.0)
 OPERATIONS: dict[str, Callable[[Any], np.ndarray]] = {
-    "step": _stepped,
-    "copy": lambda g: _stepped(copy.copy(g)),
+    "step": _stepped, "copy": lambda g: _stepped(copy.copy(g)),
     "deepcopy": lambda g: _stepped(copy.deepcopy(g)),
-    "pickle": lambda g: _stepped(pickle.loads(pickle.dumps(g))),
-    "list": lambda g: _stepped([g]),
+    "pickle": lambda g: _stepped(pickle.loads(pickle.dumps(g))), "list": lambda g: _stepped([g]),
     "scale_grad": lambda g: _stepped(_BASE.scale_grad((g,))[0]),
     "gradients_centralization": lambda g: _stepped(gradients.centralized(g)),
     "decay_weight": lambda g: _stepped(gradients.decayed(g, np.ones((2, 3), np.float32), 0.1)),
     "grad_centralization": lambda g: _stepped(g, grad_centralization=True),
     "decay and centralization": lambda g: _stepped(g, grad_centralization=True, weight_decay=0.1),
-    "clip_by_global_norm": _clipped,
-    "clip_by_global_norm of a list": lambda g: _clipped([g]),
+    "clip_by_global_norm": _clipped, "clip_by_global_norm of a list": lambda g: _clipped([g]),
     "clip_by_global_norm in place": lambda g: _clipped(g, in_place=True),
-    "global_norm": lambda g: np.array(ops.global_norm([g])),
-    "all_reduce": _reduced,
+    "global_norm": lambda g: np.array(ops.global_norm([g])), "all_reduce": _reduced,
     "mxnet": _of_mxnet,
     "mxnet in float32": lambda g: _stepped(master.master_arguments(g, (None, None))[1]),
     "mxnet with a master copy": lambda g: _of_mxnet(g, np.float16),
-}
+}  # fmt: skip
 IN_ORDER = {"decay_weight", "decay and centralization"}
 """Without ranges: rows that decay are summed in the order of their occurrences first."""
 

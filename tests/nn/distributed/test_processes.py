@@ -1,11 +1,8 @@
 """Several processes of this machine: what happens in them is in the modules ``process_*``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-
 import process_programs
 from process_checks import run_parts
 from process_starts import ENGINES, needs_mpi, start
@@ -16,8 +13,7 @@ OPTIMIZERS = ("optimizers", "decayed")
 CHECKPOINTS = ("saved", "saved_states")
 OTHERS = (
     "training", "some_have_no_rows", "sums", "row_sums", "sharded", "sharded_rows", "large",
-    "errors", "not_waited_for",
-)  # fmt: skip
+    "errors", "not_waited_for")  # fmt: skip
 OF_ANY_ENGINE = (
     "without_positions", "storages", "some_have_no_rows", "sums", "row_sums", "sums_that_differ",
     "sharded", "sharded_rows", "large", "custom", "memory", "skipped", "sharded_errors", "errors",

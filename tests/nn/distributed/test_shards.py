@@ -1,16 +1,12 @@
 """Which rows a process has, routes, and steps of threads that stand for processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn import distributed
 from fusestep.nn.distributed import RowShard, alone, together
-
 from helpers import assert_same_bits, unchanged
 from process_training import SHAPES, Tables, Training, assert_part_of, batch
 from thread_processes import ThreadCommunicator, in_threads
@@ -37,8 +33,7 @@ def test_every_row_has_one_owner(rows: int, order: str) -> None:
 @pytest.mark.parametrize("rows", [1000, 1024, 99_991, 1_000_000])
 def test_neighbours_are_spread(rows: int) -> None:
     """The most frequent rows are the first ones, often."""
-    shard = RowShard(rows, alone(), order="hash")
-    places = shard.places(np.arange(rows))
+    places = RowShard(rows, alone(), order="hash").places(np.arange(rows))
     assert np.array_equal(np.sort(places), np.arange(rows))
     for size in (2, 3, 4, 8):
         counts = np.bincount(places[:96] // -(-rows // size), minlength=size)
@@ -59,10 +54,9 @@ def test_large_numbers_of_rows() -> None:
 
 WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (1.5, "range", TypeError, "rows has a wrong type"),
-    (True, "range", TypeError, "rows has a wrong type"),
-    (-1, "range", ValueError, "rows"),
+    (True, "range", TypeError, "rows has a wrong type"), (-1, "range", ValueError, "rows"),
     (3, "sorted", ValueError, "order is unknown"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "order", "kind", "match"), WRONG)
@@ -107,15 +101,12 @@ def test_ranges_that_grow_with_the_batch() -> None:
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
         shard = RowShard(rows, comm)
-        table, own = np.zeros((len(shard), 2), np.float32), slice(*_cuts(comm, n))
+        table = np.zeros((len(shard), 2), np.float32)
+        own = slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
         nn.SGD([table])((shard.route(ids[own]).scatter(values[own]),))
         return table
 
     assert_same_bits(np.concatenate(in_threads(3, program)), whole)
-
-
-def _cuts(comm: ThreadCommunicator, n: int) -> tuple[int, int]:
-    return n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size
 
 
 def test_gathered_rows() -> None:

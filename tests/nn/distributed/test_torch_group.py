@@ -1,16 +1,12 @@
 """Exchanges of torch.distributed that end late, fail, or come after the group has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep.nn import distributed
 from fusestep.nn.distributed import LostProcessError, RowShard
-
 from process_starts import needs_torch
 
 pytestmark = needs_torch

@@ -1,7 +1,5 @@
 """Threads that stand for processes: as many as a test wants, at no cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -35,12 +33,9 @@ class ThreadCommunicator:
         return found
 
     def all_to_all(
-        self,
-        sent: np.ndarray,
-        counts: Sequence[int],
-        received: np.ndarray,
+        self, sent: np.ndarray, counts: Sequence[int], received: np.ndarray,
         received_counts: Sequence[int],
-    ) -> _Arrived:
+    ) -> _Arrived:  # fmt: skip
         ends = [0, *accumulate(counts)]
         assert ends[-1] == len(sent) and sum(received_counts) == len(received)
         parts = [sent[a:b].copy() for a, b in pairwise(ends)]

@@ -1,7 +1,5 @@
 """Small trainings in MindSpore, with its own optimizers or ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whose memory a step writes, when, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -21,10 +19,8 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.graph.jit_context import set_jit_context
 from mindspore.nn.utils import no_init_parameters
-
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
-
 from mindspore_training import batches, dense_net, gradients_like, losses, parameter
 
 
@@ -51,16 +47,13 @@ MOVES: dict[str, Any] = {
     "set_dtype twice": lambda t: [t.set_dtype(x) for x in (mindspore.float16, t.of) * 2],
     "set_data": lambda t: t.set_data(other_values(t)),
     "set_data of a parameter": lambda t: t.set_data(
-        mindspore.Parameter(other_values(t), name="another")
-    ),
+        mindspore.Parameter(other_values(t), name="another")),
     "set_data of another dtype": lambda t: t.set_data(other_values(t, mindspore.float16)),
     "set_data of another shape": lambda t: t.set_data(
-        Tensor(np.ones(9), t.dtype), slice_shape=True
-    ),
+        Tensor(np.ones(9), t.dtype), slice_shape=True),
     "set_data of a view": lambda t: t.set_data(t.reshape(*t.shape[::-1], 1)),
     "set_data of a view from the middle": lambda t: t.set_data(
-        Tensor(np.ones((2 * len(t), *t.shape[1:])), t.dtype)[len(t) :]
-    ),
+        Tensor(np.ones((2 * len(t), *t.shape[1:])), t.dtype)[len(t) :]),
     "assign_value": lambda t: t.assign_value(other_values(t)),
     "assign_value of another dtype": lambda t: t.assign_value(other_values(t, mindspore.float64)),
     "assign_value_cpp": lambda t: t.assign_value_cpp(other_values(t)),
@@ -76,18 +69,15 @@ MOVES: dict[str, Any] = {
     "add_": lambda t: t.add_(other_values(t)),
     "a larger storage": lambda t: t.untyped_storage().resize_(4096),
     "load_param_into_net": lambda t: mindspore.load_param_into_net(
-        t.owner, {t.name: mindspore.Parameter(other_values(t), name=t.name)}, strict_load=True
-    ),
-}
+        t.owner, {t.name: mindspore.Parameter(other_values(t), name=t.name)}, strict_load=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("of", ["parameter", "state", "rate", "global_step"])
 @pytest.mark.parametrize("move", MOVES)
 def test_whatever_moves_memory(move: str, of: str) -> None:
     """The next steps begin with what is there, or there is one error before anything is written.
-
-    (MindSpore's own classes go on writing to the old memory after many of these.)
-    """
+    (MindSpore's own classes go on writing to the old memory after many of these.)"""
     w, b = parameter(np.ones((3, 4))), parameter(np.ones(4), "b")
     optimizer = fused.Momentum([w, b], learning_rate=0.5, momentum=0.5)
     optimizer(gradients_like([w, b]))

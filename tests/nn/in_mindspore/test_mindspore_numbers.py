@@ -1,7 +1,5 @@
 """Each optimizer in MindSpore beside MindSpore's own: losses, parameters and states."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path
@@ -14,11 +12,9 @@ pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 
 import mindspore
 from mindspore import Tensor, nn
-
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
 from fusestep.nn.mindspore.binding import host_array
-
 from mindspore_training import STEPS, dense_net, losses, parameter, table_net, trained
 
 pytestmark = pytest.mark.usefixtures("synchronous")
@@ -28,8 +24,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "AdaFactor": [
         {}, {"compression": True, "warmup_init": True},
         {"learning_rate": 0.05, "relative_step": False, "beta1": None, "weight_decay": 0.1},
-        {"learning_rate": [0.05] * STEPS, "relative_step": False, "scale_parameter": False},
-    ],
+        {"learning_rate": [0.05] * STEPS, "relative_step": False, "scale_parameter": False}],
     "AdaMax": [{}, {"beta1": 0.5, "loss_scale": 3.0, "weight_decay": 0.1}],
     "Adadelta": [{}, {"rho": 0.5, "epsilon": 0.01}],
     "Adagrad": [{}, {"accum": 1.0, "learning_rate": 0.1}],
@@ -38,8 +33,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"use_amsgrad": True}, {"use_lazy": True}, {"use_offload": True}, {"use_nesterov": True},
         {"learning_rate": DYNAMIC, "weight_decay": DYNAMIC},
         {"learning_rate": [0.01 * k for k in range(STEPS)]},
-        {"learning_rate": Tensor(0.05, mindspore.float32)},
-    ],
+        {"learning_rate": Tensor(0.05, mindspore.float32)}],
     "AdamOffload": [{}],
     "AdamWeightDecay": [{"weight_decay": 0.1}, {"learning_rate": DYNAMIC, "weight_decay": DYNAMIC}],
     "FTRL": [{"learning_rate": 0.1}, {"lr_power": -0.3, "weight_decay": 0.1}],
@@ -67,9 +61,7 @@ def test_every_class_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("name", "options", "make_net", "steps"), EVERY)
-def test_a_training_is_that_of_mindspore(
-    name: str, options: Any, make_net: Any, steps: int
-) -> None:
+def test_a_training_is_that_of_mindspore(name: str, options, make_net, steps: int) -> None:
     expected, states = trained(make_net, lambda ps: getattr(nn, name)(ps, **options), steps)
     found, own = trained(make_net, lambda ps: getattr(fused, name)(ps, **options), steps)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -110,10 +102,9 @@ def test_each_group_has_its_options() -> None:
             {"params": [ps[3]], "lr": 0.5, "weight_decay": 0.25, "grad_centralization": True},
             {"params": [ps[4]], "weight_decay": lambda step: 0.1 * step},
             {"params": [ps[5]], "lr": [0.5, 0.25, 0.125], "grad_centralization": True},
-            {"params": [ps[6]]},
-            {"params": [ps[7]], "grad_centralization": True},
+            {"params": [ps[6]]}, {"params": [ps[7]], "grad_centralization": True},
             {"order_params": ps[::-1]},
-        ]
+        ]  # fmt: skip
         return module.Momentum(groups, 0.25, momentum=0.5, weight_decay=0.125, loss_scale=4.0)
 
     optimizer, own = make(fused, weights), make(ours, copies)

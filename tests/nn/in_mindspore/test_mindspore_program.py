@@ -1,7 +1,5 @@
 """Programs of MindSpore: `Model.train`, functions that give gradients, checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 import mindspore
 from mindspore import dataset, nn
 from mindspore.train import LearningRateScheduler, Model
-
 from fusestep import nn as ours
 from fusestep.bench.report.result import SpecialResult
 from fusestep.bench.special import in_mindspore, training
 from fusestep.nn import mindspore as fused
-
 from mindspore_training import batches, dense_net, gradients_like, losses, parameter
 
 OPTIONS: dict[str, dict[str, Any]] = {

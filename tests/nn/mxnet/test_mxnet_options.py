@@ -1,7 +1,5 @@
 """Arguments of MXNet's optimizers and schedulers, by the table of `mxnet_options`; the registry."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any
@@ -10,25 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from fusestep.nn import mxnet as mx
-
 from helpers import FAR, distance
-from mxnet_options import (
-    HANDED_ON,
-    HELD,
-    NEEDED,
-    OF_SCHEDULERS,
-    OPTIONS,
-    REFUSED,
-    REQUIRED,
-    TAKEN,
-    Option,
-    S,
-    ones,
-    random,
-    rows,
-)
+
+from mxnet_options import (  # isort: skip
+    HANDED_ON, HELD, NEEDED, OF_SCHEDULERS, OPTIONS, REFUSED, REQUIRED, TAKEN, Option, S, ones,
+    random, rows)  # fmt: skip
 
 POSITIONAL = {**OPTIONS, **OF_SCHEDULERS}
 EVERY = {**HANDED_ON, **OF_SCHEDULERS}
@@ -213,15 +198,11 @@ NAMES = {0: "fc1_weight", 1: "fc1_bias"}
 # None: the factor may be of what comes later, or is of a weight.
 FACTORS: list[tuple[Any, Any, dict[str, Any], str | None]] = [
     (0, "fc1_wieght", {"param_idx2name": NAMES}, "; did you mean 'fc1_weight'[?]"),
-    (0, "other", {"param_idx2name": NAMES}, ""),
-    (0, "fc1_weight", {}, ""),
-    (0, "0", {"param_idx2name": NAMES}, ""),
-    (0, 7, {}, None),
-    (0, 7, {"param_idx2name": NAMES}, None),
-    ("a", "b", {}, None),
-    (0, "b", {"param_dict": {"b": HELD[0]}}, None),
-    (0, "b", {"param_idx2name": {"b": "x"}}, None),
-]
+    (0, "other", {"param_idx2name": NAMES}, ""), (0, "fc1_weight", {}, ""),
+    (0, "0", {"param_idx2name": NAMES}, ""), (0, 7, {}, None),
+    (0, 7, {"param_idx2name": NAMES}, None), ("a", "b", {}, None),
+    (0, "b", {"param_dict": {"b": HELD[0]}}, None), (0, "b", {"param_idx2name": {"b": "x"}}, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", [mx.Adam, mx.AdamW])

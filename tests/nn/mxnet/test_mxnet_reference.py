@@ -4,8 +4,6 @@ Every step of the reference starts from what the library had before it, and carr
 float32's or float64's errors. Both count for themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+import reference
+import reference_mxnet
 from fusestep import ops
 from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
-
-import reference
-import reference_mxnet
 from helpers import BF16, arrays_of, assert_same_arrays, assert_same_bits, unchanged
 from mxnet_options import F16, F32, F64, S
 from reference_mxnet import Hyper, Schedule
@@ -29,25 +25,18 @@ from roundings import Rounded, assert_rounded
 ALLOWED = 2.0
 # Types of weights, and whether there are master copies of them.
 STORAGE = {
-    "float32": (F32, False),
-    "float64": (F64, False),
-    "float16": (F16, False),
-    "float16-master": (F16, True),
-    "bfloat16": (BF16, False),
-    "bfloat16-master": (BF16, True),
-}
+    "float32": (F32, False), "float64": (F64, False), "float16": (F16, False),
+    "float16-master": (F16, True), "bfloat16": (BF16, False), "bfloat16-master": (BF16, True),
+}  # fmt: skip
 SHAPES = [(), (0,), (1,), (7,), (1003,), (17, 9), (3, 0, 2)]
 TABLES = [(50, 5), (1003, 3), (11, 2, 3), (13,), (7, 1), (9, 0)]
 ADAMW = Hyper(decoupled=True, epsilon=1e-6)
 KINDS = {
-    "Adam-1.9": Hyper(compat="1.9"),
-    "Adam-2.0": Hyper(),
-    "Adam-unfused": Hyper(fused=False),
-    "AdamW": ADAMW,
-    "AdamW-unfused": replace(ADAMW, fused=False),
+    "Adam-1.9": Hyper(compat="1.9"), "Adam-2.0": Hyper(), "Adam-unfused": Hyper(fused=False),
+    "AdamW": ADAMW, "AdamW-unfused": replace(ADAMW, fused=False),
     "AdamW-nobias": replace(ADAMW, correct_bias=False),
     "AdamW-unfused-nobias": replace(ADAMW, fused=False, correct_bias=False),
-}
+}  # fmt: skip
 LAZY = {"Adam-1.9-lazy": Hyper(compat="1.9", lazy=True), "Adam-2.0-lazy": Hyper(lazy=True)}
 ALL = {"wd": 0.3, "clip_gradient": 0.6, "rescale_grad": 0.7}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -287,12 +276,9 @@ def test_multipliers(compat: str) -> None:
     lr_mult = {"a_weight": 3.0, "b_gamma": 0.0, 3: 2.0, "b_beta": 7.0}
     wd_mult = {"a_weight": 0.5, 0: 4.0, "b_beta": 2.0}
     pair = Pair(
-        Hyper(compat=compat, wd=0.2),
-        [normal(rng, 5, F32) for _ in range(7)],
+        Hyper(compat=compat, wd=0.2), [normal(rng, 5, F32) for _ in range(7)],
         tables={"lr_mult": {**lr_mult, 5: 0.5}, "wd_mult": {**wd_mult, 5: 3.0}},
-        param_idx2name=names,
-        param_dict=held,
-    )
+        param_idx2name=names, param_dict=held)  # fmt: skip
     pair.opt.set_lr_mult({**lr_mult, 5: 11.0})
     pair.opt.set_wd_mult({**wd_mult, 5: 12.0})
     for rate in (RATE, 0.5, 0.02):
@@ -309,15 +295,12 @@ def test_multipliers(compat: str) -> None:
     [(o, d) for d in (F32, F64, F16, BF16)
      for o in ("plain", "wd", "all", "betas", "no-clip-0", "no-clip-negative")
      if d == F32 or o == "all"],
-    ids=str,
-)  # fmt: skip
+    ids=str)  # fmt: skip
 @pytest.mark.parametrize("compat", ["1.9", "2.0"])
 @pytest.mark.parametrize("grad", ["dense", "lazy", "standard"])
 def test_adam_update(grad: str, compat: str, option: str, dtype: np.dtype) -> None:
-    """No bias correction; the moments change in place, the weight only if it is `out`.
-
-    Wherever the result goes, it has the same bits.
-    """
+    """No bias correction; the moments change in place, the weight only if it is `out`. Wherever the
+    result goes, it has the same bits."""
     rng = np.random.default_rng(17)
     h = Hyper(compat=compat, lazy=grad == "lazy", **OPTIONS[option])
     names = ("wd", "beta1", "beta2", "epsilon", "rescale_grad", "compat", "clip_gradient")

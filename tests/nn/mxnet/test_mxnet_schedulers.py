@@ -1,7 +1,5 @@
 """Schedulers of MXNet: recorded rates, rates by the reference, and their place in an optimizer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -10,10 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from fusestep.nn import mxnet as mx
-
 import reference_mxnet
+from fusestep.nn import mxnet as mx
 from mxnet_options import NEEDED, SCHEDULERS, S, ones
 
 EACH_CLASS = pytest.mark.parametrize("cls", SCHEDULERS, ids=lambda c: c.__name__)
@@ -64,10 +60,8 @@ def arguments(draw: Any, cls: type) -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_schedules_are_functions_of_the_update(cls: Any, data: Any) -> None:
-    """In any order, asked twice, far ahead and back: MXNet's change with every call.
-
-    All follow from the attributes of now, of which MXNet's Poly and Cosine keep the first base.
-    """
+    """In any order, asked twice, far ahead and back: MXNet's change with every call. All follow
+    from the attributes of now, of which MXNet's Poly and Cosine keep the first base."""
     options = data.draw(arguments(cls))
     updates = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=20))
     expected = reference_mxnet.schedule(cls.__name__, **options)

@@ -1,7 +1,5 @@
 """States as bytes: what MXNet wrote, what we write, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -15,10 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load, save
-
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.states import _array
-
 from helpers import arrays_of, assert_same_arrays, assert_same_bits, refused, unchanged
 from mxnet_options import F16, F64, KINDS, counts_of, ones, random, rows
 
@@ -278,7 +274,7 @@ def test_damaged_bytes() -> None:
 
 def test_arrays_of_other_kinds() -> None:
     def raw(
-        magic: int = 0xF993FAC9, kind: int = 0, n: int = 2, code: int = 1, size: int = 16
+        magic: int = 4187224777, kind: int = 0, n: int = 2, code: int = 1, size: int = 16
     ) -> bytes:
         return struct.pack("<Iii2qiii", magic, kind, 2, n, 1, 1, 0, code) + bytes(size)
 

@@ -1,7 +1,5 @@
 """Updates: by an Updater, by lists, by classes of users; calls that fail change nothing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -9,22 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import RowTensor
 
-from helpers import (
-    BF16,
-    STORAGE_DTYPES,
-    arrays_of,
-    assert_same_arrays,
-    assert_same_bits,
-    assign,
-    refused,
-    unchanged,
-)
+from helpers import (  # isort: skip
+    BF16, STORAGE_DTYPES, arrays_of, assert_same_arrays, assert_same_bits, assign, refused,
+    unchanged)  # fmt: skip
 from mxnet_options import F16, F32, F64, KINDS, S, counts_of, ones, random, rows
 
 EACH_KIND = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -95,9 +85,8 @@ def test_what_a_call_passes_on() -> None:
         (Recorder, {"aggregate_num": 0}, [[0], [1], [2], [3], [4]]),
         (Recorder, {"compat": "1.9"}, [0, 1, 2, 3, 4]),
         (Recorder, {"compat": "1.9", "aggregate_num": 3}, [[0, 1], [2], [3, 4]]),
-        (Own, {"compat": "1.9"}, [0, 1, 2, 3, 4]),
-        (Own, {}, [[0], [1], [2], [3], [4]]),
-    ):
+        (Own, {"compat": "1.9"}, [0, 1, 2, 3, 4]), (Own, {}, [[0], [1], [2], [3], [4]]),
+    ):  # fmt: skip
         seen.clear()
         mx.get_updater(make(**options))(list(range(5)), [ones(1)] * 5, weights)
         assert [i if isinstance(i, int) else list(i) for i in seen] == expected
@@ -125,10 +114,8 @@ def test_one_index_lists_and_tuples(make: Any) -> None:
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
 @pytest.mark.parametrize("masters", [False, True])
 def test_gradients_of_any_layout(make: Any, dtype: np.dtype, masters: bool) -> None:
-    """Gradients are only read, where MXNet's composed operations scale them in place.
-
-    Shapes do not count, and a step of a 16-bit weight is that of the float32 one, rounded once.
-    """
+    """Gradients are only read, where MXNet's composed operations scale them in place. Shapes do not
+    count, and a step of a 16-bit weight is that of the float32 one, rounded once."""
 
     def updated(w: Any, gradients: Any) -> Any:
         updater = mx.get_updater(make(0.1, wd=0.1, rescale_grad=0.5, multi_precision=masters))
@@ -304,8 +291,7 @@ BAD_UPDATES: dict[str, tuple[str, Any, Any, str]] = {
     "state shape": ("s", (ones(4, 3), ones(12)), ValueError, "state of 'b' has a wrong shape"),
     "state twice": ("s", (SHARED[:12].reshape(4, 3),) * 2, ValueError, "shares memory"),
     "state overlaps": (
-        "s", (SHARED[:12].reshape(4, 3), SHARED[11:23].reshape(4, 3)), ValueError, "shares memory",
-    ),
+        "s", (SHARED[:12].reshape(4, 3), SHARED[11:23].reshape(4, 3)), ValueError, "shares memory"),
     "grad list": ("g", [1.0], TypeError, "gradient of 'b' .*got "),
     "grad int": ("g", ones(4, 3, dtype=int), TypeError, "gradient of 'b' has a wrong dtype"),
     "grad shape": ("g", ones(12), ValueError, r"'b' has a wrong shape: .*\(4, 3\), got"),
@@ -341,10 +327,9 @@ def test_bad_updates(make: Any, case: tuple[str, Any, Any, str]) -> None:
     updater, lists = mx.Updater(opt), ([0, 1, 2], given["w"], given["g"], given["s"])
     updater.states = dict(enumerate(given["s"]))
     for call in (
-        partial(opt.update, *lists),
-        partial(opt.update_multi_precision, *lists),
+        partial(opt.update, *lists), partial(opt.update_multi_precision, *lists),
         partial(updater, [0, 1, 2], given["g"], given["w"]),
-    ):
+    ):  # fmt: skip
         nothing_happens(call, opt, error, f"^{opt._name}: .*{text}", good, given)
     expected, other = three(), make()
     for _ in range(2):
@@ -442,8 +427,7 @@ FAILING: list[tuple[Any, dict[str, Any], dict[str, Any], Any, str]] = [
         (lambda _: np.nan, ValueError, "lr_scheduler's rate is not finite"),
         (lambda _: -0.1, ValueError, "lr_scheduler's rate is out of range: expected at least 0"),
         (lambda n: 1 / (n - n), ZeroDivisionError, "division"),
-        (S.LRScheduler(), NotImplementedError, r"LRScheduler: define __call__\(self, num_update"),
-    )),
+        (S.LRScheduler(), NotImplementedError, r"LRScheduler: define __call__\(self, num_update"))),
     *((cls, {"wd": 1e20}, {"wd_mult": {1: 1e20}}, ValueError, "wd with its factor is too large")
       for cls in (mx.Adam, mx.AdamW)),
     (mx.AdamW, {"lr_scheduler": lambda _: 1e20}, {"lr_mult": {1: 1e20}}, ValueError,
@@ -458,9 +442,7 @@ FAILING: list[tuple[Any, dict[str, Any], dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("make", "options", "assigned", "error", "text"), FAILING)
-def test_an_update_that_fails(
-    make: Any, options: Any, assigned: Any, error: Any, text: str
-) -> None:
+def test_an_update_that_fails(make, options, assigned, error, text: str) -> None:
     """An error from what scalars follow from, in the middle; mended, the next update goes on."""
     opt, weights = make(**options), [ones(2), ones(3)]
     before = {name: getattr(opt, name) for name in assigned}
@@ -529,12 +511,11 @@ class Steps(Momentum):
 
 
 CUSTOM: dict[str, tuple[Callable[..., Any], int]] = {
-    "1.9": (partial(Momentum, compat="1.9"), 0),
-    "2.0": (Steps, 6),
+    "1.9": (partial(Momentum, compat="1.9"), 0), "2.0": (Steps, 6),
     "2.0 fused": (partial(Steps, use_fused_step=True), 6000),
     "2.0 aggregated": (partial(Steps, aggregate_num=INF), 3),
     "2.0 by two": (partial(Steps, use_fused_step=True, aggregate_num=2), 3000),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)

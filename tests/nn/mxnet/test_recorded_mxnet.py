@@ -1,21 +1,17 @@
 """The library against runs of MXNet 1.9.1 and 2.0.0b1: every step, array and element."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-
-from fusestep.nn import RowTensor
-from fusestep.nn import mxnet as mx
-
 import recorded_mxnet
 import reference_mxnet
-from recorded import assert_close_recorded
-from recorded_mxnet import DUPLICATES, FLUSHED, HALF, LERPED, SPREAD, Run, Trace
+from fusestep.nn import RowTensor
+from fusestep.nn import mxnet as mx
+from recorded import Gradient, Trace, assert_close_recorded
+from recorded_mxnet import DUPLICATES, FLUSHED, HALF, LERPED, SPREAD, Run
 from reference import wide
 
 RUNS = recorded_mxnet.runs()
@@ -32,12 +28,8 @@ def build(run: Run, **changed: Any) -> mx.Optimizer:
         given = dict(run.meta["scheduler"])
         arguments["lr_scheduler"] = getattr(mx.lr_scheduler, given.pop("cls"))(**given)
     opt = getattr(mx, run.meta["class"])(
-        **arguments,
-        param_idx2name=run.names,
-        multi_precision=run.meta["multi_precision"],
-        compat=run.compat,
-        **changed,
-    )
+        **arguments, param_idx2name=run.names, multi_precision=run.meta["multi_precision"],
+        compat=run.compat, **changed)  # fmt: skip
     # Without a call the defaults by name of 1.9.1 stay.
     if run.multipliers["lr"]:
         opt.set_lr_mult(run.multipliers["lr"])
@@ -46,7 +38,7 @@ def build(run: Run, **changed: Any) -> mx.Optimizer:
     return opt
 
 
-def as_library(g: recorded_mxnet.Gradient, shape: tuple[int, ...]) -> Any:
+def as_library(g: Gradient, shape: tuple[int, ...]) -> Any:
     """A recorded gradient as the library takes it."""
     return RowTensor(*g, shape) if isinstance(g, tuple) else g
 
@@ -125,10 +117,9 @@ OTHER_FORM = {
     "rsp_std": "squares x*x first, where the dense kernel has ((1 - beta2)*x)*x",
     "rsp_lazy_all": "squares x*x first in 1.9.1, where it clips",
     "unfused_clip_wd": "composed operations: x*x first, and divides before it multiplies",
-    "unfused_rsp": "composed operations",
-    "adamw_unfused": "composed operations",
+    "unfused_rsp": "composed operations", "adamw_unfused": "composed operations",
     "adamw_nobias": "moments as beta*(m - x) + x",
-}
+}  # fmt: skip
 
 
 def values(trace: Trace, entry: str) -> np.ndarray:
@@ -140,10 +131,8 @@ def values(trace: Trace, entry: str) -> np.ndarray:
 
 
 def comparable(run: Run, trace: Trace, entry: str, t: int) -> Any:
-    """Which elements are compared: all, but moments of weights that have become NaN.
-
-    MXNet adds ``0 * weight`` to their gradients, here nothing is added without weight decay.
-    """
+    """Which elements are compared: all, but moments of weights that have become NaN. MXNet adds ``0
+    * weight`` to their gradients, here nothing is added without weight decay."""
     if run.name not in SPREAD or entry == "w":
         return ...
     return ~np.isnan(values(trace, "w")[t - 1])

@@ -1,7 +1,5 @@
 """Modules of bags, and what tests compare of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -9,15 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn import torch as fused
 
 SIZES = [(9, 4), (30, 8)]
 IDS = [torch.tensor([[1, 2, 2], [5, 8, 1]]), torch.tensor([[7, 7, 29], [0, 3, 7]])]
 
 
-def modules_of(
-    mode: str = "sum", dtype: Any = torch.float64, kind: Any = None, **options: Any
-) -> Any:
+def modules_of(mode: str = "sum", dtype=torch.float64, kind=None, **options) -> Any:
     torch.manual_seed(0)
     if kind is torch.nn.Embedding:
         return torch.nn.ModuleList(kind(n, d, dtype=dtype) for n, d in SIZES)
@@ -36,9 +32,7 @@ def pair(mode: str = "sum", dtype: Any = torch.float64) -> tuple[Any, Any, Any, 
     return theirs, dense, ours, optimizer
 
 
-def stepping(
-    kind: Any = fused.LazyAdam, tables: Any = None, lr: float = 0.1, **options: Any
-) -> tuple[Any, Any]:
+def stepping(kind=fused.LazyAdam, tables=None, lr: float = 0.1, **options) -> tuple[Any, Any]:
     """Bags of float32, of these tables or those of `modules_of`, that step in backward."""
     bags = fused.EmbeddingBags(modules_of(dtype=torch.float32) if tables is None else tables)
     optimizer = kind(bags.parameters(), lr=lr, **options)

@@ -1,7 +1,5 @@
 """What the ranks of a distributed training do; run by ``torchrun`` with a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -16,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
-
 from fusestep.nn import torch as fused
 from fusestep.nn.torch.engine.tensors import local
-
 from subprocesses import TORCH
 from torch_training import Tagger, assert_close, assert_same_bits, batch_of, loss_of, net, train
 
@@ -107,8 +103,7 @@ def checkpoint() -> None:
     for name, make in CHECKPOINTED.items():
         model, again = Tables(0), Tables(5)
         optimizer, fresh = make(model.parameters()), make(again.parameters())
-        parallel = nn.parallel.DistributedDataParallel(model)
-        table_steps(parallel, optimizer, range(3))
+        table_steps(nn.parallel.DistributedDataParallel(model), optimizer, range(3))
         state = saved(model, optimizer)
         again.load_state_dict(model.state_dict())
         before = [p.detach().clone() for p in again.parameters()]
@@ -267,10 +262,9 @@ def skip_over_meshes() -> None:
 def rows_over_meshes() -> None:
     """Rows that are whole are stepped where they are; those that are cut are refused."""
     classes: dict[str, dict[str, Any]] = {
-        "RowWiseAdagrad": {"weight_decay": 0.1},
-        "RowWiseAdam": {},
+        "RowWiseAdagrad": {"weight_decay": 0.1}, "RowWiseAdam": {},
         "LazyAdam": {"rowwise_bias_correction": True},
-    }
+    }  # fmt: skip
     for name, options in classes.items():
         found, kept = Cut(), [0, 2, 3, 4, 5]
         ours, reference = (
@@ -388,9 +382,7 @@ def growing() -> None:
                 call()
 
 
-def check_shards(
-    model: Any, optimizer: Any, alone: Any, reference: Any, bound: float = 1e-11
-) -> None:
+def check_shards(model, optimizer, alone, reference, bound: float = 1e-11) -> None:
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert p.to_local().shape != q.shape
         assert_close([p.full_tensor()], [q], bound)

@@ -1,7 +1,5 @@
 """Clipping of tables that step in backward: as of gradients that are left, and of dense ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -10,9 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bag_modules import IDS, assert_as, assert_close, before, modules_of, pooled, stepping  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
+from bag_modules import IDS, assert_as, assert_close, before, modules_of, pooled, stepping
+from fusestep.nn import torch as fused
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.3, 2.0, math.inf])
@@ -91,17 +88,14 @@ def test_norms_that_are_not_finite(skips: bool, bad: float, of_norm: bool) -> No
         assert bags.weights[0][1].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"max_norm": math.nan}, ValueError, "max_norm is out of range: expected at least 0"),
-        ({"clip_value": "x"}, TypeError, "clip_value is no number"),
-        ({"clip_value": 1.0, "max_norm": 1.0}, ValueError, "clip_value is beside max_norm"),
-        ({"norm": abs}, TypeError, "norm does not fit: expected a function, and max_norm"),
-        ({"norm": lambda _: -1.0, "max_norm": 1.0}, ValueError, "norm is out of range"),
-        ({"norm": lambda _: "x", "max_norm": 1.0}, TypeError, "norm is no number"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "text"), [
+    ({"max_norm": math.nan}, ValueError, "max_norm is out of range: expected at least 0"),
+    ({"clip_value": "x"}, TypeError, "clip_value is no number"),
+    ({"clip_value": 1.0, "max_norm": 1.0}, ValueError, "clip_value is beside max_norm"),
+    ({"norm": abs}, TypeError, "norm does not fit: expected a function, and max_norm"),
+    ({"norm": lambda _: -1.0, "max_norm": 1.0}, ValueError, "norm is out of range"),
+    ({"norm": lambda _: "x", "max_norm": 1.0}, TypeError, "norm is no number"),
+])  # fmt: skip
 def test_bad_limits(options: Any, error: Any, text: str) -> None:
     bags, optimizer = stepping(fused.SGD)
     tables = before(bags)

@@ -1,7 +1,5 @@
 """Bags in programs: one step for all that comes in a backward; hooks, threads, weights, copies."""
 
-from __future__ import annotations
-
 import copy
 import io
 import sys
@@ -19,28 +17,18 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from bag_modules import (  # noqa: E402
-    IDS,
-    SIZES,
-    assert_as,
-    assert_close,
-    before,
-    modules_of,
-    pair,
-    pooled,
-    stepping,
-)
-from torch.optim.optimizer import (  # noqa: E402
+from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from helpers import at_once  # noqa: E402
-from subprocesses import TORCH  # noqa: E402
-from torch_training import refused  # noqa: E402
+from bag_modules import (  # isort: skip
+    IDS, SIZES, assert_as, assert_close, before, modules_of, pair, pooled, stepping)  # fmt: skip
+from fusestep.nn import torch as fused
+from helpers import at_once
+from subprocesses import TORCH
+from torch_training import refused
 
 # Any program beside PyTorch's: one step for all that comes in a backward
 
@@ -61,25 +49,18 @@ TERMS: dict[str, Callable[[Any], Any]] = {
 
 
 DENSE = [
-    ("Adagrad", "touched", {"lr": 0.1}),
-    ("SGD", "touched", {"lr": 0.1}),
-    ("Adam", "all", {"lr": 0.01}),
-    ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
-    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}),
-    ("Adadelta", "all", {"lr": 1.0}),
-    ("Adamax", "all", {"lr": 0.01}),
-    ("NAdam", "all", {"lr": 0.01}),
-    ("RAdam", "all", {"lr": 0.01}),
+    ("Adagrad", "touched", {"lr": 0.1}), ("SGD", "touched", {"lr": 0.1}),
+    ("Adam", "all", {"lr": 0.01}), ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
+    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}), ("Adadelta", "all", {"lr": 1.0}),
+    ("Adamax", "all", {"lr": 0.01}), ("NAdam", "all", {"lr": 0.01}), ("RAdam", "all", {"lr": 0.01}),
     ("SGD", "all", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-]
+]  # fmt: skip
 
 
 USES: dict[str, Callable[[Any], Any]] = {
-    "square": lambda out: out.square().sum(),
-    "sum": lambda out: out.sum(),
-    "tanh": lambda out: out.tanh().sum(),
-    "detached": lambda out: out.detach().sum(),
-}
+    "square": lambda out: out.square().sum(), "sum": lambda out: out.sum(),
+    "tanh": lambda out: out.tanh().sum(), "detached": lambda out: out.detach().sum(),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -147,8 +128,7 @@ def forwards(draw: st.DrawFn, *, weighted: bool) -> tuple[Forward, str, bool]:
     longest, form = draw(st.sampled_from([6, 6, 200])), ["offsets", "square", "joined"]
     of = Forward(
         draw(st.integers(0, 99)), draw(st.integers(0, 12)), longest, draw(st.sampled_from(form)),
-        weighted and draw(st.booleans()),
-    )  # fmt: skip
+        weighted and draw(st.booleans()))  # fmt: skip
     return of, draw(st.sampled_from([*USES])), draw(st.booleans())
 
 
@@ -156,10 +136,8 @@ def forwards(draw: st.DrawFn, *, weighted: bool) -> tuple[Forward, str, bool]:
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_programs(name: str, sparse: str, options: dict[str, Any], data: st.DataObject) -> None:
-    """Forwards, penalties and gradients that were left, beside PyTorch's modules and optimizer.
-
-    The row that counts for nothing is another one in each step.
-    """
+    """Forwards, penalties and gradients that were left, beside PyTorch's modules and optimizer. The
+    row that counts for nothing is another one in each step."""
     mode = data.draw(st.sampled_from(["sum", "mean", "max"]))
     theirs = modules_of(mode)
     ours = fused.EmbeddingBags(copy.deepcopy(theirs))
@@ -225,8 +203,7 @@ def test_gradients_from_elsewhere_act(term: str, dtype: Any) -> None:
         loss.backward()
         assert all(w.grad is None for w in ours.weights)
     close = {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
-    each = zip(ours.parameters(), theirs.parameters(), strict=True)
-    for own, other in each:
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own.detach().double(), other.detach(), **close)
 
 
@@ -368,8 +345,7 @@ def test_gradients_that_are_asked_for_take_no_step(dtype: Any) -> None:
     def out() -> Any:
         return bags(IDS, None, factors).sum()
 
-    found = torch.autograd.grad(out(), factors)
-    for own, table, ids in zip(found, tables, IDS, strict=True):
+    for own, table, ids in zip(torch.autograd.grad(out(), factors), tables, IDS, strict=True):
         torch.testing.assert_close(own, table[ids].sum(2).to(dtype))
     (left,) = torch.autograd.grad(bags(IDS).sum(), [bags.weights[1]])
     assert left.to_dense().sum() == 6 * 8
@@ -436,8 +412,7 @@ def test_frozen_tables() -> None:
     bags(IDS).sum().backward()
     assert torch.equal(frozen, tables[0])
     assert frozen.grad is left
-    moved = (other != tables[1]).any(1).nonzero().flatten().tolist()
-    assert moved == [0, 3, 7, 29]
+    assert (other != tables[1]).any(1).nonzero().flatten().tolist() == [0, 3, 7, 29]
     bags.update_in_backward(None)
     bags(IDS).sum().backward()
     assert frozen.grad is left
@@ -525,11 +500,10 @@ def test_who_may_step() -> None:
     bags, optimizer = stepping()
     first = bags.weights[0]
     for call in (
-        optimizer.step,
-        lambda: optimizer.step(param=first),
+        optimizer.step, lambda: optimizer.step(param=first),
         lambda: optimizer.step(lambda: first.sum()),
         lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1).optimizer.step(),
-    ):
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match="the optimizer steps in backward, not by step"):
             call()
     other = fused.EmbeddingBags(list(bags.children()))
@@ -537,8 +511,7 @@ def test_who_may_step() -> None:
         other.update_in_backward(optimizer)
     bags.update_in_backward(optimizer)  # once more
     bags(IDS).sum().backward()
-    copied = copy.deepcopy(optimizer)
-    copied.step()  # has no gradients
+    copy.deepcopy(optimizer).step()  # has no gradients
     del bags  # nobody steps in its backward any more
     optimizer.step()
     other.update_in_backward(optimizer)
@@ -654,10 +627,9 @@ def test_weights_that_are_replaced_between_forward_and_backward() -> None:
 def test_weights_need_the_tables_of_their_forward() -> None:
     """A table that has changed, or lies elsewhere, gives no gradients of weights; nothing steps."""
     for change in (
-        lambda weight: weight.mul_(2),
-        lambda weight: weight.set_(weight.clone()),
+        lambda weight: weight.mul_(2), lambda weight: weight.set_(weight.clone()),
         lambda weight: setattr(weight, "data", weight.clone()),
-    ):
+    ):  # fmt: skip
         bags, _ = stepping(fused.SGD, [(9, 4)])
         factors = torch.ones(1, 2, requires_grad=True)
         out = bags([torch.tensor([[1, 2]])], None, [factors])
@@ -733,11 +705,10 @@ def saved(bags: Any) -> Any:
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "save": saved,
+    "deepcopy": copy.deepcopy, "save": saved,
     "of a model": lambda bags: copy.deepcopy(torch.nn.Sequential(bags))[0],
     "save of a model": lambda bags: saved(torch.nn.Sequential(bags))[0],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", COPIES)

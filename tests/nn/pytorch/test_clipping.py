@@ -1,14 +1,11 @@
 """Clipping beside PyTorch's: sparse gradients as the dense ones that they stand for; in parts."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
 import pickle
 import random
 import re
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -18,11 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import refused  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode
+from fusestep.nn import torch as fused
+from helpers import meanwhile
+from torch_training import refused
 
 ORDERS = [2.0, 1.0, 3, 0.5, math.inf, "inf"]
 theirs = torch.nn.utils
@@ -51,11 +47,6 @@ def dense_of(parameters: list[Any]) -> list[Any]:
     return [None if p.grad is None else p.grad.to_dense() for p in parameters]
 
 
-def assert_gradients_are_close(mine: list[Any], other: list[Any], rtol: float) -> None:
-    for one, two in zip(dense_of(mine), dense_of(other), strict=True):
-        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [0.0, 0.25, 1e3, math.inf])
 @pytest.mark.parametrize("order", ORDERS)
@@ -67,7 +58,7 @@ def test_norms_are_those_of_pytorch(order: Any, max_norm: float, dtype: Any) -> 
     torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0, check_dtype=False)
     assert (found.shape, found.device) == (expected.shape, expected.device)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert_gradients_are_close(mine, other, rtol)
+    torch.testing.assert_close(dense_of(mine), dense_of(other), rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -167,15 +158,13 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda p: fused.Adam(p, lr=0.1, sparse="touched", maximize=True),
     "NAdam": lambda p: fused.NAdam(p, lr=0.1, sparse="touched"),
     "AdamW of groups": lambda p: fused.AdamW(
-        [{"params": p[:2], "lr": 0.5}, {"params": p[2:], "weight_decay": 0.5}], sparse="all"
-    ),
+        [{"params": p[:2], "lr": 0.5}, {"params": p[2:], "weight_decay": 0.5}], sparse="all"),
     "Adagrad with decay": lambda p: fused.Adagrad(p, lr=0.1, weight_decay=0.1, sparse="touched"),
-}
+}  # fmt: skip
 WHOLE = {
-    "Lamb": lambda p: fused.Lamb(p, lr=0.1),
-    "Prodigy": fused.Prodigy,
+    "Lamb": lambda p: fused.Lamb(p, lr=0.1), "Prodigy": fused.Prodigy,
     "Adafactor": lambda p: fused.Adafactor(p, lr=0.1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*MAKERS, *WHOLE])
@@ -420,8 +409,7 @@ def fake(make: Any = lambda: torch.ones(6)) -> Any:
 
 MULTI = torch.tensor([[0, 2], [1, 1]])
 WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
-    "freed": lambda: cut(torch.ones(6)),
-    "shrunk": lambda: cut(torch.ones(6), 8),
+    "freed": lambda: cut(torch.ones(6)), "shrunk": lambda: cut(torch.ones(6), 8),
     "freed, float64": lambda: cut(torch.ones(6, dtype=torch.float64)),
     "freed, bfloat16": lambda: cut(torch.ones(6, dtype=torch.bfloat16)),
     "of a freed one": lambda: part(0, lambda t: t[6:]),
@@ -429,8 +417,7 @@ WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
     "strided, freed": lambda: part(0, lambda t: t[::2]),
     "strided, shrunk": lambda: part(40, lambda t: t[::2]),
     "expanded, freed": lambda: part(0, lambda t: t.expand(6), 1),
-    "negated, freed": lambda: part(0, torch._neg_view),
-    "fake": fake,
+    "negated, freed": lambda: part(0, torch._neg_view), "fake": fake,
     "functional": lambda: torch._to_functional_tensor(torch.ones(6)),
     "wrapping": lambda: Wrapping(torch.ones(6)),
     "values freed": lambda: in_rows(None, cut(torch.ones(2))),
@@ -440,7 +427,7 @@ WITHOUT_MEMORY: dict[str, Callable[[], Any]] = {
     "values of elements freed": lambda: in_rows(MULTI, cut(torch.ones(2))),
     "indices of elements freed": lambda: in_rows(cut(MULTI.clone())),
     "indices of elements shrunk": lambda: in_rows(cut(MULTI.clone(), 24)),
-}
+}  # fmt: skip
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "norm": lambda p, _: fused.clip_grad_norm_(p, 0.5),
     "sum": lambda p, _: fused.clip_grad_norm_(p, 0.5, 1.0),
@@ -477,14 +464,13 @@ def test_gradients_without_memory_are_refused(name: str, way: str) -> None:
 WITH_NUMBERS: dict[str, Callable[[], Any]] = {
     "zeros": lambda: torch._efficientzerotensor(6),
     "zeros, float64": lambda: torch._efficientzerotensor(6, dtype=torch.float64),
-    "negated": lambda: torch._neg_view(torch.ones(6)),
-    "strided": lambda: torch.ones(12)[::2],
+    "negated": lambda: torch._neg_view(torch.ones(6)), "strided": lambda: torch.ones(12)[::2],
     "values negated": lambda: in_rows(None, torch._neg_view(torch.ones(2))),
     "values of elements negated": lambda: in_rows(MULTI, torch._neg_view(torch.ones(2))),
     "indices are zeros": lambda: in_rows(torch._efficientzerotensor(1, 2, dtype=torch.int64)),
     "empty, freed": lambda: cut(torch.ones(0)),
     "no rows, freed": lambda: in_rows(cut(torch.zeros(1, 0, dtype=torch.int64)), torch.ones(0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -519,11 +505,9 @@ def test_gradients_that_share_memory() -> None:
     """They are read as they are, and brought into a range; what would be scaled twice raises."""
     whole = torch.ones(9)
     for first, second in (
-        (whole[:3], whole[:3]),
-        (whole[:3], whole[2:]),
-        (whole[3:6], whole.view(3, 3)[:, ::2]),
+        (whole[:3], whole[:3]), (whole[:3], whole[2:]), (whole[3:6], whole.view(3, 3)[:, ::2]),
         (whole[:3], in_rows(MULTI, whole[1:3])),
-    ):
+    ):  # fmt: skip
         parameters = beside(second)
         parameters[0].grad = first
         with pytest.raises(RuntimeError, match=r"gradient . shares memory: .* that of gradient ."):
@@ -538,28 +522,21 @@ def test_gradients_that_share_memory() -> None:
 
 def test_gradients_that_another_thread_exchanges_and_frees() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2_000)) for _ in range(20)]
-    optimizer, is_over = fused.SGD(parameters, lr=0.0), threading.Event()
+    optimizer, draw, errors = fused.SGD(parameters, lr=0.0), random.Random(0), []
 
-    def exchange() -> None:
-        draw = random.Random(0)
-        while not is_over.is_set():
-            p = draw.choice(parameters)
-            new = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
-                               cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
-            old, p.grad = p.grad, new  # PyTorch itself reads a gradient that is freed by this
-            del old
+    def exchange(_: int) -> None:
+        p = draw.choice(parameters)
+        new = draw.choice([None, torch.ones(2_000), torch._efficientzerotensor(2_000),
+                           cut(torch.ones(2_000)), torch.ones(1).expand(2_000)])  # fmt: skip
+        old, p.grad = p.grad, new  # PyTorch itself reads a gradient that is freed by this
+        del old
 
-    thread, errors = threading.Thread(target=exchange), []
-    thread.start()
-    try:
+    with meanwhile(exchange):
         for k in range(400):
             try:
                 [*WAYS.values()][k % 4](parameters, optimizer)
             except RuntimeError as error:
                 errors.append(str(error))
-    finally:
-        is_over.set()
-        thread.join()
     assert all(re.search("has no memory|cannot be written", text) for text in errors)
 
 
@@ -580,13 +557,12 @@ class Clipped(fused.ClippingModule, Module):
 
 
 COMPILED: dict[str, Callable[[Any, Any], Any]] = {
-    **WAYS,
-    "generator": lambda p, _: fused.clip_grad_norm_((x for x in p), 0.5),
+    **WAYS, "generator": lambda p, _: fused.clip_grad_norm_((x for x in p), 0.5),
     "error_if_nonfinite": lambda p, _: fused.clip_grad_norm_(p, 0.5, 3.0, True, True),
     "several optimizers": lambda p, o: fused.clip_grad_norm_(p, 0.5, optimizer=[o]),
     "a trainer, norm": lambda _, o: Clipped().configure_gradient_clipping(o, 0.5, "norm"),
     "a trainer, value": lambda _, o: Clipped().configure_gradient_clipping(o, 0.5, "value"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])

@@ -1,28 +1,20 @@
 """Copies of 16 bits that a step writes beside float32 parameters."""
 
-from __future__ import annotations
-
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn import torch as fused
+from helpers import at_once, more
+from test_options import SIXTEEN_BITS, mixed
 
-from helpers import more  # noqa: E402
-from test_options import SIXTEEN_BITS, mixed  # noqa: E402
-from torch_training import (  # noqa: E402
-    EVERY,
-    FOLDERS,
-    TABLES,
-    any_gradient,
-    assert_same_bits,
-    everything,
-    refused,
-)
+from torch_training import (  # isort: skip
+    EVERY, FOLDERS, TABLES, any_gradient, assert_same_bits, everything, refused)  # fmt: skip
 
 # A rule on matrices, and a class that takes no dense gradients.
 COPIED = [name for name in EVERY if name not in ("Adafactor", "SparseAdam")]
@@ -129,14 +121,7 @@ def test_steps_of_single_parameters_by_threads() -> None:
         for _ in range(50):
             one.step(param=parameter)
 
-    threads = [
-        threading.Thread(target=work, args=own)
-        for own in ((optimizer, parameters[0]), (other, parameters[2]))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once([partial(work, optimizer, parameters[0]), partial(work, other, parameters[2])])
     assert torch.equal(copies[0], parameters[0].bfloat16())
 
 
@@ -171,17 +156,14 @@ def test_other_threads_run_while_a_step_does(rounding: str) -> None:
     assert most > 1000
 
 
-@pytest.mark.parametrize(
-    ("copies", "error", "text"),
-    [
-        ([None], ValueError, "copies do not fit the parameters: expected a list of 2"),
-        ("ab", ValueError, "copies do not fit the parameters"),
-        ([None, 3], TypeError, r"copies\[1\] has a wrong type: expected a tensor or None"),
-        ([torch.zeros(5, 4), None], ValueError, r"copies\[0\] does not fit its parameter"),
-        ([torch.zeros(4, 5).half(), None], ValueError, r"copies\[0\] does not fit its parameter"),
-        ([torch.zeros(5, 4, device="meta").half(), None], ValueError, r"copies\[0\] does not fit"),
-    ],
-)
+@pytest.mark.parametrize(("copies", "error", "text"), [
+    ([None], ValueError, "copies do not fit the parameters: expected a list of 2"),
+    ("ab", ValueError, "copies do not fit the parameters"),
+    ([None, 3], TypeError, r"copies\[1\] has a wrong type: expected a tensor or None"),
+    ([torch.zeros(5, 4), None], ValueError, r"copies\[0\] does not fit its parameter"),
+    ([torch.zeros(4, 5).half(), None], ValueError, r"copies\[0\] does not fit its parameter"),
+    ([torch.zeros(5, 4, device="meta").half(), None], ValueError, r"copies\[0\] does not fit"),
+])  # fmt: skip
 def test_copies_that_do_not_fit(copies: Any, error: Any, text: str) -> None:
     parameters = mixed()[:2]
     group = {"params": parameters, "copies": copies}

@@ -1,7 +1,5 @@
 """Two processes on this machine: what happens in them is in ``distributed_programs``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from subprocesses import ENVIRONMENT  # noqa: E402
+from subprocesses import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -25,7 +23,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          PROGRAM, tmp_path],
         env={**ENVIRONMENT, "OMP_NUM_THREADS": "2"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

@@ -1,7 +1,5 @@
 """Random sequences of what can happen in a training, ours beside PyTorch's optimizer."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable
@@ -11,14 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn import Parameter  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-
-from helpers import more  # noqa: E402
-from subprocesses import TORCH  # noqa: E402
-from test_numbers import undo_casts  # noqa: E402
-from torch_training import DENSE, assert_close, since  # noqa: E402
+from torch.nn import Parameter
+from fusestep.nn import torch as fused
+from helpers import more
+from subprocesses import TORCH
+from test_numbers import undo_casts
+from torch_training import DENSE, assert_close, since
 
 SHAPES = [(3, 4), (5,), (), (2, 3, 2), (4, 3)]
 _OF_ADAM = {"decoupled_weight_decay": (False, True)} if TORCH >= (2, 7) else {"eps": (1e-8, 1e-3)}
@@ -191,9 +187,8 @@ class Side:
     def replace_state(self, r: random.Random) -> None:
         state = self.optimizer.state.get(r.choice(self.parameters), {})
         names, which = (
-            sorted(n for n, x in state.items() if isinstance(x, torch.Tensor)),
-            r.random(),
-        )
+            sorted(n for n, x in state.items() if isinstance(x, torch.Tensor)), r.random(),
+        )  # fmt: skip
         if names:
             name = names[int(which * len(names))]
             old, state[name] = state[name], self._moved(state[name], r)
@@ -276,8 +271,7 @@ OTHERS = (
     "change_options", "change_options_in_place", "change_decay", "change_direction",
     "change_rate", "exchange_groups", "replace_memory", "replace_state", "scale_state",
     "exchange", "add_group", "merge_groups", "copy", "freeze", "exchange_all_memory",
-    "exchange_all_memory", "change_dtype_of_count", "forget",
-)  # fmt: skip
+    "exchange_all_memory", "change_dtype_of_count", "forget")  # fmt: skip
 
 
 def exchange_state_dicts(mine: Side, other: Side) -> None:

@@ -1,7 +1,5 @@
 """Mixed precision: GradScaler, which unscales and skips by itself or leaves both to the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,32 +8,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn import torch as fused
+from subprocesses import TORCH
 
-from subprocesses import TORCH  # noqa: E402
-from torch_training import (  # noqa: E402
-    DENSE,
-    EVERY,
-    TABLES,
-    Tagger,
-    assert_close,
-    assert_equal_models,
-    assert_same_bits,
-    loss_of,
-    net,
-    snapshot,
-    train,
-)
+from torch_training import (  # isort: skip
+    DENSE, EVERY, TABLES, Tagger, assert_close, assert_equal_models, assert_same_bits, loss_of, net,
+    snapshot, train)  # fmt: skip
 
 FUSED = ["SGD", "Adagrad", "Adam", "AdamW"]
 """Those that take ``fused`` in PyTorch too."""
 F32 = torch.float32
 
 
-def scaled_step(
-    model: Any, optimizer: Any, scaler: Any, step: int, *, infinite: bool = False,
-    first: Any = None,
-) -> Any:  # fmt: skip
+def scaled_step(model, optimizer, scaler, step: int, *, infinite: bool = False, first=None) -> Any:
     """A step with a scaler, after an infinity in one gradient; what the scaler returned."""
     optimizer.zero_grad()
     scaler.scale(loss_of(model, step)).backward()
@@ -50,8 +35,8 @@ def scaled_step(
     return result
 
 
-def scaler_of(scale: float = 2.0**10) -> Any:
-    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+def scaler_of() -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
 
 
 def optimizers(name: str, **options: Any) -> list[tuple[Any, Any]]:
@@ -81,9 +66,8 @@ CLIPS: dict[str, Callable[[Any, Any], Any] | None] = {
     "ours, on the way": lambda p, o: (
         fused.clip_grad_norm_(p, 0.5, optimizer=o)
         if isinstance(o, fused.FusedOptimizer)
-        else torch.nn.utils.clip_grad_norm_(p, 0.5)
-    ),
-}
+        else torch.nn.utils.clip_grad_norm_(p, 0.5)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("clip", CLIPS)
@@ -108,8 +92,7 @@ def test_the_step_unscales(name: str, is_fused: bool, clip: str) -> None:
     for p, q in zip(mine.parameters(), other.parameters(), strict=True):
         states = ours.state[p], theirs.state[q]
         assert states[0].keys() == states[1].keys()
-        tensors = [[x for x in s.values() if x is not None] for s in states]
-        assert_close(*tensors, 1e-5)
+        assert_close(*[[x for x in s.values() if x is not None] for s in states], 1e-5)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -1,7 +1,5 @@
 """GrowingEmbedding: ids that come and go, against tables with a vocabulary that is known."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -11,12 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-
-from fusestep import nn  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-
-from thread_processes import in_threads  # noqa: E402
+import numpy as np
+from fusestep import nn
+from fusestep.nn import torch as fused
+from thread_processes import in_threads
 
 D, N_IDS, CAPACITY = 4, 30, 64
 DRAW, INIT = nn.UniformRows(0.3, seed=5), torch.nn.init
@@ -82,8 +78,7 @@ def test_weights_by_id_are_those_of_a_known_vocabulary(name: str, is_pooled: boo
         given = EACH[chosen], row_of[chosen]
         if is_pooled:
             given = tuple([[own] for own in given])
-        found = [step(*each) for each in zip(models, optimizers, given, strict=True)]
-        assert torch.equal(*found)
+        assert torch.equal(*map(step, models, optimizers, given))
     for optimizer in optimizers:
         optimizer.flush()
     ids, rows, *_ = map(torch.from_numpy, table.ids.rows_of_ids())
@@ -142,16 +137,14 @@ def test_least_recently_used_rows_are_evicted_between_steps(is_pooled: bool) -> 
 def test_features_of_a_table_keep_each_others_rows() -> None:
     """Weights are ids: no new id of one feature takes the row of an id of another."""
     options: Any = {
-        "initial": lambda new, shape: new.astype(float).reshape(shape),
-        "padding_idx": 0,
-    }
+        "initial": lambda new, shape: new.astype(float).reshape(shape), "padding_idx": 0,
+    }  # fmt: skip
     tables = [fused.GrowingEmbedding(9, 1, full="evict", **options) for _ in range(2)]
     model = fused.EmbeddingBags(tables, features=[0, 1, 0])
     optimizer = fused.SGD(model.parameters(), lr=0.0)
     for k in range(200):
         given = torch.randint(30, (3, 4, 1), generator=torch.Generator().manual_seed(k))
-        out = step(model, optimizer, [*given])
-        assert torch.equal(out, given[..., 0].T.float())
+        assert torch.equal(step(model, optimizer, [*given]), given[..., 0].T.float())
     assert tables[0].ids.evictions > 100
     before = tables[0].ids.state_dict()
     with pytest.raises(TypeError, match="int32 or uint64 on the host, got"):
@@ -234,8 +227,7 @@ def test_what_others_see_of_an_admission() -> None:
         out = torch.utils.checkpoint.checkpoint(table, EACH[:3], use_reentrant=False)
         before = table.ids.state_dict()
         out.sum().backward()
-        after = table.ids.state_dict()
-        assert all(np.array_equal(before[name], x) for name, x in after.items())
+        assert all(np.array_equal(before[name], x) for name, x in table.ids.state_dict().items())
     assert table.ids.rows_of_ids()[2].tolist() == [2, 2, 2]
     used = table.weight.square().sum()
     table(EACH[5:6]), table(EACH[5:6])

@@ -1,7 +1,5 @@
 """GrowingEmbedding and what PyTorch has around it: a loss, checkpoints, torch.export."""
 
-from __future__ import annotations
-
 import copy
 import io
 import threading
@@ -14,16 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.distributed.checkpoint import state_dict as of_dcp  # noqa: E402
-from torch.export import Dim, load, save  # noqa: E402
-
-from fusestep.nn import UniformRows  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-
-from subprocesses import TORCH  # noqa: E402
-from thread_processes import in_threads  # noqa: E402
+import numpy as np
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as of_dcp
+from torch.export import Dim, load, save
+from fusestep.nn import UniformRows
+from fusestep.nn import torch as fused
+from subprocesses import TORCH
+from thread_processes import in_threads
 
 ALONE: Any = {"no_dist": True} if TORCH >= (2, 7) else {}
 export = partial(torch.export.export, strict=False)  # which older versions do not by default

@@ -1,7 +1,5 @@
 """A step finds all that has changed since the last one, and writes more than parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn import Parameter  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.optimizer import Fused  # noqa: E402
-
-from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train  # noqa: E402
+from torch.nn import Parameter
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.optimizer import Fused
+from torch_training import any_gradient, assert_equal_models, everything, net, refused, since, train
 
 
 @pytest.fixture
@@ -65,9 +61,7 @@ def test_strides_along_one_element_mean_nothing(bound: list[int]) -> None:
 # -- what a parameter and a state may have become -------------------------------------------------
 
 
-def stepped(
-    shape: Any = (4,), name: str = "Adam", steps: int = 1, **options: Any
-) -> tuple[Any, Any, Any]:
+def stepped(shape=(4,), name: str = "Adam", steps: int = 1, **options) -> tuple[Any, Any, Any]:
     """A parameter of ones with its optimizer, and its states."""
     parameter = torch.nn.Parameter(torch.ones(shape))
     optimizer = getattr(fused, name)([parameter], **options)
@@ -208,16 +202,10 @@ def test_exchanged_memory_is_no_new_binding(name: str, bound: list[int]) -> None
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        torch._neg_view(torch.ones(64)),
-        torch.ones(128)[::2],
-        pytest.param(torch.ones(64).double(), marks=any_gradient),
-        None,
-    ],
-    ids=["negative", "strided", "double", "none"],
-)
+@pytest.mark.parametrize("fault", [
+    torch._neg_view(torch.ones(64)), torch.ones(128)[::2],
+    pytest.param(torch.ones(64).double(), marks=any_gradient), None,
+], ids=["negative", "strided", "double", "none"])  # fmt: skip
 def test_memory_that_moves_in_a_step_that_is_bound_anew(fault: Any) -> None:
     """The old binding, which is used again, must have noticed."""
     one, other = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))

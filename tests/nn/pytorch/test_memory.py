@@ -1,7 +1,5 @@
 """What an optimizer keeps alive: parameters and states, and nothing of a step that is over."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import mmap
@@ -17,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
+from fusestep.nn import torch as fused
 
 MEGABYTE = 2**20
 N = 16 * MEGABYTE  # 64 MB: the system gets so much back at once

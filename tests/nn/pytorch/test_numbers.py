@@ -3,8 +3,6 @@
 The reference is PyTorch's default on the CPU, the loop over single tensors.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,9 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import since  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import since
 
 STEPS = 20
 # Of the largest magnitude that an element had in any step.
@@ -33,14 +30,12 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "Adam": {**_DECOUPLED, "amsgrad": (False, True), "betas": ((0.9, 0.999), (0.3, 0.2))},
     "AdamW": {**_ALL, "amsgrad": (False, True)},
     "NAdam": {**_DECOUPLED, "momentum_decay": (4e-3, 0.2)},
-    "RAdam": {**_DECOUPLED, "betas": ((0.9, 0.999), (0.5, 0.7))},
-    "Adamax": _ALL,
-    "Adadelta": {**_ALL, "rho": (0.9, 0.5)},
-    "ASGD": {**_ALL, "t0": (1e6, 3), "lambd": (1e-4, 0.1)},
+    "RAdam": {**_DECOUPLED, "betas": ((0.9, 0.999), (0.5, 0.7))}, "Adamax": _ALL,
+    "Adadelta": {**_ALL, "rho": (0.9, 0.5)}, "ASGD": {**_ALL, "t0": (1e6, 3), "lambd": (1e-4, 0.1)},
     "Rprop": {"maximize": (False, True), "etas": ((0.5, 1.2), (0.3, 2.0))},
     "Adafactor": {**_ALL, "d": (1.0, 2.0), "eps": ((None, 1e-3), (1e-10, 0.1))},
     "SparseAdam": {"maximize": (False, True), "betas": ((0.9, 0.999), (0.3, 0.2))},
-}
+}  # fmt: skip
 
 
 def combinations() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -138,9 +133,8 @@ def test_numbers_are_those_of_pytorch(name: str, options: dict[str, Any], dtype:
     rows = name == "SparseAdam"
     mine, other = parameters(dtype, rows=rows), parameters(dtype, rows=rows)
     ours, theirs = (
-        getattr(fused, name)(mine, **options),
-        getattr(torch.optim, name)(other, **options),
-    )
+        getattr(fused, name)(mine, **options), getattr(torch.optim, name)(other, **options),
+    )  # fmt: skip
     generator, pairs = torch.Generator().manual_seed(5), list(zip(mine, other, strict=True))
     comparison = Comparison(ours, theirs, pairs)
     for step, rate in enumerate(rates(name)):
@@ -230,8 +224,7 @@ def test_edges_are_those_of_pytorch(name: str, options: dict[str, Any], dtype: A
     [(torch.float32, (3,)), (torch.float32, (2, 3)),
      *(pytest.param(*each, marks=pytest.mark.exhaustive)
        for each in product(BOUND, [(), (3,), (1, 1), (2, 3), (2, 2, 2)])
-       if each not in ((torch.float32, (3,)), (torch.float32, (2, 3))))],
-)  # fmt: skip
+       if each not in ((torch.float32, (3,)), (torch.float32, (2, 3))))])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"d": 2.0, "weight_decay": 0.1}, {"eps": (1e-10, 0.0)}])
 def test_edges_of_adafactor(options: dict[str, Any], shape: tuple[int, ...], dtype: Any) -> None:
     """Values of one element or of all, in two steps, at three parameters."""

@@ -1,7 +1,5 @@
 """Steps on the threads of PyTorch's OpenMP: same bits, whoever runs the loops, and when not."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading
@@ -14,12 +12,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-import fusestep  # noqa: E402
-from fusestep.kernels.cpu.threads import openmp, parallel  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-
-from subprocesses import output_of, run_python  # noqa: E402
-from test_threads import END, INTERRUPTS  # noqa: E402
+import fusestep
+from fusestep.kernels.cpu.threads import openmp, parallel
+from fusestep.nn import torch as fused
+from subprocesses import output_of, run_python
+from test_threads import END, INTERRUPTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looked for on Linux alone")
 N, ROWS, WIDTH, BATCH = 300_000, 5_000, 40, 20_000
@@ -195,9 +192,7 @@ def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
 
 
 @pytest.mark.parametrize("can_start", [False, True])
-def test_each_python_thread_starts_a_team_of_its_own(
-    can_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_python_thread_starts_a_team_of_its_own(can_start: bool, monkeypatch) -> None:
     """Whatever is known of that of another thread. OpenMP ends the process if it cannot."""
     openmp._team.size, openmp._team.left_alone = 2, 0
     openmp.record_loop(time.pthread_getcpuclockid(threading.get_ident()), 0)
@@ -393,6 +388,5 @@ def test_another_runtime_in_the_process(runtime: str) -> None:
     library = find_library(runtime)
     if library is None:
         pytest.skip(f"no lib{runtime} here")
-    program = BESIDE_A_RUNTIME + ON_PYTORCHS_THREADS
-    assert output_of(program, library).strip() == "True"
+    assert output_of(BESIDE_A_RUNTIME + ON_PYTORCHS_THREADS, library).strip() == "True"
     assert output_of(ON_PYTORCHS_THREADS, LD_PRELOAD=library).strip() == "True"

@@ -1,7 +1,5 @@
 """The cases with which PyTorch tests its own optimizers: options and errors."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("expecttest")  # PyTorch's own cases need it
 
-from torch.testing._internal import common_optimizers  # noqa: E402
-from torch.testing._internal.common_optimizers import OptimizerErrorEnum  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import SHARED, assert_close  # noqa: E402
+from torch.testing._internal import common_optimizers
+from torch.testing._internal.common_optimizers import OptimizerErrorEnum
+from fusestep.nn import torch as fused
+from torch_training import SHARED, assert_close
 
 INFOS = {info.name: info for info in common_optimizers.optim_db if info.name in SHARED}
 DTYPES = {"f32": torch.float32, "f64": torch.float64}
@@ -53,8 +49,7 @@ def run(package: Any, name: str, options: dict[str, Any], dtype: Any) -> list[An
     optimizer = getattr(package, name)([weight, bias], **options)
     for step in range(12):
         optimizer.zero_grad()
-        loss = (weight.mv(x) + bias).pow(2).sum() / (1 + step)
-        loss.backward()
+        ((weight.mv(x) + bias).pow(2).sum() / (1 + step)).backward()
         if INFOS[name].only_supports_sparse_grads:
             weight.grad, bias.grad = weight.grad.to_sparse(1), bias.grad.to_sparse(1)
         optimizer.step()

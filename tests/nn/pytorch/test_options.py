@@ -1,7 +1,5 @@
 """What PyTorch's optimizers do not have: skipped steps, dtypes, users' rules; bad input."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings
@@ -13,13 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import Rule  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine.part import Method  # noqa: E402
-
-from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
-from test_numbers import gradient  # noqa: E402
-from torch_training import EVERY, everything, refused  # noqa: E402
+from fusestep.nn import Rule
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine.part import Method
+from own_functions import AVERAGED, MEASURED, PLAIN, raising
+from test_numbers import gradient
+from torch_training import EVERY, everything, refused
 
 SIXTEEN_BITS = [torch.float16, torch.bfloat16]
 
@@ -141,19 +138,16 @@ def sparse(indices: Any, values: Any) -> Any:
 NO_ROWS = torch.zeros(0, 1, dtype=torch.int64)  # a hybrid tensor of no sparse dimension
 
 
-@pytest.mark.parametrize(
-    ("spoil", "kind", "message"),
-    [
-        (lambda p: setattr(p[0].grad, "data", torch.ones(4, 5)), RuntimeError,
-         "gradient of parameter 0 has a wrong shape"),
-        (share, RuntimeError, "shares memory"),
-        (lambda p: setattr(p[2], "grad", sparse([[1, 9]], torch.ones(2, 3))), IndexError,
-         "gradient of parameter 2"),
-        (complex_numbers, RuntimeError, "does not support complex parameters"),
-        (lambda p: setattr(p[2], "grad", sparse(NO_ROWS, torch.ones(1, 9, 3))), RuntimeError,
-         "sparse dimension"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "kind", "message"), [
+    (lambda p: setattr(p[0].grad, "data", torch.ones(4, 5)), RuntimeError,
+     "gradient of parameter 0 has a wrong shape"),
+    (share, RuntimeError, "shares memory"),
+    (lambda p: setattr(p[2], "grad", sparse([[1, 9]], torch.ones(2, 3))), IndexError,
+     "gradient of parameter 2"),
+    (complex_numbers, RuntimeError, "does not support complex parameters"),
+    (lambda p: setattr(p[2], "grad", sparse(NO_ROWS, torch.ones(1, 9, 3))), RuntimeError,
+     "sparse dimension"),
+])  # fmt: skip
 @pytest.mark.parametrize("after", [0, 1])
 def test_bad_input(spoil: Any, kind: type, message: str, after: int) -> None:
     parameters = mixed()
@@ -201,18 +195,15 @@ def test_a_state_of_another_model() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"sparse": "lazy"}, ValueError, "sparse"),
-        ({"skip_nonfinite": 1}, TypeError, "skip_nonfinite"),
-        ({"state_dtype": torch.int8}, ValueError, "state_dtype"),
-        ({"differentiable": True}, RuntimeError, "differentiable"),
-        ({"capturable": True}, RuntimeError, "Adam: capturable=True is not supported"),
-        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
-        ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
-    ],
-)
+@pytest.mark.parametrize(("options", "kind", "message"), [
+    ({"sparse": "lazy"}, ValueError, "sparse"),
+    ({"skip_nonfinite": 1}, TypeError, "skip_nonfinite"),
+    ({"state_dtype": torch.int8}, ValueError, "state_dtype"),
+    ({"differentiable": True}, RuntimeError, "differentiable"),
+    ({"capturable": True}, RuntimeError, "Adam: capturable=True is not supported"),
+    ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+    ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
+])  # fmt: skip
 def test_bad_options(options: dict[str, Any], kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         fused.Adam(mixed(), **options)
@@ -240,10 +231,8 @@ BAD_GROUPS: dict[str, Any] = {
 
 
 def looked_at(groups: list[Any]) -> list[Any]:
-    """Groups with the order of their options and the identity of what is in them.
-
-    Of iterators, what they would give.
-    """
+    """Groups with the order of their options and the identity of what is in them. Of iterators,
+    what they would give."""
 
     def seen(value: Any) -> Any:
         return [*map(id, copy.copy(value))] if isinstance(value, list | Iterator) else id(value)
@@ -350,11 +339,10 @@ ALIASES: dict[str, Callable[[Any, Any], Any]] = {
     "values of a state": lambda _, state: rows(torch.arange(N), state["exp_avg"]),
     "indices": lambda w, _: rows(w.detach().view(-1)[:8].view(torch.int64), torch.ones(4, D)),
     "indices of a state": lambda _, state: rows(
-        state["exp_avg_sq"].view(-1)[:8].view(torch.int64), torch.ones(4, D)
-    ),
+        state["exp_avg_sq"].view(-1)[:8].view(torch.int64), torch.ones(4, D)),
     "dense": lambda w, _: w.detach(),
     "dense state": lambda _, state: state["exp_avg"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("earlier_steps", [0, 1, 3])
@@ -491,15 +479,12 @@ class Own(fused.FusedOptimizer):
 
 CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a rule that raises": (
-        {"rule": replace(PLAIN, update=raising)}, ValueError, "update 'raising' can raise",
-    ),
+        {"rule": replace(PLAIN, update=raising)}, ValueError, "update 'raising' can raise"),
     "other arguments": (
-        {"rule": replace(PLAIN, states=("m",))}, TypeError, "update 'plain' takes other arguments",
-    ),
+        {"rule": replace(PLAIN, states=("m",))}, TypeError, "update 'plain' takes other arguments"),
     "a name of what comes before": (
         {"rule": replace(PLAIN, hp=("lr", "grad_scale"))}, ValueError,
-        "hp of the rule has a name of what comes before the rule",
-    ),
+        "hp of the rule has a name of what comes before the rule"),
     "too many": (
         {"found": (0.5, 0.5)}, ValueError, r"scalars returns another number of scalars: expected 1",
     ),

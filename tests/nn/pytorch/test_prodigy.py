@@ -1,7 +1,5 @@
 """Prodigy on PyTorch's tensors, beside the float64 reference, and the original where it is."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -13,9 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from reference_prodigy import OPTIONS, reference_with  # noqa: E402
+from fusestep.nn import torch as fused
+from reference_prodigy import OPTIONS, reference_with
 
 SHAPES = [(7, 5), (11,), (), (2, 3, 4)]
 
@@ -125,15 +122,14 @@ def test_what_it_refuses() -> None:
         return torch.nn.Parameter(torch.ones(2, 2))
 
     for options, text in (
-        ({"lr": 0.0}, "Invalid learning rate"),
-        ({"d0": 0.0}, "Invalid d0 value"),
+        ({"lr": 0.0}, "Invalid learning rate"), ({"d0": 0.0}, "Invalid d0 value"),
         ({"eps": 0.0}, "Invalid epsilon value"),
         ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
         ({"beta3": 1.0}, "Invalid beta parameter at index 0"),
         ({"d_coef": -1.0}, "Invalid d_coef value"),
         ({"slice_p": 11}, "slice_p=11 is not supported"),
         ({"fsdp_in_use": True}, "fsdp_in_use=True is not supported"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             fused.Prodigy([new()], **options)
     p, q = new(), new()

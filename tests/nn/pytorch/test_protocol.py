@@ -1,7 +1,5 @@
 """What PyTorch asks of an optimizer beside its numbers: hooks, closures, groups, copies, files."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -11,28 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.optim.optimizer import (  # noqa: E402
+from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from fusestep.nn import torch as fused
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import (  # noqa: E402
-    DENSE,
-    EVERY,
-    FOLDERS,
-    TABLES,
-    Tagger,
-    assert_equal_models,
-    assert_same_bits,
-    batch_of,
-    loss_of,
-    net,
-    snapshot,
-    through_folder,
-    train,
-)
+from torch_training import (  # isort: skip
+    DENSE, EVERY, FOLDERS, TABLES, Tagger, assert_equal_models, assert_same_bits, batch_of, loss_of,
+    net, snapshot, through_folder, train)  # fmt: skip
 
 
 def pair(name: str, **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -106,8 +91,7 @@ def test_hooks_run_once_for_subclasses(name: str) -> None:
 
 
 def test_a_hook_may_replace_the_arguments() -> None:
-    model = net()
-    optimizer = fused.SGD(model.parameters(), lr=0.1)
+    optimizer = fused.SGD(net().parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda self, *_: ((self, lambda: "of the hook"), {}))
     assert optimizer.step(lambda: "given") == "of the hook"
 
@@ -290,9 +274,8 @@ def by_state_dict(model: Any, optimizer: Any) -> Any:
 
 COPIES: dict[str, Any] = {
     "deepcopy": lambda *both: copy.deepcopy(both),
-    "pickle": lambda *both: pickle.loads(pickle.dumps(both)),
-    "file": by_state_dict,
-}
+    "pickle": lambda *both: pickle.loads(pickle.dumps(both)), "file": by_state_dict,
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*distributed is.*:UserWarning")

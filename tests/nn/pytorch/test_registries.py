@@ -1,7 +1,5 @@
 """Libraries that register all subclasses of PyTorch's optimizers by name."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -9,10 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from subprocesses import output_of  # noqa: E402
-from torch_training import EVERY  # noqa: E402
+from fusestep.nn import torch as fused
+from subprocesses import output_of
+from torch_training import EVERY
 
 _OURS = "from fusestep.nn import torch as fused"
 _THEIRS = "from class_resolver.contrib.torch import optimizer_resolver as known"

@@ -1,7 +1,5 @@
 """Weights of 16 bits in nn.torch, beside masters or remainders, or rounded at random."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
@@ -12,19 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-import reference_random as model  # noqa: E402
-from helpers import BF16, more  # noqa: E402
-from test_options import SIXTEEN_BITS, mixed, unchanged  # noqa: E402
-from torch_training import (  # noqa: E402
-    EVERY,
-    FOLDERS,
-    TABLES,
-    assert_same_bits,
-    everything,
-    refused,
-)
+import reference_random as model
+from fusestep.nn import torch as fused
+from helpers import BF16, more
+from test_options import SIXTEEN_BITS, mixed, unchanged
+from torch_training import EVERY, FOLDERS, TABLES, assert_same_bits, everything, refused
 
 FORMS = {"master": "master", "kahan": "remainder"}
 """Ways to round, and the state that lies beside the weight."""
@@ -70,17 +60,14 @@ def rounded_at_random(x: Any, weight: Any, name: str, update: int, *, by_rows: b
     flat, dtype = x.as_strided((x.numel(),), (1,)).numpy(), NUMPY[weight.dtype]
     found = model.all_rounded(flat, dtype, SEED, name, update)
     return torch.from_numpy(found.astype(np.float32)).to(weight.dtype).as_strided(
-        weight.shape, weight.stride()
-    )  # fmt: skip
+        weight.shape, weight.stride())  # fmt: skip
 
 
 @EACH
 @EVERY_FORM
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=["f16", "bf16"])
 @pytest.mark.parametrize("sparse", ["touched", "all"])
-def test_a_step_is_that_of_the_float32_weight(
-    name: str, form: str, dtype: Any, sparse: str
-) -> None:
+def test_a_step_is_that_of_the_float32_weight(name: str, form: str, dtype, sparse: str) -> None:
     """To the last bit, states too; then both are rounded, channels last and rows as well."""
     if name not in TABLES and sparse == "all":
         pytest.skip("takes no sparse gradients")
@@ -240,8 +227,7 @@ def test_a_weight_that_was_changed_wins() -> None:
     masters = [optimizer.state[p]["master"].clone() for p in parameters]
     with torch.no_grad():
         parameters[0][1:3] = 7.0
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with pytest.warns(UserWarning, match="SGD: master of parameter 0 begins at the weight") as told:
         optimizer.step()
     assert len(told) == 1
@@ -404,8 +390,7 @@ def test_a_remainder_of_another_weight_begins_anew() -> None:
 
 def test_states_that_do_not_fit_change_nothing() -> None:
     """Masters for float32 weights, masters of other shapes or only some, for which they win."""
-    parameters = mixed(torch.bfloat16)[:2]
-    optimizer = fused.SGD(parameters, lr=0.1, momentum=0.9, rounding="master")
+    optimizer = fused.SGD(mixed(torch.bfloat16)[:2], lr=0.1, momentum=0.9, rounding="master")
     optimizer.step()
     saved = optimizer.state_dict()
     plain = fused.SGD(mixed(torch.float32)[:2], lr=0.1, momentum=0.9)

@@ -1,7 +1,5 @@
 """Row-wise Adagrad and Adam on PyTorch's tensors, against the float64 references."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,18 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-import reference  # noqa: E402
-import reference_row_wise as row_wise  # noqa: E402
+import reference
+import reference_row_wise as row_wise
+from fusestep.nn import torch as fused
 
 N, D, B = 40, 13, 60
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "adagrad": ("RowWiseAdagrad", {}),
     "adagrad coupled": ("RowWiseAdagrad", {"weight_decay": 0.1, "initial_accumulator_value": 0.2}),
     "adagrad decoupled": (
-        "RowWiseAdagrad", {"weight_decay": 0.1, "decoupled_weight_decay": True, "eps": 0.1},
-    ),
+        "RowWiseAdagrad", {"weight_decay": 0.1, "decoupled_weight_decay": True, "eps": 0.1}),
     "adagrad up": ("RowWiseAdagrad", {"maximize": True}),
     "adam": ("RowWiseAdam", {}),
     "adam decaying": ("RowWiseAdam", {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 0.01}),

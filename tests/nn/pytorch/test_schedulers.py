@@ -1,7 +1,5 @@
 """All schedulers of PyTorch on our classes: the same rates, and the same parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.optim import lr_scheduler as s  # noqa: E402
-from torch.optim.swa_utils import SWALR  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-
-from subprocesses import output_of  # noqa: E402
-from torch_training import DENSE, assert_equal_models, loss_of, net, since  # noqa: E402
+from torch.optim import lr_scheduler as s
+from torch.optim.swa_utils import SWALR
+from fusestep.nn import torch as fused
+from subprocesses import output_of
+from torch_training import DENSE, assert_equal_models, loss_of, net, since
 
 
 def cycles(optimizer: Any) -> bool:
@@ -38,18 +34,15 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: s.OneCycleLR(o, 0.05, total_steps=12, cycle_momentum=cycles(o)),
     "ReduceLROnPlateau": lambda o: s.ReduceLROnPlateau(o, patience=0, threshold=0.5),
     "SequentialLR": lambda o: s.SequentialLR(
-        o, [s.LinearLR(o, 0.1, 1.0, 3), s.ExponentialLR(o, 0.8)], [4]
-    ),
+        o, [s.LinearLR(o, 0.1, 1.0, 3), s.ExponentialLR(o, 0.8)], [4]),
     "ChainedScheduler": lambda o: s.ChainedScheduler(
-        [s.ConstantLR(o, 0.5, 4), s.ExponentialLR(o, 0.9)], o
-    ),
+        [s.ConstantLR(o, 0.5, 4), s.ExponentialLR(o, 0.9)], o),
     "SWALR": lambda o: SWALR(o, 1e-3, anneal_epochs=4, anneal_strategy="cos"),
-}
+}  # fmt: skip
 
 
 def test_all_schedulers_are_here() -> None:
-    abstract = {"LRScheduler"}
-    assert set(s.__all__) - abstract <= SCHEDULERS.keys()
+    assert set(s.__all__) - {"LRScheduler"} <= SCHEDULERS.keys()
 
 
 def run(optimizer: Any, model: Any, scheduler: Any, steps: int) -> list[Any]:

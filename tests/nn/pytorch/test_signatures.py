@@ -1,7 +1,5 @@
 """The names and signatures of torch.optim, and pages that stand alone."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any
@@ -10,9 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import EVERY, SHARED  # noqa: E402
+from fusestep.nn import torch as fused
+from torch_training import EVERY, SHARED
 
 OPTIMIZERS = [*EVERY, "FusedOptimizer", "Thor"]
 OWN = {

@@ -1,7 +1,5 @@
 """Sparse gradients, with duplicates: every row ("all"), or the rows that occur ("touched")."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import product
 from typing import Any
@@ -10,15 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.nn import Parameter  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine import record  # noqa: E402
-from fusestep.nn.torch.engine.step import Steps  # noqa: E402
-
-from helpers import sampled  # noqa: E402
-from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient  # noqa: E402
-from torch_training import TABLES, assert_same_bits  # noqa: E402
+from torch.nn import Parameter
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine import record
+from fusestep.nn.torch.engine.step import Steps
+from helpers import sampled
+from test_numbers import BOUND, OPTIONS, Comparison, combinations, gradient
+from torch_training import TABLES, assert_same_bits
 
 DENSE_ONLY = {"Adafactor"}
 FIXED = {"maximize": False, "betas": (0.9, 0.999), "dampening": 0, "etas": (0.5, 1.2), "rho": 0.9}
@@ -54,8 +50,7 @@ def step_touched(optimizer: Any, parameter: Any, rows: Any) -> None:
         if tensor.shape == parameter.shape and name in before:
             tensor.detach()[others] = before[name][others]
         elif tensor.shape == parameter.shape:  # a state that is new
-            initial = {"step_size": optimizer.param_groups[0]["lr"]}.get(name, 0.0)
-            tensor[others] = initial
+            tensor[others] = {"step_size": optimizer.param_groups[0]["lr"]}.get(name, 0.0)
 
 
 @pytest.mark.parametrize("sparse", ["touched", "all"])
@@ -236,9 +231,10 @@ def test_a_step_of_all_is_one_of_each(name: str, dtypes: str, sparse: str) -> No
         assert torch.isfinite(p).all()
 
 
-def made_of(indices: Any, values: Any, rows: int) -> Any:
+def made_of(indices: Any, values: Any) -> Any:
+    """A gradient of a table of 9 rows."""
     with torch.sparse.check_sparse_tensor_invariants(False):
-        return torch.sparse_coo_tensor(indices, values, (rows, *values.shape[1:]))
+        return torch.sparse_coo_tensor(indices, values, (9, *values.shape[1:]))
 
 
 def rows_of_every_kind(kind: str, generator: Any) -> Any:
@@ -247,23 +243,22 @@ def rows_of_every_kind(kind: str, generator: Any) -> Any:
     ids = torch.randint(0, 9, (1, n), generator=generator)
     values = torch.randn(n, 3, generator=generator)
     changed: dict[str, Any] = {
-        "empty": lambda: made_of(ids[:, :0], values[:0], 9),
-        "one": lambda: made_of(ids[:, :1], values.as_strided((1, 3), (7, 1)), 9),
-        "turned": lambda: made_of(ids, values.reshape(3, n).t(), 9),
-        "strided ids": lambda: made_of(ids.repeat(1, 2)[:, ::2], values, 9),
-        "inside": lambda: made_of(ids[:, 1:], values[1:], 9),
-        "negative": lambda: made_of(ids, torch._neg_view(values), 9),
-        "one row for all": lambda: made_of(ids, values[:1].expand(n, 3), 9),
-        "coalesced": lambda: made_of(ids, values, 9).coalesce(),
-        "both dimensions": lambda: made_of(ids, values, 9).to_dense().to_sparse(2),
-        "half": lambda: made_of(ids, values.half(), 9),
-        "dense": lambda: made_of(ids, values, 9).to_dense(),
-        "none": lambda: None,
-    }
+        "empty": lambda: made_of(ids[:, :0], values[:0]),
+        "one": lambda: made_of(ids[:, :1], values.as_strided((1, 3), (7, 1))),
+        "turned": lambda: made_of(ids, values.reshape(3, n).t()),
+        "strided ids": lambda: made_of(ids.repeat(1, 2)[:, ::2], values),
+        "inside": lambda: made_of(ids[:, 1:], values[1:]),
+        "negative": lambda: made_of(ids, torch._neg_view(values)),
+        "one row for all": lambda: made_of(ids, values[:1].expand(n, 3)),
+        "coalesced": lambda: made_of(ids, values).coalesce(),
+        "both dimensions": lambda: made_of(ids, values).to_dense().to_sparse(2),
+        "half": lambda: made_of(ids, values.half()),
+        "dense": lambda: made_of(ids, values).to_dense(), "none": lambda: None,
+    }  # fmt: skip
     if kind == "inference":
         with torch.inference_mode():
-            return made_of(ids.clone(), values.clone(), 9)
-    return changed.get(kind, lambda: made_of(ids, values, 9))()
+            return made_of(ids.clone(), values.clone())
+    return changed.get(kind, lambda: made_of(ids, values))()
 
 
 KINDS = (
@@ -306,14 +301,14 @@ def test_rows_in_memory_that_the_step_writes(part: str) -> None:
     ids, values = torch.tensor([[1, 2]]), torch.ones(2, 4)
     optimizer = fused.LazyAdam([table])
     for _ in range(3):
-        table.grad = made_of(ids, values, 9)
+        table.grad = made_of(ids, values)
         optimizer.step()
     moments = optimizer.state[table]["exp_avg"]
     for written in (table.detach(), moments):
         if part == "values":
-            table.grad = made_of(ids, written[3:5], 9)
+            table.grad = made_of(ids, written[3:5])
         else:
-            table.grad = made_of(written[3:4].view(torch.int64), values, 9)
+            table.grad = made_of(written[3:4].view(torch.int64), values)
         before = table.detach().clone()
         with pytest.raises(RuntimeError, match="shares memory"):
             optimizer.step()
@@ -321,24 +316,22 @@ def test_rows_in_memory_that_the_step_writes(part: str) -> None:
     for step in range(4):
         if step == 2:
             table.data = values.new_ones(9, 4)
-        table.grad = made_of(ids, values, 9)
+        table.grad = made_of(ids, values)
         optimizer.step()
-    table.grad = made_of(ids, table.data[5:7], 9)
+    table.grad = made_of(ids, table.data[5:7])
     with pytest.raises(RuntimeError, match="shares memory"):
         optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(9, 3), (9,), (9, 2, 2), (9, 1)])
 @pytest.mark.parametrize("name", ["LazyAdam", "SparseAdam"])
-def test_plain_rows_are_read_without_python(
-    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_rows_are_read_without_python(name: str, shape: tuple[int, ...], monkeypatch) -> None:
     table, read = Parameter(torch.ones(shape)), []
     optimizer, make = getattr(fused, name)([table]), record.rows_of
     monkeypatch.setattr(record, "rows_of", lambda *given: read.append(1) or make(*given))
     for n in (2, 3, 0, 700):
         ids = torch.arange(n)[None] % 9
-        table.grad = made_of(ids, torch.ones(n, *shape[1:]), 9)
+        table.grad = made_of(ids, torch.ones(n, *shape[1:]))
         optimizer.step()
     assert len(read) <= 2  # of the first step
 
@@ -347,10 +340,10 @@ def test_rows_in_the_memory_of_a_count_that_was_a_number() -> None:
     table = Parameter(torch.ones(9, 1))
     optimizer = fused.SparseAdam([table])
     for _ in range(3):
-        table.grad = made_of(torch.tensor([[1]]), torch.ones(1, 1), 9)
+        table.grad = made_of(torch.tensor([[1]]), torch.ones(1, 1))
         optimizer.step()
     count = optimizer.state[table]["step"] = torch.tensor(3.0)
-    table.grad = made_of(torch.tensor([[1]]), count.view(1, 1), 9)
+    table.grad = made_of(torch.tensor([[1]]), count.view(1, 1))
     with pytest.raises(RuntimeError, match="shares memory"):
         optimizer.step()
 
@@ -363,14 +356,14 @@ def test_a_part_of_a_batch_in_the_place_of_a_whole_one() -> None:
         table = Parameter(torch.ones(9, 1))
         optimizer = fused.SGD([table], lr=1e-3, sparse="touched")
         for _ in range(steps_before):
-            table.grad = made_of(torch.tensor([[1]]), torch.ones(1, 1), 9)
+            table.grad = made_of(torch.tensor([[1]]), torch.ones(1, 1))
             optimizer.step()
         table.row_positions = torch.arange(2000, 5000).numpy(), 6000
-        table.grad = made_of(torch.full((1, 3000), 2), values, 9)
+        table.grad = made_of(torch.full((1, 3000), 2), values)
         optimizer.step()
         found.append(table.detach()[2])
     assert_same_bits(*found)
     del table.row_positions
-    table.grad, table.data = made_of(torch.full((1, 3000), 2), values, 9), torch.ones(9, 1)
+    table.grad, table.data = made_of(torch.full((1, 3000), 2), values), torch.ones(9, 1)
     optimizer.step()
     assert not torch.equal(table.detach()[2], found[0])

@@ -1,7 +1,5 @@
 """THOR in PyTorch's form: the steps of `nn.thor`, with groups, schedulers and a state."""
 
-from __future__ import annotations
-
 import copy
 import io
 import tempfile
@@ -13,12 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
-
-from fusestep.nn import thor  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import FOLDERS, through_folder  # noqa: E402
+import torch.distributed.checkpoint as dcp
+from fusestep.nn import thor
+from fusestep.nn import torch as fused
+from torch_training import FOLDERS, through_folder
 
 OPTIONS: dict[str, Any] = {"batch_size": 16, "frequency": 4}
 
@@ -82,8 +78,7 @@ def by_saving_itself(_: Any, optimizer: Any, __: Any, resumed: Any) -> None:
 
 def by_accelerate(_: Any, optimizer: Any, *__: Any) -> Any:
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    return accelerator.prepare(optimizer).state_dict()
+    return accelerate.Accelerator(cpu=True).prepare(optimizer).state_dict()
 
 
 def by_folder(*given: Any, of: str) -> None:

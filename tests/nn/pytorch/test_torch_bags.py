@@ -1,7 +1,5 @@
 """Bags beside PyTorch's modules: options that change, ids of every form, compilation, errors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bag_modules import (  # noqa: E402
-    IDS,
-    SIZES,
-    assert_as,
-    assert_close,
-    before,
-    modules_of,
-    pooled,
-    stepping,
-)
-from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
-
-from fusestep import ops  # noqa: E402
-from fusestep.kernels.tables import LEFT_OUT  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.engine.bags.gradients import rows_of_bags  # noqa: E402
-
-from helpers import more  # noqa: E402
+from torch.nn.utils import parametrizations, parametrize, prune
+from bag_modules import IDS, SIZES, assert_as, assert_close, before, modules_of, pooled, stepping
+from fusestep import ops
+from fusestep.kernels.tables import LEFT_OUT
+from fusestep.nn import torch as fused
+from fusestep.nn.torch.engine.bags.gradients import rows_of_bags
+from helpers import more
 
 # Modules that change
 
@@ -103,23 +90,18 @@ def test_the_padding_row_of_an_embedding(padding: int, form: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after the first forward"])
-@pytest.mark.parametrize(
-    ("option", "value", "error", "text"),
-    [
-        ("max_norm", 1.0, ValueError, "has max_norm"),
-        ("scale_grad_by_freq", True, ValueError, "has scale_grad_by_freq"),
-        ("padding_idx", 9, ValueError, "padding_idx of table 0 is out of range"),
-        ("padding_idx", -10, ValueError, "padding_idx of table 0 is out of range"),
-        ("padding_idx", 1.0, TypeError, "padding_idx of table 0 has a wrong type"),
-        ("padding_idx", True, TypeError, "padding_idx of table 0 has a wrong type"),
-        ("mode", "least", ValueError, "mode differs|pooling is unknown"),
-        ("sparse", False, ValueError, "is not sparse"),
-        ("forward", lambda *_: None, TypeError, "has a forward of its own"),
-    ],
-)
-def test_options_that_are_refused(
-    option: str, value: Any, error: Any, text: str, after: bool
-) -> None:
+@pytest.mark.parametrize(("option", "value", "error", "text"), [
+    ("max_norm", 1.0, ValueError, "has max_norm"),
+    ("scale_grad_by_freq", True, ValueError, "has scale_grad_by_freq"),
+    ("padding_idx", 9, ValueError, "padding_idx of table 0 is out of range"),
+    ("padding_idx", -10, ValueError, "padding_idx of table 0 is out of range"),
+    ("padding_idx", 1.0, TypeError, "padding_idx of table 0 has a wrong type"),
+    ("padding_idx", True, TypeError, "padding_idx of table 0 has a wrong type"),
+    ("mode", "least", ValueError, "mode differs|pooling is unknown"),
+    ("sparse", False, ValueError, "is not sparse"),
+    ("forward", lambda *_: None, TypeError, "has a forward of its own"),
+])  # fmt: skip
+def test_options_that_are_refused(option: str, value, error, text: str, after: bool) -> None:
     bags, _ = stepping()
     tables = before(bags)
     if after:
@@ -208,11 +190,10 @@ class Twice(torch.nn.Module):
 PARAMETRIZATIONS: dict[str, Callable[[Any], Any]] = {
     "twice": lambda m: parametrize.register_parametrization(m, "weight", Twice()),
     "twice two times": lambda m: [
-        parametrize.register_parametrization(m, "weight", Twice()) for _ in range(2)
-    ],
+        parametrize.register_parametrization(m, "weight", Twice()) for _ in range(2)],
     "weight norm": parametrizations.weight_norm,
     "orthogonal": parametrizations.orthogonal,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -241,8 +222,7 @@ def test_tables_that_are_parametrized_later() -> None:
     with pytest.raises(ValueError, match="the weight of table 1 was replaced"):
         bags(IDS)
     bags.update_in_backward(None)
-    doubled = out * torch.tensor([1.0] * 4 + [2.0] * 8)
-    torch.testing.assert_close(bags(IDS), doubled)
+    torch.testing.assert_close(bags(IDS), out * torch.tensor([1.0] * 4 + [2.0] * 8))
 
 
 # Ids, and other arguments
@@ -264,9 +244,8 @@ def test_other_dtypes_of_ids_and_offsets(dtype: Any) -> None:
         (r"ids\[1\]", ([IDS[0], other_ids],)),
         (r"ids\[1\]", ([flat[0], other_ids.reshape(-1)], bounds)),
         (r"offsets\[1\]", (flat, [bounds[0], other_bounds])),
-        ("ids", (joined[0].to(dtype), joined[1])),
-        ("offsets", (joined[0], joined[1].to(dtype))),
-    ]
+        ("ids", (joined[0].to(dtype), joined[1])), ("offsets", (joined[0], joined[1].to(dtype))),
+    ]  # fmt: skip
     for name, arguments in calls:
         with pytest.raises(TypeError, match=f"EmbeddingBags: {name} has a wrong dtype"):
             bags(*arguments)
@@ -285,23 +264,18 @@ def test_tensors_that_compiled_code_cannot_read() -> None:
     with torch.inference_mode():
         inference = [own.clone() for own in ids]
     changes: list[Any] = [
-        inference,
-        [own.int() for own in ids],
-        [torch.stack([own, own], 1)[:, 0] for own in ids],
+        inference, [own.int() for own in ids], [torch.stack([own, own], 1)[:, 0] for own in ids],
         [torch.cat([own, own])[len(own) :] for own in ids],
         [torch.nn.Parameter(own, requires_grad=False) for own in ids],
-    ]
+    ]  # fmt: skip
     for change in changes:
         assert torch.equal(ours(change, offsets), out)
     square = [torch.tensor(np.random.default_rng(n).integers(0, n, (6, 4))) for n, _ in SIZES]
     for view in (
-        lambda own: own.t().contiguous().t(),
-        lambda own: own[:, :2],
-        lambda own: own[:, ::2],
-        lambda own: own[:1, ::2],
-        lambda own: own[:4, :1].expand(4, 4),
+        lambda own: own.t().contiguous().t(), lambda own: own[:, :2], lambda own: own[:, ::2],
+        lambda own: own[:1, ::2], lambda own: own[:4, :1].expand(4, 4),
         lambda own: own.reshape(-1)[:9].unfold(0, 4, 1),
-    ):
+    ):  # fmt: skip
         views = list(map(view, square))
         assert torch.equal(ours(views), ours([own.contiguous() for own in views]))
     nothing = [torch.tensor([], dtype=torch.int64)] * 2
@@ -353,37 +327,33 @@ def test_numbers_that_are_marked_as_negative() -> None:
         assert bags.weights[0].grad.to_dense()[[1, 3]].tolist() == [[1] * 4] * 2
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "call"),
-    [
-        (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "least")),
-        (ValueError, "mode differs", lambda: fused.EmbeddingBags(
-            [torch.nn.EmbeddingBag(2, 2, mode="sum"), torch.nn.EmbeddingBag(2, 2, mode="mean")])),
-        (ValueError, "mode differs", lambda: fused.EmbeddingBags(modules_of(), "mean")),
-        (TypeError, "table '0' has a forward", lambda: fused.EmbeddingBags([OwnForward(3, 2)])),
-        (ValueError, "share a weight", lambda: fused.EmbeddingBags([modules_of()[0]] * 2)),
-        (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
-        (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
-        (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
-        *((kind, "the size of table '0' is wrong: expected ints above 0",
-           lambda size=size: fused.EmbeddingBags([size])) for size, kind in (
-            ((1.5, 4), TypeError), ((4, True), TypeError), ((0, 4), ValueError))),
-        (ValueError, r"offsets\[0\] has a wrong shape: expected .bags,., where each begins",
-         lambda: fused.EmbeddingBags([(2, 2)])([IDS[0][0]], [IDS[0][0, :0]])),
-        (ValueError, "ids has a wrong shape",
-         lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
-        (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])([])),
-        (TypeError, r"ids\[0\] has a wrong type", lambda: fused.EmbeddingBags([(2, 2)])([[1]])),
-        (TypeError, r"ids\[0\] has a wrong dtype",
-         lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[1.0]])])),
-        (IndexError, r"ids\[0\]\[0\] is out of range",
-         lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[2]])])),
-        (TypeError, "optimizer has a wrong type",
-         lambda: fused.EmbeddingBags([(2, 2)]).update_in_backward(torch.optim.SGD)),
-        (ValueError, "optimizer has other parameters", lambda: fused.EmbeddingBags(
-            [(2, 2)]).update_in_backward(fused.SGD(modules_of().parameters(), lr=0.1))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "text", "call"), [
+    (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "least")),
+    (ValueError, "mode differs", lambda: fused.EmbeddingBags(
+        [torch.nn.EmbeddingBag(2, 2, mode="sum"), torch.nn.EmbeddingBag(2, 2, mode="mean")])),
+    (ValueError, "mode differs", lambda: fused.EmbeddingBags(modules_of(), "mean")),
+    (TypeError, "table '0' has a forward", lambda: fused.EmbeddingBags([OwnForward(3, 2)])),
+    (ValueError, "share a weight", lambda: fused.EmbeddingBags([modules_of()[0]] * 2)),
+    (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
+    (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
+    (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
+    *((kind, "the size of table '0' is wrong: expected ints above 0",
+       lambda size=size: fused.EmbeddingBags([size])) for size, kind in (
+        ((1.5, 4), TypeError), ((4, True), TypeError), ((0, 4), ValueError))),
+    (ValueError, r"offsets\[0\] has a wrong shape: expected .bags,., where each begins",
+     lambda: fused.EmbeddingBags([(2, 2)])([IDS[0][0]], [IDS[0][0, :0]])),
+    (ValueError, "ids has a wrong shape", lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
+    (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])([])),
+    (TypeError, r"ids\[0\] has a wrong type", lambda: fused.EmbeddingBags([(2, 2)])([[1]])),
+    (TypeError, r"ids\[0\] has a wrong dtype",
+     lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[1.0]])])),
+    (IndexError, r"ids\[0\]\[0\] is out of range",
+     lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[2]])])),
+    (TypeError, "optimizer has a wrong type",
+     lambda: fused.EmbeddingBags([(2, 2)]).update_in_backward(torch.optim.SGD)),
+    (ValueError, "optimizer has other parameters", lambda: fused.EmbeddingBags(
+        [(2, 2)]).update_in_backward(fused.SGD(modules_of().parameters(), lr=0.1))),
+])  # fmt: skip
 def test_bad_input(error: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
         call()
@@ -497,8 +467,7 @@ def test_features_that_share_a_table(mode: str, updates: bool) -> None:
                 taken.step()
         assert_close(bags, theirs)
     assert bags.state_dict().keys() == theirs.state_dict().keys()
-    again = copy.deepcopy(bags)
-    assert torch.equal(again(ids, offsets), bags(ids, offsets))
+    assert torch.equal(copy.deepcopy(bags)(ids, offsets), bags(ids, offsets))
 
 
 def test_features_that_are_refused() -> None:

@@ -1,11 +1,9 @@
 """Rows that sleep in nn.torch: lookups, autograd, state dicts, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
-from threading import Thread
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import distributed  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import assert_same_bits, everything  # noqa: E402
+from fusestep.nn import distributed
+from fusestep.nn import torch as fused
+from helpers import at_once
+from torch_training import assert_same_bits, everything
 
 N, D = 60, 11
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -49,8 +47,7 @@ def tables(make: Callable[..., Any], table: Any = None) -> tuple[list[Any], list
 
 def ids_of(step: int, n: int = 7) -> Any:
     """Ids, most of which are small."""
-    generator = torch.Generator().manual_seed(step)
-    return (N * torch.rand(n, generator=generator) ** 3).long()
+    return (N * torch.rand(n, generator=torch.Generator().manual_seed(step)) ** 3).long()
 
 
 def train(model: Any, optimizer: Any, steps: range, dense: int = -1) -> None:
@@ -197,8 +194,7 @@ def test_bags_and_their_weights(kind: str) -> None:
                 outs = [called(own, per_sample_weights=factors) for own in ids]
             else:
                 outs = [called([own], per_sample_weights=[factors]) for own in ids]
-            loss = (outs[0] * outs[1]).tanh().sum()
-            loss.backward()
+            (outs[0] * outs[1]).tanh().sum().backward()
             if kind != "in backward":
                 optimizer.step()
                 optimizer.zero_grad()
@@ -214,8 +210,7 @@ def test_sharded_embedding() -> None:
     (model, awake), (optimizer, other) = tables(MAKERS["AdamW"], table)
     for own in ((model, optimizer), (awake, other)):
         train(*own, range(40))
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())
     for own in ((model, optimizer), (awake, other)):
         train(*own, range(40, 60))
     optimizer.flush()
@@ -247,8 +242,7 @@ def test_states_of_others() -> None:
         train(model, optimizer, range(15, 17))
     other.param_groups[0]["sparse"] = "catch_up"
     train(awake, other, range(5, 6))
-    last = other.state[awake.weight]["last_step"]
-    assert sorted(last.unique().tolist()) == [5, 6]
+    assert sorted(other.state[awake.weight]["last_step"].unique().tolist()) == [5, 6]
     del optimizer.param_groups[1:]
     state = optimizer.state_dict()
     state["param_groups"][0]["sparse"] = "catch_up"
@@ -415,11 +409,7 @@ def test_lookups_of_several_threads() -> None:
     for k in range(60):
         train(model, optimizer, range(k, k + 1))
         train(other, dense, range(k, k + 1))
-        looks = [Thread(target=model, args=(torch.arange(t, N, 3),)) for t in range(3)]
-        for look in looks:
-            look.start()
-        for look in looks:
-            look.join()
+        at_once([partial(model, torch.arange(t, N, 3)) for t in range(3)])
     torch.testing.assert_close(model.weight, other.weight, rtol=1e-5, atol=2e-5)
 
 

@@ -1,7 +1,5 @@
 """States of nn.torch that functions make, in files."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -15,12 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import fusestep  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-
-from helpers import more  # noqa: E402
-from test_options import mixed  # noqa: E402
-from torch_training import EVERY, TABLES, assert_same_bits, everything  # noqa: E402
+import fusestep
+from fusestep.nn import torch as fused
+from helpers import more
+from test_options import mixed
+from torch_training import EVERY, TABLES, assert_same_bits, everything
 
 WHOLE = "Adagrad", "Prodigy"  # states that are made at once, and an estimate of all parameters
 SAMPLE = "SGD", "SparseAdam"
@@ -29,9 +26,7 @@ MAPPED = [name for name in EVERY if name not in WHOLE]
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else more(n) for n in MAPPED])
 @pytest.mark.parametrize("rounding", ["nearest", "master", more("kahan"), more("stochastic")])
-def test_a_run_in_files_has_the_same_bits_and_goes_on(
-    name: str, rounding: str, tmp_path: Path
-) -> None:
+def test_a_run_in_files_has_the_same_bits_and_goes_on(name: str, rounding: str, tmp_path) -> None:
     """With an optimizer made anew between two steps, by the files alone."""
     if name == "Adafactor" and rounding != "nearest":
         pytest.skip("its rule is one on matrices")
@@ -65,8 +60,7 @@ def test_a_run_in_files_has_the_same_bits_and_goes_on(
                 [torch.as_tensor(other[role]).float()], [torch.as_tensor(tensor).float()]
             )
     assert_same_bits(
-        *([p for group in o.param_groups for p in group["params"]] for o in runs)
-    )  # fmt: skip
+        *([p for group in o.param_groups for p in group["params"]] for o in runs))  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="cannot reserve room")
@@ -95,10 +89,8 @@ def test_names_and_lifetimes(tmp_path: Path) -> None:
     w.grad = torch.ones(4, 3)
     optimizer.step()
     assert asked == [
-        "step.parameter table",
-        "exp_avg.parameter table",
-        "exp_avg_sq.parameter table",
-    ]
+        "step.parameter table", "exp_avg.parameter table", "exp_avg_sq.parameter table",
+    ]  # fmt: skip
     assert not fused.AdamW([w]).state  # after the context
 
 

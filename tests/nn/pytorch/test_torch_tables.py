@@ -1,11 +1,8 @@
 """All that belongs to a table of PyTorch: checked by each call before it writes."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -13,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import assert_same_bits, everything  # noqa: E402
+from fusestep.nn import torch as fused
+from helpers import meanwhile
+from torch_training import assert_same_bits, everything
 
 N, D = 300, 8
 ROWS = torch.tensor([3, 5])
@@ -39,38 +36,30 @@ def asleep(**options: Any) -> tuple[Any, Any]:
     return module, optimizer
 
 
-def overlapping(tensor: Any) -> Any:
-    return tensor.as_strided(tensor.shape, (0,) * tensor.dim())
-
-
 def cut(tensor: Any) -> Any:
     tensor.untyped_storage().resize_(8)
     return tensor
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "one number": lambda x: x.new_zeros(1),
-    "fewer rows": lambda x: x[:-1].clone(),
+    "one number": lambda x: x.new_zeros(1), "fewer rows": lambda x: x[:-1].clone(),
     "more rows": lambda x: torch.cat((x, x)),
     "another dtype": lambda x: x.to(torch.float64 if x.dtype != torch.float64 else torch.int8),
-    "gaps": lambda x: torch.stack((x, x), -1)[..., 0],
-    "one place": overlapping,
-    "no memory": cut,
+    "gaps": lambda x: torch.stack((x, x), -1)[..., 0], "no memory": cut,
+    "one place": lambda x: x.as_strided(x.shape, (0,) * x.dim()),
     "negative": lambda x: torch._neg_view(x) if x.is_floating_point() else x.to("meta"),
-    "no tensor": lambda x: x.tolist(),
-    "a part of another": lambda x: x.to_sparse(),
-}
+    "no tensor": lambda x: x.tolist(), "a part of another": lambda x: x.to_sparse(),
+}  # fmt: skip
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "flush": lambda _, optimizer: optimizer.flush(),
     "prepare": lambda m, optimizer: optimizer.prepare(m.weight, torch.arange(N)),
     "state_dict": lambda _, optimizer: optimizer.state_dict(flush=True),
-    "saved module": lambda m, _: m.state_dict(),
-    "lookup": lambda m, _: m(torch.arange(N)),
+    "saved module": lambda m, _: m.state_dict(), "lookup": lambda m, _: m(torch.arange(N)),
     "reset_rows": lambda m, optimizer: optimizer.reset_rows(m.weight, ROWS, 0.0),
     "copy_rows": lambda m, optimizer: optimizer.copy_rows(m.weight, ROWS, ROWS + 2),
     "grow": lambda m, optimizer: optimizer.grow(m.weight, 2 * N),
     "step": lambda m, optimizer: stepped(m, optimizer),
-}
+}  # fmt: skip
 
 
 def stepped(module: Any, optimizer: Any) -> None:
@@ -228,52 +217,42 @@ def test_tables_that_another_thread_exchanges(seed: int) -> None:
     """States, data and row numbers change, rows are reset and tables grow: calls raise, or work."""
     rng = np.random.default_rng(seed)
     module, optimizer = asleep()
-    w, stop = module.weight, list[bool]()
+    w = module.weight
     guard = [torch.full((N, D), 7.0) for _ in range(40)]  # of others, beside it in memory
     ids = torch.from_numpy(rng.integers(0, N, 64))
 
-    def change() -> None:
-        k = 0
-        while not stop:
-            k, state = k + 1, optimizer.state.get(w, {})
-            try:
-                if k % 7 == 0:
-                    state["exp_avg"] = state["exp_avg"].clone()
-                elif k % 7 == 1:
-                    w.data = w.data.clone()
-                elif k % 7 == 2:
-                    state["last_step"] = state["last_step"].clone()
-                elif k % 7 == 3:
-                    optimizer.reset_rows(w, torch.tensor([k % N]), 0.5)
-                elif k % 7 == 4:
-                    ids.fill_(k % (2 * N) - N // 2)
-                elif k % 7 == 5 and len(w) < 3 * N:
-                    optimizer.grow(w, len(w) + 1)
-                else:
-                    state["exp_avg_sq"] = torch.zeros(len(w) - k % 2, D)
-            except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
-                pass
+    def change(k: int) -> None:
+        state = optimizer.state.get(w, {})
+        if k % 7 == 0:
+            state["exp_avg"] = state["exp_avg"].clone()
+        elif k % 7 == 1:
+            w.data = w.data.clone()
+        elif k % 7 == 2:
+            state["last_step"] = state["last_step"].clone()
+        elif k % 7 == 3:
+            optimizer.reset_rows(w, torch.tensor([k % N]), 0.5)
+        elif k % 7 == 4:
+            ids.fill_(k % (2 * N) - N // 2)
+        elif k % 7 == 5 and len(w) < 3 * N:
+            optimizer.grow(w, len(w) + 1)
+        else:
+            state["exp_avg_sq"] = torch.zeros(len(w) - k % 2, D)
 
-    thread = Thread(target=change)
-    thread.start()
-    try:
+    errors = RuntimeError, ValueError, IndexError, TypeError
+    with meanwhile(change, *errors, KeyError):
         for k in range(400):
             try:
                 optimizer.prepare(w, ids)
                 rows = torch.from_numpy(rng.integers(0, N, 5)).unique()
-                values = torch.ones(len(rows), D)
                 w.grad = torch.sparse_coo_tensor(
-                    rows[None], values, w.shape, check_invariants=False
+                    rows[None], torch.ones(len(rows), D), w.shape, check_invariants=False
                 )
                 optimizer.step()
                 w.grad = None
                 if k % 50 == 0:
                     optimizer.flush()
-            except (RuntimeError, ValueError, IndexError, TypeError):
+            except errors:
                 w.grad = None
-    finally:
-        stop.append(True)
-        thread.join()
     assert all((own == 7.0).all() for own in guard)
 
 

@@ -1,9 +1,6 @@
 """Threads that meet in an optimizer, and PyTorch's number of threads as a limit of steps."""
 
-from __future__ import annotations
-
 import pytest
-
 from subprocesses import output_of
 
 pytest.importorskip("torch")
@@ -111,9 +108,11 @@ def test_threads_of_torch_are_a_limit_where_they_were_lowered() -> None:
 # Threads that meet in one optimizer. What they write at once may be lost, as in PyTorch; what one
 # thread does afterwards is what PyTorch's class does with the same states.
 MEETING = """
-    import copy, random, sys, threading
+    import copy, random, sys
+    from functools import partial
     import torch
     from fusestep.nn import torch as ours
+    from helpers import at_once
 
     sys.setswitchinterval(1e-5)
     seed, n_threads, n_actions = (int(x) for x in sys.argv[1:])
@@ -129,19 +128,6 @@ MEETING = """
         made = torch.randn(p.shape) if r.random() < 0.8 else strided(p.shape)
         return made.to_sparse(1) if r.random() < 0.1 and p.dim() > 1 and can_be_sparse else made
 
-    def step(r):
-        optimizer.step()
-
-    def step_of_one(r):
-        p = r.choice(parameters)
-        optimizer.step(param=p)
-
-    def drop(r):
-        optimizer.state.pop(r.choice(parameters), None)
-
-    def drop_all(r):
-        optimizer.state.clear()
-
     def exchange(r):
         state = optimizer.state.get(r.choice(parameters)) or {}
         for name in [*state]:
@@ -156,43 +142,33 @@ MEETING = """
             kept.append(gradient_of(p, r))
             p.grad = kept[-1]
 
-    def take(r):
-        r.choice(parameters).grad = None
-
-    def zero(r):
-        optimizer.zero_grad()
-
-    def clip(r):
-        ours.clip_grad_norm_(parameters, 1.0)
-
-    def clip_in_step(r):
-        ours.clip_grad_norm_(parameters, 1.0, optimizer=optimizer)
-
-    def clip_values(r):
-        ours.clip_grad_value_(parameters, 0.5)
-
-    def copied(r):
-        copy.deepcopy(optimizer)
-
-    def load(r):
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-    def option(r):
-        optimizer.param_groups[0]["maximize"] = r.random() < 0.1
-
-    ACTIONS = [step] * 6 + [step_of_one] * 3 + [give] * 5 + [
-        drop, drop_all, exchange, take, zero, clip, clip_in_step, clip_values, copied, load, option,
-    ]
+    ACTIONS = {
+        "step": lambda _: optimizer.step(),
+        "step of one": lambda r: optimizer.step(param=r.choice(parameters)),
+        "give": give,
+        "drop": lambda r: optimizer.state.pop(r.choice(parameters), None),
+        "drop all": lambda _: optimizer.state.clear(),
+        "exchange": exchange,
+        "take": lambda r: setattr(r.choice(parameters), "grad", None),
+        "zero": lambda _: optimizer.zero_grad(),
+        "clip": lambda _: ours.clip_grad_norm_(parameters, 1.0),
+        "clip in step": lambda _: ours.clip_grad_norm_(parameters, 1.0, optimizer=optimizer),
+        "clip values": lambda _: ours.clip_grad_value_(parameters, 0.5),
+        "copy": lambda _: copy.deepcopy(optimizer),
+        "load": lambda _: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+        "option": lambda r: optimizer.param_groups[0].update(maximize=r.random() < 0.1),
+    }
+    USUAL = {"step": 6, "step of one": 3, "give": 5}
+    DRAWN = [name for name in ACTIONS for _ in range(USUAL.get(name, 1))]
     done, raised = [0], {}
 
     def work(r):
-        gate.wait()
         for _ in range(n_actions):
-            action = r.choice(ACTIONS)
+            name = r.choice(DRAWN)
             try:
-                action(r)
+                ACTIONS[name](r)
             except (RuntimeError, KeyError, ValueError, IndexError) as error:
-                text = f"{action.__name__}: {type(error).__name__} {str(error)[:60]}"
+                text = f"{name}: {type(error).__name__} {str(error)[:60]}"
                 raised[text] = raised.get(text, 0) + 1
             done[0] += 1
 
@@ -200,8 +176,7 @@ MEETING = """
         for p in parameters:
             kept.append(torch.full(p.shape, 0.25))
             p.grad = kept[-1]
-        counts = [optimizer.state[p].get("step", 0) for p in parameters]
-        counts = [float(count) for count in counts]
+        counts = [float(optimizer.state[p].get("step", 0)) for p in parameters]
         for _ in range(3):
             optimizer.step()
         for p, count in zip(parameters, counts, strict=True):
@@ -219,11 +194,7 @@ MEETING = """
         for p in parameters:
             kept.append(torch.randn(p.shape))
             p.grad = kept[-1]
-        gate = threading.Barrier(n_threads)
-        threads = [threading.Thread(target=work, args=(random.Random(draw.random()),))
-                   for _ in range(n_threads)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
+        at_once([partial(work, random.Random(draw.random())) for _ in range(n_threads)])
         optimizer.zero_grad()
         twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
         plain = {k: x for k, x in options.items() if k != "sparse"}
@@ -247,17 +218,12 @@ def test_threads_that_meet_in_an_optimizer(n_threads: int) -> None:
 
 
 SMALL_STEPS = """
-    import sys, threading
+    import sys
     import torch
     from fusestep.nn import torch as ours
+    from helpers import at_once
 
     sys.setswitchinterval(1e-6)
-
-    def at_once(calls):
-        gate = threading.Barrier(len(calls))
-        threads = [threading.Thread(target=lambda c=c: (gate.wait(), c())) for c in calls]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
 
     for trial in range(200):  # two first steps
         p = torch.nn.Parameter(torch.zeros(64))

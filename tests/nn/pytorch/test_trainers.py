@@ -1,7 +1,5 @@
 """Our classes in the trainers of Hugging Face and Lightning: clipping, accumulation, resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
-
-from fusestep.nn import torch as fused  # noqa: E402
-
-from torch_training import Tagger, assert_close, assert_same_bits, snapshot  # noqa: E402
+from torch.utils.data import DataLoader, Dataset
+from fusestep.nn import torch as fused
+from torch_training import Tagger, assert_close, assert_same_bits, snapshot
 
 pytestmark = pytest.mark.filterwarnings("default")  # the trainers' own
 F32 = torch.float32
 CLASSES = {
-    "AdamW": {"sparse": "touched"},
-    "LazyAdam": {},
-    "SGD": {"momentum": 0.9, "sparse": "all"},
+    "AdamW": {"sparse": "touched"}, "LazyAdam": {}, "SGD": {"momentum": 0.9, "sparse": "all"},
     "Adagrad": {},
-}
+}  # fmt: skip
 
 
 class Ids(Dataset):
@@ -33,8 +27,7 @@ class Ids(Dataset):
         return 48
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(k)
-        ids = torch.randint(0, 11, (4,), generator=generator)
+        ids = torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(k))
         return {"ids": ids, "labels": (ids % 3).float()}
 
 
@@ -60,9 +53,7 @@ class ForTrainer(Tagger):
         return {"loss": (logits.mean(-1) - labels).pow(2).mean(), "logits": logits}
 
 
-def hugging_face(
-    path: Path, name: str, *, dense: bool = False, resume: Any = None, **arguments: Any
-) -> Any:
+def hugging_face(path: Path, name: str, *, dense: bool = False, resume=None, **arguments) -> Any:
     """A finished Trainer."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -70,16 +61,14 @@ def hugging_face(
     model = ForTrainer(F32, sparse=not dense)
     given = transformers.TrainingArguments(
         output_dir=str(path), max_steps=12, per_device_train_batch_size=8, use_cpu=True,
-        report_to=[], disable_tqdm=True, seed=3, learning_rate=0.05, **arguments,
-    )  # fmt: skip
+        report_to=[], disable_tqdm=True, seed=3, learning_rate=0.05, **arguments)  # fmt: skip
 
     class WithTables(fused.ClippingTrainer, transformers.Trainer):
         pass
 
     trainer = WithTables(
         model=model, args=given, train_dataset=Ids(),
-        optimizer_cls_and_kwargs=(getattr(fused, name), {"lr": 0.05, **options}),
-    )  # fmt: skip
+        optimizer_cls_and_kwargs=(getattr(fused, name), {"lr": 0.05, **options}))  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -164,8 +153,7 @@ def lightning_run(path: Path, name: str, package: Any, **arguments: Any) -> Any:
     trainer = lightning.Trainer(
         max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=path, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **arguments,
-    )  # fmt: skip
+        **arguments)  # fmt: skip
     trainer.fit(module, DataLoader(Ids(), batch_size=8), ckpt_path=resume)
     return module.tagger, trainer
 

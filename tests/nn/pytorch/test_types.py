@@ -1,7 +1,5 @@
 """Type checkers see the signatures of `fusestep.nn.torch`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -10,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 import fusestep
 
 pytest.importorskip("torch")
@@ -65,16 +62,12 @@ def test_right_and_wrong_calls(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(CALLS, encoding="utf-8")
     options = (
-        "--follow-imports=silent",
-        "--no-color-output",
-        "--no-error-summary",
-        "--hide-error-context",
-    )
+        "--follow-imports=silent", "--no-color-output", "--no-error-summary",
+        "--hide-error-context")  # fmt: skip
     result = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "--cache-dir", str(tmp_path / "cache"), program],
         capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(tmp_path)},
-    )  # fmt: skip
+        env={**os.environ, "MYPYPATH": str(tmp_path)})  # fmt: skip
     assert result.stderr == ""
     found = re.findall(r"^program\.py:(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.M)
     lines = enumerate(CALLS.splitlines(), 1)

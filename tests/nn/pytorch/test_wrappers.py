@@ -1,7 +1,5 @@
 """Growing tables in company: several of them, their seeds, means of models, and wrappers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -12,14 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-from torch.optim import swa_utils  # noqa: E402
-
-from fusestep import nn  # noqa: E402
-from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.distributed import alone  # noqa: E402
-
-from thread_processes import in_threads  # noqa: E402
+import numpy as np
+from torch.optim import swa_utils
+from fusestep import nn
+from fusestep.nn import torch as fused
+from fusestep.nn.distributed import alone
+from thread_processes import in_threads
 
 IDS = torch.arange(40) * 2**40 - 7
 
@@ -155,12 +151,11 @@ def mean(old: Any, new: Any, n: Any) -> Any:
 
 
 MEANS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "swa": ({}, mean),
-    "ema": ({"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.8)}, ema),
+    "swa": ({}, mean), "ema": ({"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.8)}, ema),
     "swa of many": ({"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()}, mean),
     "ema of each": ({"avg_fn": swa_utils.get_ema_avg_fn(0.8)}, ema),
     "by count, and buffers": ({"avg_fn": by_count, "use_buffers": True}, by_count),
-}
+}  # fmt: skip
 
 
 def weights_of(table: Any) -> dict[int, Any]:
@@ -267,8 +262,7 @@ def test_the_average_as_a_model() -> None:
             average.update_parameters(wrong)
     assert torch.equal(average.module.users.weight, weight) and average.n_averaged == 1
     optimizer.zero_grad()
-    plain = fused.averaged(torch.nn.Linear(2, 2))
-    plain.update_parameters(torch.nn.Linear(2, 2))
+    fused.averaged(torch.nn.Linear(2, 2)).update_parameters(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("is_pooled", [False, True])
@@ -291,8 +285,7 @@ def test_the_copy_of_an_averaged_model_raises(is_pooled: bool, is_late: bool) ->
 
 def test_a_mean_by_a_loop_warns_and_other_copies_do_not() -> None:
     """Copies that are evaluated, trained, loaded, converted or averaged by id are right."""
-    table = fused.GrowingEmbedding(9, 2)
-    model = torch.nn.Sequential(table)
+    model = torch.nn.Sequential(fused.GrowingEmbedding(9, 2))
     wrong, evaluated, trained, loaded, average = *(copy.deepcopy(model) for _ in range(4)), None
     with torch.inference_mode():
         assert not copy.deepcopy(model).eval()(IDS[:3]).any()

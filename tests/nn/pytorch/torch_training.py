@@ -1,7 +1,5 @@
 """Small trainings, ours beside PyTorch's: equal models, equal data, and what they must end with."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
 from fusestep.nn import torch as fused
-
 from subprocesses import TORCH
 
 any_gradient = pytest.mark.skipif(
@@ -108,9 +104,7 @@ def assert_same_bits(mine: Iterable[Tensor], other: Iterable[Tensor]) -> None:
         assert torch.equal(p, q)
 
 
-def through_folder(
-    model: Any, optimizer: Any, fresh: Any, resumed: Any, **options: Any
-) -> tuple[Any, Any]:
+def through_folder(model, optimizer, fresh, resumed, **options) -> tuple[Any, Any]:
     """A fresh model and optimizer that go on, by a folder of torch.distributed.checkpoint."""
     # Slow to import.
     import torch.distributed.checkpoint as dcp
@@ -120,10 +114,8 @@ def through_folder(
     saved, loaded = (
         {
             "model": each.state_dict(),
-            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=given),
-        }
-        for each, own in ((model, optimizer), (fresh, resumed))
-    )
+            "optimizer": of_dcp.get_optimizer_state_dict(each, own, options=given)}
+        for each, own in ((model, optimizer), (fresh, resumed)))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         dcp.save(saved, checkpoint_id=folder)
         dcp.load(loaded, checkpoint_id=folder)
@@ -133,10 +125,9 @@ def through_folder(
 
 
 FOLDERS: dict[str, dict[str, Any]] = {
-    "folder": {},
-    "flat folder": {"flatten_optimizer_state_dict": True},
+    "folder": {}, "flat folder": {"flatten_optimizer_state_dict": True},
     "full folder": {"full_state_dict": True, "cpu_offload": True},
-}
+}  # fmt: skip
 """Options of ways through a folder."""
 
 

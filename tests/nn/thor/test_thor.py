@@ -1,30 +1,18 @@
 """THOR: its factors and steps against dense linear algebra in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-
+import thor_nets
 from fusestep import nn
 from fusestep.nn.thor import conv as thor_conv
-
-import thor_nets
 from helpers import FAR, distance
-from thor_nets import (
-    BASE,
-    DAMPING,
-    Net,
-    Pass,
-    block_diagonal,
-    data,
-    kronecker_solve,
-    make,
-    random,
-    train,
-)
+
+from thor_nets import (  # isort: skip
+    BASE, DAMPING, Net, Pass, block_diagonal, data, kronecker_solve, make, random, train,
+)  # fmt: skip
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
 
@@ -64,14 +52,10 @@ def test_dense_is_a_kronecker_solve(shape: Any, block_size: int | None, dtype: A
 
 
 CONVOLUTIONS = [
-    {},
-    {"stride": 2, "padding": 1},
-    {"stride": (1, 2), "padding": (0, 2)},
-    {"padding": "same"},
-    {"padding": "same", "stride": (2, 3)},
-    {"padding": "valid", "dilation": 2},
+    {}, {"stride": 2, "padding": 1}, {"stride": (1, 2), "padding": (0, 2)}, {"padding": "same"},
+    {"padding": "same", "stride": (2, 3)}, {"padding": "valid", "dilation": 2},
     {"padding": "same", "dilation": (1, 2)},
-]
+]  # fmt: skip
 
 
 def margins(options: dict[str, Any], size: Any, kernel: Any) -> tuple[Any, Any, Any, Any]:
@@ -94,9 +78,7 @@ def margins(options: dict[str, Any], size: Any, kernel: Any) -> tuple[Any, Any, 
 
 @pytest.mark.parametrize("block_size", [128, 4])
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
-def test_conv_is_a_kronecker_solve(
-    options: dict[str, Any], block_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conv_is_a_kronecker_solve(options: dict[str, Any], block_size: int, monkeypatch) -> None:
     monkeypatch.setattr(thor_conv, "_CHUNK_BYTES", 4000)  # several chunks of samples
     rng = random(2)
     kernel, size, n = (3, 2), (7, 6), 5
@@ -207,19 +189,10 @@ def test_storage_types(dtype: Any) -> None:
 # ------------------------------------------------------------------------------ Every argument acts
 
 CHANGED: dict[str, Any] = {
-    "learning_rate": 0.05,
-    "damping": 0.5,
-    "momentum": 0.4,
-    "weight_decay": 0.1,
-    "loss_scale": 4.0,
-    "batch_size": 3,
-    "use_nesterov": True,
-    "decay_filter": lambda p: p.name == "fc.weight",
-    "enable_clip_grad": True,
-    "frequency": 3,
-    "compat": "mindspore",
-    "block_size": 2,
-}
+    "learning_rate": 0.05, "damping": 0.5, "momentum": 0.4, "weight_decay": 0.1, "loss_scale": 4.0,
+    "batch_size": 3, "use_nesterov": True, "decay_filter": lambda p: p.name == "fc.weight",
+    "enable_clip_grad": True, "frequency": 3, "compat": "mindspore", "block_size": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGED)

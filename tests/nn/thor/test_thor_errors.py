@@ -1,17 +1,13 @@
 """Everything that THOR refuses: one clear error, and nothing has changed."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from argument_kinds import KINDS
-
 from fusestep import nn
 from fusestep.nn.thor import factors as thor_factors
-
 from helpers import refused, unchanged
 from optimizers import assert_same_run
 from thor_nets import BATCH, Net, Pass, train
@@ -311,15 +307,9 @@ def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
         opt.load_state_dict({**state, name: negative.astype(np.float16)})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_nesterov", True),
-        ("enable_clip_grad", True),
-        ("block_size", 2),
-        ("is_compatible", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("use_nesterov", True), ("enable_clip_grad", True), ("block_size", 2), ("is_compatible", True),
+])  # fmt: skip
 def test_what_layers_and_rule_were_made_with_cannot_be_assigned(name: str, value: Any) -> None:
     opt = make(Net())
     text = f"^thor: {name} is fixed at construction: expected an optimizer .* got {value}$"

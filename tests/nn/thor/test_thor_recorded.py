@@ -1,16 +1,12 @@
 """THOR with ``compat="mindspore"`` against runs of MindSpore, and against its layers' formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-
-from fusestep import nn
-
 import recorded
 import thor_nets
+from fusestep import nn
 from recorded import Case, assert_close_recorded
 from thor_nets import random
 

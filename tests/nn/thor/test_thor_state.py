@@ -1,16 +1,12 @@
 """When THOR computes its factors, and how its state resumes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import assert_same_arrays, assert_same_bits
 from optimizers import assert_same_run
 from thor_nets import BASE, Net, Pass, data, make, train
@@ -87,8 +83,7 @@ def test_a_parameter_without_a_gradient_is_skipped() -> None:
 def test_frozen_parameters_are_left_alone() -> None:
     weight = nn.Parameter(np.ones((2, 3), np.float32), "frozen", requires_grad=False)
     net = {"a": nn.ThorDense(weight, np.zeros(2, np.float32)), "b": nn.ThorDense(np.ones((1, 2)))}
-    opt = make(net)
-    assert [p.name for p in opt.parameters] == ["a.bias", "b.weight"]
+    assert [p.name for p in make(net).parameters] == ["a.bias", "b.weight"]
     assert not net["a"].is_capturing
 
 

@@ -1,16 +1,12 @@
 """THOR on PyTorch modules; skipped where PyTorch is not installed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-
 from fusestep import nn
-
 from helpers import assert_same_bits
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -19,8 +15,8 @@ pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK"
 BATCH = 16
 
 
-def make_module(seed: int = 0, dtype: Any = torch.float32) -> Any:
-    torch.manual_seed(seed)
+def make_module(dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(0)
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -78,14 +74,13 @@ def test_hooks_capture_what_records_do(dtype: Any) -> None:
                   module.named_parameters()}  # fmt: skip
     net = {
         "conv": nn.ThorConv2d(
-            parameters["conv.weight"], parameters["conv.bias"], stride=2, padding=1
-        ),
+            parameters["conv.weight"], parameters["conv.bias"], stride=2, padding=1),
         "bn": [parameters["bn.weight"], parameters["bn.bias"]],
         "fc": nn.ThorDense(parameters["fc.weight"]),
         "emb": nn.ThorEmbedding(parameters["emb.weight"], padding_idx=0),
         "ln": nn.ThorLayerNorm(parameters["ln.weight"], parameters["ln.bias"]),
         "out": nn.ThorDense(parameters["out.weight"], parameters["out.bias"]),
-    }
+    }  # fmt: skip
     other = make(net)
     assert [p.name for p in opt.parameters] == [p.name for p in other.parameters]
     for t in range(5):
@@ -98,8 +93,7 @@ def test_hooks_capture_what_records_do(dtype: Any) -> None:
             kept.setdefault(name, []).append(value)
             return value
 
-        conv_out = keep("conv", module.conv(x))
-        h = torch.relu(module.bn(conv_out)).flatten(1)
+        h = torch.relu(module.bn(keep("conv", module.conv(x)))).flatten(1)
         fc_out, emb_out = keep("fc", module.fc(h)), keep("emb", module.emb(ids))
         mixed = fc_out[:, None] + emb_out
         ln_out = keep("ln", module.ln(mixed))
@@ -263,9 +257,8 @@ LEFT_OUT = [
     (lambda: torch.nn.MultiheadAttention(4, 2), "attention reads its weight without calling it"),
     (
         lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)),
-        "its weight is computed from other parameters",
-    ),
-]
+        "its weight is computed from other parameters"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make_layer", "why"), LEFT_OUT)

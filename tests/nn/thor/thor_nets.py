@@ -1,12 +1,9 @@
 """Nets for the tests of THOR: every kind of layer, with gradients worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
 from fusestep import nn
 
 Put = Callable[[np.ndarray], Any]
@@ -78,12 +75,9 @@ def train(opt: Any, net: Net, steps: range, dtype: Any = np.float32, scale: floa
 def make(net: Any, **changed: Any) -> Any:
     """THOR whose first step takes the preconditioned gradient off the parameters."""
     options = {
-        "learning_rate": 1.0,
-        "damping": DAMPING,
-        "momentum": 0.0,
-        "batch_size": BATCH,
+        "learning_rate": 1.0, "damping": DAMPING, "momentum": 0.0, "batch_size": BATCH,
         "frequency": 2,
-    }
+    }  # fmt: skip
     return nn.thor(net, **{**options, **changed})
 
 
