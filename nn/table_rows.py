@@ -22,16 +22,13 @@ from ..kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from ..kernels.cpu.rows.write import RowWrite
 from ..kernels.cpu.threads.parallel import commit
 from ..kernels.keeping import COPY, STOCHASTIC
-from ..kernels.rule import Keeping, Rule
 from ..kernels.state import PARAMETER, State
 from ..ops.runtime import check, locks
 from ..ops.runtime.arrays import adopt, real_type
 from ..ops.runtime.errors import reject
-from .base.checkpoint import as_state
 from .base.file_set import MOVED, maker_of_states
 from .base.groups import Groups
 from .base.parameter import Parameter
-from .base.stateful import StatefulOptimizer, States
 from .engine.batch import KernelCall
 from .engine.catch_up import (
     SCALARS,
@@ -46,10 +43,12 @@ from .engine.catch_up import (
 )
 from .engine.plan import Stepper
 from .engine.reader import GradientReader
+from .engine.rounding import RoundedOptimizer
 from .engine.table_rows import TableRows
 from .engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
 
 _NO_TURN, _SECOND = nullcontext(), itemgetter(1)
+_OF_MISSED_STEPS = f"{LAST.name}.", f"{SCALARS}."  # names in states begin so
 
 
 class _BoundTable(NamedTuple):
@@ -61,14 +60,12 @@ class _BoundTable(NamedTuple):
     is_shared: bool  # with other optimizers, in which rows may sleep
 
 
-class TableOptimizer(StatefulOptimizer, TableRows):
+class TableOptimizer(RoundedOptimizer, TableRows):
     """The part of `FusedOptimizer` that knows rows."""
 
     use_locking: bool
     sparse_update: str | None
-    keepings: tuple[Keeping | None, ...]
     together: Any  # the agreement of several processes on a step, or None
-    _rule: Rule
     _stepper: Stepper
     _reader: GradientReader
     _missed: MissedSteps | None = None
@@ -97,8 +94,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             made = self._made(f"{SCALARS}.{p.name}", like.shape, like.dtype, like)
             check_missed(self._name, label, last, steps[i], made)
             missed.mapped[i] = made
-        missed.part()
-        missed.begin(dict(enumerate(steps)))
+        missed.resume(dict(enumerate(steps)))
 
     def _check_groups(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""
@@ -285,6 +281,10 @@ class TableOptimizer(StatefulOptimizer, TableRows):
 
     def keep_states(self, of: Sequence[bool]) -> None:
         """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
+        # Parameters come from the processes that step them, and nobody would write their copies.
+        if any(way is COPY and not keeps for way, keeps in zip(self.keepings, of, strict=True)):
+            wrong, expected = "are written where steps are taken", "parameters without copies"
+            reject(ValueError, self._name, "copies", wrong, expected, "copies")
         if self._missed is not None:
             wrong = "is impossible in ShardedStates"
             expected = "another one: parameters are sent after each step, with all rows up to date"
@@ -292,25 +292,25 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         super().keep_states(of)
         self._read_anew()
 
-    def _new_states(self, states: Sequence[State]) -> States:
-        made = super()._new_states(states)
-        if self.sparse_update == "catch_up":
-            made[LAST.name] = tuple(
-                self._made(f"{LAST.name}.{p.name}", p.shape[:1] or (1,), LAST.dtype, 0)
-                for p in self.parameters
-            )
-        return made
+    def _states_beside(self, i: int) -> tuple[State, ...]:
+        more = (LAST,) if self.sparse_update == "catch_up" else ()
+        return (*more, *super()._states_beside(i))
 
     def state_arrays(self) -> dict[str, Any]:
-        """The arrays of `StatefulOptimizer.state_arrays`, and the scalars of missed steps."""
+        """The arrays of states and counts, the scalars of missed steps, and a seed."""
         arrays = super().state_arrays()
         if self._missed is not None:
             for i, p in enumerate(self.parameters):
                 arrays[f"{SCALARS}.{p.name}"] = self._missed.scalars(i)
+        if STOCHASTIC in self.keepings:
+            arrays["rounding_seed"] = self._seed
         return arrays
 
     def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
-        """Copies of all that a resumed run needs beside the parameters (`Optimizer.state_dict`).
+        """Copies of all that a resumed run needs beside the parameters, by MindSpore's names.
+
+        ``step.<parameter>`` is the number of updates of a parameter: those whose gradient was
+        None have had fewer than ``global_step``.
 
         Args:
             flush: bring all rows up to date (`flush`), and leave out how far each is, for readers
@@ -318,8 +318,8 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         """
         if check.flag(self._name, "flush", flush):
             self.flush()
-        found, ours = super().state_dict(), (f"{LAST.name}.", f"{SCALARS}.")
-        return {name: x for name, x in found.items() if not (flush and name.startswith(ours))}
+        saved, ours = super().state_dict() | self._derived_state(self._step), _OF_MISSED_STEPS
+        return {name: x for name, x in saved.items() if not (flush and name.startswith(ours))}
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
@@ -329,41 +329,29 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             if address_of(arrays[name]) != address_of(own):  # else it is read later
                 check_missed(self._name, f"state {name!r}", arrays[name], step, scalars)
 
-    def _with_last_steps(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A state with the last steps of all rows, or without those that are not missed.
-
-        Raises:
-            ValueError: rows of it sleep, and this optimizer has no ``sparse_update="catch_up"``.
-        """
-        for p in self.parameters:
-            last, scalars = f"{LAST.name}.{p.name}", f"{SCALARS}.{p.name}"
-            step = given.get(f"step.{p.name}", given.get("global_step", np.zeros(1)))
-            if self._missed is not None and last not in given:  # of a dense optimizer
-                own = self.state_arrays()
-                given |= {last: np.full_like(own[last], step), scalars: no_scalars(own[scalars])}
-            elif self._missed is None and last in given:
-                if np.any(np.asarray(given.pop(last)) != step):
+    def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        state = super()._completed(state)
+        for i, p in enumerate(self.parameters):
+            last, scalars = (f"{name}{p.name}" for name in _OF_MISSED_STEPS)
+            step = state.get(f"step.{p.name}", np.zeros(1))
+            if self._missed is not None and last not in state:  # of a dense optimizer
+                state[last] = np.full_like(self._states[LAST.name][i], step)
+                state[scalars] = no_scalars(self._missed.scalars(i))
+            elif self._missed is None and last in state:
+                if np.any(np.asarray(state.pop(last)) != step):
                     expected, got = "none: state_dict(flush=True) wakes them", f"some, in {last!r}"
                     reject(ValueError, self._name, "state", "has rows that sleep", expected, got)
-                given.pop(scalars, None)
-        return given
+                state.pop(scalars, None)
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` (`Optimizer.load_state_dict`); one that lets no rows sleep too.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `Optimizer.load_state_dict`, or rows of it sleep,
-                and this optimizer has no ``sparse_update="catch_up"``. Nothing has changed then.
-        """
-        given = self._with_last_steps(as_state(self._name, state))
+    def _go_on_from(self, arrays: Mapping[str, np.ndarray]) -> None:
         if self._missed is None:
-            super().load_state_dict(given)
             return
-        self._missed.part()
-        lasts = [given.get(f"{LAST.name}.{p.name}") for p in self.parameters]
-        super().load_state_dict(given)
-        self._missed.begin(dict(enumerate(self._steps.tolist())))
-        if all(x is not own for x, own in zip(lasts, self._states[LAST.name], strict=True)):
+        scalars = {i: arrays[f"{SCALARS}.{p.name}"] for i, p in enumerate(self.parameters)}
+        self._missed.resume(dict(enumerate(self._steps.tolist())), scalars)
+        each = zip(self.parameters, self._states[LAST.name], strict=True)
+        # Else rows are read later.
+        if all(arrays[f"{LAST.name}.{p.name}"] is not last for p, last in each):
             self.wake_late()
 
     def wake_late(self) -> None:

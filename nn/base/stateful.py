@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from .arguments import MOST_STEPS
-from .checkpoint import as_state, steps_done
+from .checkpoint import steps_done
 from .file_set import maker_of_states
 from .optimizer import Optimizer
 from .parameter import Parameter, at_line, writable
@@ -61,11 +62,23 @@ class StatefulOptimizer(Optimizer):
 
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:
-        """Initial arrays of each role, for each parameter that has it."""
+        """Initial arrays of each role, for each parameter that has it: first those of the rule."""
+        beside = [self._states_beside(i) for i in range(len(self.parameters))]
+        names, more = {state.name for state in states}, dict.fromkeys(chain.from_iterable(beside))
+        for name in (state.name for state in more if state.name in names):
+            wrong, expected = f"has a state {name!r}", "another name beside this rounding"
+            reject(ValueError, self._name, "rule", wrong, expected, name)
         return {
-            state.name: tuple(self._new_state(state, i) for i in range(len(self.parameters)))
-            for state in states
+            state.name: tuple(
+                self._new_state(state, i) if state in (*states, *own) else None
+                for i, own in enumerate(beside)
+            )
+            for state in (*states, *more)
         }
+
+    def _states_beside(self, i: int) -> tuple[State, ...]:  # noqa: ARG002
+        """The states of parameter ``i`` beside those of the rule."""
+        return ()
 
     def _new_state(self, state: State, i: int) -> Any:
         p, self._declared[state.name] = self.parameters[i], state
@@ -175,42 +188,22 @@ class StatefulOptimizer(Optimizer):
         """Names of arrays that MindSpore keeps and that hold nothing to resume from."""
         return set()
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all that a resumed run needs beside the parameters, by MindSpore's names.
-
-        ``step.<parameter>`` is the number of updates of a parameter: those whose gradient was
-        None have had fewer than ``global_step``.
-        """
-        return {**super().state_dict(), **self._derived_state(self._step)}
-
-    @quiet
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`, after checking all of it.
-
-        A state without any ``step.<parameter>`` (as MindSpore writes it) is taken to have
-        updated every parameter ``global_step`` times.
-
-        Raises:
-            KeyError: a name is missing or unknown.
-            TypeError: a dtype differs.
-            ValueError: a shape differs, or the state was made with other options.
-        """
-        state = as_state(self._name, state)
+    def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
         for name in self._empty_states() & state.keys():
             del state[name]
-        given = {name: state.pop(name, None) for name in self._derived_state(0)}
+        derived = {name: state.pop(name, None) for name in self._derived_state(0)}
         if "global_step" in state:
             step = steps_done(self._name, state["global_step"])
-            self._check_derived(given, step)
+            self._check_derived(derived, step)
             # MindSpore cannot leave a parameter out of a step: its checkpoints have one count for
             # all of them.
             if not any(name.startswith("step.") for name in state):
                 state.update({f"step.{p.name}": np.array([step]) for p in self.parameters})
-        super().load_state_dict(state)
+        return state
 
-    def _check_derived(self, given: Mapping[str, Any], step: int) -> None:
+    def _check_derived(self, derived: Mapping[str, Any], step: int) -> None:
         for name, expected in self._derived_state(step).items():
-            where, label, value = self._name, f"state {name!r}", given[name]
+            where, label, value = self._name, f"state {name!r}", derived[name]
             if value is None:
                 continue
             array = adopt(where, label, value)

@@ -86,23 +86,22 @@ class MissedSteps:
             known.pop(key, None)
         self.prepared.discard(key)
 
-    def part(self) -> None:
-        """Give each parameter a table of its own, whose scalars can be assigned to."""
+    def resume(self, steps: Mapping[Any, int], scalars: Mapping[Any, Any] | None = None) -> None:
+        """Go on with parameters at these steps; scalars that are not given are mapped ones."""
         self.tables = {key: copy.deepcopy(table) for key, table in self.tables.items()}
-
-    def begin(self, steps: Mapping[Any, int]) -> None:
-        """Begin with parameters at these steps, with the scalars that were assigned."""
-        known: dict[Any, IdleTable] = {}
+        alike: dict[Any, IdleTable] = {}
         self._loaded = {*steps}
         for key, step in steps.items():
             table = self.tables[key]
+            if scalars is not None and key in scalars:
+                self.scalars(key)[...] = scalars[key]
             table.given[...] = self.scalars(key)
             table.begin(step)
-            same = self._rules[key], step, table.given.tobytes()
-            self.tables[key] = known.setdefault(same, table)
+            form = self._rules[key], step, table.given.tobytes()
+            self.tables[key] = alike.setdefault(form, table)
 
     def scalars(self, key: Any) -> np.ndarray:
-        """The scalars that are to be assigned to before `begin`, and kept in checkpoints."""
+        """The scalars of the last steps, as checkpoints and files have them."""
         return self.mapped.get(key, self.tables[key].given)
 
     def give(self, steps: Iterable[NextStep]) -> None:

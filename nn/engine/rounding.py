@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -28,7 +28,7 @@ from ...ops.runtime.errors import reject
 from ..base.arguments import Fixed, seed
 from ..base.checkpoint import as_state
 from ..base.groups import Groups, ParameterOptions
-from ..base.parameter import Parameter
+from ..base.parameter import Parameter, assign
 from ..base.stateful import StatefulOptimizer, States
 
 
@@ -125,18 +125,8 @@ class RoundedOptimizer(StatefulOptimizer):
 
     # State
 
-    def _new_states(self, states: Sequence[State]) -> States:
-        """The states of the rule, then those that lie beside the weights of some parameters."""
-        made = super()._new_states(states)
-        for state in dict.fromkeys(chain.from_iterable(self._kept)):
-            if state.name in made:
-                wrong, expected = f"has a state {state.name!r}", "another name beside this rounding"
-                reject(ValueError, self._name, "rule", wrong, expected, state.name)
-            made[state.name] = tuple(
-                self._new_state(state, i) if state in beside else None
-                for i, beside in enumerate(self._kept)
-            )
-        return made
+    def _states_beside(self, i: int) -> tuple[State, ...]:
+        return (*super()._states_beside(i), *self._kept[i])
 
     def _new_state(self, state: State, i: int) -> Any:
         is_copy = state in COPY.beside
@@ -150,29 +140,17 @@ class RoundedOptimizer(StatefulOptimizer):
     def _saved_states(self) -> States:
         return {role: arrays for role, arrays in self._states.items() if role != COPY.name}
 
-    def keep_states(self, of: Sequence[bool]) -> None:
-        """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
-        # Parameters come from the processes that step them, and nobody would write their copies.
-        if any(own is COPY and not keeps for own, keeps in zip(self.keepings, of, strict=True)):
-            wrong, expected = "are written where steps are taken", "parameters without copies"
-            reject(ValueError, self._name, "copies", wrong, expected, "copies")
-        super().keep_states(of)
-
-    def state_arrays(self) -> dict[str, Any]:
-        """The arrays of `StatefulOptimizer.state_arrays`, and a seed if there is one."""
-        arrays = super().state_arrays()
-        if STOCHASTIC in self.keepings:
-            arrays["rounding_seed"] = self._seed
-        return arrays
-
     def load_state_dict(self, state: Mapping[str, Any], *, from_masters: bool = False) -> None:
         """Take over a `state_dict`, after checking all of it (`Optimizer.load_state_dict`).
 
-        What lies beside the weights may be missing, as in a state of an optimizer that rounds to
-        the nearest: it begins anew, with one warning.
+        A state without any ``step.<parameter>`` (as MindSpore writes it) is taken to have updated
+        every parameter ``global_step`` times. Without last steps of rows, none sleeps in it. What
+        lies beside the weights may be missing, as in a state of an optimizer that rounds to the
+        nearest: it begins anew, with one warning.
 
         Args:
-            state: as `Optimizer.load_state_dict`.
+            state: as `Optimizer.load_state_dict`; rows of it may sleep with
+                ``sparse_update="catch_up"`` alone.
             from_masters: parameters become their masters, rounded. By default the weights stay, and
                 a master that makes another one begins at it.
 
@@ -181,29 +159,35 @@ class RoundedOptimizer(StatefulOptimizer):
                 for ``from_masters``. Nothing has changed then.
         """
         check.flag(self._name, "from_masters", from_masters)
-        given, own = as_state(self._name, state), self.state_arrays()
-        # Copies are not in `own`: they are missing in every state, and that is no reason to warn.
-        names = [
-            self._state_name(state.name, str(p.name))
-            for p, beside in zip(self.parameters, self._kept, strict=True)
-            for state in beside
-        ]
-        missing = [name for name in names if name not in given and name in own]
-        if missing:
-            given |= {name: np.zeros(own[name].shape, own[name].dtype) for name in missing}
-        if STOCHASTIC in self.keepings:  # of an optimizer that rounded in another way
-            given.setdefault("rounding_seed", self._seed)
-        masters = self._beside(MASTER)
+        given, masters = as_state(self._name, state), self._beside(MASTER)
+        missing = [name for name in self._beside_by_name() if name not in given]
         if from_masters and (missing or not masters):
             wrong, expected = "is impossible", "a state with masters, of weights beside masters"
             reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
         super().load_state_dict(given)
         self._may_differ = True
         for p, master in masters if from_masters else ():
-            _assign(p.array, _on_host(master).astype(p.dtype))
+            assign(p.array, _on_host(master).astype(p.dtype))
         if missing:
             self._begin_at_weights(warns=False)
             warnings.warn(f"{self._name}: {missing[0]} begins at the weight", stacklevel=2)
+
+    def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        for name, array in self._beside_by_name().items():
+            if name not in state:
+                state[name] = np.zeros(array.shape, array.dtype)
+        if STOCHASTIC in self.keepings:  # of an optimizer that rounded in another way
+            state.setdefault("rounding_seed", self._seed)
+        return super()._completed(state)
+
+    def _beside_by_name(self) -> dict[str, Any]:
+        """What lies beside the weights, by its names in states; copies are in none."""
+        return {
+            self._state_name(state.name, str(p.name)): self._states[state.name][i]
+            for i, p in enumerate(self.parameters)
+            for state in self._kept[i]
+            if state.name != COPY.name and self._states[state.name][i] is not None
+        }
 
     def widen(self) -> list[np.ndarray]:
         """Go on without rounding to 16 bits: with whole weights in new arrays, which are returned.
@@ -238,7 +222,7 @@ class RoundedOptimizer(StatefulOptimizer):
                 differs = (rounded != weight) & ~(np.isnan(rounded) & np.isnan(weight))
                 if not differs.any():
                     continue
-                _assign(beside, np.where(differs, anew.astype(found.dtype), found))
+                assign(beside, np.where(differs, anew.astype(found.dtype), found))
                 if warns:
                     label, warns = self._state_name(name, str(p.name)), False
                     what = "begins at the weight, which is not the one that it was made for"
@@ -254,10 +238,3 @@ class RoundedOptimizer(StatefulOptimizer):
 def _on_host(array: Any) -> np.ndarray:
     found: np.ndarray = array.numpy() if isinstance(array, DeviceArray) else array
     return found
-
-
-def _assign(array: Any, numbers: np.ndarray) -> None:
-    if isinstance(array, DeviceArray):
-        array.assign(numbers)
-    else:
-        array[...] = numbers

@@ -128,8 +128,7 @@ class ParameterFiles:
         optimizer.state.update(states)
         steps = {p: int(number(x["step"])) for p, x in states.items() if LAST.name in x}
         if steps:
-            optimizer._missed.part()
-            optimizer._missed.begin(steps)
+            optimizer._missed.resume(steps)
         optimizer._look_after_all()
 
     def _state(

@@ -414,8 +414,7 @@ class TableOptimizer(Declaration, TableRows):
 
     def _begin_asleep(self, saved: Mapping[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
         """Go on with the scalars of missed steps of a state that was loaded."""
-        self._missed.part()
-        steps, where = {}, type(self).__name__
+        steps, loaded, where = {}, {}, type(self).__name__
         for parameter, key in keys:
             scalars = saved.get(key, {}).get(SCALARS)
             state = self.state.get(parameter, {})
@@ -431,8 +430,8 @@ class TableOptimizer(Declaration, TableRows):
             self._missed.add(parameter, choice.rule, real, steps[parameter])
             map_scalars(self, parameter)
             if scalars is not None:
-                self._missed.scalars(parameter)[...] = np.asarray(scalars)
-        self._missed.begin(steps)
+                loaded[parameter] = np.asarray(scalars)
+        self._missed.resume(steps, loaded)
         for parameter in steps:
             if (known := sleeping_of(parameter)) is not None:
                 known.awake = None
