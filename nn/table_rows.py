@@ -29,6 +29,7 @@ from ..ops.runtime.errors import reject
 from .base.file_set import MOVED, maker_of_states
 from .base.groups import Groups
 from .base.parameter import Parameter
+from .base.stateful import StatefulOptimizer
 from .engine.batch import KernelCall
 from .engine.catch_up import (
     SCALARS,
@@ -43,7 +44,6 @@ from .engine.catch_up import (
 )
 from .engine.plan import Stepper
 from .engine.reader import GradientReader
-from .engine.rounding import RoundedOptimizer
 from .engine.table_rows import TableRows
 from .engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
 
@@ -60,7 +60,7 @@ class _BoundTable(NamedTuple):
     is_shared: bool  # with other optimizers, in which rows may sleep
 
 
-class TableOptimizer(RoundedOptimizer, TableRows):
+class TableOptimizer(StatefulOptimizer, TableRows):
     """The part of `FusedOptimizer` that knows rows."""
 
     use_locking: bool
@@ -118,12 +118,13 @@ class TableOptimizer(RoundedOptimizer, TableRows):
     def _behind(self, calls: Sequence[KernelCall]) -> Sequence[CatchUp]:
         """Catching up, to be done before these calls of a step."""
         assert self._missed is not None
-        steps = []
+        steps: list[NextStep] = []
         for call in calls:
             gradients = call.gradients if call.batch.row_sparse else repeat(None)
-            of_each = scalars_of(call.update), gradients
-            each = zip(call.batch.positions.tolist(), *of_each, strict=False)
-            steps += [NextStep(self._table_at_step(i), own, g and g.source) for i, own, g in each]
+            each = zip(
+                call.batch.positions.tolist(), scalars_of(call.update), gradients, strict=False
+            )
+            steps += [(self._table_at_step(i), scalars, g and g.source) for i, scalars, g in each]
         return [*map(_SECOND, self._missed.before(steps))]
 
     # The list of what belongs to a table (`TableRows`)
@@ -135,8 +136,8 @@ class TableOptimizer(RoundedOptimizer, TableRows):
         arrays = {WEIGHTS.name: TableArray(label, p.array, WEIGHTS, next(shapes), PARAMETER)}
         for role, (state, array) in self._declared_of(i).items():
             initial: Any = PARAMETER if role == COPY.name else state.initial
-            own = f"state {role!r} of {p.name!r}", array, state
-            arrays[role] = TableArray(*own, next(shapes), initial)
+            label = f"state {role!r} of {p.name!r}"
+            arrays[role] = TableArray(label, array, state, next(shapes), initial)
         if LAST.name in self._states:
             last, shape = self._states[LAST.name][i], arrays[WEIGHTS.name].shape[:1] or (1,)
             label = f"state {LAST.name!r} of {p.name!r}"
@@ -167,20 +168,21 @@ class TableOptimizer(RoundedOptimizer, TableRows):
         return [self._table_at_step(i) for i in range(len(self.parameters))]
 
     def _table_at_step(self, i: int) -> TableAtStep:
-        known = self._bound.get(i)
+        bound = self._bound.get(i)
         # What was changed in place (`resize`, `flags`) has another header; another thread may have
         # exchanged arrays while they were checked.
         if (
-            known is None
-            or known.arrays[0] is not self.parameters[i].array
-            or known.arrays[-1] is not self._states[LAST.name][i]
-            or known.expected is None
-            or known.expected.addresses(()) is None
+            bound is None
+            or bound.arrays[0] is not self.parameters[i].array
+            or bound.arrays[-1] is not self._states[LAST.name][i]
+            or bound.expected is None
+            or bound.expected.addresses(()) is None
         ):
-            known = self._bind(i)
-        if known.is_shared:
+            bound = self._bind(i)
+        if bound.is_shared:
             self.parameters[i].check_awake(self)
-        return TableAtStep(i, known.places, int(self._steps[i]), known.arrays)
+        made = i, bound.places, int(self._steps[i]), bound.arrays
+        return tuple.__new__(TableAtStep, made)  # no call of Python
 
     def _bind(self, i: int) -> _BoundTable:
         """Check a table whole, and where it lies."""
@@ -188,16 +190,12 @@ class TableOptimizer(RoundedOptimizer, TableRows):
         assert missed is not None
         last, scalars = table.arrays[LAST.name], missed.tables[i].given
         check_missed(self._name, last.label, last.array, int(self._steps[i]), scalars)
-        arrays = tuple(own.array for own in table.arrays.values())
+        arrays = tuple(entry.array for entry in table.arrays.values())
         places = sleeping_table(self._rule if keeping is None else self._rule.kept(keeping), table)
         expected = expected_arrays((), NOWHERE, arrays) if usable else None
         bound = _BoundTable(places, arrays, expected, self.parameters[i].is_shared)
         self._bound[i] = bound
         return bound
-
-    def _last_steps(self, i: int) -> np.ndarray:
-        last: np.ndarray = self._states[LAST.name][i]
-        return last
 
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
         if self._files is not None:
@@ -205,16 +203,15 @@ class TableOptimizer(RoundedOptimizer, TableRows):
         commit([*map(_SECOND, each)])
 
     def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        made = self.parameters[i]
         if self._files is not None:
             self._files.write(MOVED, for_good=True)
-        made.rebind(arrays.pop(WEIGHTS.name))
+        weights = arrays.pop(WEIGHTS.name)
+        self.parameters[i].rebind(weights)
         for role, array in arrays.items():
             of_each = self._states[role]
             self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])
         self._read_anew()
-        found: np.ndarray = made.array
-        return found
+        return weights
 
     def _check_growth(self, call: str, i: int) -> None:
         p = self.parameters[i]
@@ -257,7 +254,7 @@ class TableOptimizer(RoundedOptimizer, TableRows):
     def _number_of(self, parameter: Any) -> int:
         """The number of a parameter among those of the optimizer."""
         for i, p in enumerate(self.parameters):
-            if p.is_of(parameter):
+            if p is parameter or p.is_of(parameter):
                 return i
         wrong, got = "is none of the optimizer's", type(parameter).__name__
         expected = "a parameter or an array that it has"
@@ -297,13 +294,11 @@ class TableOptimizer(RoundedOptimizer, TableRows):
         return (*more, *super()._states_beside(i))
 
     def state_arrays(self) -> dict[str, Any]:
-        """The arrays of states and counts, the scalars of missed steps, and a seed."""
+        """The arrays of `StatefulOptimizer.state_arrays`, and the scalars of missed steps."""
         arrays = super().state_arrays()
         if self._missed is not None:
             for i, p in enumerate(self.parameters):
                 arrays[f"{SCALARS}.{p.name}"] = self._missed.scalars(i)
-        if STOCHASTIC in self.keepings:
-            arrays["rounding_seed"] = self._seed
         return arrays
 
     def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
@@ -325,8 +320,8 @@ class TableOptimizer(RoundedOptimizer, TableRows):
         super()._check_values(arrays)
         for i, p in enumerate(self.parameters if self._missed is not None else ()):
             name, step = f"{LAST.name}.{p.name}", int(arrays[f"step.{p.name}"][0])
-            own, scalars = self._states[LAST.name][i], arrays[f"{SCALARS}.{p.name}"]
-            if address_of(arrays[name]) != address_of(own):  # else it is read later
+            scalars = arrays[f"{SCALARS}.{p.name}"]
+            if address_of(arrays[name]) != address_of(self._states[LAST.name][i]):  # else later
                 check_missed(self._name, f"state {name!r}", arrays[name], step, scalars)
 
     def _completed(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,9 @@ class TableAtStep(NamedTuple):
     owners: Any  # of the memory, which another thread may exchange while loops run
 
 
-class NextStep(NamedTuple):
-    """The next step of a table: its scalars, and the rows that have a gradient."""
-
-    table: TableAtStep
-    scalars: tuple[float, ...]  # of the rule, then the coupled weight decay
-    source: Any  # `RowSource` of a row-sparse gradient; None: every row has one
+NextStep = tuple[TableAtStep, tuple[float, ...], Any]
+"""The next step of a table: its scalars, of the rule, then the coupled weight decay; and the source
+of the rows that have a gradient, None if every row has one."""
 
 
 class MissedSteps:
@@ -106,16 +103,16 @@ class MissedSteps:
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""
-        given: dict[Any, Any] = {}
+        next_of: dict[Any, Any] = {}
         for (key, _, now, _), scalars, _ in steps:
-            given[key] = now + 1, scalars
+            next_of[key] = now + 1, scalars
         users: dict[int, list[Any]] = {}
         for key, table in self.tables.items():
             users.setdefault(id(table), []).append(key)
         for keys in users.values():
             parts: dict[Any, list[Any]] = {}
             for key in keys:
-                parts.setdefault(given.get(key), []).append(key)
+                parts.setdefault(next_of.get(key), []).append(key)
             # Those without a gradient take no step: from here on they are apart.
             for members in [*parts.values()][1:]:
                 table = copy.deepcopy(self.tables[members[0]])

@@ -258,10 +258,6 @@ class TableOptimizer(Declaration, TableRows):
         self._tables[parameter] = _CheckedTable(choice, rule, places, forms, last, version, now)
         return TableAtStep(parameter, places, now, owners)
 
-    def _last_steps(self, parameter: Tensor) -> np.ndarray:
-        found: np.ndarray = array_of(self.state[parameter][LAST.name])
-        return found
-
     def _host_array(self, value: Any) -> Any:
         return array_of(value.detach().contiguous()) if isinstance(value, Tensor) else value
 
@@ -331,16 +327,16 @@ class TableOptimizer(Declaration, TableRows):
         steps: float | list[float],
     ) -> list[tuple[Any, CatchUp]]:  # fmt: skip
         """Catching up, to be done before these updates of a step (`MissedSteps.before`)."""
-        found = []
+        next_steps: list[NextStep] = []
         for part, update in updates:
             gradients: Any = update.gradients if part.batch.row_sparse else repeat(None)
-            for i, own, g in zip(part.places, scalars_of(update), gradients, strict=False):
+            for i, scalars, g in zip(part.places, scalars_of(update), gradients, strict=False):
                 parameter = given.chosen.parameters[i]
                 state = given.new.get(parameter) or self.state[parameter]
                 now = int(steps if isinstance(steps, float) else steps[i]) - 1
                 table = self._at_step(parameter, state, (part.choice, part.batch.rule), now)
-                found.append(NextStep(table, own, g and g.source))
-        return self._missed.before(found)
+                next_steps.append((table, scalars, g and g.source))
+        return self._missed.before(next_steps)
 
     def warn_of_stale(self, done: Sequence[tuple[Any, CatchUp]]) -> None:
         """Warn, once for each table, of a gradient that follows from rows that slept."""
