@@ -86,7 +86,7 @@ def _listed(where: str, name: str, value: Any, expected: str, but: Any = ()) -> 
 
 
 def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
-    found = []
+    wrapped = []
     for entry in entries:
         if isinstance(entry, dict | str):
             wrong, got = "holds a wrong type", type(entry).__name__
@@ -95,8 +95,8 @@ def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
         if not parameter.requires_grad:
             name, wrong = f"parameter {parameter.name!r}", "does not require a gradient"
             reject(ValueError, where, name, wrong, "requires_grad=True", False, "; leave it out")
-        found.append(parameter)
-    return found
+        wrapped.append(parameter)
+    return wrapped
 
 
 def _from_list(

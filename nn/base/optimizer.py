@@ -225,11 +225,11 @@ class Optimizer(CheckedAttributes):
         if isinstance(param, list):
             return [self.get_lr_parameter(p) for p in param]
         check_kind(self._name, "param", param, Parameter, "a Parameter or a list")
-        found = [option.rate for option in self._groups.options if option.parameter is param]
-        if not found:
+        rates = [option.rate for option in self._groups.options if option.parameter is param]
+        if not rates:
             name = f"parameter {param.name!r}"
             reject(ValueError, self._name, name, "is foreign", "one of mine", "another")
-        return found[0]
+        return rates[0]
 
     def get_weight_decay(self) -> float | tuple[float, ...]:
         """The weight decay of the next step; in groups one for each parameter."""

@@ -177,8 +177,8 @@ class StatefulOptimizer(Optimizer):
             reject(ValueError, self._name, "rule", wrong, expected, name)
         return {
             state.name: tuple(
-                self._new_state(state, i) if state in (*states, *own) else None
-                for i, own in enumerate(beside)
+                self._new_state(state, i) if state in (*states, *states_beside) else None
+                for i, states_beside in enumerate(beside)
             )
             for state in (*states, *more)
         }
@@ -245,9 +245,9 @@ class StatefulOptimizer(Optimizer):
         """Refuse arrays of parameters and states that share memory."""
         names = [f"parameter {p.name!r}" for p in self.parameters]
         arrays = [*parameters]
-        for role, own in states.items():
+        for role, of_role in states.items():
             names += [f"state {role!r} of {p.name!r}" for p in self.parameters]
-            arrays += own
+            arrays += of_role
         pairs = [(n, a) for n, a in zip(names, arrays, strict=True) if a is not None]
         check.no_overlap(self._name, [n for n, _ in pairs], [a for _, a in pairs])
 
@@ -368,7 +368,7 @@ class StatefulOptimizer(Optimizer):
             p.rebind(whole.copy())
             wholes.append(whole)
         kept = {state.name for state in chain.from_iterable(self._kept)}
-        self._states = {role: own for role, own in self._states.items() if role not in kept}
+        self._states = {role: of_role for role, of_role in self._states.items() if role not in kept}
         self.keepings = (None,) * len(self.parameters)
         self._derive()
         return wholes

@@ -65,13 +65,13 @@ class MissedSteps:
         if self._rules.get(key) == form:
             return
         # Those that begin at the same time are likely to stay alike.
-        others = (self.tables[k] for k, own in self._rules.items() if own == form)
-        found = next((table for table in others if table.is_fresh and table.begun == step), None)
-        if found is None:
-            found = IdleTable(plain, real)
-            found.begin(step)
+        others = (self.tables[k] for k, other in self._rules.items() if other == form)
+        alike = next((table for table in others if table.is_fresh and table.begun == step), None)
+        if alike is None:
+            alike = IdleTable(plain, real)
+            alike.begin(step)
         self.mapped.pop(key, None)
-        self._rules[key], self.tables[key] = form, found
+        self._rules[key], self.tables[key] = form, alike
 
     def differs(self, key: Any, rule: Rule, real: Any) -> bool:
         """Whether a parameter was there with another rule or type of the arithmetic."""
@@ -79,8 +79,8 @@ class MissedSteps:
 
     def drop(self, key: Any) -> None:
         """Forget a parameter, none of whose rows misses a step."""
-        for known in (self.tables, self._rules, self.mapped):
-            known.pop(key, None)
+        for by_key in (self.tables, self._rules, self.mapped):
+            by_key.pop(key, None)
         self.prepared.discard(key)
 
     def resume(self, steps: Mapping[Any, int], scalars: Mapping[Any, Any] | None = None) -> None:
@@ -152,11 +152,11 @@ class MissedSteps:
         `before` has given, and a commit has done.
         """
         silent = self._warned | self._loaded | self.prepared
-        found = [key for key, own in done if key is not None and own.found_any]
-        found = [key for key in found if key not in silent]
-        self._warned.update(found)
+        keys = [key for key, caught_up in done if key is not None and caught_up.found_any]
+        keys = [key for key in keys if key not in silent]
+        self._warned.update(keys)
         self._loaded.difference_update(key for key, _ in done)
-        return found
+        return keys
 
     def set_back(self, key: Any, step: int) -> None:
         """Let a parameter go on at an earlier step, without the scalars of the steps after it."""
@@ -191,7 +191,7 @@ class MissedSteps:
 
 def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
     """The places of a checked table whose last array has the last steps; its rule keeps weights."""
-    *arrays, last = (own.array for own in table.arrays.values())
+    *arrays, last = (entry.array for entry in table.arrays.values())
     w, *states = (STORAGES[array.dtype] for array in arrays)
     assert rule.asleep is not None
     many = kernel(rule.asleep, (), w, real_of(w), tuple(states))
@@ -199,13 +199,13 @@ def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
     return SleepingTable(many, places, width, address_of(last), len(last))
 
 
-def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int, int]]]:
+def spans_of(pooling: Pooling, lists: HostIds) -> dict[int, list[tuple[int, int, int]]]:
     """The ids of bags by the number of their table, each list as `MissedSteps.of_span`."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    columns = (given.column(name).tolist() for name in ("ids", "id_bytes", "begin", "end"))
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    columns = (lists.column(name).tolist() for name in ("ids", "id_bytes", "begin", "end"))
     for t, ids, n_bytes, begin, end in zip(pooling.ordered(pooling.of), *columns, strict=True):
-        found.setdefault(t, []).append((ids + begin * n_bytes, n_bytes, end - begin))
-    return found
+        spans.setdefault(t, []).append((ids + begin * n_bytes, n_bytes, end - begin))
+    return spans
 
 
 def scalars_of(update: Update) -> Iterator[tuple[float, ...]]:

@@ -135,11 +135,11 @@ def _walk(c, slot, row, since):
                 _put(hp, b, c.ways + k, way)
                 _put(hp, b, c.nodes + 1 + k, node)
         else:  # the rest, as of a row that took step t
-            known = c.many_hp + t % SLEEP * c.many_bytes
-            weight, epsilon, t = _real(known, b, 0), _real(known, b, c.nodes), c.now
+            of_rest = c.many_hp + t % SLEEP * c.many_bytes
+            weight, epsilon, t = _real(of_rest, b, 0), _real(of_rest, b, c.nodes), c.now
             for k in range(NODES):
-                _put(hp, b, c.ways + k, _real(known, b, c.ways + k) * first)
-                _put(hp, b, c.nodes + 1 + k, _real(known, b, c.nodes + 1 + k) * root)
+                _put(hp, b, c.ways + k, _real(of_rest, b, c.ways + k) * first)
+                _put(hp, b, c.nodes + 1 + k, _real(of_rest, b, c.nodes + 1 + k) * root)
         _put(hp, b, c.nodes, epsilon)
         if t < c.now:
             _put(hp, b, 0, weight)
