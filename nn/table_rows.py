@@ -24,7 +24,7 @@ from ..kernels.cpu.threads.parallel import commit
 from ..kernels.keeping import COPY, STOCHASTIC
 from ..kernels.state import PARAMETER, State
 from ..ops.runtime import check, locks
-from ..ops.runtime.arrays import adopt, real_type
+from ..ops.runtime.arrays import adopt
 from ..ops.runtime.errors import reject
 from .base.file_set import MOVED, maker_of_states
 from .base.groups import Groups
@@ -80,7 +80,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         if self.sparse_update == "catch_up":
             self._missed = MissedSteps()
             for i, p in enumerate(self.parameters):
-                self._missed.add(i, self._rule, real_type(p.dtype), 0)
+                self._missed.add(i, self._rule, p.dtype, 0)
             if maker_of_states() is not None:
                 self._map_scalars(self._missed)
 

@@ -436,6 +436,9 @@ class Optimizer(CheckedAttributes):
     def _check_overlap(self, rebound: Mapping[int, Any]) -> None:
         arrays = [rebound.get(id(p), p.array) for p in self.parameters]
         names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
+        if not rebound:  # states are memory of their own: parameters and copies are what users give
+            copies = [o.copy for o in self._groups.options if o.copy is not None]
+            names, arrays = names + ["an array of copies"] * len(copies), arrays + copies
         check.no_overlap(self._name, names, arrays)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ...kernels.formula import ROUNDING, Formula, Numbers
 from ...kernels.rule import GradientTransform, Rule
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.state import PARAMETER, PER, State
-from ...kernels.storage import REALS, STORAGES, Storage, real_of
+from ...kernels.storage import REALS, STORAGES, real_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .arguments import check_kind, is_int
@@ -214,26 +214,20 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     if not is_own(rule.update):
         return
     stored = ["w", *(state.name for state in rule.updated_states)]
+    measured = [f"value{k + 1}" for k in range(rule.n_measured)]
+    follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
+    functions: dict[str, tuple[Any, Any, list[str]]] = {
+        "update": (rule.update, traits.update_traits, stored),
+        "measure": (rule.measure, traits.measure_traits, measured),
+        "factor": (rule.factor, traits.factor_traits, follows),
+    }
     # Checked in each type of the arithmetic: a literal is harmless in float64, but turns float32
     # into float64.
-    for real in _reals(dtypes):
-        result = _traits(where, "update", rule.update, traits.update_traits, rule, real)
-        _check_returned(where, _named("update", rule.update), result, stored)
-        if rule.measure is not None:
-            result = _traits(where, "measure", rule.measure, traits.measure_traits, rule, real)
-            measured = [f"value{k + 1}" for k in range(rule.n_measured)]
-            name = _named("measure", rule.measure)
-            _check_returned(where, name, result, measured, always_tuple=True)
-        if rule.factor is not None:
-            result = _traits(where, "factor", rule.factor, traits.factor_traits, rule, real)
-            follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
-            name = _named("factor", rule.factor)
-            _check_returned(where, name, result, follows, kinds=_NUMBERS)
-
-
-def _reals(dtypes: Iterable[np.dtype[Any]]) -> list[Storage]:
-    """The types of the arithmetic on parameters of some dtypes."""
-    return [*dict.fromkeys(real_of(STORAGES[dtype]) for dtype in dtypes)]
+    for real in dict.fromkeys(real_of(STORAGES[dtype]) for dtype in dtypes):
+        for role, (function, of, names) in functions.items():
+            if function is not None:
+                result = _traits(where, role, function, of, rule, real)
+                _check_returned(where, role, function, result, names)
 
 
 def _traits(
@@ -256,11 +250,11 @@ def _traits(
 
 
 def _check_returned(
-    where: str, what: str, result: traits.Traits, names: Sequence[str], *,
-    always_tuple: bool = False, kinds: tuple[str, ...] = _FLOATS,
-) -> None:  # fmt: skip
-    """Refuse results other than a float for each name: one float alone unless ``always_tuple``."""
-    takes_tuple = len(names) > 1 or always_tuple
+    where: str, role: str, function: Any, result: traits.Traits, names: Sequence[str]
+) -> None:
+    """Refuse results other than a float for each name; one is alone, but where it is measured."""
+    what, kinds = _named(role, function), _NUMBERS if role == "factor" else _FLOATS
+    takes_tuple = len(names) > 1 or role == "measure"
     listed = f"({', '.join(names)}{',' * (len(names) == 1)})" if takes_tuple else names[0]
     expected = f"the float{'s' * takes_tuple} {listed}"
     got = ", ".join(result.returned)

@@ -13,7 +13,6 @@ import numpy as np
 
 from ...kernels.keeping import (
     COPY,
-    KAHAN,
     KEEPINGS,
     MASTER,
     STOCHASTIC,
@@ -28,7 +27,8 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from .arguments import MOST_STEPS, Fixed, seed
+from .arguments import MOST_STEPS, Fixed
+from .arguments import seed as checked_seed
 from .checkpoint import as_state, steps_done
 from .file_set import maker_of_states
 from .groups import Groups, ParameterOptions
@@ -111,13 +111,6 @@ class StatefulOptimizer(Optimizer):
             if keeping is STOCHASTIC and p.is_on_device and not self._stays_on_host:
                 reject(ValueError, self._name, label, wrong, "the host", "a CUDA device")
         super()._check_groups(groups)
-        # States are memory of their own: parameters and copies are what users give.
-        if COPY in self.keepings:
-            arrays = [o.parameter.array for o in groups.options]
-            names = [f"parameter {o.parameter.name or i!r}" for i, o in enumerate(groups.options)]
-            copies = [o.copy for o in groups.options if o.copy is not None]
-            names += ["an array of copies"] * len(copies)
-            check.no_overlap(self._name, names, [*arrays, *copies])
 
     def _keeping_of(self, option: ParameterOptions) -> Keeping | None:
         rounding: str = self.rounding
@@ -154,7 +147,7 @@ class StatefulOptimizer(Optimizer):
         if STOCHASTIC not in self.keepings:
             wrong, got = "is of no use", f"rounding={self.rounding!r}"
             reject(ValueError, where, name, wrong, f"rounding={STOCHASTIC.name!r}", got)
-        self._seed[0] = seed(where, name, value)
+        self._seed[0] = checked_seed(where, name, value)
 
     @property
     def copies(self) -> tuple[Any, ...]:
@@ -316,8 +309,9 @@ class StatefulOptimizer(Optimizer):
                 for ``from_masters``. Nothing has changed then.
         """
         check.flag(self._name, "from_masters", from_masters)
-        given, masters = as_state(self._name, state), self._beside(MASTER)
-        missing = [name for name in self._beside_by_name() if name not in given]
+        given, beside = as_state(self._name, state), self._beside()
+        missing = [name for name, *_ in beside if name not in given]
+        masters = [(p, x) for _, keeping, p, x in beside if keeping is MASTER]
         if from_masters and (missing or not masters):
             wrong, expected = "is impossible", "a state with masters, of weights beside masters"
             reject(ValueError, self._name, "from_masters", wrong, expected, missing[:1] or "none")
@@ -330,7 +324,7 @@ class StatefulOptimizer(Optimizer):
             warnings.warn(f"{self._name}: {missing[0]} begins at the weight", stacklevel=2)
 
     def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
-        for name, array in self._beside_by_name().items():
+        for name, _, _, array in self._beside():
             if name not in state:
                 state[name] = np.zeros(array.shape, array.dtype)
         if STOCHASTIC in self.keepings:  # of an optimizer that rounded in another way
@@ -347,14 +341,15 @@ class StatefulOptimizer(Optimizer):
                 state.update({f"step.{p.name}": np.array([step]) for p in self.parameters})
         return state
 
-    def _beside_by_name(self) -> dict[str, Any]:
-        """What lies beside the weights, by its names in states; copies are in none."""
-        return {
-            self._state_name(state.name, str(p.name)): self._states[state.name][i]
-            for i, p in enumerate(self.parameters)
-            for state in self._kept[i]
-            if state.name != COPY.name and self._states[state.name][i] is not None
-        }
+    def _beside(self) -> list[tuple[str, Keeping, Parameter, Any]]:
+        """Each master and remainder: its name in states, how the weight is kept, and itself."""
+        return [
+            (self._state_name(state.name, str(p.name)), keeping, p, self._states[state.name][i])
+            for i, (p, keeping) in enumerate(zip(self.parameters, self.keepings, strict=True))
+            if keeping is not None and keeping is not COPY
+            for state in keeping.beside
+            if self._states[state.name][i] is not None
+        ]
 
     def widen(self) -> list[np.ndarray]:
         """Go on without rounding to 16 bits: with whole weights in new arrays, which are returned.
@@ -376,24 +371,15 @@ class StatefulOptimizer(Optimizer):
     @quiet
     def _begin_at_weights(self, *, warns: bool = True) -> None:
         """Let masters and remainders that make other weights than there are begin at these."""
-        self._may_differ = False
-        for keeping in (MASTER, KAHAN):
-            name = keeping.beside[0].name
-            for p, beside in self._beside(keeping):
-                anew = begun_anew(keeping, _on_host(p.array), _on_host(beside))
-                if anew is None:
-                    continue
+        self._may_differ, differing = False, []
+        for name, keeping, p, beside in self._beside():
+            anew = begun_anew(keeping, _on_host(p.array), _on_host(beside))
+            if anew is not None:
                 assign(beside, anew)
-                if warns:
-                    label, warns = self._state_name(name, str(p.name)), False
-                    what = "begins at the weight, which is not the one that it was made for"
-                    warnings.warn(f"{self._name}: {label} {what}", stacklevel=5)
-
-    def _beside(self, keeping: Keeping) -> list[tuple[Parameter, Any]]:
-        """The parameters that are kept in a way, and what lies beside each."""
-        states = self._states.get(keeping.beside[0].name, ())
-        each = zip(self.parameters, self.keepings, states, strict=False)
-        return [(p, x) for p, way, x in each if way is keeping and x is not None]
+                differing.append(name)
+        if differing and warns:
+            what = "begins at the weight, which is not the one that it was made for"
+            warnings.warn(f"{self._name}: {differing[0]} {what}", stacklevel=5)
 
     def _check_derived(self, derived: Mapping[str, Any], step: int) -> None:
         for name, expected in self._derived_state(step).items():

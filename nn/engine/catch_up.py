@@ -58,24 +58,23 @@ class MissedSteps:
         self.prepared, self._warned, self._loaded = set[Any](), set[Any](), set[Any]()
         self.mapped: dict[Any, np.ndarray] = {}  # where the scalars outlive the process
 
-    def add(self, key: Any, rule: Rule, real: Any, step: int) -> None:
+    def add(self, key: Any, rule: Rule, dtype: Any, step: int) -> None:
         """Begin with a parameter at a step that no row has missed, if it is not there."""
-        plain = rule.plain or rule
-        form = plain, np.dtype(real)
+        form = _form(rule, dtype)
         if self._rules.get(key) == form:
             return
         # Those that begin at the same time are likely to stay alike.
         others = (self.tables[k] for k, other in self._rules.items() if other == form)
         alike = next((table for table in others if table.is_fresh and table.begun == step), None)
         if alike is None:
-            alike = IdleTable(plain, real)
+            alike = IdleTable(*form)
             alike.begin(step)
         self.mapped.pop(key, None)
         self._rules[key], self.tables[key] = form, alike
 
-    def differs(self, key: Any, rule: Rule, real: Any) -> bool:
+    def differs(self, key: Any, rule: Rule, dtype: Any) -> bool:
         """Whether a parameter was there with another rule or type of the arithmetic."""
-        return self._rules.get(key) not in (None, (rule.plain or rule, np.dtype(real)))
+        return self._rules.get(key) not in (None, _form(rule, dtype))
 
     def drop(self, key: Any) -> None:
         """Forget a parameter, none of whose rows misses a step."""
@@ -187,6 +186,11 @@ class MissedSteps:
     def _catch_up(self, table: TableAtStep, mark: int, rows: tuple[int, int, int]) -> CatchUp:
         scalars = self.tables[table.key]
         return CatchUp(table.places, scalars, table.now, mark, rows, table.owners)
+
+
+def _form(rule: Rule, dtype: Any) -> tuple[Rule, np.dtype[Any]]:
+    """The rule of missed steps of a parameter, and the type of its arithmetic."""
+    return rule.plain or rule, real_of(STORAGES[dtype]).dtype
 
 
 def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:

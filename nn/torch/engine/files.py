@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
 from ...base.file_set import LOADED, FileSet, files_of
 from ...engine.catch_up import SCALARS, check_missed
@@ -150,12 +149,12 @@ class ParameterFiles:
                 named = f"state '{role}.{label}'"
                 reject(ValueError, where, named, "is out of range", expected, value)
         if choice.sleeps:
-            step, real = int(number(state["step"])), real_of(STORAGES[DTYPES[parameter.dtype]])
+            step = int(number(state["step"]))
             state[LAST.name] = optimizer._new_last(parameter, step)
             last, named = array_of(state[LAST.name]), f"state '{LAST.name}.{label}'"
             if not self.files.has_manifest:
                 check_missed(where, named, last, step, None)
-            optimizer._missed.add(parameter, choice.rule, real.dtype, step)
+            optimizer._missed.add(parameter, choice.rule, DTYPES[parameter.dtype], step)
             map_scalars(optimizer, parameter)
             check_missed(where, named, last, step, optimizer._missed.mapped[parameter])
         return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,6 @@ from ...engine.catch_up import spans_of
 from .memory import array_of
 
 
-class Sleeper(Protocol):
-    """An optimizer whose steps rows of a table may have missed."""
-
-    def prepare_spans(self, key: Any, spans: Iterable[tuple[int, int, int]]) -> None:
-        """Bring rows up to date: address, bytes and number of lists of ids."""
-
-    def flush_table(self, parameter: Tensor) -> None:
-        """Bring all rows of a table up to date."""
-
-    def flush(self) -> None:
-        """Bring all rows of all tables up to date."""
-
-
 class WatchedTable:
     """A table whose rows sleep, and the optimizer whose steps they may have missed.
 
@@ -40,7 +27,7 @@ class WatchedTable:
         awake: the count of steps, and the version of the last steps, at which no row slept.
     """
 
-    def __init__(self, parameter: Tensor, optimizer: Sleeper) -> None:
+    def __init__(self, parameter: Tensor, optimizer: Any) -> None:
         key = id(parameter)
         # Its number may be another tensor's when it is gone.
         self.parameter = weakref.ref(parameter, lambda _: _sleeping.pop(key, None))
@@ -58,13 +45,13 @@ def sleeping_of(parameter: Tensor) -> WatchedTable | None:
     return table if table is not None and table.parameter() is parameter else None
 
 
-def sleeper_of(parameter: Tensor) -> Sleeper | None:
+def sleeper_of(parameter: Tensor) -> Any:
     """The optimizer whose steps rows of a parameter may have missed, if there is one."""
     table = sleeping_of(parameter)
     return None if table is None else table.optimizer()
 
 
-def look_after(parameter: Tensor, optimizer: Sleeper) -> None:
+def look_after(parameter: Tensor, optimizer: Any) -> None:
     """Let lookups of a table in whose rows steps may be missing find this optimizer."""
     if sleeper_of(parameter) is not optimizer:
         _sleeping[id(parameter)] = WatchedTable(parameter, optimizer)

@@ -23,7 +23,6 @@ from ....kernels.keeping import COPY
 from ....kernels.private import is_bound, version_of
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER
-from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import Update
@@ -240,19 +239,19 @@ class TableOptimizer(Declaration, TableRows):
         if len(table.arrays) != len(tensors):
             roles = [role for role in choice.states if role in table.arrays]
             reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], roles)
-        real = STORAGES[table.weights.dtype]
+        dtype = table.weights.dtype
         is_asleep = bool((table.arrays[LAST.name].array < now).any())
         if is_asleep and not may_move and before is not None and before.forms[0] != forms[0]:
             expected, got = "its memory of before; flush() goes on with what is there", "another"
             reject(RuntimeError, where, "a table", "was rebound while rows sleep", expected, got)
-        if is_asleep and self._missed.differs(parameter, rule, real_of(real).dtype):
+        if is_asleep and self._missed.differs(parameter, rule, dtype):
             expected, got = "the options and dtype of before; flush() before they change", "others"
             reject(RuntimeError, where, "a table", "has rows that sleep", expected, got)
         if before is not None and now < before.now and parameter in self._missed.tables:
             self._missed.set_back(parameter, now)
         last_steps, scalars = table.arrays[LAST.name], self._missed.tables.get(parameter)
         check_missed(where, last_steps.label, last_steps.array, now, scalars and scalars.given)
-        self._missed.add(parameter, rule, real_of(real).dtype, now)
+        self._missed.add(parameter, rule, dtype, now)
         map_scalars(self, parameter)
         places = sleeping_table(rule, table)
         self._tables[parameter] = _CheckedTable(choice, rule, places, forms, last, version, now)
@@ -367,7 +366,7 @@ class TableOptimizer(Declaration, TableRows):
 
     def _check_other(self, parameter: Tensor, name: str) -> None:
         """Refuse a table whose rows sleep in another optimizer."""
-        other: Any = sleeper_of(parameter)
+        other = sleeper_of(parameter)
         if other is not None and other is not self and other.is_asleep(parameter):
             expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
             reject(RuntimeError, type(self).__name__, name, "has rows that sleep", expected, got)
@@ -422,8 +421,7 @@ class TableOptimizer(Declaration, TableRows):
                 state[LAST.name] = self._new_last(parameter, updates_of(where, state))
             self._tables.pop(parameter, None)
             steps[parameter] = updates_of(where, state)
-            real = real_of(STORAGES[DTYPES[parameter.dtype]]).dtype
-            self._missed.add(parameter, choice.rule, real, steps[parameter])
+            self._missed.add(parameter, choice.rule, DTYPES[parameter.dtype], steps[parameter])
             map_scalars(self, parameter)
             if scalars is not None:
                 loaded[parameter] = np.asarray(scalars)
