@@ -134,26 +134,18 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         p, shapes = self.parameters[i], iter(self._reader.shapes[i])
         label = f"parameter {p.name!r}"
         arrays = {WEIGHTS.name: TableArray(label, p.array, WEIGHTS, next(shapes), PARAMETER)}
-        for role, (state, array) in self._declared_of(i).items():
+        for role, of_each in self._states.items():
+            if of_each[i] is None or role == LAST.name:
+                continue
+            state = self._declared.get(role, WEIGHTS)
             initial: Any = PARAMETER if role == COPY.name else state.initial
             label = f"state {role!r} of {p.name!r}"
-            arrays[role] = TableArray(label, array, state, next(shapes), initial)
+            arrays[role] = TableArray(label, of_each[i], state, next(shapes), initial)
         if LAST.name in self._states:
             last, shape = self._states[LAST.name][i], arrays[WEIGHTS.name].shape[:1] or (1,)
             label = f"state {LAST.name!r} of {p.name!r}"
             arrays[LAST.name] = TableArray(label, last, LAST, shape, float(self._steps[i]))
         return StatefulTable(where, arrays)
-
-    def _declared_of(self, i: int) -> dict[str, tuple[State, Any]]:
-        """The states of parameter ``i`` that a step reads and writes: all but last steps."""
-        return {
-            role: (self._declared.get(role, WEIGHTS), arrays[i])
-            for role, arrays in self._states.items()
-            if role != LAST.name and arrays[i] is not None
-        }
-
-    def _states_at(self, i: int) -> tuple[Any, ...]:
-        return tuple(array for _, array in self._declared_of(i).values())
 
     def _table_of(self, call: str, parameter: Any) -> tuple[int, StatefulTable]:
         i, where = self._number_of(parameter), f"{self._name}.{call}"

@@ -35,6 +35,8 @@ from .groups import Groups, ParameterOptions
 from .optimizer import Optimizer
 from .parameter import Parameter, assign, at_line, writable
 
+LAST = State("last_step", "row", dtype=np.int32)
+"""The step that each row has taken last: int32 ``[N]``."""
 States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""
 
@@ -249,8 +251,9 @@ class StatefulOptimizer(Optimizer):
         return [self._states_at(i) for i in range(len(self.parameters))]
 
     def _states_at(self, i: int) -> tuple[Any, ...]:
-        """The states of parameter ``i`` that a step reads and writes."""
-        return tuple(a for a in (arrays[i] for arrays in self._states.values()) if a is not None)
+        """The states of parameter ``i`` that a step reads and writes: all but last steps."""
+        each = ((role, arrays[i]) for role, arrays in self._states.items())
+        return tuple(array for role, array in each if array is not None and role != LAST.name)
 
     def _state(self, role: str) -> tuple[Any, ...]:
         """One role of every parameter that has it."""

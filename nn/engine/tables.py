@@ -15,9 +15,8 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from ..base.arguments import count
+from ..base.stateful import LAST as LAST
 
-LAST = State("last_step", "row", dtype=np.int32)
-"""The step that each row has taken last: int32 ``[N]``."""
 WEIGHTS = State("", initial=PARAMETER)
 """The table itself, as an array of the list; no state has this name."""
 _PART = 1 << 21  # bytes

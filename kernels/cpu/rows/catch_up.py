@@ -59,7 +59,7 @@ class CatchUpCall(NamedTuple):
     many_hp: int  # [SLEEP] of its scalars, for rows whose last step was t at t % SLEEP
     many_bytes: int
     # For steps that are taken one by one: all up to ``ways`` with the scalars of `Idle.update`.
-    steps: int  # [SLEEP] of `_Step`
+    steps: int  # `IdleTable.steps`
     largest: int  # float64 [1]: the largest of their sizes
     drift: int  # block of many steps on a drift in the place of the parameter
     behind_drift: int  # block of many steps that adds the drift
@@ -70,16 +70,6 @@ class CatchUpCall(NamedTuple):
     scratch_bytes: int
     listed: int  # int64 [_PART_IDS, 2] for each slot: rows and their last steps
     behind: int  # int64 [1]: not 0 if any row was
-
-
-class _Step(NamedTuple):
-    """One step: factors of weight, first moment and root, size and epsilon; float64."""
-
-    weight: float
-    first: float
-    root: float
-    size: float
-    epsilon: float
 
 
 @njit(inline="always")
