@@ -22,7 +22,7 @@ from ..kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from ..kernels.cpu.rows.write import RowWrite
 from ..kernels.cpu.threads.parallel import commit
 from ..kernels.keeping import COPY, STOCHASTIC
-from ..kernels.state import PARAMETER, State
+from ..kernels.state import PARAMETER
 from ..ops.runtime import check, locks
 from ..ops.runtime.arrays import adopt
 from ..ops.runtime.errors import reject
@@ -64,7 +64,6 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     """The part of `FusedOptimizer` that knows rows."""
 
     use_locking: bool
-    sparse_update: str | None
     together: Any  # the agreement of several processes on a step, or None
     _stepper: Stepper
     _reader: GradientReader
@@ -76,16 +75,17 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         """Make anew all that depends on the states and their addresses, which have changed."""
 
     def _let_sleep(self) -> None:
-        """Begin with rows of which none has missed a step, if they may sleep."""
-        if self.sparse_update == "catch_up":
-            self._missed = MissedSteps()
-            for i, p in enumerate(self.parameters):
-                self._missed.add(i, self._rule, p.dtype, 0)
-            if maker_of_states() is not None:
-                self._map_scalars(self._missed)
+        """Begin with rows of which none has missed a step, if they may sleep.
 
-    def _map_scalars(self, missed: MissedSteps) -> None:
-        """Keep the scalars of missed steps where the states are, or go on with those there."""
+        The scalars of missed steps are where the states are; rows go on with those there.
+        """
+        if self.sparse_update != "catch_up":
+            return
+        missed = self._missed = MissedSteps()
+        for i, p in enumerate(self.parameters):
+            missed.add(i, self._rule, p.dtype, 0)
+        if maker_of_states() is None:
+            return
         steps = self._steps.tolist()
         for i, (p, last) in enumerate(zip(self.parameters, self._states[LAST.name], strict=True)):
             like, label = missed.tables[i].given, f"state '{LAST.name}.{p.name}'"
@@ -280,10 +280,6 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             reject(ValueError, self._name, "sparse_update='catch_up'", wrong, expected, "it")
         super().keep_states(of)
         self._read_anew()
-
-    def _states_beside(self, i: int) -> tuple[State, ...]:
-        more = (LAST,) if self.sparse_update == "catch_up" else ()
-        return (*more, *super()._states_beside(i))
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of `StatefulOptimizer.state_arrays`, and the scalars of missed steps."""

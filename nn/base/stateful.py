@@ -69,6 +69,7 @@ class StatefulOptimizer(Optimizer):
 
     rounding = Fixed(_way_of_rounding)
     keepings: tuple[Keeping | None, ...]  # how each parameter is kept
+    sparse_update: str | None
     _rule: Rule
     _seed: np.ndarray  # int64 (1,): of random bits
     _stays_on_host: bool
@@ -165,7 +166,8 @@ class StatefulOptimizer(Optimizer):
     @quiet
     def _new_states(self, states: Sequence[State]) -> States:
         """Initial arrays of each role, for each parameter that has it: first those of the rule."""
-        beside = [self._states_beside(i) for i in range(len(self.parameters))]
+        sleeping = (LAST,) if self.sparse_update == "catch_up" else ()
+        beside = [(*sleeping, *kept) for kept in self._kept]
         names, more = {state.name for state in states}, dict.fromkeys(chain.from_iterable(beside))
         for name in (state.name for state in more if state.name in names):
             wrong, expected = f"has a state {name!r}", "another name beside this rounding"
@@ -177,10 +179,6 @@ class StatefulOptimizer(Optimizer):
             )
             for state in (*states, *more)
         }
-
-    def _states_beside(self, i: int) -> tuple[State, ...]:
-        """The states of parameter ``i`` beside those of the rule."""
-        return self._kept[i]
 
     def _new_state(self, state: State, i: int) -> Any:
         if state in COPY.beside:

@@ -74,8 +74,7 @@ def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
 class _CheckedTable(NamedTuple):
     """A table that was checked whole; it fits for as long as its tensors lie as they did."""
 
-    choice: RuleChoice  # by the steps that its rows may have missed
-    rule: Rule
+    chosen: tuple[RuleChoice, Rule]  # by the steps that its rows may have missed
     places: SleepingTable
     forms: Sequence[Any]  # of `form_of`
     last: Tensor  # the last steps, which no other tensor at their address is
@@ -215,7 +214,7 @@ class TableOptimizer(Declaration, TableRows):
         where, state = type(self).__name__, self._with_copy(parameter, state)
         last, before = state[LAST.name], self._tables.get(parameter)
         if chosen is None and before is not None:
-            chosen = before[:2]
+            chosen = before.chosen
         elif chosen is None:
             choice = self._choice_for(where, parameter)
             chosen = choice, choice.rule
@@ -229,7 +228,7 @@ class TableOptimizer(Declaration, TableRows):
         look_after(parameter, self)
         version = version_of(last) if isinstance(last, Tensor) else 0
         if not is_whole and before is not None:
-            is_same = before.rule is rule and before.last is last and before.version == version
+            is_same = before.chosen[1] is rule and before.last is last and before.version == version
             is_same = is_same and None not in forms and before.forms == forms
             if is_same and before.now <= now <= before.now + 1:
                 self._tables[parameter] = before._replace(now=now)
@@ -254,7 +253,7 @@ class TableOptimizer(Declaration, TableRows):
         self._missed.add(parameter, rule, dtype, now)
         map_scalars(self, parameter)
         places = sleeping_table(rule, table)
-        self._tables[parameter] = _CheckedTable(choice, rule, places, forms, last, version, now)
+        self._tables[parameter] = _CheckedTable(chosen, places, forms, last, version, now)
         return TableAtStep(parameter, places, now, owners)
 
     def _host_array(self, value: Any) -> Any:
