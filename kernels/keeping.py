@@ -83,10 +83,9 @@ def whole_weight(keeping: Keeping | None, w: np.ndarray, beside: Sequence[Any]) 
 def begun_anew(
     keeping: Keeping, weight: Any, beside: Any, library: Any = np, cast: Any = np.ndarray.astype
 ) -> Any:
-    """What lies beside a weight, begun anew where the two make another weight; None: nowhere.
+    """A master or remainder, begun anew where it and a weight make another weight; None: nowhere.
 
-    Of a master or a remainder. Arrays are those of ``library``, NumPy or PyTorch; ``cast`` gives
-    them another dtype.
+    Arrays are those of ``library``, NumPy or PyTorch; ``cast`` gives them another dtype.
     """
     whole, anew = beside, weight
     if keeping is KAHAN:
