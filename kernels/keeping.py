@@ -80,6 +80,22 @@ def whole_weight(keeping: Keeping | None, w: np.ndarray, beside: Sequence[Any]) 
     return np.asarray(keeping.load(wide, *(array.astype(np.float32) for array in beside)))
 
 
+def begun_anew(
+    keeping: Keeping, weight: Any, beside: Any, library: Any = np, cast: Any = np.ndarray.astype
+) -> Any:
+    """A master or remainder, begun anew where it and a weight make another weight; None: nowhere.
+
+    Arrays are those of ``library``, NumPy or PyTorch; ``cast`` gives them another dtype.
+    """
+    whole, anew = beside, weight
+    if keeping is KAHAN:
+        part = cast(beside, library.float32) * np.float32(MOST_OF_REMAINDER)
+        whole, anew = cast(weight, library.float32) + part, library.zeros_like(weight)
+    rounded = cast(whole, weight.dtype)
+    is_same = (rounded == weight) | (library.isnan(rounded) & library.isnan(weight))
+    return None if is_same.all() else library.where(is_same, beside, cast(anew, beside.dtype))
+
+
 @cache
 def key_of(name: str) -> int:
     """The key of a parameter's random bits: 64 bits that follow from its name alone."""

@@ -34,7 +34,7 @@ from .engine.layout import Gradients
 from .engine.offload import Offload
 from .engine.plan import Classes, Plan, StepAgreement, StepMethod, Stepper, calls_of
 from .engine.reader import GradientReader
-from .engine.rounding import RoundedOptimizer
+from .engine.tables import LAST
 from .table_rows import TableOptimizer
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent", "catch_up")
@@ -66,7 +66,7 @@ def _sparse_update(where: str, name: str, value: Any) -> str | None:
     return value
 
 
-class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
+class FusedOptimizer(TableOptimizer, ABC):
     """The base class of optimizers whose step is an update rule, which a subclass gives.
 
     One kernel call updates all dense tensors of a dtype (two if the rule measures them first), and
@@ -418,6 +418,8 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
     # State
 
     def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        if state is LAST:
+            return shape[:1] or (1,)
         rule = self._rule.on(shape)
         # If matrices have a rule of their own, the optimizer has the states of both rules, and each
         # tensor has the states of the rule for its shape.

@@ -22,16 +22,14 @@ from ..kernels.cpu.rows.catch_up import CatchUp, SleepingTable
 from ..kernels.cpu.rows.write import RowWrite
 from ..kernels.cpu.threads.parallel import commit
 from ..kernels.keeping import COPY, STOCHASTIC
-from ..kernels.rule import Keeping, Rule
-from ..kernels.state import PARAMETER, State
+from ..kernels.state import PARAMETER
 from ..ops.runtime import check, locks
-from ..ops.runtime.arrays import adopt, real_type
+from ..ops.runtime.arrays import adopt
 from ..ops.runtime.errors import reject
-from .base.checkpoint import as_state
 from .base.file_set import MOVED, maker_of_states
 from .base.groups import Groups
 from .base.parameter import Parameter
-from .base.stateful import StatefulOptimizer, States
+from .base.stateful import StatefulOptimizer
 from .engine.batch import KernelCall
 from .engine.catch_up import (
     SCALARS,
@@ -50,6 +48,7 @@ from .engine.table_rows import TableRows
 from .engine.tables import LAST, WEIGHTS, StatefulTable, TableArray
 
 _NO_TURN, _SECOND = nullcontext(), itemgetter(1)
+_OF_MISSED_STEPS = f"{LAST.name}.", f"{SCALARS}."  # names in states begin so
 
 
 class _BoundTable(NamedTuple):
@@ -65,10 +64,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     """The part of `FusedOptimizer` that knows rows."""
 
     use_locking: bool
-    sparse_update: str | None
-    keepings: tuple[Keeping | None, ...]
     together: Any  # the agreement of several processes on a step, or None
-    _rule: Rule
     _stepper: Stepper
     _reader: GradientReader
     _missed: MissedSteps | None = None
@@ -79,16 +75,17 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         """Make anew all that depends on the states and their addresses, which have changed."""
 
     def _let_sleep(self) -> None:
-        """Begin with rows of which none has missed a step, if they may sleep."""
-        if self.sparse_update == "catch_up":
-            self._missed = MissedSteps()
-            for i, p in enumerate(self.parameters):
-                self._missed.add(i, self._rule, real_type(p.dtype), 0)
-            if maker_of_states() is not None:
-                self._map_scalars(self._missed)
+        """Begin with rows of which none has missed a step, if they may sleep.
 
-    def _map_scalars(self, missed: MissedSteps) -> None:
-        """Keep the scalars of missed steps where the states are, or go on with those there."""
+        The scalars of missed steps are where the states are; rows go on with those there.
+        """
+        if self.sparse_update != "catch_up":
+            return
+        missed = self._missed = MissedSteps()
+        for i, p in enumerate(self.parameters):
+            missed.add(i, self._rule, p.dtype, 0)
+        if maker_of_states() is None:
+            return
         steps = self._steps.tolist()
         for i, (p, last) in enumerate(zip(self.parameters, self._states[LAST.name], strict=True)):
             like, label = missed.tables[i].given, f"state '{LAST.name}.{p.name}'"
@@ -97,8 +94,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
             made = self._made(f"{SCALARS}.{p.name}", like.shape, like.dtype, like)
             check_missed(self._name, label, last, steps[i], made)
             missed.mapped[i] = made
-        missed.part()
-        missed.begin(dict(enumerate(steps)))
+        missed.resume(dict(enumerate(steps)))
 
     def _check_groups(self, groups: Groups) -> None:
         """Refuse what rows that sleep cannot have."""
@@ -122,12 +118,13 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     def _behind(self, calls: Sequence[KernelCall]) -> Sequence[CatchUp]:
         """Catching up, to be done before these calls of a step."""
         assert self._missed is not None
-        steps = []
+        steps: list[NextStep] = []
         for call in calls:
             gradients = call.gradients if call.batch.row_sparse else repeat(None)
-            of_each = scalars_of(call.update), gradients
-            each = zip(call.batch.positions.tolist(), *of_each, strict=False)
-            steps += [NextStep(self._table_at_step(i), own, g and g.source) for i, own, g in each]
+            each = zip(
+                call.batch.positions.tolist(), scalars_of(call.update), gradients, strict=False
+            )
+            steps += [(self._table_at_step(i), scalars, g and g.source) for i, scalars, g in each]
         return [*map(_SECOND, self._missed.before(steps))]
 
     # The list of what belongs to a table (`TableRows`)
@@ -137,26 +134,18 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         p, shapes = self.parameters[i], iter(self._reader.shapes[i])
         label = f"parameter {p.name!r}"
         arrays = {WEIGHTS.name: TableArray(label, p.array, WEIGHTS, next(shapes), PARAMETER)}
-        for role, (state, array) in self._declared_of(i).items():
+        for role, of_each in self._states.items():
+            if of_each[i] is None or role == LAST.name:
+                continue
+            state = self._declared.get(role, WEIGHTS)
             initial: Any = PARAMETER if role == COPY.name else state.initial
-            own = f"state {role!r} of {p.name!r}", array, state
-            arrays[role] = TableArray(*own, next(shapes), initial)
+            label = f"state {role!r} of {p.name!r}"
+            arrays[role] = TableArray(label, of_each[i], state, next(shapes), initial)
         if LAST.name in self._states:
             last, shape = self._states[LAST.name][i], arrays[WEIGHTS.name].shape[:1] or (1,)
             label = f"state {LAST.name!r} of {p.name!r}"
             arrays[LAST.name] = TableArray(label, last, LAST, shape, float(self._steps[i]))
         return StatefulTable(where, arrays)
-
-    def _declared_of(self, i: int) -> dict[str, tuple[State, Any]]:
-        """The states of parameter ``i`` that a step reads and writes: all but last steps."""
-        return {
-            role: (self._declared.get(role, WEIGHTS), arrays[i])
-            for role, arrays in self._states.items()
-            if role != LAST.name and arrays[i] is not None
-        }
-
-    def _states_at(self, i: int) -> tuple[Any, ...]:
-        return tuple(array for _, array in self._declared_of(i).values())
 
     def _table_of(self, call: str, parameter: Any) -> tuple[int, StatefulTable]:
         i, where = self._number_of(parameter), f"{self._name}.{call}"
@@ -171,20 +160,21 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         return [self._table_at_step(i) for i in range(len(self.parameters))]
 
     def _table_at_step(self, i: int) -> TableAtStep:
-        known = self._bound.get(i)
+        bound = self._bound.get(i)
         # What was changed in place (`resize`, `flags`) has another header; another thread may have
         # exchanged arrays while they were checked.
         if (
-            known is None
-            or known.arrays[0] is not self.parameters[i].array
-            or known.arrays[-1] is not self._states[LAST.name][i]
-            or known.expected is None
-            or known.expected.addresses(()) is None
+            bound is None
+            or bound.arrays[0] is not self.parameters[i].array
+            or bound.arrays[-1] is not self._states[LAST.name][i]
+            or bound.expected is None
+            or bound.expected.addresses(()) is None
         ):
-            known = self._bind(i)
-        if known.is_shared:
+            bound = self._bind(i)
+        if bound.is_shared:
             self.parameters[i].check_awake(self)
-        return TableAtStep(i, known.places, int(self._steps[i]), known.arrays)
+        made = i, bound.places, int(self._steps[i]), bound.arrays
+        return tuple.__new__(TableAtStep, made)  # no call of Python
 
     def _bind(self, i: int) -> _BoundTable:
         """Check a table whole, and where it lies."""
@@ -192,16 +182,12 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         assert missed is not None
         last, scalars = table.arrays[LAST.name], missed.tables[i].given
         check_missed(self._name, last.label, last.array, int(self._steps[i]), scalars)
-        arrays = tuple(own.array for own in table.arrays.values())
+        arrays = tuple(entry.array for entry in table.arrays.values())
         places = sleeping_table(self._rule if keeping is None else self._rule.kept(keeping), table)
         expected = expected_arrays((), NOWHERE, arrays) if usable else None
         bound = _BoundTable(places, arrays, expected, self.parameters[i].is_shared)
         self._bound[i] = bound
         return bound
-
-    def _last_steps(self, i: int) -> np.ndarray:
-        last: np.ndarray = self._states[LAST.name][i]
-        return last
 
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
         if self._files is not None:
@@ -209,16 +195,15 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         commit([*map(_SECOND, each)])
 
     def _move(self, i: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        made = self.parameters[i]
         if self._files is not None:
             self._files.write(MOVED, for_good=True)
-        made.rebind(arrays.pop(WEIGHTS.name))
+        weights = arrays.pop(WEIGHTS.name)
+        self.parameters[i].rebind(weights)
         for role, array in arrays.items():
             of_each = self._states[role]
             self._states[role] = (*of_each[:i], array, *of_each[i + 1 :])
         self._read_anew()
-        found: np.ndarray = made.array
-        return found
+        return weights
 
     def _check_growth(self, call: str, i: int) -> None:
         p = self.parameters[i]
@@ -261,7 +246,7 @@ class TableOptimizer(StatefulOptimizer, TableRows):
     def _number_of(self, parameter: Any) -> int:
         """The number of a parameter among those of the optimizer."""
         for i, p in enumerate(self.parameters):
-            if p.is_of(parameter):
+            if p is parameter or p.is_of(parameter):
                 return i
         wrong, got = "is none of the optimizer's", type(parameter).__name__
         expected = "a parameter or an array that it has"
@@ -285,21 +270,16 @@ class TableOptimizer(StatefulOptimizer, TableRows):
 
     def keep_states(self, of: Sequence[bool]) -> None:
         """Keep the states of some parameters alone (`StatefulOptimizer.keep_states`)."""
+        # Parameters come from the processes that step them, and nobody would write their copies.
+        if any(way is COPY and not keeps for way, keeps in zip(self.keepings, of, strict=True)):
+            wrong, expected = "are written where steps are taken", "parameters without copies"
+            reject(ValueError, self._name, "copies", wrong, expected, "copies")
         if self._missed is not None:
             wrong = "is impossible in ShardedStates"
             expected = "another one: parameters are sent after each step, with all rows up to date"
             reject(ValueError, self._name, "sparse_update='catch_up'", wrong, expected, "it")
         super().keep_states(of)
         self._read_anew()
-
-    def _new_states(self, states: Sequence[State]) -> States:
-        made = super()._new_states(states)
-        if self.sparse_update == "catch_up":
-            made[LAST.name] = tuple(
-                self._made(f"{LAST.name}.{p.name}", p.shape[:1] or (1,), LAST.dtype, 0)
-                for p in self.parameters
-            )
-        return made
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of `StatefulOptimizer.state_arrays`, and the scalars of missed steps."""
@@ -310,7 +290,10 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         return arrays
 
     def state_dict(self, *, flush: bool = False) -> dict[str, np.ndarray]:
-        """Copies of all that a resumed run needs beside the parameters (`Optimizer.state_dict`).
+        """Copies of all that a resumed run needs beside the parameters, by MindSpore's names.
+
+        ``step.<parameter>`` is the number of updates of a parameter: those whose gradient was
+        None have had fewer than ``global_step``.
 
         Args:
             flush: bring all rows up to date (`flush`), and leave out how far each is, for readers
@@ -318,52 +301,40 @@ class TableOptimizer(StatefulOptimizer, TableRows):
         """
         if check.flag(self._name, "flush", flush):
             self.flush()
-        found, ours = super().state_dict(), (f"{LAST.name}.", f"{SCALARS}.")
-        return {name: x for name, x in found.items() if not (flush and name.startswith(ours))}
+        saved, ours = super().state_dict() | self._derived_state(self._step), _OF_MISSED_STEPS
+        return {name: x for name, x in saved.items() if not (flush and name.startswith(ours))}
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
         for i, p in enumerate(self.parameters if self._missed is not None else ()):
             name, step = f"{LAST.name}.{p.name}", int(arrays[f"step.{p.name}"][0])
-            own, scalars = self._states[LAST.name][i], arrays[f"{SCALARS}.{p.name}"]
-            if address_of(arrays[name]) != address_of(own):  # else it is read later
+            scalars = arrays[f"{SCALARS}.{p.name}"]
+            if address_of(arrays[name]) != address_of(self._states[LAST.name][i]):  # else later
                 check_missed(self._name, f"state {name!r}", arrays[name], step, scalars)
 
-    def _with_last_steps(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A state with the last steps of all rows, or without those that are not missed.
-
-        Raises:
-            ValueError: rows of it sleep, and this optimizer has no ``sparse_update="catch_up"``.
-        """
-        for p in self.parameters:
-            last, scalars = f"{LAST.name}.{p.name}", f"{SCALARS}.{p.name}"
-            step = given.get(f"step.{p.name}", given.get("global_step", np.zeros(1)))
-            if self._missed is not None and last not in given:  # of a dense optimizer
-                own = self.state_arrays()
-                given |= {last: np.full_like(own[last], step), scalars: no_scalars(own[scalars])}
-            elif self._missed is None and last in given:
-                if np.any(np.asarray(given.pop(last)) != step):
+    def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        state = super()._completed(state)
+        for i, p in enumerate(self.parameters):
+            last, scalars = (f"{name}{p.name}" for name in _OF_MISSED_STEPS)
+            step = state.get(f"step.{p.name}", np.zeros(1))
+            if self._missed is not None and last not in state:  # of a dense optimizer
+                state[last] = np.full_like(self._states[LAST.name][i], step)
+                state[scalars] = no_scalars(self._missed.scalars(i))
+            elif self._missed is None and last in state:
+                if np.any(np.asarray(state.pop(last)) != step):
                     expected, got = "none: state_dict(flush=True) wakes them", f"some, in {last!r}"
                     reject(ValueError, self._name, "state", "has rows that sleep", expected, got)
-                given.pop(scalars, None)
-        return given
+                state.pop(scalars, None)
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` (`Optimizer.load_state_dict`); one that lets no rows sleep too.
-
-        Raises:
-            KeyError, TypeError, ValueError: as `Optimizer.load_state_dict`, or rows of it sleep,
-                and this optimizer has no ``sparse_update="catch_up"``. Nothing has changed then.
-        """
-        given = self._with_last_steps(as_state(self._name, state))
+    def _go_on_from(self, arrays: Mapping[str, np.ndarray]) -> None:
         if self._missed is None:
-            super().load_state_dict(given)
             return
-        self._missed.part()
-        lasts = [given.get(f"{LAST.name}.{p.name}") for p in self.parameters]
-        super().load_state_dict(given)
-        self._missed.begin(dict(enumerate(self._steps.tolist())))
-        if all(x is not own for x, own in zip(lasts, self._states[LAST.name], strict=True)):
+        scalars = {i: arrays[f"{SCALARS}.{p.name}"] for i, p in enumerate(self.parameters)}
+        self._missed.resume(dict(enumerate(self._steps.tolist())), scalars)
+        each = zip(self.parameters, self._states[LAST.name], strict=True)
+        # Else rows are read later.
+        if all(arrays[f"{LAST.name}.{p.name}"] is not last for p, last in each):
             self.wake_late()
 
     def wake_late(self) -> None:

@@ -181,8 +181,8 @@ def _remove_abandoned(target: Path) -> None:
     for path in target.parent.glob(f"{_prefix(target)}*"):
         # Without error only what this user may open and what is not locked, so not being written.
         with suppress(OSError), _opened(path, flags) as handle:
-            found = os.fstat(handle)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            status = os.fstat(handle)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 path.unlink()
 
@@ -261,18 +261,18 @@ def steps_done(where: str, value: Any) -> int:
 
 
 def checked_state(
-    where: str, state: Mapping[str, Any], own: Mapping[str, np.ndarray]
+    where: str, state: Mapping[str, Any], like: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """``state`` as arrays that fit ``own`` in names (else a `KeyError`), dtypes and shapes."""
-    missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    """``state`` as arrays like others in names (else a `KeyError`), dtypes and shapes."""
+    missing, foreign = sorted(like.keys() - state.keys()), sorted(state.keys() - like.keys())
     if missing or foreign:
-        expected = f"all of its {len(own)} names"
+        expected = f"all of its {len(like)} names"
         got = f"missing {missing[:3]}, unknown {foreign[:3]}"
         wrong = "does not fit this optimizer"
         reject(UnknownArgumentError, where, "state", wrong, expected, got)
     arrays = {name: adopt(where, f"state {name!r}", value) for name, value in state.items()}
     for name, array in arrays.items():
-        label, mine, is_rate = f"state {name!r}", own[name], name.startswith("learning_rate")
+        label, mine, is_rate = f"state {name!r}", like[name], name.startswith("learning_rate")
         if is_rate and array.size == mine.size == 1:
             array = array.reshape(mine.shape)
         # MindSpore keeps rates in float32.

@@ -68,36 +68,37 @@ class FileSet:
         files.begun.add(self)
         self.made: dict[str, Any] = {}
         self._cut, self._text = "", b""
-        found, folder = self._read(), files.folder
-        if found is None:
+        manifest, folder = self._read(), files.folder
+        if manifest is None:
             sets = {unquote(path.stem): set_of(path) for path in folder.glob("*.safetensors")}
-            sets = {name: own for name, own in sets.items() if own != ""}
-            found = {"cut": "" if sets else _NEW, "set": next(iter(sets.values()), None)}
-            found |= {"files": dict.fromkeys(sets), "parameters": {}}
-        self.is_resumed, self.has_manifest = found["cut"] != _NEW, "version" in found
-        self.set, self.left, self.parameters = found["set"], found["files"], found["parameters"]
+            sets = {name: number for name, number in sets.items() if number != ""}
+            manifest = {"cut": "" if sets else _NEW, "set": next(iter(sets.values()), None)}
+            manifest |= {"files": dict.fromkeys(sets), "parameters": {}}
+        self.is_resumed, self.has_manifest = manifest["cut"] != _NEW, "version" in manifest
+        self.set, self.left = manifest["set"], manifest["files"]
+        self.parameters = manifest["parameters"]
         if not self.is_resumed:
             self.set, self.left, self.has_manifest = self.set or secrets.token_hex(8), {}, True
             self.write(_NEW)  # files without a manifest would be those of an older version
 
     def _read(self) -> Any:
         """The manifest, as it has to be; None where there is none."""
-        path, found = self._files.folder / _MANIFEST, None
+        path, manifest = self._files.folder / _MANIFEST, None
         if check_target(_MANIFEST, path, follows=False) is None:
             return None
         with open(path, "rb", opener=carefully) as file:
             self._text, label = file.read(), str(path)
         with suppress(ValueError, RecursionError):
-            found = json.loads(self._text)
-        if not isinstance(found, dict) or found.pop("sum", None) != _sum(found):
+            manifest = json.loads(self._text)
+        if not isinstance(manifest, dict) or manifest.pop("sum", None) != _sum(manifest):
             expected = f"one of version {_VERSION}"
             reject(ValueError, self.where, label, "is no manifest", expected, "another file")
-        if found["cut"] not in ("", _NEW):
+        if manifest["cut"] not in ("", _NEW):
             expected, fix = "files that belong together", "; go on with a checkpoint elsewhere"
-            reject(ValueError, self.where, label, "is of no set", expected, found["cut"], fix)
-        if found["cut"] != _NEW and (got := found["optimizer"]) != self._optimizer:
+            reject(ValueError, self.where, label, "is of no set", expected, manifest["cut"], fix)
+        if manifest["cut"] != _NEW and (got := manifest["optimizer"]) != self._optimizer:
             reject(ValueError, self.where, label, "is another one's", self._optimizer, got)
-        return found
+        return manifest
 
     def __call__(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], initial: Any

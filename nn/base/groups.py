@@ -86,7 +86,7 @@ def _listed(where: str, name: str, value: Any, expected: str, but: Any = ()) -> 
 
 
 def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
-    found = []
+    wrapped = []
     for entry in entries:
         if isinstance(entry, dict | str):
             wrong, got = "holds a wrong type", type(entry).__name__
@@ -95,8 +95,8 @@ def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
         if not parameter.requires_grad:
             name, wrong = f"parameter {parameter.name!r}", "does not require a gradient"
             reject(ValueError, where, name, wrong, "requires_grad=True", False, "; leave it out")
-        found.append(parameter)
-    return found
+        wrapped.append(parameter)
+    return wrapped
 
 
 def _from_list(
@@ -116,13 +116,14 @@ def _from_dicts(
     options: list[ParameterOptions] = []
     rates: list[Rate] = []
     order: list[Parameter] | None = None
+    of_parameters = "a list of parameters"
     for k, group in enumerate(groups):
         reject_unknown(f"{where}: group {k}", group, keys)
         if "order_params" in group:
             if len(group) > 1:
                 wrong = "has other keys beside order_params"
                 reject(ValueError, where, f"group {k}", wrong, "only it", list(group))
-            order = _group_entries(where, k, group["order_params"])
+            order = _listed(where, f"group {k}: params", group["order_params"], of_parameters)
             continue
         if "params" not in group:
             wrong, expected = "has no 'params'", "the key 'params'"
@@ -134,7 +135,7 @@ def _from_dicts(
         own_decay = weight_decay(where, group["weight_decay"]) if "weight_decay" in group else decay
         centralize = group.get("grad_centralization", False)
         check.flag(where, "grad_centralization", centralize)
-        wrapped = _wrap(where, _group_entries(where, k, group["params"]))
+        wrapped = _wrap(where, _listed(where, f"group {k}: params", group["params"], of_parameters))
         copies = _copies(where, k, group.get("copies"), wrapped)
         rounding = group.get("rounding")
         options += [
@@ -177,10 +178,6 @@ def _copies(where: str, k: int, copies: Any, parameters: Sequence[Parameter]) ->
             got = f"{array.dtype} of {p.dtype}, {array.shape}"
             reject(ValueError, where, label, "does not fit its parameter", expected, got)
     return found
-
-
-def _group_entries(where: str, k: int, params: Any) -> list[Any]:
-    return _listed(where, f"group {k}: params", params, "a list of parameters")
 
 
 def _reorder(

@@ -83,10 +83,10 @@ class IdSlots(NamedTuple):
         while told[2]:
             m, told[2], tail = n + tail, 0, 2 * tail
             new = np.empty(m, np.uint64), np.zeros(m, np.int32), np.empty(m, np.uint8)
-            given: Any = dict(zip(("hashes", "places", "moments"), new, strict=True))
-            given |= {"ids": hashes.view(np.int64), "n": len(hashes), "rows": places}
-            given |= {"length": m, "slots": n, "told": told, "seen": moments}
-            call = Arguments(kernels.IdCall(**given))
+            fields: Any = dict(zip(("hashes", "places", "moments"), new, strict=True))
+            fields |= {"ids": hashes.view(np.int64), "n": len(hashes), "rows": places}
+            fields |= {"length": m, "slots": n, "told": told, "seen": moments}
+            call = Arguments(kernels.IdCall(**fields))
             run_all((Loop.of(kernels.place, 1, call.address, 1),) if len(hashes) else ())
         return cls(*new, n, steps)
 
@@ -130,9 +130,9 @@ class IdSlots(NamedTuple):
 
     def pending(self, now: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The ids that have no row, how often they have occurred, and in which step last."""
-        at, (steps, moments) = np.flatnonzero(self.places < 0), moments_of(self.steps, now)
-        ids = unmixed(self.hashes[at]).view(np.int64)
-        return ids, -self.places[at], steps[moments[self.moments[at]]]
+        waiting, (steps, moments) = np.flatnonzero(self.places < 0), moments_of(self.steps, now)
+        ids = unmixed(self.hashes[waiting]).view(np.int64)
+        return ids, -self.places[waiting], steps[moments[self.moments[waiting]]]
 
 
 class IdRows(NamedTuple):
@@ -195,15 +195,15 @@ class UseQueue(NamedTuple):
 
     def take(self, n: int, every: IdRows) -> tuple[np.ndarray, UseQueue]:
         """At most ``n`` rows that were not used since; and the queue that is left."""
-        (rows, uses), begin, found = self, 0, _NO_ROWS
-        while len(found) < n and begin < len(rows):
+        (rows, uses), begin, chosen = self, 0, _NO_ROWS
+        while len(chosen) < n and begin < len(rows):
             end = begin + 2 * n + FEWEST_SLOTS
             some = rows[begin:end]
             fits = (every.last_uses[some] == uses[begin:end]) & (every.counts[some] > 0)
-            at = np.flatnonzero(fits)[: n - len(found)]
-            found = np.concatenate((found, some[at]))
-            begin = begin + int(at[-1]) + 1 if len(found) == n else end
-        return found, UseQueue(rows[begin:], uses[begin:])
+            fitting = np.flatnonzero(fits)[: n - len(chosen)]
+            chosen = np.concatenate((chosen, some[fitting]))
+            begin = begin + int(fitting[-1]) + 1 if len(chosen) == n else end
+        return chosen, UseQueue(rows[begin:], uses[begin:])
 
 
 class Removals(NamedTuple):
@@ -225,10 +225,10 @@ class Removals(NamedTuple):
 
 def ids_of_64_bits(where: str, ids: Any, name: str = "ids") -> np.ndarray:
     """Ids as contiguous int64, the bits of unsigned ones as they are."""
-    found = adopt(where, name, ids)
-    if found.dtype not in (I64, np.dtype(np.uint64)):
-        reject(TypeError, where, name, "have a wrong dtype", "int64 or uint64", found.dtype)
-    made: np.ndarray = check.contiguous(found).view(np.int64)
+    adopted = adopt(where, name, ids)
+    if adopted.dtype not in (I64, np.dtype(np.uint64)):
+        reject(TypeError, where, name, "have a wrong dtype", "int64 or uint64", adopted.dtype)
+    made: np.ndarray = check.contiguous(adopted).view(np.int64)
     return made
 
 
@@ -242,15 +242,15 @@ def checked_state(where: str, state: Mapping[str, Any], capacity: int) -> dict[s
     if state.keys() | OPTIONAL != STATE.keys():
         reject(KeyError, where, "state", "has other names", [*STATE], [*state])
     # Copies: another thread may change what was checked.
-    found = {name: np.array(adopt(where, name, state[name])) for name in STATE if name in state}
-    for name, array in found.items():
+    arrays = {name: np.array(adopt(where, name, state[name])) for name in STATE if name in state}
+    for name, array in arrays.items():
         if array.dtype != STATE[name] or array.ndim != 1:
             got = f"{array.dtype}, {array.ndim} dimensions"
             reject(TypeError, where, name, "is another array", f"{STATE[name]} [n]", got)
-    rows, pending = found["rows"], found["pending"]
-    if "pending_last_uses" not in found:
-        found["pending_last_uses"] = np.repeat(found["step"][:1], len(pending)).astype(np.int32)
-    next_row, step = (sum(found[name][:1].tolist()) for name in ("next_row", "step"))
+    rows, pending = arrays["rows"], arrays["pending"]
+    if "pending_last_uses" not in arrays:
+        arrays["pending_last_uses"] = np.repeat(arrays["step"][:1], len(pending)).astype(np.int32)
+    next_row, step = (sum(arrays[name][:1].tolist()) for name in ("next_row", "step"))
     ranges = {
         "rows": (1, next_row - 1), "counts": (1, MOST_STEPS), "last_uses": (0, step),
         "pending_counts": (1, MOST_STEPS), "next_row": (1, capacity), "step": (0, MOST_STEPS),
@@ -258,19 +258,19 @@ def checked_state(where: str, state: Mapping[str, Any], capacity: int) -> dict[s
     }  # fmt: skip
     lengths = {
         "ids": len(rows), "counts": len(rows), "last_uses": len(rows), "next_row": 1, "step": 1,
-        "pending_counts": len(pending), "removed_steps": len(found["removed"]), "forgotten": 1,
+        "pending_counts": len(pending), "removed_steps": len(arrays["removed"]), "forgotten": 1,
         "pending_last_uses": len(pending),
     }  # fmt: skip
     fits = (
-        all(len(found[name]) == n for name, n in lengths.items())
-        and all(((a <= found[k]) & (found[k] <= b)).all() for k, (a, b) in ranges.items())
+        all(len(arrays[name]) == n for name, n in lengths.items())
+        and all(((a <= arrays[k]) & (arrays[k] <= b)).all() for k, (a, b) in ranges.items())
         and (rows[:-1] < rows[1:]).all()  # differences may not fit int32
-        and len(np.unique(np.concatenate((found["ids"], pending)))) == len(rows) + len(pending)
+        and len(np.unique(np.concatenate((arrays["ids"], pending)))) == len(rows) + len(pending)
     )
     if not fits:
         expected = f"rows of a map of at most {capacity} rows, and different ids"
         reject(ValueError, where, "state", "does not fit", expected, "another")
-    return found
+    return arrays
 
 
 def moments_of(steps: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray]:

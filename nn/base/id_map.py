@@ -153,7 +153,7 @@ class IdMap:
             kept = {k: x for k, x in vars(self).items() if k != "_lock"}
             arrays = {k: x.copy() for k, x in kept.items() if isinstance(x, np.ndarray)}
             parts: Any = self._slots, self._rows
-            slots, rows = (own._make(map(copy, own)) for own in parts)
+            slots, rows = (part._make(map(copy, part)) for part in parts)
         return {**kept, **arrays, "_slots": slots, "_rows": rows, "_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,16 +188,16 @@ class IdMap:
                 with ``full="raise"``.
             Nothing has changed then.
         """
-        where, found = "IdMap", ids_of_64_bits("IdMap", ids)
+        where, checked = "IdMap", ids_of_64_bits("IdMap", ids)
         if times is not None:
             times = ids_of_64_bits(where, times, "times").copy()  # other threads may change theirs
-            if times.shape != found.shape or (times.size and times.min() < 1):
-                expected = f"{found.shape}, at least 1"
+            if times.shape != checked.shape or (times.size and times.min() < 1):
+                expected = f"{checked.shape}, at least 1"
                 reject(ValueError, where, "times", "do not fit the ids", expected, times.shape)
             times = times.reshape(-1)
         with self._lock:
             self.check_step(step)
-            return self._admit(found.reshape(-1), int(step), times, begin).reshape(found.shape)
+            return self._admit(checked.reshape(-1), int(step), times, begin).reshape(checked.shape)
 
     def check_step(self, step: Any) -> None:
         """Refuse the number of a step that is none, or below that of the last call."""
@@ -217,10 +217,10 @@ class IdMap:
         Raises:
             TypeError: ids of another dtype.
         """
-        found = ids_of_64_bits("IdMap.find", ids)
+        checked = ids_of_64_bits("IdMap.find", ids)
         with self._lock:
-            rows = self._search(found.reshape(-1))[0]
-        looked: np.ndarray = np.maximum(rows, 0).reshape(found.shape)
+            rows = self._search(checked.reshape(-1))[0]
+        looked: np.ndarray = np.maximum(rows, 0).reshape(checked.shape)
         return looked
 
     def _call(self, ids: np.ndarray, rows: np.ndarray, *others: Any) -> Arguments:
@@ -251,21 +251,21 @@ class IdMap:
     def _admit(self, ids: np.ndarray, step: int, times: Any, begin: Any) -> np.ndarray:
         rows, is_done, counting = self._search(ids, times, step)
         if not is_done:
-            at = np.flatnonzero(rows <= 0)
+            new_places = np.flatnonzero(rows <= 0)
             # Copies: another thread may change the ids.
-            ids, times = ids[at], None if times is None else times[at]
+            ids, times = ids[new_places], None if times is None else times[new_places]
             lacks = self._rows_that_lack(ids, times)
         self.step, self.last = step, _NONE
         run_all((Loop.of(kernels.count, 1, counting.address, 1),) if len(rows) else ())
         if is_done:
             return rows
-        handed, told = np.empty(len(at), np.int32), np.zeros(4, np.int64)
+        handed, told = np.empty(len(new_places), np.int32), np.zeros(4, np.int64)
         try:
             evicted = self._least_recent(lacks, step) if lacks else _NO_ROWS
             if len(evicted):
                 self.evictions += 1
                 self._free_rows(evicted, step)
-            rows[at] = self._rows_of_new(ids, times, step, told, handed)
+            rows[new_places] = self._rows_of_new(ids, times, step, told, handed)
             new = handed[: int(told[3])].copy()
             self.last = Admissions(new, self._rows.ids[new], int(told[0]), evicted)
             if begin is not None and len(new):
@@ -313,11 +313,11 @@ class IdMap:
 
     def _least_recent(self, n: int, step: int) -> np.ndarray:
         """Rows to be given back: as many, or fewer, ascending, none of this step."""
-        found, self._queue = self._queue.take(n, self._rows)
-        if len(found) < n:
+        rows, self._queue = self._queue.take(n, self._rows)
+        if len(rows) < n:
             # Rows of the same step may be those of other calls, before the same backward.
-            found, self._queue = UseQueue.of(self._rows, step).take(n, self._rows)
-        return np.sort(found)
+            rows, self._queue = UseQueue.of(self._rows, step).take(n, self._rows)
+        return np.sort(rows)
 
     # Eviction
 
@@ -352,10 +352,10 @@ class IdMap:
                 count(where, name, bound)
 
         def are_old(last_uses: np.ndarray, counts: np.ndarray) -> np.ndarray:
-            found = np.full(len(counts), unused_for is not None or seen_less_than is not None)
+            is_old = np.full(len(counts), unused_for is not None or seen_less_than is not None)
             if unused_for is not None:
-                found &= self.step - last_uses >= unused_for
-            return found if seen_less_than is None else found & (counts < seen_less_than)
+                is_old &= self.step - last_uses >= unused_for
+            return is_old if seen_less_than is None else is_old & (counts < seen_less_than)
 
         with self._lock:
             chosen: np.ndarray = self._rows.in_use()
@@ -414,9 +414,9 @@ class IdMap:
 
     def holds(self, ids: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ids still have the rows that a call or `find` gave them; 0 is nobody's."""
-        flat, own = ids.reshape(-1), rows.reshape(-1)
+        flat, rows = ids.reshape(-1).view(np.int64), rows.reshape(-1)
         with self._lock:
-            return bool(((own == 0) | (self._rows.ids[own] == flat.view(np.int64))).all())
+            return bool(((rows == 0) | (self._rows.ids[rows] == flat)).all())
 
     def changed_since(self, step: int) -> Changes:
         """The rows and ids to send to a copy of the table that is as it was after a step.
@@ -478,13 +478,13 @@ class IdMap:
             self.capacity, after=self.after, chance=self.chance, seed=self.seed, full=self.full,
             pending=self.pending, remembered=self.remembered,
         )  # fmt: skip
-        capacity, found = made.capacity, checked_state(where, state, made.capacity)
-        rows, ids = found["rows"], np.concatenate((found["ids"], found["pending"]))
-        last, step = found["pending_last_uses"], int(found["step"][0])
-        places = np.concatenate((rows, -found["pending_counts"]))
-        made._slots, made._rows = IdSlots.of(ids, places, last, step), IdRows.of(capacity, found)
+        capacity, arrays = made.capacity, checked_state(where, state, made.capacity)
+        rows, ids = arrays["rows"], np.concatenate((arrays["ids"], arrays["pending"]))
+        last, step = arrays["pending_last_uses"], int(arrays["step"][0])
+        places = np.concatenate((rows, -arrays["pending_counts"]))
+        made._slots, made._rows = IdSlots.of(ids, places, last, step), IdRows.of(capacity, arrays)
         made._removed = Removals(
-            found["removed"], found["removed_steps"], int(found["forgotten"][0])
+            arrays["removed"], arrays["removed_steps"], int(arrays["forgotten"][0])
         )
         made.step, made._entries[0] = step, len(ids)
         made._drop_oldest(max(0, len(last) - (self.pending or _LARGEST)))

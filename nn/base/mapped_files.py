@@ -167,7 +167,7 @@ def carefully(path: str, flags: int) -> int:
 def set_of(path: Path) -> str | None:
     """The set of a file of states, None for an older version's; "": it is no such file."""
     with suppress(OSError), open(path, "rb", opener=carefully) as opened:
-        found = _HEAD.match(opened.read(1 << 16) or b"")  # None: a pipe
-        if found and json.loads(found[2]) == unquote(path.stem):
-            return found[1].decode() if found[1] else None
+        head = _HEAD.match(opened.read(1 << 16) or b"")  # None: a pipe
+        if head and json.loads(head[2]) == unquote(path.stem):
+            return head[1].decode() if head[1] else None
     return ""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.threads import allocation
+from ...kernels.quiet import quiet
 from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
@@ -18,7 +19,7 @@ from .docstrings import OPTIMIZERS
 from .file_set import LOADED, FileSet, files_of, made_by, maker_of_states
 from .groups import GROUP_KEYS, Groups, name_by_position, read_groups
 from .numbers import StepCount, check_place, loss_scale_of, number_of
-from .parameter import Parameter, writable
+from .parameter import Parameter, assign, writable
 from .rates import PerOwnerRates, Rate
 
 _TARGETS = ("CPU", "GPU", "Ascend")
@@ -224,11 +225,11 @@ class Optimizer(CheckedAttributes):
         if isinstance(param, list):
             return [self.get_lr_parameter(p) for p in param]
         check_kind(self._name, "param", param, Parameter, "a Parameter or a list")
-        found = [option.rate for option in self._groups.options if option.parameter is param]
-        if not found:
+        rates = [option.rate for option in self._groups.options if option.parameter is param]
+        if not rates:
             name = f"parameter {param.name!r}"
             reject(ValueError, self._name, name, "is foreign", "one of mine", "another")
-        return found[0]
+        return rates[0]
 
     def get_weight_decay(self) -> float | tuple[float, ...]:
         """The weight decay of the next step; in groups one for each parameter."""
@@ -373,37 +374,43 @@ class Optimizer(CheckedAttributes):
             for name, array in self.state_arrays().items()
         }
 
+    @quiet
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it.
 
         Raises:
             KeyError: a name is missing or unknown.
             TypeError: a dtype differs.
-            ValueError: a shape differs.
+            ValueError: a shape differs, or the state was made with other options.
         """
-        # Errors of steps on a device belong to the old state: they are raised before anything is
-        # loaded.
-        pending.settle()
-        own, arrays = self.state_arrays(), self.fitting(state)
+        arrays = self.fitting(state)
         if self._files is not None:
             self._files.write(LOADED)
-        for name, array in arrays.items():
-            if isinstance(own[name], DeviceArray):
-                own[name].assign(array)
-            else:
-                own[name][...] = array
+        for name, array in self.state_arrays().items():
+            assign(array, arrays[name])
+        self._go_on_from(arrays)
         if self._files is not None:
             self._files.write()
 
     def fitting(self, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of a state that has all names of this optimizer, with its dtypes and shapes.
+        """The arrays of a state, which has all names of this optimizer, its dtypes and shapes.
 
         Raises: as `load_state_dict`.
         """
-        own = self.state_arrays()
-        arrays = checked_state(self._name, as_state(self._name, state), own)
+        # Errors of steps on a device belong to the old state: they are raised before anything is
+        # loaded.
+        pending.settle()
+        given = self._completed(as_state(self._name, state))
+        arrays = checked_state(self._name, given, self.state_arrays())
         self._check_values(arrays)
         return arrays
+
+    def _completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state with the arrays that it may lack, and without those of no use here."""
+        return state
+
+    def _go_on_from(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Called when all arrays of a state were taken over; for subclasses."""
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Refuse values of a state that fits in names, dtypes and shapes."""
@@ -429,6 +436,9 @@ class Optimizer(CheckedAttributes):
     def _check_overlap(self, rebound: Mapping[int, Any]) -> None:
         arrays = [rebound.get(id(p), p.array) for p in self.parameters]
         names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
+        if not rebound:  # states are memory of their own: parameters and copies are what users give
+            copies = [o.copy for o in self._groups.options if o.copy is not None]
+            names, arrays = names + ["an array of copies"] * len(copies), arrays + copies
         check.no_overlap(self._name, names, arrays)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ...kernels.formula import ROUNDING, Formula, Numbers
 from ...kernels.rule import GradientTransform, Rule
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.state import PARAMETER, PER, State
-from ...kernels.storage import REALS, STORAGES, Storage, real_of
+from ...kernels.storage import REALS, STORAGES, real_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .arguments import check_kind, is_int
@@ -116,9 +116,9 @@ def _check_scopes(where: str, rule: Rule) -> None:
             expected = f"scope={state.per!r}, with a factor" if state.per in _SCOPES else None
             got = f"scope={rule.scope!r}" + (", no factor" if rule.factor is None else "")
             reject(ValueError, where, label, f"is one per {state.per}", expected, got)
-    known = {"size", *(state.name for state in rule.scope_states), *rule.hp}
+    names = {"size", *(state.name for state in rule.scope_states), *rule.hp}
     _check_names(where, "takes of the rule", rule.takes)
-    if unknown := [name for name in rule.takes if name not in known]:
+    if unknown := [name for name in rule.takes if name not in names]:
         expected = "'size', states of the scope, and fields of hp"
         reject(ValueError, where, "takes of the rule", "is unknown", expected, ", ".join(unknown))
     check_kind(where, "signed of the rule", rule.signed, tuple, "a tuple of int")
@@ -214,26 +214,20 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     if not is_own(rule.update):
         return
     stored = ["w", *(state.name for state in rule.updated_states)]
+    measured = [f"value{k + 1}" for k in range(rule.n_measured)]
+    follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
+    functions: dict[str, tuple[Any, Any, list[str]]] = {
+        "update": (rule.update, traits.update_traits, stored),
+        "measure": (rule.measure, traits.measure_traits, measured),
+        "factor": (rule.factor, traits.factor_traits, follows),
+    }
     # Checked in each type of the arithmetic: a literal is harmless in float64, but turns float32
     # into float64.
-    for real in _reals(dtypes):
-        found = _traits(where, "update", rule.update, traits.update_traits, rule, real)
-        _check_returned(where, _named("update", rule.update), found, stored)
-        if rule.measure is not None:
-            found = _traits(where, "measure", rule.measure, traits.measure_traits, rule, real)
-            measured = [f"value{k + 1}" for k in range(rule.n_measured)]
-            name = _named("measure", rule.measure)
-            _check_returned(where, name, found, measured, always_tuple=True)
-        if rule.factor is not None:
-            found = _traits(where, "factor", rule.factor, traits.factor_traits, rule, real)
-            follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
-            name = _named("factor", rule.factor)
-            _check_returned(where, name, found, follows, kinds=_NUMBERS)
-
-
-def _reals(dtypes: Iterable[np.dtype[Any]]) -> list[Storage]:
-    """The types of the arithmetic on parameters of some dtypes."""
-    return [*dict.fromkeys(real_of(STORAGES[dtype]) for dtype in dtypes)]
+    for real in dict.fromkeys(real_of(STORAGES[dtype]) for dtype in dtypes):
+        for role, (function, of, names) in functions.items():
+            if function is not None:
+                result = _traits(where, role, function, of, rule, real)
+                _check_returned(where, role, function, result, names)
 
 
 def _traits(
@@ -242,51 +236,51 @@ def _traits(
     """The traits of a function that compiled code can call."""
     name = _named(role, function)
     try:
-        found = of(*arguments)
+        result = of(*arguments)
     except traits.CompilationError as error:
         expected = "arithmetic on numbers, for Numba"
         reject(TypeError, where, name, "cannot be compiled", expected, error)
-    if found.can_raise:
+    if result.can_raise:
         wrong, got = "can raise", "an exception, of which compiled code does not hear"
         expected = (
             "no raise, assert, print, list, int as exponent, or index that may be out of range"
         )
         reject(ValueError, where, name, wrong, expected, got)
-    return found
+    return result
 
 
 def _check_returned(
-    where: str, what: str, found: traits.Traits, names: Sequence[str], *,
-    always_tuple: bool = False, kinds: tuple[str, ...] = _FLOATS,
-) -> None:  # fmt: skip
-    """Refuse results other than a float for each name: one float alone unless ``always_tuple``."""
-    takes_tuple = len(names) > 1 or always_tuple
+    where: str, role: str, function: Any, result: traits.Traits, names: Sequence[str]
+) -> None:
+    """Refuse results other than a float for each name; one is alone, but where it is measured."""
+    what, kinds = _named(role, function), _NUMBERS if role == "factor" else _FLOATS
+    takes_tuple = len(names) > 1 or role == "measure"
     listed = f"({', '.join(names)}{',' * (len(names) == 1)})" if takes_tuple else names[0]
     expected = f"the float{'s' * takes_tuple} {listed}"
-    got = ", ".join(found.returned)
-    got = f"({got})" if found.is_tuple else got
-    if found.is_tuple != takes_tuple or not {*found.returned} <= {*kinds}:
+    got = ", ".join(result.returned)
+    got = f"({got})" if result.is_tuple else got
+    if result.is_tuple != takes_tuple or not {*result.returned} <= {*kinds}:
         reject(TypeError, where, what, "returns a wrong type", expected, got)
-    if len(found.returned) != len(names):
+    if len(result.returned) != len(names):
         reject(ValueError, where, what, "returns another number of values", expected, got)
 
 
 # A formula
 
 
-def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> Numbers:
+def checked_scalars(where: str, what: str, returned: Any, names: Sequence[str]) -> Numbers:
     """The scalars of these ``names`` that a user's function has returned, checked.
 
     Raises:
-        TypeError: ``found`` is no tuple of numbers.
+        TypeError: ``returned`` is no tuple of numbers.
         ValueError: there are too few or too many, or one is a NaN.
     """
-    check_kind(where, f"what {what} returns", found, tuple | list, "a tuple")
-    if len(found) != len(names):
+    check_kind(where, f"what {what} returns", returned, tuple | list, "a tuple")
+    if len(returned) != len(names):
         wrong, expected = "returns another number of scalars", f"{len(names)} {names}"
-        reject(ValueError, where, what, wrong, expected, len(found))
+        reject(ValueError, where, what, wrong, expected, len(returned))
     scalars = []
-    for name, value in zip(names, found, strict=True):
+    for name, value in zip(names, returned, strict=True):
         label = f"{name} of {what}"
         number = value if type(value) is float else check.number(where, label, value)
         if number != number:
@@ -304,9 +298,9 @@ class OwnFormula(Formula):
     @classmethod
     def of(cls, where: str, formula: Formula, names: tuple[str, ...]) -> OwnFormula:
         """The formula for an optimizer, and a rule with scalars of some ``names``."""
-        own = cls(*formula)
-        own.where, own.names = where, names
-        return own
+        made = cls(*formula)
+        made.where, made.names = where, names
+        return made
 
     def at(self, real: Any, lr: float, decay: float, step: int) -> Any:
         """The checked scalars of an update, as `Formula.at`.
@@ -316,11 +310,11 @@ class OwnFormula(Formula):
         """
         where, what = self.where, _named("formula", self.function)
         try:
-            found = super().at(real, lr, decay, step)
+            returned = super().at(real, lr, decay, step)
         except Exception as error:
             error.add_note(f"{where}: {what} raised it at update {step}; nothing has changed")
             raise
-        return tuple(map(ROUNDING[real], checked_scalars(where, what, found, self.names)))
+        return tuple(map(ROUNDING[real], checked_scalars(where, what, returned, self.names)))
 
 
 def checked_formula(where: str, rule: Rule, formula: Formula) -> Formula:

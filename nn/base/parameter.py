@@ -206,6 +206,14 @@ def writable(array: Any) -> Any:
     return array if can_be_updated else array.copy(order="C")
 
 
+def assign(array: Any, numbers: np.ndarray) -> None:
+    """Write numbers to an array, on the host or on a device."""
+    if isinstance(array, DeviceArray):
+        array.assign(numbers)
+    else:
+        array[...] = numbers
+
+
 def at_line(array: Any) -> Any:
     """``array``, or a copy on the host that can be updated and begins at a cache line."""
     return array if isinstance(array, DeviceArray) else allocation.at_line(array)

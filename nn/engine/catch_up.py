@@ -39,12 +39,9 @@ class TableAtStep(NamedTuple):
     owners: Any  # of the memory, which another thread may exchange while loops run
 
 
-class NextStep(NamedTuple):
-    """The next step of a table: its scalars, and the rows that have a gradient."""
-
-    table: TableAtStep
-    scalars: tuple[float, ...]  # of the rule, then the coupled weight decay
-    source: Any  # `RowSource` of a row-sparse gradient; None: every row has one
+NextStep = tuple[TableAtStep, tuple[float, ...], Any]
+"""The next step of a table: its scalars, of the rule, then the coupled weight decay; and the source
+of the rows that have a gradient, None if every row has one."""
 
 
 class MissedSteps:
@@ -61,62 +58,60 @@ class MissedSteps:
         self.prepared, self._warned, self._loaded = set[Any](), set[Any](), set[Any]()
         self.mapped: dict[Any, np.ndarray] = {}  # where the scalars outlive the process
 
-    def add(self, key: Any, rule: Rule, real: Any, step: int) -> None:
+    def add(self, key: Any, rule: Rule, dtype: Any, step: int) -> None:
         """Begin with a parameter at a step that no row has missed, if it is not there."""
-        plain = rule.plain or rule
-        form = plain, np.dtype(real)
+        form = _form(rule, dtype)
         if self._rules.get(key) == form:
             return
         # Those that begin at the same time are likely to stay alike.
-        others = (self.tables[k] for k, own in self._rules.items() if own == form)
-        found = next((table for table in others if table.is_fresh and table.begun == step), None)
-        if found is None:
-            found = IdleTable(plain, real)
-            found.begin(step)
+        others = (self.tables[k] for k, other in self._rules.items() if other == form)
+        alike = next((table for table in others if table.is_fresh and table.begun == step), None)
+        if alike is None:
+            alike = IdleTable(*form)
+            alike.begin(step)
         self.mapped.pop(key, None)
-        self._rules[key], self.tables[key] = form, found
+        self._rules[key], self.tables[key] = form, alike
 
-    def differs(self, key: Any, rule: Rule, real: Any) -> bool:
+    def differs(self, key: Any, rule: Rule, dtype: Any) -> bool:
         """Whether a parameter was there with another rule or type of the arithmetic."""
-        return self._rules.get(key) not in (None, (rule.plain or rule, np.dtype(real)))
+        return self._rules.get(key) not in (None, _form(rule, dtype))
 
     def drop(self, key: Any) -> None:
         """Forget a parameter, none of whose rows misses a step."""
-        for known in (self.tables, self._rules, self.mapped):
-            known.pop(key, None)
+        for by_key in (self.tables, self._rules, self.mapped):
+            by_key.pop(key, None)
         self.prepared.discard(key)
 
-    def part(self) -> None:
-        """Give each parameter a table of its own, whose scalars can be assigned to."""
+    def resume(self, steps: Mapping[Any, int], scalars: Mapping[Any, Any] | None = None) -> None:
+        """Go on with parameters at these steps; scalars that are not given are mapped ones."""
         self.tables = {key: copy.deepcopy(table) for key, table in self.tables.items()}
-
-    def begin(self, steps: Mapping[Any, int]) -> None:
-        """Begin with parameters at these steps, with the scalars that were assigned."""
-        known: dict[Any, IdleTable] = {}
+        alike: dict[Any, IdleTable] = {}
         self._loaded = {*steps}
         for key, step in steps.items():
             table = self.tables[key]
+            if scalars is not None and key in scalars:
+                self.scalars(key)[...] = scalars[key]
             table.given[...] = self.scalars(key)
             table.begin(step)
-            same = self._rules[key], step, table.given.tobytes()
-            self.tables[key] = known.setdefault(same, table)
+            form = self._rules[key], step, table.given.tobytes()
+            self.tables[key] = alike.setdefault(form, table)
 
     def scalars(self, key: Any) -> np.ndarray:
-        """The scalars that are to be assigned to before `begin`, and kept in checkpoints."""
+        """The scalars of the last steps, as checkpoints and files have them."""
         return self.mapped.get(key, self.tables[key].given)
 
     def give(self, steps: Iterable[NextStep]) -> None:
         """Note the scalars of the next step of some parameters; it may still fail."""
-        given: dict[Any, Any] = {}
+        next_of: dict[Any, Any] = {}
         for (key, _, now, _), scalars, _ in steps:
-            given[key] = now + 1, scalars
+            next_of[key] = now + 1, scalars
         users: dict[int, list[Any]] = {}
         for key, table in self.tables.items():
             users.setdefault(id(table), []).append(key)
         for keys in users.values():
             parts: dict[Any, list[Any]] = {}
             for key in keys:
-                parts.setdefault(given.get(key), []).append(key)
+                parts.setdefault(next_of.get(key), []).append(key)
             # Those without a gradient take no step: from here on they are apart.
             for members in [*parts.values()][1:]:
                 table = copy.deepcopy(self.tables[members[0]])
@@ -156,11 +151,11 @@ class MissedSteps:
         `before` has given, and a commit has done.
         """
         silent = self._warned | self._loaded | self.prepared
-        found = [key for key, own in done if key is not None and own.found_any]
-        found = [key for key in found if key not in silent]
-        self._warned.update(found)
+        keys = [key for key, caught_up in done if key is not None and caught_up.found_any]
+        keys = [key for key in keys if key not in silent]
+        self._warned.update(keys)
         self._loaded.difference_update(key for key, _ in done)
-        return found
+        return keys
 
     def set_back(self, key: Any, step: int) -> None:
         """Let a parameter go on at an earlier step, without the scalars of the steps after it."""
@@ -193,9 +188,14 @@ class MissedSteps:
         return CatchUp(table.places, scalars, table.now, mark, rows, table.owners)
 
 
+def _form(rule: Rule, dtype: Any) -> tuple[Rule, np.dtype[Any]]:
+    """The rule of missed steps of a parameter, and the type of its arithmetic."""
+    return rule.plain or rule, real_of(STORAGES[dtype]).dtype
+
+
 def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
     """The places of a checked table whose last array has the last steps; its rule keeps weights."""
-    *arrays, last = (own.array for own in table.arrays.values())
+    *arrays, last = (entry.array for entry in table.arrays.values())
     w, *states = (STORAGES[array.dtype] for array in arrays)
     assert rule.asleep is not None
     many = kernel(rule.asleep, (), w, real_of(w), tuple(states))
@@ -203,13 +203,13 @@ def sleeping_table(rule: Rule, table: StatefulTable) -> SleepingTable:
     return SleepingTable(many, places, width, address_of(last), len(last))
 
 
-def spans_of(pooling: Pooling, given: HostIds) -> dict[int, list[tuple[int, int, int]]]:
+def spans_of(pooling: Pooling, lists: HostIds) -> dict[int, list[tuple[int, int, int]]]:
     """The ids of bags by the number of their table, each list as `MissedSteps.of_span`."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    columns = (given.lists[name].tolist() for name in ("ids", "id_bytes", "begin", "end"))
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    columns = (lists.lists[name].tolist() for name in ("ids", "id_bytes", "begin", "end"))
     for t, ids, n_bytes, begin, end in zip(pooling.ordered(pooling.of), *columns, strict=True):
-        found.setdefault(t, []).append((ids + begin * n_bytes, n_bytes, end - begin))
-    return found
+        spans.setdefault(t, []).append((ids + begin * n_bytes, n_bytes, end - begin))
+    return spans
 
 
 def scalars_of(update: Update) -> Iterator[tuple[float, ...]]:

@@ -45,10 +45,6 @@ class TableRows(ABC):
         """The checked table of a key; None if its rows have missed nothing."""
 
     @abstractmethod
-    def _last_steps(self, key: Any) -> np.ndarray:
-        """The last step of each row of a table."""
-
-    @abstractmethod
     def _commit(self, each: Sequence[tuple[Any, CatchUp | RowWrite]]) -> None:
         """Write rows of tables, by their keys, and tell who asks for changes."""
 
@@ -204,4 +200,4 @@ class TableRows(ABC):
         """Bring rows up to date that have come to places whose turn is too late for them."""
         missed = self._missed
         if missed is not None and (table := self._table_at_step(key)) is not None:
-            missed.wake_late(table, self._last_steps(key))
+            missed.wake_late(table, self._host_array(table.owners[-1]))

@@ -15,9 +15,8 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from ..base.arguments import count
+from ..base.stateful import LAST as LAST
 
-LAST = State("last_step", "row", dtype=np.int32)
-"""The step that each row has taken last: int32 ``[N]``."""
 WEIGHTS = State("", initial=PARAMETER)
 """The table itself, as an array of the list; no state has this name."""
 _PART = 1 << 21  # bytes
@@ -57,16 +56,16 @@ class StatefulTable:
             if array.dtype != real and (state.dtype is not None or state.per != "element"):
                 reject(RuntimeError, where, label, "has a wrong dtype", real, array.dtype)
         every = arrays.values()
-        check.no_overlap(where, [own.label for own in every], [own.array for own in every])
+        check.no_overlap(where, [entry.label for entry in every], [entry.array for entry in every])
 
     @property
     def by_row(self) -> dict[str, TableArray]:
         """The arrays that have something for each row, and the weights."""
         n = self.weights.shape[:1]
         return {
-            name: own
-            for name, own in self.arrays.items()
-            if own.state.per in ("element", "row") and own.shape[:1] == n
+            name: entry
+            for name, entry in self.arrays.items()
+            if entry.state.per in ("element", "row") and entry.shape[:1] == n
         }
 
     @quiet
@@ -93,10 +92,10 @@ class StatefulTable:
                 reject(TypeError, where, "weights", "have a wrong dtype", "numbers", whole.dtype)
         whole = np.asarray(whole).astype(w.dtype)  # masters begin as the weights, rounded
         new = []
-        for own in self.by_row.values():
-            filled = np.empty((len(places), *own.shape[1:]), own.array.dtype)
-            filled[...] = whole if own.initial == PARAMETER else own.initial
-            new.append((own.array, filled))
+        for entry in self.by_row.values():
+            filled = np.empty((len(places), *entry.shape[1:]), entry.array.dtype)
+            filled[...] = whole if entry.initial == PARAMETER else entry.initial
+            new.append((entry.array, filled))
         return RowWrite(places, new)
 
     def copied(self, source: Any, target: Any) -> RowWrite:
@@ -112,12 +111,12 @@ class StatefulTable:
         if len(of) != len(to):
             wrong, expected = "has another length than target", f"{len(to)} rows"
             reject(ValueError, where, "source", wrong, expected, len(of))
-        every = [own.array for own in self.by_row.values()]
+        every = [entry.array for entry in self.by_row.values()]
         return RowWrite(to, [(x, np.ascontiguousarray(x[of])) for x in every])
 
     def grown(self, rows: int) -> dict[str, np.ndarray]:
         """Copies of the arrays of rows, by name, with more rows that begin anew."""
-        return {name: grown(own.array, rows, own.initial) for name, own in self.by_row.items()}
+        return {name: grown(x.array, rows, x.initial) for name, x in self.by_row.items()}
 
 
 def grown(array: np.ndarray, rows: int, initial: float | str) -> np.ndarray:
@@ -155,10 +154,10 @@ def rows_in(where: str, name: str, rows: Any, n: int) -> np.ndarray:
         ValueError: one occurs twice.
         IndexError: one is out of range.
     """
-    found = adopt(where, name, rows).reshape(-1)
-    check.index_dtype(where, found)
-    found = found.astype(np.int64)  # a copy: another thread may change what was given
-    check.indices_in_range(where, found, n)
-    if not (found[1:] > found[:-1]).all() and len(np.unique(found)) < len(found):
-        reject(ValueError, where, name, "has a row twice", "different ones", f"{len(found)} rows")
-    return found
+    numbers = adopt(where, name, rows).reshape(-1)
+    check.index_dtype(where, numbers)
+    numbers = numbers.astype(np.int64)  # a copy: another thread may change what was given
+    check.indices_in_range(where, numbers, n)
+    if not (numbers[1:] > numbers[:-1]).all() and len(np.unique(numbers)) < len(numbers):
+        reject(ValueError, where, name, "has a row twice", "different ones", f"{len(numbers)} rows")
+    return numbers

@@ -120,8 +120,8 @@ class ShardedEmbedding(nn.Module):
             rows = generator.standard_normal((_BLOCK, self.embedding_dim), np.float32)
             low, high = max(first, begin), min(first + _BLOCK, end)
             with torch.no_grad():
-                own = torch.from_numpy(rows[low - first : high - first])
-                self.weight[low - begin : high - begin] = own
+                part = torch.from_numpy(rows[low - first : high - first])
+                self.weight[low - begin : high - begin] = part
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of ids of any shape: ``[*ids.shape, embedding_dim]``.

@@ -171,28 +171,28 @@ class GrowingEmbedding(nn.Embedding):
             return self._of_processes(self.shard, input)
         (rows,), check = self.rows([input])
         prepare_rows(self.weight, rows)
-        found = F.embedding(rows, self.weight, 0, sparse=True)
+        vectors = F.embedding(rows, self.weight, 0, sparse=True)
         # Before the gradient reaches the table: a row may belong to another id by then.
-        if found.requires_grad:
-            found.register_hook(check)
-        return found
+        if vectors.requires_grad:
+            vectors.register_hook(check)
+        return vectors
 
     def _of_processes(self, shard: IdShard, ids: Tensor) -> Tensor:
         self.weight.row_shard = shard  # for optimizers
-        given, step, begin = jointly(shard.comm, _WHERE, self._checked, ids)
-        is_known: np.ndarray = np.ones(given.shape, bool)
+        ids_here, step, begin = jointly(shard.comm, _WHERE, self._checked, ids)
+        is_known: np.ndarray = np.ones(ids_here.shape, bool)
         if self.padding_idx is not None:
-            is_known = given != self.padding_idx
-        route = shard.route(given[is_known], step, begin)
+            is_known = ids_here != self.padding_idx
+        route = shard.route(ids_here[is_known], step, begin)
         prepare_rows(self.weight, route.needed)
         looked = looked_up(self.weight, route, average=self.average)
-        found = looked.new_zeros((*given.shape, self.embedding_dim))
-        found[tensor_of(is_known)] = looked
+        rows = looked.new_zeros((*ids_here.shape, self.embedding_dim))
+        rows[tensor_of(is_known)] = looked
         if step is not None:
             self._is_next = False
-        if found.requires_grad:
-            found.register_hook(self._go_on)
-        return found
+        if rows.requires_grad:
+            rows.register_hook(self._go_on)
+        return rows
 
     def _go_on(self, *_: Any) -> None:
         def end() -> None:
@@ -214,13 +214,13 @@ class GrowingEmbedding(nn.Embedding):
         padding = [self.padding_idx] * len(arrays)
         with self.ids._lock:  # the step is that of no other thread then
             step, begin = self._admission()
-            rows, found = rows_together(self.ids, arrays, padding, 0, step, begin)
+            rows, lookup = rows_together(self.ids, arrays, padding, 0, step, begin)
             if step is not None:
                 self._is_next = False
 
         def check(*_: Any) -> None:
             self._go_on()
-            if not found.are_current():
+            if not lookup.are_current():
                 wrong = "rows of the forward were given back before its backward"
                 raise RuntimeError(f"{_WHERE}: {wrong}: evict after the step")
 
@@ -235,8 +235,8 @@ class GrowingEmbedding(nn.Embedding):
 
     def _array(self, ids: Any) -> np.ndarray:
         """A copy of ids, if they are such."""
-        found = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
-        return array_of(found)  # type: ignore[no-any-return]
+        copied = self._int64(ids).detach().clone(memory_format=torch.contiguous_format)
+        return array_of(copied)  # type: ignore[no-any-return]
 
     def _checked(self, ids: Any) -> tuple[np.ndarray, int | None, Callable[[Admissions], None]]:
         return self._array(ids), *self._admission()
@@ -356,10 +356,10 @@ class GrowingEmbedding(nn.Embedding):
 def _handed_out(module: GrowingEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Leave the rows that were handed out in a state dict, beside the map and its seed."""
     module._mark()
-    own = module.ids.state_dict()
-    state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(own["next_row"][0])].clone()
-    own["seed"] = np.array([module.ids.seed])
-    state.update({f"{prefix}ids.{name}": torch.from_numpy(x) for name, x in own.items()})
+    arrays = module.ids.state_dict()
+    state[f"{prefix}weight"] = state[f"{prefix}weight"][: int(arrays["next_row"][0])].clone()
+    arrays["seed"] = np.array([module.ids.seed])
+    state.update({f"{prefix}ids.{name}": torch.from_numpy(x) for name, x in arrays.items()})
 
 
 def _taken_over(
@@ -367,19 +367,19 @@ def _taken_over(
     missing: list[str], ___: list[str], errors: list[str],
 ) -> None:  # fmt: skip
     """Take over rows and map of a state dict, and leave what PyTorch loads."""
-    weight, own = f"{prefix}weight", {f"{prefix}ids.{name}": name for name in STATE}
-    needed = [label for label, name in own.items() if name not in OPTIONAL]
+    weight, labels = f"{prefix}weight", {f"{prefix}ids.{name}": name for name in STATE}
+    needed = [label for label, name in labels.items() if name not in OPTIONAL]
     missing += [label for label in needed if label not in state]
-    found = {name: state.pop(label) for label, name in own.items() if label in state}
+    arrays = {name: state.pop(label) for label, name in labels.items() if label in state}
     seed, rows = state.pop(f"{prefix}ids.seed", module._seed_of_old_files), state.get(weight)
     if rows is None:
         return
     state[weight] = module.weight  # which PyTorch leaves as it is
-    if not found.keys() >= STATE.keys() - OPTIONAL:
+    if not arrays.keys() >= STATE.keys() - OPTIONAL:
         return
     try:
         seed = checked_seed(_WHERE, "seed", np.asarray(seed).item())
-        made = module.ids.loaded(_WHERE, found)
+        made = module.ids.loaded(_WHERE, arrays)
     except (TypeError, ValueError, RuntimeError) as error:
         errors.append(f"{prefix}ids: {error}")
         return

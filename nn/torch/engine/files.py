@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime.errors import reject
 from ...base.file_set import LOADED, FileSet, files_of
 from ...engine.catch_up import SCALARS, check_missed
@@ -59,11 +58,11 @@ class ParameterFiles:
 
     def owner_of(self, parameter: Tensor, label: str) -> str:
         """The owner of a parameter's files; ``label`` is its name or number of now."""
-        known, owner = self._owners.get(id(parameter), (None, ""))
-        if known is None or known() is not parameter:
-            taken = {own for _, own in self._owners.values()}
+        holder, owner = self._owners.get(id(parameter), (None, ""))
+        if holder is None or holder() is not parameter:
+            taken = {name for _, name in self._owners.values()}
             others = chain([label], (f"parameter {n}" for n in count()))
-            owner = next(own for own in others if own not in taken)
+            owner = next(name for name in others if name not in taken)
             self._owners[id(parameter)] = weakref.ref(parameter), owner
             if owner != label:
                 self.files.write(_RENUMBERED, for_good=True)
@@ -89,8 +88,8 @@ class ParameterFiles:
         """Note it if the next process would take files for those of another parameter."""
         every = chain.from_iterable(group["params"] for group in groups)
         for parameter, name in zip(every, names_of(groups), strict=True):
-            known, owner = self._owners.get(id(parameter), (None, ""))
-            if known is not None and known() is parameter and owner != name:
+            holder, owner = self._owners.get(id(parameter), (None, ""))
+            if holder is not None and holder() is parameter and owner != name:
                 self.files.write(_RENUMBERED, for_good=True)
 
     def write(self, groups: Any, states: Mapping[Tensor, Any]) -> None:
@@ -98,7 +97,8 @@ class ParameterFiles:
         files, n = self.files, sum(len(group["params"]) for group in groups)
         alive = {id(parameter) for parameter, state in states.items() if state}
         gone = {owner for key, (_, owner) in self._owners.items() if key not in alive}
-        files.made = {x: own for x, own in files.made.items() if x.partition(".")[2] not in gone}
+        made = files.made.items()
+        files.made = {x: record for x, record in made if x.partition(".")[2] not in gone}
         names = files.left.keys() | files.made
         notes = {owner: x for owner, x in self._notes.items() if f"step.{owner}" in names}
         files.parameters = {**files.parameters, "n": n, "notes": notes}
@@ -128,8 +128,7 @@ class ParameterFiles:
         optimizer.state.update(states)
         steps = {p: int(number(x["step"])) for p, x in states.items() if LAST.name in x}
         if steps:
-            optimizer._missed.part()
-            optimizer._missed.begin(steps)
+            optimizer._missed.resume(steps)
         optimizer._look_after_all()
 
     def _state(
@@ -137,10 +136,10 @@ class ParameterFiles:
     ) -> dict[str, Any]:
         """The states of a parameter, checked."""
         where, choice = self.files.where, optimizer._choice(group).of(parameter)
-        own = note_of(group, choice, parameter)
-        if (noted := self._notes.get(label, own)) != own:
-            reject(ValueError, where, f"files of {label!r}", "are another one's", own, noted)
-        self._notes[label] = own
+        note = note_of(group, choice, parameter)
+        if (noted := self._notes.get(label, note)) != note:
+            reject(ValueError, where, f"files of {label!r}", "are another one's", note, noted)
+        self._notes[label] = note
         state: dict[str, Any] = optimizer._new_state(group, parameter, choice)
         for role, x in state.items():
             value, is_step = number(x) if not x.shape else 0.0, role == "step"
@@ -150,12 +149,12 @@ class ParameterFiles:
                 named = f"state '{role}.{label}'"
                 reject(ValueError, where, named, "is out of range", expected, value)
         if choice.sleeps:
-            step, real = int(number(state["step"])), real_of(STORAGES[DTYPES[parameter.dtype]])
+            step = int(number(state["step"]))
             state[LAST.name] = optimizer._new_last(parameter, step)
             last, named = array_of(state[LAST.name]), f"state '{LAST.name}.{label}'"
             if not self.files.has_manifest:
                 check_missed(where, named, last, step, None)
-            optimizer._missed.add(parameter, choice.rule, real.dtype, step)
+            optimizer._missed.add(parameter, choice.rule, DTYPES[parameter.dtype], step)
             map_scalars(optimizer, parameter)
             check_missed(where, named, last, step, optimizer._missed.mapped[parameter])
         return state

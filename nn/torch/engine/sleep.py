@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,6 @@ from ...engine.catch_up import spans_of
 from .memory import array_of
 
 
-class Sleeper(Protocol):
-    """An optimizer whose steps rows of a table may have missed."""
-
-    def prepare_spans(self, key: Any, spans: Iterable[tuple[int, int, int]]) -> None:
-        """Bring rows up to date: address, bytes and number of lists of ids."""
-
-    def flush_table(self, parameter: Tensor) -> None:
-        """Bring all rows of a table up to date."""
-
-    def flush(self) -> None:
-        """Bring all rows of all tables up to date."""
-
-
 class WatchedTable:
     """A table whose rows sleep, and the optimizer whose steps they may have missed.
 
@@ -40,7 +27,7 @@ class WatchedTable:
         awake: the count of steps, and the version of the last steps, at which no row slept.
     """
 
-    def __init__(self, parameter: Tensor, optimizer: Sleeper) -> None:
+    def __init__(self, parameter: Tensor, optimizer: Any) -> None:
         key = id(parameter)
         # Its number may be another tensor's when it is gone.
         self.parameter = weakref.ref(parameter, lambda _: _sleeping.pop(key, None))
@@ -54,17 +41,17 @@ _sleeping: dict[int, WatchedTable] = {}
 
 def sleeping_of(parameter: Tensor) -> WatchedTable | None:
     """The record of a table whose rows sleep; None of any other one."""
-    known = _sleeping.get(id(parameter))
-    return known if known is not None and known.parameter() is parameter else None
+    table = _sleeping.get(id(parameter))
+    return table if table is not None and table.parameter() is parameter else None
 
 
-def sleeper_of(parameter: Tensor) -> Sleeper | None:
+def sleeper_of(parameter: Tensor) -> Any:
     """The optimizer whose steps rows of a parameter may have missed, if there is one."""
-    known = sleeping_of(parameter)
-    return None if known is None else known.optimizer()
+    table = sleeping_of(parameter)
+    return None if table is None else table.optimizer()
 
 
-def look_after(parameter: Tensor, optimizer: Sleeper) -> None:
+def look_after(parameter: Tensor, optimizer: Any) -> None:
     """Let lookups of a table in whose rows steps may be missing find this optimizer."""
     if sleeper_of(parameter) is not optimizer:
         _sleeping[id(parameter)] = WatchedTable(parameter, optimizer)
@@ -73,8 +60,8 @@ def look_after(parameter: Tensor, optimizer: Sleeper) -> None:
 def changes_of(parameter: Tensor) -> int:
     """How often the rows that a lookup has read may have changed since."""
     # Those that others bring up to date later are not among them.
-    known, version = sleeping_of(parameter), version_of(parameter)
-    return int(version if known is None else version - known.woken)
+    table, version = sleeping_of(parameter), version_of(parameter)
+    return int(version if table is None else version - table.woken)
 
 
 def prepare_rows(weight: Tensor, ids: Any, where: str = "") -> None:
@@ -96,11 +83,11 @@ def prepare_rows(weight: Tensor, ids: Any, where: str = "") -> None:
         sleeper.prepare_spans(weight, [(address_of(rows), rows.itemsize, rows.size)])
 
 
-def prepare_bags(pooling: Pooling, given: HostIds, weights: Sequence[Tensor]) -> None:
+def prepare_bags(pooling: Pooling, lists: HostIds, weights: Sequence[Tensor]) -> None:
     """Bring the rows of bags up to date before they are pooled."""
     if not _sleeping:
         return
-    for k, spans in spans_of(pooling, given).items():
+    for k, spans in spans_of(pooling, lists).items():
         if (sleeper := sleeper_of(weights[k])) is not None:
             sleeper.prepare_spans(weights[k], spans)
 
@@ -109,28 +96,28 @@ def watch_lookups(module: nn.Module) -> list[Any]:
     """Hooks of the lookups in a module that bring rows up to date; those of bags do it anyway."""
     inner = [id(m) for bags in module.modules() if hasattr(bags, "update_in_backward")
              for m in bags.children()]  # fmt: skip
-    found = [
+    lookups = [
         m
         for m in module.modules()
         if isinstance(m, nn.Embedding | nn.EmbeddingBag)
         and not (id(m) in inner or isinstance(getattr(m, "ids", None), IdMap))
     ]
-    return [m.register_forward_pre_hook(_before_lookup, with_kwargs=True) for m in found]
+    return [m.register_forward_pre_hook(_before_lookup, with_kwargs=True) for m in lookups]
 
 
 def watch_saves(module: nn.Module, parameters: Iterable[Tensor]) -> list[Any]:
     """Hooks of the modules that have any of the parameters, by which rows are saved up to date."""
-    known = {*map(id, parameters)}
-    found = [m for m in module.modules() if any(id(p) in known for p in m.parameters(False))]
-    return [m.register_state_dict_pre_hook(_before_saving) for m in found]
+    tables = {*map(id, parameters)}
+    owners = [m for m in module.modules() if any(id(p) in tables for p in m.parameters(False))]
+    return [m.register_state_dict_pre_hook(_before_saving) for m in owners]
 
 
 def _before_lookup(module: Any, args: Any, kwargs: Any) -> None:
-    given = module.weight, args[0] if args else kwargs["input"]
+    lookup = module.weight, args[0] if args else kwargs["input"]
     if torch.compiler.is_dynamo_compiling():
-        _outside_of_graphs(*given)
+        _outside_of_graphs(*lookup)
     else:
-        prepare_rows(*given)
+        prepare_rows(*lookup)
 
 
 def _before_saving(module: nn.Module, *_: Any) -> None:

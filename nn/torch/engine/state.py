@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....kernels.cpu.threads import allocation
 from ....kernels.idle_table import SLEEP
-from ....kernels.keeping import KAHAN, MASTER, MOST_OF_REMAINDER
+from ....kernels.keeping import KAHAN, MASTER, begun_anew
 from ....kernels.quiet import quiet
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER, State
@@ -77,21 +77,14 @@ def beside_of(
 ) -> dict[str, Any]:
     """The states beside a weight that a state lacks, or that make another weight, begun anew."""
     made = {}
-    for own in beside:
-        found = state.get(own.name)
-        if found is None:
-            made[own.name] = element_state(parameter, own, 0.0, None)
-        elif own in (*MASTER.beside, *KAHAN.beside) and found.shape == parameter.shape:
-            weight, anew = parameter.detach(), torch.zeros_like(found)
-            rounded = found.to(weight.dtype)
-            if own in KAHAN.beside:
-                rounded = (weight.float() + MOST_OF_REMAINDER * found.float()).to(weight.dtype)
-            else:
-                anew = weight.to(found.dtype)
-            is_same = (rounded == weight) | (rounded.isnan() & weight.isnan())
-            if not is_same.all():
-                made[own.name] = torch.where(is_same, found, anew)
-    return made
+    for kept in beside:
+        there = state.get(kept.name)
+        if there is None:
+            made[kept.name] = element_state(parameter, kept, 0.0, None)
+        elif kept in (*MASTER.beside, *KAHAN.beside) and there.shape == parameter.shape:
+            keeping = MASTER if kept in MASTER.beside else KAHAN
+            made[kept.name] = begun_anew(keeping, parameter.detach(), there, torch, Tensor.to)
+    return {name: x for name, x in made.items() if x is not None}
 
 
 def without_states(state_dict: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

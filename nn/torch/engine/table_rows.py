@@ -23,7 +23,6 @@ from ....kernels.keeping import COPY
 from ....kernels.private import is_bound, version_of
 from ....kernels.rule import Rule
 from ....kernels.state import PARAMETER
-from ....kernels.storage import STORAGES, real_of
 from ....ops.runtime import check
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import Update
@@ -75,8 +74,7 @@ def optimizers_of(parameter: Tensor) -> list[TableOptimizer]:
 class _CheckedTable(NamedTuple):
     """A table that was checked whole; it fits for as long as its tensors lie as they did."""
 
-    choice: RuleChoice  # by the steps that its rows may have missed
-    rule: Rule
+    chosen: tuple[RuleChoice, Rule]  # by the steps that its rows may have missed
     places: SleepingTable
     forms: Sequence[Any]  # of `form_of`
     last: Tensor  # the last steps, which no other tensor at their address is
@@ -141,14 +139,14 @@ class TableOptimizer(Declaration, TableRows):
         Raises:
             ValueError: no table in it is the optimizer's.
         """
-        own = [p for group in self.param_groups for p in group["params"]]
-        if {*map(id, own)}.isdisjoint(map(id, module.parameters())):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if {*map(id, parameters)}.isdisjoint(map(id, module.parameters())):
             where, expected = f"{type(self).__name__}.watch", "a table of the optimizer"
             reject(ValueError, where, "module", "has no table to watch", expected, "others")
         self._saves_awake = True
         if "torch._dynamo" in sys.modules:  # code that is compiled does not look for new hooks
             torch.compiler.reset()
-        return [*watch_lookups(module), *watch_saves(module, own)]
+        return [*watch_lookups(module), *watch_saves(module, parameters)]
 
     # The list of what belongs to a table (`TableRows`)
 
@@ -214,9 +212,9 @@ class TableOptimizer(Declaration, TableRows):
         ``is_whole``: what is as it was is checked too.
         """
         where, state = type(self).__name__, self._with_copy(parameter, state)
-        last, known = state[LAST.name], self._tables.get(parameter)
-        if chosen is None and known is not None:
-            chosen = known[:2]
+        last, before = state[LAST.name], self._tables.get(parameter)
+        if chosen is None and before is not None:
+            chosen = before.chosen
         elif chosen is None:
             choice = self._choice_for(where, parameter)
             chosen = choice, choice.rule
@@ -229,38 +227,34 @@ class TableOptimizer(Declaration, TableRows):
         forms = [*map(form_of, owners)]
         look_after(parameter, self)
         version = version_of(last) if isinstance(last, Tensor) else 0
-        if not is_whole and known is not None:
-            is_same = known.rule is rule and known.last is last and known.version == version
-            is_same = is_same and None not in forms and known.forms == forms
-            if is_same and known.now <= now <= known.now + 1:
-                self._tables[parameter] = known._replace(now=now)
-                return TableAtStep(parameter, known.places, now, owners)
+        if not is_whole and before is not None:
+            is_same = before.chosen[1] is rule and before.last is last and before.version == version
+            is_same = is_same and None not in forms and before.forms == forms
+            if is_same and before.now <= now <= before.now + 1:
+                self._tables[parameter] = before._replace(now=now)
+                return TableAtStep(parameter, before.places, now, owners)
         held = {**dict(zip(choice.states, owners[1:], strict=False)), LAST.name: owners[-1]}
         table = self._listed(where, parameter, owners[0], choice, {**held, "step": now})
         if len(table.arrays) != len(tensors):
-            own = [role for role in choice.states if role in table.arrays]
-            reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], own)
-        real = STORAGES[table.weights.dtype]
+            roles = [role for role in choice.states if role in table.arrays]
+            reject(RuntimeError, where, "state of a table", "lacks some", [*choice.states], roles)
+        dtype = table.weights.dtype
         is_asleep = bool((table.arrays[LAST.name].array < now).any())
-        if is_asleep and not may_move and known is not None and known.forms[0] != forms[0]:
+        if is_asleep and not may_move and before is not None and before.forms[0] != forms[0]:
             expected, got = "its memory of before; flush() goes on with what is there", "another"
             reject(RuntimeError, where, "a table", "was rebound while rows sleep", expected, got)
-        if is_asleep and self._missed.differs(parameter, rule, real_of(real).dtype):
+        if is_asleep and self._missed.differs(parameter, rule, dtype):
             expected, got = "the options and dtype of before; flush() before they change", "others"
             reject(RuntimeError, where, "a table", "has rows that sleep", expected, got)
-        if known is not None and now < known.now and parameter in self._missed.tables:
+        if before is not None and now < before.now and parameter in self._missed.tables:
             self._missed.set_back(parameter, now)
         last_steps, scalars = table.arrays[LAST.name], self._missed.tables.get(parameter)
         check_missed(where, last_steps.label, last_steps.array, now, scalars and scalars.given)
-        self._missed.add(parameter, rule, real_of(real).dtype, now)
+        self._missed.add(parameter, rule, dtype, now)
         map_scalars(self, parameter)
         places = sleeping_table(rule, table)
-        self._tables[parameter] = _CheckedTable(choice, rule, places, forms, last, version, now)
+        self._tables[parameter] = _CheckedTable(chosen, places, forms, last, version, now)
         return TableAtStep(parameter, places, now, owners)
-
-    def _last_steps(self, parameter: Tensor) -> np.ndarray:
-        found: np.ndarray = array_of(self.state[parameter][LAST.name])
-        return found
 
     def _host_array(self, value: Any) -> Any:
         return array_of(value.detach().contiguous()) if isinstance(value, Tensor) else value
@@ -273,12 +267,12 @@ class TableOptimizer(Declaration, TableRows):
     def _commit(self, each: Sequence[tuple[Tensor, CatchUp | RowWrite]]) -> None:
         if self._files is not None:
             self._files.files.check_alone()
-        commit([own for _, own in each])
+        commit([write for _, write in each])
         # What autograd has saved of a table is another one now.
-        for parameter, own in each:
-            if isinstance(own, RowWrite) or own.found_any:
-                if not isinstance(own, RowWrite) and (known := sleeping_of(parameter)):
-                    known.woken += 1
+        for parameter, write in each:
+            if isinstance(write, RowWrite) or write.found_any:
+                if not isinstance(write, RowWrite) and (watched := sleeping_of(parameter)):
+                    watched.woken += 1
                 torch.autograd.graph.increment_version(parameter)
 
     def _check_growth(self, call: str, parameter: Tensor) -> None:
@@ -292,26 +286,26 @@ class TableOptimizer(Declaration, TableRows):
         rebind(parameter, tensor_of(arrays.pop(WEIGHTS.name)))
         if arrays:
             self.state[parameter].update({role: tensor_of(x) for role, x in arrays.items()})
-        if (known := self._tables.get(parameter)) is not None:
-            self._tables[parameter] = known._replace(forms=[form_of(parameter.detach())])
+        if (before := self._tables.get(parameter)) is not None:
+            self._tables[parameter] = before._replace(forms=[form_of(parameter.detach())])
         return parameter
 
     def _bring_up(self, tables: Sequence[TableAtStep]) -> None:
         super()._bring_up(tables)
         for table in tables:
             bound = self._tables[table.key]
-            if (known := sleeping_of(table.key)) is not None:
-                known.awake = float(table.now), bound.version
+            if (watched := sleeping_of(table.key)) is not None:
+                watched.awake = float(table.now), bound.version
 
     def flush_table(self, parameter: Tensor) -> None:
         """Bring all rows of a table up to date, unless the last call has, and no step since."""
-        state, known = self.state.get(parameter, {}), sleeping_of(parameter)
+        state, watched = self.state.get(parameter, {}), sleeping_of(parameter)
         last = state.get(LAST.name)
-        if last is None or known is None:
+        if last is None or watched is None:
             return
         now, bound = updates_of(type(self).__name__, state), self._tables.get(parameter)
         is_same = bound is not None and bound.last is last
-        if not is_same or known.awake != (now, version_of(last)):
+        if not is_same or watched.awake != (now, version_of(last)):
             self._bring_up([self._at_step(parameter, state, may_move=True, is_whole=True)])
 
     def _flush_before_saving(self, flush: Any) -> None:
@@ -327,20 +321,20 @@ class TableOptimizer(Declaration, TableRows):
     # Steps
 
     def behind(
-        self, given: StepInputs, updates: Iterable[tuple[ParameterBatch, Update]],
+        self, inputs: StepInputs, updates: Iterable[tuple[ParameterBatch, Update]],
         steps: float | list[float],
     ) -> list[tuple[Any, CatchUp]]:  # fmt: skip
         """Catching up, to be done before these updates of a step (`MissedSteps.before`)."""
-        found = []
+        next_steps: list[NextStep] = []
         for part, update in updates:
             gradients: Any = update.gradients if part.batch.row_sparse else repeat(None)
-            for i, own, g in zip(part.places, scalars_of(update), gradients, strict=False):
-                parameter = given.chosen.parameters[i]
-                state = given.new.get(parameter) or self.state[parameter]
+            for i, scalars, g in zip(part.places, scalars_of(update), gradients, strict=False):
+                parameter = inputs.chosen.parameters[i]
+                state = inputs.new.get(parameter) or self.state[parameter]
                 now = int(steps if isinstance(steps, float) else steps[i]) - 1
                 table = self._at_step(parameter, state, (part.choice, part.batch.rule), now)
-                found.append(NextStep(table, own, g and g.source))
-        return self._missed.before(found)
+                next_steps.append((table, scalars, g and g.source))
+        return self._missed.before(next_steps)
 
     def warn_of_stale(self, done: Sequence[tuple[Any, CatchUp]]) -> None:
         """Warn, once for each table, of a gradient that follows from rows that slept."""
@@ -371,7 +365,7 @@ class TableOptimizer(Declaration, TableRows):
 
     def _check_other(self, parameter: Tensor, name: str) -> None:
         """Refuse a table whose rows sleep in another optimizer."""
-        other: Any = sleeper_of(parameter)
+        other = sleeper_of(parameter)
         if other is not None and other is not self and other.is_asleep(parameter):
             expected, got = "none: flush() of that one", f"those of a {type(other).__name__}"
             reject(RuntimeError, type(self).__name__, name, "has rows that sleep", expected, got)
@@ -385,9 +379,9 @@ class TableOptimizer(Declaration, TableRows):
 
     def _forget(self, parameter: Tensor) -> None:
         """Forget how far the rows of a parameter are: they take all steps from now on."""
-        if known := self.state.get(parameter):
+        if state := self.state.get(parameter):
             for name in (LAST.name, SCALARS):
-                known.pop(name, None)
+                state.pop(name, None)
         if self._tables or self._missed.tables or self._missed.mapped:
             self._tables.pop(parameter, None)
             self._missed.drop(parameter)
@@ -414,8 +408,7 @@ class TableOptimizer(Declaration, TableRows):
 
     def _begin_asleep(self, saved: Mapping[Any, Any], keys: Iterable[tuple[Tensor, Any]]) -> None:
         """Go on with the scalars of missed steps of a state that was loaded."""
-        self._missed.part()
-        steps, where = {}, type(self).__name__
+        steps, loaded, where = {}, {}, type(self).__name__
         for parameter, key in keys:
             scalars = saved.get(key, {}).get(SCALARS)
             state = self.state.get(parameter, {})
@@ -427,15 +420,14 @@ class TableOptimizer(Declaration, TableRows):
                 state[LAST.name] = self._new_last(parameter, updates_of(where, state))
             self._tables.pop(parameter, None)
             steps[parameter] = updates_of(where, state)
-            real = real_of(STORAGES[DTYPES[parameter.dtype]]).dtype
-            self._missed.add(parameter, choice.rule, real, steps[parameter])
+            self._missed.add(parameter, choice.rule, DTYPES[parameter.dtype], steps[parameter])
             map_scalars(self, parameter)
             if scalars is not None:
-                self._missed.scalars(parameter)[...] = np.asarray(scalars)
-        self._missed.begin(steps)
+                loaded[parameter] = np.asarray(scalars)
+        self._missed.resume(steps, loaded)
         for parameter in steps:
-            if (known := sleeping_of(parameter)) is not None:
-                known.awake = None
+            if (watched := sleeping_of(parameter)) is not None:
+                watched.awake = None
             self._wake_late(parameter)
 
     def _with_more_rows(self, group: Group, parameter: Tensor, state: Any) -> dict[str, Any]:
@@ -444,16 +436,16 @@ class TableOptimizer(Declaration, TableRows):
         # Two optimizers that go on from here count apart.
         made = {role: deepcopy(x) if np.ndim(x) == 0 else x for role, x in state.items()}
         declared = zip(choice.states, choice.rule.on(tuple(parameter.shape)).states, strict=True)
-        for role, own in (*declared, (LAST.name, LAST)):
+        for role, kind in (*declared, (LAST.name, LAST)):
             x = state.get(role)
-            is_of_rows = own.per in ("row", "element") and isinstance(x, Tensor) and x.dim()
+            is_of_rows = kind.per in ("row", "element") and isinstance(x, Tensor) and x.dim()
             if not is_of_rows or len(x) == n:
                 continue
             if len(x) > n:
                 label, fix = f"state {role!r} of a table", f"; call grow({len(x)}) before"
                 reject(ValueError, where, label, "has too many rows", f"at most {n}", len(x), fix)
-            initial = own.initial if own.initial == PARAMETER else self.initial(role, group)
-            if own is LAST:
+            initial = kind.initial if kind.initial == PARAMETER else self.initial(role, group)
+            if kind is LAST:
                 initial = float(updates_of(where, state))
             made[role] = tensor_of(grown(array_of(x.detach().cpu().contiguous()), n, initial))
         return made
@@ -464,16 +456,16 @@ class TableOptimizer(Declaration, TableRows):
         """
         where, states = type(self).__name__, state_dict["state"]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            known = {**group, **saved, "params": ()}
-            check_group(where, known, takes_sparse=self._takes_sparse)
+            options = {**group, **saved, "params": ()}
+            check_group(where, options, takes_sparse=self._takes_sparse)
             check_states(where, saved["params"], states)
-            method = self.method(known)
+            method = self.method(options)
             for k, parameter in enumerate(group["params"]):
-                check_rounding(where, known, method.rule, f"parameter {k}", parameter)
-            rule = self._choice(known).rule
+                check_rounding(where, options, method.rule, f"parameter {k}", parameter)
+            rule = self._choice(options).rule
             pairs = [*zip(group["params"], saved["params"], strict=False)]
             for parameter, key in pairs:
                 if key in states and getattr(parameter, "can_grow", False):
-                    states[key] = self._with_more_rows(known, parameter, states[key])
+                    states[key] = self._with_more_rows(options, parameter, states[key])
                 check_asleep(where, rule, parameter, states.get(key, {}))
-            self._check_shapes(known, pairs, states)
+            self._check_shapes(options, pairs, states)
