@@ -225,10 +225,10 @@ def processor() -> dict[str, str]:
 
 def _host_features() -> str:
     """The features of this CPU that Numba compiles for; it can be told to do without AVX."""
-    found = llvm.get_host_cpu_features()
+    features = llvm.get_host_cpu_features()
     if not numba.config.ENABLE_AVX:
-        found.update({name: False for name in found if name.startswith("avx")})
-    return str(found.flatten())
+        features.update({name: False for name in features if name.startswith("avx")})
+    return str(features.flatten())
 
 
 def _path(key: str) -> Path | None:

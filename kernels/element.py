@@ -178,8 +178,8 @@ def _loaded(
         storage = kernel.storages[place]
         number = _number_type(kernel, storage) if counts else numba_type(kernel.real)
         names |= {f"number{place}": number, f"load{place}": compiler.conversion(storage.to_real)}
-        at = 0 if kernel.per[place] == "tensor" else "i"
-        values.append(f"number{place}(load{place}(arrays[{place}][{at}]))")
+        element = 0 if kernel.per[place] == "tensor" else "i"
+        values.append(f"number{place}(load{place}(arrays[{place}][{element}]))")
     return values, names
 
 
@@ -209,11 +209,11 @@ def element_of(
     and is not read.
     """
     lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
-    given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
+    states, loads = _loaded(kernel, compiler, kernel.rule.element_states)
     beside, keeping = kernel.rule.beside, kernel.rule.keeping
     n = len(kernel.stored) - len(beside)
     new = [f"new[{k}]" for k in range(n)] if n > 1 else ["new"]
-    calls = [f"new = update({', '.join(('x', 'd', *given, *factors, 'hp'))})"]
+    calls = [f"new = update({', '.join(('x', 'd', *states, *factors, 'hp'))})"]
     direct: list[str] = []
     if keeping is not None and keeping.bits is not None:
         direct = [f"w[i] = round(real({new.pop(0)}), bits(i, hp))"]
@@ -237,8 +237,8 @@ def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False
     """``values(arrays, g, i, hp)``: load, transform and measure one element."""
     assert kernel.rule.measure is not None
     lines, names = _transformed(kernel, compiler, zero_gradient=zero_gradient)
-    given, loads = _loaded(kernel, compiler, kernel.rule.element_states)
-    result = f"return measure({', '.join(('x', 'd', *given, 'hp'))})"
+    states, loads = _loaded(kernel, compiler, kernel.rule.element_states)
+    result = f"return measure({', '.join(('x', 'd', *states, 'hp'))})"
     names |= {"measure": compiler.rule(kernel.rule.measure), **loads}
     return compiler.element(_written("arrays, g, i, hp", ("w = arrays[0]", *lines, result), names))
 

@@ -45,15 +45,15 @@ class Nodes(NamedTuple):
 
     x: np.ndarray  # [NODES]
     shares: np.ndarray  # [NODES, steps]: those of the steps before, while epsilon stays
-    at: np.ndarray  # moments, and the relative errors there
+    moments: np.ndarray  # and the relative errors there
     errors: np.ndarray
     steady: np.ndarray  # [steps]: the errors where `shares` are
     suffice: bool  # whether the drift is right while epsilon stays
 
-    def error(self, at: np.ndarray) -> np.ndarray:
+    def error(self, moments: np.ndarray) -> np.ndarray:
         """The relative error at some moments."""
-        found: np.ndarray = np.interp(at, self.at, self.errors)
-        return found
+        errors: np.ndarray = np.interp(moments, self.moments, self.errors)
+        return errors
 
 
 @cache
@@ -65,37 +65,37 @@ def nodes_of(fades1: float, fades2: float) -> Nodes:
     x = fades2 * (1.0 + (end - 1.0) * (1.0 - angles) / 2.0)
     root = np.exp(np.linspace(-12.0, 16.0, 57))[:, None]  # over epsilon
 
-    def wrong(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        exact = 1.0 / (root * np.exp(-at) + 1.0)
-        found = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, at)
-        return np.abs(exact - found), exact
+    def wrong(moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        exact = 1.0 / (root * np.exp(-moments) + 1.0)
+        interpolated = (1.0 / (root * np.exp(-x) + 1.0)) @ _shares(x, moments)
+        return np.abs(exact - interpolated), exact
 
     j = np.arange(1.0, 2.0 + min(SLEEP, _SLOWEST / fades1))
     weights = np.exp(-fades1 * j)
     missed, drift = (np.cumsum(part * weights, axis=1) for part in wrong(fades2 * j))
     inside, beyond = np.linspace(x[0], x[-1], 64), np.geomspace((x[-1] - x[0]) / 64, 8.0, 256)
-    at = np.concatenate((x[0] - beyond[::-1], inside, x[-1] + beyond))
-    errors, exact = wrong(at)
+    moments = np.concatenate((x[0] - beyond[::-1], inside, x[-1] + beyond))
+    errors, exact = wrong(moments)
     # Large shares of both signs cancel, which in float32 costs as many of its last places.
-    lost = np.maximum(np.abs(_shares(x, at)).sum(axis=0) - 3.0, 0.0) * 2.0**-24
+    lost = np.maximum(np.abs(_shares(x, moments)).sum(axis=0) - 3.0, 0.0) * 2.0**-24
     worst = (errors / exact).max(axis=0) + lost
     suffice = fades1 > fades2 and bool((missed / drift).max() <= TOLERANCE)
     steps = np.arange(SLEEP, 0.0, -1.0)
-    steady = np.interp(fades2 * steps, at, worst)
-    return Nodes(x, _shares(x, fades2 * steps), at, worst, steady, suffice)
+    steady = np.interp(fades2 * steps, moments, worst)
+    return Nodes(x, _shares(x, fades2 * steps), moments, worst, steady, suffice)
 
 
-def _shares(x: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The share ``[NODES, len(at)]`` that each node has of a value in between (Lagrange's form)."""
-    nodes, found = x.tolist(), np.empty((len(x), len(at)))
-    from_each = [at - node for node in nodes]
-    for k, own in enumerate(nodes):
+def _shares(x: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    """The share ``[NODES, moments]`` that each node has of a value in between (Lagrange's form)."""
+    nodes, shares = x.tolist(), np.empty((len(x), len(moments)))
+    from_each = [moments - node for node in nodes]
+    for k, moment in enumerate(nodes):
         others = nodes[:k] + nodes[k + 1 :]
         first, *rest = from_each[:k] + from_each[k + 1 :]
-        np.divide(first, math.prod(own - other for other in others), out=found[k])
+        np.divide(first, math.prod(moment - other for other in others), out=shares[k])
         for other in rest:
-            found[k] *= other
-    return found
+            shares[k] *= other
+    return shares
 
 
 class IdleTable:
@@ -172,65 +172,65 @@ class IdleTable:
         self.many[:, : self.n_sums] = self._sums.T
         self.is_whole = True
 
-    def _take(self, step: int, own: IdleStep) -> None:
+    def _take(self, step: int, missed: IdleStep) -> None:
         """One step: rows that took the one before are the first to miss it."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         n_states, moving = self.n_states, idle.moving
         weight, ways, pull = sums[0], sums[1 + n_states : -1], sums[-1]
-        is_still = idle.root is None and moving is None and {own.weight, *own.states} <= {1.0}
+        is_still = idle.root is None and moving is None and {missed.weight, *missed.states} <= {1.0}
         self.changes = self.changes or not is_still
         sums[:, begin] = 0.0
         sums[: 1 + n_states, begin] = 1.0
         if idle.coupled and moving is not None:
-            fade, state = own.states[moving], sums[1 + moving]
+            fade, state = missed.states[moving], sums[1 + moving]
             before = weight.copy(), state.copy(), pull.copy()
-            weight[:] = own.weight * before[0] - own.size * fade * before[2]
-            state[:] = fade * before[1] - own.pull * ways[0]
-            pull[:] = fade * before[2] + own.pull * before[0]
-            ways[0] = own.weight * ways[0] + own.size * fade * before[1]
+            weight[:] = missed.weight * before[0] - missed.size * fade * before[2]
+            state[:] = fade * before[1] - missed.pull * ways[0]
+            pull[:] = fade * before[2] + missed.pull * before[0]
+            ways[0] = missed.weight * ways[0] + missed.size * fade * before[1]
             return
-        for k, left in enumerate(own.states):
+        for k, left in enumerate(missed.states):
             if left != 1.0:
                 sums[1 + k] *= left
-        if own.weight != 1.0:
-            weight *= own.weight
-            ways *= own.weight
+        if missed.weight != 1.0:
+            weight *= missed.weight
+            ways *= missed.weight
         if idle.root is not None:
-            self._add_ways(step, own)
+            self._add_ways(step, missed)
         elif moving is not None:
-            ways[0] += own.size * (1.0 if idle.by_sign else sums[1 + moving])
+            ways[0] += missed.size * (1.0 if idle.by_sign else sums[1 + moving])
 
-    def _add_ways(self, step: int, own: IdleStep) -> None:
+    def _add_ways(self, step: int, missed: IdleStep) -> None:
         """The drift of one step, shared among the nodes."""
         idle, sums, begin = self.idle, self._sums, (step - 1) % SLEEP
         assert idle.moving is not None
         assert idle.root is not None
-        left = own.states[idle.moving], math.sqrt(own.states[_SECOND])
+        left = missed.states[idle.moving], math.sqrt(missed.states[_SECOND])
         fades = _fading(left[0]), _fading(left[1])
         # The largest second moment, of AMSGrad, does not fade.
         passed, root_left = (fades[1], left[1]) if idle.root == _SECOND else (0.0, 1.0)
         if fades != self._fades:
             self._fades, self._nodes, self.closed_from = fades, nodes_of(*fades), step - 1
             self._changed = step
-        if (own.epsilon > 0.0) != (self.steps[(step - 1) % SLEEP, -1] > 0.0):
+        if (missed.epsilon > 0.0) != (self.steps[(step - 1) % SLEEP, -1] > 0.0):
             self.closed_from = step - 1  # the one is no part of the other
-        log_epsilon = math.log(own.epsilon) if own.epsilon > 0.0 else 0.0
+        log_epsilon = math.log(missed.epsilon) if missed.epsilon > 0.0 else 0.0
         if log_epsilon != self._log_epsilon:
             self._changed = step
-        self.steps[step % SLEEP] = own.weight, left[0], root_left, own.size, own.epsilon
+        self.steps[step % SLEEP] = missed.weight, left[0], root_left, missed.size, missed.epsilon
         self._x += passed + log_epsilon - self._log_epsilon
         self._x[begin], self._first_epsilon[begin] = passed, log_epsilon
         self._wrong[begin] = self._moved[begin] = 0.0
         self._log_epsilon = log_epsilon
-        self.many[begin, len(sums) :] = own.epsilon, *np.exp(-self._nodes.x)
+        self.many[begin, len(sums) :] = missed.epsilon, *np.exp(-self._nodes.x)
         if not self._nodes.suffice:
             self.closed_from = step
         # The first moment of rows that slept longer has faded.
-        move = sums[1 + idle.moving] * own.size
+        move = sums[1 + idle.moving] * missed.size
         counts = np.abs(move) >= LEAST * self._moved * np.sqrt(sums[1 + idle.root])
-        known, end = min(step - self._first, SLEEP - 1), step % SLEEP
-        ordered = counts[end - known : end] if known <= end else np.roll(counts, -end)[-known:]
-        recent = known - int(ordered.argmax())
+        span, end = min(step - self._first, SLEEP - 1), step % SLEEP
+        ordered = counts[end - span : end] if span <= end else np.roll(counts, -end)[-span:]
+        recent = span - int(ordered.argmax())
         oldest = (step - recent) % SLEEP
         parts = [slice(oldest, min(oldest + recent, SLEEP)), slice(max(0, oldest + recent - SLEEP))]
         end, is_steady = step - recent, passed > 0.0 and step - recent >= self._changed - 1

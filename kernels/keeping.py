@@ -93,11 +93,11 @@ def random_scalars(seed: Any, keys: Any, steps: Any, begins: Any) -> np.ndarray:
     update, and the place of its first element in the whole tensor, of which others have the rest.
     The bits of an element follow from these and its place, modulo 2**32.
     """
-    given, n = (seed, keys, steps, begins), len(keys)
+    values, n = (seed, keys, steps, begins), len(keys)
     if n <= _FEW:
-        rows = [_words(*own) for own in zip(*(_listed(x, n) for x in given), strict=True)]
+        rows = [_words(*scalars) for scalars in zip(*(_listed(x, n) for x in values), strict=True)]
         return np.array(rows, np.float32)
-    words = _words(*(np.atleast_1d(x).astype(np.uint64) for x in given))
+    words = _words(*(np.atleast_1d(x).astype(np.uint64) for x in values))
     return np.stack([word.astype(np.float32) for word in words], -1)
 
 
@@ -108,8 +108,8 @@ _FEW = 8
 
 def _listed(x: Any, n: int) -> list[int]:
     """The integers of one argument: ``n``."""
-    found = np.ravel(x).tolist() if isinstance(x, np.ndarray | list) else [x]
-    return [*map(int, found * n if len(found) == 1 else found)]
+    numbers = np.ravel(x).tolist() if isinstance(x, np.ndarray | list) else [x]
+    return [*map(int, numbers * n if len(numbers) == 1 else numbers)]
 
 
 def _words(seed: Any, key: Any, step: Any, begin: Any) -> tuple[Any, Any, Any, Any]:

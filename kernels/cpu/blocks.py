@@ -94,8 +94,8 @@ def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> st
     states = [(state.per, state.is_read) for state in rule.states]
     measured = f"{rule.n_measured} {rule.signed} {rule.scope} {rule.takes} {rule.factor_of}"
     if rule.keeping is not None:
-        own = rule.keeping.load, rule.keeping.store, rule.keeping.bits
-        parts += f" kept {rule.keeping.name} {' '.join(map(_named, own))}"
+        functions = rule.keeping.load, rule.keeping.store, rule.keeping.bits
+        parts += f" kept {rule.keeping.name} {' '.join(map(_named, functions))}"
     for other in (rule.measure, rule.factor) if rule.is_row_wise else ():
         measured += f" {_named(other)}"
     return (
@@ -142,9 +142,9 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
         for k in range(rows):
             arrays = read_arrays(addresses, row + k, 1, width)
             g = carray(as_pointer(g_address + k * width * g_bytes), width, g_type)
-            found = follow(add_up(arrays, g, scalars), load(arrays), width, scalars)
-            store(arrays, found)
-            hp = place(scale(scalars, found), (row + k) * width)
+            numbers = follow(add_up(arrays, g, scalars), load(arrays), width, scalars)
+            store(arrays, numbers)
+            hp = place(scale(scalars, numbers), (row + k) * width)
             for i in range(arrays[0].size):
                 element(arrays, g, i, hp)
 
@@ -178,9 +178,9 @@ def _measure(kernel: Kernel) -> NativeFunction:
 
     def measure(addresses, row, rows, width, g_address, hp_address, sums_address):
         g = carray(as_pointer(g_address), rows * width, g_type)
-        found = add_up(read_arrays(addresses, row, rows, width), g, read_hp(hp_address))
+        totals = add_up(read_arrays(addresses, row, rows, width), g, read_hp(hp_address))
         sums = carray(as_pointer(sums_address), n_values, np.float64)
         for k in range(n_values):
-            sums[k] = found[k]
+            sums[k] = totals[k]
 
     return NativeFunction(measure, identity("measure", rule, kernel, kernel.w, kernel.g, *kernel.s))

@@ -223,14 +223,14 @@ def finite_check(storage: Storage) -> NativeFunction:
     carrier = np.dtype(f"u{storage.itemsize}").type
     exponent = carrier(storage.exponent)
 
-    def check_finite(arrays, row, rows, width, g, found):
+    def check_finite(arrays, row, rows, width, g, flag):
         # All elements are counted: a loop that can end early is not vectorised. Threads that find a
         # NaN or an infinity write the same 1, so they need no atomic.
         values, count = carray(as_pointer(g), rows * width, carrier), 0
         for i in range(values.size):
             count += (values[i] & exponent) == exponent
         if count > 0:
-            carray(as_pointer(found), 1, np.int64)[0] = 1
+            carray(as_pointer(flag), 1, np.int64)[0] = 1
 
     return NativeFunction(check_finite, f"finite {storage.name}")
 
@@ -238,9 +238,9 @@ def finite_check(storage: Storage) -> NativeFunction:
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bool:
     """Whether contiguous arrays hold no NaN and no infinity; addresses and sizes are int64."""
     table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
-    found, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
-    loop = DenseCall.of(finite_check(storage), storage, table, addresses, found, every, CHUNK)
+    flag, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
+    loop = DenseCall.of(finite_check(storage), storage, table, addresses, flag, every, CHUNK)
     call = Arguments(loop)
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
     run(_run_chunk, -(-table.total // CHUNK), call.address, threads)
-    return not found.any()
+    return not flag.any()

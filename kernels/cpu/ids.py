@@ -300,15 +300,15 @@ def remove(index, slot, c):
 def place(index, slot, c):
     """Put entries into empty slots: ``ids`` are hashes, ``rows`` places, 0 for none."""
     hashes, places, _ = _slots(c)
-    given, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
+    ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     seen = carray(as_pointer(c.seen), c.n, np.uint8)
     for k in range(c.n):
         if k + _AHEAD < c.n:
-            i = _home(np.uint64(given[k + _AHEAD]), c.slots)
+            i = _home(np.uint64(ids[k + _AHEAD]), c.slots)
             prefetch_line(c.hashes + 8 * i)
             prefetch_line(c.places + 4 * i)
         if rows[k] != 0:
-            x = np.uint64(given[k])
+            x = np.uint64(ids[k])
             i = _find(hashes, places, c.slots, x)
             end = _empty_slot(places, i)
             if end < i:

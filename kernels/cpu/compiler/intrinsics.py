@@ -148,13 +148,13 @@ def store_clock(context, builder, address):
     if platform.system() != "Linux":
         return
     place = _pointer(builder, address, _I32)
-    own = builder.call(_declared(builder, "pthread_self", _I64), [])
-    builder.call(_declared(builder, "pthread_getcpuclockid", _I32, _I64, place.type), [own, place])
+    this = builder.call(_declared(builder, "pthread_self", _I64), [])
+    builder.call(_declared(builder, "pthread_getcpuclockid", _I32, _I64, place.type), [this, place])
 
 
 def _declared(builder, name, result, *arguments):
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+    declared = builder.module.globals.get(name)
+    return declared or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @intrinsic
@@ -389,7 +389,7 @@ def sum_of_elements(typingctx, vector):
             count //= 2
             kind = ir.VectorType(_I32, count)
             lanes = [ir.Constant(kind, list(range(k, k + count))) for k in (0, count)]
-            halves = [builder.shuffle_vector(values, values, own) for own in lanes]
+            halves = [builder.shuffle_vector(values, values, half) for half in lanes]
             values = builder.fadd(*halves)
         return builder.extract_element(values, ir.Constant(_I32, 0))
 

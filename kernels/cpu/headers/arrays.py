@@ -197,9 +197,9 @@ def item_of(items, k):
 
 
 @njit
-def fits(found, sizes, expected, dims, begin):
+def fits(actual, sizes, expected, dims, begin):
     """Whether dtype, flags and dimension, then sizes from ``begin`` on, are the expected ones."""
-    if found != expected:
+    if actual != expected:
         return False
     for d in range(begin, expected[2]):
         size = load_int64(dims + 8 * d)
@@ -253,8 +253,8 @@ def read_array(thing, array_type, flags):
     header = header_at(thing)
     if header.type != array_type:
         return (0, 0, 0), 0, 0
-    found = header.dtype, np.int64(header.flags) & flags, np.int64(header.ndim)
-    return found, header.shape, header.data
+    actual = header.dtype, np.int64(header.flags) & flags, np.int64(header.ndim)
+    return actual, header.shape, header.data
 
 
 def _read_expected(query, things, addresses):
@@ -266,11 +266,11 @@ def _read_expected(query, things, addresses):
     out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
     forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
     for k in range(n + c.n_written):
-        at = forms[k]
-        form = forms_at(at, 1)[0]
+        address = forms[k]
+        form = forms_at(address, 1)[0]
         thing = item_of(things, k) if k < n else item_of(written, k - n)
-        found, sizes, data = read_array(thing, c.type, form.flags)
-        if not fits(found, sizes, (form.dtype, form.flags, form.dim), at + FORM_BYTES, 0):
+        actual, sizes, data = read_array(thing, c.type, form.flags)
+        if not fits(actual, sizes, (form.dtype, form.flags, form.dim), address + FORM_BYTES, 0):
             return 0
         n_bytes = form.n_bytes
         if form.kind == INDICES:
@@ -320,16 +320,16 @@ class Expected:
         self, forms: Sequence[tuple[ExpectedForm, tuple[int, ...]]], memory: np.ndarray, alive: Any,
         written: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
-        made = {own: np.array([*own[0], *own[1]], np.int64) for own in forms}  # each once
+        made = {pair: np.array([*pair[0], *pair[1]], np.int64) for pair in forms}  # each once
         held = tuple(written)
-        found = [address_of(made[own]) for own in forms], addresses_of(held)
-        kept = [np.array(each, np.int64) for each in found]
+        addresses = [address_of(made[pair]) for pair in forms], addresses_of(held)
+        kept = [np.array(each, np.int64) for each in addresses]
         # The identities and addresses in the query stay valid while these live.
         self._alive = alive, made, held, kept, memory
         at_forms, places = map(address_of, kept)
         apart = address_of(memory), memory.shape[1]
-        own = len(forms) - len(held), at_forms, *apart, len(held), id(held), places, ARRAY_TYPE
-        self._query = array("q", _Query(*own))
+        fields = len(forms) - len(held), at_forms, *apart, len(held), id(held), places, ARRAY_TYPE
+        self._query = array("q", _Query(*fields))
         self._query_at, _ = self._query.buffer_info()
 
     def addresses(self, things: tuple[Any, ...]) -> np.ndarray | None:
@@ -343,7 +343,7 @@ def expected_arrays(
 ) -> Expected:
     """Expected arrays, exactly ``ndarray``, as `Expected`; those that are written are writeable."""
     every = [(*form, C_CONTIGUOUS_ALIGNED) for form in forms]
-    every += [(own.dtype, own.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for own in written]
+    every += [(output.dtype, output.shape, C_CONTIGUOUS_ALIGNED | _WRITEABLE) for output in written]
     return Expected([_form_of(*form) for form in every], memory, every, written)
 
 
@@ -355,10 +355,10 @@ _N_FLOATS, _N_KINDS, _kinds_address = len(STORAGES), len(_DTYPES), address_of(_K
 @njit
 def _itemsize(kinds, is_index, dtype):
     """The size of a floating dtype, or of a dtype of indices; 0 for any other."""
-    known = int64s(kinds, 2 * _N_KINDS)
+    table = int64s(kinds, 2 * _N_KINDS)
     for k in range(_N_FLOATS if is_index else 0, _N_KINDS if is_index else _N_FLOATS):
-        if known[2 * k] == dtype:
-            return known[2 * k + 1]
+        if table[2 * k] == dtype:
+            return table[2 * k + 1]
     return 0
 
 
@@ -370,25 +370,25 @@ def _read_alike_arrays(arrays, n_written, has_rows, array_type, kinds, addresses
     length = n_bytes = index_bytes = 0
     for k in range(n):
         is_index, flags = k == n_alike, C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
-        found, sizes, out[k] = read_array(item_of(arrays, k), array_type, flags)
+        actual, sizes, out[k] = read_array(item_of(arrays, k), array_type, flags)
         if k == 0:
-            first, shape = found, sizes
-        dtype, dim = (found[0], 1) if is_index else (first[0], first[2])
-        own = _itemsize(kinds, is_index, dtype)
-        if own == 0 or first[2] < has_rows:
+            first, shape = actual, sizes
+        dtype, dim = (actual[0], 1) if is_index else (first[0], first[2])
+        size = _itemsize(kinds, is_index, dtype)
+        if size == 0 or first[2] < has_rows:
             return 0
-        if not fits(found, sizes, (dtype, flags, dim), shape, k >= n_alike):
+        if not fits(actual, sizes, (dtype, flags, dim), shape, k >= n_alike):
             return 0
         if is_index:
             length = load_int64(sizes)
         elif k > n_alike and load_int64(sizes) != length:
             return 0
         for d in range(dim):
-            own *= load_int64(sizes + 8 * d)
-        n_bytes, index_bytes = own if k == 0 else n_bytes, own if is_index else index_bytes
+            size *= load_int64(sizes + 8 * d)
+        n_bytes, index_bytes = size if k == 0 else n_bytes, size if is_index else index_bytes
         for j in range(k):
             other = n_bytes if j < n_alike else index_bytes
-            if out[j] < out[k] + own and out[k] < out[j] + other:
+            if out[j] < out[k] + size and out[k] < out[j] + other:
                 return 0
     return 1
 

@@ -55,8 +55,8 @@ def matrix_blocks(kernel: Kernel) -> MatrixBlocks:
     held = f"{lines.smallest} {lines.smallest_mean}"
 
     def block(name: str, function: Any, rule_function: Any) -> NativeFunction:
-        own = identity(f"matrix {name}", rule_function, kernel, kernel.w, kernel.g, *kernel.s)
-        return NativeFunction(function, f"{own} lines {line_functions} {held}")
+        text = identity(f"matrix {name}", rule_function, kernel, kernel.w, kernel.g, *kernel.s)
+        return NativeFunction(function, f"{text} lines {line_functions} {held}")
 
     real, terms, measure, update = kernel.real, _terms(kernel), _measure(kernel), _update(kernel)
     return MatrixBlocks(

@@ -100,7 +100,7 @@ def _quota(memberships: Path, mounts: Path) -> int | None:
     A group is also limited by its parent groups. A container may see its own group as the root of
     the mount, whatever its path is outside.
     """
-    found = []
+    quotas_of_groups = []
     try:
         lines = memberships.read_text(encoding="utf-8").splitlines()
     except OSError:  # there are no control groups
@@ -112,8 +112,8 @@ def _quota(memberships: Path, mounts: Path) -> int | None:
         places = [mounts / controllers, mounts / "cpu"] if controllers else [mounts]
         for place in places:
             group = Path(path.lstrip("/"))
-            found += [_quota_of(place / part) for part in (group, *group.parents)]
-    quotas = [quota for quota in found if quota is not None]
+            quotas_of_groups += [_quota_of(place / part) for part in (group, *group.parents)]
+    quotas = [quota for quota in quotas_of_groups if quota is not None]
     return max(1, int(min(quotas))) if quotas else None
 
 
@@ -259,15 +259,15 @@ def _load_tbb(chosen: str) -> bool:
     if chosen in ("omp", "workqueue"):
         return False
     try:
-        found = [f for f in files("tbb") or () if f.name in ("libtbb.so.12", "tbb12.dll")]
-        for file in found:
+        libraries = [f for f in files("tbb") or () if f.name in ("libtbb.so.12", "tbb12.dll")]
+        for file in libraries:
             ctypes.CDLL(str(Path(str(file.locate())).resolve()), mode=ctypes.RTLD_GLOBAL)
     except PackageNotFoundError:
         return False
     except OSError as error:
         _problem = f"tbb does not load: {error}"
         return False
-    return bool(found)
+    return bool(libraries)
 
 
 def _openmp() -> Any:

@@ -62,10 +62,10 @@ def functions() -> Functions | None:
     library = ctypes.CDLL(None)
     names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
     try:
-        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
     except AttributeError:
         return None
-    return Functions(*(address or 0 for address in found))
+    return Functions(*(address or 0 for address in addresses))
 
 
 class _Team(threading.local):

@@ -267,9 +267,9 @@ def set_num_threads(n: int | None) -> None:
 def get_num_threads() -> int:
     """The number of threads that the next call may use, without the limits of nn.torch alone."""
     most = limit_of_environment().threads
-    own = _caller.limit
-    if own is not None:
-        most = min(most, own.threads)
+    limit = _caller.limit
+    if limit is not None:
+        most = min(most, limit.threads)
     # The layer is not started for one thread. Here and below, most steps call nothing.
     if most == 1 or (layer.team is None and not start_layer()):
         return 1
@@ -296,8 +296,8 @@ def launcher() -> str | None:
 
 def deciding_limit() -> Limit:
     """The result of `get_num_threads` in this thread, and the setting that decides it."""
-    own = _caller.limit
-    limits = [limit_of_environment(), *([own] if own else [])]
+    limit_of_caller = _caller.limit
+    limits = [limit_of_environment(), *([limit_of_caller] if limit_of_caller else [])]
     if all(limit.threads > 1 for limit in limits):
         if start_layer():
             limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
@@ -445,8 +445,8 @@ def run_words(words: array[int]) -> None:
     if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
         asked = omp.thread_number, omp.team_size
         region = array("q", (address, n_loops, threads, *counting, *asked, 0, 0, 0))
-        at, _ = region.buffer_info()
-        _shared_loops.call(omp.parallel, _joined.address, at, openmp.IS_FORKED_AT)
+        region_at, _ = region.buffer_info()
+        _shared_loops.call(omp.parallel, _joined.address, region_at, openmp.IS_FORKED_AT)
         openmp.record_loop(*region[-2:])
         _caller.launcher = _OPENMP
         return

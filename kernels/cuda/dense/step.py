@@ -106,13 +106,13 @@ def chunk_sums_kernel(kernel: Kernel) -> Any:
         if is_closed(guard):
             return
         block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        own = cuda.local.array(n_values, float64)
+        sums = cuda.local.array(n_values, float64)
         for k in range(n_values):
-            own[k] = 0.0
-        add_chunk(table, n_tensors, own)
+            sums[k] = 0.0
+        add_chunk(table, n_tensors, sums)
         shared = cuda.shared.array((n_values, THREADS), float64)
         for k in range(n_values):
-            shared[k, thread] = own[k]
+            shared[k, thread] = sums[k]
         store_part(parts, block, shared, thread, THREADS, n_values)
 
     return loop

@@ -122,10 +122,10 @@ def in_registers(
     def run(i, places, how, tiles, *rest):
         tile = cuda.local.array(length, kind)
         load(tile, places[k], i, *how)
-        found = inner(i, places, how, (*tiles, tile), *rest)
+        result = inner(i, places, how, (*tiles, tile), *rest)
         if is_stored:
             store(tile, places[k], i, *how)
-        return found
+        return result
 
     return run
 
@@ -148,12 +148,12 @@ def _tensor_access(storage: Storage) -> Access:
 
 def _accesses(kernel: Kernel, length: int) -> list[Access]:
     """The gradient, then each array, of which an element may have nothing."""
-    found = [access(kernel.g, length)]
+    accesses = [access(kernel.g, length)]
     for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
-        own = access(storage, length)
-        left = Access(own.kind, _leave, _leave)
-        found.append({"element": own, "tensor": _tensor_access(storage)}.get(per, left))
-    return found
+        elementwise = access(storage, length)
+        left = Access(elementwise.kind, _leave, _leave)
+        accesses.append({"element": elementwise, "tensor": _tensor_access(storage)}.get(per, left))
+    return accesses
 
 
 def _updating(kernel: Kernel, length: int) -> Any:

@@ -53,15 +53,15 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
             end = row_at(table, t + 1).first_block
         shared = cuda.shared.array((n_values, THREADS), float64)
         for k in range(n_values):
-            own = share_of_parts(parts, row.first_block, end, k, n_values, thread, THREADS)
-            shared[k, thread] = own
+            partial_sum = share_of_parts(parts, row.first_block, end, k, n_values, thread, THREADS)
+            shared[k, thread] = partial_sum
         add_tree(shared, thread, THREADS, n_values)
         if thread == 0:
             hp, states = read_hp(row.hp), load_states(0, row.arrays[1:], (), ())
-            found = follow(take(shared[:, 0]), states, max(1, row.size), hp)
-            store_hp(row.hp, scale(hp, found))
+            numbers = follow(take(shared[:, 0]), states, max(1, row.size), hp)
+            store_hp(row.hp, scale(hp, numbers))
             kept = cuda.local.array(n_kept, float64)
-            put(kept, found)
+            put(kept, numbers)
             for k in range(n_new):
                 store_float64(new + (t * n_new + k) * 8, kept[k])
 

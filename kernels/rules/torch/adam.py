@@ -109,8 +109,8 @@ def idle_adam(hp: Any, decay: float) -> IdleStep:
 
 def idle_amsgrad(hp: Any, decay: float) -> IdleStep:
     """AMSGrad without a gradient: the largest second moment stays."""
-    own = idle_adam(hp, decay)
-    return own._replace(states=(*own.states, 1.0))
+    step = idle_adam(hp, decay)
+    return step._replace(states=(*step.states, 1.0))
 
 
 _STATES = ("exp_avg", "exp_avg_sq")
