@@ -247,8 +247,8 @@ class DeviceArray:
     def part(self, elements: slice) -> DeviceArray:
         """A view of some consecutive elements of a contiguous array of 1 dimension."""
         n, like = elements.stop - elements.start, (self.dtype, self.device, self.flags.writeable)
-        at = self.address + elements.start * self.itemsize
-        return DeviceArray.at(self.owner, self.framework, Place(at, (n,), None, *like, self.stream))
+        place = Place(self.address + elements.start * self.itemsize, (n,), None, *like, self.stream)
+        return DeviceArray.at(self.owner, self.framework, place)
 
     def native(self) -> Any:
         """The array of the framework, or this one if the framework has no such dtype."""
@@ -314,8 +314,8 @@ def _new(
 ) -> DeviceArray:
     with on_device(device):
         owner, address = framework.empty(shape, dtype, device)
-    own = framework_of(owner) or framework  # Numba's simulator has a framework of its own
-    return DeviceArray.at(owner, own, Place(address, shape, None, dtype, device, True))
+    made_by = framework_of(owner) or framework  # Numba's simulator has a framework of its own
+    return DeviceArray.at(owner, made_by, Place(address, shape, None, dtype, device, True))
 
 
 def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
@@ -338,7 +338,7 @@ def alike_on_device(values: Sequence[Any]) -> list[DeviceArray] | None:
     addresses = [*map(framework.address, values)]
     if not lie_on(form, addresses):
         return None
-    return [DeviceArray(value, form, at, at) for value, at in zip(values, addresses, strict=True)]
+    return [DeviceArray(x, form, place, place) for x, place in zip(values, addresses, strict=True)]
 
 
 _WHOLE = Flags(c_contiguous=True, aligned=True, writeable=True)
