@@ -257,11 +257,11 @@ class LARS(Optimizer):
 
 def _takes_fused_steps(optimizer: Optimizer) -> bool:
     """Whether its step is that of this package, not one that a user's subclass has changed."""
-    own = type(optimizer)
+    kind = type(optimizer)
     return (
         isinstance(optimizer, FusedOptimizer)
-        and own.construct is FusedOptimizer.construct
-        and own.__call__ is FusedOptimizer.__call__
+        and kind.construct is FusedOptimizer.construct
+        and kind.__call__ is FusedOptimizer.__call__
     )
 
 
@@ -318,7 +318,7 @@ class LayerwiseConditioning(Conditioning):
         if batch.rule.keeping is MASTER:
             w_squares = squares(STORAGES[np.dtype(np.float32)], table.addresses[:, -1], sizes)
         elif batch.rule.keeping is KAHAN:
-            w_squares = np.array([_kahan_squares(*own) for own in batch.variables.tensors])
+            w_squares = np.array([_kahan_squares(*tensors) for tensors in batch.variables.tensors])
         else:
             w_squares = squares(batch.variables.w, table.addresses[:, 0], sizes)
         g_squares = squares(batch.g, call.gradients, sizes)

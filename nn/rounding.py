@@ -54,9 +54,9 @@ def rounded_away(optimizer: FusedOptimizer, gradients: Sequence[Any]) -> dict[st
     trial = copy.deepcopy(optimizer)
     wholes = trial.widen()
     trial(gradients)
-    found = {}
+    shares = {}
     for p, x, w, g in zip(optimizer.parameters, trial.parameters, wholes, gradients, strict=True):
         if g is not None and p.size:
             lost = (x.array != w) & (x.array.astype(p.dtype) == w.astype(p.dtype))
-            found[str(p.name)] = float(np.mean(lost))
-    return found
+            shares[str(p.name)] = float(np.mean(lost))
+    return shares

@@ -91,19 +91,19 @@ class Index:
         form = self.arrays[name]
         if "rank" in form:
             with self._opened(form["rank"]) as part:
-                found = part.get_tensor(name)
-            out[...] = found if ids is None else found[ids]
+                array = part.get_tensor(name)
+            out[...] = array if ids is None else array[ids]
             return
         rows = form["shape"][0]
-        at = places(np.arange(rows) if ids is None else ids, rows, form["order"])
+        positions = places(np.arange(rows) if ids is None else ids, rows, form["order"])
         height = stretch(rows, len(self._parts))
-        part_of = at // height
+        part_of = positions // height
         for rank in np.unique(part_of).tolist():
-            own = np.flatnonzero(part_of == rank)
-            local = at[own] - rank * height
+            indices = np.flatnonzero(part_of == rank)
+            local = positions[indices] - rank * height
             first, last = int(local.min()), int(local.max()) + 1
             with self._opened(rank) as part:
-                out[own] = part.get_slice(name)[first:last][local - first]
+                out[indices] = part.get_slice(name)[first:last][local - first]
 
     @contextmanager
     def _opened(self, rank: int) -> Iterator[Any]:
@@ -129,13 +129,13 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     _check_regular(INDEX, file)
     try:
         content = json.loads(file.read_bytes())
-        found, said = content.get("format"), content.pop("sha256", None)
+        stated, said = content.get("format"), content.pop("sha256", None)
         digest = _digest(content)
     except (ValueError, AttributeError, RecursionError) as error:
         expected, got = f"JSON with a format in {path}", f"{type(error).__name__}: {error}"
         reject(ValueError, _WHERE, INDEX, "is no index of a checkpoint", expected, got)
-    if found != FORMAT:
-        reject(ValueError, _WHERE, INDEX, "has another format", f"{FORMAT} in {path}", found)
+    if stated != FORMAT:
+        reject(ValueError, _WHERE, INDEX, "has another format", f"{FORMAT} in {path}", stated)
     if said != digest:
         reject(ValueError, _WHERE, INDEX, "is damaged", f"sha256 {said} in {path}", digest)
     if not _is_index(content):

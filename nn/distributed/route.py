@@ -201,13 +201,13 @@ class Route:
             first_needed = np.cumsum([0, *self._needed_counts])
             first_position = np.cumsum([0, *self._lengths.tolist()])
             rows = self.needed[first_needed[rank] + places[:, 0]]
-            positions, found = first_position[rank] + places[:, 1], values
+            positions, arrived = first_position[rank] + places[:, 1], values
             if self._shard.has_nobodys_row:
                 has_row = rows > 0
-                rows, positions, found = rows[has_row], positions[has_row], values[has_row]
-            indices = found.holding(rows) if isinstance(found, DeviceArray) else rows
-            shape = self._rows, *found.shape[1:]
-            return indices, found, shape, positions, int(self._lengths.sum())
+                rows, positions, arrived = rows[has_row], positions[has_row], values[has_row]
+            indices = arrived.holding(rows) if isinstance(arrived, DeviceArray) else rows
+            shape = self._rows, *arrived.shape[1:]
+            return indices, arrived, shape, positions, int(self._lengths.sum())
 
         return Arrival(transfers, unpack)
 

@@ -75,8 +75,8 @@ class RowShard:
         return self.end - self.begin
 
     def __repr__(self) -> str:
-        own = f"{self.begin}:{self.end}, rank {self.comm.rank} of {self.comm.size}"
-        return f"RowShard({self.rows} rows, {own}, order={self.order!r})"
+        span = f"{self.begin}:{self.end}, rank {self.comm.rank} of {self.comm.size}"
+        return f"RowShard({self.rows} rows, {span}, order={self.order!r})"
 
     @property
     def indices(self) -> np.ndarray:
@@ -110,8 +110,8 @@ class RowShard:
 
     def checked_ids(self, where: str, ids: Any) -> np.ndarray:
         """A copy of the ids on the host, which nobody changes after the check."""
-        found = adopt_anywhere(where, "ids", ids)
-        array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found.copy()
+        adopted = adopt_anywhere(where, "ids", ids)
+        array: np.ndarray = adopted.numpy() if isinstance(adopted, DeviceArray) else adopted.copy()
         check.index_dtype(where, array)
         check.indices_in_range(where, array.reshape(-1), self.rows)
         return array

@@ -136,9 +136,9 @@ class TorchCommunicator:
         self._store.set(f"fusestep/{name}/{self.rank}", "")
         end = time.monotonic() + min(_ANSWER, self._timeout)
         while True:
-            found = [rank for rank in ranks if self._store.check([f"fusestep/{name}/{rank}"])]
-            if len(found) == len(ranks) or time.monotonic() > end:
-                return found
+            present = [rank for rank in ranks if self._store.check([f"fusestep/{name}/{rank}"])]
+            if len(present) == len(ranks) or time.monotonic() > end:
+                return present
             time.sleep(0.02)
 
     def _is_failing(self) -> bool:
