@@ -26,7 +26,7 @@ from ..device.backend import (
 from ..device.guard import NOTHING, is_closed
 from ..device.memory import SUMS, Places, room_of
 from ..device.records import Real, Word, offsets_of
-from ..device.sums import add_tree, share_of_parts
+from ..device.sums import add_tree, strided_partial_sum
 from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 
 THREADS = GEOMETRY.totals
@@ -122,7 +122,7 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, st
 def total_kernel(parts, n, totals, guard):
     """``loop[1, THREADS]``: the sum of all parts and the factor; NaN if the norm is not finite."""
     thread, shared = cuda.threadIdx.x, cuda.shared.array((1, THREADS), float64)
-    shared[0, thread] = share_of_parts(parts, 0, n, 0, 1, thread, THREADS)
+    shared[0, thread] = strided_partial_sum(parts, 0, n, 0, 1, thread, THREADS)
     add_tree(shared, thread, THREADS, 1)
     if thread == 0:
         squares, limit = shared[0, 0], load_float64(totals + AT.limit)

@@ -20,7 +20,7 @@ from ..device.functions import DEVICE
 from ..device.guard import is_closed
 from ..device.part import LaunchContext
 from ..device.records import hp_reader, row_reader
-from ..device.sums import add_tree, putter, share_of_parts, taker
+from ..device.sums import add_tree, putter, strided_partial_sum, taker
 from .tiles import scope_states
 
 THREADS = GEOMETRY.totals
@@ -53,8 +53,8 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
             end = row_at(table, t + 1).first_block
         shared = cuda.shared.array((n_values, THREADS), float64)
         for k in range(n_values):
-            partial_sum = share_of_parts(parts, row.first_block, end, k, n_values, thread, THREADS)
-            shared[k, thread] = partial_sum
+            total = strided_partial_sum(parts, row.first_block, end, k, n_values, thread, THREADS)
+            shared[k, thread] = total
         add_tree(shared, thread, THREADS, n_values)
         if thread == 0:
             hp, states = read_hp(row.hp), load_states(0, row.arrays[1:], (), ())

@@ -83,6 +83,6 @@ def strided_sum(place, k, end, step, stride):
 
 
 @cuda.jit(device=True)
-def share_of_parts(parts, first, end, value, n_values, thread, threads):
+def strided_partial_sum(parts, first, end, value, n_values, thread, threads):
     """The share of one of ``threads`` in adding up the parts from ``first`` to ``end`` of a sum."""
     return strided_sum(parts + value * 8, first + thread, end, threads, n_values * 8)
