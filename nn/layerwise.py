@@ -300,7 +300,7 @@ class LayerwiseConditioning(Conditioning):
         return decay * self._scale if self._acts[i] else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
-        """The scalars of a parameter on which LARS does not act; `complete` has the others."""
+        """The scalars where LARS does not act; `fill_measured_scalars` has the others."""
         return self._of_parts(0.0, self._scale)
 
     @property
@@ -309,7 +309,7 @@ class LayerwiseConditioning(Conditioning):
         joins: np.ndarray = self._acts & super().joins
         return joins
 
-    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
+    def fill_measured_scalars(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in decay and factor of the parameters on which LARS acts."""
         batch, hp, decays = call.batch, call.update.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table
