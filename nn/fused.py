@@ -269,7 +269,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
     ) -> tuple[bool, ...]:
         """Take the step that `_plan` gives, agreed with other processes if there are any."""
         if self.use_locking and not is_alone:
-            with self._stepper.turn():
+            with self._stepper.exclusive():
                 return self._step_with(gradients, conditioning, is_alone=True)
         if self.together is None:
             plan = self._plan(gradients, conditioning)
@@ -404,7 +404,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
             reject(ValueError, self._name, "target", "is impossible", expected, target)
         # Locks are taken in the order of a step on a device, that of the optimizer first: otherwise
         # two threads could wait for each other.
-        with self._stepper.turn(), pending.held():
+        with self._stepper.exclusive(), pending.held():
             pending.settle()
             to_host = target == "CPU"
             moved = {

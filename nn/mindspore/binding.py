@@ -161,7 +161,7 @@ class Binding:
 
     def __init__(self, outer: Any, make: Any, options: dict[str, Any], follows: Follows) -> None:
         self.where = outer.cls_name
-        self._follows, self._turn = follows, RLock()
+        self._follows, self._exclusive = follows, RLock()
         self._weights = tuple(outer.parameters)
         parameters = [Parameter(shared_array(self.where, w), w.name) for w in self._weights]
         rates = outer.get_lr_parameter(list(self._weights))
@@ -279,7 +279,7 @@ class Binding:
         if any(type(g) is not Tensor for g in arrays):
             names = [f"gradient of {w.name!r}" for w in self._weights]
             arrays = tuple(map(partial(_row_tensor, self.where), names, arrays))
-        with self._turn:
+        with self._exclusive:
             self._look()
             before = self._count()
             try:

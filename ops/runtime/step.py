@@ -254,7 +254,7 @@ def tensor_step(
     step.hp[0] = hp
     step.prepare()
     if use_locking:
-        with locks.turn():
+        with locks.exclusive():
             step.run()
     else:
         step.run()

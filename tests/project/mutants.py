@@ -76,7 +76,7 @@ MUTANTS = (
     ("if bits > 63:", "63", "64", "test_rows_of_a_table_beyond_all_memory"),
     ("if minor not in TRIED[name]", "not in TRIED[name]", "in ()",
      "test_a_version_that_was_not_tried"),
-    ("    if use_locking:\n        with locks.turn():\n            step.run()", "use_locking",
+    ("    if use_locking:\n        with locks.exclusive():\n            step.run()", "use_locking",
      "False", "test_use_locking_waits_for_other_calls"),
     ("max(norm, limit) if math.isfinite(norm) else math.nan", "math.nan", "0.0",
      "test_norm_that_is_not_finite_makes_nan"),
