@@ -23,7 +23,13 @@ from ..ops.runtime.errors import reject
 from .base.arguments import Checked, Fixed, clip_limit, gradients_of, next_step
 from .base.groups import FUSED_KEYS
 from .base.numbers import FLOATS, check_place, number_of, on_device
-from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula, is_own
+from .base.own_rules import (
+    check_compiled,
+    check_rule,
+    check_scalar_names,
+    checked_formula,
+    is_own,
+)
 from .base.parameter import Parameter
 from .base.stateful import States
 from .engine.batch import by_storage
@@ -145,7 +151,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         self.sparse_update = sparse_update
         check_rule(self._name, rule, states, self.sparse_update)
         if self.clipvalue is not None:
-            check_apart(self._name, rule, CLIP)
+            check_scalar_names(self._name, rule, CLIP)
         self.rounding = rounding
         self._rule, self._moved_to_host, self._may_differ = rule, False, False
         super().__init__(
@@ -338,7 +344,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
             )
             for role, of_each in self._states.items()
         }
-        self._check_apart(arrays, states)
+        self._check_no_alias(arrays, states)
         for parameter, array in zip(self.parameters, arrays, strict=True):
             if array is not parameter.array:
                 parameter.follow(array)
@@ -433,7 +439,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
         Raises:
             ValueError: some share memory. Nothing has changed then.
         """
-        self._check_apart(parameters, states)
+        self._check_no_alias(parameters, states)
         for parameter, array in zip(self.parameters, parameters, strict=True):
             parameter.rebind(array)
         self._states, self._global_step = states, global_step

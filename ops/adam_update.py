@@ -58,7 +58,7 @@ class _AdamUpdate(RowPrimitive):
         read = {"weight": array, **_arrays_of(grad)}
         device_of(self.name, {**read, **written})
         check.no_overlap(self.name, list(written), list(written.values()))
-        self._check_apart(written, read)
+        self._check_no_alias(written, read)
         result = self._step_elsewhere(array, grad, **written)
         return native(result) if out is None else out
 
@@ -118,7 +118,7 @@ class _AdamUpdate(RowPrimitive):
             wrong = "has a wrong dense_shape"
             reject(ValueError, self.name, "grad", wrong, w.shape, grad.dense_shape)
 
-    def _check_apart(self, written: Named, read: Named) -> None:
+    def _check_no_alias(self, written: Named, read: Named) -> None:
         for (name, array), (other, its_array) in product(written.items(), read.items()):
             if may_share_memory(array, its_array):
                 wrong = f"shares memory with {other}"

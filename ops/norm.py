@@ -151,7 +151,7 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
 
 
 def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
-    """Check that gradients can be written to: none was converted, and they lie apart."""
+    """Check that gradients can be written to: none was converted, and none aliases another."""
     values: dict[str, Any] = {}
     for i, (original, adopted) in enumerate(zip(x, gradients, strict=True)):
         if isinstance(adopted, RowTensor) and not isinstance(original, RowTensor):

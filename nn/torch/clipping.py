@@ -129,7 +129,7 @@ def clip_grad_norm_(
     factor = min(limit / (norm + 1e-6), 1.0)  # a NaN stays one
     if optimizer is None and factor != 1.0:
         written = _writable(NORM, measured, zeros_stay=math.isfinite(factor))
-        memory.check_apart(NORM, [memory.Stretch.of(_elements(g), name) for name, _, g in written])
+        memory.check_no_alias(NORM, [memory.Span.of(_elements(g), name) for name, _, g in written])
         for _, _, gradient in written:
             local(gradient).mul_(factor)
     already = {id(p): x for x, group in by_factor.items() for _, p, _ in group}

@@ -71,7 +71,7 @@ MUTANTS = (
     ("check.no_overlap(self.name, [*variables, name], arrays)", "[*variables, name], arrays)",
      "[*variables], arrays[:-1]) + check.no_overlap(self.name, [name], arrays[-1:])",
      "test_arrays_that_overlap"),
-    ("self._check_apart(written, read)", "self._check_apart(written, read)", "pass",
+    ("self._check_no_alias(written, read)", "self._check_no_alias(written, read)", "pass",
      "test_overlaps"),
     ("if bits > 63:", "63", "64", "test_rows_of_a_table_beyond_all_memory"),
     ("if minor not in TRIED[name]", "not in TRIED[name]", "in ()",

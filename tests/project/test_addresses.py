@@ -70,7 +70,7 @@ CHECKED = {
         "nn/base/parameter.py": "Parameter.is_of",
         "nn/torch/bags.py": "EmbeddingBags._now",
         "nn/torch/engine/bags/gradients.py": "versions_of",
-        "nn/torch/engine/memory.py": "Stretch.of, _Memory.__init__, tensor_of",
+        "nn/torch/engine/memory.py": "Span.of, _Memory.__init__, tensor_of",
         "ops/runtime/frameworks.py": "Framework.address, _Numba, _Torch, _CuPy (each "
                                      "by a form that its place has seen)",
     },

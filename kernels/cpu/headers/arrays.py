@@ -327,8 +327,8 @@ class Expected:
         # The identities and addresses in the query stay valid while these live.
         self._alive = alive, made, held, kept, memory
         at_forms, places = map(address_of, kept)
-        apart = address_of(memory), memory.shape[1]
-        fields = len(forms) - len(held), at_forms, *apart, len(held), id(held), places, ARRAY_TYPE
+        spans = address_of(memory), memory.shape[1]
+        fields = len(forms) - len(held), at_forms, *spans, len(held), id(held), places, ARRAY_TYPE
         self._query = array("q", _Query(*fields))
         self._query_at, _ = self._query.buffer_info()
 
