@@ -9,7 +9,7 @@ Terms used by the loops over rows:
   behind the position;
 * *segment*: the sorted keys of one row;
 * *hot*: a row, or its segment, of more than `HOT` occurrences;
-* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+* *range*: a span of consecutive positions of one table. Hot rows are summed range by range.
 """
 
 from __future__ import annotations

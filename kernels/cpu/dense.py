@@ -84,7 +84,7 @@ def _block_arguments(c, t, row, rows, width):
 
 @njit(inline="always")
 def _run_rows(c, t, begin, end):
-    """Call the block on the rows of a tensor that begin in a stretch of its elements."""
+    """Call the block on the rows of a tensor that begin in a span of its elements."""
     if c.widths == 0:
         call_address(c.block, *_block_arguments(c, t, begin, end - begin, 1))
         return

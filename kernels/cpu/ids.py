@@ -134,7 +134,7 @@ def _use(c, row, times):
 
 @part(IdCall)
 def search(index, slot, c):
-    """The places of a stretch of ids: each id is read once."""
+    """The places of a span of ids: each id is read once."""
     hashes, places, _ = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
     begin, n = index * PART, 0

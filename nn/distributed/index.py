@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from ...ops.runtime.errors import reject
 from ..base.arguments import is_int
 from ..base.checkpoint import CODES
-from .shard import ORDERS, places, stretch
+from .shard import ORDERS, places, span_height
 
 FORMAT = "fusestep.distributed 3"
 INDEX = "index.json"
@@ -96,7 +96,7 @@ class Index:
             return
         rows = form["shape"][0]
         positions = places(np.arange(rows) if ids is None else ids, rows, form["order"])
-        height = stretch(rows, len(self._parts))
+        height = span_height(rows, len(self._parts))
         part_of = positions // height
         for rank in np.unique(part_of).tolist():
             indices = np.flatnonzero(part_of == rank)

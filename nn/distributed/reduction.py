@@ -146,7 +146,7 @@ def _forms(read: Sequence[Any]) -> list[Any]:
 
 @quiet
 def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarray:
-    """The sum over all processes: each adds up a stretch, then all gather the stretches."""
+    """The sum over all processes: each adds up a span, then all gather the spans."""
     height = -(-len(flat) // comm.size)
     sent = np.zeros((comm.size, height), flat.dtype)
     sent.reshape(-1)[: len(flat)] = flat

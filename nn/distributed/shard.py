@@ -25,7 +25,7 @@ _MOST_HASHED = 3_037_000_499  # rows: the square of more is no int64
 class RowShard:
     """The part of a table of ``rows`` rows that this process owns.
 
-    The rows, in an order, are cut into P stretches of ``ceil(rows / P)``, the last ones shorter
+    The rows, in an order, are cut into P spans of ``ceil(rows / P)``, the last ones shorter
     or empty: of P processes rank r has those at ``[begin, end)``.
 
     Args:
@@ -61,7 +61,7 @@ class RowShard:
         _, error = attempted(_check, "RowShard", rows, order)
         agree(comm, "RowShard", {"rows": str(rows), "order": str(order)}, error)
         self.rows, self.comm, self.order = int(rows), comm, order
-        self.height = stretch(self.rows, comm.size)
+        self.height = span_height(self.rows, comm.size)
         self.form = {"rows": self.rows, "order": order}
         self.first_keys = np.arange(1, comm.size) * self.height
         self.begin, self.end = (
@@ -132,7 +132,7 @@ class RowShard:
         """Do nothing: a row is never another one's."""
 
 
-def stretch(rows: int, size: int) -> int:
+def span_height(rows: int, size: int) -> int:
     """The number of rows of each of ``size`` processes; the last ones may have fewer."""
     return max(1, -(-rows // size))
 

@@ -106,11 +106,11 @@ def array_reader(carriers, per):
         first, made = _pointer(builder, addresses, _I64), []
         zero, one = (ir.Constant(_I64, n) for n in (0, 1))
         elements = [builder.mul(n, width) for n in (row, rows)]
-        stretches = {"element": elements, "row": (row, rows), "column": (zero, width)}
+        spans = {"element": elements, "row": (row, rows), "column": (zero, width)}
         for k, kind in enumerate(arrays):
             element = context.get_data_type(kind.dtype)
             itemsize = ir.Constant(_I64, context.get_abi_sizeof(element))
-            offset, n = stretches.get(per[k], (zero, one))
+            offset, n = spans.get(per[k], (zero, one))
             address = builder.load(builder.gep(first, [ir.Constant(_I64, k)]))
             data = _pointer(builder, builder.add(address, builder.mul(offset, itemsize)), element)
             array = context.make_array(kind)(context, builder)

@@ -77,8 +77,8 @@ class _Query(NamedTuple):
 
     n: int  # arrays of the tuple
     forms: int  # [n + n_written]: addresses of the `ExpectedForm` of each, then of those written
-    memory: int  # [2, n_stretches]
-    n_stretches: int
+    memory: int  # [2, n_spans]
+    n_spans: int
     n_written: int
     written: int  # a tuple of further arrays
     places: int  # [n_written]: where these have to lie
@@ -209,29 +209,29 @@ def fits(actual, sizes, expected, dims, begin):
 
 
 @njit(inline="always")
-def stretches_at(address, n):
+def spans_at(address, n):
     """Memory in the form of `overlaps`."""
     return carray(as_pointer(address), (2, n), np.int64)
 
 
 @njit
-def overlaps(stretches, begin, end):
-    """Whether ``begin .. end`` overlaps any stretch of memory.
+def overlaps(spans, begin, end):
+    """Whether ``begin .. end`` overlaps any span of memory.
 
-    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
+    ``spans`` is ``[2, n]``: where they begin and where they end, in order and without
     overlap. So the last one that begins before ``end`` decides.
     """
-    begins, ends = stretches[0], stretches[1]
+    begins, ends = spans[0], spans[1]
     if begins.size == 0 or begin >= end:
         return False
     last = last_at_most(begins, begins.size, end - 1)
     return begins[last] < end and ends[last] > begin
 
 
-def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
-    """Whether any of the spans, addresses and sizes, overlaps a stretch (`overlaps` in Python)."""
-    begins, ends = stretches
-    for begin, n_bytes in spans:
+def lie_in(spans: Sequence[Sequence[int]], pieces: Iterable[tuple[int, int]]) -> bool:
+    """Whether any of the pieces, addresses and sizes, overlaps a span (`overlaps` in Python)."""
+    begins, ends = spans
+    for begin, n_bytes in pieces:
         last = bisect_left(begins, begin + n_bytes) - 1
         if n_bytes > 0 and last >= 0 and ends[last] > begin:
             return True
@@ -264,7 +264,7 @@ def _read_expected(query, things, addresses):
     if load_int64(things + LENGTH) != n:
         return 0
     out, places = int64s(header_at(addresses).data, n), int64s(c.places, c.n_written)
-    forms, memory = int64s(c.forms, n + c.n_written), stretches_at(c.memory, c.n_stretches)
+    forms, memory = int64s(c.forms, n + c.n_written), spans_at(c.memory, c.n_spans)
     for k in range(n + c.n_written):
         address = forms[k]
         form = forms_at(address, 1)[0]

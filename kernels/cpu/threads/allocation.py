@@ -41,7 +41,7 @@ class FillCall(NamedTuple):
 
 @part(FillCall)
 def fill_part(index, slot, c):
-    """Write the words of one stretch of memory."""
+    """Write the words of one span of memory."""
     words = int64s(c.address, c.n_words)
     k, end = index * _PART, min((index + 1) * _PART, c.n_words)
     while k < end:  # a range with a step calls Numba's function that raises if it is 0

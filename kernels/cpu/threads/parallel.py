@@ -1,9 +1,9 @@
 """The one parallel loop of the package.
 
 A `Loop` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on several threads.
-Each thread begins with a stretch of consecutive parts that is the same in every call, so its caches
-may still hold that memory from the step before, and memory is read in its order. When its stretch
-is done, the thread helps with the other stretches. Parts are claimed one by one, so a thread that
+Each thread begins with a span of consecutive parts that is the same in every call, so its caches
+may still hold that memory from the step before, and memory is read in its order. When its span
+is done, the thread helps with the other spans. Parts are claimed one by one, so a thread that
 the system interrupts, or that never comes, does not hold up the rest. The result of a part must not
 depend on the thread that runs it. Since a loop gets its work as the address of a function, only one
 function of the package is compiled by Numba with ``parallel=True``.
@@ -84,14 +84,14 @@ _LOOKS = 8_000
 
 @njit
 def _run_parts(function, n, call, slot, threads, claimed):
-    """Run unclaimed parts, those of this thread's stretch first; returns how many were run."""
+    """Run unclaimed parts, those of this thread's span first; returns how many were run."""
     done = 0
     for k in range(threads):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
         while True:
-            # Each stretch has its counter on a cache line of its own, so threads that work on
-            # different stretches do not compete for a line.
+            # Each span has its counter on a cache line of its own, so threads that work on
+            # different spans do not compete for a line.
             index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
             if index >= end:
                 break
@@ -435,7 +435,7 @@ def run_words(words: array[int]) -> None:
         _serial_loops.call(address, n_loops)
         return
     compile_loops()  # outside of the guard, for which a thread that compiles may wait
-    # Each loop counts the parts that are done, then the parts of each stretch that are claimed.
+    # Each loop counts the parts that are done, then the parts of each span that are claimed.
     counter_bytes = (1 + threads) * LINE
     counters = array("q", bytes(n_loops * counter_bytes))
     counting = counters.buffer_info()[0], counter_bytes
