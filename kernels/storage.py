@@ -128,9 +128,9 @@ def _bf16_at_random(x, bits):
     # What a carry would make infinite is rounded to the nearest. The last finite number is odd, so
     # that is a carry of half a unit, which leaves an infinity as it is.
     nearest, end = np.uint32(word + np.uint32(0x8000)), np.uint32(0x7F800000)
-    rounded = nearest if np.uint32(carried & end) == end else carried
+    moved = nearest if np.uint32(carried & end) == end else carried
     quiet = np.uint32(word | np.uint32(0x400000))
-    return np.uint16(np.uint32(quiet if x != x else rounded) >> np.uint32(16))
+    return np.uint16(np.uint32(quiet if x != x else moved) >> np.uint32(16))
 
 
 @njit

@@ -61,7 +61,7 @@ MUTANTS = (
     ("if n_bytes and begin < end:", "n_bytes and ", "", "test_an_empty_array_shares_no_memory"),
     ("            last.wait(stream)", "wait", "query",
      "test_locked_launches_wait_for_the_last_one_of_their_device"),
-    ("check.epsilon(where, \"epsilon\", self.epsilon, found[-1])", "found[-1]", "1.0",
+    ("check.epsilon(where, \"epsilon\", self.epsilon, scalars[-1])", "scalars[-1]", "1.0",
      "test_what_each_argument_refuses"),
     ("if power > 1.0:", ">", ">=", "test_what_each_argument_takes"),
     ("if not -LARGEST <= value <= LARGEST:", "-LARGEST <= value <= LARGEST", "math.isfinite(value)",
