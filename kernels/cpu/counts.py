@@ -48,7 +48,7 @@ def _count_up(index, slot, c):
     else:
         positions = int64s(c.positions, c.n)
         for i in range(positions.size):
-            # The number of counts is not told; there are as many as this one needs.
+            # The number of counts is not passed; there are as many as this one needs.
             int64s(c.counts, positions[i] + 1)[positions[i]] += 1
     if c.total != 0:
         carray(as_pointer(c.total), 1, np.int32)[0] += 1

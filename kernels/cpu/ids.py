@@ -59,7 +59,7 @@ class IdCall(NamedTuple):
     n_missing: int = 0  # int64 [parts]: how many ids of each part have no row
     times: int = 0  # int64 [n]: how often each id occurs; 0: once
     step: int = 0
-    told: int = 0  # int64 [4]: refused, ids done, 1: a slot lacks, 2: too many ids wait, admissions
+    out: int = 0  # int64 [4]: refused, ids done, 1: a slot lacks, 2: too many ids wait, admissions
     handed: int = 0  # int32 [n]: the rows of the admissions
     now: int = 0  # the moment of the step
     seen: int = 0  # uint8 [n]: the moments of entries
@@ -196,9 +196,9 @@ def admit(index, slot, c):
     """
     hashes, places, moments = _slots(c)
     ids, rows = int64s(c.ids, c.n), carray(as_pointer(c.rows), c.n, np.int32)
-    told, handed = int64s(c.told, 4), carray(as_pointer(c.handed), c.n, np.int32)
+    out, handed = int64s(c.out, 4), carray(as_pointer(c.handed), c.n, np.int32)
     entries, next_row, n_free = int64s(c.entries, 1), int64s(c.next_row, 1), int64s(c.n_free, 1)
-    for k in range(told[1], c.n):
+    for k in range(out[1], c.n):
         x = _mixed(ids[k])
         i = _find(hashes, places, c.slots, x)
         is_known = places[i] != 0 and hashes[i] == x
@@ -209,7 +209,7 @@ def admit(index, slot, c):
             continue
         end = i if is_known else _empty_slot(places, i)
         if end < i or (not is_known and entries[0] >= c.most_entries):
-            told[1], told[2] = k, 1
+            out[1], out[2] = k, 1
             return
         if is_known:
             before = -np.int64(places[i])
@@ -223,7 +223,7 @@ def admit(index, slot, c):
                 i = _find(hashes, places, c.slots, _mixed(ids[j]))
                 if hashes[i] == _mixed(ids[j]):
                     moments[i] = c.now
-            told[1], told[2] = k, 2
+            out[1], out[2] = k, 2
             return
         else:
             _insert(c, i, end, x, place, c.now)
@@ -233,11 +233,11 @@ def admit(index, slot, c):
             int64s(c.row_ids, c.capacity)[row] = ids[k]
             carray(as_pointer(c.counts), c.capacity, np.int32)[row] = occurrences
             carray(as_pointer(c.last_uses), c.capacity, np.int32)[row] = c.step
-            handed[told[3]] = row
-            told[3] += 1
+            handed[out[3]] = row
+            out[3] += 1
         else:
-            told[0] += times
-    told[1] = c.n
+            out[0] += times
+    out[1] = c.n
 
 
 @part(IdCall)
@@ -251,7 +251,7 @@ def look_again(index, slot, c):
             i = _find(hashes, places, c.slots, x)
             if places[i] > 0 and hashes[i] == x:  # others wait, or were dropped
                 rows[k] = places[i]
-                int64s(c.told, 4)[0] -= _times(c, k)
+                int64s(c.out, 4)[0] -= _times(c, k)
 
 
 @njit
@@ -312,6 +312,6 @@ def place(index, slot, c):
             i = _find(hashes, places, c.slots, x)
             end = _empty_slot(places, i)
             if end < i:
-                int64s(c.told, 4)[2] = 1
+                int64s(c.out, 4)[2] = 1
                 return
             _insert(c, i, end, x, rows[k], seen[k])

@@ -100,8 +100,8 @@ def save_checkpoint(
     path, arrays = _given(where, folder, optimizer, shards, comm)
     kept = {n: a for n, a in arrays.items() if a.shard is not None or a.owner == comm.rank}
     _, error = attempted(_make_folder, path, comm.rank)
-    told = agree(comm, where, _common(arrays, optimizer), error, (secrets.randbits(62), 0))
-    names = [part_name(rank, comm.size, f"{told[0, 0]:016x}") for rank in range(comm.size)]
+    received = agree(comm, where, _common(arrays, optimizer), error, (secrets.randbits(62), 0))
+    names = [part_name(rank, comm.size, f"{received[0, 0]:016x}") for rank in range(comm.size)]
     part = path / names[comm.rank]
     try:
         digest = jointly(comm, where, _write_part, part, {n: a.array for n, a in kept.items()})

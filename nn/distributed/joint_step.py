@@ -32,14 +32,14 @@ class Agreement:
         """The step that this process has planned; None where any process skips it."""
         plan: Plan | None
         plan, error = attempted(planned)
-        told = (plan is None, 0 if plan is None else self._digest(plan))
+        numbers = (plan is None, 0 if plan is None else self._digest(plan))
         subject = {"global_step": step}
-        heard = agree(self.comm, self._where, subject, error, told)
+        received = agree(self.comm, self._where, subject, error, numbers)
         # Before the hashes are compared: a process that skips has no plan to make one of.
-        if heard[:, 0].any():
+        if received[:, 0].any():
             return None
-        if (heard[:, 1] != heard[0, 1]).any():
-            rank = int(np.argmax(heard[:, 1] != heard[0, 1]))
+        if (received[:, 1] != received[0, 1]).any():
+            rank = int(np.argmax(received[:, 1] != received[0, 1]))
             what = f"rank {rank}: rates, decays, loss scale, options or batches"
             expected, got = "those of rank 0", "others"
             raise ValueError(message(self._where, what, "differ", expected, got))

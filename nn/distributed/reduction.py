@@ -90,19 +90,19 @@ def average_bags(
     agree(comm, where, {"tables": forms}, error)
     bags = joined([[gradient] for gradient in gradients])
     n, is_weighted = [len(g.indices) for g in bags], any(g.weights is not None for g in bags)
-    told = np.empty((comm.size, len(bags) + 2), np.int64)
-    comm.all_gather(np.array([bags[0].values.size, is_weighted, *n]), told).wait()
-    ids = told[:, 2:].sum(1).tolist()
+    gathered = np.empty((comm.size, len(bags) + 2), np.int64)
+    comm.all_gather(np.array([bags[0].values.size, is_weighted, *n]), gathered).wait()
+    ids = gathered[:, 2:].sum(1).tolist()
 
     def of_all(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
         return np.split(_of_all(np.concatenate(arrays), counts, comm), np.cumsum(counts)[:-1])
 
-    values = of_all([bags[0].values], told[:, 0].tolist())
+    values = of_all([bags[0].values], gathered[:, 0].tolist())
     indices = of_all([g.indices for g in bags], ids)
     rows = of_all([g.rows for g in bags], ids)
-    weights = of_all([g.factors for g in bags], ids) if told[:, 1].any() else None
+    weights = of_all([g.factors for g in bags], ids) if gathered[:, 1].any() else None
     calls = []
-    for r, counts in enumerate(told[:, 2:]):
+    for r, counts in enumerate(gathered[:, 2:]):
         cuts = np.cumsum(counts)[:-1]
         factors = [None] * len(bags) if weights is None else np.split(weights[r], cuts)
         of_tables = bags, np.split(indices[r], cuts), np.split(rows[r], cuts), factors

@@ -95,12 +95,12 @@ class Route:
         self._distinct, inverse = np.unique(keys, return_inverse=True)
         inner = np.searchsorted(self._distinct, shard.first_keys)
         self._first = np.array([0, *inner, len(self._distinct)])  # of each owner
-        told = np.diff(self._first), np.full(self._comm.size, len(keys))
-        heard = agree(self._comm, where, shard.form, error, np.stack(told, axis=1))
+        numbers = np.diff(self._first), np.full(self._comm.size, len(keys))
+        received = agree(self._comm, where, shard.form, error, np.stack(numbers, axis=1))
         self._shape = checked.shape
         self._inverse = inverse.reshape(self._shape)
-        self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
-        self._lengths = heard[:, 1]
+        self._sent, self._needed_counts = np.diff(self._first).tolist(), received[:, 0].tolist()
+        self._lengths = received[:, 1]
         owner = np.repeat(np.arange(self._comm.size), self._sent)
         sent = shard.request(self._distinct, owner, inverse)
         requests: np.ndarray = np.empty((sum(self._needed_counts), *sent.shape[1:]), sent.dtype)
@@ -185,9 +185,9 @@ class Route:
         array, error = attempted(self._checked_gradient, "Route.scatter", gradient)
         self._occurrences = self._occurrences or self._found_occurrences()
         counts, order, pairs = self._occurrences
-        told = [(n, 0) for n in counts]
-        heard = agree(self._comm, "Route.scatter", _form(array), error, told)
-        own_counts = heard[:, 0].tolist()
+        numbers = [(n, 0) for n in counts]
+        received = agree(self._comm, "Route.scatter", _form(array), error, numbers)
+        own_counts = received[:, 0].tolist()
         n = sum(own_counts)
         sent, values = _rows_at(array, order), empty_like(array, (n, *array.shape[1:]))
         places: np.ndarray = np.empty((n, 2), pairs.dtype)

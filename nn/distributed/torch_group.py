@@ -126,7 +126,7 @@ class TorchCommunicator:
             living = self._marked("alive", range(self.size))
         except RuntimeError:  # of the store itself
             return [] if _is_of_agent() else [dist.get_group_rank(self.group, 0)]
-        # The store is gone with the process that has it, which may be the first to be told.
+        # The store is gone with the process that has it, which may be the first to learn it.
         with suppress(RuntimeError):
             self._marked("told", living)
         return [rank for rank in range(self.size) if rank not in living]

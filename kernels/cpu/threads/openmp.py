@@ -71,7 +71,7 @@ def functions() -> Functions | None:
 class _Team(threading.local):
     """The OpenMP threads that run the loops of this Python thread, as far as they are known."""
 
-    size = 0  # the number of threads that PyTorch told when the clock was read
+    size = 0  # the number of threads that PyTorch reported when the clock was read
     clock = 0  # of the processor time of the second thread; 0: not known yet
     left_alone = 0  # the number of the next loops that run elsewhere
     patience = 0  # the next value of `left_alone`, after a loop that has waited for a thread

@@ -169,7 +169,7 @@ class DenseStep:
             return
         parts, new = call.scratch + self._at_parts, call.scratch + self._at_new
         # In the order of the stream: sums, what follows from them, the update with the changed
-        # scalars, and at last new states of tensors, whose old ones the update was told.
+        # scalars, and at last new states of tensors, whose old ones the update was given.
         chunks.launch(self._measure, call.stream, *table, parts, call.guard)
         self._totals.follow(self._table, chunks.n_blocks, parts, new, call)
         chunks.launch(self._update, call.stream, *table, call.guard)

@@ -2,7 +2,7 @@
 
 One block for each tensor adds up what other blocks have left of its sums. The scalars are changed
 at once, before the update reads them; the new states of the tensor come to their places after it,
-since it is told the old ones.
+since it is given the old ones.
 """
 
 from __future__ import annotations
