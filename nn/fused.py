@@ -22,7 +22,7 @@ from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import Checked, Fixed, clip_limit, gradients_of, next_step
 from .base.groups import FUSED_KEYS
-from .base.numbers import FLOATS, check_place, number_of, on_device
+from .base.numbers import FLOATS, check_place, item, on_device
 from .base.own_rules import (
     check_compiled,
     check_rule,
@@ -358,7 +358,7 @@ class FusedOptimizer(RoundedOptimizer, TableOptimizer, ABC):
 
     def _has_overflown(self) -> bool:
         """Whether `found_inf` is not 0; the host waits for it."""
-        return self._found_inf is not None and number_of(self._found_inf) != 0.0
+        return self._found_inf is not None and item(self._found_inf) != 0.0
 
     def _all_finite(self, given: Gradients) -> bool:
         """Whether all gradients are finite; on a device the host waits for the answer."""

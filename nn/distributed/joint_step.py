@@ -12,7 +12,7 @@ import numpy as np
 from ...kernels.keeping import STOCHASTIC
 from ...ops.runtime.errors import message, reject
 from ..base.arguments import check_kind
-from ..base.numbers import number_of
+from ..base.numbers import item
 from ..base.optimizer import Optimizer
 from ..engine.plan import Plan
 from ..fused import FusedOptimizer
@@ -49,7 +49,7 @@ class Agreement:
         """A hash of the numbers and options that all processes must have alike."""
         shared = (
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
-            *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
+            *(item(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
             plan.conditioning.joins.tolist(),
             [rows.source.whole_length for rows in plan.given.rows] if self._share_batches else [],
         )

@@ -16,7 +16,7 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient, row_squares
 from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
-from ..base.numbers import number_of
+from ..base.numbers import item
 from .batch import NOTHING, Batch, KernelCall, index_lists
 
 
@@ -60,7 +60,7 @@ class Conditioning:
     @property
     def _scale(self) -> float:
         """The loss scale; the host waits for one on a device."""
-        return number_of(self.loss_scale)
+        return item(self.loss_scale)
 
     def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
         """The factor by which parameter ``i`` is added to its gradient before centralization."""

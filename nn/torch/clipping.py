@@ -28,9 +28,9 @@ from .engine.clipping import (
     VALUE,
     Clipping,
     NamedGradient,
+    checked_number,
     limit_of,
     norm_of,
-    number_of,
     within,
 )
 from .engine.table_rows import optimizers
@@ -100,7 +100,7 @@ def clip_grad_norm_(
         return _norm_outside_of_graphs(parameters, max_norm, optimizer=optimizer, **options)
     del foreach
     limit = limit_of(NORM, "max_norm", max_norm)
-    order = number_of(NORM, "norm_type", norm_type)
+    order = checked_number(NORM, "norm_type", norm_type)
     check.in_range(NORM, "norm_type", order, order > 0.0, "above 0, such as 1, 2 or inf")
     every = _given(NORM, parameters)
     measured = [item for item in every if item[2] is not None]
