@@ -48,34 +48,34 @@ class Lane(NamedTuple):
 
 
 def _over_row(make: Callable[[int], Any], length: int) -> Any:
-    """``run(position, width, is_aligned, *what)``: a function of tiles on those of a lane."""
+    """``over_row(position, width, is_aligned, *what)``: a function of tiles on those of a lane."""
     tile_loop = by_tiles(make, length)
 
     @cuda.jit(device=True)
-    def run(position, width, is_aligned, *what):
+    def over_row(position, width, is_aligned, *what):
         column = position.lane * length
         while column < width:
             tile_loop(column, width, is_aligned, *what)
             column += position.lanes * length
 
-    return run
+    return over_row
 
 
 def _measured_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (total,), hp, sums)``: as `measured_summed_tile`, with an address."""
+    """``measured_tile(i, arrays, (), (total,), hp, sums)``: `measured_summed_tile`, at an address."""
     measure = measured_summed_tile(kernel, length)
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
 
     @cuda.jit(device=True)
-    def run(i, arrays, how, tiles, hp, sums):
+    def measured_tile(i, arrays, how, tiles, hp, sums):
         # Not before the sum: they would take registers.
         measure(i, arrays, how, tiles, read_hp(hp), sums)
 
-    return run
+    return measured_tile
 
 
 def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) -> Any:
-    """``run(position, row, width, is_aligned, arrays, source, hp)``: a rule on the rows of a block.
+    """``update_row(position, row, width, is_aligned, arrays, source, hp)``: a rule on a block's rows.
 
     ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie, ``hp`` where the scalars
     do. All threads of a block call it; a width of 0 is that of one without a row.
@@ -93,7 +93,7 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
     take, take_factors, put = taker(n_values), taker(n_factors), putter(n_factors)
 
     @cuda.jit(device=True)
-    def run(position, row, width, is_aligned, arrays, source, hp):
+    def update_row(position, row, width, is_aligned, arrays, source, hp):
         sums, first = cuda.local.array(n_shared, float64), row * width
         for k in range(n_shared):
             sums[k] = 0.0
@@ -115,7 +115,7 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
             scaled = scale(read_hp(hp), take_factors(shared[:, position.thread - position.lane]))
             update(position, width, is_aligned, first, arrays, source, scaled)
 
-    return run
+    return update_row
 
 
 class RowsRow(NamedTuple):

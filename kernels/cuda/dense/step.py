@@ -45,19 +45,19 @@ def chunk_of(kernel: Kernel) -> int:
 
 
 def _on_chunk(kernel: Kernel, make_tile: Callable[[Kernel, int], Any]) -> Any:
-    """``run(table, n_tensors, *rest)``: a function of tiles on the chunk of the block."""
+    """``on_chunk(table, n_tensors, *rest)``: a function of tiles on the chunk of the block."""
     find = row_finder(TensorRow, "first_block", 2 + len(kernel.s))
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
     shape = length_of(kernel), THREADS, chunk_of(kernel)
     chunk_loop = by_chunks(partial(make_tile, kernel), *shape)
 
     @cuda.jit(device=True)
-    def run(table, n_tensors, *rest):
+    def on_chunk(table, n_tensors, *rest):
         row = find(table, n_tensors, cuda.blockIdx.x)
         number, hp = cuda.blockIdx.x - row.first_block, read_hp(row.hp)
         chunk_loop(number, row.size, row.is_aligned, row.arrays, (), (), hp, *rest)
 
-    return run
+    return on_chunk
 
 
 _AT = offsets_of(TensorRow)

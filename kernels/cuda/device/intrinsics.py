@@ -62,10 +62,10 @@ def _packed(builder, values, itemsize):
 
 
 def _tile_mover(count, itemsize, move):
-    """``run(tile, address, i)``: move ``count`` elements of a local array, from ``i`` on there."""
+    """``move_tile(tile, address, i)``: move ``count`` elements of a local array, from ``i``."""
 
     @intrinsic
-    def run(typingctx, tile, address, i):
+    def move_tile(typingctx, tile, address, i):
         def codegen(context, builder, signature, args):
             kind, (array, *place) = signature.args[0], args
             data = context.make_array(kind)(context, builder, array).data
@@ -77,7 +77,7 @@ def _tile_mover(count, itemsize, move):
 
         return types.void(tile, types.int64, types.int64), codegen
 
-    return run
+    return move_tile
 
 
 def _load_vector(builder, pointer, places, itemsize):
@@ -172,19 +172,19 @@ def rounded_product(typingctx, x, y):
 
 
 def _atomic(operation):
-    """``run(address, value)``: change the ``int64`` at an address; what was there before."""
+    """``atomic(address, value)``: change the ``int64`` at an address; what was there before."""
 
     # On integers alone, whose sums and minima are the same in any order; those of floats would show
     # in the last bits.
     @intrinsic
-    def run(typingctx, address, value):
+    def atomic(typingctx, address, value):
         def codegen(context, builder, signature, args):
             pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
             return builder.atomic_rmw(operation, pointer, args[1], "monotonic")
 
         return types.int64(types.int64, types.int64), codegen
 
-    return run
+    return atomic
 
 
 lower_int64 = _atomic("min")
